@@ -31,7 +31,7 @@ from meshwright.protocol.run_config import RunConfig
 from meshwright.rules.validation import check_spec
 
 MAX_PLANS = 6
-"""Layouts to choose from by what is free: each costs a placement."""
+"""Number of layouts to choose from by free GPUs. Each needs a placement."""
 _MAX_REASONS = 16
 _MAX_REASON_TEXT = 1024
 
@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        """The degrees alone."""
+        """Only the degrees."""
         return self.strategy.layout
 
     @property
@@ -73,7 +73,7 @@ class Plan:
         return f"TP {layout.tensor} x {context}PP {layout.pipeline} x DP {layout.data}{experts}"
 
     def allows_replicas(self, replicas: int) -> bool:
-        """Whether the same job could run with so many replicas: whole workers, and whole micro-batches for each."""
+        """Whether the job can run with this number of replicas: with full workers, and full micro-batches for each."""
         whole_workers = replicas * self.strategy.replica_size % self.gpus_per_worker == 0
         batch = self.global_batch_size
         spread = replicas * self.strategy.context % self.strategy.expert == 0
@@ -111,7 +111,7 @@ class Plan:
         return run_config_of(spec, self.architecture, self.strategy)
 
     def problems(self, spec: ParallelTrainingJobSpec) -> list[str]:
-        """What its ranks would refuse; nothing where they would run."""
+        """What the ranks of a plan would reject. Empty if they can run."""
         return refusals_of(self.run_config(spec))
 
 
@@ -181,10 +181,10 @@ def _new_plans(
 
 
 def _ranked(spec: ParallelTrainingJobSpec, request: SearchRequest) -> list[FittingLayout]:
-    """The layouts that fit and that ranks take, the best first.
+    """The layouts that fit and that ranks accept, the best first.
 
     Raises:
-        PlanError: there are none; with what ranks refuse where that is why.
+        PlanError: there is no such layout; the message has what ranks reject, if that is the reason.
     """
     architecture = request.pinned_job.architecture
     try:
@@ -228,9 +228,9 @@ def _with_model_numbers(spec: ParallelTrainingJobSpec, architecture: Architectur
 
 
 def _running_plan(spec: ParallelTrainingJobSpec, architecture: Architecture | None, keep: PlanStatus) -> Plan | None:
-    """The plan with a running job's degrees for what the spec leaves out; None where the spec no longer allows them.
+    """The plan with a running job's degrees for what the spec leaves out. None if the spec no longer allows them.
 
-    Its ranks run, so they are not asked again what they would refuse: rules that an upgrade adds end no job.
+    The rules of ranks are not checked again, so that new rules in an upgrade do not stop a running job.
     """
     if architecture is None or spec.training is None:
         return _command_plan(spec)
@@ -269,7 +269,7 @@ def _request(
 
 
 def _with_estimate(plan: Plan, cost_model: CostModel | None) -> Plan:
-    """The plan with its estimate, where there is a price."""
+    """The plan with its estimate, if there is a cost model."""
     return replace(plan, estimate=cost_model.price(plan.strategy)) if cost_model else plan
 
 
@@ -295,7 +295,7 @@ def _check_node_and_domain_size(spec: ParallelTrainingJobSpec, cluster_limits: C
 
 
 def _check_nodes_known(spec: ParallelTrainingJobSpec, cluster_limits: ClusterLimits) -> None:
-    """Raises PlanError when something is left out and there is no node to choose it for."""
+    """Raise PlanError if a degree is left out and there is no node to choose it for."""
     requested = spec.parallelism
     degrees_by_field = {
         "tensor": requested.tensor,

@@ -1,9 +1,8 @@
-"""Plan, place, price again: the layout that is fastest on the nodes that are free, not on a drawing of the cluster.
+"""Chooses the layout that is fastest on the free nodes, not on an empty cluster.
 
-Layouts of as many GPUs are often within a few percent of each other, and which one is best depends on what the cluster
-has left: four free GPUs on each of many nodes want a narrower tensor-parallel group than whole nodes do. So each of the
-near ones is placed and priced where it lands, and the best of those is the plan. The operator and `meshwright plan`
-both decide here.
+Layouts with the same number of GPUs often differ by only a few percent, and the best one depends on the free GPUs: four
+free GPUs on each of many nodes need a narrower tensor-parallel group than entire nodes. Each of the best layouts is
+therefore placed, and its cost is estimated for its nodes. The operator and `meshwright plan` both use this module.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from meshwright.planner.search.best_first import TIE_TOLERANCE
 def choose_plan(
     spec: ParallelTrainingJobSpec, inventory: Inventory, calibration: Calibration | None = None
 ) -> tuple[Plan, Placement | None]:
-    """The plan of a job that does not run yet, and its placement; None when no layout has room now.
+    """The plan of a job that does not run yet, and its placement, or None if no layout fits now.
 
     Raises:
-        PlanError: the spec contradicts itself, or no layout fits this cluster's GPUs.
+        PlanError: the spec's fields contradict each other, or no layout fits this cluster's GPUs.
     """
     plans = make_plans(spec, inventory, calibration)
     try:
@@ -39,18 +38,18 @@ def choose_plan(
 
 
 def place_best(plans: Sequence[Plan], inventory: Inventory, cost_model: CostModel | None) -> Placement:
-    """The placement of the plan that is best on what is free; its plan carries the estimate on those nodes.
+    """The placement of the plan that is best on the free nodes. Its plan has the estimate for these nodes.
 
-    Among plans whose step takes at most 2 % longer than the fastest, the first wins. Without a price the first that
-    has room does.
+    Among plans whose step takes at most 2 % longer than the fastest, the first is chosen. Without a cost model, the
+    first plan that fits is chosen.
 
     Args:
-        plans: layouts of one job, the one to prefer first.
+        plans: layouts of one job, the preferred one first.
         inventory: the nodes.
-        cost_model: the job's work and its GPUs, where they are known.
+        cost_model: the job's work and its GPUs, if known.
 
     Raises:
-        DoesNotFitError: no plan has room; the text is about the first.
+        DoesNotFitError: no plan fits; the message is about the first.
     """
     placed: list[Placement] = []
     problem: DoesNotFitError | None = None
@@ -76,17 +75,17 @@ def place_plan(
     keep: Mapping[int, str] | None = None,
     before: PreviousPlacement | None = None,
 ) -> Placement:
-    """One plan placed by its own traffic, and priced where it lands.
+    """Place one plan by its own traffic, and estimate its cost on these nodes.
 
     Args:
-        plan: what runs.
-        inventory: the nodes; it must not count this job's own pods.
-        cost_model: the job's work and its GPUs; without it groups weigh what such groups usually send.
-        keep: workers that run and stay.
-        before: where the job was.
+        plan: the plan.
+        inventory: the nodes. It must not count this job's own pods.
+        cost_model: the job's work and its GPUs. Without it, groups have default weights.
+        keep: running workers that stay.
+        before: the previous placement.
 
     Raises:
-        DoesNotFitError: there is no room.
+        DoesNotFitError: the plan does not fit.
     """
     if cost_model is None:
         return place_near_previous(plan, inventory, keep, before)
@@ -113,7 +112,7 @@ def map_plan_ranks(
 
 
 def _could_be_fastest(plan: Plan, placed: Sequence[Placement]) -> bool:
-    """Whether a plan could still be the best: it is no faster where it lands than where ranks fill domains in order."""
+    """Whether a plan could still be the best: it is at most as fast as if ranks filled domains in order."""
     return plan.estimate is not None and plan.estimate.seconds < min(_seconds(one.plan) for one in placed)
 
 

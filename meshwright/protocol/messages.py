@@ -1,17 +1,18 @@
 """The messages between a worker pod's agent and the operator's coordinator, version 1.
 
-HTTP and JSON; docs/protocol.md says it for people, docs/protocol.schema.json for programs. Every request is signed with
-the job's token (`meshwright.protocol.signing`) and names its version. Paths, under `/v1/jobs/{namespace}/{name}/{uid}`:
+Messages are JSON over HTTP. docs/protocol.md describes them for people, docs/protocol.schema.json for programs. Every
+request is signed with the job's token (`meshwright.protocol.signing`) and names its version. The paths are below
+`/v1/jobs/{namespace}/{name}/{uid}`:
 
     POST .../mesh      MeshRequest  -> 200 MeshDocument | 204 nothing new within `wait_seconds` | 410 superseded
     POST .../report    WorkerReport -> 200 ReportReply  | 410 superseded
 
-401: not signed with the job's token. 404: no such job. 410: a newer incarnation of this worker exists, or the job wants
-no pods: the agent ends its ranks and exits. 426: the coordinator does not speak the agent's version. Everything else is
-retried, 429 and 503 after `Retry-After`: a coordinator that is away stops nobody's training.
+401: not signed with the job's token. 404: no such job. 410: a newer incarnation of this worker exists, or the job needs
+no pods; the agent stops its ranks and exits. 426: the coordinator does not support the agent's version. All other
+responses are retried, 429 and 503 after `Retry-After`. Training continues while the coordinator is unavailable.
 
-An agent ignores fields that it does not know, so that a newer operator may add some; the coordinator refuses them,
-since they come from a tenant's pod. A field that changes what ranks compute needs a new version.
+An agent ignores unknown fields, so that a newer operator may add some. The coordinator rejects unknown fields, because
+messages come from a user's pod. A field that changes what ranks compute needs a new version.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ Message = TypeVar("Message", bound=ApiModel)
 
 
 def parse_message(kind: type[Message], body: bytes) -> Message:
-    """The message in `body`, whatever fields a newer sender added to it.
+    """Parse the message in `body`, and ignore unknown fields.
 
     Raises:
-        ValueError: it is none; pydantic's `ValidationError` is one.
+        ValueError: `body` is not a valid message (pydantic's `ValidationError` is a ValueError).
     """
     raw: Any = json.loads(body)
     try:
@@ -60,22 +61,22 @@ def _drop(raw: Any, location: tuple[int | str, ...]) -> None:
 
 
 class MeshRequest(ApiModel):
-    """An agent's long poll: "I am here; tell me when the mesh is newer than `generation`"."""
+    """An agent's long poll for a mesh generation that is newer than `generation`."""
 
     worker: Annotated[int, Field(ge=0, le=65535)]
     """Worker index."""
     incarnation: Annotated[int, Field(ge=0)]
     """Incarnation of the worker's pod."""
     pod_uid: Annotated[str, Field(max_length=64)] = ""
-    """uid of the pod; empty from an agent that is not told it."""
+    """uid of the pod. Empty if the agent does not know it."""
     generation: Annotated[int, Field(ge=0)] = 0
     """The generation this agent runs or ran last; 0 before its first."""
     address: Annotated[str, Field(min_length=1, max_length=64)]
     """IP address of the pod."""
     store_port: Annotated[int, Field(ge=1, le=65535)]
-    """Port this agent holds free for the rendezvous store of the next generation."""
+    """Port that this agent reserves for rank 0's store in the next generation."""
     wait_seconds: Annotated[float, Field(ge=0, le=60)] = 25.0
-    """How long the coordinator may hold the request."""
+    """Time for which the coordinator may delay the response."""
 
 
 class MeshMember(ApiModel):
@@ -90,7 +91,7 @@ class MeshMember(ApiModel):
     first_rank: int
     """Its first rank."""
     ranks: int
-    """How many consecutive ranks it holds."""
+    """Number of consecutive ranks of the worker."""
 
 
 class MeshDocument(ApiModel):
@@ -153,20 +154,20 @@ class RankProcess(ApiModel):
     phase: Annotated[str, Field(max_length=32)] = ""
     """Last phase of the start it finished; empty before the first, and for a user's command."""
     idle_seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0
-    """Time since it last told anything: started, finished a phase or a step, saved a checkpoint."""
+    """Time since its last report: a start, a completed phase or step, or a saved checkpoint."""
     state: Annotated[str, Field(max_length=1)] = ""
-    """State letter of the process (proc(5)) when it has been idle for a while, such as `T` for stopped."""
+    """State letter of the process (proc(5)) if it has been idle for a while, such as `T` for stopped."""
 
 
 class Progress(ApiModel):
-    """How training stands. Reported by the worker of rank 0."""
+    """Progress of training, reported by the worker of rank 0."""
 
     step: int
     """Last finished step."""
     loss: float
     """Mean loss per token of that step."""
     tokens_per_second: float = 0.0
-    """Recent throughput of the whole job."""
+    """Recent throughput of the job."""
     step_seconds: float = 0.0
     """Recent mean time of a step."""
     samples: int = 0
@@ -210,7 +211,7 @@ class WorkerReport(ApiModel):
     incarnation: Annotated[int, Field(ge=0)]
     """Incarnation."""
     pod_uid: Annotated[str, Field(max_length=64)] = ""
-    """uid of the pod; empty from an agent that is not told it."""
+    """uid of the pod. Empty if the agent does not know it."""
     generation: Annotated[int, Field(ge=0)]
     """The generation the ranks below belong to."""
     state: WorkerState
@@ -220,7 +221,7 @@ class WorkerReport(ApiModel):
     failure: FailureKind | None = None
     """Set when `state` is `Failed`."""
     message: Annotated[str, Field(max_length=2048)] = ""
-    """The failure for people: the exception's last line, the exit code."""
+    """The failure as a message: the last line of the exception, or the exit code."""
     progress: Progress | None = None
     """From the worker of rank 0."""
     checkpoint: CheckpointCommit | None = None

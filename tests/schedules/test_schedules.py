@@ -98,7 +98,7 @@ def test_stages_may_keep_different_amounts() -> None:
     kept = [SavedPerStage(float(stage + 1), 0.5) for stage in range(4)]
     # F0.0 F0.1 F0.2 F3.0 there, F1.0 F2.0 F1.1 F2.1 here.
     assert peak_memory(schedule, kept) == (3 * 1.0 + 4.0, 2 * 2.0 + 2 * 3.0)
-    with pytest.raises(ValueError, match="1 stages, for 4"):
+    with pytest.raises(ValueError, match="must have 4 stages, got 1"):
         peak_memory(schedule, kept[:1])
 
 

@@ -1,6 +1,6 @@
-"""The cluster as a planner sees it: nodes with free GPUs, and where each sits in the fabric.
+"""The inventory of one job: nodes with free GPUs, and their location in the fabric.
 
-Built from raw Kubernetes objects. A malformed object takes only itself out: planning for everyone else goes on.
+It is built from raw Kubernetes objects. A malformed object is left out and affects no other object.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Node:
     gpu_memory_bytes: int | None = None
     """Memory of one GPU; None when neither label nor catalogue knows it."""
     gpu_product: str = ""
-    """What `nvidia.com/gpu.product` says; empty when no label says it."""
+    """Value of the label `nvidia.com/gpu.product`, or empty."""
     unusable: str = ""
-    """Why nothing may be placed here, such as `cordoned`; empty for a usable node."""
+    """Why the node is excluded, such as `cordoned`. Empty for a usable node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,11 @@ class Inventory:
 
         Args:
             nodes: raw Node objects.
-            pods: raw Pod objects of all namespaces; those that ended count for nothing.
-            gpu_resource: extended resource that stands for one GPU.
-            node_selector: labels that a node must carry.
+            pods: raw Pod objects of all namespaces. Finished pods do not count.
+            gpu_resource: extended resource of the GPUs.
+            node_selector: labels that a node must have.
             tolerations: taints that the job tolerates.
-            without_job: uid of a job whose own pods are not counted, because `place` is told of them as `keep`.
+            without_job: uid of a job whose own pods are not counted, because `place` gets them as `keep`.
             levels: the fabric levels and the label keys that name them, closest first.
         """
         warnings: list[str] = []
@@ -112,9 +112,9 @@ class Inventory:
         )
 
     def holding(self, used: Mapping[str, Resources], warnings: Sequence[str] = ()) -> Inventory:
-        """The same nodes with this (node -> amount) held on them beside what is held already.
+        """The same nodes with further resources in use (node -> amount).
 
-        `warnings` are what was strange about those that hold it.
+        `warnings` are about the pods that use them.
         """
         nodes = dict(self.nodes)
         for name, amount in used.items():
@@ -246,7 +246,7 @@ def _usage_by_node(
     node_by_hostname: Mapping[str, str],
     warnings: list[str],
 ) -> dict[str, Resources]:
-    """Node -> what pods hold on it."""
+    """Node -> resources in use by pods."""
     used: defaultdict[str, Resources] = defaultdict(Resources)
     for pod in pods:
         try:
@@ -281,7 +281,7 @@ def _missing_label_warnings(nodes: Mapping[str, Node], levels: Sequence[str]) ->
 
 
 def _overcommit_warnings(nodes: Mapping[str, Node]) -> list[str]:
-    """A sentence for nodes on which pods hold more than there is."""
+    """A warning about nodes on which pods request more than exists."""
     overcommitted = sorted(node.name for node in nodes.values() if node.free.gpus < 0)
     if overcommitted:
         more = f" and {len(overcommitted) - 3} more" if len(overcommitted) > 3 else ""

@@ -1,11 +1,11 @@
-"""Bytes that the forward pass keeps for the backward pass, per token and layer.
+"""Bytes that the forward pass stores for the backward pass, per token and layer.
 
-The count of Korthikanti et al. (arXiv 2205.05198, section 4), tensor by tensor, opened up for gated feed-forward
+This is the count of Korthikanti et al. (arXiv 2205.05198, section 4), tensor by tensor, extended to gated feed-forward
 layers, grouped queries, latent attention, mixtures of experts and flash attention. For GPT's layer it gives their
-table 2: s·b·h·(34 + 5·a·s/h) without parallelism, and what tensor and sequence parallelism make of it.
+table 2: s·b·h·(34 + 5·a·s/h) without parallelism, and the values with tensor and sequence parallelism.
 
-`weight_half_bytes_*` are the bytes that the first half of a split backward pass leaves to the second: of every matrix
-product its input and its output's gradient (M_W of arXiv 2401.10241, section 2); a router leaves nothing.
+`weight_half_bytes_*` are the bytes that the first half of a split backward pass stores for the second: the input and
+the output's gradient of every matrix product (M_W of arXiv 2401.10241, section 2), except in routers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.planner.units import FP32_BYTES
 INDEX = 8.0
 """Bytes of a row's number."""
 ROUTER_TENSORS = 4
-"""fp32 numbers a token and expert that this runtime's router keeps: logits, scores, and what two losses need."""
+"""fp32 numbers per token and expert that this runtime's router stores: logits, scores, and inputs of two losses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class LayerActivations:
     kept: float
     """With nothing recomputed."""
     core: float
-    """Of `kept`, attention's scores: what selective recomputation leaves out."""
+    """Attention's scores, which selective recomputation does not store."""
     boundary: float
-    """The layer's input alone."""
+    """Only the layer's input."""
     selected: float = 0.0
     """With selective recomputation."""
 
@@ -83,7 +83,7 @@ def layer_activations(
 def output_bytes(
     model: Architecture, tensor: int, sequence_parallel: bool, precision: Precision, runtime: Framework, boundary: float
 ) -> float:
-    """Bytes per token that the final norm keeps, and the output projection of its input; `boundary` is a layer's."""
+    """Bytes per token that the final norm and the output projection store. `boundary` is that of a layer."""
     if not runtime.keeps_normed:
         return boundary
     split = tensor if sequence_parallel else 1
@@ -92,7 +92,7 @@ def output_bytes(
 
 
 def _norm(model: Architecture, element: float, runtime: Framework) -> float:
-    """Bytes that one norm keeps: its input in at least fp32, what it normed, and a statistic a token."""
+    """Bytes that one norm stores: its input in at least fp32, its output, and one statistic per token."""
     if not runtime.keeps_normed:
         return model.hidden_size * runtime.norm_input
     return model.hidden_size * (max(element, runtime.norm_input) + element) + FP32_BYTES
@@ -105,7 +105,7 @@ def _latent_outputs(model: Architecture) -> int:
 
 
 def _matmul_output_width(model: Architecture, mixture: bool) -> int:
-    """Outputs of a feed-forward layer's first products, and a mixture's routed rows that come back."""
+    """Outputs of a feed-forward layer's first products, and the rows that a mixture's experts return."""
     columns, moe = 2 if model.gated else 1, model.mixture
     if not mixture or moe is None:
         return columns * model.intermediate_size
@@ -139,7 +139,7 @@ def _feed_forward(model: Architecture, mixture: bool, stored: float, element: fl
 
 
 def _routed(model: Architecture, stored: float, element: float, runtime: Framework) -> float:
-    """Copies of a token for its experts, what they give back, and what the router keeps."""
+    """Copies of a token for its experts, their results, and what the router stores."""
     moe = model.mixture
     if moe is None:
         return 0.0
@@ -162,7 +162,7 @@ def saved_bytes(per_token: LayerActivations, layers: int, choices: Strategy) -> 
 
 
 def recompute_bytes(per_token: LayerActivations, layers: int, choices: Strategy, runtime: Framework) -> float:
-    """Bytes per token that one backward pass needs beside what was kept: the group that is being recomputed."""
+    """Bytes per token that one backward pass needs in addition to what is stored: the group that is recomputed."""
     if choices.checkpointing is ActivationCheckpointing.SELECTIVE:
         return per_token.kept - per_token.selected if runtime.selects_products else per_token.core
     if choices.checkpointing is ActivationCheckpointing.NONE:
@@ -183,8 +183,8 @@ def weight_half_bytes_of_stage(model: Architecture, stage: Stage, choices: Strat
 
 @lru_cache(maxsize=65536)
 def weight_half_bytes_of_layer(model: Architecture, mixture: bool, tensor: int, precision: Precision) -> float:
-    """Of one layer. What enters a split block and the gradient of what leaves it are whole on every rank; split are the
-    input of a feed-forward layer's second product and the gradients of the first ones' outputs.
+    """Bytes of one layer. Every rank has the full input of a split block and the full gradient of its output. The input
+    of a feed-forward layer's second product and the gradients of the first products' outputs are split.
     """
     whole, split = _attention_widths(model)
     moe = model.mixture if mixture else None

@@ -1,7 +1,7 @@
-"""What a training framework does alike for every model: bytes per parameter, kernels it has, what it overlaps.
+"""Properties of training frameworks: bytes per parameter, supported kernels, overlap of communication.
 
-An estimate is for a runtime on an accelerator. Meshwright's own is the default; the others are those of the published
-runs that the constants are calibrated on, and what a `runtime.command` job may well run.
+An estimate is for a runtime on an accelerator. The default is Meshwright's runtime. The others are those of the
+published runs that the constants are calibrated with, and that a `runtime.command` job may use.
 """
 
 from __future__ import annotations
@@ -33,41 +33,43 @@ class Framework:
     reduced: float = FP32_BYTES
     """Bytes of a gradient as it is reduced."""
     sharded_weights: float = 0.0
-    """Bytes of a parameter's shard with ZeRO-3, beside its master copy; 0 where the master copy is the shard."""
+    """Bytes of a parameter's shard with ZeRO-3, without its master copy. 0 if the master copy is the shard."""
     reduces_every_micro_batch: bool = False
-    """Whether ZeRO-2 scatters gradients after every micro-batch instead of accumulating whole ones."""
+    """Whether ZeRO-2 scatters gradients after every micro-batch instead of accumulating full gradients."""
     flash: bool = True
-    """Whether attention keeps no score matrix."""
+    """Whether attention does not store the score matrix."""
     dropout: bool = False
-    """Whether dropout masks are kept."""
+    """Whether dropout masks are stored."""
     fused: bool = True
     """Whether element-wise operations are fused with their neighbours."""
     norm_input: float = 2.0
-    """Bytes of a number that a norm keeps of its input."""
+    """Bytes per element of the input that a norm stores."""
     selective_part: float = 1.0
-    """What selective recomputation keeps of a layer beside attention's scores (torchtitan: every second product)."""
+    """What selective recomputation stores of a layer in addition to attention's scores (torchtitan: every second
+    product)."""
     kernels: int = 25
     """Kernels that one layer's forward pass launches; a stored score matrix and dropout take many small ones."""
     balances_context: bool = True
-    """Whether context parallelism deals out a sequence so that causal attention costs every rank alike."""
+    """Whether context parallelism splits a sequence so that causal attention costs the same on every rank."""
     loss_bytes: float = 12.0
     """Bytes per logit: its copies in the loss."""
     split_loss_bytes: float = 12.0
     """The same where tensor parallelism splits the vocabulary."""
     keeps_gathered: bool = False
-    """Whether sequence parallelism's gathered inputs are kept for the backward pass instead of gathered again."""
+    """Whether sequence parallelism stores gathered inputs for the backward pass instead of gathering them again."""
     gathers_stage_once: bool = False
-    """Whether ZeRO-3 in a pipeline gathers a whole stage for a step instead of a layer at a time."""
+    """Whether ZeRO-3 in a pipeline gathers an entire stage per step instead of one layer at a time."""
     stores_masters: bool = False
     """Whether parameters are stored as masters and cast for each micro-batch, and `Settings` count: this worker."""
     keeps_normed: bool = False
-    """Whether a norm keeps what it normed too, in the format of compute, and a statistic a token."""
+    """Whether a norm also stores its output, in the compute format, and one statistic per token."""
     frees_halfway: bool = False
     """Whether the first half of a backward pass frees what the second half does not need."""
     selects_products: bool = False
-    """Whether selective recomputation keeps the outputs of matrix products and attention instead of all but scores."""
+    """Whether selective recomputation stores the outputs of matrix products and attention, instead of all but
+    scores."""
     copies_routed: bool = False
-    """Whether copies of tokens for experts are whole on every rank of a tensor group that does not spread them."""
+    """Whether every rank of a tensor group has full copies of the tokens for experts, if it does not spread them."""
     ring_gradients: float = 0.0
     """Bytes of a number of other ranks' keys' and values' gradients while a ring of ranks goes round."""
     fp8_weights: float = 2.0
@@ -75,7 +77,7 @@ class Framework:
     keeps_fp8: bool = True
     """Whether fp8 products keep their inputs in fp8 for the backward pass."""
     overlap_gradients: float = 0.8
-    """Part of the gradients' reduction that hides behind the backward pass, where there is enough of it."""
+    """Fraction of the gradient reduction that a long enough backward pass hides."""
     overlap_tensor: float = 0.0
     """Part of tensor parallelism's communication that hides behind its own products."""
     sliced_sends: bool = True
@@ -85,16 +87,16 @@ class Framework:
     overlap_experts: float = 0.0
     """Part of the experts' all-to-all that hides behind other computation."""
     partitioned_checkpoints: bool = False
-    """Whether a recomputed layer's kept input is split over the tensor-parallel group and gathered again."""
+    """Whether the stored input of a recomputed layer is split over the tensor-parallel group and gathered again."""
     order: RankOrder = RankOrder.DATA_INNER
     """The order in which ranks fill nodes."""
     context: float = 1.5 * GIB
     """Bytes of the CUDA context, libraries and communication buffers on every rank."""
     fragmentation: float = 0.05
-    """Part of what is allocated that the allocator loses."""
+    """Fraction of allocated memory that is lost to fragmentation."""
 
     def __hash__(self) -> int:
-        """By name alone, which is enough and fast: runtimes are part of many keys."""
+        """Hash only the name, which is enough and fast: runtimes are part of many keys."""
         return hash(self.name)
 
 

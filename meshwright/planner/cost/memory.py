@@ -1,7 +1,7 @@
-"""Bytes on each rank of every pipeline stage, by what holds them; the worst stage is found, not assumed.
+"""Memory of each rank of every pipeline stage, by part, and the stage that needs most.
 
-The one account of memory: the search, the operator's admission of a job and `meshwright plan` all ask here. States are
-`states`; activations follow `activations`, times the micro-batches that the schedule keeps in flight on each stage.
+The search, the operator's validation of a job and `meshwright plan` all use this estimate. States come from
+`model_states`. Activations come from `activations`, times the micro-batches in flight on each stage.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ _Parts = tuple[int, float, float, float, float, float, float, float, float, floa
 
 
 class _Common(NamedTuple):
-    """What is alike for all stages of a layout."""
+    """What is the same for all stages of a layout."""
 
     tokens: int
     """Of one micro-batch on a rank."""
     dense: LayerActivations
     mixed: LayerActivations
     output: float
-    """Bytes a token that the model's end keeps beside its layers and the logits."""
+    """Bytes per token that the end of the model stores in addition to its layers and the logits."""
     sends: float
     """Bytes of what one neighbour sends."""
     layer: float
@@ -131,7 +131,7 @@ def memory_within(work: Workload, choices: Strategy, runtime: Framework, limit: 
 
 
 def model_states_fit(work: Workload, choices: Strategy, runtime: Framework, limit: float) -> bool:
-    """Whether parameters, gradients and optimizer state alone leave room in `limit` bytes, whatever is recomputed."""
+    """Whether parameters, gradients and optimizer state fit in `limit` bytes, independent of recomputation."""
     model, tensor, parts = work.model, choices.tensor, choices.expert_parts
     byte_limit = (limit - runtime.context) / (1.0 + runtime.fragmentation)
     for stage in stages_of(model, choices).heaviest:
@@ -148,8 +148,8 @@ def memory_by_stage(work: Workload, choices: Strategy, runtime: Framework) -> li
 
 
 def _candidates(work: Workload, choices: Strategy) -> tuple[Stage, ...]:
-    """The stages of which one is the fullest. Where backward passes come in halves later ranks hold less of one kind
-    and more of the other, so that any may be.
+    """The stages of which one is the fullest. With a split backward pass, later ranks store less of one kind and more
+    of the other, so that any stage may be.
     """
     stages = stages_of(work.model, choices)
     return stages.every if choices.schedule_kind.defers_weights_at_peak else stages.heaviest
@@ -171,7 +171,7 @@ def _common(work: Workload, choices: LayerStrategy, loss_chunk: int | None, runt
     mixed = layer_activations(model, True, *layer_arguments) if model.mixture is not None else dense
     tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
     element = precision.bytes
-    # Whole inputs and partial outputs of one layer's products, and their gradients, beside the split ones.
+    # Full inputs and partial outputs of one layer's products, and their gradients, in addition to the split ones.
     unsplit_bytes = 4.0 * element * tokens * model.hidden_size if tensor > 1 else 0.0
     experts = 0.0
     if model.mixture is not None and choices.expert > 1:
@@ -190,7 +190,9 @@ def _common(work: Workload, choices: LayerStrategy, loss_chunk: int | None, runt
 
 
 def _logits(work: Workload, choices: LayerStrategy, chunk: int | None, runtime: Framework, tokens: int) -> float:
-    """Bytes of one micro-batch's logits, or of a chunk's beside the gradients that a chunked loss makes at once."""
+    """Bytes of a micro-batch's logits, or of a chunk's logits with the gradients that a chunked loss computes at
+    once.
+    """
     width = work.model.vocab_size / choices.tensor
     per_logit = runtime.loss_bytes if choices.tensor == 1 else runtime.split_loss_bytes
     if choices.precision is Precision.FP64:
@@ -268,7 +270,7 @@ def _saved_after_layers(work: Workload, choices: Strategy, runtime: Framework, c
 
 
 def _cast_copies(stage_params: StageParameters, choices: Strategy, states: States, stage: Stage) -> tuple[float, float]:
-    """Bytes of copies in the format of compute: (kept by each micro-batch in flight, made while it is recomputed)."""
+    """Bytes of copies in the compute format: (stored by each micro-batch in flight, created during recomputation)."""
     if choices.checkpointing is ActivationCheckpointing.NONE and not choices.settings.rematerialize:
         return states.cast, 0.0
     tables = states.cast * min(1.0, stage_params.tables / max(1.0, stage_params.total))
@@ -281,7 +283,7 @@ def _cast_copies(stage_params: StageParameters, choices: Strategy, states: State
 def _activations(
     work: Workload, choices: Strategy, runtime: Framework, stage: Stage, common: _Common
 ) -> tuple[float, float]:
-    """Bytes of one micro-batch on a rank of the stage: (kept until its backward pass, recomputed at once)."""
+    """Bytes of one micro-batch on a rank of the stage: (stored until its backward pass, recomputed at once)."""
     saved = working = 0.0
     if stage.dense:
         saved = saved_bytes(common.dense, stage.dense, choices)
@@ -292,16 +294,16 @@ def _activations(
     if stage.output:
         saved += work.model.prediction_layers * saved_bytes(common.mixed, 1, choices)
     if choices.settings.rematerialize:
-        # A stage's input is what it keeps, and one of a rank's stages is computed again at a time.
+        # A stage stores only its input, and a rank recomputes one of its stages at a time.
         working += saved / choices.virtual_stages
         saved = choices.virtual_stages * common.dense.boundary
     return common.tokens * saved, common.tokens * working
 
 
 def _context_buffers(work: Workload, choices: LayerStrategy, tokens: int, element: float) -> float:
-    """Other ranks' keys and values of one layer: all of them when gathered, one neighbour's and the next in a ring.
+    """Bytes of other ranks' keys and values of one layer: of all ranks if gathered, of two neighbors in a ring.
 
-    `element` is what a number takes, its gradient included where that travels too.
+    `element` is the size of an element, including its gradient if that is sent too.
     """
     if choices.context == 1 or choices.context_method is ContextMethod.ULYSSES:
         return 0.0

@@ -1,8 +1,8 @@
 """Bytes of parameters, gradients and optimizer state on a rank (ZeRO, arXiv 1910.02054, section 3).
 
-Two accounts. `published` is what frameworks of published runs do: parameters as compute uses them, masters and moments
-beside them. `stored` is this repository's worker, engine by engine: parameters are stored once, in fp32 where there
-are masters, and what compute needs in another format is cast for each micro-batch or gathered layer by layer.
+There are two estimates. Frameworks of published runs store parameters in the compute format, and master weights and
+moments in addition. This repository's worker stores parameters once, in fp32 if there are master weights; copies in the
+compute format are cast for each micro-batch or gathered layer by layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class States(NamedTuple):
     """Bytes on one rank."""
 
     parameters: float
-    """As compute uses them, but for what is in `gathered` and `cast`."""
+    """In the compute format, without `gathered` and `cast`."""
     master: float
     """Copies that updates add up in, where compute has another format."""
     gradients: float
@@ -33,9 +33,9 @@ class States(NamedTuple):
     gathered: float
     """Other replicas' parts of parameters, and of gradients that wait for their reduction."""
     cast: float = 0.0
-    """Copies in the format of compute that each micro-batch in flight keeps."""
+    """Copies in the compute format that each micro-batch in flight stores."""
     bucket: float = 0.0
-    """What a collective over replicas sums, beside the gradients that it came from."""
+    """The buffer that a collective over replicas sums, in addition to the gradients."""
 
 
 class StateKey(NamedTuple):
@@ -85,9 +85,10 @@ def _states(
 
 
 def _framework_states(stage_params: StageParameters, choices: StateKey, runtime: Framework) -> States:
-    """ZeRO-1 shards optimizer state, ZeRO-2 gradients too unless micro-batches accumulate in whole ones, ZeRO-3
-    parameters too: it then gathers one unit and the next, or, in a pipeline, where gathering for every micro-batch may
-    cost more than it saves, a whole stage once.
+    """The states in frameworks of published runs.
+
+    ZeRO-1 shards optimizer state. ZeRO-2 also shards gradients, unless micro-batches accumulate in full gradients.
+    ZeRO-3 also shards parameters: it gathers one unit and the next, or in some pipelines an entire stage once.
     """
     weight_versions = 2.0 if kind_of(choices.schedule).bidirectional else 1.0
     zero, whole = choices.zero_stage, stage_params.dense + stage_params.experts
@@ -96,7 +97,7 @@ def _framework_states(stage_params: StageParameters, choices: StateKey, runtime:
     weights = FP32_BYTES if full_precision else runtime.weights
     state = runtime.optimizer - FP32_BYTES if full_precision else runtime.optimizer
     updated_parameters = 0.0 if choices.offloaded else shard if zero else whole
-    # The masters are part of what a report calls optimizer state.
+    # Publications count master weights as optimizer state.
     master = 0.0 if full_precision else min(FP32_BYTES, state)
     optimizer_states = (master * updated_parameters, (state - master) * updated_parameters)
     if zero == 3:
@@ -126,7 +127,7 @@ class _Sizes(NamedTuple):
     whole: float
     trained: float
     shard: float
-    """Of `whole`, what one replica keeps of its set of shards."""
+    """The part of `whole` that one replica stores of its set of shards."""
     trained_shard: float
 
 
@@ -180,7 +181,7 @@ def _bucket_bytes(stage_params: StageParameters, choices: StateKey, sizes: _Size
 
 
 def _replicated(stage_params: StageParameters, choices: StateKey, sizes: _Sizes, *, unsharded: bool) -> States:
-    """Every replica holds everything; gradients move into their buckets one by one."""
+    """Every replica has everything. Gradients move into their buckets one by one."""
     parameters, master = _parameters_and_masters(sizes.stored, sizes.element, sizes.whole)
     cast = sizes.element * sizes.whole if sizes.element < sizes.stored else 0.0
     error_feedback_bytes = sizes.gradient * sizes.trained * choices.settings.feedback if not unsharded else 0.0
@@ -196,7 +197,9 @@ def _replicated(stage_params: StageParameters, choices: StateKey, sizes: _Sizes,
 
 
 def _flat_sharded(stage_params: StageParameters, choices: StateKey, sizes: _Sizes) -> States:
-    """Parameters whole, optimizer state of own rows; stage 2 keeps own rows of gradients, where hooks see them all."""
+    """Full parameters and a shard of optimizer state. Stage 2 also stores a shard of gradients, if hooks see them
+    all.
+    """
     parameters, master = _parameters_and_masters(sizes.stored, sizes.element, sizes.whole)
     bucket = _bucket_bytes(stage_params, choices, sizes)
     gradients = sizes.gradient * sizes.trained
@@ -208,8 +211,8 @@ def _flat_sharded(stage_params: StageParameters, choices: StateKey, sizes: _Size
 
 
 def _fsdp_sharded(stage_params: StageParameters, choices: StateKey, sizes: _Sizes) -> States:
-    """FSDP: shards of everything. Stage 2 keeps what it gathered until the backward pass; stage 3 a layer, the next,
-    and what is in no layer. Gradients add up whole over micro-batches and are reduced unit by unit in the last.
+    """FSDP shards everything. Stage 2 stores gathered parameters until the backward pass; stage 3 stores a layer, the
+    next one, and what is in no layer. Full gradients accumulate over micro-batches, and are reduced in the last.
     """
     settings = choices.settings
     gathered = sizes.element * sizes.whole

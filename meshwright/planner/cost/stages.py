@@ -1,4 +1,4 @@
-"""How a model's layers, embedding and output lie on the pipeline's ranks."""
+"""How a model's layers, embedding and output are distributed over the pipeline's ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshwright.schedules.registry import kind_of
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one pipeline rank holds."""
+    """The layers of one pipeline rank."""
 
     rank: int
     layers: int
@@ -46,7 +46,7 @@ class StageParameters:
     largest_unit: float
     """The largest group that ZeRO-3 gathers at once: a layer, or a table."""
     layer: float = 0.0
-    """A layer, the larger kind where there are two, its experts' part included."""
+    """Parameters of a layer, including experts. If there are two kinds of layers, of the larger one."""
     tables: float = 0.0
     """Of `dense`, embedding and output projection."""
 
@@ -56,21 +56,21 @@ class StageParameters:
         return self.dense + self.experts
 
     def shard(self, ranks: int, expert: int) -> float:
-        """What each of `ranks` ranks keeps that share them; experts are split over `expert` of them already."""
+        """The shard of each of `ranks` ranks. Experts are already split over `expert` of them."""
         return self.dense / ranks + self.experts / max(1, ranks // expert)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stages:
-    """A pipeline's ranks, and which of them differ. Itself a key of what a search finds again, by identity."""
+    """A pipeline's ranks, and which of them differ. Its identity is a cache key of the search."""
 
     every: tuple[Stage, ...]
     distinct: tuple[Stage, ...]
-    """Those that can be worst: of inner ranks with equal contents the first, which holds most in flight."""
+    """The ranks that can be the worst: of inner ranks with equal contents the first, which has most in flight."""
     count: tuple[int, ...]
     """How many ranks are like each of `distinct`."""
     heaviest: tuple[Stage, ...]
-    """Of `distinct`, without inner ranks that hold no more of anything than an inner rank before them."""
+    """`distinct` without inner ranks that have no more of anything than an inner rank before them."""
 
 
 @lru_cache(maxsize=16384)
@@ -96,7 +96,7 @@ def _stages(
 
 
 def _dominates(one: Stage, other: Stage) -> bool:
-    """Whether rank `one` holds at least what inner rank `other` does: as many layers of either kind, no later."""
+    """Whether rank `one` has at least as many layers of each kind as inner rank `other`, and is not later."""
     inner = not (one.embedding or one.output or other.embedding or other.output)
     return inner and one.rank < other.rank and one.dense >= other.dense and one.mixtures >= other.mixtures
 
@@ -111,7 +111,7 @@ def stages_of(model: Architecture, choices: Strategy) -> Stages:
 
 
 def _split_key(choices: Strategy) -> tuple[PipelineSchedule, int]:
-    """What of the schedule the stages depend on, the same for all that lay them alike."""
+    """The part of the schedule that determines the stages. Equal for schedules with equal stages."""
     kind = choices.schedule_kind
     if choices.pipeline == 1 or not (kind.virtual_stages or kind.v_shaped):
         return PipelineSchedule.ONE_F_ONE_B, 1
@@ -121,9 +121,9 @@ def _split_key(choices: Strategy) -> tuple[PipelineSchedule, int]:
 
 @lru_cache(maxsize=65536)
 def stage_parameters(model: Architecture, stage: Stage, tensor: int, expert_parts: int) -> StageParameters:
-    """Parameters of one rank of `stage`; tables are split over the tensor-parallel group, norms are whole.
+    """Parameters of one rank of `stage`. Tables are split over the tensor-parallel group, norms are not.
 
-    `expert_parts` is how many ranks a layer's experts are split over, `Strategy.expert_parts`.
+    `expert_parts` is the number of ranks that a layer's experts are split over, `Strategy.expert_parts`.
     """
     dense = stage.dense * _parameters_per_rank(layer_counts(model, False), tensor)
     mixed = layer_counts(model, True)

@@ -18,7 +18,7 @@ from meshwright.schedules.schedule import PipelineScheduleKind, PipelineShape
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """The fields of `training` and `parallelism` that hold memory or save it."""
+    """The fields of `training` and `parallelism` that affect memory."""
 
     master_weights: bool = True
     """Whether parameters are fp32 where compute is not."""
@@ -33,26 +33,24 @@ class MemoryOptions:
     bucket: int = 16777216
     """Gradients that one collective sums."""
     feedback: int = 0
-    """Copies of what compression left out of a gradient that are kept for the next step."""
+    """Number of stored copies of the error feedback of compression."""
     islands: int = 1
     """Groups of replicas that train apart: ZeRO shards within one."""
     outer: float = 0.0
-    """Numbers that the outer optimizer keeps for each parameter that a rank updates."""
+    """Numbers that the outer optimizer stores for each parameter that a rank updates."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at a time; those of a micro-batch where left out."""
     rematerialize: bool = False
-    """Whether only a stage's input is kept, and the stage computed again."""
+    """Whether only a stage's input is stored, and the stage is recomputed."""
     activation_limit: int | None = None
-    """Micro-batches that a rank may hold with an automatic schedule; the pipeline's ranks where left out."""
+    """Micro-batches that a rank may store with an automatic schedule. Defaults to the pipeline's ranks."""
     parameter_offload: bool = False
     """Whether shards of parameters, gradients and optimizer state are in main memory."""
     adapters: tuple[int, int] | None = None
-    """Parameters of the low-rank adapters of a dense layer and of a mixture, which are then trained alone; None where
-    everything is trained.
-    """
+    """Parameters of the low-rank adapters of a dense layer and of a mixture. None if everything is trained."""
 
     def adapters_of(self, dense: int, mixtures: int) -> int:
-        """Parameters of the adapters of so many layers of either kind; 0 where everything is trained."""
+        """Parameters of the adapters of the given numbers of layers. 0 if everything is trained."""
         if self.adapters is None:
             return 0
         return dense * self.adapters[0] + mixtures * self.adapters[1]
@@ -67,14 +65,14 @@ SEARCHED_SCHEDULES = schedules_where(lambda kind: kind.searched)
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one optimizer step must do, whatever the layout."""
+    """The work of one optimizer step, independent of the layout."""
 
     model: Architecture
     sequence_length: int
     global_batch: int
     """Sequences per step."""
     causal: bool = True
-    """Whether attention skips what the mask hides (flash attention does; a stored score matrix does not)."""
+    """Whether attention skips masked positions. (Flash attention does; a stored score matrix does not.)"""
 
     @property
     def tokens(self) -> int:
@@ -137,12 +135,12 @@ class Strategy(Layout):
 
     @property
     def pipeline_shape(self) -> PipelineShape:
-        """The numbers that the schedule is made for."""
+        """The numbers that the schedule is generated for."""
         return PipelineShape(self.pipeline, self.micro_batches, self.virtual_stages, self.settings.activation_limit)
 
     @property
     def layout(self) -> Layout:
-        """The degrees alone."""
+        """Only the degrees."""
         return Layout(self.tensor, self.pipeline, self.data, self.context, self.expert)
 
     @property
@@ -181,7 +179,7 @@ class Strategy(Layout):
         return tuple(tuple(stage_layers) for stage_layers in layers_by_rank)
 
     def recompute_group(self, layers: int) -> int:
-        """Layers that are recomputed together from one kept input, on a rank with so many layers."""
+        """Number of layers that are recomputed together from one stored input, on a rank with `layers` layers."""
         if self.checkpointing is ActivationCheckpointing.SQRT:
             return max(1, isqrt(layers))
         return self.checkpoint_every if self.checkpointing is ActivationCheckpointing.EVERY_K else 1

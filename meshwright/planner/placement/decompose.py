@@ -1,8 +1,8 @@
-"""Large problems in parts: clusters of bins that take whole rows, each searched by itself.
+"""Splits large problems into clusters of bins that take entire rows, and searches each cluster separately.
 
-What a bin costs is the perimeter of the blocks it holds (see `bound`), which is the same whoever is placed elsewhere:
-clusters that share no row hardly affect each other, so solving them apart loses little, and clusters with the same
-capacities are solved once. Only the few rows that no cluster holds whole are placed over what is left.
+The cost of a bin is the perimeter of its blocks (see `lower_bound`), independent of other bins. Clusters that share no
+row hardly affect each other, so solving them separately loses little. Clusters with the same capacities are solved
+once. Only the few rows that fit in no cluster are placed on the remaining bins.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _CLUSTER_BINS = 12
 
 @dataclass(frozen=True, slots=True)
 class _Cluster:
-    """Bins that together hold so many whole rows."""
+    """Bins that together have capacity for a number of entire rows."""
 
     bins: tuple[int, ...]
     rows: int
 
 
 def decompose(problem: Problem, start: Sequence[int], grid: Grid, capacity: Sequence[int], effort: int) -> list[int]:
-    """An assignment of the grid's rows to bins, cluster by cluster; rows that no cluster holds stay unplaced.
+    """Assign the grid's rows to bins, cluster by cluster. Rows that fit in no cluster stay unplaced.
 
     Args:
-        problem: the whole problem.
+        problem: the full problem.
         start: block -> bin so far.
         grid: the blocks to place.
-        capacity: what each bin has left.
-        effort: how many assignments of one block to try in all.
+        capacity: free capacity of each bin.
+        effort: total number of assignments of one block to try.
     """
     bins = list(start)
     clusters = _clusters(problem, grid, capacity)
@@ -59,7 +59,7 @@ def decompose(problem: Problem, start: Sequence[int], grid: Grid, capacity: Sequ
 
 
 def _siblings(problem: Problem, bins: Sequence[int]) -> list[int]:
-    """Which of the bins share a place, level by level: clusters alike in this are alike in all."""
+    """Which bins share a location, level by level. Clusters that are equal in this are equal in everything."""
     found: list[int] = []
     for column in problem.places:
         numbers: dict[int, int] = {}
@@ -68,7 +68,7 @@ def _siblings(problem: Problem, bins: Sequence[int]) -> list[int]:
 
 
 def _clusters(problem: Problem, grid: Grid, capacity: Sequence[int]) -> list[_Cluster]:
-    """Neighbouring bins, up to a few rows each; the tightest place that holds the whole grid first."""
+    """Neighboring bins, up to a few rows each. The tightest location in which the full grid fits comes first."""
     ordered = _bins_by_place(problem, grid, capacity)
     found: list[_Cluster] = []
     members: list[int] = []
@@ -86,7 +86,7 @@ def _clusters(problem: Problem, grid: Grid, capacity: Sequence[int]) -> list[_Cl
 
 
 def _bins_by_place(problem: Problem, grid: Grid, capacity: Sequence[int]) -> list[int]:
-    """Open bins, place by place; at each level the tightest place that holds the grid, else the roomiest, first."""
+    """Open bins by location. At each level the tightest location where the grid fits comes first, else the largest."""
     needed = grid.rows * grid.columns
     room: list[dict[int, int]] = []
     for column in problem.places[1:]:

@@ -1,13 +1,13 @@
-"""A lower bound on the cost of any placement, by counting: what a bin that holds u blocks must cost at least.
+"""A lower bound on the cost of any placement, from the lowest cost of a bin with u blocks.
 
-Take two families of groups, rows and columns, of which any two meet in at most one block (pipelines and data-parallel
-groups do). A bin that touches a rows and b columns holds at most a * b blocks, so u blocks in one place cost at least
+Take two families of groups, rows and columns, where a row and a column share at most one block (pipelines and
+data-parallel groups do). A bin with a rows and b columns has at most a * b blocks, so u blocks in one bin cost at least
 f(u) = min(w_row * a + w_column * b : a * b >= u), which is half a perimeter. The cheapest way to spread all blocks
-over the capacities is a knapsack over f, solved here in its Lagrangian relaxation: O(distinct capacities), so it holds
-at any size. Each level of the fabric is bounded by itself and the bounds add up, since the costs do.
+over the capacities is a knapsack over f. It is solved here in its Lagrangian relaxation, in O(distinct capacities), for
+any size. Each level of the fabric is bounded separately, and the bounds are added, as the costs are.
 
-Bounds from the linear relaxation of the assignment are useless here (they go below zero); this one is usually exact
-or a few per cent away.
+Bounds from the linear relaxation of the assignment are useless here, because they are negative. This one is usually
+exact, or off by a few percent.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _families(groups: Sequence[WeightedGroup], level: int) -> list[_Family]:
 
 
 def _capacities(problem: Problem, level: int) -> Counter[int]:
-    """Capacity of every place of a level, fixed blocks included -> how many such places there are."""
+    """Capacity of a location of a level, including fixed blocks -> number of locations with that capacity."""
     room: dict[int, int] = {}
     isolated_blocks = 0
     held = Counter(j for j in problem.fixed if j >= 0)
@@ -85,7 +85,7 @@ def _capacities(problem: Problem, level: int) -> Counter[int]:
 
 
 def _level_bound(families: Sequence[_Family], capacities: Mapping[int, int], size: int) -> float:
-    """The best bound any pair of families gives, plus what the families outside the pair give alone."""
+    """The best bound of any pair of families, plus the separate bounds of the other families."""
     alone = [_single_family_bound(family, capacities) for family in families]
     best = sum(alone)
     whole = [f for f in families if f.members == size]
@@ -100,7 +100,7 @@ def _level_bound(families: Sequence[_Family], capacities: Mapping[int, int], siz
 
 
 def _single_family_bound(family: _Family, capacities: Mapping[int, int]) -> float:
-    """Extra places when each group may use whole pieces of every place: the fewest pieces that cover all blocks."""
+    """Extra locations if each group may use every location fully: the smallest number that covers all blocks."""
     size = family.largest
     pieces: Counter[int] = Counter()
     for room, count in capacities.items():
@@ -118,7 +118,7 @@ def _single_family_bound(family: _Family, capacities: Mapping[int, int]) -> floa
 
 
 def _max_overlap(row: _Family, column: _Family) -> int | None:
-    """In how many blocks a row and a column meet at most; None when so many that the pair says nothing."""
+    """Largest number of blocks that a row and a column share. None if it is too large for a useful bound."""
     overlaps = Counter((row.group_of[block], column.group_of[block]) for block in row.group_of)
     most = max(overlaps.values())
     return most if most < min(row.largest, column.largest) else None
@@ -134,7 +134,7 @@ def _pair_bound(row: _Family, column: _Family, max_overlap: int, capacities: Map
 
 
 def _curve(row: _Family, column: _Family, max_overlap: int, most: int) -> list[float]:
-    """f(u) for u = 0..most: the cheapest rectangle that holds u blocks, by going over all rectangles."""
+    """f(u) for u = 0..most: the lowest cost of a rectangle with u blocks, over all rectangles."""
     curve = [float("inf")] * (most + 1)
     for rows in range(1, min(row.count, most) + 1):
         for columns in range(1, min(column.count, ceil(most / (rows * max_overlap))) + 1):
@@ -168,7 +168,7 @@ def _relaxed(curve: Sequence[float], capacities: Mapping[int, int], size: int) -
 
     prices = sorted({curve[u] / u for u in _ends(capacities, size)} | set(_slopes(curve)))
     low, high = 0, len(prices) - 1
-    while high - low > 2:  # the dual is concave in the price
+    while high - low > 2:  # the dual is concave in the multiplier
         third = (high - low) // 3
         if at(prices[low + third]) < at(prices[high - third]):
             low += third
@@ -182,7 +182,7 @@ def _ends(capacities: Iterable[int], size: int) -> set[int]:
 
 
 def _slopes(curve: Sequence[float]) -> list[float]:
-    """Slopes of f between any two of its points that can be a price."""
+    """Slopes of f between any two of its points that can be a Lagrange multiplier."""
     if len(curve) > 200:
         return [(curve[u] - curve[0]) / u for u in range(1, len(curve))]
     return [(curve[v] - curve[u]) / (v - u) for u in range(len(curve)) for v in range(u + 1, len(curve))]

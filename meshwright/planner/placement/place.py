@@ -27,20 +27,20 @@ def place(
     options: PlacingOptions = _DEFAULT,
     previous: Mapping[int, str] | None = None,
 ) -> Placement:
-    """A node for every worker of `plan`. Deterministic: the same inventory gives the same placement.
+    """Choose a node for every worker of `plan`. Deterministic: the same inventory gives the same placement.
 
     Args:
-        plan: what runs.
-        inventory: the nodes; it must not count this job's own pods (`Inventory.from_objects(without_job=)`).
-        keep: workers that stay where they are, also on nodes that take nothing new; the others go as near to their
-            groups as there is room.
+        plan: the plan to place.
+        inventory: the nodes. It must not count this job's own pods (`Inventory.from_objects(without_job=)`).
+        keep: workers that stay on their nodes, even if these accept no new pods. The others are placed as close to
+            their groups as capacity allows.
         options: weights, tensor-parallel reach and search effort.
-        previous: where every worker was before. It stays a candidate as long as it is possible, so that more nodes
-            never make a placement worse.
+        previous: the previous node of every worker. This placement is a candidate if it is still possible, so that
+            more nodes never make a placement worse.
 
     Raises:
-        DoesNotFitError: there is no room; nothing is placed in part.
-        ValueError: `options.tensor_within` is no level of the inventory.
+        DoesNotFitError: the job does not fit. Nothing is placed then.
+        ValueError: `options.tensor_within` is not a level of the inventory.
     """
     workers = GangShape(plan).workers
     kept = {worker: node for worker, node in (keep or {}).items() if 0 <= worker < workers}
@@ -58,7 +58,7 @@ def place(
 
 
 def place_of(inventory: Inventory, node: str) -> Location:
-    """Where a node is; one that is no longer known is a place of its own."""
+    """The location of a node. A node that is not in the inventory is a separate location."""
     known = inventory.nodes.get(node)
     if known is not None and known.place.levels == inventory.levels:
         return known.place
@@ -66,7 +66,7 @@ def place_of(inventory: Inventory, node: str) -> Location:
 
 
 class _PlacementAttempt:
-    """One run: workers that stay, then those that must join them, then the search for all others."""
+    """One placement: workers that stay, then those that must be with them, then the search for all others."""
 
     def __init__(
         self, plan: Plan, inventory: Inventory, kept: Mapping[int, str], options: PlacingOptions, product: str | None
@@ -107,7 +107,7 @@ class _PlacementAttempt:
         return _result(self._plan, self._inventory, nodes, self._options, bound + domain_bins.constant)
 
     def _complete_blocks(self) -> None:
-        """Puts the workers of partly kept tensor-parallel groups beside those that stay."""
+        """Place the missing workers of tensor-parallel groups next to those that stay."""
         for block in range(self._shape.blocks):
             workers = self._shape.workers_of(block)
             missing = [worker for worker in workers if worker not in self._nodes]
@@ -134,9 +134,10 @@ class _PlacementAttempt:
 def _gpu_products(
     plan: Plan, inventory: Inventory, kept: Mapping[int, str], options: PlacingOptions
 ) -> Sequence[str | None]:
-    """The kinds of GPU to place on, each alone: the slowest GPU sets the pace of all. `None`: any mix of them.
+    """The GPU products to place on, one at a time, because the slowest GPU sets the pace of all. `None` means any mix.
 
-    Kinds that hold the whole job; beside workers that stay only their kind. A mix only where no kind holds it.
+    These are the products on which the entire job fits, or that of the workers that stay. A mix is used only if the job
+    fits on no single product.
     """
     products = sorted({node.gpu_product for node in inventory.usable})
     if len(products) <= 1:
@@ -154,7 +155,7 @@ def _gpu_products(
 def _is_possible(
     plan: Plan, inventory: Inventory, kept: Mapping[int, str], nodes: Mapping[int, str], options: PlacingOptions
 ) -> bool:
-    """Whether these nodes hold these workers, and every tensor-parallel group stays where it must."""
+    """Whether the workers fit on these nodes, and every tensor-parallel group stays within its level."""
     shape = GangShape(plan)
     if any(worker not in nodes for worker in range(shape.workers)) or not kept.items() <= nodes.items():
         return False

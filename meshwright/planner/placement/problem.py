@@ -1,6 +1,6 @@
-"""Placement as arithmetic: blocks into bins, and groups of blocks that pay for every further place they touch.
+"""The placement problem in numbers: blocks go into bins, and a group costs more for each further location.
 
-Names of nodes and levels are gone; what is left is small enough to try thousands of assignments in a second.
+Names of nodes and levels are replaced by indices, so that the search can try thousands of assignments per second.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class WeightedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Where blocks can go.
+    """A location for blocks.
 
     Attributes:
-        capacity: how many blocks it can take.
-        path: its place at each level, closest first; ids are unique within a level.
-        alone: every block in it is a place of its own at the closest level (a rack of single-block domains).
+        capacity: number of blocks that fit.
+        path: its location at each level, closest first. Ids are unique within a level.
+        alone: whether every block in it is a separate location at the closest level (a rack of single-block domains).
     """
 
     capacity: int
@@ -38,14 +38,14 @@ class Bin:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be placed.
+    """A placement problem.
 
     Attributes:
         size: number of blocks.
-        groups: who communicates.
-        bins: where blocks can go.
-        fixed: for each block the bin it stays in, or `UNPLACED`.
-        unit: for each bin the place that should stay whole for others, such as its rack.
+        groups: the communication groups.
+        bins: the locations for blocks.
+        fixed: for each block the bin that it stays in, or `UNPLACED`.
+        unit: for each bin the location that should stay free for other jobs, such as its rack.
     """
 
     size: int
@@ -66,7 +66,7 @@ class Problem:
 
     @cached_property
     def alone(self) -> list[bool]:
-        """Bin -> whether each block in it is a place of its own at the closest level."""
+        """Bin -> whether each block in it is a separate location at the closest level."""
         return [b.alone for b in self.bins]
 
     @cached_property
@@ -114,7 +114,7 @@ class Problem:
 
     @cached_property
     def _bins_are_places(self) -> bool:
-        """Whether every bin is a place of its own at the closest level."""
+        """Whether every bin is a separate location at the closest level."""
         return len(set(self.places[0])) == len(self.bins)
 
     @cached_property
@@ -138,7 +138,7 @@ class Problem:
         return total
 
     def _closest_places(self, group: WeightedGroup, bins: Sequence[int], used: set[int]) -> int:
-        """Places of the closest level that a group touches; some bins may hold each block apart."""
+        """Locations of the closest level that a group has. In some bins each block is a separate location."""
         if not self._has_isolating_bins:
             return len(used) if self._bins_are_places else len({self.places[0][j] for j in used})
         alone = self.alone
@@ -146,10 +146,10 @@ class Problem:
         return isolated + len({self.places[0][j] for j in used if not alone[j]})
 
     def tie_breaker(self, bins: Sequence[int]) -> tuple[int, int, int]:
-        """What decides between equal costs, lower is better.
+        """The key that decides between equal costs. Lower is better.
 
-        Units touched (whole racks stay whole for others), room left over in those, and imbalance between them (the
-        sum of squares: 16 + 16 rather than 14 + 18).
+        It has the number of units in use (so that entire racks stay free), the free capacity left in them, and their
+        imbalance (the sum of squares: 16 + 16 rather than 14 + 18).
         """
         used: dict[int, int] = {}
         for block in self.unplaced:

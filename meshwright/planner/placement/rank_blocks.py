@@ -1,8 +1,8 @@
-"""The groups of ranks that communicate, seen from blocks: the units that placement moves.
+"""Communication groups in terms of blocks, the units that placement moves.
 
-Rank order is [TP, CP, PP, DP], innermost first (Llama 3, arXiv 2407.21783, section 3.3.2). A *block* is the fewest
-consecutive workers that hold whole tensor-parallel groups. Ranks that share a block never talk over the network, so
-only which blocks a group touches matters, and groups that touch the same blocks are one group that counts as many.
+Rank order is [TP, CP, PP, DP], innermost first (Llama 3, arXiv 2407.21783, section 3.3.2). A *block* is the smallest
+number of consecutive workers with complete tensor-parallel groups. Ranks of one block never communicate over the
+network, so only the blocks of a group matter. Groups with the same blocks are combined into one group with a count.
 """
 
 from __future__ import annotations
@@ -82,18 +82,18 @@ class RankBlocks:
 
     @property
     def segment_blocks(self) -> int:
-        """The fewest consecutive blocks that hold whole replicas."""
+        """The smallest number of consecutive blocks with complete replicas."""
         replica = self.tensor * self.context * self.pipeline
         return lcm(self.block_gpus, replica) // self.block_gpus
 
     @property
     def context_blocks(self) -> int:
-        """The fewest consecutive blocks that hold whole context-parallel groups."""
+        """The smallest number of consecutive blocks with complete context-parallel groups."""
         return lcm(self.block_gpus, self.tensor * self.context) // self.block_gpus
 
     @property
     def expert_segments(self) -> int:
-        """The fewest consecutive segments that hold whole expert-parallel groups; 1 where one segment does."""
+        """The smallest number of consecutive segments with complete expert-parallel groups."""
         replicas = self.expert // gcd(self.expert, self.context)
         held = self.segment_blocks * self.block_gpus // (self.tensor * self.context * self.pipeline)
         return lcm(replicas, held) // held if self.expert > 1 else 1
@@ -142,12 +142,12 @@ class RankBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """The blocks that one group of ranks touches.
+    """The blocks of one group of ranks.
 
     Attributes:
-        dimension: what it communicates for.
+        dimension: the parallel dimension of the group.
         blocks: the blocks, in order.
-        count: how many groups touch exactly these blocks for that.
+        count: number of groups of this dimension with exactly these blocks.
     """
 
     dimension: Dimension

@@ -1,7 +1,7 @@
-"""Ranks and nodes matched again: after another scheduler chose the nodes, and when a job grows or shrinks.
+"""Maps ranks to nodes after another scheduler chose the nodes, or when the number of replicas changes.
 
-Nothing here moves a worker that may stay. What a rank holds (its shard) is decided by its place in the mesh alone, and
-data-parallel replicas are interchangeable: a replica that takes another one's index keeps its nodes and its state.
+No worker moves that can stay. A rank's shard depends only on its coordinates in the mesh, and data-parallel replicas
+are interchangeable: a replica that takes another index keeps its nodes and its state.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def remap_ranks(
     options: PlacingOptions = _DEFAULT,
     keep: Collection[int] = (),
 ) -> Placement:
-    """The best map of ranks onto the nodes that another scheduler (Kueue, Volcano, KAI) gave the workers.
+    """Find the best mapping of ranks onto the nodes that another scheduler (Kueue, Volcano, KAI) chose.
 
-    Every node keeps as many workers as it was given; which ones is chosen anew, and the given map stays a candidate.
-    Where the nodes cannot hold every tensor-parallel group inside an NVLink domain, the closest level that can is
-    taken, and the placement's notes say so.
+    Every node keeps its number of workers, but which workers these are is chosen again. The given mapping is one of the
+    candidates. If a tensor-parallel group cannot stay inside an NVLink domain, the closest level that is possible is
+    used, and a note of the placement says so.
 
     Args:
         plan: what runs.
-        inventory: where the nodes are; what is free on them does not matter, since they were given.
+        inventory: the locations of the nodes. Their free capacity does not matter.
         given: worker index -> node, for every worker.
         options: weights and effort.
-        keep: workers that run and stay where they are given.
+        keep: running workers that stay on their nodes.
 
     Raises:
-        ValueError: a worker was given no node, or a node that is not in the inventory.
+        ValueError: a worker has no node, or its node is not in the inventory.
     """
     workers = range(GangShape(plan).workers)
     lost = [worker for worker in workers if given.get(worker) not in inventory.nodes]
@@ -71,18 +71,18 @@ def map_ranks(
     stay: Mapping[int, int],
     options: PlacingOptions = _DEFAULT,
 ) -> tuple[Placement, dict[int, int]]:
-    """Which ranks each pod runs, where another scheduler gave the pods their nodes.
+    """Choose the ranks of each pod, if another scheduler chose the nodes of the pods.
 
     Args:
         plan: what runs.
-        inventory: where the nodes are.
+        inventory: the locations of the nodes.
         pods: pod's index -> node, for as many pods as the plan has workers.
-        stay: pod's index -> worker of the plan, of the pods that run on as what they are.
+        stay: pod's index -> worker of the plan, for the pods that keep running as this worker.
         options: weights and effort.
 
     Returns:
-        The placement of the plan's workers, and pod's index -> worker of the plan. A pod is the worker of its own
-        index where that is as good.
+        The placement of the plan's workers, and pod's index -> worker of the plan. A pod is the worker with its
+        own index if that is as good.
 
     Raises:
         ValueError: as `remap_ranks`.
@@ -104,19 +104,19 @@ def map_ranks(
 def keep_on_resize(
     old: Plan, new: Plan, nodes: Mapping[int, str], lost: frozenset[str] = frozenset()
 ) -> dict[int, str]:
-    """What stays where it is when a job changes its number of replicas: `keep` for `place`.
+    """The workers that stay on their nodes when the number of replicas changes: `keep` for `place`.
 
-    Replicas that lost nothing and still have an index stay as they are. An index whose replica lost a node is taken
-    over by a healthy replica that would have to go otherwise; where there is none, what is left of it stays.
+    Complete replicas whose index still exists stay. If a replica has lost a node, a complete replica that would be
+    removed takes its index. If there is none, the remaining workers of the replica stay.
 
     Args:
-        old: the plan that ran.
-        new: the plan that is to run, of the same degrees but for data parallelism.
+        old: the previous plan.
+        new: the next plan, with the same degrees except data parallelism.
         nodes: worker of the old plan -> its node.
-        lost: nodes that are gone.
+        lost: nodes that no longer exist.
 
     Returns:
-        Worker of the new plan -> node. Empty when the degrees differ: then every rank holds other shards.
+        Worker of the new plan -> node. Empty if the degrees differ, because every rank then has other shards.
     """
     old_degrees = (old.layout.tensor, old.layout.pipeline, old.gpus_per_worker)
     if old_degrees != (new.layout.tensor, new.layout.pipeline, new.gpus_per_worker):

@@ -1,9 +1,9 @@
-"""Carving a grid into rectangles, one bin after the other: how every placement here is constructed.
+"""Divides a grid into rectangles, one per bin. Every placement is constructed this way.
 
-A bin with room for u blocks touches the fewest groups when its blocks form a near-square rectangle (weighted: see
-`bound`). Each bin takes a rectangle off a corner of the region that is left; the rest is two smaller regions, and a
-region that one bin holds whole mostly goes to the tightest such bin. All choices come from a list of numbers in [0, 1):
-equal keys give equal placements, and changing a few keys changes a placement a little, which is what `search` lives on.
+A bin with a capacity of u blocks has the fewest groups if its blocks form an almost square rectangle (weighted: see
+`lower_bound`). Each bin takes a rectangle off a corner of the remaining region, which leaves two smaller regions. A
+region that fits in one bin mostly goes to the tightest such bin. All choices come from a list of keys in [0, 1). Equal
+keys give equal placements, and changing a few keys changes a placement a little, which the search depends on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshwright.planner.placement.block_grid import Grid
 from meshwright.planner.placement.problem import Problem
 
 FULL_ROWS = 0.1
-"""Shape key: as many whole rows as the bin holds."""
+"""Shape key: as many entire rows as fit in the bin."""
 NEAR_SQUARE = 0.6
 """Shape key: the rectangle with the least perimeter for each block."""
 _ROWS = 0.4
@@ -38,7 +38,7 @@ class RandomKeys:
         self._random = random
 
     def at_least(self, count: int) -> None:
-        """Draws further numbers until there are so many."""
+        """Append random keys until the list has the given length."""
         draw = self._random.random
         self.values += [draw() for _ in range(count - len(self.values))]
 
@@ -138,7 +138,7 @@ class RectanglePacker:
 
     @staticmethod
     def _next_bin(key: float, turn: int, order: Sequence[int], free: Sequence[int]) -> int:
-        """Whose turn it is: the next bin with room, or now and then another one out of turn."""
+        """The next bin with capacity, or sometimes another one."""
         if key > _IN_TURN_BELOW:
             turn = int((key - _IN_TURN_BELOW) / (1 - _IN_TURN_BELOW) * len(order))
         while not free[order[turn]]:
@@ -147,7 +147,7 @@ class RectanglePacker:
 
     @staticmethod
     def _bin_for(key: float, size: int, order: Sequence[int], free: Sequence[int]) -> int:
-        """A bin that holds so many blocks, mostly the tightest, now and then a roomier one; -1 when none does."""
+        """A bin with capacity for the blocks: mostly the tightest, sometimes a larger one. -1 if there is none."""
         large_enough = [j for j in order if free[j] >= size]
         if not large_enough:
             return -1
