@@ -20,10 +20,11 @@ from meshwright.planner.cost.memory import Memory
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.cost_model import Calibration, CostModel, cost_model_for
 from meshwright.planner.errors import PlanError
-from meshwright.planner.plan_reasons import nothing_fits, reasons_for, time_reasons
 from meshwright.planner.run_config import refusals_of, run_config_of, runnable
 from meshwright.planner.search.best_first import ranked_layouts
 from meshwright.planner.search.candidate import FittingLayout
+from meshwright.planner.search.errors import plan_error
+from meshwright.planner.search.explain import reasons_by_preference
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.spec_request import pinned_request
 from meshwright.planner.workload import TrainingJob
@@ -175,8 +176,8 @@ def _new_plans(
     ranked = _ranked(spec, request)
     plans = []
     for chosen in ranked[:max_plans]:
-        plan = _with_estimate(_plan(spec, architecture, chosen, reasons_for(request, chosen)), cost_model)
-        plans.append(replace(plan, reasons=(*plan.reasons, *time_reasons(request, plan.estimate))))
+        plan = _with_estimate(_plan(spec, architecture, chosen, ()), cost_model)
+        plans.append(replace(plan, reasons=reasons_by_preference(request, chosen, plan.estimate)))
     return plans
 
 
@@ -190,7 +191,7 @@ def _ranked(spec: ParallelTrainingJobSpec, request: SearchRequest) -> list[Fitti
     try:
         ranked = ranked_layouts(request)
         if not ranked:
-            raise nothing_fits(request)
+            raise plan_error(request)
         refusals = [refusals_of(run_config_of(spec, architecture, one.strategy)) for one in ranked[:MAX_PLANS]]
         if not any(refusals):
             return ranked

@@ -212,14 +212,13 @@ def _first_of_fastest(found: list[Candidate]) -> Candidate:
 
 
 def ranked_layouts(request: SearchRequest) -> list[FittingLayout]:
-    """The layouts of a request with an order of preference, the best first; one without a machine, none where no GPU
-    holds any.
+    """The layouts of a request with an order of preference that fit, the best first.
 
-    Where the cluster has too few GPUs for any layout, the first that some GPU holds: the placement then says what is
-    short.
+    Without a machine, only the first in order of preference is returned. If the cluster has too few GPUs for all
+    layouts, the first that fits on some GPU is returned: the placement then reports what is missing.
 
     Raises:
-        ValueError: a split or a schedule that the request pins does not go with its model.
+        ValueError: a split or a schedule that the request pins does not fit its model.
     """
     if request.machine is not None:
         try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from meshwright.planner.cost.memory import Memory, worst_stage
 from meshwright.planner.cost.strategy import Strategy
+from meshwright.planner.errors import PlanError
 from meshwright.planner.search.candidate import Candidate, FittingLayout
 from meshwright.planner.search.expand import least_memory_strategies, price
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search_space import layouts, request_tiers
-from meshwright.planner.units import GIB
+from meshwright.planner.units import GIB, format_bytes
 
 
 class NothingFitsError(ValueError):
@@ -61,3 +62,46 @@ def nothing_fits_error(request: SearchRequest) -> NothingFitsError:
         "with more memory, or shorten the sequence"
     )
     return NothingFitsError(message, choices, memory)
+
+
+def memory_text(memory: Memory) -> str:
+    """The parts of an estimate that make its peak."""
+    recomputing = memory.working > memory.logits
+    parts = (
+        ("parameters", memory.parameters),
+        ("master weights", memory.master),
+        ("gradients", memory.gradients),
+        ("optimizer", memory.optimizer),
+        ("activations", memory.activations),
+        ("recomputed", memory.working) if recomputing else ("logits", memory.logits),
+        ("gathered", memory.gathered),
+        ("buffers", memory.buffers),
+        ("context and fragmentation", memory.context + memory.fragmentation),
+    )
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size >= 1)
+
+
+def plan_error(request: SearchRequest) -> PlanError:
+    """The error for a search without a result: no candidate at all, or none that a GPU holds."""
+    closest = closest_layout(request)
+    if closest is None:
+        return _no_candidate(request)
+    used, memory = closest.strategy, closest.memory
+    return PlanError(
+        f"the model does not fit: TP {used.tensor} x PP {used.pipeline} with {used.micro_batches} micro-batches comes "
+        f"closest and needs {format_bytes(memory.total)} per GPU ({memory_text(memory)}); "
+        f"the GPUs here offer {format_bytes(request.memory_limit(1))}. Raise `parallelism.zeroStage`, "
+        "`parallelism.microBatches` or `replicas`, shorten `training.sequenceLength`, or add larger GPUs",
+        "OutOfMemory",
+        depends_on_cluster=True,
+    )
+
+
+def _no_candidate(request: SearchRequest) -> PlanError:
+    gpus = request.gpus_per_worker
+    return PlanError(
+        f"no tensor and pipeline degree gives whole workers of {gpus} GPUs with `replicas` {request.pins.data}: change "
+        "`workers.gpusPerWorker` or `replicas`, or set `parallelism.tensor` and `parallelism.pipeline`",
+        "InvalidSpec",
+        depends_on_cluster=request.pins.tensor is None,
+    )

@@ -213,10 +213,12 @@ class SearchRequest:
 
     @property
     def order_of_preference(self) -> bool:
-        """Whether layouts are tried in a fixed order, and the first that fits settles the number of GPUs.
+        """Whether layouts are tried in a fixed order, and the first that fits determines the number of GPUs.
 
-        The order is fewest stages, tensor-parallel ranks, parts of the experts: a pipeline idles at the ends of a step,
-        so a replica takes one stage as long as an NVLink domain holds it.
+        The order is fewest stages, then fewest tensor-parallel ranks, then fewest parts of the experts. A
+        tensor-parallel group communicates in every layer, but over NVLink. A pipeline communicates little, but idles
+        (p - 1) / (m + p - 1) of the time (PipeDream-Flush, arXiv 2006.09503): a replica has one stage if the model fits
+        in an NVLink domain.
         """
         return self.job is not None
 

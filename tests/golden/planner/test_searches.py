@@ -11,8 +11,9 @@ from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.presets import PRESETS
 from meshwright.planner.cost_model import cost_model_for
+from meshwright.planner.search.alternatives import rejected_alternatives
 from meshwright.planner.search.best_first import search
-from meshwright.planner.search.explain import reasons, rejected_alternatives
+from meshwright.planner.search.explain import reasons
 from meshwright.planner.search.request import ALL_TECHNIQUES, MESHWRIGHT_TECHNIQUES, Objective, Pins
 from meshwright.planner.search.spec_request import apply_strategy, search_request
 from tests.golden.files import check

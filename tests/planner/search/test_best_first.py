@@ -17,10 +17,11 @@ from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.estimate import estimate, machine_for, memory_of
 from meshwright.planner.cost.strategy import Strategy, Workload
+from meshwright.planner.search.alternatives import rejected_alternatives
 from meshwright.planner.search.best_first import TIE_TOLERANCE, search
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.errors import NothingFitsError
-from meshwright.planner.search.explain import reasons, rejected_alternatives
+from meshwright.planner.search.explain import reasons
 from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques
 from meshwright.planner.search.search_space import layouts, micro_batch_sizes
 from meshwright.planner.search.what_if import what_ifs
