@@ -20,9 +20,13 @@ from meshwright.planner.cost.memory import Memory
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.cost_model import Calibration, CostModel, cost_model_for
 from meshwright.planner.errors import PlanError
-from meshwright.planner.plan_reasons import nothing_fits, reasons_for, time_reasons
 from meshwright.planner.run_config import refusals_of, run_config_of, runnable
-from meshwright.planner.search.degree_search import Candidate, DegreeSearch
+from meshwright.planner.search.best_first import ranked_layouts
+from meshwright.planner.search.candidate import FittingLayout
+from meshwright.planner.search.errors import plan_error
+from meshwright.planner.search.explain import reasons_by_preference
+from meshwright.planner.search.request import SearchRequest
+from meshwright.planner.search.spec_request import pinned_request
 from meshwright.planner.workload import TrainingJob
 from meshwright.protocol.run_config import RunConfig
 from meshwright.rules.validation import check_spec
@@ -168,31 +172,32 @@ def _new_plans(
     if architecture is None or spec.training is None:
         return [_command_plan(spec)]
     _check_nodes_known(spec, cluster_limits)
-    search = _search(spec, architecture, cluster_limits, cost_model)
-    ranked = _ranked(spec, search)
+    request = _request(spec, architecture, cluster_limits, cost_model)
+    ranked = _ranked(spec, request)
     plans = []
     for chosen in ranked[:max_plans]:
-        plan = _with_estimate(_plan(spec, architecture, chosen, reasons_for(search, chosen)), cost_model)
-        plans.append(replace(plan, reasons=(*plan.reasons, *time_reasons(search, plan.estimate))))
+        plan = _with_estimate(_plan(spec, architecture, chosen, ()), cost_model)
+        plans.append(replace(plan, reasons=reasons_by_preference(request, chosen, plan.estimate)))
     return plans
 
 
-def _ranked(spec: ParallelTrainingJobSpec, search: DegreeSearch) -> list[Candidate]:
+def _ranked(spec: ParallelTrainingJobSpec, request: SearchRequest) -> list[FittingLayout]:
     """Return the layouts that fit and that ranks accept, the best first.
 
     Raises:
         PlanError: there is no such layout; the message has what ranks reject, if that is the reason.
     """
+    architecture = request.pinned_job.architecture
     try:
-        ranked = search.ranked()
+        ranked = ranked_layouts(request)
         if not ranked:
-            raise nothing_fits(search)
-        architecture = search.job.architecture
+            raise plan_error(request)
         refusals = [refusals_of(run_config_of(spec, architecture, one.strategy)) for one in ranked[:MAX_PLANS]]
         if not any(refusals):
             return ranked
-        runnable_search = replace(search, runnable=runnable(spec, architecture))
-        runs = [one for one in runnable_search.ranked() if runnable_search.runs(one)]
+        accepted = runnable(spec, architecture)
+        techniques = replace(request.techniques, runs=lambda work, strategy: accepted(strategy))
+        runs = [one for one in ranked_layouts(replace(request, techniques=techniques)) if accepted(one.strategy)]
     except PlanError:
         raise
     except ValueError as error:
@@ -250,18 +255,18 @@ def _running_plan(spec: ParallelTrainingJobSpec, architecture: Architecture | No
         _with_model_numbers(spec_kept, architecture)
     ):
         return None
-    chosen = _search(spec_kept, architecture, ClusterLimits()).best()
-    return _plan(spec, architecture, chosen, tuple(keep.reasons)) if chosen is not None else None
+    fitting = ranked_layouts(_request(spec_kept, architecture, ClusterLimits()))
+    return _plan(spec, architecture, fitting[0], tuple(keep.reasons)) if fitting else None
 
 
-def _search(
+def _request(
     spec: ParallelTrainingJobSpec,
     architecture: Architecture,
     cluster_limits: ClusterLimits,
     cost_model: CostModel | None = None,
-) -> DegreeSearch:
-    job = TrainingJob.of(spec, architecture)
-    return DegreeSearch(job, spec.replicas, spec.workers.gpus_per_worker, cluster_limits, cost_model)
+) -> SearchRequest:
+    machine = cost_model.machine if cost_model is not None else None
+    return pinned_request(spec, TrainingJob.of(spec, architecture), machine, cluster_limits)
 
 
 def _with_estimate(plan: Plan, cost_model: CostModel | None) -> Plan:
@@ -312,20 +317,23 @@ def _command_plan(spec: ParallelTrainingJobSpec) -> Plan:
     asked = spec.parallelism
     strategy = Strategy(asked.tensor or 1, asked.pipeline or 1, spec.replicas, asked.context_or_default)
     reason = "degrees as in `parallelism`, 1 where left out: `runtime.command` brings its own model"
-    return _plan(spec, None, Candidate(strategy, None), (reason,))
+    return replace(_pods(spec, strategy), reasons=(reason,))
 
 
 def _plan(
-    spec: ParallelTrainingJobSpec, architecture: Architecture | None, chosen: Candidate, reasons: tuple[str, ...]
+    spec: ParallelTrainingJobSpec, architecture: Architecture, chosen: FittingLayout, reasons: tuple[str, ...]
 ) -> Plan:
+    plan = _pods(spec, chosen.strategy)
+    return replace(plan, architecture=architecture, memory=chosen.memory, reasons=reasons)
+
+
+def _pods(spec: ParallelTrainingJobSpec, strategy: Strategy) -> Plan:
+    """The worker pods of a strategy."""
     resources = {"cpu": spec.workers.resources.cpu or "0", "memory": spec.workers.resources.memory or "0"}
     asked = parse_resources(resources, spec.workers.gpu_resource, pods=1)
     return Plan(
-        strategy=chosen.strategy,
+        strategy=strategy,
         gpus_per_worker=spec.workers.gpus_per_worker,
         worker_request=Resources(spec.workers.gpus_per_worker, asked.cpu_milli, asked.memory_bytes, 1),
-        architecture=architecture,
-        memory=chosen.memory,
         global_batch_size=spec.training.global_batch_size if spec.training else None,
-        reasons=reasons,
     )

@@ -10,15 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.api.status import PlanStatus
-from meshwright.api.training import ActivationCheckpointing, TrainingSpec
+from meshwright.api.training import ActivationCheckpointing
 from meshwright.layout import Layout
 from meshwright.models.huggingface.reader import to_model_spec
 from meshwright.models.huggingface.registry import config_from_architecture
-from meshwright.models.presets import PRESETS
+from meshwright.models.presets import PRESETS, resolve
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import make_plan
-from meshwright.planner.search.search_space import checkpointing_options, divisors
+from meshwright.planner.search.search_space import divisors, request_tiers
+from meshwright.planner.search.spec_request import pinned_request
+from meshwright.planner.workload import TrainingJob
 from meshwright.protocol.run_config import CommandRun, NativeRun
 from meshwright_worker.trainer.train import validate_run
 from tests.planner.builders import inventory, node, racks, spec_of
@@ -310,9 +312,12 @@ def test_divisors_are_all_and_ascending(number: int) -> None:
 
 
 def test_selective_checkpointing_of_compiled_layers_is_left_to_who_asks_for_it() -> None:
-    spec = TrainingSpec(steps=1, global_batch_size=8, sequence_length=64)
-    assert ActivationCheckpointing.SELECTIVE in checkpointing_options(spec)
-    compiled = spec.model_copy(update={"compile": True})
-    assert ActivationCheckpointing.SELECTIVE not in checkpointing_options(compiled)
-    asked = compiled.model_copy(update={"activation_checkpointing": ActivationCheckpointing.SELECTIVE})
-    assert checkpointing_options(asked) == (ActivationCheckpointing.SELECTIVE,)
+    def tried(**training: Any) -> list[ActivationCheckpointing | None]:
+        spec = spec_of(training={**TRAINING, **training})
+        assert spec.model is not None
+        request = pinned_request(spec, TrainingJob.of(spec, resolve(spec.model)), None)
+        return [one.pins.checkpointing for one in next(request_tiers(request))]
+
+    assert ActivationCheckpointing.SELECTIVE in tried()
+    assert ActivationCheckpointing.SELECTIVE not in tried(compile=True)
+    assert tried(compile=True, activationCheckpointing="Selective") == [ActivationCheckpointing.SELECTIVE]

@@ -16,10 +16,10 @@ from meshwright.planner.placement import Placement, PlacingOptions, cost_of_frag
 from meshwright.planner.placement.traffic_weights import weights_for
 from meshwright.planner.plan import Plan, make_plans
 from meshwright.planner.plan_and_place import place_best
+from meshwright.planner.search.alternatives import RejectedAlternative, alternatives_of
 from meshwright.planner.search.best_first import SearchResult, search
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.errors import NothingFitsError
-from meshwright.planner.search.explain import RejectedAlternative, alternatives_of
 from meshwright.planner.search.request import (
     ALL_TECHNIQUES,
     MESHWRIGHT_TECHNIQUES,
@@ -148,7 +148,7 @@ def _lost(
         ideal_estimate,
         cost_model.machine.gpu.node,
     )
-    request = pinned_request(spec, cost_model, plan.strategy.world_size, techniques)
+    request = pinned_request(spec, cost_model.job, cost_model.machine, techniques=techniques)
     return alternatives_of(request, chosen)
 
 

@@ -41,7 +41,7 @@ def document(plan_report: PlanReport) -> dict[str, Any]:
                 "gpus": plan_report.gpus,
                 "best": _found(whole_cluster.best),
                 "reasons": list(reasons(whole_cluster)),
-                "asGood": [_found(one) for one in whole_cluster.tied[1:8]],
+                "asGood": [_found(one) for one in whole_cluster.ranked[1:8]],
                 "alternatives": [_found(one) for one in whole_cluster.alternatives],
                 "spec": _changes(plan_report.proposal) if plan_report.proposal else None,
             }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from meshwright.planner.cluster.inventory import Inventory
 
@@ -61,6 +62,17 @@ class ClusterLimits:
         """Return the number of GPUs with `needed` bytes of memory, including those of unknown memory."""
         holding = sum(count for size, count in self.gpus_by_memory.items() if usable_memory(size) >= needed)
         return holding + self.gpus_of_unknown_memory
+
+    def memory_for(self, gpus: int) -> float:
+        """The most bytes that each of `gpus` GPUs can hold: 0 if there are fewer, infinite if nothing is known."""
+        if not self.known or self.gpus_of_unknown_memory >= gpus:
+            return inf
+        count = self.gpus_of_unknown_memory
+        for size in sorted(self.gpus_by_memory, reverse=True):
+            count += self.gpus_by_memory[size]
+            if count >= gpus:
+                return float(usable_memory(size))
+        return 0.0
 
 
 def usable_memory(gpu_memory_bytes: int) -> int:

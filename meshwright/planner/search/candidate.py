@@ -7,11 +7,21 @@ from dataclasses import dataclass
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.memory import Memory
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.search.request import Objective
 
 OFFLOAD_MEMORY = {OptimizerOffload.CPU: "cpu", OptimizerOffload.FILE: "nvme"}
 """The memory that keeps offloaded state, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittingLayout:
+    """One layout that fits, whether or not it has a price."""
+
+    strategy: Strategy
+    memory: Memory
+    """Of the fullest stage's ranks."""
 
 
 @dataclass(frozen=True, slots=True)

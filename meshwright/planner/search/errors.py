@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from meshwright.layout import Layout
-from meshwright.planner.cost.estimate import memory_of
-from meshwright.planner.cost.memory import Memory
+from meshwright.planner.cost.memory import Memory, worst_stage
 from meshwright.planner.cost.strategy import Strategy
-from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.errors import PlanError
+from meshwright.planner.search.candidate import Candidate, FittingLayout
 from meshwright.planner.search.expand import least_memory_strategies, price
 from meshwright.planner.search.request import SearchRequest
-from meshwright.planner.search.search_space import micro_batch_sizes
-from meshwright.planner.units import GIB
+from meshwright.planner.search.search_space import layouts, request_tiers
+from meshwright.planner.units import GIB, format_bytes
 
 
 class NothingFitsError(ValueError):
@@ -39,18 +36,25 @@ def no_layout_message(request: SearchRequest) -> str:
     )
 
 
-def nothing_fits_error(request: SearchRequest, all_layouts: Iterable[Layout]) -> NothingFitsError:
+def closest_layout(request: SearchRequest) -> FittingLayout | None:
+    """The strategy that needs least memory of all that the request allows; None if it allows none."""
+    smallest: FittingLayout | None = None
+    for narrowed in (one for tier in request_tiers(request) for one in tier):
+        for layout in layouts(narrowed):
+            for strategy in least_memory_strategies(narrowed, layout):
+                memory = worst_stage(request.work, strategy, request.runtime)
+                if smallest is None or memory.total < smallest.memory.total:
+                    smallest = FittingLayout(strategy, memory)
+    return smallest
+
+
+def nothing_fits_error(request: SearchRequest) -> NothingFitsError:
     """The error for a model that no layout makes fit, with the layout that misses by least."""
-    smallest: tuple[float, Strategy, Memory] | None = None
-    for layout in all_layouts:
-        for choices in least_memory_strategies(request, layout, micro_batch_sizes(request, layout)[0]):
-            memory = memory_of(request.work, choices, request.machine)
-            if smallest is None or memory.total < smallest[0]:
-                smallest = (memory.total, choices, memory)
-    if smallest is None:
+    closest = closest_layout(request)
+    if closest is None:
         return NothingFitsError(no_layout_message(request))
-    total, choices, memory = smallest
-    limit = request.usable * request.machine.gpu.memory
+    choices, memory = closest.strategy, closest.memory
+    total, limit = memory.total, request.memory_limit(1)
     message = (
         f"no layout fits: the least that a rank needs is {total / GIB:.1f} GiB of {limit / GIB:.1f} GiB "
         f"({Candidate(choices, price(request, choices), request.node).summary}, stage {memory.stage}): add "
@@ -58,3 +62,46 @@ def nothing_fits_error(request: SearchRequest, all_layouts: Iterable[Layout]) ->
         "with more memory, or shorten the sequence"
     )
     return NothingFitsError(message, choices, memory)
+
+
+def memory_text(memory: Memory) -> str:
+    """The parts of an estimate that make its peak."""
+    recomputing = memory.working > memory.logits
+    parts = (
+        ("parameters", memory.parameters),
+        ("master weights", memory.master),
+        ("gradients", memory.gradients),
+        ("optimizer", memory.optimizer),
+        ("activations", memory.activations),
+        ("recomputed", memory.working) if recomputing else ("logits", memory.logits),
+        ("gathered", memory.gathered),
+        ("buffers", memory.buffers),
+        ("context and fragmentation", memory.context + memory.fragmentation),
+    )
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size >= 1)
+
+
+def plan_error(request: SearchRequest) -> PlanError:
+    """The error for a search without a result: no candidate at all, or none that a GPU holds."""
+    closest = closest_layout(request)
+    if closest is None:
+        return _no_candidate(request)
+    used, memory = closest.strategy, closest.memory
+    return PlanError(
+        f"the model does not fit: TP {used.tensor} x PP {used.pipeline} with {used.micro_batches} micro-batches comes "
+        f"closest and needs {format_bytes(memory.total)} per GPU ({memory_text(memory)}); "
+        f"the GPUs here offer {format_bytes(request.memory_limit(1))}. Raise `parallelism.zeroStage`, "
+        "`parallelism.microBatches` or `replicas`, shorten `training.sequenceLength`, or add larger GPUs",
+        "OutOfMemory",
+        depends_on_cluster=True,
+    )
+
+
+def _no_candidate(request: SearchRequest) -> PlanError:
+    gpus = request.gpus_per_worker
+    return PlanError(
+        f"no tensor and pipeline degree gives whole workers of {gpus} GPUs with `replicas` {request.pins.data}: change "
+        "`workers.gpusPerWorker` or `replicas`, or set `parallelism.tensor` and `parallelism.pipeline`",
+        "InvalidSpec",
+        depends_on_cluster=request.pins.tensor is None,
+    )

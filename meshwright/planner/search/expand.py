@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
@@ -13,10 +14,14 @@ from meshwright.planner.cost.memory import Memory, memory_within, model_states_f
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.request import SearchRequest
+from meshwright.planner.search.search_space import layouts, micro_batch_sizes
 from meshwright.rules.context import heads_divide
 from meshwright.schedules.flop_costs import layer_costs, output_costs
 from meshwright.schedules.partition import partition_layers
 from meshwright.schedules.registry import kind_of
+
+MAX_PRICED = 16
+"""Numbers of micro-batches to price for one layout and schedule in order of preference; more only cost time."""
 
 
 def strategy_of(request: SearchRequest, layout: Layout, size: int, **more: object) -> Strategy:
@@ -38,7 +43,7 @@ def strategy_of(request: SearchRequest, layout: Layout, size: int, **more: objec
 
 def price(request: SearchRequest, choices: Strategy, memory: Memory | None = None) -> Estimate:
     """What a layout costs on the request's machine; `memory` is its account, where it is known already."""
-    return estimate(request.work, choices, request.machine, memory=memory)
+    return estimate(request.work, choices, request.priced_machine, memory=memory)
 
 
 def base_strategies(request: SearchRequest, layout: Layout, size: int) -> Iterator[Strategy]:
@@ -66,16 +71,21 @@ def _zero_stages(request: SearchRequest, replicas: int) -> tuple[int, ...]:
 
 def _schedules(request: SearchRequest, layout: Layout, size: int) -> Iterator[tuple[PipelineSchedule, int]]:
     """(schedule, chunks) that the shape allows."""
+    micro_batches = request.work.global_batch // layout.data // size
+    for schedule, chunks in schedules_of(request, layout):
+        if kind_of(schedule).accepts(layout.pipeline, micro_batches):
+            yield schedule, chunks
+
+
+def schedules_of(request: SearchRequest, layout: Layout) -> Iterator[tuple[PipelineSchedule, int]]:
+    """(schedule, chunks) for which every stage of the layout has a layer."""
     pinned, techniques = request.pins, request.techniques
     if layout.pipeline == 1:
         yield pinned.schedule or PipelineSchedule.ONE_F_ONE_B, 1
         return
     layers = request.work.model.layers
-    micro_batches = request.work.global_batch // layout.data // size
     for schedule in (pinned.schedule,) if pinned.schedule else techniques.schedules:
         kind = kind_of(schedule)
-        if not kind.accepts(layout.pipeline, micro_batches):
-            continue
         if kind.virtual_stages:
             counts = (pinned.virtual_stages,) if pinned.virtual_stages else techniques.virtual_stages
             yield from ((schedule, chunks) for chunks in counts if layers >= chunks * layout.pipeline)
@@ -141,16 +151,11 @@ def memory_savings(request: SearchRequest, base: Strategy) -> Iterator[tuple[Str
 
 def memory_if_fits(request: SearchRequest, choices: Strategy) -> Memory | None:
     """The fullest rank's bytes where every rank is within what the request lets an estimate fill; None elsewhere."""
-    return memory_within(request.work, choices, request.machine.runtime, _limit(request))
+    return memory_within(request.work, choices, request.runtime, request.memory_limit(choices.world_size))
 
 
 def _states_fit(request: SearchRequest, choices: Strategy) -> bool:
-    return model_states_fit(request.work, choices, request.machine.runtime, _limit(request))
-
-
-def _limit(request: SearchRequest) -> float:
-    """Bytes of a GPU's memory that an estimate may fill."""
-    return request.usable * request.machine.gpu.memory
+    return model_states_fit(request.work, choices, request.runtime, request.memory_limit(choices.world_size))
 
 
 def can_fit(request: SearchRequest, layout: Layout, size: int) -> bool:
@@ -160,8 +165,100 @@ def can_fit(request: SearchRequest, layout: Layout, size: int) -> bool:
     )
 
 
-def least_memory_strategies(request: SearchRequest, layout: Layout, size: int) -> Iterator[Strategy]:
-    """Layouts of a shape that save most memory: one for each last recomputation, since which saves most depends."""
+def preferred_strategies(request: SearchRequest, layout: Layout) -> Iterator[tuple[Strategy, Memory]]:
+    """With an order of preference: what fits of a layout, the simplest schedule and the fewest micro-batches first;
+    with the account of its memory.
+
+    At most `MAX_PRICED` numbers of micro-batches of a schedule are tried, and only the first without a machine, since
+    nothing tells them apart then.
+    """
+    smallest = next(least_memory_strategies(request, layout), None)
+    if smallest is None or not _some_gpu_holds(request, smallest):
+        return
+    for schedule in _preferred_schedules(request, layout):
+        fitting = _fitting_micro_batches(request, layout, schedule)
+        yield from islice(fitting, MAX_PRICED if request.machine is not None else 1)
+
+
+def _preferred_schedules(request: SearchRequest, layout: Layout) -> list[PipelineSchedule]:
+    """What the job states, or schedules that the worker runs with everything else that the job states."""
+    job = request.pinned_job
+    if request.pins.schedule is not None or layout.pipeline == 1 or request.machine is None:
+        return [job.parallelism.order]
+    sharded_flat = (request.pins.zero_stage == 1 or job.fixed.settings.flat) and layout.shard_ranks > 1
+    return [
+        schedule
+        for schedule, chunks in schedules_of(request, layout)
+        if not (chunks > 1 and job.parallelism.layer_split is not None)
+        and not (kind_of(schedule).bidirectional and sharded_flat)
+    ]
+
+
+def _fitting_micro_batches(
+    request: SearchRequest, layout: Layout, schedule: PipelineSchedule
+) -> Iterator[tuple[Strategy, Memory]]:
+    """The layout with each number of micro-batches that fits, the fewest first."""
+    sizes = micro_batch_sizes(request, layout, schedule)
+    if not _ranks_accept(request, layout, sizes, schedule):
+        return
+    for size in reversed(sizes):
+        strategy = pinned_strategy(request, layout, size, schedule)
+        memory = memory_if_fits(request, strategy)
+        if memory is not None:
+            yield strategy, memory
+
+
+def pinned_strategy(
+    request: SearchRequest, layout: Layout, size: int, schedule: PipelineSchedule | None = None
+) -> Strategy:
+    """The request's job in a layout with micro-batches of `size` sequences.
+
+    Raises:
+        ValueError: there are more stages than layers.
+    """
+    micro_batches = request.work.global_batch // layout.data // size
+    return request.pinned_job.strategy(layout, micro_batches, schedule, request.pins.checkpointing)
+
+
+def _ranks_accept(request: SearchRequest, layout: Layout, sizes: list[int], schedule: PipelineSchedule) -> bool:
+    """Whether ranks run the layout: what they refuse, they refuse with every number of micro-batches."""
+    if not sizes or request.techniques.runs is None:
+        return bool(sizes)
+    try:
+        return request.techniques.allow(request.work, pinned_strategy(request, layout, sizes[-1], schedule))
+    except ValueError:
+        return False  # There are stages without layers.
+
+
+def _some_gpu_holds(request: SearchRequest, strategy: Strategy) -> bool:
+    return memory_within(request.work, strategy, request.runtime, request.memory_limit(1)) is not None
+
+
+def first_held_by_some_gpu(request: SearchRequest) -> tuple[Strategy, Memory] | None:
+    """The first layout in order of preference that fits the largest GPUs, however few they are."""
+    for strategy in (one for layout in layouts(request) for one in least_memory_strategies(request, layout)):
+        memory = memory_within(request.work, strategy, request.runtime, request.memory_limit(1))
+        if memory is not None:
+            return strategy, memory
+    return None
+
+
+def least_memory_strategies(request: SearchRequest, layout: Layout, size: int | None = None) -> Iterator[Strategy]:
+    """Strategies of a layout that save most memory: one for each last recomputation, since which saves most depends.
+
+    `size` is that of the micro-batches; the smallest where left out.
+    """
+    if request.job is not None:
+        order = request.job.parallelism.order
+        sizes = micro_batch_sizes(request, layout, order)
+        if _ranks_accept(request, layout, sizes, order):
+            yield pinned_strategy(request, layout, sizes[0])
+        return
+    if size is None:
+        sizes = micro_batch_sizes(request, layout)
+        if not sizes:
+            return
+        size = sizes[0]
     pins, techniques = request.pins, request.techniques
     default_schedule, offload = PipelineSchedule.ONE_F_ONE_B, request.fixed.optimizer_offload
     schedule = pins.schedule or (

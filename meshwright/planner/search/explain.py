@@ -1,64 +1,75 @@
-"""Why a layout won, in the order in which the field decides: tensor, pipeline, data, sequence and context, expert.
+"""Why a layout won, degree by degree, in the order in which the field decides, and what bounds its step.
 
-Every sentence rests on a price: the winner is compared with the same layout one decision changed, so "why not TP 4"
-is answered by what TP 4 would need or take.
+A degree that the request pins names the field that sets it. For the others the reason is that of the search: with an
+order of preference what the degree before in that order would need, elsewhere the part of a step that it takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import inf
 
+from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
-from meshwright.planner.cost.estimate import Estimate, memory_of
+from meshwright.models.lora import skipped_targets
+from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.memory import Memory, worst_stage
 from meshwright.planner.cost.strategy import Strategy
-from meshwright.planner.search.best_first import TIE_TOLERANCE, SearchResult
-from meshwright.planner.search.candidate import OFFLOAD_MEMORY, Candidate
-from meshwright.planner.search.expand import price
+from meshwright.planner.search.alternatives import recompute_text
+from meshwright.planner.search.best_first import SearchResult
+from meshwright.planner.search.candidate import OFFLOAD_MEMORY, Candidate, FittingLayout
+from meshwright.planner.search.errors import memory_text
+from meshwright.planner.search.expand import pinned_strategy, price
 from meshwright.planner.search.request import SearchRequest
-from meshwright.planner.units import GIB
-
-
-@dataclass(frozen=True, slots=True)
-class RejectedAlternative:
-    """A neighbour of the winner, and why it lost."""
-
-    change: str
-    """As in "TP 4 instead of 8"."""
-    reason: str
-    slower: float | None
-    """Its step over the winner's; None where it does not fit or cannot be."""
-
-    @property
-    def sentence(self) -> str:
-        """Both in one."""
-        return f"{self.change}: {self.reason}"
+from meshwright.planner.search.search_space import MICRO_BATCHES_PER_STAGE, micro_batch_sizes, tensor_degrees
+from meshwright.planner.units import GIB, format_bytes
+from meshwright.schedules.registry import kind_of
 
 
 def reasons(result: SearchResult) -> tuple[str, ...]:
-    """Why each degree is what it is, textbook order, each with its numbers."""
+    """Why each degree of the best layout is what it is, each with its numbers, and what bounds its step."""
     request, best = result.request, result.best
+    used, estimate = best.strategy, best.estimate
     sentences = [
-        _tensor(request, best),
-        _pipeline(request, best),
-        _data(best),
-        _context(request, best),
-        _expert(request, best),
+        _tensor(request, used, estimate),
+        _pipeline(request, used, estimate),
+        _data(request, used, estimate),
+        _context(request, used) or _sequence(used),
+        _expert(request, used, estimate),
         _memory_saving(best),
         limits(result),
     ]
     return tuple(sentence for sentence in sentences if sentence)
 
 
+def reasons_by_preference(request: SearchRequest, chosen: FittingLayout, estimate: Estimate | None) -> tuple[str, ...]:
+    """The same for a layout that an order of preference led to: one sentence for each degree, one for what else was
+    chosen, one for adapters that are left out, one for memory, and one for time where there is a price.
+    """
+    used, lora = chosen.strategy, request.pinned_job.training.lora
+    sentences = [
+        _tensor(request, used, None),
+        _pipeline(request, used, None),
+        _schedule(request, used),
+        _context(request, used),
+        _data(request, used, None),
+        _expert(request, used, None),
+        _micro_batches(request, used),
+        _checkpointing(request, used),
+        (skipped_targets(lora, request.work.model) or "") if lora is not None else "",
+        _memory(request, chosen.memory),
+        _time(request, estimate),
+    ]
+    return tuple(sentence for sentence in sentences if sentence)
+
+
 def limits(result: SearchResult) -> str:
     """What bounds the step: the largest part of it beside computing, and the stage that is fullest."""
-    best, machine = result.best, result.request.machine
-    memory = best.estimate.memory
-    byte_limit = machine.gpu.memory * result.request.usable
+    best = result.best
+    memory, byte_limit = best.estimate.memory, result.request.memory_limit(best.estimate.gpus)
     return (
         f"{step_text(best.estimate)}; stage {memory.stage} is fullest, {memory.total / GIB:.1f} of "
-        f"{byte_limit / GIB:.1f} "
-        f"GiB, most of it {_fullest(best)}"
+        f"{byte_limit / GIB:.1f} GiB, most of it {_fullest(memory)}"
     )
 
 
@@ -84,185 +95,143 @@ def step_text(estimate: Estimate) -> str:
     )
 
 
-def rejected_alternatives(result: SearchResult) -> tuple[RejectedAlternative, ...]:
-    """The winner's neighbours, one decision changed, and what each would cost."""
-    return alternatives_of(result.request, result.best)
+def _set_by(degree: str, field: str) -> str:
+    return f"{degree}: set by `{field}`"
 
 
-def alternatives_of(request: SearchRequest, chosen: Candidate) -> tuple[RejectedAlternative, ...]:
-    """Layouts that differ from `chosen` in one decision, and what each would cost."""
-    return tuple(
-        _compare(request, chosen, change, choices) for change, choices in _single_changes(request, chosen.strategy)
-    )
-
-
-def _single_changes(request: SearchRequest, winner: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """Degrees halved and doubled against the number of replicas, and savings more and less."""
-    pins = request.pins
-    for name, label in (("tensor", "TP"), ("pipeline", "PP"), ("context", "CP")):
-        if getattr(pins, name) is not None:
-            continue
-        now = getattr(winner, name)
-        for other in (now // 2, now * 2):
-            if other >= 1 and other != now and (name != "context" or request.techniques.context):
-                changed = _trade_for_data(winner, name, now, other)
-                if changed is not None:
-                    yield f"{label} {other} instead of {now}", changed
-    if pins.zero_stage is None and winner.shard_ranks > 1:
-        for stage in request.techniques.zero_stages:
-            if stage != winner.zero_stage:
-                yield f"ZeRO-{stage} instead of {winner.zero_stage}", replace(winner, zero_stage=stage)
-    if pins.checkpointing is None:
-        for recompute_option in request.techniques.checkpointing:
-            if recompute_option is not winner.checkpointing:
-                yield (
-                    f"{_recompute_text(recompute_option)} instead of {_recompute_text(winner.checkpointing)}",
-                    replace(winner, checkpointing=recompute_option),
-                )
-
-
-def _trade_for_data(winner: Strategy, name: str, now: int, other: int) -> Strategy | None:
-    """`name` changed and the replicas with it, so that GPUs and batch stay; None where they do not come out whole."""
-    numerator = winner.data * now
-    if numerator % other:
-        return None
-    data = numerator // other
-    sequences = winner.data * winner.micro_batches * winner.micro_batch_size
-    if sequences % (data * winner.micro_batch_size) or (winner.context * data) % winner.expert:
-        return None
-    if data % winner.settings.islands:
-        # Islands are made of whole replicas.
-        return None
-    changes = {
-        name: other,
-        "data": data,
-        "micro_batches": sequences // data // winner.micro_batch_size,
-        "layer_split": None,
-    }
-    try:
-        return replace(winner, **changes)  # type: ignore[arg-type]
-    except ValueError:
-        return None
-
-
-def _compare(request: SearchRequest, best: Candidate, change: str, choices: Strategy) -> RejectedAlternative:
-    impossible = _why_impossible(request, choices)
-    if impossible:
-        return RejectedAlternative(change, impossible, None)
-    try:
-        memory = memory_of(request.work, choices, request.machine)
-    except ValueError as error:
-        return RejectedAlternative(change, str(error), None)
-    byte_limit = request.machine.gpu.memory * request.usable
-    if memory.total > byte_limit:
-        reason = f"needs {memory.total / GIB:.1f} of {byte_limit / GIB:.1f} GiB on stage {memory.stage}"
-        return RejectedAlternative(change, reason, None)
-    other = Candidate(choices, price(request, choices), request.node)
-    ratio = other.seconds / best.seconds
-    if ratio < 1.0:
-        why = (
-            "within what an estimate can tell, and less simple"
-            if ratio * TIE_TOLERANCE >= 1
-            else "but not what was asked for"
-        )
-        return RejectedAlternative(change, f"{1 - ratio:.1%} faster, {why}", ratio)
-    if ratio - 1 < 5e-4:
-        return RejectedAlternative(change, "no faster", ratio)
-    return RejectedAlternative(change, f"{ratio - 1:.1%} slower: {_largest_increase(best, other)}", ratio)
-
-
-def _why_impossible(request: SearchRequest, choices: Strategy) -> str:
-    model, domain = request.work.model, request.domain
-    if choices.tensor > domain:
-        return f"leaves the NVLink domain of {domain} GPUs"
-    if model.heads % choices.tensor or (model.kv_heads % choices.tensor and choices.tensor % model.kv_heads):
-        return f"does not divide {model.heads} heads and {model.kv_heads} key-value heads"
-    if not request.techniques.replicates_kv_heads and model.kv_heads % choices.tensor:
-        return f"does not divide {model.kv_heads} key-value heads"
-    if choices.pipeline > model.layers:
-        return f"has more stages than {model.layers} layers"
-    if choices.micro_batches < choices.pipeline:
-        return f"leaves {choices.micro_batches} micro-batches for {choices.pipeline} stages"
-    if not request.techniques.allow(request.work, choices):
-        return "is a combination that the runtime does not execute"
-    return ""
-
-
-def _largest_increase(best: Candidate, other: Candidate) -> str:
-    """The part of the step that grew most."""
-    names = {
-        "compute": "matrix products run less well",
-        "recompute": "more recomputation",
-        "tensor": "more tensor-parallel traffic",
-        "context": "more context-parallel traffic",
-        "expert": "more all-to-all",
-        "pipeline": "more sends between stages",
-        "bubble": "a longer bubble",
-        "data": "more gradient reduction",
-        "optimizer": "a longer optimizer step",
-        "offload": "more offloading",
-        "host": "more launches",
-    }
-    before, after = best.estimate.time, other.estimate.time
-    largest_part = max(names, key=lambda name: float(getattr(after, name) - getattr(before, name)))
-    return f"{names[largest_part]}, {getattr(after, largest_part) - getattr(before, largest_part):+.3f} s"
-
-
-def _tensor(request: SearchRequest, best: Candidate) -> str:
-    used, domain = best.strategy, request.domain
+def _tensor(request: SearchRequest, used: Strategy, estimate: Estimate | None) -> str:
     if request.pins.tensor is not None:
-        return f"TP {used.tensor} is given"
+        return _set_by(f"TP {used.tensor}", "parallelism.tensor")
+    if estimate is None:
+        return f"TP {used.tensor}: the smallest degree {_why_not_less_tensor(request, used)}"
     if used.tensor == 1:
         return "TP 1: nothing is gained by splitting layers, a rank holds its part and every collective is saved"
+    domain = request.domain
     inside = "fills the NVLink domain" if used.tensor == domain else f"stays inside the NVLink domain of {domain} GPUs"
-    part = best.estimate.time.tensor / best.seconds
-    return f"TP {used.tensor} {inside}, where its collectives take {part:.0%} of a step"
-
-
-def _pipeline(request: SearchRequest, best: Candidate) -> str:
-    used = best.strategy
-    if used.pipeline == 1:
-        return "PP 1: layers fit without stages, so nothing waits" if request.pins.pipeline is None else "PP 1 is given"
-    given = "is given: " if request.pins.pipeline is not None else "spreads the layers' states with little traffic: "
     return (
-        f"PP {used.pipeline} {given}{used.micro_batches} micro-batches of {used.micro_batch_size} on the "
-        f"{used.schedule_kind.short_name} schedule leave a bubble of {best.estimate.bubble:.1%}"
+        f"TP {used.tensor}: {inside}, where its collectives take {_part(estimate.time.tensor, estimate):.0%} of a step"
     )
 
 
-def _data(best: Candidate) -> str:
-    used = best.strategy
+def _why_not_less_tensor(request: SearchRequest, used: Strategy) -> str:
+    pins = replace(request.pins, context=used.context, checkpointing=used.checkpointing, schedule=used.schedule)
+    narrowed = replace(request, pins=pins)
+    smaller = [tensor for tensor in tensor_degrees(narrowed) if tensor < used.tensor]
+    if not smaller:
+        return "that splits the model evenly and fills workers"
+    layout, limit = replace(used.layout, tensor=smaller[-1]), request.memory_limit(1)
+    sizes = micro_batch_sizes(narrowed, layout, used.schedule)
+    needed = _bytes_of(request, pinned_strategy(narrowed, layout, sizes[0], used.schedule)) if sizes else 0
+    if needed > limit:
+        need = f"TP {smaller[-1]} needs {format_bytes(needed)} per GPU, usable are {format_bytes(limit)}"
+        return f"whose ranks hold their part of the model ({need})"
+    return f"that fills workers of {request.gpus_per_worker} GPUs"
+
+
+def _pipeline(request: SearchRequest, used: Strategy, estimate: Estimate | None) -> str:
+    pipeline = used.pipeline
+    if request.pins.pipeline is not None:
+        why = _set_by(f"PP {pipeline}", "parallelism.pipeline")
+    elif pipeline == 1:
+        return "PP 1: the model fits without a pipeline, which would idle at the ends of each step"
+    elif estimate is None:
+        widest = (request.limits.domain_gpus if request.limits is not None else None) or 1
+        domain = f"an NVLink domain of {widest} GPUs alone does not hold a replica"
+        why = f"PP {pipeline}: the fewest stages that fit; {domain}"
+    else:
+        why = f"PP {pipeline}: spreads the layers' states with little traffic"
+    if estimate is None or pipeline == 1:
+        return why
+    return (
+        f"{why}; {used.micro_batches} micro-batches of {used.micro_batch_size} on the "
+        f"{used.schedule_kind.short_name} schedule leave a bubble of {estimate.bubble:.1%}"
+    )
+
+
+def _data(request: SearchRequest, used: Strategy, estimate: Estimate | None) -> str:
+    if estimate is None:
+        return _set_by(f"DP {used.data}", "replicas")
     if used.data == 1:
         return "DP 1: the replica takes all GPUs"
-    part = best.estimate.time.data / best.seconds
-    return f"DP {used.data} takes the rest of the GPUs; reducing gradients takes {part:.1%} of a step"
+    part = _part(estimate.time.data, estimate)
+    return f"DP {used.data}: takes the rest of the GPUs; reducing gradients takes {part:.1%} of a step"
 
 
-def _context(request: SearchRequest, best: Candidate) -> str:
-    used = best.strategy
-    if used.context > 1:
-        tokens = request.work.sequence_length // used.context
-        return (
-            f"CP {used.context} ({used.context_method.value}): activations of {request.work.sequence_length} tokens "
-            f"do not fit otherwise or cost more elsewhere; each rank keeps {tokens}"
-        )
+def _context(request: SearchRequest, used: Strategy) -> str:
+    if used.context == 1:
+        return ""
+    name = f"CP {used.context} ({used.context_method.value})"
+    if request.pins.context is not None:
+        return _set_by(name, "parallelism.context")
+    length = request.work.sequence_length
+    each = length // used.context
+    if request.order_of_preference:
+        return f"{name}: the fewest ranks to a sequence with which a layout fits, {each} tokens each"
+    return f"{name}: activations of {length} tokens do not fit otherwise or cost more elsewhere; each rank keeps {each}"
+
+
+def _sequence(used: Strategy) -> str:
     if used.tensor > 1 and used.sequence_parallel:
         return "sequence parallelism with TP: norms and residuals are split too, at no further traffic"
     return ""
 
 
-def _expert(request: SearchRequest, best: Candidate) -> str:
-    moe = request.work.model.mixture
-    if moe is None:
+def _expert(request: SearchRequest, used: Strategy, estimate: Estimate | None) -> str:
+    mixture, expert = request.work.model.mixture, used.expert
+    if mixture is None:
         return ""
-    used = best.strategy
-    if used.expert == 1:
-        return f"EP 1: every rank holds its part of all {moe.experts} experts"
-    part = best.estimate.time.expert / best.seconds
-    return (
-        f"EP {used.expert} shares out {moe.experts} experts, {moe.experts // used.expert} a rank; "
-        f"the all-to-all takes {part:.0%} of a step"
-    )
+    # A free search pins 1 where experts cannot be split, whatever the field says.
+    if request.pins.expert is not None and (expert > 1 or request.order_of_preference):
+        return _set_by(f"EP {expert}", "parallelism.expert")
+    held = f"{mixture.experts // expert} of {mixture.experts} experts a rank"
+    if expert == 1:
+        return f"EP 1: every replica has all experts, and no token travels ({held})"
+    if estimate is None:
+        return f"EP {expert}: {held}; fewer parts need more memory or take longer"
+    return f"EP {expert}: {held}; the all-to-all takes {_part(estimate.time.expert, estimate):.0%} of a step"
+
+
+def _schedule(request: SearchRequest, used: Strategy) -> str:
+    if used.pipeline == 1:
+        return ""
+    name, plain = f"schedule {used.schedule.value}", PipelineSchedule.ONE_F_ONE_B
+    if request.pins.schedule is not None:
+        return _set_by(name, "parallelism.schedule")
+    if used.schedule is plain:
+        return f"{name}: no other is estimated to be faster by more than 2 %, and fits"
+    if not kind_of(plain).accepts(used.pipeline, used.micro_batches):
+        return f"{name}: the fastest that fits"
+    other = request.pinned_job.strategy(used.layout, used.micro_batches, plain, used.checkpointing)
+    gain = price(request, other).seconds / price(request, used).seconds - 1
+    needed = format_bytes(_bytes_of(request, other))
+    return f"{name}: {gain:.0%} faster than 1F1B, which needs {needed} per GPU"
+
+
+def _checkpointing(request: SearchRequest, used: Strategy) -> str:
+    none = ActivationCheckpointing.NONE
+    if request.pins.checkpointing is not None or used.checkpointing is none:
+        return ""
+    name = f"activation checkpointing {used.checkpointing.value}"
+    plain = request.pinned_job.strategy(used.layout, used.micro_batches, used.schedule, none)
+    needed, limit = _bytes_of(request, plain), request.memory_limit(1)
+    if needed > limit:
+        return f"{name}: without it a rank needs {format_bytes(needed)}, usable are {format_bytes(limit)}"
+    return f"{name}: other layouts of as many GPUs fit without it and are slower"
+
+
+def _micro_batches(request: SearchRequest, used: Strategy) -> str:
+    count, pipeline = used.micro_batches, used.pipeline
+    name = f"{count} micro-batch" if count == 1 else f"{count} micro-batches"
+    idle = round(100 * (pipeline - 1) / (count + pipeline - 1))
+    plain = pipeline > 1 and used.schedule is PipelineSchedule.ONE_F_ONE_B
+    tail = f"; the pipeline idles {idle} % of a step" if plain else ""
+    if request.pins.micro_batches is not None:
+        return _set_by(name, "parallelism.microBatches") + tail
+    if pipeline == 1:
+        return f"{name}: the fewest whose activations fit"
+    if count >= MICRO_BATCHES_PER_STAGE * pipeline:
+        return f"{name}: at least {MICRO_BATCHES_PER_STAGE} per stage{tail}"
+    return f"{name}: as many as a replica's share of the batch allows{tail}"
 
 
 def _memory_saving(best: Candidate) -> str:
@@ -271,20 +240,40 @@ def _memory_saving(best: Candidate) -> str:
     if used.zero_stage:
         sentences.append(f"ZeRO-{used.zero_stage} over {used.shard_ranks} replicas")
     if used.checkpointing is not ActivationCheckpointing.NONE:
-        sentences.append(_recompute_text(used.checkpointing))
+        sentences.append(recompute_text(used.checkpointing))
     if used.optimizer_offload is not OptimizerOffload.NONE:
         sentences.append(f"optimizer state in {OFFLOAD_MEMORY[used.optimizer_offload]} memory")
     return f"{' and '.join(sentences)}: the least saving that fits" if sentences else "no memory has to be saved"
 
 
-def _recompute_text(recompute: ActivationCheckpointing) -> str:
-    return (
-        "no recomputation" if recompute is ActivationCheckpointing.NONE else f"{recompute.value.lower()} recomputation"
+def _memory(request: SearchRequest, memory: Memory) -> str:
+    text = (
+        f"memory: stage {memory.stage} is the fullest with {format_bytes(memory.total)} per GPU ({memory_text(memory)})"
     )
+    limit = request.memory_limit(1)
+    if limit == inf:
+        return f"{text}; not compared, since the memory of the GPUs is not known"
+    return f"{text}, usable are {format_bytes(limit)}"
 
 
-def _fullest(best: Candidate) -> str:
-    memory = best.estimate.memory
+def _time(request: SearchRequest, estimate: Estimate | None) -> str:
+    if estimate is None or request.machine is None:
+        return ""
+    gpu = request.machine.gpu.name
+    return f"time: {estimate.seconds:.3g} s per step on {gpu} (MFU {estimate.mfu:.0%}); {step_text(estimate)}"
+
+
+def _bytes_of(request: SearchRequest, strategy: Strategy) -> float:
+    """Bytes of the fullest rank."""
+    return worst_stage(request.work, strategy, request.runtime).total
+
+
+def _part(seconds: float, estimate: Estimate) -> float:
+    """The fraction of a step."""
+    return seconds / estimate.seconds
+
+
+def _fullest(memory: Memory) -> str:
     kinds = {
         "parameters, gradients and optimizer state": memory.states,
         "activations": memory.activations,

@@ -11,9 +11,11 @@ from enum import StrEnum
 
 from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
-from meshwright.planner.cluster.limits import USABLE_FRACTION
+from meshwright.planner.cluster.limits import USABLE_FRACTION, ClusterLimits
+from meshwright.planner.cost.frameworks import Framework
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.strategy import SEARCHED_SCHEDULES, Strategy, Workload
+from meshwright.planner.workload import TrainingJob
 
 MAX_MICRO_BATCHES = 65536
 MAX_CONTEXT = 1024
@@ -128,12 +130,18 @@ class Pins:
 class SearchRequest:
     """One search.
 
+    Without `job` every degree that `pins` leaves open is free, and the objective decides. With it the choices of the
+    job stand, its layouts are tried in order of preference, and only layouts with as many GPUs as the first that fits
+    are compared by time: see `order_of_preference`.
+
     Raises:
-        ValueError: there is no GPU to plan for, or `usable` is no fraction.
+        ValueError: there is no GPU to plan for, `usable` is not a fraction, or there is neither machine nor job.
     """
 
     work: Workload
-    machine: Machine
+    machine: Machine | None
+    """None if the cost model knows none of the GPUs: then the first layout in order of preference that fits is taken.
+    """
     gpus: int
     """As many as the plan may use."""
     objective: Objective = Objective.TIME
@@ -147,6 +155,12 @@ class SearchRequest:
     """Part of a GPU's memory that the estimate may fill."""
     max_tensor: int | None = None
     """Limit of the tensor-parallel degree; the innermost domain's GPUs where left out."""
+    job: TrainingJob | None = None
+    """The job whose schedule, split, virtual stages and savings stand where its spec states them."""
+    limits: ClusterLimits | None = None
+    """GPUs by memory, where they differ; those of `machine` where left out."""
+    world_size: int | None = None
+    """The number of GPUs of every layout; any up to `gpus` where left out."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
@@ -155,13 +169,61 @@ class SearchRequest:
             raise ValueError(f"`usable` must be above 0 and at most 1, not {self.usable}")
         if self.gpus_per_worker < 1:
             raise ValueError(f"`gpus_per_worker` must be at least 1, not {self.gpus_per_worker}")
+        if self.machine is None and self.job is None:
+            raise ValueError("`machine` or `job` must be set: without either nothing says how much memory is used")
 
     @property
     def domain(self) -> int:
         """The widest tensor-parallel group to try."""
-        return self.max_tensor or self.machine.fabric.domain
+        return self.max_tensor or self.priced_machine.fabric.domain
 
     @property
     def node(self) -> int:
         """GPUs of one node: what one failure takes."""
-        return self.machine.gpu.node
+        return self.priced_machine.gpu.node
+
+    @property
+    def priced_machine(self) -> Machine:
+        """The machine.
+
+        Raises:
+            ValueError: there is none, so nothing has a price.
+        """
+        if self.machine is None:
+            raise ValueError("`machine` must be set to estimate a step's time")
+        return self.machine
+
+    @property
+    def pinned_job(self) -> TrainingJob:
+        """The job whose choices stand.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.job is None:
+            raise ValueError("`job` must be set for an order of preference")
+        return self.job
+
+    @property
+    def runtime(self) -> Framework:
+        """The framework whose memory is estimated."""
+        if self.job is not None:
+            return self.job.runtime
+        return self.priced_machine.runtime
+
+    @property
+    def order_of_preference(self) -> bool:
+        """Whether layouts are tried in a fixed order, and the first that fits determines the number of GPUs.
+
+        The order is fewest stages, then fewest tensor-parallel ranks, then fewest parts of the experts. A
+        tensor-parallel group communicates in every layer, but over NVLink. A pipeline communicates little, but idles
+        (p - 1) / (m + p - 1) of the time (PipeDream-Flush, arXiv 2006.09503): a replica has one stage if the model fits
+        in an NVLink domain.
+        """
+        return self.job is not None
+
+    def memory_limit(self, gpus: int) -> float:
+        """Bytes that an estimate may fill on each of `gpus` GPUs."""
+        if self.limits is not None:
+            return self.limits.memory_for(gpus)
+        return self.usable * self.priced_machine.gpu.memory

@@ -4,29 +4,26 @@ Ranks are interchangeable within a group, so a layout is counted, not enumerated
 that cannot be better are left out here: a tensor-parallel group never leaves its NVLink domain (it talks several times
 in every layer), a context-parallel rank gets at least `MIN_CONTEXT_TOKENS` tokens, and data parallelism takes what is
 left, in whole sequences of the batch.
-
-For a job whose replicas are given, recomputing costs time and no GPU, so it is weighed against what else memory would
-buy; sharing sequences makes every replica larger, and is done where no layout fits otherwise. A schedule is one that
-the worker runs with everything else that the job asks for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import gcd, isqrt
 
-from meshwright.api.data_parallel import DataParallelStrategy
-from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule
-from meshwright.api.training import ActivationCheckpointing, TrainingSpec
+from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
-from meshwright.planner.search.request import Objective, SearchRequest
-from meshwright.planner.workload import TrainingJob
+from meshwright.planner.search.request import MAX_MICRO_BATCHES, Objective, SearchRequest
+from meshwright.rules.context import head_exchange_ranks, heads_divide
 from meshwright.schedules.pipeline_layout import stages_per_rank
-from meshwright.schedules.registry import kind_of, schedules_where
+from meshwright.schedules.registry import kind_of
 
 MIN_CONTEXT_TOKENS = 2048
 MAX_MICRO_BATCH = 32
+MICRO_BATCHES_PER_STAGE = 4
+"""Aim in order of preference: with 4 micro-batches per stage a pipeline idles less than a fifth of the time."""
 
 
 def divisors(number: int) -> list[int]:
@@ -35,8 +32,30 @@ def divisors(number: int) -> list[int]:
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def layouts(request: SearchRequest) -> Iterator[Layout]:
-    """Every layout that the request allows."""
+def request_tiers(request: SearchRequest) -> Iterator[list[SearchRequest]]:
+    """Narrower requests to try in turn: the first tier that fits ends the search.
+
+    With an order of preference a tier is one context degree, and its requests are the checkpointing options, the
+    cheapest first: sharing sequences makes every replica larger, recomputation costs time and no GPU.
+    """
+    if not request.order_of_preference:
+        yield [request]
+        return
+    pins = request.pins
+    options = (pins.checkpointing,) if pins.checkpointing is not None else request.techniques.checkpointing
+    for context in context_degrees(request, tensor=1):
+        yield [replace(request, pins=replace(pins, context=context, checkpointing=option)) for option in options]
+
+
+def layouts(request: SearchRequest) -> list[Layout]:
+    """Every layout that the request allows, in order of preference where it has one."""
+    found = [one for one in _layouts(request) if request.world_size in (None, one.world_size)]
+    if request.order_of_preference:
+        found.sort(key=lambda one: (one.pipeline, one.tensor, one.expert))
+    return found
+
+
+def _layouts(request: SearchRequest) -> Iterator[Layout]:
     model = request.work.model
     for tensor in tensor_degrees(request):
         for context in context_degrees(request, tensor):
@@ -51,19 +70,28 @@ def layouts(request: SearchRequest) -> Iterator[Layout]:
 
 def tensor_degrees(request: SearchRequest) -> list[int]:
     """Degrees that split heads, feed-forward and vocabulary evenly, within an NVLink domain."""
-    pinned = request.pins.tensor
-    if pinned is not None:
-        return [pinned]
-    model, techniques = request.work.model, request.techniques
+    pins = request.pins
+    if pins.tensor is not None:
+        return [pins.tensor]
+    model, techniques, length = request.work.model, request.techniques, request.work.sequence_length
     common = gcd(model.heads, model.intermediate_size)
-    if model.mixture is not None and request.fixed.expert_tensor:
-        common = gcd(common, model.mixture.intermediate_size)
+    if model.mixture is not None:
+        common = gcd(common, model.mixture.intermediate_size) if request.fixed.expert_tensor else common
+        common = gcd(common, model.mixture.shared_intermediate_size) if request.order_of_preference else common
     if not techniques.pads_vocabulary:
         common = gcd(common, model.vocab_size)
     if not techniques.replicates_kv_heads:
         common = gcd(common, model.kv_heads)
-    allowed = [t for t in divisors(common) if t <= request.domain and request.work.sequence_length % t == 0]
-    return [t for t in allowed if model.kv_heads % t == 0 or t % model.kv_heads == 0]
+    context, sequence = pins.context or 1, pins.sequence_parallel is not False
+    ranks = head_exchange_ranks(pins.context_method or ContextMethod.RING_ZIG_ZAG, context, request.fixed.ulysses)
+    return [
+        tensor
+        for tensor in divisors(common)
+        if tensor <= request.domain
+        and (length % tensor == 0 or not sequence)
+        and (context == 1 or length >= 2 * context * (tensor if sequence else 1))
+        and heads_divide(model.heads, model.kv_heads, tensor, ranks)
+    ]
 
 
 def context_degrees(request: SearchRequest, tensor: int) -> list[int]:
@@ -81,17 +109,21 @@ def context_degrees(request: SearchRequest, tensor: int) -> list[int]:
 
 
 def pipeline_degrees(request: SearchRequest) -> list[int]:
-    """Divisors of the layers, with embedding and output counted as none, one or two of them, and powers of two."""
+    """Divisors of the layers, with embedding and output counted as none, one or two of them, and powers of two; with
+    an order of preference every degree that leaves each stage a layer.
+    """
     if request.pins.pipeline is not None:
         return [request.pins.pipeline]
-    layers = request.work.model.layers
+    layers, job = request.work.model.layers, request.job
+    if request.work.model.tie_embeddings and not request.techniques.ties_over_stages:
+        return [1]
     max_degree = min(layers, request.gpus)
+    if job is not None:
+        return [p for p in range(1, max_degree + 1) if p * stages_per_rank(job.parallelism, p) <= layers]
     degrees_to_try = {*divisors(layers), *divisors(layers + 1), *divisors(layers + 2)}
     degrees_to_try.update(1 << power for power in range(max_degree.bit_length()))
     if not request.techniques.uneven_split and layers <= 64:
         degrees_to_try.update(range(1, layers + 1))
-    if request.work.model.tie_embeddings and not request.techniques.ties_over_stages:
-        return [1]
     return sorted(degree for degree in degrees_to_try if degree <= max_degree)
 
 
@@ -116,81 +148,35 @@ def expert_degrees(request: SearchRequest, model: Architecture, replicas: int) -
     return divisors(gcd(model.mixture.experts, replicas))
 
 
-def micro_batch_sizes(request: SearchRequest, layout: Layout) -> list[int]:
-    """Sequences of one micro-batch: powers of two and what is pinned, dividing a replica's part of the batch."""
-    replica_batch = request.work.global_batch // layout.data
-    pins = request.pins
+def micro_batch_sizes(request: SearchRequest, layout: Layout, schedule: PipelineSchedule | None = None) -> list[int]:
+    """Sequences of one micro-batch, ascending: what is pinned, or divisors of a replica's part of the batch.
+
+    A free search tries powers of two up to `MAX_MICRO_BATCH` and keeps a micro-batch for each stage; in order of
+    preference there are `MICRO_BATCHES_PER_STAGE` for each. Where the batch has too few, it is split the most.
+
+    Args:
+        request: the search.
+        layout: the degrees.
+        schedule: leaves out numbers of micro-batches that it does not exist for.
+    """
+    replica_batch, pins, pipeline = request.work.global_batch // layout.data, request.pins, layout.pipeline
     if pins.micro_batches is not None:
-        return [replica_batch // pins.micro_batches] if replica_batch % pins.micro_batches == 0 else []
-    if pins.micro_batch_size is not None:
-        return [pins.micro_batch_size] if replica_batch % pins.micro_batch_size == 0 else []
-    sizes = [size for size in divisors(replica_batch) if size <= MAX_MICRO_BATCH and size & (size - 1) == 0]
-    keeping_stages_busy = [size for size in sizes if replica_batch // size >= layout.pipeline]
-    return keeping_stages_busy or sizes[:1]
+        sizes = [replica_batch // pins.micro_batches] if replica_batch % pins.micro_batches == 0 else []
+    elif pins.micro_batch_size is not None:
+        sizes = [pins.micro_batch_size] if replica_batch % pins.micro_batch_size == 0 else []
+    else:
+        sizes = divisors(replica_batch)
+        if not request.order_of_preference:
+            sizes = [size for size in sizes if size <= MAX_MICRO_BATCH and size & (size - 1) == 0]
+    if schedule is not None:
+        accepts = kind_of(schedule).accepts
+        counts = [(size, replica_batch // size) for size in sizes]
+        sizes = [size for size, count in counts if count <= MAX_MICRO_BATCHES and accepts(pipeline, count)]
+    per_stage = MICRO_BATCHES_PER_STAGE if request.order_of_preference else 1
+    least = per_stage * pipeline if pipeline > 1 else 1
+    return [size for size in sizes if replica_batch // size >= least] or sizes[:1]
 
 
 def _fills_workers(request: SearchRequest, tensor: int, world: int) -> bool:
     gpus = request.gpus_per_worker
     return world % gpus == 0 and (tensor % gpus == 0 or gpus % tensor == 0)
-
-
-CHECKPOINTING_OPTIONS = (
-    ActivationCheckpointing.NONE,
-    ActivationCheckpointing.SELECTIVE,
-    ActivationCheckpointing.FULL,
-    ActivationCheckpointing.SQRT,
-)
-"""In order of what they cost."""
-CANDIDATE_SCHEDULES = tuple(
-    sorted(
-        schedules_where(lambda kind: kind.candidate_rank is not None),
-        key=lambda order: kind_of(order).candidate_rank or 0,
-    )
-)
-"""Synchronous schedules that may be worth it, the simplest first; the others hold more and wait as long."""
-
-
-def checkpointing_options(training: TrainingSpec) -> tuple[ActivationCheckpointing, ...]:
-    """What to try, the cheapest first; what the spec gives is the only one."""
-    requested = training.activation_checkpointing
-    if requested is not None:
-        return (requested,)
-    # The worker compiles it into layers of one graph alone, which depends on much that is not decided yet.
-    return tuple(
-        option
-        for option in CHECKPOINTING_OPTIONS
-        if not (training.compile and option is ActivationCheckpointing.SELECTIVE)
-    )
-
-
-def context_degrees_of_job(job: TrainingJob) -> list[int]:
-    """Context degrees: the one that is given, or 1 and powers of two that leave ranks enough even parts of a row."""
-    model, training, parallelism = job.architecture, job.training, job.parallelism
-    if parallelism.context is not None:
-        return [parallelism.context]
-    needs_whole_sequences = (
-        training.attention_dropout > 0
-        or kind_of(parallelism.order).asynchronous
-        or (model.mixture is not None and model.mixture.capacity_factor is not None)
-    )
-    degrees, length = [1], training.sequence_length
-    while (
-        not needs_whole_sequences
-        and length // (2 * degrees[-1]) >= MIN_CONTEXT_TOKENS
-        and length % (4 * degrees[-1]) == 0
-    ):
-        degrees.append(2 * degrees[-1])
-    return degrees
-
-
-def schedule_allowed(schedule: PipelineSchedule, asked: ParallelismSpec, layout: Layout, model: Architecture) -> bool:
-    """Whether the worker runs a schedule in this layout, as far as the number of micro-batches does not decide it."""
-    spec = asked.model_copy(update={"schedule": schedule})
-    rank_stages = stages_per_rank(spec, layout.pipeline)
-    if layout.pipeline * rank_stages > model.layers or (rank_stages > 1 and asked.layer_split is not None):
-        return False
-    kind = kind_of(schedule)
-    if kind.even and layout.pipeline % 2:
-        return False
-    flat_shards = asked.zero_stage == 1 or asked.data_parallel.strategy is DataParallelStrategy.ZERO
-    return not (kind.bidirectional and flat_shards and layout.shard_ranks > 1)

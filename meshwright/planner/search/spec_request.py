@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from meshwright.api.parallelism import ContextMethod, ParallelismSpec
+from meshwright.api.parallelism import ContextMethod, ParallelismSpec, PipelineSchedule
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload, OuterSpec, TrainingSpec
+from meshwright.planner.cluster.limits import ClusterLimits
+from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.cost_model import CostModel
 from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques, runs
 from meshwright.planner.workload import TrainingJob
 from meshwright.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
+from meshwright.schedules.pipeline_layout import DEFAULT_VIRTUAL_STAGES
+from meshwright.schedules.registry import kind_of, schedules_where
 
 
 def search_request(
@@ -55,27 +59,80 @@ def search_request(
 
 
 def pinned_request(
-    spec: ParallelTrainingJobSpec, cost_model: CostModel, gpus: int, techniques: Techniques = MESHWRIGHT_TECHNIQUES
+    spec: ParallelTrainingJobSpec,
+    job: TrainingJob,
+    machine: Machine | None,
+    limits: ClusterLimits | None = None,
+    techniques: Techniques | None = None,
 ) -> SearchRequest:
-    """A search that keeps every choice that the job sets."""
-    stated, training = spec.parallelism, cost_model.job.training
+    """A search that keeps every choice of the job, with `replicas` as they are, and decides what its spec leaves out.
+
+    Args:
+        spec: the job's spec.
+        job: its model and training.
+        machine: where it runs; None if the cost model knows none of the GPUs.
+        limits: the GPUs by memory and the widest NVLink domain; those of `machine` where left out.
+        techniques: what may be chosen; what the worker runs with everything that the job states where left out.
+    """
+    stated, workers = spec.parallelism, spec.workers
     return SearchRequest(
-        cost_model.work,
-        cost_model.machine,
-        gpus,
-        techniques=techniques,
+        job.work,
+        machine,
+        min(MAX_WORLD_SIZE, MAX_WORKERS * workers.gpus_per_worker),
+        techniques=techniques or _preferred_techniques(job),
         pins=Pins(
             tensor=stated.tensor,
-            pipeline=stated.pipeline,
-            zero_stage=stated.zero_stage,
-            context=stated.context,
+            sequence_parallel=stated.sequence,
+            context=stated.context or _only_context(job, stated.order),
             context_method=stated.context_method,
+            pipeline=stated.pipeline,
             schedule=stated.schedule,
-            checkpointing=training.activation_checkpointing,
+            virtual_stages=stated.virtual_stages,
+            expert=stated.expert,
+            data=spec.replicas,
+            zero_stage=stated.zero_stage,
+            micro_batches=stated.micro_batches,
+            checkpointing=job.training.activation_checkpointing,
         ),
-        fixed=cost_model.job.fixed,
-        gpus_per_worker=spec.workers.gpus_per_worker,
+        fixed=job.fixed,
+        gpus_per_worker=workers.gpus_per_worker,
+        max_tensor=(limits.domain_gpus or job.architecture.heads) if limits is not None else None,
+        job=job,
+        limits=limits,
     )
+
+
+CANDIDATE_SCHEDULES = tuple(
+    sorted(
+        schedules_where(lambda kind: kind.candidate_rank is not None),
+        key=lambda order: kind_of(order).candidate_rank or 0,
+    )
+)
+"""Synchronous schedules that may be worth it, the simplest first; the others hold more and wait as long."""
+
+
+def _preferred_techniques(job: TrainingJob) -> Techniques:
+    """Of the worker's techniques, those of a search in order of preference; what ranks refuse is not asked yet."""
+    return replace(
+        techniques_for(job),
+        schedules=CANDIDATE_SCHEDULES,
+        virtual_stages=(DEFAULT_VIRTUAL_STAGES,),
+        expert=True,
+        uneven_split=False,
+        ties_over_stages=not kind_of(job.parallelism.order).asynchronous,
+        runs=None,
+    )
+
+
+def _only_context(job: TrainingJob, schedule: PipelineSchedule | None = None) -> int | None:
+    """1 if ranks cannot share a sequence; None if the degree is free. `schedule` is the one that is given."""
+    mixture = job.architecture.mixture
+    needs_whole_sequences = (
+        job.training.attention_dropout > 0
+        or (schedule is not None and kind_of(schedule).asynchronous)
+        or (mixture is not None and mixture.capacity_factor is not None)
+    )
+    return 1 if needs_whole_sequences else None
 
 
 def techniques_for(job: TrainingJob, techniques: Techniques = MESHWRIGHT_TECHNIQUES) -> Techniques:
@@ -105,14 +162,10 @@ def _parameters_sharded(outer: OuterSpec | None, work: Workload, choices: Strate
 
 def _pins(spec: ParallelTrainingJobSpec, job: TrainingJob) -> Pins:
     """What a search may not change: islands are made of the replicas there are, and some jobs need whole rows."""
-    mixture, training = job.architecture.mixture, job.training
-    needs_whole_sequences = training.attention_dropout > 0 or (
-        mixture is not None and mixture.capacity_factor is not None
-    )
     return Pins(
-        context=1 if needs_whole_sequences else None,
-        data=spec.replicas if training.outer is not None else None,
-        expert=1 if training.outer is not None else None,
+        context=_only_context(job),
+        data=spec.replicas if job.training.outer is not None else None,
+        expert=1 if job.training.outer is not None else None,
     )
 
 

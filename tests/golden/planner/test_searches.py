@@ -11,8 +11,9 @@ from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.presets import PRESETS
 from meshwright.planner.cost_model import cost_model_for
+from meshwright.planner.search.alternatives import rejected_alternatives
 from meshwright.planner.search.best_first import search
-from meshwright.planner.search.explain import reasons, rejected_alternatives
+from meshwright.planner.search.explain import reasons
 from meshwright.planner.search.request import ALL_TECHNIQUES, MESHWRIGHT_TECHNIQUES, Objective, Pins
 from meshwright.planner.search.spec_request import apply_strategy, search_request
 from tests.golden.files import check
@@ -95,7 +96,7 @@ def found(asked: Asked) -> tuple[Any, Any]:
     others = rejected_alternatives(result)
     decided = {
         "best": found_record(result.best),
-        "asGood": [found_record(one) for one in result.tied[1:5]],
+        "asGood": [found_record(one) for one in result.ranked[1:5]],
         "alternatives": [found_record(one) for one in result.alternatives],
         "lost": [one.slower for one in others],
     }

@@ -17,10 +17,11 @@ from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.estimate import estimate, machine_for, memory_of
 from meshwright.planner.cost.strategy import Strategy, Workload
+from meshwright.planner.search.alternatives import rejected_alternatives
 from meshwright.planner.search.best_first import TIE_TOLERANCE, search
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.errors import NothingFitsError
-from meshwright.planner.search.explain import reasons, rejected_alternatives
+from meshwright.planner.search.explain import reasons
 from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques
 from meshwright.planner.search.search_space import layouts, micro_batch_sizes
 from meshwright.planner.search.what_if import what_ifs
@@ -98,14 +99,14 @@ def test_nothing_better_is_missed(
     least = min(one.score(objective) for one in tried)
     result = search(request)
     assert result.best.score(objective) <= least * TIE_TOLERANCE * (1 + 1e-9)
-    assert min(one.score(objective) for one in result.tied) == pytest.approx(least, rel=1e-3)
+    assert min(one.score(objective) for one in result.ranked) == pytest.approx(least, rel=1e-3)
     assert result.priced < len(tried) or len(tried) < 50
 
 
 def test_among_equals_the_simplest_wins() -> None:
     result = search(SearchRequest(Workload(DENSE, 8192, 64), MACHINE, 16))
-    assert all(result.best.complexity <= other.complexity for other in result.tied)
-    assert all(other.seconds <= min(o.seconds for o in result.tied) * TIE_TOLERANCE for other in result.tied)
+    assert all(result.best.complexity <= other.complexity for other in result.ranked)
+    assert all(other.seconds <= min(o.seconds for o in result.ranked) * TIE_TOLERANCE for other in result.ranked)
 
 
 def test_no_alternative_beats_another() -> None:
@@ -142,7 +143,7 @@ def test_what_is_given_stays(
 
 def test_only_what_the_runtime_can_do_is_proposed() -> None:
     result = search(SearchRequest(Workload(DENSE, 4096, 32), MACHINE, 16, techniques=MESHWRIGHT_TECHNIQUES))
-    for one in (*result.tied, *result.alternatives):
+    for one in (*result.ranked, *result.alternatives):
         used = one.strategy
         assert used.schedule is PipelineSchedule.ONE_F_ONE_B
         assert used.context == 1 or used.context_method in MESHWRIGHT_TECHNIQUES.context

@@ -98,7 +98,7 @@ def test_a_search_proposes_what_is_run(spec: ParallelTrainingJobSpec, nodes: int
         result = search(search_request(spec, cost_model, 8 * nodes))
     except NothingFitsError:
         return
-    for one in [result.best, *result.tied[:6], *result.alternatives]:
+    for one in [result.best, *result.ranked[:6], *result.alternatives]:
         wanted = apply_strategy(spec, one.strategy)
         assert check_spec(wanted) == []
         plan = make_plan(wanted, found)

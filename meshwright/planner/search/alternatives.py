@@ -1,0 +1,165 @@
+"""Why a layout's neighbours lost: each is the winner with one decision changed, and has a price.
+
+So "why not TP 4" is answered by what TP 4 would need or take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from meshwright.api.training import ActivationCheckpointing
+from meshwright.planner.cost.memory import worst_stage
+from meshwright.planner.cost.strategy import Strategy
+from meshwright.planner.search.best_first import TIE_TOLERANCE, SearchResult
+from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.expand import price
+from meshwright.planner.search.request import SearchRequest
+from meshwright.planner.units import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedAlternative:
+    """A neighbour of the winner, and why it lost."""
+
+    change: str
+    """As in "TP 4 instead of 8"."""
+    reason: str
+    slower: float | None
+    """Its step over the winner's; None where it does not fit or cannot be."""
+
+    @property
+    def sentence(self) -> str:
+        """Both in one."""
+        return f"{self.change}: {self.reason}"
+
+
+def rejected_alternatives(result: SearchResult) -> tuple[RejectedAlternative, ...]:
+    """The winner's neighbours, one decision changed, and what each would cost."""
+    return alternatives_of(result.request, result.best)
+
+
+def alternatives_of(request: SearchRequest, chosen: Candidate) -> tuple[RejectedAlternative, ...]:
+    """Layouts that differ from `chosen` in one decision, and what each would cost."""
+    return tuple(
+        _compare(request, chosen, change, choices) for change, choices in _single_changes(request, chosen.strategy)
+    )
+
+
+def _single_changes(request: SearchRequest, winner: Strategy) -> Iterator[tuple[str, Strategy]]:
+    """Degrees halved and doubled against the number of replicas, and savings more and less."""
+    pins = request.pins
+    for name, label in (("tensor", "TP"), ("pipeline", "PP"), ("context", "CP")):
+        if getattr(pins, name) is not None:
+            continue
+        now = getattr(winner, name)
+        for other in (now // 2, now * 2):
+            if other >= 1 and other != now and (name != "context" or request.techniques.context):
+                changed = _trade_for_data(winner, name, now, other)
+                if changed is not None:
+                    yield f"{label} {other} instead of {now}", changed
+    if pins.zero_stage is None and winner.shard_ranks > 1:
+        for stage in request.techniques.zero_stages:
+            if stage != winner.zero_stage:
+                yield f"ZeRO-{stage} instead of {winner.zero_stage}", replace(winner, zero_stage=stage)
+    if pins.checkpointing is None:
+        for recompute_option in request.techniques.checkpointing:
+            if recompute_option is not winner.checkpointing:
+                yield (
+                    f"{recompute_text(recompute_option)} instead of {recompute_text(winner.checkpointing)}",
+                    replace(winner, checkpointing=recompute_option),
+                )
+
+
+def _trade_for_data(winner: Strategy, name: str, now: int, other: int) -> Strategy | None:
+    """`name` changed and the replicas with it, so that GPUs and batch stay; None where they do not come out whole."""
+    numerator = winner.data * now
+    if numerator % other:
+        return None
+    data = numerator // other
+    sequences = winner.data * winner.micro_batches * winner.micro_batch_size
+    if sequences % (data * winner.micro_batch_size) or (winner.context * data) % winner.expert:
+        return None
+    if data % winner.settings.islands:
+        # Islands are made of whole replicas.
+        return None
+    changes = {
+        name: other,
+        "data": data,
+        "micro_batches": sequences // data // winner.micro_batch_size,
+        "layer_split": None,
+    }
+    try:
+        return replace(winner, **changes)  # type: ignore[arg-type]
+    except ValueError:
+        return None
+
+
+def _compare(request: SearchRequest, best: Candidate, change: str, choices: Strategy) -> RejectedAlternative:
+    impossible = _why_impossible(request, choices)
+    if impossible:
+        return RejectedAlternative(change, impossible, None)
+    try:
+        memory = worst_stage(request.work, choices, request.runtime)
+    except ValueError as error:
+        return RejectedAlternative(change, str(error), None)
+    byte_limit = request.memory_limit(choices.world_size)
+    if memory.total > byte_limit:
+        reason = f"needs {memory.total / GIB:.1f} of {byte_limit / GIB:.1f} GiB on stage {memory.stage}"
+        return RejectedAlternative(change, reason, None)
+    other = Candidate(choices, price(request, choices), request.node)
+    ratio = other.seconds / best.seconds
+    if ratio < 1.0:
+        why = (
+            "within what an estimate can tell, and less simple"
+            if ratio * TIE_TOLERANCE >= 1
+            else "but not what was asked for"
+        )
+        return RejectedAlternative(change, f"{1 - ratio:.1%} faster, {why}", ratio)
+    if ratio - 1 < 5e-4:
+        return RejectedAlternative(change, "no faster", ratio)
+    return RejectedAlternative(change, f"{ratio - 1:.1%} slower: {_largest_increase(best, other)}", ratio)
+
+
+def _why_impossible(request: SearchRequest, choices: Strategy) -> str:
+    model, domain = request.work.model, request.domain
+    if choices.tensor > domain:
+        return f"leaves the NVLink domain of {domain} GPUs"
+    if model.heads % choices.tensor or (model.kv_heads % choices.tensor and choices.tensor % model.kv_heads):
+        return f"does not divide {model.heads} heads and {model.kv_heads} key-value heads"
+    if not request.techniques.replicates_kv_heads and model.kv_heads % choices.tensor:
+        return f"does not divide {model.kv_heads} key-value heads"
+    if choices.pipeline > model.layers:
+        return f"has more stages than {model.layers} layers"
+    if choices.micro_batches < choices.pipeline:
+        return f"leaves {choices.micro_batches} micro-batches for {choices.pipeline} stages"
+    if not request.techniques.allow(request.work, choices):
+        return "is a combination that the runtime does not execute"
+    return ""
+
+
+def _largest_increase(best: Candidate, other: Candidate) -> str:
+    """The part of the step that grew most."""
+    names = {
+        "compute": "matrix products run less well",
+        "recompute": "more recomputation",
+        "tensor": "more tensor-parallel traffic",
+        "context": "more context-parallel traffic",
+        "expert": "more all-to-all",
+        "pipeline": "more sends between stages",
+        "bubble": "a longer bubble",
+        "data": "more gradient reduction",
+        "optimizer": "a longer optimizer step",
+        "offload": "more offloading",
+        "host": "more launches",
+    }
+    before, after = best.estimate.time, other.estimate.time
+    largest_part = max(names, key=lambda name: float(getattr(after, name) - getattr(before, name)))
+    return f"{names[largest_part]}, {getattr(after, largest_part) - getattr(before, largest_part):+.3f} s"
+
+
+def recompute_text(recompute: ActivationCheckpointing) -> str:
+    """Recomputation in words."""
+    return (
+        "no recomputation" if recompute is ActivationCheckpointing.NONE else f"{recompute.value.lower()} recomputation"
+    )
