@@ -1,4 +1,4 @@
-"""`meshwright-operator`: reads the settings, runs until SIGTERM or SIGINT."""
+"""The command `meshwright-operator`: reads the settings and runs until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ log = logging.getLogger("meshwright_operator")
 
 
 def main() -> None:
-    """The console script. Exit status 0 after a signal, 1 when a part failed, 2 when the settings are bad."""
+    """Run the operator. Exits with 0 after a signal, 1 if a part failed, and 2 if the settings are invalid."""
     chosen = settings.parse(sys.argv[1:])
     logging_config.configure(chosen.log_level, chosen.log_format)
-    # What is parsed by the thousand is trees, without cycles: looking for those would take longer than parsing.
+    # The thousands of objects that are parsed are trees without cycles: searching for cycles would take longer than
+    # parsing.
     gc.set_threshold(100_000, 50, 100)
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
@@ -45,7 +46,7 @@ async def _main(chosen: settings.Settings) -> None:
             loop.add_signal_handler(number, stop.set)
 
     handle_signals()
-    # kopf installs handlers of its own when its watches start: take them back.
+    # kopf installs its own signal handlers when its watches start: replace them.
     await run(chosen, stop, on_ready=handle_signals)
 
 

@@ -1,7 +1,6 @@
-"""Log lines for people (text) or machines (one JSON object a line): time, level, what happened, then what it is about.
+"""Log lines as text or as JSON, one object per line: time, level, message, and fields.
 
-Which job a line is about, and at which generation of its spec, is set once for everything a reconcile calls. Never a
-token.
+A reconcile sets the fields `job` and `generation` once, for everything it calls. Tokens are never logged.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _subject: ContextVar[dict[str, object] | None] = ContextVar("subject", default=N
 
 @contextmanager
 def log_context(**fields: object) -> Iterator[None]:
-    """Adds these fields to every line that is logged inside of the block, also by what it calls."""
+    """Adds these fields to every line that is logged inside the block, also by the functions it calls."""
     token = _subject.set({**(_subject.get() or {}), **fields})
     try:
         yield
@@ -31,17 +30,17 @@ def log_context(**fields: object) -> Iterator[None]:
 
 
 class TextFormatter(logging.Formatter):
-    """One line per record; what it is about follows as `key=value`, quoted where it has spaces."""
+    """One line per record, with its fields as `key=value`. Values with spaces are quoted."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as a line, followed by the traceback if it carries one."""
+        """The record as one line, followed by its traceback, if any."""
         text = "".join(f" {key}={_value(value)}" for key, value in _fields(record).items())
         line = f"{_time(record)} {record.levelname.lower():7} {record.getMessage()}{text}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line, the traceback inside of it."""
+    """One JSON object per line, with the traceback as a field."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line."""
@@ -58,11 +57,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str, style: str = "text") -> None:
-    """Sends everything of `level` and above to standard error, in one of FORMATS."""
+    """Sends records of `level` and above to standard error, in one of `FORMATS`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # What the libraries say below warning is about themselves.
+    # Records of libraries below warning are about their internals.
     for name in ("kopf", "aiohttp", "kubernetes", "asyncio"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
 

@@ -1,7 +1,7 @@
-"""Settings of the operator process: one flag each, and the environment variable of the same name for manifests.
+"""Settings of the operator process. Each has a flag, and an environment variable of the same name for manifests.
 
-`--lease-seconds` reads `MESHWRIGHT_OPERATOR_LEASE_SECONDS`, and so on. Settings do no I/O; a bad value ends the process
-with a message that names the flag.
+For example, `MESHWRIGHT_OPERATOR_LEASE_SECONDS` sets `--lease-seconds`. Settings do no I/O. If a value is invalid, the
+process exits with a message that names the flag.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ ENV_PREFIX = "MESHWRIGHT_OPERATOR_"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens. An empty host means every interface; port 0 means any free port."""
+    """The address that a server listens on. An empty host means every interface, port 0 any free port."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """`HOST:PORT` or `:PORT`.
+        """Parse `HOST:PORT` or `:PORT`.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: The text has another format.
         """
         host, colon, port = text.rpartition(":")
         if not colon or not port.isdigit() or int(port) > 65535:
@@ -42,44 +42,44 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the process was told. Times in seconds."""
+    """The settings of the process. Times are in seconds."""
 
     namespaces: tuple[str, ...] = ()
-    """Namespaces to serve; all of the cluster when empty."""
+    """Namespaces to serve; all of the cluster if empty."""
     kubeconfig: Path | None = None
-    """Kubeconfig file; the pod's service account, else the usual kubeconfig, when None."""
+    """Kubeconfig file. If None, the pod's service account, or else the default kubeconfig."""
     coordinator_listen: Address = Address("", COORDINATOR_PORT)
-    """Where the coordinator listens for worker agents."""
+    """Address on which the coordinator serves worker agents."""
     coordinator_url: str | None = None
-    """URL under which worker pods reach the coordinator; derived from `coordinator_listen` when None."""
+    """URL at which worker pods reach the coordinator; derived from `coordinator_listen` if None."""
     key_file: Path = Path("coordinator.key")
-    """File with the key from which the jobs' tokens are derived; made with mode 0600 when it does not exist."""
+    """File with the key from which the jobs' tokens are derived; created with mode 0600 if it does not exist."""
     metrics_listen: Address = Address("", 9471)
-    """Where /metrics, /healthz and /readyz are served."""
+    """Address on which /metrics, /healthz and /readyz are served."""
     lease_name: str = "meshwright-operator"
     """Name of the leader's Lease."""
     lease_namespace: str = "default"
     """Namespace of the leader's Lease."""
     lease_seconds: float = 15.0
-    """How long a leader that stopped renewing keeps others out."""
+    """Duration of the Lease: how long other processes wait after its holder stopped renewing."""
     identity: str = ""
-    """This process in the Lease; its host name and a random suffix when empty."""
+    """Name of this process in the Lease; its host name and a random suffix if empty."""
     resync_seconds: float = 120.0
-    """Time between full listings that repair what watches missed."""
+    """Time between full listings, which repair what watches missed."""
     watch_idle_seconds: float = 70.0
-    """A watch in which nothing arrives for so long is connected again. The server sends a bookmark every minute."""
+    """A watch reconnects if nothing arrives for this long. The API server sends a bookmark every minute."""
     workers: int = 8
     """Jobs reconciled at the same time."""
     drain_seconds: float = 10.0
-    """How long a stopping process lets running reconciles end before it cancels them."""
+    """How long a stopping process waits for running reconciles before it cancels them."""
     log_level: str = "info"
     """debug, info, warning or error."""
     log_format: str = "text"
-    """text for people, json for machines: one object a line."""
+    """text, or json with one object per line."""
 
 
 def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
-    """Settings from flags, else environment, else defaults; ends the process with a usage message when one is bad."""
+    """Settings from flags, else the environment, else defaults. Exits with a usage message if one is invalid."""
     parser = _parser()
     given = parser.parse_args(_from_environment(parser, environment) + list(arguments))
     settings = vars(given)
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _from_environment(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> list[str]:
-    """The environment's settings as flags, so that one parser checks both; a real flag after them wins."""
+    """The environment's settings as flags, so that one parser checks both. The command line overrides them."""
     arguments: list[str] = []
     for action in parser._actions:
         flag = action.option_strings[-1]

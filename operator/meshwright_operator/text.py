@@ -1,4 +1,4 @@
-"""Small words for people: numbers with their nouns, and remarks added to a sentence."""
+"""Text for messages: numbers with their nouns, and warnings after a sentence."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def counted(number: int, noun: str) -> str:
 
 
 def with_warnings(sentence: str, warnings: Sequence[str]) -> str:
-    """The sentence, then what was strange on the way to it: the first few of it."""
+    """The sentence, followed by the first `MAX_WARNINGS` warnings."""
     more = [f"and {len(warnings) - MAX_WARNINGS} more remarks"] if len(warnings) > MAX_WARNINGS else []
     return "; ".join([sentence, *warnings[:MAX_WARNINGS], *more])

@@ -1,4 +1,4 @@
-"""Time as Kubernetes writes it. Decisions get `now` as an argument; only the edges ask the clock."""
+"""Times in the format of Kubernetes. Decisions get `now` as an argument; only code with I/O reads the clock."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from datetime import UTC, datetime
 
 
 def utc_now() -> datetime:
-    """Now, with its time zone."""
+    """The current time, in UTC."""
     return datetime.now(UTC)
 
 
 def parse_time(text: object) -> datetime | None:
-    """An RFC 3339 time; None when it is none. A time without zone counts as UTC."""
+    """Parse an RFC 3339 time; None if it is not valid. A time without a zone is in UTC."""
     if not isinstance(text, str):
         return None
     try:
@@ -22,16 +22,16 @@ def parse_time(text: object) -> datetime | None:
 
 
 def format_time(moment: datetime) -> str:
-    """To the second, as `metav1.Time`."""
+    """Format a time to the second, as `metav1.Time`."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def format_micro_time(moment: datetime) -> str:
-    """To the microsecond, as `metav1.MicroTime`."""
+    """Format a time to the microsecond, as `metav1.MicroTime`."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def seconds_since(text: str | None, now: datetime) -> float:
-    """Seconds from the time in `text` to `now`; 0 when there is none or it lies ahead."""
+    """Seconds from the time in `text` to `now`; 0 if it is not a valid time or is in the future."""
     moment = parse_time(text)
     return 0.0 if moment is None else max(0.0, (now - moment).total_seconds())

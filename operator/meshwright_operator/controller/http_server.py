@@ -1,4 +1,4 @@
-"""HTTP of the operator: serving an application on an address, and the application of health and metrics."""
+"""HTTP servers: serves an application on an address, and defines the application for health and metrics."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from meshwright_operator.settings import Address
 
 @asynccontextmanager
 async def serve_application(application: web.Application, address: Address) -> AsyncIterator[int]:
-    """Serves until the block ends; gives the port in use.
+    """Serves until the block ends, and yields the port in use.
 
-    A handler whose client went away is cancelled, so that a long poll never outlives its agent.
+    A handler is cancelled when its client disconnects, so that a long poll never outlives its agent.
     """
     runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
     await runner.setup()
@@ -30,10 +30,16 @@ async def serve_application(application: web.Application, address: Address) -> A
 def health_application(
     metrics: OperatorMetrics, healthy: Callable[[], bool], not_ready: Callable[[], str]
 ) -> web.Application:
-    """/metrics, /healthz and /readyz of the operator; `not_ready` says why it is not ready, or nothing when it is.
+    """Serves /metrics, /healthz and /readyz.
 
-    Healthy: it waits to lead, or the last three resync periods saw a full listing. Ready: it leads, has listed
-    everything, answers agents and its watches live, so that a service sends agents to the leader alone.
+    The process is healthy if it waits for the lease, or if it listed everything within the last three resync periods.
+    It is ready if it leads, has listed everything, serves agents, and its watches are live. So a Service sends agents
+    only to the leader.
+
+    Args:
+        metrics: The metrics to serve.
+        healthy: Whether the process is healthy.
+        not_ready: Returns why the process is not ready; an empty string if it is.
     """
 
     async def exposition(_: web.Request) -> web.Response:

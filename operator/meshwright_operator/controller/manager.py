@@ -1,4 +1,4 @@
-"""The operator put together: serve health, wait for leadership, list everything once, then act until told to stop."""
+"""The operator's main sequence: serve health, wait for the lease, list everything, then reconcile until stopped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.settings import Settings
 
 STALE_PERIODS = 2.0
-"""A watch is stale when it was silent for so many times what makes it connect again."""
+"""A watch is stale after this many idle times without data. After one idle time it reconnects."""
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +41,14 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
     """Runs until `stop` is set.
 
     Args:
-        settings: what the process was told.
-        stop: set it to end cleanly: running reconciles end, events are posted, the lease is given back.
-        on_ready: called when the watches stand.
+        settings: The settings of the process.
+        stop: Set it for a clean exit: running reconciles finish, events are posted, and the lease is released.
+        on_ready: Called when the watches are connected.
 
     Raises:
-        ConnectionFailedError: no configuration of the cluster can be read.
-        KeyFileError: the key file cannot be used.
-        BaseExceptionGroup: a part failed for good, such as the lease or a watch; the process must end.
+        KubeConfigError: No configuration of the cluster can be read.
+        KeyFileError: The key file cannot be used.
+        BaseExceptionGroup: A part failed for good, such as the lease or a watch. The process must exit.
     """
     manager = await Manager.build(settings)
     try:
@@ -68,7 +68,7 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
 
 
 class Manager:
-    """All parts, wired."""
+    """Creates all parts of the operator and runs them."""
 
     def __init__(self, settings: Settings, configuration: Configuration, metrics: OperatorMetrics, key: bytes) -> None:
         self._settings = settings
@@ -108,19 +108,19 @@ class Manager:
 
     @classmethod
     async def build(cls, settings: Settings) -> Manager:
-        """The operator for these settings, not started."""
+        """Create the operator for these settings, without starting it."""
         key = load_key(settings.key_file)
         metrics = OperatorMetrics()
         configuration = await load_configuration(settings.kubeconfig)
         return cls(settings, configuration, metrics, key)
 
     async def drain(self) -> None:
-        """Lets reconciles that run come to their end; those that only wait are the next leader's."""
+        """Waits for running and queued reconciles. Delayed ones are left to the next leader."""
         if not await self._queue.drain(self._settings.drain_seconds):
             log.warning("some reconciles did not end in time", extra={"seconds": self._settings.drain_seconds})
 
     async def close(self) -> None:
-        """Gives the lease back and closes connections."""
+        """Releases the lease and closes connections."""
         if self._leading:
             await self._events.flush(1.0)
             await self._elector.release()
@@ -128,7 +128,7 @@ class Manager:
         await self._client.close()
 
     async def serve_and_lead(self, on_ready: Callable[[], None]) -> None:
-        """Everything, until cancelled."""
+        """Serves health, waits for the lease, and runs everything until cancelled."""
         application = health_application(
             self._metrics, lambda: not self._leading or self._resync.is_fresh(), self._not_ready
         )
@@ -157,7 +157,7 @@ class Manager:
                 group.create_task(self._calibration_loop.run(), name="learning")
                 for namespace in namespaces or (None,):
                     group.create_task(self._pods(watch, namespace).run(), name=f"pods-{namespace or 'all'}")
-                # The last one: kopf takes every later task of the loop for its own and cancels it when it ends.
+                # Start the watches last: kopf cancels every task that was started after it.
                 await asyncio.sleep(0)
                 watching = run_watches(
                     watch,

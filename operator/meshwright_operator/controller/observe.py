@@ -1,4 +1,4 @@
-"""From a raw job object to what decisions need: spec, plan and observed workers, or why that is impossible."""
+"""Turns a raw job object into the input of a decision: spec, plan and workers. Raises if the job cannot run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_NODES = Inventory()
 
 
 class JobRejectedError(Exception):
-    """The job cannot be acted on. `retryable`: another cluster could help; else only another spec can."""
+    """The job cannot run. If `retryable`, a change of the cluster may help; otherwise only an edit of the spec."""
 
     def __init__(self, reason: str, message: str, *, retryable: bool = False) -> None:
         super().__init__(message)
@@ -52,10 +52,19 @@ def observe_job(
     now: datetime,
     rejection: Rejection | None = None,
 ) -> Observed:
-    """One job and all that belongs to it, as the cache has it; `rejection` is what its last pods met.
+    """Observe one job, its pods and nodes, from the cache.
+
+    Args:
+        key: The job's key.
+        job: The job's object.
+        cache: The operator's view of the cluster.
+        scheduler: Makes plans and inventories.
+        agents: The state of the job's agents.
+        now: The current time.
+        rejection: The API server's rejection of the last attempt to create pods, if any.
 
     Raises:
-        RefusedError: the spec is invalid or cannot be planned, and nothing runs that could go on without it.
+        JobRejectedError: The spec is invalid or no plan fits, and no earlier revision of the job is running.
     """
     status = parse_status(job)
     observer = _JobObserver(key, job, status, cache, scheduler, agents, now, rejection)
@@ -74,12 +83,12 @@ def observe_job(
 
 
 def managed_here(job: KubeObject) -> bool:
-    """Whether this operator is the one to act on the job; another manager's job is none of its business."""
+    """Whether this operator manages the job, and not another manager (`spec.managedBy`)."""
     return _spec_field(job, "managedBy") in (None, MANAGER)
 
 
 def suspended_by_user(job: KubeObject) -> bool:
-    """Whether the object asks for suspension, however little else of it can be read."""
+    """Whether `spec.suspend` is true, even if the rest of the spec cannot be parsed."""
     return _spec_field(job, "suspend") is True
 
 
@@ -90,7 +99,7 @@ def _spec_field(job: KubeObject, field: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class _JobObserver:
-    """One look at a job, at whatever spec it is taken to have."""
+    """Observes a job with a given spec."""
 
     key: JobKey
     job: KubeObject
@@ -102,7 +111,11 @@ class _JobObserver:
     rejection: Rejection | None
 
     def observe_as(self, spec: ParallelTrainingJobSpec) -> Observed:
-        """The job if `spec` is what it is to run. Raises RefusedError where that cannot be planned."""
+        """The job with this spec.
+
+        Raises:
+            JobRejectedError: No plan fits the spec.
+        """
         metadata = self.job["metadata"]
         revision = revision_of(spec)
         plan, *others = _plans(spec, self.status, revision, self.scheduler)
@@ -135,7 +148,7 @@ def _parsed(job: KubeObject) -> ParallelTrainingJobSpec:
 def _observe_edit(
     observer: _JobObserver, running: ParallelTrainingJobSpec, requested: ParallelTrainingJobSpec
 ) -> Observed:
-    """A started job whose spec is another one than runs: with the edit, or as it runs when that cannot be."""
+    """A started job whose edit needs a restart: with the edit, or with its applied spec if the edit is not valid."""
     as_running = observer.observe_as(with_live_fields(running, requested))
     forbidden = check_edit(running, requested)
     if forbidden:
@@ -150,7 +163,7 @@ def _observe_edit(
 def _observe_deferred_edit(
     observer: _JobObserver, running: ParallelTrainingJobSpec, requested: ParallelTrainingJobSpec
 ) -> Observed:
-    """A started job whose gang stays: what ranks are told when they start next is held back where they refuse it."""
+    """A started job whose edit takes effect at the next start of its ranks. Blocked if the ranks would reject it."""
     seen = observer.observe_as(requested)
     if requested == running:
         return seen
@@ -166,7 +179,7 @@ def _blocked(error: JobRejectedError) -> BlockedEdit:
 
 
 def _running_with_live_fields(running: ParallelTrainingJobSpec, job: KubeObject) -> ParallelTrainingJobSpec:
-    """What runs, with the fields that take effect at once as the object has them, as far as they can be read."""
+    """The applied spec with the object's values of the fields that take effect at once, if they can be parsed."""
     try:
         return with_live_fields(running, parse_spec(job))
     except InvalidSpecError:
@@ -176,7 +189,7 @@ def _running_with_live_fields(running: ParallelTrainingJobSpec, job: KubeObject)
 def _plans(
     spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStatus, revision: str, scheduler: JobScheduler
 ) -> list[Plan]:
-    """The plan that runs; where none does for this revision of the spec, those to choose from, the best first."""
+    """The running plan. If no plan of this revision is running, the plans to choose from, the best first."""
     same = status.plan is not None and status.plan.revision in ("", revision)
     running_plan = status.plan if same and has_started(status) else None
     try:
@@ -190,14 +203,14 @@ def _plans(
             error.reason, with_warnings(str(error), node_warnings), retryable=error.depends_on_cluster
         ) from None
     except (ValueError, ArithmeticError, LookupError, TypeError) as error:
-        # A fault of the planner's: the owner is told, and what runs goes on.
+        # A bug in the planner: report it on the job. A running revision keeps running.
         log.exception("the planner failed")
         raise JobRejectedError("PlannerFailed", f"no plan was made: {type(error).__name__}: {error}") from error
 
 
 @lru_cache(maxsize=4096)
 def _running(spec: str, running_plan: str) -> Plan:
-    """The plan of a job that runs, both as JSON: nodes do not change it, so it is made once, not at every look."""
+    """The plan of a running job, from JSON. Cached, because it does not depend on nodes."""
     return make_plan(
         ParallelTrainingJobSpec.model_validate_json(spec), NO_NODES, PlanStatus.model_validate_json(running_plan)
     )
@@ -221,14 +234,15 @@ def _workers(
 
 
 def _may_be_draining(node: KubeObject | None) -> bool:
-    """Whether anything about the node keeps pods off: few nodes, so that no others need to be read."""
+    """Whether the node is unschedulable or has taints. Few nodes have, and only their inventory is read."""
     return node is not None and bool(node["spec"].get("unschedulable") or node["spec"].get("taints"))
 
 
 def _is_draining(rejection: str) -> bool:
-    """Whether a node that refuses pods for this reason is about to be emptied.
+    """Whether a node that rejects pods for this reason is draining.
 
-    Taints of the node's own condition (memory or disk pressure, not ready) come and go; that is no plan to empty it.
+    Taints that Kubernetes adds for a node's condition (memory or disk pressure, not ready) are temporary and do not
+    count.
     """
     return rejection == "cordoned" or (
         rejection.startswith("taint ") and not rejection.startswith("taint node.kubernetes.io/")

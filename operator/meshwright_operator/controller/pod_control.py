@@ -1,4 +1,4 @@
-"""Carrying out a decision: pods made, ungated and deleted. Every call may be repeated without harm."""
+"""Carries out a decision: creates, ungates and deletes pods. Every call is idempotent."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 
 class ForeignObjectError(Exception):
-    """An object of the name the job needs belongs to somebody else."""
+    """An object with a name that the job needs exists, and the job does not own it."""
 
 
 class PodsRejectedError(Exception):
-    """The API server refuses the job's pods, or what they need: a quota, a limit or a policy forbids them."""
+    """The API server rejects the job's pods, Service or Secret, because of a quota, a limit or a policy."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class PodsRejectedError(Exception):
 
 
 class PodControl:
-    """Changes to pods and the small children. What the API server answers goes into the cache."""
+    """Changes to the job's pods, Service and Secret. Puts the API server's answers into the cache."""
 
     def __init__(self, cluster: KubeClient, cache: Cache, metrics: OperatorMetrics) -> None:
         self._client = cluster
@@ -43,10 +43,10 @@ class PodControl:
         self._metrics = metrics
 
     async def apply_owned_objects(self, key: JobKey, uid: str, token: str) -> None:
-        """The headless service and the token secret.
+        """Apply the headless Service and the token Secret.
 
         Raises:
-            PodsRefusedError: the API server refused one of them: without both no pod may start.
+            PodsRejectedError: The API server rejected one of them. Pods must not start without both.
         """
         bodies = {
             "services": service(key.name, key.namespace, uid),
@@ -63,26 +63,26 @@ class PodControl:
             raise PodsRejectedError(reason, f"service and token secret of the job: {error.message}") from None
 
     async def create(self, context: PodContext, placed: Iterable[WorkerPlacement]) -> None:
-        """The pods of these workers, together.
+        """Create the pods of these workers concurrently.
 
         Raises:
-            ForeignObjectError: a pod of that name exists and is not the job's.
-            PodsRefusedError: the API server refused one of them; the others may have been made.
+            ForeignObjectError: A pod with that name exists, and the job does not own it.
+            PodsRejectedError: The API server rejected a pod. Others may have been created.
         """
         await _all(self._create(context, entry) for entry in placed)
 
     async def ungate(self, pods: Iterable[Pod]) -> None:
-        """Takes the gang's gate off; gates of others stay."""
+        """Remove the gang's scheduling gate. Other gates stay."""
         await _all(self._ungate(pod) for pod in pods)
 
     async def delete(self, pods: Iterable[Pod]) -> None:
-        """Deletes exactly these pods, with their own grace period."""
+        """Delete these pods, by uid, with their own grace period."""
         await _all(self._delete(pod) for pod in pods)
 
     async def confirm_missing(self, key: JobKey, uid: str, worker: int, incarnation: int) -> None:
-        """Looks for a pod that the cache does not have, before anybody acts on its absence.
+        """Ask the API server for a pod that is missing from the cache, before it is replaced.
 
-        A pod that lost its job label is given it back, since no watch shows it without.
+        If the pod has lost its job label, this restores the label, because the watch selects pods by it.
         """
         path = pods_path(key.namespace, names.pod_name(key.name, worker, incarnation))
         try:
@@ -143,10 +143,10 @@ class PodControl:
 
 
 def rejection_reason(error: ApiError) -> str | None:
-    """Why a pod was refused, in one CamelCase word; None when asking again at once may help, or somebody else's case.
+    """The CamelCase reason why a pod was rejected; None for errors that are not rejections.
 
-    A quota answers 403, LimitRange and Pod Security 403, a webhook with what code it likes, and one that cannot be
-    called makes a 500.
+    Quotas, LimitRange and Pod Security answer with 403, a webhook with any code. A webhook that cannot be called
+    causes a 500.
     """
     text = error.message.lower()
     if "exceeded quota" in text:
@@ -159,7 +159,7 @@ def rejection_reason(error: ApiError) -> str | None:
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> None:
-    """Waits for every call; then raises the first error, so that one failure does not leave others unknown."""
+    """Wait for all calls, and then raise the first error."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

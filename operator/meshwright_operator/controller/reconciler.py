@@ -1,8 +1,8 @@
-"""One job, brought one step closer to what its spec says. The steps stand in their order.
+"""Reconciles one job: observe, decide, write the status, then act.
 
-Nothing in memory is truth: a reconcile starts from the cache and from status, and whatever it does next it has first
-written to status. Killed at any line, the next run converges: generation and incarnations are persisted before anybody
-is told of them, pods have names that are functions of what is persisted, and every action may be repeated.
+A reconcile starts from the cache and the job's status, and writes each decision to status before it acts on it. So it
+can be killed at any line, and the next one converges: generation and incarnations are persisted before agents or pods
+get them, pod names are functions of the persisted status, and every action is idempotent.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from meshwright_operator.timestamps import seconds_since, utc_now
 
 
 class Reconciler:
-    """Everything one reconcile needs, and what is remembered between two of them for people only."""
+    """Reconciles jobs. What it stores between two reconciles only affects events, messages and metrics."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class Reconciler:
         self._uids: dict[JobKey, str] = {}
         self._timelines: dict[str, StartTimeline] = {}
         self._events_without_status: dict[str, str] = {}
-        """What was told by an event alone, by uid: the status could not be written."""
+        """By uid, the message of the event that was posted because the status could not be written."""
 
     async def __call__(self, key: JobKey) -> None:
-        """Reconciles one job; what it raises makes the queue try again later."""
+        """Reconcile one job. If this raises, the queue retries the job with backoff."""
         started = time.monotonic()
         result = "error"
         generation = self._cache.jobs.get(key, {}).get("metadata", {}).get("generation")
@@ -102,7 +102,7 @@ class Reconciler:
             self._metrics.reconcile_seconds.labels(result).observe(time.monotonic() - started)
 
     async def _reconcile(self, key: JobKey) -> None:
-        # 1. What is there? Another object of the same name is another job.
+        # 1. Read the job. An object with the same name and another uid is another job.
         job = self._cache.jobs.get(key)
         uid = job["metadata"]["uid"] if job is not None else ""
         if self._uids.get(key, uid) != uid:
@@ -112,7 +112,7 @@ class Reconciler:
         self._uids[key] = uid
         rendezvous = self._coordinator.rendezvous(uid)
 
-        # 2. What does it mean?
+        # 2. Observe.
         try:
             observed = self._observe(key, job, rendezvous)
             observed = await self._confirm_missing_pods(key, job, rendezvous, observed)
@@ -121,10 +121,10 @@ class Reconciler:
             await self._reject(key, job, rejection)
             return
 
-        # 3. What is to be done?
+        # 3. Decide.
         draft = decide_job.decide(observed)
 
-        # 4. Do it: the status first, then everything that follows from it.
+        # 4. Place if needed, write the status, then act.
         if draft.place is not None:
             async with self._scheduler.grant(PlacementRequest.of_decision(key, job, draft, draft.place)) as grant:
                 for other in grant.wake:
@@ -149,7 +149,7 @@ class Reconciler:
     async def _confirm_missing_pods(
         self, key: JobKey, job: KubeObject, rendezvous: Rendezvous, observed: Observed
     ) -> Observed:
-        """The same, after every pod that seems to be missing was looked for on the server."""
+        """Ask the API server for each pod that is missing from the cache, and observe the job again."""
         if lifecycle.finished(observed.status) or is_true(observed.status.conditions, SUSPENDED):
             return observed
         missing = [w for w in observed.workers if w.state is WorkerState.MISSING and w.incarnation >= 0]
@@ -163,7 +163,7 @@ class Reconciler:
     async def _execute(self, key: JobKey, job: KubeObject, rendezvous: Rendezvous, draft: Decision) -> None:
         observed = draft.observed
         await self._writer.write(key, job, draft.status, bool(draft.events))
-        # What was refused is told and persisted now; the next refusal is another one.
+        # Status now contains the rejection, so a later one is a new rejection.
         if observed.rejection is not None:
             self._rejections.pop(observed.uid, None)
         self._scheduler.avoid(observed.uid, draft.avoid)
@@ -175,7 +175,7 @@ class Reconciler:
             await self._client.delete(jobs_path(key.namespace, key.name), observed.uid)
             return
         try:
-            # Gated pods need neither: so a gang stands sooner, and whatever is retried makes them before anything runs.
+            # Gated pods need neither Service nor Secret, so create the pods first. Both exist before any pod runs.
             if draft.ungate or (draft.create and uses_external_scheduler(observed)):
                 token = self._tokens.token(key.namespace, key.name, observed.uid)
                 await self._pod_control.apply_owned_objects(key, observed.uid, token)
@@ -205,7 +205,7 @@ class Reconciler:
         await self._pod_control.create(context, entries)
 
     async def _publish(self, rendezvous: Rendezvous, draft: Decision) -> None:
-        """Tells the agents what is persisted now."""
+        """Publish the persisted generation to the agents."""
         observed, mesh = draft.observed, draft.mesh
         current = rendezvous.document
         if mesh.pending_cause or current is None or current.generation != mesh.generation:
@@ -220,7 +220,7 @@ class Reconciler:
         )
 
     async def _reject(self, key: JobKey, job: KubeObject, rejection: JobRejectedError) -> None:
-        """Says why nothing can be done, once."""
+        """Report once why the job cannot run."""
         old = parse_status(job)
         generation = int(job["metadata"].get("generation", 0))
         if lifecycle.finished(old):
@@ -245,7 +245,7 @@ class Reconciler:
             self._jobs.record(key, uid).put(status, None, time.monotonic())
 
     async def _report_error(self, key: JobKey, error: Exception) -> None:
-        """Says on the job what kept it from being acted on, where its owner can do something about it."""
+        """Post an event about an error, if the user can do something about it."""
         job = self._cache.jobs.get(key)
         if job is None or (isinstance(error, ApiError) and error.code not in (400, 403, 422)):
             return
@@ -259,7 +259,7 @@ class Reconciler:
             self._events.post(job, event)
 
     async def _forget(self, key: JobKey) -> None:
-        """Drops all that is remembered of a job that is gone."""
+        """Drop the state of a deleted job."""
         uid = self._uids.pop(key, "")
         self._edit_admission.forget(uid)
         self._timelines.pop(uid, None)

@@ -1,6 +1,7 @@
-"""Where a start or a recovery spent its time, told once the first step is done; and checkpoints, at most one a minute.
+"""Events with the seconds of each phase of a start or recovery, after its first step, and events of new checkpoints.
 
-Kept in memory for people only: after a restart of the operator the phases it has not seen are left out.
+Checkpoints are reported at most once a minute. The state is in memory only: after a restart of the operator, phases
+that it has not observed are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FIRST_STEP = "first-step"
 
 @dataclass(slots=True)
 class _Start:
-    """One way to a generation; moments by a monotonic clock."""
+    """One start of a generation. Times are of a monotonic clock."""
 
     failed_at: float
     detection_seconds: float
@@ -30,14 +31,14 @@ class _Start:
 
 @dataclass(slots=True)
 class StartTimeline:
-    """What one job went through lately."""
+    """The current start and the last reported checkpoint of one job."""
 
     start: _Start | None = None
     checkpoint: int | None = None
     checkpoint_noted: float = field(default=float("-inf"))
 
     def update(self, decision: Decision, clock: float) -> list[JobEvent]:
-        """Takes in one decision at the moment `clock`; what is worth telling."""
+        """Record a decision at the time `clock`, and return the events to post."""
         return [*self._update_start(decision, clock), *self._update_checkpoint(decision, clock)]
 
     def _update_start(self, decision: Decision, clock: float) -> list[JobEvent]:
@@ -67,7 +68,7 @@ class StartTimeline:
         phases = {phase.name: phase.seconds for phase in received.report.phases}
         trains = FIRST_STEP in phases
         if isinstance(decision.observed.run, CommandRun):
-            # A command of the user's tells no phases: its ranks run, and that is all there is to see.
+            # A user's command reports no phases: only its running ranks are known.
             trains = is_true(decision.status.conditions, READY)
         if not trains:
             return []
@@ -95,7 +96,7 @@ class StartTimeline:
 
 
 def _parts(start: _Start, formed_at: float, *, recovering: bool) -> dict[str, float]:
-    """The operator's part of the way, by phase."""
+    """Seconds of the operator's part of the start, by phase."""
     begun = start.failed_at + start.detection_seconds
     if not recovering:
         return {"place": (start.placed or begun) - begun, "start pods": formed_at - (start.placed or begun)}

@@ -1,4 +1,4 @@
-"""Writing status: what changed, whether it is worth a write now, and as which patch."""
+"""Writes status: computes the patch, and delays writes that only update progress."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from meshwright_operator.kube.paths import jobs_path
 from meshwright_operator.kube.workqueue import WorkQueue
 
 PROGRESS_SECONDS = 10.0
-"""Shortest time between two writes of a job that only tell progress."""
+"""Shortest time between two writes of a job's status that only update progress."""
 
 PROGRESS_FIELDS = frozenset({*map(to_camel, THROTTLED_FIELDS), "readyRanks"})
 
 
 class ConflictError(Exception):
-    """The job changed since it was read: the decision is dropped and made again."""
+    """The job has changed since it was read. The decision is dropped, and the job reconciled again."""
 
 
 class StatusRejectedError(ApiError):
-    """The API server takes no status for the object as it is stored: its spec breaks the schema."""
+    """The API server rejects any status for the stored object, because its spec violates the schema."""
 
 
 class StatusWriter:
-    """Writes status, and remembers of every job when that was: progress alone waits for its turn."""
+    """Writes status, at most every `PROGRESS_SECONDS` if only progress has changed."""
 
     def __init__(self, cluster: KubeClient, cache: Cache, queue: WorkQueue[JobKey]) -> None:
         self._client = cluster
@@ -39,11 +39,11 @@ class StatusWriter:
         self._written: dict[str, float] = {}
 
     async def write(self, key: JobKey, job: KubeObject, status: ParallelTrainingJobStatus, has_events: bool) -> bool:
-        """Writes what changed, at once or with the next progress; whether it wrote.
+        """Write the changes, now or with the next progress. Return whether it wrote.
 
         Raises:
-            StaleError: the job is another one by now; nothing was written.
-            StatusRejectedError: the API server takes no status for the object as it is stored.
+            ConflictError: The job has changed since it was read. Nothing was written.
+            StatusRejectedError: The API server rejects any status for the stored object.
         """
         old = job.get("status")
         old = old if isinstance(old, dict) else {}
@@ -71,7 +71,7 @@ class StatusWriter:
         return True
 
     async def _refresh(self, key: JobKey) -> None:
-        """Reads the job again, since the cache is behind."""
+        """Read the job again, because the cache is out of date."""
         try:
             self._cache.put_job(await self._client.get(jobs_path(key.namespace, key.name)))
         except ApiError as error:
@@ -81,12 +81,12 @@ class StatusWriter:
                 self._cache.remove_job(gone)
 
     def forget(self, uid: str) -> None:
-        """Drop what is remembered of a job that is gone."""
+        """Drop the state of a deleted job."""
         self._written.pop(uid, None)
 
 
 def merge_diff(old: Any, new: Any) -> Any:
-    """The merge patch (RFC 7386) that makes `new` of `old`; None-valued keys delete; `{}` when nothing differs."""
+    """The merge patch (RFC 7386) that turns `old` into `new`; `{}` if they are equal. A None value deletes its key."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return new
     patch: KubeObject = {key: None for key in old if key not in new}
@@ -99,14 +99,14 @@ def merge_diff(old: Any, new: Any) -> Any:
 
 
 def is_urgent(old: KubeObject, new: KubeObject) -> bool:
-    """Whether `new` tells more than progress: then it is written at once."""
+    """Whether `new` changes more than progress. Then it is written at once."""
     return _without_progress(old) != _without_progress(new)
 
 
 def _without_progress(status: KubeObject) -> KubeObject:
-    """The status without progress, and without the wording of conditions; but with whether all ranks train.
+    """The status without progress and the messages of conditions, but with whether all ranks train.
 
-    That is news even where the conditions cannot tell it, since an edit is held back.
+    That is written at once even if no condition shows it, because an edit is blocked.
     """
     rest = {key: value for key, value in status.items() if key not in PROGRESS_FIELDS}
     training, _, world = str(status.get("readyRanks", "")).partition("/")

@@ -1,1 +1,1 @@
-"""The coordinator: tells worker agents the mesh generation and hears from them how training stands."""
+"""The coordinator: serves the mesh document to worker agents, and receives their reports."""

@@ -1,7 +1,7 @@
-"""How much one worker's agent may ask of the coordinator, and that a request that was caught is not sent again.
+"""Rate limits of each worker's requests to the coordinator, and protection against replayed requests.
 
-Per worker, so that a pod that runs wild does not keep its job's other agents out. All of it comes from pods that hold
-the job's token; what holds none never gets so far.
+The limits are per worker, so that one misbehaving pod does not block the job's other agents. Requests without the job's
+token are rejected earlier.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 RATE = 10.0
-"""Requests a second that an agent may make for long: it reports every two seconds, and polls as it is answered."""
+"""Sustained requests per second of an agent, which reports every two seconds and polls again after each answer."""
 BURST = 40.0
 LARGEST_POLLS = 4
-"""Polls of one worker that may be open at once: one, and those that the network has not yet found to be dead."""
+"""Polls of one worker that may be open at once: one, and broken connections that have not timed out yet."""
 
 
 @dataclass(slots=True)
@@ -22,20 +22,20 @@ class _Sender:
     tokens_left: float
     """Requests it may make now."""
     refilled_at: float
-    """When `tokens_left` was counted."""
+    """When `tokens_left` was updated."""
     last_dates: dict[str, int]
-    """By endpoint, the time that its last request carries."""
+    """Endpoint -> date of its last request."""
 
 
 class RateLimiter:
-    """What each worker of one job has used up. `clock` gives monotonic seconds."""
+    """Token buckets and last dates of the workers of one job. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._senders: dict[int, _Sender] = {}
 
     def delay_for(self, worker: int) -> float:
-        """Counts a request; seconds after which it may be made, 0 when it may be now."""
+        """Count a request. Return 0 if it is allowed now, or the seconds after which it will be."""
         now = self._clock()
         sender = self._senders.setdefault(worker, _Sender(-1, BURST, now, {}))
         sender.tokens_left = min(BURST, sender.tokens_left + (now - sender.refilled_at) * RATE)
@@ -46,7 +46,7 @@ class RateLimiter:
         return 0.0
 
     def is_newer(self, endpoint: str, worker: int, incarnation: int, date: int) -> bool:
-        """Whether the request is later than the last one of the same pod. A pod's are later than its predecessor's."""
+        """Whether the request is later than the last one of the same pod. A new incarnation starts again."""
         sender = self._senders.setdefault(worker, _Sender(-1, BURST, self._clock(), {}))
         if incarnation > sender.incarnation:
             sender.incarnation, sender.last_dates = incarnation, {}

@@ -1,7 +1,7 @@
-"""What agents told about one job, and what they are to be told: in memory, and never the truth.
+"""The agents of one job: their polls and reports, and the mesh document that they receive. In memory only.
 
-All of it comes again by itself after a restart of the operator: agents poll and report every few seconds, and the mesh
-document is rebuilt from the job's status.
+After a restart of the operator, this state is rebuilt: agents poll and report every few seconds, and the mesh document
+is built from the job's status.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.protocol.messages import MeshDocument, MeshRequest, ReportReply,
 from meshwright_operator.coordinator.rate_limit import RateLimiter
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
 
-# An agent whose poll ended is expected back at once; after this long it counts as away.
+# An agent polls again right after an answer. After this long without a poll it counts as absent.
 AWAY_SECONDS = 10.0
 LARGEST_GENERATION = 1 << 31
 
@@ -26,7 +26,7 @@ LARGEST_GENERATION = 1 << 31
 class _Presence:
     request: MeshRequest
     polls: int = 0
-    """Polls open now."""
+    """Number of open polls."""
     seen: float = 0.0
     """When the last one opened or ended."""
 
@@ -39,19 +39,19 @@ class _Report:
 
 
 class Rendezvous:
-    """One job's agents and the mesh document they wait for."""
+    """One job's agents, and the mesh document for which they poll."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.document: MeshDocument | None = None
-        """The generation in effect; None while none is, or while the next one is being formed."""
+        """The document of the current generation; None before the first, and while the next one is being formed."""
         self.generation = 0
-        """The newest generation that was announced."""
+        """The newest generation that was published."""
         self._incarnations: Mapping[int, int] = {}
         self._pods: Mapping[int, str] = {}
         self._members: frozenset[tuple[int, int]] = frozenset()
         self._encoded = b""
         self.rate_limiter = RateLimiter(clock)
-        """What each worker's agent has used up."""
+        """Limits the requests of each worker's agent."""
         self._closed = False
         self._published = False
         self._presences: dict[int, _Presence] = {}
@@ -70,14 +70,14 @@ class Rendezvous:
         closed: bool = False,
         pods: Mapping[int, str] | None = None,
     ) -> None:
-        """Sets what agents are told, and wakes those that wait.
+        """Set what agents receive, and wake waiting polls.
 
         Args:
-            document: the generation in effect.
-            incarnations: current incarnation of every worker the job has.
-            generation: the newest generation that was announced, in effect or not.
-            closed: the job wants no pods (any more).
-            pods: uid of every worker's pod that is known, in its current incarnation.
+            document: The document of the current generation, if any.
+            incarnations: Worker -> current incarnation.
+            generation: The newest generation, even if it has ended.
+            closed: Whether the job needs no pods, so that agents must exit.
+            pods: Worker -> uid of the pod of its current incarnation, if it is known.
         """
         self.generation = generation
         pods = pods or {}
@@ -87,26 +87,26 @@ class Rendezvous:
             return
         self.document, self._incarnations, self._closed, self._published = document, incarnations, closed, True
         self._pods = pods
-        # Once for all agents: a thousand of them ask for it at the same moment.
+        # Encode once: a thousand agents may ask for the document at the same time.
         self._encoded = encode(document) if document is not None else b""
         self._members = frozenset((m.worker, m.incarnation) for m in document.members) if document else frozenset()
         async with self._changed:
             self._changed.notify_all()
 
     def superseded(self, sender: MeshRequest | WorkerReport) -> bool:
-        """Whether the agent's pod is none of the job's (any more)."""
+        """Whether the sender's pod has been replaced, or does not belong to the job."""
         if not self._published:
             return False
         current = self._incarnations.get(sender.worker)
         if self._closed or current is None or sender.incarnation < current:
             return True
-        # A process that outlived its pod object, as on a node that is cut off, may share the name of a pod made anew.
+        # A process on a disconnected node may outlive its pod object, and a new pod may have the same name.
         known = self._pods.get(sender.worker) if sender.incarnation == current else None
         return bool(known and sender.pod_uid and sender.pod_uid != known)
 
     @contextmanager
     def polling(self, request: MeshRequest) -> Iterator[None]:
-        """Counts the agent as present while its poll is open."""
+        """Count the agent as present while its poll is open."""
         presence = self._presences.get(request.worker)
         if presence is None or presence.request != request:
             presence = self._presences[request.worker] = _Presence(request, presence.polls if presence else 0)
@@ -116,13 +116,13 @@ class Rendezvous:
         try:
             yield
         finally:
-            # The agent may have said something new meanwhile: then the newer presence holds the count.
+            # The agent may have sent a different request meanwhile. Then the newer presence has the count.
             current = self._presences.get(request.worker, presence)
             current.polls = max(0, current.polls - 1)
             current.seen = self._clock()
 
     async def wait_for_newer(self, request: MeshRequest) -> bytes | None:
-        """What `document_for` gives, once it gives something; None when superseded or time is up."""
+        """Wait for a newer document. Return it encoded, or None if the agent is superseded or the time is up."""
 
         def done() -> bool:
             return self.document_for(request) is not None or self.superseded(request)
@@ -134,24 +134,24 @@ class Rendezvous:
             return None
         if self.superseded(request):
             return None
-        # From now on its store port is in use: it must say hello again before it counts for the next generation.
+        # The agent now uses its store port: it must poll again before it counts for the next generation.
         self._presences.pop(request.worker, None)
         return self._encoded if self.document_for(request) is not None else None
 
     def polls(self, worker: int) -> int:
-        """Polls of this worker that are open now."""
+        """The number of open polls of this worker."""
         presence = self._presences.get(worker)
         return presence.polls if presence is not None else 0
 
     def document_for(self, request: MeshRequest) -> MeshDocument | None:
-        """The document, if it is newer than the agent's generation and this very incarnation takes part in it."""
+        """The document, if it is newer than the agent's generation and contains the agent's incarnation."""
         document = self.document
         if document is None or document.generation <= request.generation:
             return None
         return document if (request.worker, request.incarnation) in self._members else None
 
     def receive_report(self, report: WorkerReport) -> bool:
-        """Takes a report; whether it tells something that wants a decision, rather than plain progress."""
+        """Store a report. Return whether it may change a decision, and is not only progress."""
         old = self._reports.get(report.worker)
         now = self._clock()
         self._record_generation(report.generation)
@@ -168,12 +168,12 @@ class Rendezvous:
         return old is None or _decision_fields(old.report) != _decision_fields(report)
 
     def _record_generation(self, generation: int) -> None:
-        """Remembers the highest generation named, within reason: the number comes from a tenant's pod."""
+        """Record the highest generation that an agent has reported. Ignore numbers that are out of range."""
         if generation <= LARGEST_GENERATION:
             self._newest = max(self._newest, generation)
 
     def agents(self) -> Agents:
-        """What is known now."""
+        """The state of the job's agents now."""
         now = self._clock()
         waiting_agents = {
             worker: WaitingAgent(p.request.incarnation, p.request.address, p.request.store_port)
@@ -190,7 +190,7 @@ class Rendezvous:
 
 
 def encode(message: MeshDocument | ReportReply) -> bytes:
-    """The message as it travels."""
+    """The message as compact JSON."""
     return json.dumps(message.wire(), separators=(",", ":")).encode()
 
 

@@ -1,8 +1,8 @@
 """The coordinator's HTTP endpoints (the protocol is documented in `meshwright.protocol.messages`).
 
-The signature is checked before anything else is looked at, a body is bounded in size and time, and every answer to a
-genuine request is signed. An agent is told to go (410) only by what a reconcile has published: a coordinator that has
-just started makes everyone wait instead.
+The coordinator checks the signature before anything else, limits the size of a body and the time to read it, and signs
+every answer to a request with a valid signature. It tells an agent to exit (410) only after a reconcile has published
+the job's state. Until then, agents wait.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 MAX_BODY_BYTES = 256 << 10
 BODY_SECONDS = 10.0
 CLIENT_CLOSED_REQUEST = 499
-"""In the metrics, for a client that went away before it was answered."""
+"""Code in metrics if the client disconnected before the answer."""
 
 Message = TypeVar("Message", MeshRequest, WorkerReport)
 
 
 @dataclass(frozen=True, slots=True)
 class SignedRequest:
-    """A request whose sender holds the job's token."""
+    """A request that is signed with the job's token."""
 
     endpoint: str
     key: JobKey
@@ -46,7 +46,7 @@ class SignedRequest:
     body: bytes
 
     def sign_response(self, status: int, body: object) -> dict[str, str]:
-        """The headers that make an answer genuine."""
+        """The headers with the signature of an answer."""
         return signing.answer_headers(self.token, self.signature, status, body if isinstance(body, bytes) else b"")
 
 
@@ -54,7 +54,7 @@ Handler = Callable[[SignedRequest], Awaitable[bytes | None]]
 
 
 class Coordinator:
-    """The boards of all jobs, and the endpoints that agents use."""
+    """The rendezvous of all jobs, and the endpoints for agents."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Coordinator:
         notify: Callable[[JobKey, bool], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`notify(key, urgent)` is called when an agent told something; urgent when a decision may depend on it."""
+        """`notify(key, urgent)` is called for each poll and report; urgent if it may change a decision."""
         self._clock = clock
         self._cache = cache
         self._tokens = tokens
@@ -72,14 +72,14 @@ class Coordinator:
         self._notify = notify
         self._rendezvous_by_uid: dict[str, Rendezvous] = {}
         self.synced = False
-        """Whether the cache holds every job, so that a job that is not in it does not exist."""
+        """Whether the cache contains all jobs, so that a job that is not in it does not exist."""
 
     def rendezvous(self, uid: str) -> Rendezvous:
-        """The board of the job with this uid."""
+        """The rendezvous of the job with this uid."""
         return self._rendezvous_by_uid.setdefault(uid, Rendezvous(self._clock))
 
     async def forget(self, uid: str) -> None:
-        """Drops the board of a job that is gone; its agents are told to go."""
+        """Drop the rendezvous of a deleted job. Its agents are told to exit."""
         if (rendezvous := self._rendezvous_by_uid.pop(uid, None)) is not None:
             await rendezvous.publish(None, {}, closed=True)
 
@@ -110,7 +110,7 @@ class Coordinator:
         return handle
 
     async def _respond(self, endpoint: str, handler: Handler, request: web.Request) -> web.Response:
-        """The handler's answer, or its refusal, signed for the one who asked."""
+        """The handler's answer or error, signed with the job's token."""
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await request.read()
@@ -148,7 +148,7 @@ class Coordinator:
         return encode(ReportReply(generation=signed_request.rendezvous.generation))
 
     def _checked_message(self, signed_request: SignedRequest, kind: type[Message]) -> Message:
-        """The message, if its sender is one of the job's pods, asks not too often, and says it for the first time."""
+        """The message, if its sender is a current pod of the job, is within its rate limit, and does not replay it."""
         message = _parse(kind, signed_request.body)
         rendezvous, worker, incarnation = signed_request.rendezvous, message.worker, message.incarnation
         if rendezvous.superseded(message):
@@ -166,7 +166,7 @@ class Coordinator:
         try:
             date, signature = signing.check_request(token, request.method, path, request.headers, body)
         except signing.ClockError as error:
-            # Signed: an agent follows this clock, and must know whose it is.
+            # Signed, because the agent adopts this clock and must trust it.
             raise _signed_error(web.HTTPUnauthorized(text=str(error)), token, request) from None
         except signing.SignatureError as error:
             raise web.HTTPUnauthorized(text=f"not signed with this job's token: {error}") from None

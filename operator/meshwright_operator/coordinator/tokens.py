@@ -1,7 +1,7 @@
-"""Tokens of the coordinator: an HMAC of the job's identity, so that nothing about them is stored or read back.
+"""Tokens of the coordinator: an HMAC of the job's identity, so that the operator stores none.
 
-The token of a job reaches its pods in a secret that the operator writes and never reads. An operator that restarts with
-the same key file computes the same tokens.
+Pods get the job's token from a Secret that the operator writes and never reads. A restarted operator with the same key
+file computes the same tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEY_BYTES = 32
 
 
 class KeyFileError(Exception):
-    """The key file cannot be used; the message names it and the fix."""
+    """The key file cannot be used. The message names the file and the fix."""
 
 
 class Tokens:
@@ -32,15 +32,15 @@ class Tokens:
         return base64.urlsafe_b64encode(hmac.digest(self._key, message, hashlib.sha256)).decode().rstrip("=")
 
     def valid(self, token: str, namespace: str, name: str, uid: str) -> bool:
-        """Whether `token` is this job's; takes the same time whatever differs."""
+        """Whether `token` is the job's token, compared in constant time."""
         return hmac.compare_digest(token.encode(), self.token(namespace, name, uid).encode())
 
 
 def load_key(path: Path) -> bytes:
-    """The key in `path`, which is made with a random key, readable by its owner alone, if it does not exist.
+    """The key in `path`. If the file does not exist, it is created with a random key and mode 0600.
 
     Raises:
-        KeyFileError: it cannot be read or made, or holds fewer than 32 bytes.
+        KeyFileError: The file cannot be read or created, or contains fewer than 32 bytes.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

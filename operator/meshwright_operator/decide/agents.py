@@ -1,4 +1,4 @@
-"""The state of a job's agents at one moment, as a decision reads it. The coordinator builds it."""
+"""The state of a job's agents at one moment: the coordinator builds it, and decisions read it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class ReceivedReport:
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """What the coordinator knows of a job's agents at one moment."""
+    """What the coordinator knows about a job's agents at one moment."""
 
     waiting_agents: Mapping[int, WaitingAgent] = field(default_factory=dict)
-    """By worker index: present and free to start a new generation."""
+    """Worker index -> its agent, which polls for the next generation."""
     reports: Mapping[int, ReceivedReport] = field(default_factory=dict)
-    """By worker index, of every generation."""
+    """Worker index -> its last report, of any generation."""
     newest_generation: int = 0
-    """The highest generation any agent ever named."""
+    """The highest generation that an agent has reported."""
     listening_seconds: float = 0.0
     """Seconds for which the coordinator could have received reports of this job.
 

@@ -1,7 +1,7 @@
-"""Which spec runs: the revision that an edit changes, and the spec that plan, pods and ranks were made from, in status.
+"""The applied spec: the spec from which the plan, the pods and the ranks were created, stored in status.
 
-`spec` holds only what the owner wants now. If that is invalid or does not fit yet, lost pods must still be replaced by
-pods like the others of the gang, and ranks must get the run configuration they had: the applied spec says which.
+`spec` is what the user wants now. If it is invalid or does not fit yet, the operator must still replace lost pods with
+pods like the others of the gang, and give ranks the same run configuration: it takes both from the applied spec.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from meshwright_operator.decide.observed import has_started
 
 
 def revision_of(spec: ParallelTrainingJobSpec) -> str:
-    """Ten hex digits over all that plan, pods and run configuration are made from: another one restarts the workers."""
+    """The hash, ten hex digits, of the parts of the spec that need a restart of the workers when they change."""
     return hashlib.sha256(json.dumps(restarting_parts(spec), sort_keys=True).encode()).hexdigest()[:10]
 
 
 def encode_spec(spec: ParallelTrainingJobSpec) -> str:
-    """The spec as JSON without defaults; empty when it is too large to be kept, which only costs the safety net."""
+    """The spec as JSON without defaults. Empty if it is too large for status: then there is no applied spec."""
     text = spec.model_dump_json(by_alias=True, exclude_defaults=True)
     return text if len(text) <= MAX_APPLIED_SPEC else ""
 
 
 def running_spec(status: ParallelTrainingJobStatus) -> ParallelTrainingJobSpec | None:
-    """The spec that a started job runs; None before its start, and when status does not hold it or was damaged."""
+    """The spec that a started job runs. None before it starts, and if status does not contain it or is damaged."""
     if status.plan is None or not status.applied_spec or not has_started(status):
         return None
     try:

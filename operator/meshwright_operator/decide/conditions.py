@@ -1,5 +1,7 @@
-"""The job's conditions, so that kstatus-style tools see the truth: running, done or suspended is Ready; failed or
-impossible is Stalled; anything on its way is Reconciling, and never Reconciling and Stalled at once.
+"""The job's conditions, for tools that follow kstatus.
+
+A job that runs, completed or is suspended is Ready. A job that failed or cannot run is Stalled. Any other job is
+Reconciling. A job is never Reconciling and Stalled at the same time.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ MESSAGE_LIMIT = 1024
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """Where the job stands, in one word and one sentence."""
+    """The job's state: a reason and a message."""
 
     reason: str
     message: str
@@ -26,25 +28,25 @@ class JobState:
 
     @property
     def reconciling(self) -> bool:
-        """Whether the operator works on changing it."""
+        """Whether the operator is changing the job's state."""
         return not self.ready and not self.stalled
 
 
 @dataclass(frozen=True, slots=True)
 class BlockedEdit:
-    """An edit that cannot be put into effect (yet): the job continues as it was, and its conditions say so."""
+    """An edit that the operator cannot apply yet, or at all. The job keeps running its previous revision."""
 
     reason: str
     """CamelCase, for the conditions."""
     message: str
     retryable: bool
-    """Whether free or other nodes can help; else only another edit can."""
+    """Whether the edit may fit later. If not, only another edit can resolve it."""
 
 
 def blocked_job_state(blocked_edit: BlockedEdit, revision: str, running: JobState) -> JobState:
-    """The state of a job of which `revision` continues, in the state `running`, because an edit is blocked.
+    """The state of a job that keeps running `revision`, in the state `running`, because an edit is blocked.
 
-    Never Ready, however well the old revision does: its owner asks for something else now.
+    It is never Ready, because the spec that the user asked for does not run.
     """
     message = f"{blocked_edit.message}; until then revision {revision} goes on ({running.reason}: {running.message})"
     return replace(
@@ -55,7 +57,7 @@ def blocked_job_state(blocked_edit: BlockedEdit, revision: str, running: JobStat
 def set_condition(
     status: ParallelTrainingJobStatus, kind: str, value: str, reason: str, message: str, generation: int, now: datetime
 ) -> None:
-    """Puts one condition in its place in `status`."""
+    """Sets one condition in `status`."""
     status.conditions = with_condition(
         status.conditions,
         Condition(
@@ -70,7 +72,7 @@ def set_condition(
 
 
 def set_job_state(status: ParallelTrainingJobStatus, job_state: JobState, generation: int, now: datetime) -> None:
-    """Ready, Reconciling and Stalled after `job_state`; every other condition the API promises exists afterwards."""
+    """Sets Ready, Reconciling and Stalled from `job_state`, and adds other conditions of the API that are missing."""
     for kind, value in (
         (names.READY, job_state.ready),
         (names.RECONCILING, job_state.reconciling),
@@ -90,5 +92,5 @@ def set_job_state(status: ParallelTrainingJobStatus, job_state: JobState, genera
 
 
 def update_observed_generation(status: ParallelTrainingJobStatus, generation: int) -> None:
-    """What the conditions say is true of this generation of the object too."""
+    """Sets `observedGeneration` of all conditions, because they are true for this generation of the object too."""
     status.conditions = [c.model_copy(update={"observed_generation": generation}) for c in status.conditions]

@@ -1,4 +1,4 @@
-"""The decision on one job: what its status becomes and what is done next. Pure; the steps stand in their order."""
+"""The decision about one job: its next status, and the actions that follow. Pure functions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOVE_RETRY_SECONDS = 60.0
 
 
 def decide(observed: Observed) -> Decision:
-    """What to do with the job now."""
+    """Return the job's next status and the actions to do now."""
     decision = Decision.of(observed)
     if lifecycle.finished(observed.status):
         _clean_up_finished(decision)
@@ -60,7 +60,7 @@ def decide(observed: Observed) -> Decision:
 
 
 def _clean_up_finished(decision: Decision) -> None:
-    """A finished job only waits to be deleted; what still runs of it goes."""
+    """Deletes a finished job's live pods, and the job itself once its time to live is over."""
     update_observed_generation(decision.status, decision.observed.generation)
     decision.delete_live_pods()
     left = lifecycle.ttl_left(decision.observed.spec, decision.status, decision.observed.now)
@@ -75,7 +75,7 @@ def _completion(decision: Decision) -> str:
 
 
 def _adopt_plan(decision: Decision) -> None:
-    """Puts the plan in status; another revision than the running one ends the generation."""
+    """Writes the plan to status. If the revision changed, ends the generation."""
     observed, status = decision.observed, decision.status
     changed = status.plan is not None and status.plan.revision not in ("", observed.revision)
     plan = observed.plan.to_status()
@@ -96,7 +96,7 @@ def _adopt_plan(decision: Decision) -> None:
 
 
 def _suspend(decision: Decision) -> None:
-    """Gives the pods back: they save a checkpoint on their way out."""
+    """Deletes the pods, which save a checkpoint before they exit."""
     observed, status = decision.observed, decision.status
     world = observed.plan.layout.world_size
     status.ready_ranks = f"0/{world}"
@@ -107,7 +107,7 @@ def _suspend(decision: Decision) -> None:
         decision.mesh.pending_cause = restart_policy.RESUME.name
         decision.mesh.pending_since = format_time(observed.now)
     decision.delete_live_pods()
-    # Nobody reaches a pod on a node that is down: it ends when the node is back, or is given up with it.
+    # No kubelet stops a pod on a node that is down: do not wait for it.
     lost = [w.pod for w in observed.workers if w.state is WorkerState.LOST]
     live = sum(pod not in lost for pod in observed.live_pods)
     if live:
@@ -133,7 +133,7 @@ def _resume(decision: Decision) -> None:
 
 
 def _advance_generation(decision: Decision) -> None:
-    """Keeps the generation, or works toward the next one."""
+    """Checks the generation for failures, or works toward the next one."""
     observed = decision.observed
     holding = observed.mesh.generation > 0 and not decision.mesh.pending_cause
     if holding:
@@ -163,7 +163,7 @@ def _advance_generation(decision: Decision) -> None:
 
 
 def _end_generation(decision: Decision, verdict: Interruption) -> None:
-    """The generation is over: counts that, says why, and fails the job if it happened too often."""
+    """Ends the generation: counts the restart, posts the cause, and fails the job if it reached its restart limit."""
     cause = verdict.cause
     decision.add_cause_event(cause, verdict.message)
     if verdict.job_failure:
@@ -174,13 +174,13 @@ def _end_generation(decision: Decision, verdict: Interruption) -> None:
         return
     decision.count_restart(cause, codes)
     decision.mesh.pending_cause = cause.name
-    # Whole seconds, rounded up: the pods that this verdict has seen ended before it.
+    # Whole seconds, rounded up: pods that this verdict has counted ended before this time.
     decision.mesh.pending_since = format_time(decision.observed.now + timedelta(seconds=1))
     decision.delete += [w.pod for w in verdict.lost if w.pod is not None and not w.pod.deleting]
 
 
 def _may_restart(decision: Decision, codes: set[int], message: str) -> bool:
-    """Whether the job is started again after a failure with these exit codes; if not, it has failed."""
+    """Whether the job restarts after a failure with these exit codes. If not, this fails the job."""
     action, why = restart_policy.action_for(decision.observed.spec, codes)
     if action is FailureAction.FAIL_JOB:
         decision.fail("FailurePolicy", f"{message}; {why}")
@@ -200,7 +200,7 @@ def _fail_on_restart_limit(decision: Decision, message: str) -> None:
 
 
 def _report_blocked_edit(decision: Decision) -> None:
-    """Says once that an edit is held back and why, and looks again where that can help."""
+    """Posts one event with the reason why an edit is blocked, and requeues the job if the edit may fit later."""
     blocked_edit = decision.observed.blocked_edit
     if blocked_edit is None:
         return
@@ -260,17 +260,17 @@ def _announce(decision: Decision) -> None:
 
 
 def _train(decision: Decision) -> None:
-    """The generation holds: says how many ranks train."""
+    """Reports how many ranks train, and moves workers off draining nodes if all do."""
     _, unknown = progress.count_ranks(decision.observed)
     if _report_ready_ranks(decision, unsure=unknown > 0) and not unknown:
         _move_off_draining_nodes(decision)
 
 
 def _report_ready_ranks(decision: Decision, *, unsure: bool) -> bool:
-    """Says how many ranks train; whether all do.
+    """Writes how many ranks train to status, and returns whether all of them do.
 
-    While that is `unsure` a job that trained is not said to have stopped: after a restart of the operator its agents
-    are heard one by one, and a rank that failed is looked at only after a moment.
+    If the number is `unsure`, a job that was training still counts as training: after a restart of the operator the
+    agents' reports arrive one by one, and a failed rank is examined only after it has settled.
     """
     observed, status = decision.observed, decision.status
     world = observed.plan.layout.world_size
@@ -287,12 +287,12 @@ def _report_ready_ranks(decision: Decision, *, unsure: bool) -> bool:
 
 
 def _move_off_draining_nodes(decision: Decision) -> None:
-    """Workers on nodes that are about to be emptied move while there is time to save: nobody has to evict them."""
+    """Asks for other nodes for the workers on draining nodes, while they can still save a checkpoint."""
     observed = decision.observed
     draining = tuple(w for w in observed.workers if w.node_drain_reason and not w.node_down)
     spec = observed.spec
     if mesh_generation.uses_external_scheduler(observed):
-        return  # only its own scheduler knows whether there is room elsewhere
+        return  # only the external scheduler knows whether the workers fit elsewhere
     if not draining or spec.recovery.cordoned_nodes is CordonedNodes.STAY or spec.checkpoint is None:
         return
     trained = seconds_since(observed.mesh.started_time, observed.now)

@@ -1,4 +1,4 @@
-"""A decision in the making: the next status, and what to do once that status is written."""
+"""A decision: the job's next status, and what to do once that status is written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright_operator.timestamps import format_time
 
 @dataclass(slots=True)
 class Decision:
-    """What is to become of the job. Everything but `status` happens only after `status` is persisted."""
+    """The job's next status, and the actions to do after that status is persisted."""
 
     observed: Observed
     status: ParallelTrainingJobStatus
@@ -27,31 +27,31 @@ class Decision:
     delete: list[Pod] = field(default_factory=list)
     """Pods to delete."""
     ungate: list[Pod] = field(default_factory=list)
-    """Pods whose gang gate comes off."""
+    """Pods whose scheduling gate to remove."""
     create: list[int] = field(default_factory=list)
-    """Workers whose pods are to be made as `status.placement` says."""
+    """Workers whose pods to create, on the nodes in `status.placement`."""
     place: Place | None = None
-    """Workers to find nodes for before `status` is written."""
+    """Workers that need nodes before `status` is written."""
     move: Place | None = None
-    """Workers that are to leave their nodes if there is room for them elsewhere."""
+    """Workers to move to other nodes, if they fit there."""
     map_ranks: MapRanks | None = None
-    """Nodes that another scheduler gave, to map ranks onto before `status` is written."""
+    """Nodes that another scheduler chose, to map ranks onto before `status` is written."""
     avoid: dict[str, str] = field(default_factory=dict)
-    """Node -> why this job is not to be placed there for a while."""
+    """Node -> why not to place this job there for a while."""
     delete_job: bool = False
     requeue_after: float | None = None
-    """Look again after so many seconds, whatever happens meanwhile."""
+    """Seconds after which to reconcile the job again, even without an event."""
 
     @classmethod
     def of(cls, observed: Observed) -> Decision:
-        """A draft that changes nothing yet."""
+        """A decision that changes nothing yet."""
         status = observed.status.model_copy(deep=True)
         status.observed_generation = observed.generation
         return cls(observed, status)
 
     @property
     def mesh(self) -> MeshStatus:
-        """`status.mesh`, made when it is not there."""
+        """`status.mesh`, created if it is missing."""
         if self.status.mesh is None:
             self.status.mesh = MeshStatus()
         return self.status.mesh
@@ -59,14 +59,14 @@ class Decision:
     def job_state(
         self, reason: str, message: str, *, ready: bool = False, stalled: bool = False, final: bool = False
     ) -> None:
-        """Sets Ready, Reconciling and Stalled. Unless it is final, an edit that is held back is told with it."""
+        """Sets Ready, Reconciling and Stalled. Unless the state is final, they also report a blocked edit."""
         found = conditions.JobState(reason, message, ready=ready, stalled=stalled)
         if self.observed.blocked_edit is not None and not final:
             found = blocked_job_state(self.observed.blocked_edit, self.observed.revision, found)
         conditions.set_job_state(self.status, found, self.observed.generation, self.observed.now)
 
     def starting(self, message: str, problem: str = "") -> None:
-        """On its way to a generation; `problem` is the reason when something keeps it from getting there."""
+        """Sets the state of a job without a running generation. `problem` is the reason if something prevents one."""
         cause = self.mesh.pending_cause or self.mesh.cause
         first = not cause or not restart_policy.cause_named(cause).restarts
         text = message if first else f"{cause}: {message}"
@@ -83,12 +83,12 @@ class Decision:
         self.events.append(JobEvent(reason, message, event_type))
 
     def requeue_within(self, seconds: float | None) -> None:
-        """Looks again after `seconds` at the latest."""
+        """Reconciles the job again after `seconds` at the latest."""
         if seconds is not None:
             self.requeue_after = seconds if self.requeue_after is None else min(self.requeue_after, seconds)
 
     def delete_live_pods(self) -> None:
-        """Every pod that still runs and is not going yet is to go."""
+        """Deletes every live pod that is not being deleted yet."""
         self.delete += [pod for pod in self.observed.live_pods if not pod.deleting]
 
     def add_cause_event(self, cause: RestartCause, message: str) -> None:
@@ -96,7 +96,7 @@ class Decision:
         self.add_event(cause.event or cause.name, message, cause.event_type)
 
     def count_restart(self, cause: RestartCause, codes: AbstractSet[int] = frozenset()) -> None:
-        """Counts one restart, toward the limit too if its cause and its exit codes say so."""
+        """Counts one restart, and counts it toward the limit if its cause and exit codes do."""
         counts = {entry.cause: entry.count for entry in self.status.restarts}
         counts[cause.name] = counts.get(cause.name, 0) + 1
         self.status.restarts = [RestartStatus(cause=name, count=count) for name, count in counts.items()]
@@ -104,11 +104,11 @@ class Decision:
         restart_policy.count_failure(self.status, self.observed.spec, cause, codes, self.observed.now)
 
     def over_limit(self) -> bool:
-        """Whether one more restart that counts is more than `recovery.maxRestarts` allows."""
+        """Whether one more restart that counts would exceed `recovery.maxRestarts`."""
         return restart_policy.exhausted(self.status, self.observed.spec.recovery)
 
     def fail(self, reason: str, message: str) -> None:
-        """The job has failed for good: its pods go and it stays as it is."""
+        """Fails the job for good, and deletes its pods."""
         self.condition("Failed", True, reason, message)
         self.job_state(reason, message, stalled=True, final=True)
         self._finish()
@@ -116,7 +116,7 @@ class Decision:
         self.delete_live_pods()
 
     def complete(self, message: str) -> None:
-        """The run is over and well."""
+        """Completes the job, and deletes its pods."""
         self.condition("Complete", True, "Completed", message)
         self.job_state("Completed", message, ready=True, final=True)
         self._finish()

@@ -13,7 +13,7 @@ class JobEvent:
     """One event about a job, for `kubectl describe`."""
 
     reason: str
-    """CamelCase, from a small set."""
+    """CamelCase, from a fixed set."""
     message: str
     type: str = NORMAL
     """`NORMAL` or `WARNING`."""

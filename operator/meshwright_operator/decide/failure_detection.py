@@ -1,7 +1,8 @@
-"""What is wrong with a mesh generation, and whose fault it is: the pod's, a rank's or nobody's.
+"""What interrupted a mesh generation, and its cause: a lost node or pod, a crashed pod, or a failed rank.
 
-A rank that fails is looked at only after a moment: when a pod goes, its peers' connections break first, and that must
-count as a lost pod (which never uses up `recovery.maxRestarts`), not as a failure of the ranks that noticed.
+A failed rank is examined only after it has settled. When a pod disappears, its peers' connections break before the
+pod's deletion arrives. That must count as a lost pod, which does not count toward `recovery.maxRestarts`, and not as a
+failure of the peers.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ GONE = frozenset({WorkerState.MISSING, WorkerState.ENDING, WorkerState.DISRUPTED
 
 
 def detect(observed: Observed) -> Interruption | Settling | None:
-    """What ended the current generation; None while it holds."""
+    """What interrupted the current generation. None while it is healthy."""
     own = (cause.detect for cause in CAUSES.values() if cause.detect is not None)
     return next((found for detector in (*DETECTORS, *own) if (found := detector(observed)) is not None), None)
 
 
 def lost_pods(observed: Observed) -> Interruption | None:
-    """Pods that went, or are going, by somebody else's doing."""
+    """Pods that were deleted, evicted, preempted or lost with their node, or are being deleted."""
     gone = [worker for worker in observed.workers if worker.state in GONE]
     if not gone:
         return None
@@ -52,13 +53,13 @@ def lost_pods(observed: Observed) -> Interruption | None:
 
 
 def crashed_pods(observed: Observed) -> Interruption | None:
-    """Pods that failed by their own doing."""
+    """Pods that failed because their container exited with an error."""
     crashed = [worker for worker in observed.workers if worker.state is WorkerState.CRASHED]
     return Interruption(POD_FAILED, crash_message(crashed)) if crashed else None
 
 
 def failed_ranks(observed: Observed) -> Interruption | Settling | None:
-    """Ranks that failed while their pods run, after a moment; or a node that took ranks with it."""
+    """Ranks that failed while their pods run, once they have settled, or failed because a node is down."""
     failing = observed.reports_in(AgentState.FAILED)
     if not failing:
         return None
@@ -71,7 +72,7 @@ def failed_ranks(observed: Observed) -> Interruption | Settling | None:
     wait = SETTLE_SECONDS if root else PEER_LOST_SETTLE_SECONDS
     if oldest < wait:
         return Settling(wait - oldest)
-    # A refusal ends the job, so that is what is told; else the oldest of the causes.
+    # A refused run fails the job, so name it; otherwise name the earliest root failure.
     worker, received = max(
         failing.items(),
         key=lambda item: (item[1].report.failure is FailureKind.REFUSED, item[1] in root, item[1].halted_seconds),
@@ -85,7 +86,7 @@ def failed_ranks(observed: Observed) -> Interruption | Settling | None:
 
 
 def paused_ranks(observed: Observed) -> Interruption | Settling | None:
-    """Ranks pause because a pod goes away. If none goes after all, nobody else would start them again."""
+    """Ranks that paused for a pod's deletion. If no pod is deleted after all, only a restart starts them again."""
     paused = observed.reports_in(AgentState.IDLE)
     if not paused or observed.reports_in(AgentState.DRAINING):
         return None
@@ -99,10 +100,10 @@ def paused_ranks(observed: Observed) -> Interruption | Settling | None:
 
 
 def uncounted_crashes(observed: Observed) -> list[Worker]:
-    """Workers that ended by themselves while the next generation was being formed: no earlier verdict counted them.
+    """Workers that exited while the next generation was being formed, which no earlier verdict has counted.
 
-    Ending well counts too: without a generation there was nothing to complete, and a container that exits at once must
-    not be started for ever.
+    Exit code 0 counts too: without a generation there was nothing to complete, and a container that exits at once must
+    not be restarted for ever.
     """
     since = parse_time(observed.mesh.pending_since)
     return [
@@ -115,17 +116,17 @@ def uncounted_crashes(observed: Observed) -> list[Worker]:
 
 
 def _created(pod: Pod) -> datetime:
-    """When a pod was made, by the API server's clock: that of its node may be behind."""
+    """When a pod was created, by the API server's clock. The clock of its node may be behind."""
     return pod.created or datetime.min.replace(tzinfo=UTC)
 
 
 def crash_message(workers: list[Worker]) -> str:
-    """Which workers crashed and how."""
+    """Which workers crashed, with their exit codes."""
     return "; ".join(_describe_crash(worker) for worker in workers[:3]) + _more(workers, 3)
 
 
 def _cause(worker: Worker) -> RestartCause:
-    """Whose doing it is that a worker's pod goes or went."""
+    """Why a worker's pod was deleted or is being deleted."""
     if worker.node_down:
         return NODE_LOST
     reason = worker.pod.disruption if worker.pod is not None else ""
@@ -164,4 +165,4 @@ DETECTORS: tuple[Detector, ...] = (
     silent_agents,
     stuck_agents,
 )
-"""In this order, since each explains what the next ones would see: a lost pod makes its peers fail and stop."""
+"""Ordered so that a cause comes before its effects: a lost pod makes its peers fail and stop."""

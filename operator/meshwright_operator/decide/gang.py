@@ -1,8 +1,8 @@
-"""What the gang needs next, on the way to a new mesh generation: all of it holds, or nothing runs.
+"""The gang's next step toward a mesh generation: all workers start together, or none does.
 
-The order is the policy: what must not run any more goes first and is waited for, then every missing worker is placed
-together, then all gates come off, and a generation is formed when every agent is there. Every wait for something that
-may never come has a bound, after which the attempt is given up and nothing is held.
+The order is the policy. First delete obsolete pods and wait until they are gone. Then place all missing workers
+together. Then remove all scheduling gates. When every agent polls, form the generation. Every wait has a time limit,
+after which the attempt ends and the gang releases its nodes.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.timestamps import parse_time, seconds_since
 
 PROBLEM_AFTER_SECONDS = 60.0
-"""When a pod's problem is told: most go away by themselves."""
+"""Age of a pod at which its problem is reported: most problems resolve by themselves."""
 GIVE_UP_SECONDS = 300.0
-"""When a pod with a problem is given up: time for a registry or a volume to come back."""
+"""Age at which a pod with a problem ends the attempt: time for a registry or a volume to become available again."""
 GIVE_UP_AGAIN_SECONDS = 60.0
-"""The same for every attempt after the first: it is known by then that it does not go away quickly."""
+"""The same for every attempt after the first, since the problem did not resolve during the first one."""
 GIVE_UP_SECONDS_BY_REASON = {"InvalidImageName": 60.0, "ErrImageNeverPull": 60.0, "Unschedulable": 120.0}
-"""Problems that do not go away, or that a placement elsewhere solves."""
+"""The same for problems that do not resolve by themselves, or that other nodes would resolve."""
 START_SECONDS = 1800.0
-"""When a pod is given up that neither runs nor says why: large images take their time."""
+"""Age at which a pod that does not run and reports no problem ends the attempt: large images pull slowly."""
 ABSENT_AGENT_SECONDS = 120.0
-"""When a pod is replaced whose agent does not come while others' do."""
+"""Seconds after which a pod is replaced if its agent does not poll while other agents do."""
 PARTIAL_BINDING_SECONDS = 300.0
-"""When a gang is given up of which another scheduler has bound some pods and not the others."""
+"""Seconds after which the attempt ends if another scheduler has bound only some of the pods."""
 SILENT_GANG_SECONDS = 600.0
-"""When the gang is given up because none of its agents reaches the coordinator."""
+"""Seconds after which the attempt ends if no agent of the gang reaches the coordinator."""
 
 WAITS_FOR_SCHEDULER = "WaitsForScheduler"
 NOT_SCHEDULED = "NotScheduled"
@@ -38,7 +38,7 @@ NOT_SCHEDULED = "NotScheduled"
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """These pods must go."""
+    """Delete these pods."""
 
     pods: tuple[Pod, ...]
     message: str
@@ -46,56 +46,56 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to do but to wait: for an event, or for `seconds`."""
+    """Wait for an event, or for `seconds`."""
 
     message: str
     reason: str = ""
-    """A problem that somebody has to solve; empty when all goes its way."""
+    """CamelCase, if a problem needs a user's or an administrator's attention; empty for a normal wait."""
     seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Workers without a pod need a node."""
+    """Find nodes for the workers without a pod."""
 
     workers: tuple[Worker, ...]
     assigned_nodes: Mapping[int, str] = field(default_factory=dict)
-    """Worker -> node of those that stay."""
+    """Worker -> node, of the workers that keep their pods."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ungate:
-    """The whole gang holds its place: let it start."""
+    """Start the gang: every pod has a node."""
 
     pods: tuple[Pod, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FormGeneration:
-    """Every agent waits: form the next generation."""
+    """Form the next generation: every agent polls for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """This attempt to start the gang has failed: nothing may be held for it."""
+    """End this attempt to start the gang, and release its nodes."""
 
     reason: str
     """CamelCase, for the condition."""
     message: str
     pods: tuple[Pod, ...] = ()
-    """Those that failed to start."""
+    """The pods that failed to start."""
     avoid: Mapping[str, str] = field(default_factory=dict)
-    """Node -> why not to try it again for a while."""
+    """Node -> why not to place the job there for a while."""
 
 
 @dataclass(frozen=True, slots=True)
 class MapRanks:
-    """Another scheduler gave every pod a node: ranks are to be mapped onto them."""
+    """Map ranks onto the nodes to which another scheduler has bound the pods."""
 
     pods: Mapping[int, str]
     """Worker -> node."""
     assigned_slots: Mapping[int, int]
-    """Worker -> which of the plan's workers it is, of those that go on as what they are."""
+    """Worker -> worker of the plan, for those that keep their ranks."""
 
 
 Step = Delete | Wait | Place | Ungate | GiveUp | FormGeneration | MapRanks
@@ -124,7 +124,7 @@ def next_step(observed: Observed, pending_cause: str) -> Step:
 
 
 def _external_scheduler_step(observed: Observed) -> Step | None:
-    """What is left to do before all pods of another scheduler's have nodes and ranks; None when nothing is."""
+    """The next step until all pods of an external scheduler have nodes and ranks. None once they do."""
     pods = [w.pod for w in observed.workers if w.pod is not None]
     down = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.bound and w.node_down)
     if down:
@@ -137,7 +137,7 @@ def _external_scheduler_step(observed: Observed) -> Step | None:
 
 
 def _wait_for_binding(observed: Observed, pods: list[Pod], unbound: list[Pod]) -> Step:
-    """Waits for the other scheduler: long while it holds nothing for the gang, which may stand in its queue."""
+    """Waits for the external scheduler. The limit is longer while no pod is bound: the gang may be in its queue."""
     now, scheduler = observed.now, observed.spec.workers.scheduler_name
     bound = [pod.scheduled or pod.created or now for pod in pods if pod.bound]
     since = max(min(bound), parse_time(observed.mesh.pending_since) or min(bound)) if bound else None
@@ -177,7 +177,7 @@ def _wait_for_agents(observed: Observed, pending_cause: str) -> Step:
 
 
 def _obsolete_pods(observed: Observed) -> list[tuple[Pod, str]]:
-    """Pods that must go and are not going yet, with the reason."""
+    """Pods to delete that are not being deleted yet, with the reason."""
     found = [(pod, "the plan has fewer workers") for pod in observed.excess_pods]
     for worker in observed.workers:
         found += [(pod, "a newer pod of the worker exists") for pod in worker.older_pods]
@@ -191,7 +191,7 @@ def _obsolete_pods(observed: Observed) -> list[tuple[Pod, str]]:
 
 
 def _overdue_pods(observed: Observed, waiting: list[Worker]) -> GiveUp | None:
-    """Pods that have not started for so long that they are not worth what the gang holds."""
+    """Ends the attempt if pods have not started within their limit."""
     overdue: list[tuple[Pod, str]] = []
     for pod in (w.pod for w in waiting if w.pod is not None and w.state is WorkerState.PENDING):
         reason = pod.problem.partition(":")[0]
@@ -216,9 +216,10 @@ def _overdue_pods(observed: Observed, waiting: list[Worker]) -> GiveUp | None:
 
 
 def _absent_agents(observed: Observed, absent: list[Worker]) -> Step | None:
-    """Agents that do not come though their pods run: some are replaced, all of them end the attempt.
+    """Handles agents that do not poll although their pods run: replaces some, or ends the attempt if all are absent.
 
-    Only time during which they could have been heard counts, so that an operator that was away blames nobody.
+    Only time in which the coordinator could have received a poll counts, so that downtime of the operator replaces no
+    pod.
     """
     listening = observed.agents.listening_seconds
     late = tuple(
@@ -242,7 +243,7 @@ def _pending_seconds(observed: Observed) -> float:
 
 
 def _running_seconds(observed: Observed, pod: Pod) -> float:
-    """Seconds since its container started: an image may have taken long before that."""
+    """Seconds since the pod's container started, without the time to pull its image."""
     since = pod.started or pod.created
     return (observed.now - since).total_seconds() if since is not None else 0.0
 
@@ -256,7 +257,7 @@ def _condition_reason(text: str) -> str:
 
 
 def _problem(observed: Observed, waiting: list[Worker]) -> Wait | None:
-    """The first thing that has kept a pod from running for a minute; until then it may be about to end by itself."""
+    """The first problem of a pod that has lasted a minute. A younger problem may still resolve by itself."""
     soonest = PROBLEM_AFTER_SECONDS
     troubled = [w.pod for w in waiting if w.pod is not None and w.pod.problem]
     for pod in troubled:

@@ -1,9 +1,9 @@
-"""Ranks that live and do nothing, and agents that say nothing.
+"""Hung ranks and silent agents.
 
-In synchronous training one rank that hangs stops all others in their next collective, where they look just the same.
-So a hang is told by time alone, and who is named follows from what the ranks last said: the one that is behind, or
-whose process does not even run. A silent agent is given up only when training stands too: while anybody's steps
-advance, the silent worker's ranks must be alive, and only its way to the coordinator is broken.
+In synchronous training one hung rank stops all others in their next collective, where they look the same. So only the
+time without progress shows that there is a hang. The ranks' last reports show which rank to name: one whose process is
+stopped, or the one that is behind. The pod of a silent agent is replaced only if training has stopped too: while steps
+advance, the silent worker's ranks must be alive, and only its connection to the coordinator is broken.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from meshwright_operator.decide.restart_policy import HANG, POD_LOST, Interrupti
 from meshwright_operator.timestamps import seconds_since
 
 MIN_TIMEOUT_SECONDS = 300.0
-"""Shortest default timeout: a large checkpoint or a slow volume is no hang."""
+"""Shortest default timeout: saving a large checkpoint or a slow volume is not a hang."""
 TIMEOUT_STEPS = 10
 """The default timeout, in steps."""
 START_SECONDS = 900.0
-"""Shortest timeout before the first step: ranks connect, build, load and compile."""
+"""Shortest timeout before the first step, in which ranks connect, load the checkpoint and compile."""
 FRESH_REPORT_SECONDS = 15.0
-"""A report older than this says nothing about now."""
+"""Age above which a report is out of date."""
 SILENT_SECONDS = 60.0
-"""How long an agent may be silent: thirty of its reports."""
+"""How long an agent may be silent. It reports about thirty times in this time."""
 SILENT_STEPS = 3.0
-"""How long training must have stopped before a silent agent is given up, in steps."""
+"""How long training must have stopped before a silent agent's pod is replaced, in steps."""
 ADOPT_GENERATION_SECONDS = 120.0
-"""How long an agent that reports may take to end the ranks of an older generation."""
+"""How long an agent that reports may take to stop the ranks of an older generation."""
 
 STUCK_PROCESS_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "stuck in the kernel", "Z": "a zombie"}
-"""States of a process (proc(5)) in which it cannot even take part in a collective."""
+"""States of a process (proc(5)) in which it cannot take part in a collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdleRank:
-    """A live rank and how long ago it gave a sign."""
+    """A live rank and the time since its last progress."""
 
     worker: Worker
     process: RankProcess
@@ -53,24 +53,28 @@ class IdleRank:
 
     @property
     def culprit_order(self) -> tuple[bool, int, float, int]:
-        """The smallest is the likeliest to be at fault: not running, behind, longest silent, first."""
+        """The smallest is the likely cause: stopped processes, then the lowest step, then the longest idle time."""
         step = -1 if self.process.step is None else self.process.step
         return self.process.state not in STUCK_PROCESS_STATES, step, -self.seconds, self.process.rank
 
 
 @dataclass(frozen=True, slots=True)
 class HangRule:
-    """When a rank hangs and when an agent is silent for too long, for one job at one moment."""
+    """When a rank counts as hung and an agent as silent, for one job at one moment."""
 
     observed: Observed
 
     @property
     def applies(self) -> bool:
-        """Whether ranks are watched: a command of the user's reports no steps."""
+        """Whether ranks are checked for hangs. A user's command reports no steps."""
         return isinstance(self.observed.run, NativeRun)
 
     def timeout(self, started: bool) -> float:
-        """Seconds without a sign after which a rank hangs. `started`: it has finished a step of this generation."""
+        """Seconds without progress after which a rank counts as hung.
+
+        Args:
+            started: whether the rank has finished a step of this generation.
+        """
         chosen = self.observed.spec.recovery.hang_timeout_seconds
         default = max(MIN_TIMEOUT_SECONDS, TIMEOUT_STEPS * self._step_seconds())
         seconds = float(chosen) if chosen is not None else default
@@ -81,12 +85,12 @@ class HangRule:
         return rank.seconds >= self.timeout(rank.started)
 
     def is_stalled(self, rank: IdleRank) -> bool:
-        """Whether a live rank has stopped for long enough that a silent agent may be the reason."""
+        """Whether a live rank has made no progress for so long that a silent agent may be the cause."""
         limit = max(SILENT_SECONDS, SILENT_STEPS * self._step_seconds()) if rank.started else START_SECONDS
         return rank.seconds >= limit
 
     def silence(self, worker: Worker) -> float:
-        """Seconds without a report of the worker's agent, while one could have arrived."""
+        """Seconds without a report from the worker's agent, while the coordinator could have received one."""
         received, listening = _report(self.observed, worker), self.observed.agents.listening_seconds
         return min(received.age, listening) if received is not None else listening
 
@@ -96,16 +100,16 @@ class HangRule:
         if progress is None or received is None or received.report.generation != self.observed.mesh.generation:
             return 0.0
         seconds = progress.step_seconds
-        # The number comes from a tenant's pod: one that is none must not switch the timeout off.
+        # The value comes from a user's pod: NaN must not disable the timeout.
         return seconds if 0.0 <= seconds <= MIN_TIMEOUT_SECONDS * TIMEOUT_STEPS else 0.0
 
 
 def hung_ranks(observed: Observed) -> Interruption | None:
-    """Ranks that live and finish no step."""
+    """Live ranks that finish no step within the hang timeout."""
     rule, ranks = HangRule(observed), _live_ranks(observed)
     if not any(rule.is_hung(rank) for rank in ranks):
         return None
-    # A hung rank stops all others of its generation: the one to name is chosen among all of them.
+    # A hung rank stops all others of its generation: choose the rank to name among all of them.
     named = min(ranks, key=lambda rank: rank.culprit_order)
     others = len(ranks) - 1
     text = f"{_describe(named)}; {others} other {'rank waits' if others == 1 else 'ranks wait'}" if others else ""
@@ -123,11 +127,11 @@ def _describe(rank: IdleRank) -> str:
 
 
 def silent_agents(observed: Observed) -> Interruption | None:
-    """Agents that report nothing while training has stopped."""
+    """Agents that do not report while training has stopped."""
     rule, ranks = HangRule(observed), _live_ranks(observed)
     running = [worker for worker in observed.workers if worker.state is WorkerState.RUNNING]
     silent = [(worker, rule.silence(worker)) for worker in running if rule.silence(worker) >= SILENT_SECONDS]
-    # If no agent reports, the operator itself is cut off.
+    # If no agent reports, the operator itself is disconnected.
     received = any(_has_fresh_report(observed, worker) for worker in running)
     if not silent or not received or not ranks or not all(rule.is_stalled(rank) for rank in ranks):
         return None
@@ -137,7 +141,7 @@ def silent_agents(observed: Observed) -> Interruption | None:
 
 
 def stuck_agents(observed: Observed) -> Interruption | None:
-    """Agents that learned of the generation long ago and still report the one before: their ranks do not end."""
+    """Agents that still report an older generation, because its ranks do not exit."""
     if seconds_since(observed.mesh.started_time, observed.now) < ADOPT_GENERATION_SECONDS:
         return None
     if observed.agents.listening_seconds < ADOPT_GENERATION_SECONDS:
@@ -151,7 +155,7 @@ def stuck_agents(observed: Observed) -> Interruption | None:
 
 
 def _live_ranks(observed: Observed) -> list[IdleRank]:
-    """Ranks of the generation in effect whose agents reported just now; none if the hang rule does not apply."""
+    """Live ranks of the current generation with recent reports. Empty if the hang rule does not apply."""
     if not HangRule(observed).applies:
         return []
     found = []

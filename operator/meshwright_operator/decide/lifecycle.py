@@ -1,4 +1,4 @@
-"""The job's life beside training: how long it was active, its deadline, its end and how long it is kept after that."""
+"""The job's life cycle: active time, deadline, completion, and its time to live after that."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshwright_operator.timestamps import format_time, parse_time, seconds_sinc
 
 
 def finished(status: ParallelTrainingJobStatus) -> bool:
-    """Whether the job has ended, well or badly. Nothing starts it again."""
+    """Whether the job completed or failed. Nothing restarts a finished job."""
     return is_true(status.conditions, names.COMPLETE) or is_true(status.conditions, names.FAILED)
 
 
 def succeeded(observed: Observed) -> bool:
-    """Whether the workers that the success policy names have succeeded, in a generation of this very spec."""
+    """Whether the workers that the success policy names have succeeded, with the current revision of the spec."""
     first = observed.spec.success_policy is SuccessPolicy.FIRST_WORKER
     asked = [observed.workers[rank_zero_worker(observed)]] if first and observed.workers else observed.workers
     return (
@@ -31,7 +31,7 @@ def succeeded(observed: Observed) -> bool:
 
 
 def begin(status: ParallelTrainingJobStatus, now: datetime) -> None:
-    """The job gets its pods: the first time its clock starts, after a suspension it goes on."""
+    """Starts the job's clock when its pods are created, or resumes it after a suspension."""
     if status.start_time is None:
         status.start_time = format_time(now)
     if status.active_since is None:
@@ -45,14 +45,14 @@ def pause(status: ParallelTrainingJobStatus, now: datetime) -> None:
 
 
 def deadline_left(spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStatus, now: datetime) -> float | None:
-    """Seconds until `spec.activeDeadlineSeconds` is reached, below 0 afterwards; None when the clock does not run."""
+    """Seconds until `spec.activeDeadlineSeconds` is reached, below 0 afterwards. None if the clock does not run."""
     if spec.active_deadline_seconds is None or parse_time(status.active_since) is None:
         return None
     return spec.active_deadline_seconds - status.active_seconds - seconds_since(status.active_since, now)
 
 
 def ttl_left(spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStatus, now: datetime) -> float | None:
-    """Seconds until a finished job is deleted, below 0 when it is time; None when it is kept for ever."""
+    """Seconds until a finished job is deleted, below 0 if that is overdue. None if the job is not deleted."""
     ended = parse_time(status.completion_time)
     if spec.ttl_seconds_after_finished is None or ended is None:
         return None

@@ -1,4 +1,4 @@
-"""Mesh generations: which ranks each worker runs, the next generation, and the document that tells agents of it.
+"""Mesh generations: which ranks each worker runs, the next generation, and the document that agents receive.
 
 A worker of a job that the operator places runs the ranks of its index. If another scheduler places the pods
 (`workers.schedulerName`), their ranks are known only once all of them are bound, and `status.placement` records them.
@@ -14,12 +14,12 @@ from meshwright_operator.timestamps import format_time
 
 
 def uses_external_scheduler(observed: Observed) -> bool:
-    """Whether another scheduler decides where the job's pods go."""
+    """Whether another scheduler places the job's pods."""
     return observed.spec.workers.scheduler_name is not None
 
 
 def slots(observed: Observed) -> dict[int, int]:
-    """Worker -> which of the plan's workers it is; those that are not known yet are left out."""
+    """Worker -> worker of the plan whose ranks it runs. Workers without known ranks are left out."""
     if not uses_external_scheduler(observed):
         return {worker.index: worker.index for worker in observed.workers}
     placement = observed.status.placement
@@ -43,9 +43,10 @@ def rank_zero_worker(observed: Observed) -> int:
 
 
 def next_generation(observed: Observed, cause: str, failures: int) -> MeshStatus:
-    """The next generation: one more than any that status or an agent ever named; rank 0's agent holds its store port.
+    """The next generation: its number is above every number in status or in an agent's report.
 
-    Every worker must run and have said hello. `failures` are those in a row so far.
+    Every worker must run and its agent must poll. The agent of rank 0 has reserved the store's port. `failures` is the
+    number of consecutive failures so far.
     """
     first = rank_zero_worker(observed)
     master = observed.workers[first].pod
@@ -61,9 +62,9 @@ def next_generation(observed: Observed, cause: str, failures: int) -> MeshStatus
 
 
 def document(observed: Observed, mesh: MeshStatus) -> MeshDocument | None:
-    """The document of the generation in effect, from what is persisted and the pods' addresses.
+    """The document of the current generation, from the persisted status and the pods' addresses.
 
-    None while no generation is in effect, or when a pod or address is not known (any more).
+    None while there is no current generation, or if a pod or its address is not known.
     """
     address, _, port = mesh.master.rpartition(":")
     if mesh.generation == 0 or mesh.pending_cause or not port.isdigit():

@@ -1,4 +1,4 @@
-"""Everything a decision looks at, taken together at one moment, so that deciding needs nothing else."""
+"""The input of a decision: a job, its pods, nodes and agents' reports, observed at one moment."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from meshwright_operator.kube.pod_info import Pod
 
 
 class WorkerState(StrEnum):
-    """What became of the current incarnation of a worker."""
+    """The state of a worker's current incarnation."""
 
     MISSING = "Missing"
-    """No pod: never made, or gone."""
+    """No pod: not created yet, or deleted."""
     PENDING = "Pending"
-    """Gated, unscheduled, or its container does not run yet."""
+    """The pod is gated or unscheduled, or its container does not run yet."""
     RUNNING = "Running"
     ENDING = "Ending"
-    """Being deleted; processes may still run."""
+    """The pod is being deleted. Its processes may still run."""
     SUCCEEDED = "Succeeded"
     CRASHED = "Crashed"
-    """Ended badly by its own doing."""
+    """The container exited with an error."""
     DISRUPTED = "Disrupted"
-    """Ended by somebody else's doing."""
+    """The pod was evicted, preempted or stopped by the cluster."""
     LOST = "Lost"
-    """Being deleted on a node that is down: nobody will ever say that it ended."""
+    """The pod is being deleted on a node that is down, so the deletion will not finish."""
 
 
 ENDED = frozenset(
@@ -52,20 +52,20 @@ class Worker:
     state: WorkerState
     pod: Pod | None = None
     node: str = ""
-    """Where its pod is, or was last placed."""
+    """The node of its pod, or the last one it was placed on."""
     node_down: bool = False
-    """Its node is gone or not ready."""
+    """Whether its node is gone or not ready."""
     node_rejection: str = ""
-    """Why its pod, not bound yet, cannot go to its node any more."""
+    """Why its node no longer accepts its pod, which is not bound yet."""
     node_drain_reason: str = ""
-    """Why the node its pod runs on is about to be emptied, such as `cordoned`."""
+    """Why its node is draining, such as `cordoned`."""
     older_pods: tuple[Pod, ...] = ()
     """Pods of earlier incarnations that may still run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """The API server refused to make the gang's pods."""
+    """The API server rejected the gang's pods."""
 
     reason: str
     """CamelCase, such as `QuotaExceeded`."""
@@ -74,7 +74,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """One job and all that belongs to it."""
+    """One job with its plan, workers and agents."""
 
     now: datetime
     name: str
@@ -83,41 +83,41 @@ class Observed:
     """`metadata.generation`."""
     spec: ParallelTrainingJobSpec
     revision: str
-    """Hash of the parts of the spec that plan and pods are made from."""
+    """Hash of the parts of the spec that need a restart when they change."""
     status: ParallelTrainingJobStatus
     plan: Plan
     workers: Sequence[Worker]
     other_plans: Sequence[Plan] = ()
-    """Plans of as many workers that would do as well, while none of the job's is in effect: what is free decides."""
+    """Before the job starts: equally good plans with the same number of workers. Placement chooses one."""
     excess_pods: Sequence[Pod] = ()
-    """Live pods of workers that the plan does not have."""
+    """Live pods whose worker index is not in the plan."""
     agents: Agents = field(default_factory=Agents)
     rejection: Rejection | None = None
-    """What the last attempt to make pods met, if it was refused and that has not been decided upon yet."""
+    """The API server's rejection of the last attempt to create pods, if no decision has handled it yet."""
 
     blocked_edit: BlockedEdit | None = None
-    """Why `spec` is not the object's but the one that runs."""
+    """If set, `spec` is the applied spec and not the object's, and this is the reason."""
     fallback: Observed | None = None
-    """The job as it runs, where `spec` is an edit of it that would restart the gang."""
+    """The job with its applied spec, if `spec` is an edit that would restart the gang."""
 
     @property
     def run(self) -> RunConfig:
-        """What the ranks run. Only those of a `NativeRun` report phases and steps."""
+        """What the ranks run. Only the ranks of a `NativeRun` report phases and steps."""
         return self.plan.run_config(self.spec)
 
     @property
     def mesh(self) -> MeshStatus:
-        """The mesh generation as it stands in status."""
+        """The mesh generation in status."""
         return self.status.mesh or MeshStatus()
 
     @property
     def live_pods(self) -> list[Pod]:
-        """Every pod of the job that may still run."""
+        """All pods of the job that may still run."""
         current = [w.pod for w in self.workers if w.pod is not None and not w.pod.terminal]
         return [*current, *(pod for w in self.workers for pod in w.older_pods), *self.excess_pods]
 
     def reports_in(self, state: AgentState) -> dict[int, ReceivedReport]:
-        """Reports with this state of the generation and incarnations in effect, by worker index."""
+        """Worker index -> report, for reports with this state from the current generation and incarnation."""
         return {
             worker.index: received
             for worker in self.workers
@@ -129,7 +129,7 @@ class Observed:
 
 
 def has_started(status: ParallelTrainingJobStatus) -> bool:
-    """Whether workers were ever placed; until then every look at the cluster may find a better plan."""
+    """Whether workers were ever placed. Before that, each reconcile may choose a better plan."""
     return status.placement is not None or (status.mesh is not None and status.mesh.generation > 0)
 
 
@@ -141,18 +141,18 @@ def observe_workers(
     refused: Mapping[str, str],
     draining: Mapping[str, str] | None = None,
 ) -> tuple[list[Worker], list[Pod]]:
-    """The plan's `count` workers as they stand, and live pods beyond them.
+    """The plan's `count` workers in their current state, and live pods that belong to no worker of the plan.
 
-    The incarnation of a worker is the highest that status or any pod names, so that a damaged status cannot bring back
-    an old one.
+    The incarnation of a worker is the highest in status or in any pod's name, so that a damaged status cannot reuse an
+    earlier one.
 
     Args:
-        count: workers of the plan.
-        status: the job's status.
-        pods: the job's own pods.
-        down: node -> whether it is not ready; a node that is not in it is gone.
-        refused: node -> why no pod of this job may go there; a node that is not in it takes pods.
-        draining: node -> why it is about to be emptied.
+        count: Number of workers in the plan.
+        status: The job's status.
+        pods: The job's pods.
+        down: Node -> whether it is not ready. A node that is missing here is gone.
+        refused: Node -> why it does not accept pods of this job. A node that is missing here accepts them.
+        draining: Node -> why it is draining.
     """
     placed = {entry.worker: entry for entry in (status.placement.workers if status.placement else [])}
     by_worker: dict[int, list[Pod]] = {}

@@ -1,7 +1,7 @@
-"""What a placement, the lack of one, or a start that came to nothing does to the job.
+"""Applies the result of a placement, or of an attempt that failed, to the decision.
 
-The rule behind all of it: a gang that cannot start holds nothing for long. Pods that do not train yet are let go at
-once, survivors of a lost pod after `HOLD_SECONDS`, and the next attempt comes after a pause that doubles.
+A gang that cannot start releases its nodes. Pods that have not trained yet are deleted at once, the pods that survived
+the loss of another after `HOLD_SECONDS`. The next attempt follows with exponential backoff.
 """
 
 from __future__ import annotations
@@ -42,47 +42,47 @@ NEEDS_USER_ACTION = frozenset(
         *("CreateContainerConfigError", "CreateContainerError", "RunContainerError"),
     }
 )
-"""Reasons for giving up that no waiting solves: the job is Stalled between attempts, so that somebody looks."""
+"""Reasons that waiting does not resolve: between attempts the job is Stalled, so that alerts reach its user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The scheduler found nodes for every worker, and reserves them until the decision is carried out."""
+    """Nodes for every worker. The scheduler reserves them until the decision is carried out."""
 
     placement: Placement
     warnings: tuple[str, ...] = ()
-    """What was strange about the nodes and pods."""
+    """Problems with nodes or pods that the scheduler ignored."""
     wake: tuple[JobKey, ...] = ()
-    """Jobs that should ask again now."""
+    """Jobs to reconcile again now."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotGranted:
-    """The scheduler found no nodes now."""
+    """The job's workers do not fit now, or it is not the job's turn."""
 
     message: str
-    """What is short, what would fit and what would have to end."""
+    """What is missing, what would fit, and which jobs or pods would have to end."""
     warnings: tuple[str, ...] = ()
     blocked_by_kept_workers: bool = False
-    """Whether the workers that stay are in the way: placing all anew would fit."""
+    """Whether the gang would fit if all its workers were placed again."""
     waits_for_turn: bool = False
-    """Whether it would fit, and a job further ahead in the queue gets the nodes."""
+    """Whether the gang fits, but a job ahead of it in the queue gets the nodes."""
     wake: tuple[JobKey, ...] = ()
-    """Jobs that should ask again now."""
+    """Jobs to reconcile again now."""
 
 
 @dataclass(frozen=True, slots=True)
 class MappedRanks:
-    """Ranks mapped onto the nodes that another scheduler gave."""
+    """Ranks mapped onto the nodes that another scheduler chose."""
 
     placement: Placement
-    """Where the plan's workers are."""
+    """The nodes of the plan's workers."""
     slots: Mapping[int, int]
     """Pod's worker index -> worker of the plan."""
 
 
 def apply(decision: Decision, grant: Granted | NotGranted) -> None:
-    """Takes the scheduler's answer to `decision.place`."""
+    """Applies the scheduler's answer to `decision.place`."""
     if isinstance(grant, Granted):
         _placed(decision, grant)
     else:
@@ -90,7 +90,7 @@ def apply(decision: Decision, grant: Granted | NotGranted) -> None:
 
 
 def _placed(decision: Decision, grant: Granted) -> None:
-    """New incarnations for the workers that need pods."""
+    """Creates pods with new incarnations for the workers that need them."""
     observed, status = decision.observed, decision.status
     assert decision.place is not None
     incarnations = new_incarnations(decision, decision.place.workers)
@@ -108,7 +108,7 @@ def _placed(decision: Decision, grant: Granted) -> None:
 
 
 def new_incarnations(decision: Decision, workers: Sequence[Worker]) -> dict[int, int]:
-    """Incarnation by worker, with new ones for `workers`, which need pods: an attempt begins."""
+    """Begins an attempt: returns the incarnation of each worker, with new ones for `workers`, which need pods."""
     observed = decision.observed
     crashed = (
         failure_detection.uncounted_crashes(observed)
@@ -130,7 +130,7 @@ def new_incarnations(decision: Decision, workers: Sequence[Worker]) -> dict[int,
 
 
 def _not_placed(decision: Decision, grant: NotGranted) -> None:
-    """There is no room: says so once, and lets go of pods that others could use meanwhile."""
+    """Records that the gang does not fit, and deletes pods that occupy GPUs which other jobs could use."""
     observed = decision.observed
     reason = WAITS_FOR_TURN if grant.waits_for_turn else DOES_NOT_FIT
     message = with_warnings(grant.message, grant.warnings)
@@ -148,7 +148,7 @@ def _not_placed(decision: Decision, grant: NotGranted) -> None:
 
 
 def give_up(decision: Decision, step: GiveUp) -> None:
-    """This attempt to start the gang came to nothing: says why, lets go, and tries again after a pause."""
+    """Ends this attempt to start the gang: reports why, deletes its pods, and schedules the next attempt."""
     observed, mesh = decision.observed, decision.mesh
     mesh.attempts += 1
     pause = retry_pause(mesh.attempts)
@@ -166,7 +166,7 @@ def give_up(decision: Decision, step: GiveUp) -> None:
 
 
 def wait_for_retry(decision: Decision, seconds: float) -> None:
-    """Between two attempts: what was said then still holds, and survivors are not kept for ever."""
+    """Waits between two attempts: repeats the last message, and deletes the surviving pods in time."""
     condition = find(decision.status.conditions, names.PLACED)
     if condition is not None:
         decision.job_state(condition.reason, condition.message, stalled=condition.reason in NEEDS_USER_ACTION)
@@ -175,17 +175,17 @@ def wait_for_retry(decision: Decision, seconds: float) -> None:
 
 
 def retry_left(decision: Decision) -> float:
-    """Seconds until the gang may be tried again; 0 when it may be now."""
+    """Seconds until the next attempt to start the gang; 0 if it may start now."""
     retry = parse_time(decision.mesh.retry_time)
     if retry is None:
         return 0.0
     left = (retry - decision.observed.now).total_seconds()
-    # A clock that was set back must not stop the job for longer than the longest pause.
+    # A clock that was set back must not delay the job by more than the longest pause.
     return left if 0.0 < left <= LONGEST_RETRY_SECONDS else 0.0
 
 
 def reset_attempts(decision: Decision) -> None:
-    """What was given up belongs to the past: the spec is another one, or somebody asked for it again."""
+    """Forgets failed attempts, because the spec has changed or the job was resumed."""
     if decision.status.mesh is not None:
         decision.mesh.attempts, decision.mesh.retry_time, decision.mesh.failures = 0, None, 0
 
@@ -196,7 +196,7 @@ def retry_pause(attempts: int) -> float:
 
 
 def _release_pods(decision: Decision, failed_pods: Sequence[Pod]) -> None:
-    """Pods that never trained go at once, and `failed_pods`; those that did, once they were held for long enough."""
+    """Deletes `failed_pods` and pods that have not trained yet, and all others after `HOLD_SECONDS`."""
     if _hold_expired(decision):
         decision.delete_live_pods()
         return
@@ -210,7 +210,7 @@ def _hold_expired(decision: Decision) -> bool:
 
 
 def _floor(observed: Observed) -> int:
-    """The highest incarnation of any worker, those of an earlier plan too: none may come again."""
+    """The highest incarnation of any worker, also of an earlier plan: none may be used again."""
     entries = observed.status.placement.workers if observed.status.placement else []
     known = [entry.incarnation for entry in entries] + [worker.incarnation for worker in observed.workers]
     return max(known, default=-1)
@@ -228,7 +228,7 @@ def placement_text(placement: PlacementStatus) -> str:
 
 
 def moved(decision: Decision) -> None:
-    """There is room elsewhere: the workers of `decision.move` are told to save and go."""
+    """Deletes the pods of `decision.move`, whose workers fit on other nodes. They save a checkpoint first."""
     assert decision.move is not None
     workers = decision.move.workers
     moves = "; ".join(f"worker {w.index} leaves {w.node}: {w.node_drain_reason}" for w in workers[:3])
@@ -243,7 +243,7 @@ def moved(decision: Decision) -> None:
 
 
 def create_unbound_pods(decision: Decision, step: Place) -> None:
-    """Pods without a node for the workers that have none: where they go, and so what they run, is told later."""
+    """Creates pods for the workers that have none. Their nodes and ranks are known once they are bound."""
     observed, status = decision.observed, decision.status
     incarnations = new_incarnations(decision, step.workers)
     new = {worker.index for worker in step.workers}
@@ -268,8 +268,8 @@ def create_unbound_pods(decision: Decision, step: Place) -> None:
 
 
 def apply_mapping(decision: Decision, mapped: MappedRanks | str) -> None:
-    """Takes the map of ranks onto another scheduler's nodes, or why there is none."""
-    if isinstance(mapped, str):  # a node that was given is gone again: its pod goes next
+    """Applies the mapping of ranks onto another scheduler's nodes, or reports why there is none."""
+    if isinstance(mapped, str):  # a chosen node is gone: the next reconcile deletes its pod
         decision.starting(mapped)
         decision.map_ranks = None
         decision.requeue_within(RETRY_PLACEMENT_SECONDS)

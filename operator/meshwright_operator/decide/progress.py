@@ -1,7 +1,7 @@
-"""How training stands, from the agents' reports, in the form and within the bounds of the job's status.
+"""The progress of training, copied from the agents' reports to the job's status.
 
-Reports come from a tenant's pod: a number out of bounds is left out here, so that the API server never refuses the
-whole status because of it.
+Reports come from a user's pod. A number that is out of range is ignored here, because the API server would reject the
+entire status.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from meshwright_operator.decide.observed import Observed, WorkerState
 from meshwright_operator.timestamps import format_time, parse_time
 
 THROTTLED_FIELDS = ("step", "loss", "tokens_per_second", "eta_seconds", "evaluation", "checkpoint")
-"""Fields of status that only tell progress: written at most every few seconds."""
+"""Fields of status that only show progress. They are written at most every few seconds."""
 
 
 def update_progress(observed: Observed, status: ParallelTrainingJobStatus) -> None:
-    """Takes step, loss, evaluation, checkpoint and so on from the last report of rank 0's worker of this generation."""
+    """Copies step, loss, throughput, evaluation and checkpoint from the last report of rank 0's worker."""
     run = observed.run
     status.total_steps = run.training.steps if isinstance(run, NativeRun) else None
     received = observed.agents.reports.get(rank_zero_worker(observed))
@@ -37,7 +37,7 @@ def update_progress(observed: Observed, status: ParallelTrainingJobStatus) -> No
 
 
 def count_ranks(observed: Observed) -> tuple[int, int]:
-    """Ranks that train, and ranks whose agent has not been heard since the operator started."""
+    """The number of ranks that train, and of ranks whose agent has not reported since the operator started."""
     training = unknown = 0
     for worker in observed.workers:
         ranks = observed.plan.gpus_per_worker
@@ -88,7 +88,7 @@ def _update_checkpoint(observed: Observed, report: WorkerReport, status: Paralle
 
 
 def _count(value: float) -> int | None:
-    # Neither a number that is none nor one beyond any float passes.
+    # Also rejects NaN and infinity.
     if not 0 <= value <= MAX_SAFE_INTEGER:
         return None
     return int(value)

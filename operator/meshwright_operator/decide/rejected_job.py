@@ -1,4 +1,4 @@
-"""The status of a job about which nothing is decided: its spec cannot be acted on as it stands, or no longer counts."""
+"""The status of a job for which no decision is made: its spec is rejected, no layout fits, or the job is finished."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright_operator.decide.conditions import JobState, set_condition, set_j
 def rejected(
     old: ParallelTrainingJobStatus, generation: int, now: datetime, reason: str, message: str
 ) -> ParallelTrainingJobStatus:
-    """The status of a job that cannot be acted on as its spec stands. Pods it may have are left alone."""
+    """The status of a job with a rejected spec. Its pods, if any, are not touched."""
     status = old.model_copy(deep=True)
     status.observed_generation = generation
     set_job_state(status, JobState(reason, message, stalled=True), generation, now)
@@ -22,7 +22,7 @@ def rejected(
 def unplannable(
     old: ParallelTrainingJobStatus, generation: int, now: datetime, message: str, *, suspended: bool = False
 ) -> ParallelTrainingJobStatus:
-    """The status of a job for which this cluster, as it is, has no layout; another node may change that."""
+    """The status of a job for which no layout fits the cluster now. New nodes may change that."""
     status = old.model_copy(deep=True)
     status.observed_generation = generation
     set_condition(status, names.PLACED, "False", "NoLayout", message, generation, now)
@@ -34,7 +34,7 @@ def unplannable(
 
 
 def unchanged(old: ParallelTrainingJobStatus, generation: int) -> ParallelTrainingJobStatus:
-    """The status of a finished job, whatever became of its spec: nothing starts it again."""
+    """The status of a finished job, whose spec no longer matters."""
     status = old.model_copy(deep=True)
     status.observed_generation = generation
     update_observed_generation(status, generation)

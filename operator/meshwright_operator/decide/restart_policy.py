@@ -1,7 +1,6 @@
-"""Why a gang restarts and what follows: which failures count, how long the next start waits, when the job fails.
+"""The restart policy: which failures count toward the limit, how long the next start waits, and when the job fails.
 
-`RestartCause` states all of it for one cause, and nothing else does: status, events, metrics, the restart budget and
-the back-off read it from here.
+`RestartCause` is the only definition of a cause. Status, events, metrics, the restart limit and the backoff read it.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from meshwright_operator.decide.observed import Observed, Worker, WorkerState
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 
 SETTLE_SECONDS = 2.0
-"""How long a failed rank or a crashed pod waits for others to fail too: the first pause of the back-off."""
+"""How long to wait after a failed rank or a crashed pod for others to fail too: the first pause of the backoff."""
 LONGEST_BACKOFF_SECONDS = 60.0
 FAILURE_RESET_SECONDS = 600.0
-"""A generation that trained for this long ends a row of failures."""
+"""Training for this long resets the number of consecutive failures."""
 
 SIGNAL_BASE = 128
 
@@ -41,22 +40,22 @@ class RestartCause:
     """One cause of restarts."""
 
     name: str
-    """In `status.mesh`, in `status.restarts` and as the label `cause` of `ptj_job_restarts_total`."""
+    """Its name in `status.mesh`, in `status.restarts` and in the label `cause` of `ptj_job_restarts_total`."""
     limited: bool = False
-    """Whether it counts toward `recovery.maxRestarts`: the job's own processes are to blame."""
+    """Whether it counts toward `recovery.maxRestarts`, because the job's own processes caused it."""
     backs_off: bool = False
-    """Whether the next generation waits, longer after each failure, although all pods run."""
+    """Whether the next generation waits, with exponential backoff, although all pods run."""
     exit_codes: ExitCodes = _no_exit_codes
     """The exit codes to which the rules of `recovery.exitCodes` apply."""
     event: str = ""
     """Reason of its event; its name if empty."""
     event_type: str = WARNING
     restarts: bool = True
-    """Whether `status` calls it a restart; a first start and a resumption are none."""
+    """Whether it is a restart in `status`. A first start and a resumption are not."""
     replaces_gang: bool = False
     """Whether every worker gets a new pod, so that all of them have the same incarnation."""
     detect: Detector | None = None
-    """Finds it, if it has a detector of its own; `failure_detection.DETECTORS` find the causes declared below."""
+    """Detects it, if it is not one of the causes below, which `failure_detection.DETECTORS` detect."""
 
 
 CAUSES: dict[str, RestartCause] = {}
@@ -72,7 +71,7 @@ def declare(cause: RestartCause) -> RestartCause:
 
 
 def cause_named(name: str) -> RestartCause:
-    """The cause that a status names; one without consequences for a name that this version does not know."""
+    """The cause with this name. For a name that this version does not know, a cause that does not count or wait."""
     return CAUSES.get(name) or RestartCause(name)
 
 
@@ -82,18 +81,18 @@ class Interruption:
 
     cause: RestartCause
     message: str
-    """What happened, for people."""
+    """What happened, for events and conditions."""
     detected_in: float = 0.0
-    """Seconds from the first sign to this verdict."""
+    """Seconds from the first symptom to this verdict."""
     lost: tuple[Worker, ...] = ()
-    """Workers that nobody can reach, whose pods are given up."""
+    """Workers that are unreachable, whose pods to delete."""
     job_failure: str = ""
-    """Reason for which the job fails at once, because no restart can help; usually empty."""
+    """Reason for which the job fails at once, because a restart would not help. Usually empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """Something failed; wait before judging."""
+    """Something failed: wait before determining the cause."""
 
     seconds: float
 
@@ -109,10 +108,10 @@ def crashed_exit_codes(observed: Observed) -> set[int]:
 
 
 def rank_exit_codes(observed: Observed) -> set[int]:
-    """Exit codes of the ranks at the root of a failure, in a shell's notation.
+    """Exit codes of the ranks that caused a failure, in a shell's notation.
 
-    A rank that exited by itself takes precedence over ranks that a signal ended, since the agent stops a failed rank's
-    neighbours with signals. If any worker blames itself, workers that only lost a peer are ignored.
+    Ranks that exited by themselves take precedence over ranks that a signal killed, because the agent stops the other
+    ranks of its worker with signals. Workers that only lost a peer are ignored if any worker failed by itself.
     """
     received = list(observed.reports_in(AgentState.FAILED).values())
     blamed = [h for h in received if h.report.failure is not FailureKind.PEER_LOST] or received
@@ -136,7 +135,7 @@ HANG = declare(RestartCause("Hang", limited=True, backs_off=True))
 
 
 def action_for(spec: ParallelTrainingJobSpec, codes: AbstractSet[int]) -> tuple[FailureAction, str]:
-    """The action of the first exit-code rule that names one of `codes`, and the sentence that explains it."""
+    """The action of the first exit-code rule that contains one of `codes`, and its explanation."""
     for rule in spec.recovery.exit_codes:
         named = sorted(codes & set(rule.values))
         if named:
@@ -164,19 +163,19 @@ def count_failure(
 
 
 def _record_failure(mesh: MeshStatus, now: datetime) -> None:
-    """Counts one more failure in a row; the first of another row if the generation trained for long enough."""
+    """Counts one more consecutive failure. Starts again at 1 if the generation trained for long enough."""
     trained = 0.0 if mesh.pending_cause else seconds_since(mesh.started_time, now)
     mesh.failures = 1 if trained >= FAILURE_RESET_SECONDS else mesh.failures + 1
 
 
 def drop_expired(status: ParallelTrainingJobStatus, recovery: RecoverySpec, now: datetime) -> None:
-    """Forgets the restarts before `recovery.restartWindowSeconds`; without a window it forgets none."""
+    """Forgets restarts that are older than `recovery.restartWindowSeconds`. Without a window, all restarts count."""
     if recovery.restart_window_seconds is None:
         status.restart_times = []
         return
     begin = now - timedelta(seconds=recovery.restart_window_seconds)
     in_window = [text for text in status.restart_times if (moment := parse_time(text)) is not None and moment >= begin]
-    # A window that is set later counts from then on.
+    # If the window is set later, only restarts from then on count.
     status.restart_times = in_window
     status.restarts_toward_limit = len(in_window)
 
@@ -187,28 +186,28 @@ def exhausted(status: ParallelTrainingJobStatus, recovery: RecoverySpec) -> bool
 
 
 def backoff_left(observed: Observed, cause: RestartCause) -> tuple[float, float]:
-    """Seconds left before the next generation may form after this cause, and the whole pause."""
+    """Seconds left before the next generation may form after this cause, and the full pause."""
     pause = backoff_seconds(_failures_so_far(observed)) if cause.backs_off else 0.0
     since = parse_time(observed.mesh.pending_since) or observed.now
-    # Another operator's clock may have been ahead when it wrote this.
+    # The clock of another operator process may have been ahead when it wrote `pendingSince`.
     return max(0.0, min(pause, pause - (observed.now - since).total_seconds())), pause
 
 
 def backoff_seconds(failed: int) -> float:
-    """The pause before the start that follows the `failed`-th failure: 0, 2, 4, ... 60."""
+    """Seconds to wait before the start that follows the `failed`-th failure: 0, 2, 4, ... 60."""
     return 0.0 if failed <= 1 else min(2.0 ** min(failed - 1, 10), LONGEST_BACKOFF_SECONDS)
 
 
 def crash_backoff_left(observed: Observed, crashed: Iterable[Worker]) -> float:
-    """Seconds left before crashed pods are replaced. The pause grows, and is long enough to see who else crashes."""
+    """Seconds left before crashed pods are replaced: exponential backoff, long enough to detect other crashes."""
     ends = [worker.pod.ended for worker in crashed if worker.pod is not None and worker.pod.ended is not None]
     if not ends:
         return 0.0
     pause = min(SETTLE_SECONDS * 2.0 ** min(_failures_so_far(observed), 10), LONGEST_BACKOFF_SECONDS)
-    # By clocks of nodes, which may be ahead.
+    # The times are from the nodes' clocks, which may be ahead.
     return max(0.0, min(pause, pause - (observed.now - max(ends)).total_seconds()))
 
 
 def _failures_so_far(observed: Observed) -> int:
-    """Failures that lengthen the next pause: those that count, or those in a row if an exit-code rule ignores them."""
+    """The number of failures that sets the next pause: restarts toward the limit, or consecutive failures if higher."""
     return max(observed.status.restarts_toward_limit, observed.mesh.failures)

@@ -1,7 +1,7 @@
-"""What the watches saw last: jobs, worker pods by job, nodes by name. Slim, and never the truth.
+"""The cache of jobs, worker pods and nodes, with only the fields that the operator reads.
 
-Objects that the operator itself wrote are put here from the API server's answer, so that the next reconcile does not
-act on a past it made. An older version never replaces a newer one.
+Watches and listings update it, and so do the API server's answers to the operator's own writes, so that the next
+reconcile sees them. An older version never replaces a newer one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshwright_operator.kube.pod_requests import PodRequest, read_pod_request
 
 
 class JobKey(NamedTuple):
-    """A job by name."""
+    """Namespace and name of a job."""
 
     namespace: str
     name: str
@@ -35,23 +35,23 @@ class Cache:
         self._unowned_pods: dict[str, PodRequest] = {}
         self._deleted_versions: dict[str, int] = {}
         self.nodes_version = 0
-        """Another one whenever anything that placement looks at is different."""
+        """Changes whenever a node changes in a way that matters for placement."""
 
     def put_job(self, obj: KubeObject) -> None:
-        """Takes a job unless a newer version of it is here."""
+        """Store a job, unless a newer version is stored."""
         key = key_of(obj)
         old = self.jobs.get(key)
         if old is None or _uid(old) != _uid(obj) or _version(old) <= _version(obj):
             self.jobs[key] = trim_job(obj)
 
     def remove_job(self, obj: KubeObject) -> None:
-        """Drops a job, unless another object of the same name took its place."""
+        """Remove a job, unless another object with the same name has replaced it."""
         key = key_of(obj)
         if (old := self.jobs.get(key)) is not None and _uid(old) == _uid(obj):
             del self.jobs[key]
 
     def put_pod(self, pod: Pod) -> bool:
-        """Takes a pod unless a newer version of it is here, or it was seen to be gone; whether that is news."""
+        """Store a pod, unless a newer version is stored or it was deleted. Return whether it has changed."""
         key = JobKey(pod.namespace, pod.job)
         old = self._pods.get(key, {}).get(pod.name)
         if pod.version <= self._deleted_versions.get(pod.uid, -1):
@@ -63,7 +63,7 @@ class Cache:
         return old != pod
 
     def remove_pod(self, pod: Pod) -> None:
-        """Drops a pod, which also lost its label perhaps: only a later state of it than this brings it back."""
+        """Remove a pod that was deleted, or that lost its label. Only a later version of it is stored again."""
         key = JobKey(pod.namespace, pod.job)
         pods = self._pods.get(key, {})
         if (old := pods.get(pod.name)) is not None and old.uid == pod.uid:
@@ -75,7 +75,7 @@ class Cache:
             del self._deleted_versions[next(iter(self._deleted_versions))]
 
     def put_unowned_pod(self, obj: KubeObject) -> None:
-        """Takes a pod that carries the job label and is no job's: it holds its node all the same."""
+        """Store a pod that has the job label but no job: it occupies its node all the same."""
         pod_request = read_pod_request(obj, {})
         if pod_request is not None:
             self._unowned_pods[_uid(obj)] = pod_request
@@ -83,15 +83,15 @@ class Cache:
             self._unowned_pods.pop(_uid(obj), None)
 
     def remove_unowned_pod(self, uid: str) -> None:
-        """Drops such a pod."""
+        """Remove such a pod."""
         self._unowned_pods.pop(uid, None)
 
     def unowned_pods(self, namespace: str | None) -> set[str]:
-        """The uids of those in a namespace; None: in all."""
+        """The uids of such pods in a namespace, or in all if it is None."""
         return {uid for uid, pod_request in self._unowned_pods.items() if namespace in (None, pod_request.namespace)}
 
     def pod_requests(self) -> list[PodRequest]:
-        """What every pod with the job label holds."""
+        """The requests of all pods with the job label."""
         own = [
             PodRequest(pod.name, pod.namespace, pod.node, pod.request_json, pod.job, pod.owner)
             for pods in self._pods.values()
@@ -101,7 +101,7 @@ class Cache:
         return [*own, *self._unowned_pods.values()]
 
     def remove_unlabelled_pod(self, uid: str) -> JobKey | None:
-        """Drops a pod that still exists but lost the job label, so that no watch shows it; the key of its job."""
+        """Remove a pod that lost the job label, so that the watch no longer selects it. Return its job's key."""
         for key, pods in self._pods.items():
             for pod in pods.values():
                 if pod.uid == uid:
@@ -112,19 +112,19 @@ class Cache:
         return None
 
     def pods(self, key: JobKey, uid: str) -> list[Pod]:
-        """The job's own pods, by its uid."""
+        """The pods that the job with this uid owns."""
         return [pod for pod in self._pods.get(key, {}).values() if pod.owner == uid]
 
     def count(self, key: JobKey) -> int:
-        """How many pods carry the job's name."""
+        """The number of pods with the job's name."""
         return len(self._pods.get(key, ()))
 
     def all_pods(self) -> Iterable[Pod]:
-        """Every pod with the job label."""
+        """All pods with the job label."""
         return [pod for pods in self._pods.values() for pod in pods.values()]
 
     def put_node(self, obj: KubeObject) -> bool:
-        """Takes a node; whether anything that placement looks at is different now."""
+        """Store a node. Return whether it changed in a way that matters for placement."""
         trimmed = trim_node(obj)
         name = trimmed["metadata"]["name"]
         changed = self.nodes.get(name) != trimmed
@@ -133,7 +133,7 @@ class Cache:
         return changed
 
     def remove_node(self, name: str) -> bool:
-        """Drops a node; whether it was here."""
+        """Remove a node. Return whether it was stored."""
         gone = self.nodes.pop(name, None) is not None
         self.nodes_version += gone
         return gone
@@ -145,13 +145,13 @@ def key_of(obj: Mapping[str, Any]) -> JobKey:
 
 
 def trim_job(obj: KubeObject) -> KubeObject:
-    """A job without what nobody here reads."""
+    """A job without the metadata that the operator does not read."""
     dropped = ("managedFields", "annotations")
     return {**obj, "metadata": {k: v for k, v in obj["metadata"].items() if k not in dropped}}
 
 
 def trim_node(obj: KubeObject) -> KubeObject:
-    """What placement and recovery look at; no heartbeat times, so that a node that is just alive does not differ."""
+    """The fields of a node that matter for placement and recovery, without heartbeat times, which always change."""
     metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     conditions = [c for c in status.get("conditions") or () if isinstance(c, dict) and c.get("type") == "Ready"]
     return {

@@ -1,12 +1,13 @@
-"""The API server, as raw JSON: every call bounded in time and number, counted, and patient when the server asks for it.
+"""The client of the API server. Calls have a timeout and a concurrency limit, back off when the server asks, and are
+counted in metrics.
 
-Raw because typed models of thousands of pods block the event loop for seconds. The verbs used here, and no others, are
-what the operator's role allows: jobs get/list/watch/delete, their `/status` patch; pods get/list/watch/create/patch/
-delete; services and secrets create/patch (server-side apply; neither is ever read); events create/patch; leases
-get/create/update; nodes list/watch.
+Objects are raw JSON, because typed models of thousands of pods block the event loop for seconds. The operator's role
+allows exactly the verbs used here: jobs get/list/watch/delete, and patch of their `/status`; pods
+get/list/watch/create/patch/delete; services and secrets create/patch (server-side apply; the operator never reads
+them); events create/patch; leases get/create/update; nodes list/watch.
 
-Calls about leases go first: they wait for no slot and for no patience, since leadership must not hang on traffic. Every
-other write checks the fence.
+Calls about leases skip the concurrency limit and the backoff, because leadership must not depend on other traffic. All
+other writes check the fence.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 
 PAGE_SIZE = 500
 IDENTITY_ENCODING = "identity"
-"""Inside of a cluster the network is cheaper than the API server's time for compressing every page of a list."""
+"""No compression: inside a cluster the network costs less than the API server's time to compress each page."""
 ATTEMPTS = 4
 RETRIED_CODES = (429, 503)
 FIRST_RETRY_SECONDS = 0.5
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
-    """The API server refused, or could not be reached (code 0)."""
+    """The API server answered with an error, or could not be reached (code 0)."""
 
     def __init__(self, code: int, reason: str, message: str, retry_after: float | None = None) -> None:
         super().__init__(f"{code} {reason}: {message}" if code else message)
@@ -54,18 +55,18 @@ class ApiError(Exception):
         self.reason = reason
         self.message = message
         self.retry_after = retry_after
-        """Seconds after which the server wants to be asked again; None when it did not say."""
+        """Seconds from the server's `Retry-After` header; None without one."""
 
 
 class FencedError(ApiError):
-    """The write was not sent: this process may not be the leader any more."""
+    """The write was not sent, because this process may no longer be the leader."""
 
     def __init__(self, verb: str, path: str) -> None:
         super().__init__(0, "Fenced", f"{verb} {path}: not sent, since the lease may be another operator's by now")
 
 
 class Page(NamedTuple):
-    """Part of a collection, and the version of the collection that all its pages show."""
+    """One page of a collection, and the resourceVersion of the collection, which all its pages have in common."""
 
     items: list[KubeObject]
     version: str
@@ -75,11 +76,11 @@ class KubeClient:
     """Calls to the API server. Bodies and answers are plain dicts.
 
     Args:
-        configuration: where the server is and as whom to ask.
-        metrics: counts the calls.
-        fence: bounds writes; None: they are not bounded.
-        max_in_flight: calls at the same time.
-        timeout: seconds of one call.
+        configuration: The server's address and the credentials.
+        metrics: Counts the calls.
+        fence: Limits writes; None for no limit.
+        max_in_flight: Number of concurrent calls.
+        timeout: Seconds for one call.
     """
 
     def __init__(
@@ -104,15 +105,15 @@ class KubeClient:
         await self._rest.close()
 
     async def get(self, path: str) -> KubeObject:
-        """One object.
+        """Get one object.
 
         Raises:
-            ApiError: as every call here.
+            ApiError: As every call of this class.
         """
         return await self._call("GET", path)
 
     async def pages(self, path: str, **query: str) -> AsyncIterator[Page]:
-        """A collection, page by page, read consistently: all that was written before the call is in it."""
+        """List a collection, page by page. The list is consistent and includes everything written before the call."""
         token = ""
         while True:
             answer = await self._call("GET", path, {**query, "limit": str(PAGE_SIZE), "continue": token})
@@ -124,10 +125,10 @@ class KubeClient:
 
     @asynccontextmanager
     async def stream(self, path: str, query: Mapping[str, str], idle: float) -> AsyncIterator[aiohttp.StreamReader]:
-        """The body of a GET that goes on, such as a watch. It holds no slot.
+        """The body of a streaming GET, such as a watch. It does not count toward the concurrency limit.
 
         Raises:
-            ApiError: refused; broken off; or nothing came for `idle` seconds.
+            ApiError: The server answered with an error, the connection broke, or nothing arrived for `idle` seconds.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout, sock_read=idle)
         try:
@@ -149,7 +150,7 @@ class KubeClient:
         return await self._call("PUT", path, {"fieldManager": FIELD_MANAGER}, body)
 
     async def apply(self, path: str, body: KubeObject) -> KubeObject:
-        """Server-side apply: makes the object or brings the operator's fields of it in line."""
+        """Server-side apply: create the object, or update the fields that the operator manages."""
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         return await self._call("PATCH", path, query, body, "application/apply-patch+yaml")
 
@@ -159,7 +160,7 @@ class KubeClient:
         return await self._call("PATCH", path, query, body, "application/merge-patch+json")
 
     async def delete(self, path: str, uid: str) -> None:
-        """Deletes that very object, with its own grace period; one that is gone already is fine."""
+        """Delete the object with this uid, with its own grace period. Succeeds if it is already gone."""
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -198,7 +199,7 @@ class KubeClient:
         raise AssertionError("unreachable")
 
     def _timeout_for(self, verb: str, path: str) -> float:
-        """Seconds that the call may last."""
+        """Seconds that the call may take."""
         if verb == "GET" or self._fence is None:
             return self._timeout
         seconds_left = self._fence.seconds_left()
@@ -207,7 +208,7 @@ class KubeClient:
         return min(self._timeout, seconds_left)
 
     def _back_off(self, error: ApiError, delay: float) -> None:
-        """Keeps every call back for as long as the server asked, or for `delay`: it is the server that is too busy."""
+        """Delay all calls for as long as the server asked, or for `delay`, because the server is overloaded."""
         seconds = min(error.retry_after if error.retry_after is not None else delay, LONGEST_RETRY_SECONDS)
         until = time.monotonic() + seconds * random.uniform(1.0, 1.1)
         if until > self._backoff_until:
@@ -270,7 +271,7 @@ def _decode_response(code: int, data: bytes, headers: Mapping[str, str]) -> Kube
 
 
 def _retry_after(text: str) -> float | None:
-    """Seconds in a Retry-After header (RFC 9110, 10.2.3), which is a number of seconds or a date."""
+    """Seconds in a Retry-After header (RFC 9110, section 10.2.3), which is a number of seconds or a date."""
     if text.isdigit():
         return float(text)
     try:

@@ -1,4 +1,4 @@
-"""How the process reaches the API server: one configuration for the client and the watches."""
+"""The connection to the API server: one configuration for the client and the watches."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ SERVICE_HOST = "KUBERNETES_SERVICE_HOST"
 
 
 class KubeConfigError(Exception):
-    """No usable configuration; the message names what was tried and the fix."""
+    """There is no usable configuration. The message names what was tried and the fix."""
 
 
 async def load_configuration(kubeconfig: Path | None) -> Configuration:
-    """The configuration from `kubeconfig`; without one, from the pod's service account, else from the usual kubeconfig.
+    """The configuration from `kubeconfig`. If None, from the pod's service account, or else the default kubeconfig.
 
     Raises:
-        ConnectionFailedError: it cannot be read.
+        KubeConfigError: The configuration cannot be read.
     """
     configuration = Configuration()
-    # Else every request would ask two threads for the environment's proxies and passwords; the watches never do.
+    # Otherwise every request would use two threads to read proxies and passwords from the environment.
     configuration.client_session_kwargs = {"trust_env": False}
-    # Calls are bounded where they are made; watches, one a namespace, must not take their places.
+    # No limit here: the client limits its calls, and watches (one per namespace) must not count toward a limit.
     configuration.connection_pool_maxsize = 0
     try:
         if kubeconfig is None and SERVICE_HOST in os.environ:

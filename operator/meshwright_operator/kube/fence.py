@@ -1,8 +1,8 @@
-"""The fence around writes: until when this process may change anything in the cluster.
+"""The write fence: a deadline after which this process must not write to the cluster.
 
-A leader that was cut off, or slept, does not know that another one leads by now. So nobody asks "do I lead?" but "how
-long do I surely lead?": every renewal of the lease moves the deadline, every write checks it first and may last no
-longer. The deadline lies before the moment at which another process may take the lease.
+A leader that was disconnected or suspended does not know that another process leads now. So writes do not check a flag
+but a deadline: every renewal of the lease extends it, and a write must end before it. The deadline is earlier than the
+time at which another process may take the lease.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class Fence:
         self._deadline = float("-inf")
 
     def extend(self, deadline: float) -> None:
-        """Writes may last until `deadline`, in seconds of the monotonic clock."""
+        """Allow writes until `deadline`, in seconds of the monotonic clock."""
         self._deadline = deadline
 
     def close(self) -> None:
-        """No more writes."""
+        """Allow no more writes."""
         self._deadline = float("-inf")
 
     def seconds_left(self) -> float:
-        """Seconds that a write that begins now may last; zero or less when there may be none."""
+        """Seconds that a write may take if it begins now; zero or less if writes are not allowed."""
         return self._deadline - time.monotonic()

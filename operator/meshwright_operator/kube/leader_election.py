@@ -1,9 +1,9 @@
-"""Leadership by a Lease: one operator acts, another may wait.
+"""Leader election with a Lease: one operator process leads, others wait.
 
-Every call has its own time limit, the clock is monotonic, and a leader that could not renew for two thirds of the lease
-gives up before anybody else may take it. Its writes end even if it does not notice: every renewal moves the fence that
-each write must pass. What remains of an overlap is harmless: status writes carry the resourceVersion they were decided
-on, and names of pods are functions of what was persisted.
+Every call has a timeout, and the clock is monotonic. A leader that cannot renew for two thirds of the lease duration
+exits, before another process can take the lease. Even if it does not notice, its writes end: every renewal extends the
+fence, which each write checks. An overlap of two leaders would be harmless, because status writes have the
+resourceVersion on which they were decided, and pod names are functions of the persisted status.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ log = logging.getLogger(__name__)
 
 
 RENEW_DEADLINE_FRACTION = 2 / 3
-"""The part of the lease for which its holder may act on it."""
+"""The fraction of the lease duration in which its holder may write."""
 
 UNKNOWN_HOLDER = "?"
-"""In place of a holder: the lease changed under this process's hands, or could not be read."""
+"""The holder if another process changed the lease at the same time, or if it could not be read."""
 
 
 class LeaseLostError(Exception):
-    """This process leads no longer and must end."""
+    """This process no longer leads and must exit."""
 
 
 class LeaderElector:
-    """One Lease object and this process's claim to it.
+    """Acquires, renews and releases one Lease object.
 
     Args:
-        cluster: the API server.
-        fence: moved by every renewal.
-        namespace: of the Lease object.
-        name: of the Lease object.
-        identity: this process, in the Lease.
-        seconds: how long a leader that stopped renewing keeps others out.
+        cluster: Client of the API server.
+        fence: Extended by every renewal.
+        namespace: Namespace of the Lease object.
+        name: Name of the Lease object.
+        identity: Name of this process in the Lease.
+        seconds: Duration of the lease.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LeaderElector:
         self._last_observed: tuple[object, float] = (None, 0.0)
 
     async def acquire(self) -> None:
-        """Waits until this process leads."""
+        """Wait until this process leads."""
         logged_holder = ""
         while True:
             try:
@@ -75,10 +75,10 @@ class LeaderElector:
             await asyncio.sleep(min(2.0, self._seconds / 5))
 
     async def renew_until_lost(self) -> None:
-        """Renews for ever.
+        """Renew the lease until it is lost.
 
         Raises:
-            LeaseLostError: another process leads, or it could not be renewed for two thirds of the lease.
+            LeaseLostError: Another process leads, or renewals failed for two thirds of the lease duration.
         """
         while True:
             await asyncio.sleep(self._seconds / 5)
@@ -97,7 +97,7 @@ class LeaderElector:
                 raise LeaseLostError(f"the lease was not renewed for {self._seconds * RENEW_DEADLINE_FRACTION:.0f} s")
 
     async def release(self) -> None:
-        """Gives the lease back, so that the next leader need not wait; failing to is harmless. No write follows it."""
+        """Release the lease, so that the next leader need not wait. Closes the fence first. Failing is harmless."""
         self._fence.close()
         if self._object is None or self._object["spec"].get("holderIdentity") != self._identity:
             return
@@ -108,10 +108,10 @@ class LeaderElector:
             log.info("the lease was not released", extra={"error": str(error) or "timed out"})
 
     async def _try_acquire_or_renew(self) -> str:
-        """Takes or renews the lease; the holder when it is somebody else's."""
+        """Acquire or renew the lease. Return its holder if that is another process, else an empty string."""
         started = time.monotonic()
         if self._object is not None and self._object["spec"].get("holderIdentity") == self._identity:
-            # One request in place of two, as long as nobody else writes: it carries the version that was written last.
+            # One request instead of two, while no other process writes: it has the version that was written last.
             try:
                 await self._write({})
             except ApiError as error:
@@ -144,7 +144,7 @@ class LeaderElector:
         return ""
 
     def _expired(self, spec: KubeObject) -> bool:
-        """Whether the holder has not renewed for the lease's time, by this process's clock alone."""
+        """Whether the holder has not renewed for the lease duration, by the clock of this process only."""
         mark = (spec.get("holderIdentity"), spec.get("renewTime"), spec.get("leaseTransitions"))
         if self._last_observed[0] != mark:
             self._last_observed = (mark, time.monotonic())

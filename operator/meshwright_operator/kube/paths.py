@@ -12,7 +12,7 @@ LEASES = "/apis/coordination.k8s.io/v1"
 
 
 def resource_of(path: str) -> str:
-    """The resource a path names, such as `pods` or `paralleltrainingjobs/status`: a label value of few values."""
+    """The resource in a path, such as `pods` or `paralleltrainingjobs/status`, for the label of a metric."""
     parts = path.strip("/").split("/")
     parts = parts[2:] if parts[0] == "api" else parts[3:]
     if parts[:1] == ["namespaces"] and len(parts) > 2:

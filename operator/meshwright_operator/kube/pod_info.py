@@ -1,7 +1,7 @@
-"""A worker pod as decisions see it: read once from the raw object, whatever shape that has.
+"""The fields of a worker pod that decisions read, parsed once from the raw object.
 
-Worker index and incarnation are read from the pod's name, which cannot be edited, not from its labels, which can. Whose
-pod it is says the controlling ownerReference's uid: a pod that merely carries the operator's labels is nobody's.
+Worker index and incarnation come from the pod's name, which cannot be edited, not from its labels, which can. The uid
+of the controlling ownerReference identifies the pod's job: labels alone do not make it a pod of the job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright_operator.timestamps import parse_time
 
 NAME = re.compile(r"^(?P<job>.+)-w(?P<worker>\d{1,6})-(?P<incarnation>\d{1,9})$")
 
-# Reasons of a Failed pod that are somebody else's doing: the node, the kubelet, the scheduler.
+# Reasons of a Failed pod that the node, the kubelet or the scheduler caused.
 DISRUPTION_REASONS = frozenset(
     {
         *("Evicted", "Preempting", "Preempted", "Terminated"),
@@ -29,7 +29,7 @@ DISRUPTION_REASONS = frozenset(
 )
 SIGTERM_EXIT = 143
 
-# Whose doing: reasons of the DisruptionTarget condition, and of a Failed pod's status.
+# Reasons of the DisruptionTarget condition, and of a Failed pod's status, by cause.
 PREEMPTIONS = frozenset({"PreemptionByScheduler", "Preempting", "Preempted"})
 EVICTIONS = frozenset(
     {"EvictionByEvictionAPI", "DeletionByTaintManager", "TerminationByKubelet", "Evicted", "NodeShutdown", "Shutdown"}
@@ -44,52 +44,52 @@ class Pod:
     namespace: str
     uid: str
     version: int
-    """`metadata.resourceVersion` as a number; 0 when it is none."""
+    """`metadata.resourceVersion` as a number; 0 if it is not one."""
     job: str
     owner: str
-    """uid of the controlling owner; empty when it has none."""
+    """uid of the controlling owner; empty if it has none."""
     worker: int
     incarnation: int
     revision: str
     gates: tuple[str, ...]
-    """Scheduling gates, all of them."""
+    """All its scheduling gates."""
     node: str
-    """Node it is bound or pinned to; empty when any."""
+    """Node it is bound or pinned to; empty if it has none."""
     bound: bool
     phase: str
     address: str
-    """IP address; empty before it has one."""
+    """IP address; empty if it has none yet."""
     created: datetime | None
     deleting: bool
     disrupted: bool
-    """It ended, and not by its own doing: evicted, preempted, its node shut down, told to stop."""
+    """Whether it was stopped from outside: evicted, preempted, deleted, or its node was shut down."""
     exit_code: int | None
     ended: datetime | None
-    """When its container ended."""
+    """When its container exited."""
     problem: str
-    """Why its container does not start or it is not scheduled, as `Reason: message`; empty when nothing is wrong."""
+    """Why its container does not start or it is not scheduled, as `Reason: message`; empty without a problem."""
     started: datetime | None = None
-    """When its container began to run; None before that, and where the kubelet does not say."""
+    """When its container started; None before that, or if the kubelet does not report it."""
     scheduled: datetime | None = None
-    """When it was bound; None before that, and where the scheduler does not say."""
+    """When it was bound; None before that, or if the scheduler does not report it."""
     disruption: str = ""
-    """Why somebody else ends it, such as `PreemptionByScheduler`; empty when nobody said."""
+    """Why it is stopped from outside, such as `PreemptionByScheduler`; empty if unknown."""
     request_json: str = "{}"
-    """What it requests, as `claims.request_json_of` writes it."""
+    """Its resource requests, as `pod_requests.request_json_of` writes them."""
 
     @property
     def gated(self) -> bool:
-        """Whether the gang's gate still holds it."""
+        """Whether it still has the gang's scheduling gate."""
         return GANG_GATE in self.gates
 
     @property
     def terminal(self) -> bool:
-        """Whether every process of it has ended."""
+        """Whether all its processes have exited."""
         return self.phase in ("Succeeded", "Failed")
 
 
 def read_pod(obj: Mapping[str, Any]) -> Pod | None:
-    """The worker pod in this raw object; None when it is none or too malformed to be one."""
+    """Parse a worker pod from a raw object; None if it is not a worker pod or is malformed."""
     try:
         return _read(obj)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):

@@ -1,9 +1,8 @@
-"""The watch of worker pods, which change by the thousand: followed by hand, while jobs and nodes are kopf's.
+"""The watch of worker pods. Pods change by the thousand, so this module watches them; kopf watches jobs and nodes.
 
-kopf makes a queue and a task for every object and gives every event to a dozen steps that no handler here asks for:
-with a thousand pods that was half of the operator's time. Here an event is parsed and taken, and nothing else. The
-watch goes on where the last listing ended, so that nothing is listed twice; where it is too far behind, the pods are
-listed anew.
+kopf creates a queue and a task for every object and processes each event in a dozen steps that the operator does not
+need. With a thousand pods that took half of the operator's time. This module only parses each event and updates the
+cache. The watch starts at the resourceVersion of the last listing. If that is too old, the pods are listed again.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from meshwright_operator.kube.watches import EventHandlers
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 30.0
 STABLE_SECONDS = 1.0
-"""A watch that stood for so long did not fail to start."""
+"""A watch that lasted this long has started successfully."""
 GONE = 410
 
 log = logging.getLogger(__name__)
 
 
 class PodInformer:
-    """Keeps the cache's pods of one namespace, or of all, as the API server has them."""
+    """Keeps the cached pods of one namespace, or of all, up to date."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class PodInformer:
         self._version = ""
 
     async def run(self) -> None:
-        """Follows until cancelled, across whatever comes between."""
+        """Watch until cancelled, and reconnect after errors."""
         self._version = self._resync.pods_version(self._namespace)
         pause = FIRST_PAUSE_SECONDS
         while True:
@@ -71,7 +70,7 @@ class PodInformer:
                 log.info("the watch of pods ended", extra={"path": self._path, "error": str(error)})
                 if error.code == GONE:
                     self._version = ""
-            # A server that ends every watch at once is not asked in a busy loop; one that ends it now and then is.
+            # Back off if the server ends every watch at once. Reconnect without delay if a watch lasted.
             pause = FIRST_PAUSE_SECONDS if time.monotonic() - began > STABLE_SECONDS else pause
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
@@ -112,7 +111,7 @@ def _event(line: bytes) -> KubeObject:
 
 
 async def split_lines(content: aiohttp.StreamReader, on_data: Callable[[], None]) -> AsyncIterator[bytes]:
-    """The lines of a body as they come, however long; `on_data` is called for every piece that arrives."""
+    """Split a body into lines of any length. Calls `on_data` for every chunk that arrives."""
     partial: list[bytes] = []
     async for chunk in content.iter_any():
         on_data()

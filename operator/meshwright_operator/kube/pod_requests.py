@@ -1,7 +1,7 @@
-"""What pods hold on nodes, in the least that placement needs of them.
+"""The resource requests of pods, reduced to what placement needs.
 
-Thousands of whole pods would be hundreds of megabytes, and most of them ask for the same: requests are kept as text,
-which a gang's pods share, and read once for all of them.
+Thousands of full pods would take hundreds of megabytes, and most of them have the same requests. So requests are stored
+as JSON strings, which the pods of a gang share and which are parsed once.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ KEPT_CONTAINER_FIELDS = ("resources", "restartPolicy")
 
 @dataclass(frozen=True, slots=True)
 class PodRequest:
-    """One pod that has not ended, and what it holds."""
+    """A pod that has not terminated, and its resource requests."""
 
     name: str
     namespace: str
     node: str
     request_json: str
-    """What it requests, as `request_json_of` writes it."""
+    """Its resource requests, as `request_json_of` writes them."""
     job: str = ""
-    """Name of the job it belongs to; empty for a pod of somebody else."""
+    """Name of its job; empty for a foreign pod."""
     job_uid: str = ""
 
     def amount(self, gpu_resource: str) -> Resources:
-        """What it holds.
+        """The resources it requests.
 
         Raises:
-            one of MALFORMED: its requests cannot be read.
+            One of MALFORMED: Its requests cannot be parsed.
         """
         return _amount(self.request_json, gpu_resource)
 
 
 def request_json_of(pod: Mapping[str, Any]) -> str:
-    """The part of a raw pod that says what it requests, as JSON; what is malformed is written as `null`."""
+    """The fields of a raw pod that contain its requests, as JSON; `null` if they are malformed."""
     spec = pod.get("spec") or {}
     try:
         trimmed = {key: spec[key] for key in KEPT_FIELDS if spec.get(key)}
@@ -69,7 +69,7 @@ def _amount(request_json: str, gpu_resource: str) -> Resources:
 
 
 def read_pod_request(obj: Mapping[str, Any], node_by_hostname: Mapping[str, str]) -> PodRequest | None:
-    """What this raw pod claims; None when it has ended, may run on any node or is no pod at all."""
+    """Parse the requests of a raw pod; None if it has terminated, has no node, or is malformed."""
     try:
         node = None if is_terminal(obj) else node_of(obj, node_by_hostname)
         if node is None:
@@ -84,13 +84,13 @@ def read_pod_request(obj: Mapping[str, Any], node_by_hostname: Mapping[str, str]
 
 
 def request_json_for(amount: Resources, gpu_resource: str) -> str:
-    """The same of one pod that is still to be made."""
+    """The same JSON for a pod that does not exist yet."""
     requests = {gpu_resource: amount.gpus, "cpu": f"{amount.cpu_milli}m", "memory": amount.memory_bytes}
     return request_json_of({"spec": {"containers": [{"resources": {"requests": requests}}]}})
 
 
 def requested_by_node(pod_requests: Iterable[PodRequest], gpu_resource: str) -> tuple[dict[str, Resources], list[str]]:
-    """Node -> what these pods hold there, and a sentence for each pod that could not be counted."""
+    """Node -> resources that these pods request there, and a message for each pod that could not be counted."""
     malformed: list[str] = []
     counts: Counter[tuple[str, str]] = Counter()
     for requested_resources in pod_requests:

@@ -1,7 +1,7 @@
-"""Events of jobs, for `kubectl describe`: posted in the background, one after the other.
+"""Posts events about jobs in the background, one after the other.
 
-Repeated ones are counted up instead of multiplied, and a flood of similar ones is folded into one. Events are for
-people: nothing is decided by them, and one that cannot be posted is only logged.
+A repeated event increments the count of the first one, and many similar events are combined into one. No decision
+depends on events: if one cannot be posted, that is only logged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CACHE_SIZE = 2048
 QUEUE_SIZE = 1024
 MESSAGE_LIMIT = 1024
 MAX_DISTINCT_MESSAGES = 10
-"""So many different messages of one job with one reason get an event each; further ones share one."""
+"""How many different messages of one job and reason get their own event. Further messages share one event."""
 COMBINED_PREFIX = "(combined from similar events): "
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _QueuedEvent:
-    """An event in the queue, with the few fields of the job that its object needs."""
+    """An event in the queue, with the fields of the job that the Event object needs."""
 
     namespace: str
     name: str
@@ -53,7 +53,7 @@ class _Posted:
 
 @dataclass(slots=True)
 class _Aggregate:
-    """Different messages of one job with one reason, lately."""
+    """The number of different messages of one job and reason within the aggregation window."""
 
     since: datetime
     count: int = 0
@@ -71,7 +71,7 @@ class EventRecorder:
         self._aggregates: OrderedDict[str, _Aggregate] = OrderedDict()
 
     def post(self, job: Mapping[str, Any], event: JobEvent) -> None:
-        """Queues the event about this job object; drops it when the queue is full."""
+        """Queue an event about a job. Drops it if the queue is full."""
         metadata = job["metadata"]
         queued = _QueuedEvent(
             metadata.get("namespace", "default"), metadata["name"], str(metadata.get("uid", "")), event, utc_now()
@@ -85,12 +85,12 @@ class EventRecorder:
             log.warning("an event was dropped: too many wait", extra=about)
 
     async def run(self) -> None:
-        """Posts for ever."""
+        """Post queued events until cancelled."""
         while True:
             await self._attempt(await self._queue.get())
 
     async def flush(self, seconds: float) -> None:
-        """Posts what still waits, for at most `seconds`."""
+        """Post the remaining events, for at most `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 while not self._queue.empty():
@@ -137,12 +137,12 @@ class EventRecorder:
             self._posted.popitem(last=False)
 
     def _recent_event(self, identity: str, moment: datetime) -> _Posted | None:
-        """The event of this identity, if it is young enough to be counted up."""
+        """The posted event with this identity, if it is recent enough to increment its count."""
         known = self._posted.get(identity)
         return known if known is not None and moment - known.last < AGGREGATION_WINDOW else None
 
     def _exceeds_limit(self, kind: str, moment: datetime) -> bool:
-        """Counts one more message of a kind; whether there were so many different ones that they share an event."""
+        """Count one more message of a kind. Return whether its messages now share an event."""
         aggregate = self._aggregates.get(kind)
         if aggregate is None or moment - aggregate.since >= AGGREGATION_WINDOW:
             aggregate = self._aggregates[kind] = _Aggregate(moment)

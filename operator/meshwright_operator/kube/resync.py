@@ -1,8 +1,9 @@
-"""Listing everything, now and then, to repair what watches missed.
+"""Lists everything periodically, to repair what watches missed.
 
-kopf never reports what vanished while a watch was down, so the cache would keep ghosts. The watch of pods begins at the
-version that a listing showed, and asks for another where it fell too far behind. Removed is only what was in the cache
-before the listing began and is missing from it: what appeared meanwhile is newer than the list.
+kopf does not report objects that were deleted while a watch was disconnected, so they would stay in the cache. The
+watch of pods starts at the resourceVersion of a listing, and requests another listing if it is too far behind. Only
+objects that were in the cache before a listing began, and are missing from it, are removed: objects that appeared
+meanwhile are newer than the listing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Resync:
-    """Brings the cache in line with the API server."""
+    """Lists everything and updates the cache."""
 
     def __init__(
         self,
@@ -48,11 +49,11 @@ class Resync:
         self._pods_versions: dict[str | None, str] = {}
 
     def is_fresh(self) -> bool:
-        """Whether the last three periods saw a full listing."""
+        """Whether a full listing succeeded within the last three periods."""
         return self._last is not None and time.monotonic() - self._last < 3 * self._period
 
     async def initial_list(self) -> None:
-        """Lists until it works once: before that nothing may be decided."""
+        """List everything, and retry until it succeeds. No decision may be made before that."""
         while True:
             try:
                 await self.relist()
@@ -63,9 +64,10 @@ class Resync:
                 await asyncio.sleep(FIRST_RETRY_SECONDS)
 
     async def run(self) -> None:
-        """Lists every period, for ever.
+        """List everything once per period, until cancelled.
 
-        The first time soon: what vanished between the first listing and the start of the watches shows up nowhere else.
+        The first listing comes soon: it finds objects that were deleted after the initial listing and before the
+        watches started.
         """
         pause = min(FIRST_RESYNC_SECONDS, self._period)
         while True:
@@ -77,10 +79,10 @@ class Resync:
                 log.warning("resync failed", extra={"error": str(error)})
 
     async def relist(self) -> None:
-        """One full listing; every job is reconciled after it.
+        """List everything, and queue all jobs.
 
         Raises:
-            ApiError: a listing failed; the cache is then partly newer, never wrong.
+            ApiError: A listing failed. Then only a part of the cache is up to date.
         """
         await self._nodes()
         for namespace in self._namespaces or (None,):
@@ -103,14 +105,14 @@ class Resync:
             self._cache.remove_node(name)
 
     def pods_version(self, namespace: str | None) -> str:
-        """The version that the last listing of pods showed: a watch goes on from it."""
+        """The resourceVersion of the last listing of pods, where a watch starts."""
         return self._pods_versions.get(namespace, "")
 
     async def pods(self, namespace: str | None) -> str:
-        """Lists the pods of a namespace, or of all, and looks at every job; the version that the listing showed.
+        """List the pods of a namespace, or of all, and queue all jobs. Return the resourceVersion of the listing.
 
         Raises:
-            ApiError: the listing failed.
+            ApiError: The listing failed.
         """
         version = await self._pods(namespace)
         self._requeue_all()

@@ -1,7 +1,7 @@
-"""The pulse of the watches: when each of them last gave a sign of life, bookmarks and fresh connections included.
+"""The liveness of watches: when each one last received an event, a bookmark or a new connection.
 
-A watch that went half-open looks like a quiet one. kopf connects again when nothing arrived for a while and tells
-nobody about bookmarks, so the bytes are noticed where they arrive: in the responses of the HTTP session kopf is given.
+A half-open connection looks like a watch without events. kopf reconnects an idle watch but does not report bookmarks,
+so this module observes the bytes in the responses of kopf's HTTP session.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 
 
 class WatchLiveness:
-    """When the watch of each resource was last heard of.
+    """When the watch of each resource last received data.
 
     Args:
-        metrics: told every sign of life.
-        stale_after: seconds of silence after which a watch counts as stale.
+        metrics: Records the time of the last data.
+        stale_after: Seconds without data after which a watch is stale.
     """
 
     def __init__(self, metrics: OperatorMetrics, stale_after: float) -> None:
@@ -30,24 +30,24 @@ class WatchLiveness:
         self._last_seen: dict[str, float] = {}
 
     def track(self, watches: Iterable[str]) -> None:
-        """From now on these must be heard of."""
+        """Track these watches from now on."""
         now = time.monotonic()
         self._last_seen = {watch: now for watch in watches}
 
     def seen(self, path: str) -> None:
-        """The watch of this path gave a sign of life."""
+        """Record that the watch with this path received data."""
         if path in self._last_seen:
             self._last_seen[path] = time.monotonic()
             self._metrics.last_contact.labels(resource_of(path)).set_to_current_time()
 
     def stale(self) -> list[str]:
-        """Paths of the watches that have been silent for too long."""
+        """Paths of the watches that have received no data for too long."""
         now = time.monotonic()
         return [watch for watch, seen in self._last_seen.items() if now - seen > self._stale_after]
 
 
 class _MonitoredBody:
-    """The body of a response that is read in chunks, each of which is a sign of life."""
+    """The body of a watch's response. Records every chunk that is read."""
 
     def __init__(self, content: aiohttp.StreamReader, liveness: WatchLiveness, path: str) -> None:
         self._content = content
@@ -65,7 +65,7 @@ class _MonitoredBody:
 
 
 def monitored_session(liveness: WatchLiveness, headers: dict[str, str], ssl: Any) -> aiohttp.ClientSession:
-    """An HTTP session whose watches feel for the pulse."""
+    """An HTTP session that records the liveness of its watches."""
 
     class Response(aiohttp.ClientResponse):
         async def start(self, connection: Any) -> aiohttp.ClientResponse:

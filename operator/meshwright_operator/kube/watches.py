@@ -1,8 +1,8 @@
-"""Watches that kopf runs: every event updates the cache and queues its job's key.
+"""The watches that kopf runs. Every event updates the cache and queues its job's key.
 
-kopf's state-changing handlers are edge-triggered and write to the objects; `on.event` does neither. These handlers
-never fail, never write and return None (kopf would write anything else into the object's status). Those that kopf calls
-are coroutines because it runs plain functions in threads; pods are followed by `pod_informer`.
+kopf's other handlers are edge-triggered and write to the objects; `on.event` does neither. The handlers never fail,
+never write, and return None (kopf would write any other value to the object's status). The handlers that kopf calls are
+coroutines, because kopf runs plain functions in threads. `pod_informer` watches pods.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 
 DELETED = "DELETED"
 SECONDS_PER_POD = 0.00025
-"""How long changes of a job's pods are gathered before it is looked at: a quarter of a second for a thousand."""
+"""How long to collect changes of a job's pods before it is reconciled: 0.25 s for a thousand pods."""
 
 
 class EventHandlers:
-    """What to do with each event."""
+    """Handles the events of watches."""
 
     def __init__(self, cache: Cache, queue: WorkQueue[JobKey], metrics: OperatorMetrics) -> None:
         self._cache = cache
@@ -70,9 +70,9 @@ class EventHandlers:
             self._cache.remove_pod(pod)
             self._requeue_waiting_jobs()
         elif not self._cache.put_pod(pod):
-            # An echo of what the operator wrote or listed itself: thousands of them follow every start.
+            # The event repeats what the operator wrote or listed itself, as thousands do after every start.
             return
-        # The larger a gang is, the longer a look at it takes and the more of its pods change at the same time.
+        # The larger a gang, the longer its reconcile takes, and the more of its pods change at the same time.
         key = JobKey(pod.namespace, pod.job)
         self._queue.add_after(key, self._cache.count(key) * SECONDS_PER_POD)
 
@@ -92,14 +92,14 @@ class EventHandlers:
                     self._queue.add(JobKey(pod.namespace, pod.job))
 
     def _requeue_waiting_jobs(self) -> None:
-        """Jobs that wait for room look again."""
+        """Queue the jobs that wait for nodes."""
         for key, job in self._cache.jobs.items():
             if awaits_placement(job):
                 self._queue.add(key)
 
 
 def awaits_placement(job: dict[str, Any]) -> bool:
-    """Whether the job could not be placed when it was looked at last."""
+    """Whether the job could not be placed at its last reconcile."""
     status = job.get("status")
     conditions = status.get("conditions") if isinstance(status, dict) else None
     for condition in conditions if isinstance(conditions, list) else ():
@@ -116,15 +116,15 @@ async def run_watches(
     idle_seconds: float,
     on_ready: Callable[[], None],
 ) -> None:
-    """Watches jobs and nodes until cancelled; raises when a watch fails for good: one that died silently is worse.
+    """Watch jobs and nodes until cancelled. Raises if a watch fails for good, so that the process exits.
 
     Args:
-        handlers: what to do with events.
-        configuration: where the API server is.
-        namespaces: to watch; all of them when empty.
-        liveness: feels what arrives.
-        idle_seconds: a watch in which nothing arrives for so long, not even a bookmark, is connected again.
-        on_ready: called when the watches stand.
+        handlers: Handle the events.
+        configuration: Connection to the API server.
+        namespaces: Namespaces to watch; all if empty.
+        liveness: Records when data arrives.
+        idle_seconds: A watch reconnects if nothing arrives for this long, not even a bookmark.
+        on_ready: Called when the watches are connected.
     """
     registry = kopf.OperatorRegistry()
 
@@ -157,7 +157,7 @@ async def run_watches(
 
 
 def watch_paths(namespaces: Sequence[str]) -> list[str]:
-    """The path of every watch, that of pods too."""
+    """The path of every watch, including the watches of pods."""
     return [core_path(None, "nodes")] + [
         path for namespace in namespaces or (None,) for path in (jobs_path(namespace), pods_path(namespace))
     ]
@@ -169,7 +169,7 @@ def _settings(idle_seconds: float) -> kopf.OperatorSettings:
     settings.posting.enabled = False
     settings.scanning.disabled = True
     settings.watching.inactivity_timeout = idle_seconds
-    # Thousands of jobs in one answer, and a task for each that waits for more, would be hundreds of megabytes.
+    # Thousands of jobs in one answer, with one task each, would take hundreds of megabytes.
     settings.watching.chunk_size = PAGE_SIZE
     settings.queueing.idle_timeout = 0.2
     settings.networking.request_timeout = 30
@@ -179,57 +179,57 @@ def _settings(idle_seconds: float) -> kopf.OperatorSettings:
 
 
 async def kopf_session(configuration: Configuration, liveness: WatchLiveness) -> kopf.AiohttpSession:
-    """The same connection for kopf, with the token of this moment; kopf closes it, and asks again after a 401."""
+    """The same connection for kopf, with the current token. kopf closes it, and requests a new one after a 401."""
     token = await configuration.get_api_key_with_prefix("BearerToken")
     headers = {
         "User-Agent": FIELD_MANAGER,
         "Accept-Encoding": IDENTITY_ENCODING,
         **({"Authorization": token} if token else {}),
     }
-    # The client reads certificates from files, and only as it is made.
+    # The client reads certificates from files, but only when it is created.
     context = RESTClientObject(configuration).ssl_context
     return kopf.AiohttpSession(server=configuration.host, aiohttp_session=monitored_session(liveness, headers, context))
 
 
 class NoDiff(DiffBaseStorage):
-    """No object has an essence: none ever changed."""
+    """Storage without essences, so that kopf does not compare objects."""
 
     def build(self, *, body: Any, extra_fields: Iterable[Any] | None = None) -> Any:
-        """Nothing of the object."""
+        """Return an empty essence."""
         return {}
 
     def fetch(self, *, body: Any) -> None:
-        """There is no earlier essence."""
+        """Return no earlier essence."""
 
     def store(self, *, body: Any, patch: Any, essence: Any) -> None:
-        """Keeps nothing."""
+        """Store nothing."""
 
 
 class NoProgress(ProgressStorage):
-    """No handler has a state."""
+    """Storage without handler state."""
 
     def fetch(self, *, key: Any, body: Any) -> None:
-        """There is no state."""
+        """Return no state."""
 
     def store(self, *, key: Any, record: Any, body: Any, patch: Any) -> None:
-        """Keeps nothing."""
+        """Store nothing."""
 
     def purge(self, *, key: Any, body: Any, patch: Any) -> None:
-        """There is nothing to forget."""
+        """Remove nothing."""
 
     def touch(self, *, body: Any, patch: Any, value: str | None) -> None:
-        """Writes nothing: a touch would make an event of its own."""
+        """Write nothing: writing would cause another event."""
 
     def clear(self, *, essence: Any) -> Any:
-        """The essence as it is."""
+        """Return the essence unchanged."""
         return essence
 
 
 def disable_persistence(settings: kopf.OperatorSettings) -> None:
-    """Makes kopf keep nothing on objects, and copy nothing to compare them.
+    """Make kopf store nothing on objects, and copy no objects to compare them.
 
-    kopf copies every object of every event, deeply and several times, to see what changed since a handler ran last.
-    The handlers here only take note of events, so half of the operator's time would go into an answer that nobody uses.
+    For every event, kopf makes several deep copies of the object, to find what changed since a handler ran last. The
+    handlers here do not use that, and the copies would take half of the operator's time.
     """
     settings.persistence.diffbase_storage = NoDiff()
     settings.persistence.progress_storage = NoProgress()

@@ -1,7 +1,7 @@
-"""A queue of keys: each key at most once in it, one run per key at a time, back-off per key.
+"""A work queue of keys. A key is queued at most once and runs at most once at a time; failures back off per key.
 
-A key that is added while it runs is run once more afterwards: no change is lost and none is processed twice at once.
-Delayed adds are kept earliest-first per key. Used from one event loop only.
+A key that is added while it runs, runs once more afterwards, so that no change is lost. Of several delayed adds of a
+key, the earliest counts. The queue must be used from one event loop only.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ log = logging.getLogger(__name__)
 
 
 class QueueMetrics(Protocol):
-    """Is told how long keys waited and how often they failed."""
+    """Records how long keys wait and how often they fail."""
 
     def waited(self, seconds: float) -> None:
-        """A key begins to run after this long in the queue."""
+        """Record how long a key waited in the queue."""
 
     def retried(self) -> None:
-        """A key failed and will run again."""
+        """Record that a key failed and will be retried."""
 
 
 class WorkQueue(Generic[Key]):
-    """Keys that want to be reconciled."""
+    """Keys to reconcile."""
 
     def __init__(self, metrics: QueueMetrics | None = None, expected_errors: tuple[type[Exception], ...] = ()) -> None:
-        """`expected_errors` are errors whose message says it all: they are logged without a traceback."""
+        """`expected_errors` are logged without a traceback."""
         self._metrics = metrics
         self._expected_errors = expected_errors
         self._ready: asyncio.Queue[Key] = asyncio.Queue()
         self._queued: dict[Key, float] = {}
-        """Keys in `_ready`, and since when."""
+        """Key in `_ready` -> since when."""
         self._processing: set[Key] = set()
         self._dirty: set[Key] = set()
         self._timers: dict[Key, asyncio.TimerHandle] = {}
@@ -51,11 +51,11 @@ class WorkQueue(Generic[Key]):
         self._draining = False
 
     def __len__(self) -> int:
-        """Keys that wait to run now; delayed ones not counted."""
+        """The number of keys that wait to run now, without delayed ones."""
         return len(self._queued) + len(self._dirty)
 
     def add(self, key: Key) -> None:
-        """Runs the key soon: at once, or again after its current run. Does nothing once draining has begun."""
+        """Queue the key. If it is running, run it again afterwards. Does nothing once draining has begun."""
         if self._draining:
             return
         if key in self._processing:
@@ -66,12 +66,12 @@ class WorkQueue(Generic[Key]):
             self._ready.put_nowait(key)
 
     def add_unless_backing_off(self, key: Key) -> None:
-        """Runs the key soon, unless it failed and its next try is due later: nothing new is known of it."""
+        """Queue the key, unless it failed and waits for its retry."""
         if key not in self._failures or key not in self._timers:
             self.add(key)
 
     def add_after(self, key: Key, seconds: float) -> None:
-        """Runs the key after `seconds`, or earlier if an earlier time was asked for already."""
+        """Queue the key after `seconds`, or earlier if an earlier time is already set."""
         if seconds <= 0:
             self.add(key)
             return
@@ -86,13 +86,13 @@ class WorkQueue(Generic[Key]):
         self._timers[key] = loop.call_later(seconds, self._timer_fired, key)
 
     def forget(self, key: Key) -> None:
-        """Drops the key's timer and failures: what it named is gone."""
+        """Drop the key's timer and failures, because its object was deleted."""
         if (timer := self._timers.pop(key, None)) is not None:
             timer.cancel()
         self._failures.pop(key, None)
 
     async def run(self, handler: Callable[[Key], Awaitable[None]]) -> None:
-        """Takes keys for ever and runs `handler` on them; a handler that raises only delays its own key."""
+        """Run `handler` on queued keys until cancelled. A handler that raises delays only its own key."""
         while True:
             key = await self._ready.get()
             since = self._queued.pop(key)
@@ -119,13 +119,13 @@ class WorkQueue(Generic[Key]):
                     self._idle.set()
 
     async def run_many(self, workers: int, handler: Callable[[Key], Awaitable[None]]) -> None:
-        """`workers` runs of `run` at the same time."""
+        """Process keys with this many workers concurrently."""
         async with asyncio.TaskGroup() as group:
             for number in range(workers):
                 group.create_task(self.run(handler), name=f"reconcile-{number}")
 
     async def drain(self, seconds: float) -> bool:
-        """Takes no more keys and lets those that are in run to their end; whether they did, within `seconds`."""
+        """Accept no more keys, and wait for queued and running ones. Return whether they finished within `seconds`."""
         self._draining = True
         self._dirty.clear()
         self.close()
@@ -137,7 +137,7 @@ class WorkQueue(Generic[Key]):
         return True
 
     def close(self) -> None:
-        """Cancels every timer."""
+        """Cancel all timers."""
         for timer in self._timers.values():
             with contextlib.suppress(RuntimeError):
                 timer.cancel()

@@ -1,1 +1,1 @@
-"""The objects the operator makes, as plain dicts: pure functions with deterministic names."""
+"""Manifests of the objects that the operator creates, as plain dicts: pure functions with deterministic names."""

@@ -1,4 +1,4 @@
-"""What every child object shares, and the two small children: the headless service and the token secret."""
+"""The headless Service and the token Secret of a job, and the metadata of all objects that a job owns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TOKEN_KEY = "token"  # noqa: S105 - the key in the secret, not a secret
 
 
 def owner_reference(name: str, uid: str) -> KubeObject:
-    """The job as controlling owner: the garbage collector deletes its children after it, without any finalizer."""
+    """The ownerReference to the job, with which the garbage collector deletes owned objects. Needs no finalizer."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -22,7 +22,7 @@ def owner_reference(name: str, uid: str) -> KubeObject:
 
 
 def job_labels(name: str, uid: str) -> dict[str, str]:
-    """The labels of every child."""
+    """The labels of every owned object."""
     return {
         LABEL_JOB: name,
         LABEL_JOB_UID: uid,
@@ -33,7 +33,7 @@ def job_labels(name: str, uid: str) -> dict[str, str]:
 
 
 def service(name: str, namespace: str, uid: str) -> KubeObject:
-    """The headless service that names worker pods; also those not ready yet, since peers meet first."""
+    """The headless Service that gives worker pods their DNS names, also before they are ready."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -48,7 +48,7 @@ def service(name: str, namespace: str, uid: str) -> KubeObject:
 
 
 def token_secret(name: str, namespace: str, uid: str, token: str) -> KubeObject:
-    """The secret that carries the job's coordinator token into its pods. Written, never read back."""
+    """The Secret from which pods get the job's coordinator token. The operator never reads it."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",

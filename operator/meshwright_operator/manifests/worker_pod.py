@@ -1,8 +1,8 @@
-"""A worker pod: restricted, told everything by its environment, and gated and pinned to its node or left to another
-scheduler.
+"""The manifest of a worker pod. It meets the restricted Pod Security Standard and is configured by its environment.
 
-The real scheduler still checks resources and taints of the pinned node, since pinning is a required node affinity on
-`metadata.name` (which holds for any node, whatever labels it lacks), not `spec.nodeName`.
+The pod has a scheduling gate and is pinned to its node, unless another scheduler places it. Pinning is a required node
+affinity on the field `metadata.name`, which works for every node, and not `spec.nodeName`. So kube-scheduler still
+checks the node's resources and taints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ USER_ID = 65532
 
 @dataclass(frozen=True, slots=True)
 class PodContext:
-    """What all pods of a job share."""
+    """What the manifests of all pods of a job have in common."""
 
     name: str
     namespace: str
@@ -33,7 +33,7 @@ class PodContext:
 
 
 def worker_pod(context: PodContext, placed: WorkerPlacement) -> KubeObject:
-    """The pod of one worker incarnation, where the placement says."""
+    """The pod of one worker incarnation, on the node of its placement."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -61,10 +61,10 @@ def worker_pod(context: PodContext, placed: WorkerPlacement) -> KubeObject:
 
 
 def checkpoint_directory(name: str, uid: str) -> str:
-    """Where the job's checkpoints are, as its workers see it.
+    """The directory of the job's checkpoints in its worker pods.
 
-    The uid keeps a job that was deleted and made again under its name from going on with the old one's state unasked,
-    and two jobs that share a volume apart.
+    It contains the job's uid, so that a new job with the name of a deleted one does not load its checkpoints, and two
+    jobs can share a volume.
     """
     return f"{labels.CHECKPOINT_MOUNT}/{name}-{uid[:8]}"
 
@@ -101,7 +101,7 @@ def _pod_spec(context: PodContext, placed: WorkerPlacement) -> KubeObject:
 
 
 def _scheduling(scheduler: str | None, node: str) -> KubeObject:
-    """Gated and pinned to the node that was chosen, or left to the scheduler that is to choose."""
+    """The gate and the affinity to the chosen node, or the name of the scheduler that will choose one."""
     if scheduler is not None:
         return {"schedulerName": scheduler}
     return {"schedulingGates": [{"name": labels.GANG_GATE}], "affinity": {"nodeAffinity": _pinned_node_affinity(node)}}
@@ -139,7 +139,7 @@ def _resources(spec: ParallelTrainingJobSpec) -> KubeObject:
 
 
 def _environment(context: PodContext, placed: WorkerPlacement) -> list[KubeObject]:
-    """The operator's own variables last: in a repeated name the last one holds."""
+    """The container's variables. The operator's come last, because the last value of a repeated name is used."""
     grace = context.spec.workers.termination_grace_period_seconds
     values = {
         labels.ENV_JOB_NAME: context.name,
@@ -175,7 +175,7 @@ def _variable(variable: EnvVar) -> KubeObject:
 
 
 def _volumes(spec: ParallelTrainingJobSpec) -> list[tuple[KubeObject, KubeObject]]:
-    """The operator's own volumes and the job's, each with its mount."""
+    """The operator's volumes and those of the spec, each with its mount."""
     return [*_operator_volumes(spec), *(_job_volume(volume) for volume in spec.workers.volumes)]
 
 
@@ -194,7 +194,7 @@ def _job_volume(volume: VolumeSpec) -> tuple[KubeObject, KubeObject]:
 
 
 def _operator_volumes(spec: ParallelTrainingJobSpec) -> list[tuple[KubeObject, KubeObject]]:
-    """Volumes with their mounts. Shared memory is a memory volume: the runtime's default of 64 MiB starves torch."""
+    """The operator's volumes with their mounts. `/dev/shm` is a memory volume: the default of 64 MiB is too small."""
     found: list[tuple[KubeObject, KubeObject]] = [
         ({"name": "shm", "emptyDir": {"medium": "Memory"}}, {"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
     ]

@@ -1,4 +1,4 @@
-"""Metrics of jobs, computed when they are scraped: a job that is deleted takes its series with it."""
+"""Metrics of jobs, computed when they are scraped. The series of a deleted job disappear."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from meshwright_operator.timestamps import parse_time
 NAMESPACE = Label("namespace", meaning="the job's namespace")
 JOB = (NAMESPACE, Label("job_name", meaning="the job's name"))
 PHASES = ("queued", "starting", "training", "restarting", "suspended")
-"""Where a job's time goes, until it finishes."""
+"""The phases of a job, until it finishes."""
 
 LONGEST_STEP_SECONDS = 86400.0
-"""A longer time of a step, from an agent's report, is ignored."""
+"""Longer step times in an agent's report are ignored."""
 
 
 @dataclass(slots=True)
 class JobRecord:
-    """What is remembered of one job for its metrics."""
+    """The state of one job from which its metrics are computed."""
 
     uid: str
     status: ParallelTrainingJobStatus = field(default_factory=ParallelTrainingJobStatus)
@@ -43,11 +43,11 @@ class JobRecord:
     last_step: int | None = None
 
     def put(self, status: ParallelTrainingJobStatus, progress: Progress | None, clock: float) -> None:
-        """Takes in the job's status and its newest progress at the moment `clock`."""
+        """Record the job's status and its latest progress, at the time `clock`."""
         self.status = status
         self._add_elapsed(clock)
         self.phase = phase_of(status)
-        # From a tenant's pod: what would fit no number is no progress.
+        # The value comes from a user's pod: ignore it if it is out of range.
         if progress is None or not 0 <= progress.step <= MAX_SAFE_INTEGER:
             return
         step = progress.step
@@ -73,7 +73,7 @@ class JobRecord:
 
 
 def phase_of(status: ParallelTrainingJobStatus) -> str:
-    """Where the job's time goes now; empty once it has ended, and for one that is invalid and never started."""
+    """The job's current phase; empty if it has finished, or is invalid and never started."""
     ready = find(status.conditions, names.READY)
     reason = ready.reason if ready is not None else ""
     started = status.mesh is not None and status.mesh.generation > 0
@@ -81,7 +81,7 @@ def phase_of(status: ParallelTrainingJobStatus) -> str:
         return ""
     if reason in ("Suspended", "Suspending"):
         return "suspended"
-    # An edit that is held back makes a job unready whose ranks train all the same.
+    # While an edit is blocked, the job is not ready although its ranks train.
     training, _, world = status.ready_ranks.partition("/")
     if training == world and world not in ("", "0"):
         return "training"
@@ -109,12 +109,12 @@ def of_job(
 
 
 def one(value: float | None) -> Iterable[Sample]:
-    """Return the sample of a metric without further labels; none if there is no value."""
+    """Return the sample of a metric without further labels; an empty list if the value is None."""
     return [] if value is None else [((), value)]
 
 
 def number(text: str) -> float | None:
-    """Return the number in a field of status; None if there is none."""
+    """Return the number in a field of status; None if it is not a number."""
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the operator itself: few label values, however many jobs. Jobs have their own."""
+"""Prometheus metrics of the operator itself. Labels have few values; metrics of jobs are in `job_metrics`."""
 
 from __future__ import annotations
 

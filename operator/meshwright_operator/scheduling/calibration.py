@@ -1,7 +1,7 @@
-"""What the jobs that run teach: the constants of this cluster's GPUs, refitted now and then to measured steps.
+"""Calibration: fits the constants of this cluster's GPUs to the measured steps of running jobs, every minute.
 
-Everything it needs stands in the jobs' own status (plan, measured throughput, step), so a restarted operator arrives at
-the same constants. A job whose model or GPUs have no price teaches nothing.
+Its input is in the jobs' status (plan, measured throughput, step), so a restarted operator computes the same constants.
+A job is left out if the cost model does not support its model or GPUs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright_operator.scheduling.scheduler import JobScheduler
 
 PERIOD_SECONDS = 60.0
 LOG_THRESHOLD = 0.05
-"""Share by which a constant must have changed before that is logged again."""
+"""Fraction by which a constant must change before it is logged again."""
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +48,11 @@ class CalibrationLoop:
             try:
                 await self.refit()
             except Exception:
-                # Planning goes on with what was learnt before: an estimate is never worth an operator.
+                # Planning continues with the last calibration: a wrong estimate must not stop the operator.
                 log.exception("could not recalibrate")
 
     async def refit(self) -> None:
-        """Refits now; in a thread, since many jobs on many nodes take a while to read."""
+        """Refits now, in a thread, because reading many jobs takes long."""
         jobs = list(self._cache.jobs.values())
         found = await asyncio.to_thread(self._refitted, jobs)
         self._scheduler.recalibrate(found)
@@ -61,7 +61,7 @@ class CalibrationLoop:
             log.info("recalibrated", extra={"gpus": changed})
 
     def _changed_enough(self, gpu: str, found: Calibration) -> bool:
-        """Whether a GPU's constants are others than were told last, by more than every new step changes them."""
+        """Whether a GPU's constants differ from those that were logged last by more than `LOG_THRESHOLD`."""
         old = self._logged.get(gpu)
         if old is None:
             return True
@@ -75,16 +75,18 @@ class CalibrationLoop:
         )
 
     def _read(self, job: KubeObject, inventories: dict[str, Inventory]) -> StepMeasurement | None:
-        """What a job measures; None for one that cannot be read: it teaches nothing, and keeps nobody else from it."""
+        """A job's measurement; None if its object cannot be read, which must not affect other jobs."""
         try:
             return self._measured(job, inventories)
         except (ArithmeticError, AttributeError, InvalidSpecError, TypeError, UnknownModelError, ValueError):
             return None
 
     def _measured(self, job: KubeObject, inventories: dict[str, Inventory]) -> StepMeasurement | None:
-        """What a job that runs measures; None where there is nothing yet, or no price for it.
+        """A running job's measurement; None if it has none yet, or if the cost model does not support it.
 
-        `inventories` holds the nodes as jobs with the same wishes see them.
+        Args:
+            job: The job's object.
+            inventories: The inventory of jobs with the same node requirements, by those requirements.
         """
         status = parse_status(job)
         plan = status.plan
@@ -94,7 +96,7 @@ class CalibrationLoop:
         if spec.model is None or spec.training is None:
             return None
         if spec.data is not None and spec.data.format is DataFormat.PROMPT_COMPLETION:
-            # Its rows are as long as its records, which its tokens per second say and no price knows.
+            # Rows are as long as their records: measured throughput depends on it, the cost model does not.
             return None
         requirements = spec.workers.model_dump_json(include={"gpu_resource", "node_selector", "tolerations"})
         if requirements not in inventories:
@@ -104,7 +106,7 @@ class CalibrationLoop:
             return None
         layout = Layout(plan.tensor, plan.pipeline, plan.data, plan.context, plan.expert)
         if plan.micro_batches < 1 or cost_model.work.global_batch % (layout.data * plan.micro_batches):
-            return None  # no layout that ever ran
+            return None  # not a layout that can have run
         schedule = plan.schedule or PipelineSchedule.ONE_F_ONE_B
         checkpointing = plan.activation_checkpointing or ActivationCheckpointing.NONE
         strategy = cost_model.job.strategy(layout, plan.micro_batches, schedule, checkpointing)

@@ -1,6 +1,6 @@
-"""What would have to end so that a job fits: the least that is enough.
+"""A hint about the jobs or pods that would have to end so that a job fits.
 
-A hint for people, in a condition's message; nothing is ever stopped because of it.
+It is part of a condition's message. The operator does not stop anything because of it.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from meshwright_operator.kube.pod_requests import PodRequest
 from meshwright_operator.text import counted
 
 MAX_HOLDERS = 24
-"""How many holders are looked at, the largest first."""
+"""How many holders are considered, the largest first."""
 MAX_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds GPUs: a job of this operator's, or a pod of somebody else's."""
+    """A job, or a foreign pod, that occupies GPUs."""
 
     name: str
     gpus: int
     requested: Mapping[str, Resources]
-    """By node."""
+    """Node -> what it requests there."""
 
 
 def holders(pod_requests: Iterable[PodRequest], gpu_resource: str, without_job: str) -> list[Holder]:
-    """Everybody who holds GPUs, the largest first; the job `without_job` (its uid) is left out."""
+    """All jobs and foreign pods that occupy GPUs, the largest first, without the job with the uid `without_job`."""
     requested: defaultdict[str, defaultdict[str, Resources]] = defaultdict(lambda: defaultdict(Resources))
     for pod_request in pod_requests:
         if pod_request.job_uid and pod_request.job_uid == without_job:
@@ -52,12 +52,12 @@ def holders(pod_requests: Iterable[PodRequest], gpu_resource: str, without_job: 
 
 
 def capacity_hint(found: Sequence[Holder], inventory: Inventory, fits: Callable[[Inventory], bool]) -> str:
-    """Who would have to end, such as `fits when job default/a (8 GPUs) ends`; empty when that would not help.
+    """What would have to end, such as `Fits when job default/a (8 GPUs) ends`; empty if that would not help.
 
     Args:
-        found: who holds GPUs, the largest first.
-        inventory: the nodes as they are.
-        fits: whether the job fits on such an inventory.
+        found: What occupies GPUs, the largest first.
+        inventory: The nodes with their free resources.
+        fits: Whether the job fits on an inventory.
     """
     candidates = list(found[:MAX_HOLDERS])
     for holder in reversed(candidates):

@@ -1,7 +1,8 @@
-"""Whether an edit that restarts a running gang may begin: not before a trial placement has shown that it fits.
+"""Admission of edits that restart a running gang: a trial placement must show that the edit fits.
 
-The trial counts the gang's own pods as gone, since they go first. When it fits, the job stands in the line at once, so
-that what its pods give back is not another job's before the new ones are made. When it does not fit the gang goes on.
+The trial counts the resources of the gang's own pods as free, because they are deleted first. When the edit fits, the
+job is queued at once, so that no other job can take the GPUs that its pods release. If it does not fit, the gang keeps
+running.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ class _Trial:
 
 
 class EditAdmission:
-    """Remembers, for people's and the API server's sake only, when an edit was last tried in vain."""
+    """Admits edits that fit. Remembers failed trials for some seconds, so that they are not repeated too often."""
 
     def __init__(self, scheduler: JobScheduler) -> None:
         self._scheduler = scheduler
         self._trials: dict[str, _Trial] = {}
 
     async def admit(self, key: JobKey, job: KubeObject, observed: Observed) -> Observed:
-        """The job as it is to be acted on: with its edit, or as it runs while there is no room for that.
+        """The job with its edit, or with its applied spec if the edit does not fit.
 
         Raises:
-            ApiError: the pods could not be listed.
+            ApiError: Foreign pods could not be listed.
         """
         running = observed.fallback
         if running is None or observed.spec.suspend or uses_external_scheduler(observed):
@@ -57,11 +58,11 @@ class EditAdmission:
         )
 
     def forget(self, uid: str) -> None:
-        """The job is gone."""
+        """Drops the state of a deleted job."""
         self._trials.pop(uid, None)
 
     async def _try_placement(self, key: JobKey, job: KubeObject, observed: Observed) -> Plan | str:
-        """The plan with which the edit fits, or why none does."""
+        """The plan with which the edit fits, or the reason why it does not."""
         last = self._trials.get(observed.uid)
         fresh = last is not None and seconds_since(last.at, observed.now) < RETRY_PLACEMENT_SECONDS
         if last is not None and fresh and last.revision == observed.revision:

@@ -1,7 +1,7 @@
-"""Every pod that holds something: the jobs' own from the operator's cache, everybody else's from the API server.
+"""The requests of all pods: those of jobs from the operator's cache, those of foreign pods from the API server.
 
-The cache has its own pods by watch and by the answers to its own writes, so only what is foreign is asked for: listing
-every pod for every placement would cost the API server more than all else that the operator does.
+Only foreign pods are listed. Listing every pod for every placement would load the API server more than everything else
+that the operator does.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from meshwright_operator.kube.pod_requests import PodRequest, read_pod_request
 
 ACTIVE = "status.phase!=Succeeded,status.phase!=Failed"
 FAST_LIST_SECONDS = 0.02
-"""A listing that takes no longer is made anew for every placement."""
+"""A listing that takes at most this long is repeated for every placement."""
 REUSE_FACTOR = 10.0
-"""One that takes longer serves for so many times its own duration: most of the time is not spent on listing."""
+"""A slower listing is reused for this many times its duration."""
 
 
 class ForeignPods:
-    """Counts what pods hold, for one placement after another."""
+    """Collects the requests of all pods for each placement."""
 
     def __init__(self, cluster: KubeClient, cache: Cache, namespaces: Sequence[str]) -> None:
         self._client = cluster
@@ -34,10 +34,10 @@ class ForeignPods:
         self._valid_until = float("-inf")
 
     async def pod_requests(self) -> list[PodRequest]:
-        """What every pod holds.
+        """The requests of all pods.
 
         Raises:
-            ApiError: the pods of others could not be listed.
+            ApiError: Foreign pods could not be listed.
         """
         started = time.monotonic()
         if started >= self._valid_until:
@@ -48,10 +48,10 @@ class ForeignPods:
         return [*self._cache.pod_requests(), *self._foreign]
 
     async def _list_foreign(self) -> list[PodRequest]:
-        """Pods that the watch does not show.
+        """Pods that are not in the cache.
 
-        An operator that serves a few namespaces does not see the jobs of others, nor may it be allowed to list their
-        pods; the scheduler, which checks every pinned pod, then has the last word.
+        An operator that serves some namespaces does not see jobs in others, and may not be allowed to list their pods.
+        Then kube-scheduler, which checks every pinned pod, rejects a placement that does not fit.
         """
         foreign = {"labelSelector": f"!{LABEL_JOB}", "fieldSelector": ACTIVE}
         try:

@@ -1,13 +1,13 @@
-"""The line of jobs that wait for room, and what it takes from those that stand behind.
+"""The queue of jobs that wait for nodes, and what it reserves for the jobs at its head.
 
-Higher `spec.priority` first; at the same priority those that hold pods (a gang that waits for one replacement idles all
-its other GPUs), then the older job. A job leaves their nodes to all those ahead of it that fit now. One that does not
-fit is passed by: free GPUs serve whom they fit. But not for ever: after `RESERVE_SECONDS` it reserves every node it
-could use, and nobody behind it gets a place there until it starts. So small jobs cannot keep a large one waiting
-without bound, and a job that would not fit even if all other jobs ended reserves nothing.
+Jobs are ordered by `spec.priority`. At the same priority, jobs with pods come first, because a gang that waits for one
+replacement leaves all its other GPUs idle, then older jobs. A job cannot use nodes that a job ahead of it would get
+now. A job that does not fit is passed by for `RESERVE_SECONDS`. After that it reserves every node it could use, so that
+smaller jobs behind it cannot delay it without limit. A job that would not fit even if all other jobs ended reserves
+nothing.
 
-In memory only: after a restart the line forms again while jobs are looked at, and since when each waits stands in its
-status.
+The queue is in memory only. After a restart it is rebuilt while jobs are reconciled; status records since when each job
+waits.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.timestamps import parse_time
 
 RESERVE_SECONDS = 120.0
-"""How long a job is passed by before it reserves."""
+"""How long a job is passed by before it reserves nodes."""
 STALE_SECONDS = 60.0
-"""A job that has not asked for so long does not wait any more, whatever it said last."""
+"""A job that has not requested nodes for this long is dropped from the queue."""
 LOOK_AHEAD = 64
-"""How many jobs ahead are looked at: what stands further behind waits for long in any case."""
+"""How many jobs ahead are considered: a job further back in the queue waits long in any case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """One job's wish for nodes."""
+    """A job's request for nodes."""
 
     key: JobKey
     uid: str
@@ -54,18 +54,18 @@ class PlacementRequest:
     created: str
     """`metadata.creationTimestamp`."""
     since: datetime
-    """Since when it waits for room."""
+    """Since when it waits for nodes."""
     requested_at: datetime
-    """When it asked last."""
+    """Time of its last request."""
     assigned_nodes: Mapping[int, str] = field(default_factory=dict)
-    """Worker -> node of those that stay."""
+    """Worker -> node, of the workers that keep their pods."""
 
     restarts: bool = False
-    """Whether its own pods give way to the new ones: an edit restarts the whole gang."""
+    """Whether its own pods are deleted first, because an edit restarts the gang."""
     other_plans: Sequence[Plan] = ()
-    """Further plans that would do as well, while the job is free to take any."""
+    """Other plans that are equally good, if the job has not started yet."""
     previous: PreviousPlacement | None = None
-    """Where it was last."""
+    """Its last placement."""
 
     @classmethod
     def of(
@@ -81,12 +81,12 @@ class PlacementRequest:
         """The request of one job.
 
         Args:
-            key: the job.
-            job: its object.
-            observed: the job as it is to run.
-            since: since when it waits.
-            restarts: whether its own pods give way to the new ones.
-            assigned_nodes: workers that stay.
+            key: The job's key.
+            job: The job's object.
+            observed: The job with the spec and plan to run.
+            since: Since when it waits for nodes.
+            restarts: Whether its own pods are deleted first.
+            assigned_nodes: Worker -> node, of the workers that keep their pods.
         """
         return cls(
             key=key,
@@ -104,7 +104,7 @@ class PlacementRequest:
 
     @classmethod
     def of_decision(cls, key: JobKey, job: KubeObject, decision: Decision, step: Place) -> PlacementRequest:
-        """The request for the workers that a decision wants to place."""
+        """The request for the workers that a decision places."""
         observed = decision.observed
         placed = find(observed.status.conditions, names.PLACED)
         since = parse_time(placed.last_transition_time) if placed is not None and placed.status == "False" else None
@@ -115,46 +115,46 @@ class PlacementRequest:
 
     @property
     def holds_pods(self) -> bool:
-        """Whether what its own pods hold is its own to use."""
+        """Whether the job may use the resources of its own pods."""
         return self.restarts or bool(self.assigned_nodes)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Everything it would run as, the one to prefer first."""
+        """All plans it can run with, the preferred one first."""
         return (self.plan, *self.other_plans)
 
     @property
     def sort_key(self) -> tuple[int, bool, str, str]:
-        """Its place in the line; the smallest is first."""
+        """Its position in the queue; the smallest is first."""
         return -self.spec.priority, not self.holds_pods, self.created, self.uid
 
 
 @dataclass(frozen=True, slots=True)
 class QueueTurn:
-    """What the line leaves to one job."""
+    """What the queue leaves to one job."""
 
     reserved: Mapping[str, str] = field(default_factory=dict)
-    """Node -> why it is not for this job."""
+    """Node -> why this job cannot use it."""
     blocked_by: PlacementRequest | None = None
     """The first job ahead that fits now."""
 
 
 class JobQueue:
-    """Jobs that asked for room and did not get it."""
+    """Jobs that requested nodes and did not get them."""
 
     def __init__(self) -> None:
         self._requests: dict[str, PlacementRequest] = {}
 
     def add(self, request: PlacementRequest) -> None:
-        """The job waits, or still does."""
+        """Adds a job, or updates its request."""
         self._requests[request.uid] = request
 
     def remove(self, uid: str) -> None:
-        """The job waits no more."""
+        """Removes a job."""
         self._requests.pop(uid, None)
 
     def ahead_of(self, request_behind: PlacementRequest) -> list[PlacementRequest]:
-        """Jobs that go before this one, first to last."""
+        """Jobs ahead of this one, first to last."""
         stale = [
             w.uid
             for w in self._requests.values()
@@ -168,7 +168,7 @@ class JobQueue:
         return sorted(ahead, key=lambda request: request.sort_key)[:LOOK_AHEAD]
 
     def head(self, count: int) -> list[JobKey]:
-        """Those at the head of the line, who look again when room has changed."""
+        """The keys of the first `count` jobs, to reconcile when capacity has changed."""
         return [w.key for w in sorted(self._requests.values(), key=lambda request: request.sort_key)[:count]]
 
 
@@ -179,14 +179,14 @@ def claims_ahead(
     without_jobs: Callable[[PlacementRequest], Inventory],
     calibration: Calibration,
 ) -> QueueTurn:
-    """What is left to a job with `ahead` before it.
+    """What the jobs `ahead` leave to the job behind them.
 
     Args:
-        ahead: jobs that go before it, first to last.
-        now: the present.
-        free: the nodes as a job sees them now.
-        without_jobs: the nodes as it would see them if all jobs ended.
-        calibration: what was learned about the cluster's GPUs.
+        ahead: Jobs ahead of it, first to last.
+        now: The current time.
+        free: Returns the inventory of a job, with what is free now.
+        without_jobs: Returns the inventory of a job, as if all jobs had ended.
+        calibration: The calibrated constants of the cluster's GPUs.
     """
     reserved: dict[str, str] = {}
     first: PlacementRequest | None = None
@@ -206,7 +206,7 @@ def claims_ahead(
 
 
 def nodes_for(request: PlacementRequest, inventory: Inventory, calibration: Calibration) -> set[str]:
-    """The nodes on which the job would be placed; none when it cannot be."""
+    """The nodes on which the job would be placed; empty if it does not fit."""
     if not request.assigned_nodes and not any(has_capacity(plan, inventory) for plan in request.plans):
         return set()
     try:
@@ -216,10 +216,10 @@ def nodes_for(request: PlacementRequest, inventory: Inventory, calibration: Cali
 
 
 def placement_for(request: PlacementRequest, inventory: Inventory, calibration: Calibration) -> Placement:
-    """Nodes for the job as it would take them: of its plans the best one there, and near to where it was.
+    """The placement of the job: with the best of its plans, and with low network cost to the nodes it had before.
 
     Raises:
-        DoesNotFitError: there is no room.
+        DoesNotFitError: The job does not fit.
     """
     cost_model = cost_model_for(request.spec, request.plan.architecture, inventory, calibration)
     if request.other_plans:
@@ -228,12 +228,12 @@ def placement_for(request: PlacementRequest, inventory: Inventory, calibration: 
 
 
 def has_capacity(plan: Plan, inventory: Inventory) -> bool:
-    """Whether there is room for all of the plan's workers: by counting, without looking for the best places."""
+    """Whether all of the plan's workers fit. Only counts capacity, without choosing nodes."""
     return FreeCapacity(plan, inventory, {}).total_blocks() >= GangShape(plan).blocks
 
 
 def excluding(inventory: Inventory, taken: Mapping[str, str]) -> Inventory:
-    """The inventory with these nodes (name -> why) out of use."""
+    """The inventory with these nodes (name -> reason) marked as unusable."""
     nodes = dict(inventory.nodes)
     for name, why in taken.items():
         if name in nodes and not nodes[name].unusable:
@@ -246,9 +246,9 @@ def _fits_node(plan: Plan, node: Node) -> bool:
 
 
 class ReservedSpares(NamedTuple):
-    """Nodes that one job keeps free for the day it loses one: no other job's while it holds pods.
+    """Spare nodes of one job. No other job gets them while the job has pods.
 
-    They stand in its `status.placement.spares`, so a restarted operator keeps the same.
+    They are in its `status.placement.spares`, so a restarted operator reserves the same nodes.
     """
 
     uid: str
@@ -257,12 +257,12 @@ class ReservedSpares(NamedTuple):
 
     @classmethod
     def by(cls, key: JobKey, uid: str, nodes: Iterable[str]) -> ReservedSpares:
-        """What the job of this name keeps."""
+        """The spare nodes of the job with this key."""
         return cls(uid, f"kept as a spare for job {key}", tuple(nodes))
 
 
 def reserved_spares(cache: Cache) -> list[ReservedSpares]:
-    """The spares of every job that holds pods: no more of them than its spec still asks for."""
+    """The spare nodes of every job with pods, at most as many as its spec requests."""
     found = []
     for key, job in cache.jobs.items():
         count, nodes = _get_path(job, "spec", "recovery", "spareNodes"), _get_path(job, "status", "placement", "spares")
@@ -275,12 +275,12 @@ def reserved_spares(cache: Cache) -> list[ReservedSpares]:
 
 
 def reserved_for_others(reserved: Iterable[ReservedSpares], uid: str) -> Mapping[str, str]:
-    """Node -> why it is not for the job `uid`."""
+    """Node -> why the job `uid` cannot use it."""
     return {node: one.why for one in reserved if one.uid != uid for node in one.nodes}
 
 
 def _get_path(obj: object, *path: str) -> object:
-    """What stands there; None where nothing does, or the object is malformed: then it keeps nothing."""
+    """The value at this path; None if it is missing or the object is malformed."""
     for name in path:
         obj = obj.get(name) if isinstance(obj, Mapping) else None
     return obj

@@ -1,4 +1,4 @@
-"""Placing one job at a time: the one lock over all jobs, the queue, what every pod holds, the planner's choice."""
+"""The scheduler places one job at a time, under one lock: with the queue, the requests of all pods, and the planner."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from meshwright_operator.scheduling.job_queue import (
 )
 
 WAKE_COUNT = 4
-"""How many jobs of the queue's head look again once a job got nodes: those behind wait for them in any case."""
+"""How many jobs at the head of the queue are reconciled after a job got nodes. The others wait behind them."""
 AVOID_SECONDS = 900.0
-"""How long a job keeps off a node that did not take its pod: what was in the way may be gone by then."""
+"""How long a job avoids a node that did not accept its pod: by then the cause may be gone."""
 
 
 MAX_INVENTORIES = 64
@@ -50,7 +50,7 @@ NodeRequirements = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]
 
 
 class _WaitsForTurnError(Exception):
-    """There is room, but a job ahead in the line fits it too and goes first."""
+    """The job fits, but a job ahead of it in the queue fits too and gets the nodes."""
 
     def __init__(self, ahead: PlacementRequest) -> None:
         super().__init__(f"there is room, but job {ahead.key} is ahead in the line and fits it too")
@@ -58,10 +58,10 @@ class _WaitsForTurnError(Exception):
 
 
 class JobScheduler:
-    """Finds nodes for workers, one job at a time, and queues the jobs for which there are none.
+    """Finds nodes for workers, one job at a time, and queues the jobs that do not fit.
 
-    Nodes that a job was granted are assumed to be taken until its pods are created, so that no two jobs get the same
-    GPUs. From then on the pods themselves, gated but pinned, hold the nodes.
+    Nodes that a job was granted count as occupied until its pods are created, so that no two jobs get the same GPUs.
+    From then on the pods themselves, gated but pinned to their nodes, occupy them.
     """
 
     def __init__(self, cluster: KubeClient, cache: Cache, metrics: OperatorMetrics, namespaces: Sequence[str]) -> None:
@@ -73,20 +73,20 @@ class JobScheduler:
         """Held while a job is placed."""
         self._queue = JobQueue()
         self._calibration = Calibration()
-        """What running jobs taught about this cluster's GPUs; plans are made with it."""
+        """The calibrated constants of this cluster's GPUs, which plans use."""
         self._avoided: dict[str, dict[str, tuple[float, str]]] = {}
         self._assumed: dict[str, list[PodRequest]] = {}
         self._assumed_spares: dict[str, ReservedSpares] = {}
 
     def inventory(self, spec: ParallelTrainingJobSpec) -> Inventory:
-        """The nodes as the job sees them, as if nothing ran on them: enough to plan."""
+        """The job's inventory, as if no pods ran: planning needs no more."""
         return self._inventory_cache.empty(spec)
 
     def plans(self, spec: ParallelTrainingJobSpec) -> list[Plan]:
         """The plans to choose from, the best first.
 
         Raises:
-            PlanError: no plan fits the job or the cluster.
+            PlanError: No plan fits the job or the cluster.
         """
         return make_plans(spec, self.inventory(spec), self._calibration)
 
@@ -95,19 +95,19 @@ class JobScheduler:
         self._calibration = calibration
 
     def unusable_nodes(self, spec: ParallelTrainingJobSpec, names: Iterable[str]) -> Mapping[str, str]:
-        """Of these nodes, those that take no pod of the job (any more), and why."""
+        """Those of the nodes that do not accept pods of the job, with the reason."""
         nodes = self.inventory(spec).nodes
         found = (nodes[name] for name in sorted(set(names)) if name in nodes)
         return {node.name: node.unusable for node in found if node.unusable and node.capacity.gpus}
 
     @asynccontextmanager
     async def grant(self, request: PlacementRequest) -> AsyncIterator[Granted | NotGranted]:
-        """Nodes for every worker, reserved until the block ends; a job that gets none is queued.
+        """Nodes for every worker, reserved until the block ends. A job that gets no nodes is queued.
 
-        Workers in `request.assigned_nodes` stay. The lock is held only until the answer is known.
+        Workers in `request.assigned_nodes` keep their nodes. The lock is released as soon as the answer is known.
 
         Raises:
-            ApiError: the pods of others could not be listed.
+            ApiError: Foreign pods could not be listed.
         """
         async with self._lock:
             found = await self._place(request)
@@ -123,19 +123,19 @@ class JobScheduler:
             self._release_assumed(request.uid)
 
     async def fits_elsewhere(self, request: PlacementRequest) -> bool:
-        """Whether the workers that are not in `request.assigned_nodes` fit on other nodes, without taking a turn.
+        """Whether the workers that are not in `request.assigned_nodes` fit on other nodes. Does not queue the job.
 
         Raises:
-            ApiError: the pods of others could not be listed.
+            ApiError: Foreign pods could not be listed.
         """
         async with self._lock:
             return isinstance(await self._place(request), Granted)
 
     async def try_edit(self, request: PlacementRequest) -> Plan | str:
-        """The plan with which an edited job fits, or why it does not. If it fits it is queued at once.
+        """The plan with which an edited job fits, or the reason why it does not. If it fits, the job is queued at once.
 
         Raises:
-            ApiError: the pods of others could not be listed.
+            ApiError: Foreign pods could not be listed.
         """
         async with self._lock:
             found = await self._place(request)
@@ -145,7 +145,7 @@ class JobScheduler:
             return found.placement.plan
 
     async def map_ranks(self, observed: Observed, step: MapRanks) -> MappedRanks | str:
-        """Ranks mapped onto the nodes that another scheduler gave, or why that fails. Takes nobody's nodes: no lock."""
+        """Map ranks onto the nodes that another scheduler chose, or return why that fails. Needs no lock."""
         inventory, plan = self.inventory(observed.spec), observed.plan
         cost_model = cost_model_for(observed.spec, plan.architecture, inventory, self._calibration)
         try:
@@ -155,18 +155,18 @@ class JobScheduler:
         return MappedRanks(*found)
 
     def withdraw(self, uid: str) -> None:
-        """The job needs no nodes any more."""
+        """Removes the job from the queue, because it needs no more nodes."""
         self._queue.remove(uid)
 
     def avoid(self, uid: str, nodes: Mapping[str, str]) -> None:
-        """Keeps this job (its uid) off these nodes (name -> why) for a while."""
+        """Excludes these nodes (name -> reason) for the job with this uid, for `AVOID_SECONDS`."""
         if not nodes:
             return
         until = time.monotonic() + AVOID_SECONDS
         self._avoided.setdefault(uid, {}).update({name: (until, why) for name, why in nodes.items()})
 
     def forget(self, uid: str) -> None:
-        """The job is gone."""
+        """Drops the state of a deleted job."""
         self._queue.remove(uid)
         self._avoided.pop(uid, None)
         self._release_assumed(uid)
@@ -204,7 +204,7 @@ class JobScheduler:
         )
 
     def _assume(self, request: PlacementRequest, placement: Placement) -> None:
-        """Counts the nodes of the workers without pods as taken, and the spares, which no pod holds."""
+        """Counts the nodes of workers without pods, and the spare nodes, as occupied."""
         request_json = request_json_for(request.plan.worker_request, request.spec.workers.gpu_resource)
         name, namespace = request.key.name, request.key.namespace
         self._assumed_spares[request.uid] = ReservedSpares.by(request.key, request.uid, placement.spares)
@@ -215,12 +215,12 @@ class JobScheduler:
         ]
 
     def _release_assumed(self, uid: str) -> None:
-        """The job's pods are made and hold their nodes themselves, or they will be placed anew."""
+        """Drops the assumed pods: either the job's pods exist now, or it will be placed again."""
         self._assumed.pop(uid, None)
         self._assumed_spares.pop(uid, None)
 
     def _avoided_now(self, uid: str) -> dict[str, str]:
-        """Node -> why this job keeps off it now."""
+        """Node -> why this job avoids it now."""
         now = time.monotonic()
         kept = {name: entry for name, entry in self._avoided.get(uid, {}).items() if entry[0] > now}
         if uid in self._avoided:
@@ -229,7 +229,7 @@ class JobScheduler:
 
 
 class _Snapshot:
-    """Nodes and pods at one moment, as each job that is asked about sees them. Runs in a thread: it may take long."""
+    """Nodes and pods at one moment, for the job to place and the jobs ahead of it. Runs in a thread."""
 
     def __init__(
         self,
@@ -249,17 +249,17 @@ class _Snapshot:
         self._calibration = calibration
         self._known: dict[tuple[object, ...], Inventory] = {}
         self.warnings: tuple[str, ...] = ()
-        """What was strange, as the job that was placed sees it."""
+        """Problems with nodes or pods that were ignored, for the job that was placed."""
 
     def place(self, request: PlacementRequest) -> Placement:
-        """Nodes for the job's workers, unless they are those of a job ahead.
+        """Nodes for the job's workers.
 
         Raises:
-            DoesNotFitError: there is no room now; the text says what is short and what would have to end.
-            _WaitsForTurnError: there is, but a job ahead in the queue gets it.
+            DoesNotFitError: The job does not fit now. The message names what is missing and what would have to end.
+            _WaitsForTurnError: The job fits, but a job ahead of it in the queue gets the nodes.
         """
         if request.restarts:
-            # They go first, and the room is then anybody's: a job ahead would take it.
+            # Its own pods are deleted first, and then a job ahead of it could take their GPUs.
             self._pod_requests = [
                 pod_request for pod_request in self._pod_requests if pod_request.job_uid != request.uid
             ]
@@ -290,7 +290,7 @@ class _Snapshot:
         return self._inventory(queued, "whole", "")
 
     def _inventory(self, queued: PlacementRequest, kind: str, uid: str) -> Inventory:
-        """The nodes with what pods hold on them: of all but the job `uid`, or (`whole`) of those of no job."""
+        """The nodes with what pods request on them: all pods but those of job `uid`, or (`whole`) only foreign pods."""
         key = (kind, uid, _node_requirements(queued.spec))
         if key not in self._known:
             if kind == "whole":
@@ -303,7 +303,7 @@ class _Snapshot:
 
 
 class _InventoryCache:
-    """Inventories of the cache's nodes with nothing on them, one for all jobs with the same node requirements."""
+    """Inventories of the cache's nodes without pods, one for all jobs with the same node requirements."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -311,7 +311,7 @@ class _InventoryCache:
         self._known: dict[NodeRequirements, Inventory] = {}
 
     def empty(self, spec: ParallelTrainingJobSpec) -> Inventory:
-        """The nodes as a job of this spec sees them, as if nothing ran on them."""
+        """The inventory of a job with this spec, as if no pods ran."""
         version = self._cache.nodes_version
         if version != self._version or len(self._known) > MAX_INVENTORIES:
             self._known, self._version = {}, version
@@ -331,7 +331,7 @@ class _InventoryCache:
 
 
 def _node_requirements(spec: ParallelTrainingJobSpec) -> NodeRequirements:
-    """All that a spec says of nodes: jobs with the same requirements see the same inventory."""
+    """All requirements of a spec on nodes. Jobs with the same requirements have the same inventory."""
     workers = spec.workers
     tolerations = tuple(toleration.model_dump_json() for toleration in workers.tolerations)
     return workers.gpu_resource, tuple(sorted(workers.node_selector.items())), tolerations
