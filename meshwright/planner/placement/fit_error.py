@@ -40,7 +40,7 @@ def fit_error(plan: Plan, inventory: Inventory, kept: Mapping[int, str], blocked
     ]
     blocked_by_kept_workers = bool(kept) and capacity_without_kept.total_blocks() >= shape.blocks
     if blocked_by_kept_workers:
-        sentences.append("all workers placed anew would fit")
+        sentences.append("it would fit if all workers were placed again")
     return DoesNotFitError(
         "; ".join(sentences),
         unplaced_workers=short,
@@ -78,7 +78,9 @@ def _other_resources(plan: Plan, inventory: Inventory, needed: int, workers_that
     by_gpus = FreeCapacity(only_gpus, inventory, {}).total_blocks() * shape.block_workers
     if by_gpus <= workers_that_fit or workers_that_fit >= needed:
         return []
-    return [f"by GPUs alone there is room for {by_gpus}: CPU, memory or pod slots are short, see `workers.resources`"]
+    return [
+        f"counting only GPUs, {by_gpus} workers would fit: CPU, memory or pod slots are short, see `workers.resources`"
+    ]
 
 
 def _skipped_nodes(plan: Plan, inventory: Inventory) -> list[str]:

@@ -73,7 +73,7 @@ class _PlacementAttempt:
     ) -> None:
         if options.tensor_within not in inventory.levels:
             raise ValueError(
-                f"`tensor_within` is {options.tensor_within!r}, which is no level of these nodes: use one of "
+                f"`tensor_within` is {options.tensor_within!r}, not a level of these nodes: use one of "
                 f"{', '.join(inventory.levels)}"
             )
         self._plan = plan

@@ -92,7 +92,10 @@ def placement_notes(
     sentences: list[str] = []
     if len(products) > 1:
         parts = ", ".join(f"{count} workers on {product or 'unknown'}" for product, count in sorted(products.items()))
-        sentences.append(f"GPUs of several kinds ({parts}): the slowest sets the pace; no kind alone has room")
+        sentences.append(
+            f"different GPU products ({parts}): each step waits for the slowest; the job does not fit on a single "
+            "GPU product"
+        )
     if crossings.straddling_tensor_groups and tensor_within != DOMAIN:
         sentences.append(
             f"{crossings.straddling_tensor_groups} tensor-parallel groups leave their NVLink domain, as allowed up to "
@@ -109,5 +112,5 @@ def _over_pcie(product: str) -> str:
         return ""
     return (
         f"tensor-parallel groups run over PCIe inside a host: {gpu.link / GB:.0f} GB/s for a {product}, where NVLink "
-        f"of an H100 carries {_NVLINK}; a smaller `parallelism.tensor` pays less for it"
+        f"of an H100 carries {_NVLINK}; a smaller `parallelism.tensor` communicates less"
     )

@@ -20,7 +20,7 @@ def with_spares(placement: Placement, inventory: Inventory, count: int) -> Place
         ValueError: `count` is negative.
     """
     spares = tuple(spare_nodes(placement, inventory, count))
-    fewer_note = f"{len(spares)} of {count} spare nodes: no more are free and hold a worker"
+    fewer_note = f"{len(spares)} of {count} spare nodes reserved: a worker fits on no other free node"
     notes = (*placement.notes, fewer_note) if len(spares) < count else placement.notes
     return replace(placement, spares=spares, notes=notes)
 

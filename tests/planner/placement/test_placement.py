@@ -299,7 +299,7 @@ def test_a_tensor_group_over_workers_needs_one_domain_and_the_message_says_so() 
 
 def test_a_worker_that_cannot_rejoin_its_group_says_that_a_fresh_start_would_fit() -> None:
     trays = [node("a0", gpus=4, domain="a"), *(node(f"b{i}", gpus=4, domain="b") for i in range(2))]
-    with pytest.raises(DoesNotFitError, match="all workers placed anew would fit") as caught:
+    with pytest.raises(DoesNotFitError, match="it would fit if all workers were placed again") as caught:
         place(plan_of(8, 1, 1, 4), inventory(*trays), {0: "a0"})
     assert caught.value.blocked_by_kept_workers
     assert caught.value.unplaced_workers == 1
@@ -308,7 +308,7 @@ def test_a_worker_that_cannot_rejoin_its_group_says_that_a_fresh_start_would_fit
 def test_cpu_and_memory_limit_too_and_the_message_says_so() -> None:
     plan = plan_of(2, 1, 2, 2)
     greedy = Plan(plan.strategy, 2, type(plan.worker_request)(gpus=2, cpu_milli=40_000, pods=1))
-    with pytest.raises(DoesNotFitError, match="by GPUs alone there is room for 4: CPU, memory or pod slots"):
+    with pytest.raises(DoesNotFitError, match="counting only GPUs, 4 workers would fit: CPU, memory or pod slots"):
         place(greedy, inventory(node("n0", gpus=8)))
 
 

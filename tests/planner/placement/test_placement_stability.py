@@ -177,7 +177,7 @@ def test_spares_are_shared_out_by_what_racks_hold() -> None:
     assert len(spare_nodes(placement, nodes, 100)) == 14
     kept = with_spares(placement, nodes, 16)
     assert len(kept.to_status("j", {}).spares) == 14
-    assert "14 of 16 spare nodes: no more are free and hold a worker" in kept.notes
+    assert "14 of 16 spare nodes reserved: a worker fits on no other free node" in kept.notes
 
 
 def test_a_node_that_runs_a_worker_is_no_spare_of_its_job() -> None:
@@ -194,7 +194,7 @@ def test_one_kind_of_gpu_is_used_where_one_has_room_and_a_mix_is_said() -> None:
     alone = place(plan_of(8, 1, 3, 8), inventory(*kinds))
     assert set(alone.nodes.values()) == {"a0", "a1", "a2"}
     mixed = place(plan_of(8, 1, 4, 8), inventory(*kinds))
-    assert "GPUs of several kinds" in mixed.notes[0]
+    assert "different GPU products" in mixed.notes[0]
     again = place(plan_of(8, 1, 2, 8), inventory(*kinds), {0: "h0"})
     assert again.nodes[1] == "h1"
 
