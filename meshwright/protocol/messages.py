@@ -111,7 +111,7 @@ class MeshDocument(ApiModel):
     """What to run."""
 
 
-class WorkerState(StrEnum):
+class AgentState(StrEnum):
     """What an agent does with its ranks."""
 
     IDLE = "Idle"
@@ -214,7 +214,7 @@ class WorkerReport(ApiModel):
     """uid of the pod. Empty if the agent does not know it."""
     generation: Annotated[int, Field(ge=0)]
     """The generation the ranks below belong to."""
-    state: WorkerState
+    state: AgentState
     """What the agent does."""
     ranks: Annotated[list[RankProcess], Field(max_length=1024)] = []
     """Its ranks' processes."""

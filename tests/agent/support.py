@@ -23,12 +23,12 @@ from meshwright.models.architecture import Architecture
 from meshwright.protocol import signing
 from meshwright.protocol.messages import (
     VERSION_HEADER,
+    AgentState,
     MeshDocument,
     MeshMember,
     MeshRequest,
     ReportReply,
     WorkerReport,
-    WorkerState,
 )
 from meshwright.protocol.run_config import CommandRun, NativeRun
 from tests.runs import native_run
@@ -85,9 +85,9 @@ class Coordinator:
         self.answer = status
         self._wake()
 
-    def states(self, worker: int) -> list[WorkerState]:
+    def states(self, worker: int) -> list[AgentState]:
         """The states a worker reported, repetitions left out."""
-        states: list[WorkerState] = []
+        states: list[AgentState] = []
         for report in self.reports:
             if report.worker == worker and states[-1:] != [report.state]:
                 states.append(report.state)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.protocol.messages import FailureKind, WorkerState
+from meshwright.protocol.messages import AgentState, FailureKind
 from tests.agent.support import AgentProcess, Coordinator, alive, mesh, until
 from tests.runs import command_run
 
@@ -40,7 +40,7 @@ async def start_generation(
     coordinator.announce(mesh(number, command_run(python(source), workers * ranks_each), hellos, ranks_each))
 
 
-async def reported(coordinator: Coordinator, state: WorkerState, generation: int, worker: int = 0) -> None:
+async def reported(coordinator: Coordinator, state: AgentState, generation: int, worker: int = 0) -> None:
     def there() -> bool:
         report = coordinator.last(worker)
         return report is not None and report.state is state and report.generation == generation
@@ -56,7 +56,7 @@ async def test_two_pods_meet_and_complete(coordinator: Coordinator, start_agent:
     for agent, ranks in zip(agents, ([0, 1], [2, 3]), strict=True):
         for rank in ranks:
             assert f"[rank {rank}] sum 6.0 coordinates {rank}" in agent.log
-        assert coordinator.states(agent.worker)[-1] is WorkerState.COMPLETE
+        assert coordinator.states(agent.worker)[-1] is AgentState.COMPLETE
 
 
 async def test_a_killed_rank_fails_the_generation_and_the_next_one_works(
@@ -64,11 +64,11 @@ async def test_a_killed_rank_fails_the_generation_and_the_next_one_works(
 ) -> None:
     agent = start_agent()
     await start_generation(coordinator, 1, SLEEP)
-    await reported(coordinator, WorkerState.RUNNING, 1)
+    await reported(coordinator, AgentState.RUNNING, 1)
     (_, _, first), (_, _, second) = agent.ranks_started()
     below = agent.processes()
     os.kill(second, signal.SIGKILL)
-    await reported(coordinator, WorkerState.FAILED, 1)
+    await reported(coordinator, AgentState.FAILED, 1)
     report = coordinator.last(0)
     assert report is not None
     assert report.failure is FailureKind.ERROR
@@ -86,7 +86,7 @@ async def test_a_killed_rank_fails_the_generation_and_the_next_one_works(
 async def test_the_message_is_the_exception(coordinator: Coordinator, start_agent: StartAgent) -> None:
     start_agent()
     await start_generation(coordinator, 1, "raise KeyError('weights')", ranks_each=1)
-    await reported(coordinator, WorkerState.FAILED, 1)
+    await reported(coordinator, AgentState.FAILED, 1)
     report = coordinator.last(0)
     assert report is not None
     assert report.message == "rank 0 exited with code 1: KeyError: 'weights'"
@@ -96,7 +96,7 @@ async def test_a_command_that_does_not_exist_says_so(coordinator: Coordinator, s
     start_agent()
     hellos = await coordinator.gang(1)
     coordinator.announce(mesh(1, command_run(["no-such-program"], 1), hellos, 1))
-    await reported(coordinator, WorkerState.FAILED, 1)
+    await reported(coordinator, AgentState.FAILED, 1)
     report = coordinator.last(0)
     assert report is not None
     assert "code 127: cannot start 'no-such-program': No such file" in report.message
@@ -131,7 +131,7 @@ async def test_a_new_generation_replaces_ranks_that_hang(coordinator: Coordinato
     await until(lambda: "asleep" in agent.log, 20)
     old = agent.processes() - {agent.process.pid}
     await start_generation(coordinator, 2, SLEEP, ranks_each=1)
-    await reported(coordinator, WorkerState.RUNNING, 2)
+    await reported(coordinator, AgentState.RUNNING, 2)
     assert not any(alive(pid) for pid in old)
 
 
@@ -152,7 +152,7 @@ signal.signal(signal.SIGTERM, save)
     agent.terminate()
     assert await agent.exit_code() == 143
     assert agent.log.count("saved") == 2
-    assert coordinator.states(0)[-1] is WorkerState.DRAINING
+    assert coordinator.states(0)[-1] is AgentState.DRAINING
 
 
 async def test_a_drain_ends_before_the_grace_period(coordinator: Coordinator, start_agent: StartAgent) -> None:
@@ -167,7 +167,7 @@ async def test_a_drain_ends_before_the_grace_period(coordinator: Coordinator, st
 async def test_stopped_elsewhere_means_idle(coordinator: Coordinator, start_agent: StartAgent) -> None:
     agent = start_agent()
     await start_generation(coordinator, 1, "import sys; sys.exit(143)")
-    await reported(coordinator, WorkerState.IDLE, 1)
+    await reported(coordinator, AgentState.IDLE, 1)
     await start_generation(coordinator, 2, "print('resumed')")
     assert await agent.exit_code() == 0
 
@@ -176,7 +176,7 @@ async def test_ranks_go_on_while_the_coordinator_is_away(coordinator: Coordinato
     agent = start_agent()
     ticks = "import time\nfor i in range(600): print('tick', i, flush=True); time.sleep(0.1)"
     await start_generation(coordinator, 1, ticks, ranks_each=1)
-    await reported(coordinator, WorkerState.RUNNING, 1)
+    await reported(coordinator, AgentState.RUNNING, 1)
     await coordinator.stop()
     heard, seen = len(coordinator.reports), agent.log.count("tick")
     await asyncio.sleep(2.5)

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from meshwright.api.data import DataSource, DataSpec
-from meshwright.protocol.messages import FailureKind, MeshDocument, WorkerState
+from meshwright.protocol.messages import AgentState, FailureKind, MeshDocument
 from tests.agent.support import AgentProcess, Coordinator, alive, mesh, training_run, until
 
 StartAgent = Callable[..., AgentProcess]
@@ -59,7 +59,7 @@ async def test_a_run_that_cannot_be_executed_is_reported_as_refused(
     small = run.architecture.model_copy(update={"vocab_size": 130})
     hellos = await coordinator.gang(1)
     coordinator.announce(mesh(1, run.model_copy(update={"architecture": small}), hellos, 2))
-    await until(lambda: coordinator.states(0)[-1:] == [WorkerState.FAILED], 60, lambda: agent.log)
+    await until(lambda: coordinator.states(0)[-1:] == [AgentState.FAILED], 60, lambda: agent.log)
     report = coordinator.last(0)
     assert report is not None
     assert report.failure is FailureKind.REFUSED
@@ -73,8 +73,8 @@ async def test_train_lose_a_rank_drain_and_complete(coordinator: Coordinator, st
     await announce(coordinator, 1, LONG, every_steps=5)
     await until(lambda: step_of(coordinator, 1) >= 5, 150, lambda: first.log)
     for worker in (0, 1):
-        await until(lambda w=worker: coordinator.states(w)[-1] is WorkerState.RUNNING, 10)
-        assert WorkerState.STARTING in coordinator.states(worker)
+        await until(lambda w=worker: coordinator.states(w)[-1] is AgentState.RUNNING, 10)
+        assert AgentState.STARTING in coordinator.states(worker)
     await until(lambda: (report := coordinator.last(0)) is not None and report.checkpoint is not None, 10)
     await check_report_and_metrics(coordinator, port)
 
@@ -82,7 +82,7 @@ async def test_train_lose_a_rank_drain_and_complete(coordinator: Coordinator, st
     victim = next(pid for rank, _, pid in second.ranks_started() if rank == 3)
     os.kill(victim, signal.SIGKILL)
     for worker in (0, 1):
-        await until(lambda w=worker: coordinator.states(w)[-1] is WorkerState.FAILED, 10, lambda: first.log)
+        await until(lambda w=worker: coordinator.states(w)[-1] is AgentState.FAILED, 10, lambda: first.log)
     report = coordinator.last(1)
     assert report is not None
     assert "rank 3 was killed by SIGKILL" in report.message
@@ -97,7 +97,7 @@ async def test_train_lose_a_rank_drain_and_complete(coordinator: Coordinator, st
     # One pod drains: all ranks of both pods stop after the same step, which is saved.
     second.terminate()
     assert await second.exit_code() == 143
-    await until(lambda: coordinator.states(0)[-1] is WorkerState.IDLE, 10, lambda: first.log)
+    await until(lambda: coordinator.states(0)[-1] is AgentState.IDLE, 10, lambda: first.log)
     saved = (report := coordinator.last(0)) and report.checkpoint and report.checkpoint.step
     assert saved == step_of(coordinator, 2)
 
@@ -106,7 +106,7 @@ async def test_train_lose_a_rank_drain_and_complete(coordinator: Coordinator, st
     codes = await asyncio.gather(first.exit_code(120), replacement.exit_code(120))
     assert codes == [0, 0]
     assert resumed_after(first, 3) | resumed_after(replacement, 3) == dict.fromkeys(range(4), saved)
-    assert [coordinator.states(worker)[-1] for worker in (0, 1)] == [WorkerState.COMPLETE] * 2
+    assert [coordinator.states(worker)[-1] for worker in (0, 1)] == [AgentState.COMPLETE] * 2
     assert f"step {saved + 5}/{saved + 5} loss=" in first.log
 
 
@@ -139,14 +139,14 @@ async def test_a_rank_that_refuses_its_data_says_why_and_its_peers_do_not_hang(
     data = DataSpec(source=DataSource.FILES, claim_name="v", pattern="**/*.py")
     run = training_run(5, data_parallel=2).model_copy(update={"data": data})
     coordinator.announce(mesh(1, run, await coordinator.gang(2), 1))
-    await until(lambda: coordinator.states(1)[-1:] == [WorkerState.FAILED], 150, lambda: agents[1].log)
+    await until(lambda: coordinator.states(1)[-1:] == [AgentState.FAILED], 150, lambda: agents[1].log)
     report = coordinator.last(1)
     assert report is not None
     assert report.failure == "Error"
     assert "CorpusError: `data.pattern: **/*.py` matches no file" in report.message
     # The other one has found nothing wrong, and waits for this one; the next generation ends that.
     await until(agents[0].ranks_started, 60, lambda: agents[0].log)
-    assert coordinator.states(0)[-1] is WorkerState.STARTING
+    assert coordinator.states(0)[-1] is AgentState.STARTING
     (waiting,) = (pid for _, _, pid in agents[0].ranks_started())
     assert alive(waiting)
     (tmp_path / "bad" / "a.py").write_text("def one():\n    return 1\n" * 20)
@@ -163,7 +163,7 @@ async def test_nothing_survives_a_killed_agent(coordinator: Coordinator, start_a
     assert len(family) == 1 + 1 + 2  # the agent, the rank server, two ranks
     agents[0].process.kill()
     await until(lambda: not any(alive(pid) for pid in family), 5)
-    await until(lambda: coordinator.states(1)[-1] is WorkerState.FAILED, 10, lambda: agents[1].log)
+    await until(lambda: coordinator.states(1)[-1] is AgentState.FAILED, 10, lambda: agents[1].log)
     report = coordinator.last(1)
     assert report is not None
     assert report.failure == "PeerLost"

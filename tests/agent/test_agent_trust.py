@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from meshwright.protocol.messages import WorkerState
+from meshwright.protocol.messages import AgentState
 from tests.agent.support import AgentProcess, Coordinator, until
 from tests.agent.test_agent_commands import SLEEP, reported, start_generation
 
@@ -70,7 +70,7 @@ async def test_another_version_ends_a_pod_that_waits_and_no_ranks_that_run(
     await coordinator.gang(1)
     if with_ranks:
         await start_generation(coordinator, 1, SLEEP, ranks_each=1)
-        await reported(coordinator, WorkerState.RUNNING, 1)
+        await reported(coordinator, AgentState.RUNNING, 1)
     coordinator.answer_all(426)
     if not with_ranks:
         assert await agent.exit_code(10) == 1

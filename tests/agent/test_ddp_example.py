@@ -11,7 +11,7 @@ import yaml
 
 from meshwright.api import labels
 from meshwright.api.parsing import parse_spec
-from meshwright.protocol.messages import WorkerState
+from meshwright.protocol.messages import AgentState
 from tests.agent.support import ROOT, AgentProcess, Coordinator, mesh, until
 from tests.runs import command_run
 
@@ -43,8 +43,8 @@ async def test_a_drained_pod_stops_all_ranks_and_the_run_resumes(
     await until(lambda: "[rank 0] step 50/400" in stays.log, 60, lambda: stays.log)
     goes.terminate()
     assert await goes.exit_code() == 143
-    await until(lambda: coordinator.states(0)[-1] is WorkerState.IDLE, 10, lambda: f"{coordinator.states(0)}")
-    assert WorkerState.FAILED not in coordinator.states(0)
+    await until(lambda: coordinator.states(0)[-1] is AgentState.IDLE, 10, lambda: f"{coordinator.states(0)}")
+    assert AgentState.FAILED not in coordinator.states(0)
     stopped_after = int(stays.log.rpartition("step ")[2].partition("/")[0])
     assert 50 < stopped_after < 400
 

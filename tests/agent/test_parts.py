@@ -12,7 +12,7 @@ from meshwright.api import labels
 from meshwright.protocol.messages import FailureKind, MeshRequest
 from meshwright_worker.agent.agent import TrainingLog
 from meshwright_worker.agent.launcher import FIRST_PORT, LAST_PORT, ReservedPort
-from meshwright_worker.agent.metrics import TrainerMetrics
+from meshwright_worker.agent.metrics import WorkerMetrics
 from meshwright_worker.agent.rank_environment import (
     process_environment,
     rank_environment,
@@ -259,7 +259,7 @@ def test_the_training_log_is_thin_but_ends_with_the_last_step() -> None:
 
 
 def test_metrics_follow_the_ranks() -> None:
-    metrics = TrainerMetrics("team-a", "job")
+    metrics = WorkerMetrics("team-a", "job")
     metrics.generation(1, [0, 1], restart=False)
     metrics.rank_up(0, up=True)
     metrics.step(0, REPORT)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from meshwright.protocol.messages import Evaluation, FailureKind, MeshDocument, MeshRequest, WorkerState
+from meshwright.protocol.messages import AgentState, Evaluation, FailureKind, MeshDocument, MeshRequest
 from meshwright_worker.agent.state_machine import (
     Action,
     AgentStateMachine,
@@ -81,18 +81,18 @@ def driver() -> Driver:
 
 def test_from_idle_to_complete(driver: Driver) -> None:
     state_machine = driver.state_machine
-    assert state_machine.state is WorkerState.IDLE
+    assert state_machine.state is AgentState.IDLE
     assert driver.start(document()) == []
-    assert state_machine.state is WorkerState.STARTING
+    assert state_machine.state is AgentState.STARTING
     driver.tell(0, Running(0))
-    assert state_machine.state is WorkerState.STARTING
+    assert state_machine.state is AgentState.STARTING
     driver.tell(1, Running(0))
-    assert state_machine.state is WorkerState.RUNNING
+    assert state_machine.state is AgentState.RUNNING
     driver.tell(0, COMPLETE)
     assert driver.exit(0, 0) == []
     driver.tell(1, COMPLETE)
     assert driver.exit(1, 0) == [ExitAgent(0)]
-    assert state_machine.state is WorkerState.COMPLETE
+    assert state_machine.state is AgentState.COMPLETE
 
 
 def test_an_older_or_equal_generation_is_nothing_new(driver: Driver) -> None:
@@ -141,18 +141,18 @@ def test_a_mesh_without_this_pod_ends_its_ranks(doc: MeshDocument) -> None:
     ranks = (2, 3) if driver.state_machine.worker else (0, 1)
     assert driver.state_machine.on_mesh(doc, driver.now) == [KillRanks(ranks)]
     assert [driver.exit(rank, -9) for rank in ranks] == [[], []]
-    assert driver.state_machine.state is WorkerState.IDLE
+    assert driver.state_machine.state is AgentState.IDLE
     assert driver.state_machine.generation == 2
 
 
 def test_an_error_ends_the_other_ranks_at_once(driver: Driver) -> None:
     driver.start(document())
     assert driver.tell(1, BUG) == [KillRanks((0, 1))]
-    assert driver.state_machine.state is WorkerState.STARTING, "not Failed while a process lives"
+    assert driver.state_machine.state is AgentState.STARTING, "not Failed while a process lives"
     driver.exit(0, -9)
     driver.exit(1, -9)
     report = build_report(driver.state_machine)
-    assert (report.state, report.failure, report.message) == (WorkerState.FAILED, FailureKind.ERROR, BUG.message)
+    assert (report.state, report.failure, report.message) == (AgentState.FAILED, FailureKind.ERROR, BUG.message)
     assert [process.exit_code for process in report.ranks] == [-9, -9]
 
 
@@ -202,23 +202,23 @@ def test_a_failed_generation_is_followed_by_a_new_one(driver: Driver) -> None:
 @pytest.mark.parametrize(
     ("command", "code", "tail", "state", "kind", "message"),
     [
-        (True, 0, (), WorkerState.COMPLETE, None, ""),
-        (True, 143, (), WorkerState.IDLE, None, ""),
+        (True, 0, (), AgentState.COMPLETE, None, ""),
+        (True, 143, (), AgentState.IDLE, None, ""),
         (
             True,
             3,
             ("ValueError: x",),
-            WorkerState.FAILED,
+            AgentState.FAILED,
             FailureKind.ERROR,
             "rank 0 exited with code 3: ValueError: x",
         ),
-        (True, 1, ("RuntimeError: Connection closed by peer",), WorkerState.FAILED, FailureKind.PEER_LOST, "closed"),
-        (True, -9, ("Connection closed by peer",), WorkerState.FAILED, FailureKind.ERROR, "SIGKILL"),
-        (True, -15, (), WorkerState.FAILED, FailureKind.ERROR, "SIGTERM"),
-        (False, 0, (), WorkerState.FAILED, FailureKind.ERROR, "rank 0 ended without finishing the run"),
-        (False, 143, (), WorkerState.FAILED, FailureKind.ERROR, "exited with code 143"),
-        (False, -6, ("what(): Connection reset by peer", ""), WorkerState.FAILED, FailureKind.PEER_LOST, "SIGABRT"),
-        (False, -11, (), WorkerState.FAILED, FailureKind.ERROR, "SIGSEGV"),
+        (True, 1, ("RuntimeError: Connection closed by peer",), AgentState.FAILED, FailureKind.PEER_LOST, "closed"),
+        (True, -9, ("Connection closed by peer",), AgentState.FAILED, FailureKind.ERROR, "SIGKILL"),
+        (True, -15, (), AgentState.FAILED, FailureKind.ERROR, "SIGTERM"),
+        (False, 0, (), AgentState.FAILED, FailureKind.ERROR, "rank 0 ended without finishing the run"),
+        (False, 143, (), AgentState.FAILED, FailureKind.ERROR, "exited with code 143"),
+        (False, -6, ("what(): Connection reset by peer", ""), AgentState.FAILED, FailureKind.PEER_LOST, "SIGABRT"),
+        (False, -11, (), AgentState.FAILED, FailureKind.ERROR, "SIGSEGV"),
     ],
 )
 def test_how_a_rank_ends(
@@ -226,7 +226,7 @@ def test_how_a_rank_ends(
     command: bool,
     code: int,
     tail: tuple[str, ...],
-    state: WorkerState,
+    state: AgentState,
     kind: FailureKind | None,
     message: str,
 ) -> None:
@@ -243,21 +243,21 @@ def test_stopped_because_a_peer_drains(driver: Driver) -> None:
     for rank in (0, 1):
         driver.tell(rank, Running(0), STOPPED)
         assert driver.exit(rank, 0) == []
-    assert driver.state_machine.state is WorkerState.IDLE
+    assert driver.state_machine.state is AgentState.IDLE
     assert isinstance(driver.state_machine.on_mesh(document(2), driver.now)[0], StartRanks)
 
 
 def test_drain_lets_ranks_save(driver: Driver) -> None:
     driver.start(document())
     assert driver.state_machine.on_shutdown(143, driver.now) == [TerminateRanks((0, 1))]
-    assert driver.state_machine.state is WorkerState.DRAINING
+    assert driver.state_machine.state is AgentState.DRAINING
     assert driver.state_machine.on_shutdown(143, driver.now + 5) == [], "a second SIGTERM changes nothing"
     assert driver.state_machine.on_mesh(document(2), driver.now) == []
     driver.tell(0, STOPPED)
     driver.exit(0, 0)
     driver.tell(1, STOPPED)
     assert driver.exit(1, 0) == [ExitAgent(143)]
-    assert build_report(driver.state_machine).state is WorkerState.DRAINING
+    assert build_report(driver.state_machine).state is AgentState.DRAINING
 
 
 def test_drain_ends_in_time(driver: Driver) -> None:
@@ -314,7 +314,7 @@ def test_a_rank_that_cannot_be_started_fails_the_generation(driver: Driver) -> N
         KillRanks((0,))
     ]
     driver.exit(0, -9)
-    assert driver.state_machine.state is WorkerState.FAILED
+    assert driver.state_machine.state is AgentState.FAILED
     assert "no memory" in build_report(driver.state_machine).message
 
 
@@ -325,7 +325,7 @@ def test_what_an_old_generation_says_is_ignored(driver: Driver) -> None:
     driver.exit(1, -9)
     assert driver.tell(0, BUG, generation=1) == []
     assert driver.exit(1, -9, generation=1) == []
-    assert driver.state_machine.state is WorkerState.STARTING
+    assert driver.state_machine.state is AgentState.STARTING
 
 
 def step(number: int, loss: float = 2.0, seconds: float = 0.5) -> StepDone:

@@ -11,6 +11,7 @@ import aiohttp
 from meshwright.api import labels
 from meshwright.api.objects import KubeObject
 from meshwright.protocol.messages import (
+    AgentState,
     CheckpointCommit,
     Evaluation,
     FailureKind,
@@ -19,7 +20,6 @@ from meshwright.protocol.messages import (
     Phase,
     Progress,
     WorkerReport,
-    WorkerState,
 )
 from meshwright.protocol.signing import Signer
 from meshwright_operator.timestamps import format_time, utc_now
@@ -38,7 +38,7 @@ class FakeAgent:
         self.address = address
         self.documents: list[MeshDocument] = []
         self.refused: list[int] = []
-        self.state = WorkerState.IDLE
+        self.state = AgentState.IDLE
         self.failure: FailureKind | None = None
         self.message = ""
         self.step = 0
@@ -70,16 +70,16 @@ class FakeAgent:
             group.create_task(self._heartbeat())
 
     async def fail(self, kind: FailureKind, message: str) -> None:
-        self.state, self.failure, self.message = WorkerState.FAILED, kind, message
+        self.state, self.failure, self.message = AgentState.FAILED, kind, message
         await self.report()
 
     async def finish(self) -> None:
-        self.state = WorkerState.COMPLETE
+        self.state = AgentState.COMPLETE
         await self.report()
         self.complete.set()
 
     async def report(self) -> None:
-        training = self.state in (WorkerState.RUNNING, WorkerState.COMPLETE, WorkerState.DRAINING)
+        training = self.state in (AgentState.RUNNING, AgentState.COMPLETE, AgentState.DRAINING)
         first = self.leads and training
         body = WorkerReport(
             worker=self.worker,
@@ -111,15 +111,15 @@ class FakeAgent:
             if answer is None:
                 continue
             self.documents.append(MeshDocument.model_validate(answer))
-            self.state, self.failure, self.message = WorkerState.STARTING, None, ""
+            self.state, self.failure, self.message = AgentState.STARTING, None, ""
             await self.report()
-            self.state = WorkerState.RUNNING
+            self.state = AgentState.RUNNING
             await self.report()
 
     async def _heartbeat(self) -> None:
         while True:
             await asyncio.sleep(0.2)
-            if self.state is WorkerState.RUNNING:
+            if self.state is AgentState.RUNNING:
                 self.step += self.steps_per_report
             await self.report()
 
@@ -217,7 +217,7 @@ class Kubelet:
 
     async def _drain(self, name: str, phase: str) -> None:
         if (agent := self.agents.get(name)) is not None:
-            agent.state = WorkerState.DRAINING
+            agent.state = AgentState.DRAINING
             if agent.leads:
                 now = format_time(utc_now())
                 agent.checkpoint = CheckpointCommit(step=agent.step, time=now, path=f"/ckpt/{agent.step}")

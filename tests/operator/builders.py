@@ -18,8 +18,7 @@ from meshwright.api.status import (
 )
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.plan import make_plan
-from meshwright.protocol.messages import FailureKind, Progress, WorkerReport
-from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.messages import AgentState, FailureKind, Progress, WorkerReport
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
 from meshwright_operator.decide.applied_spec import revision_of
 from meshwright_operator.decide.observed import Observed, observe_workers

@@ -12,11 +12,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from meshwright.protocol.messages import FailureKind, MeshDocument, MeshRequest, WorkerReport, parse_message
-from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.messages import AgentState, FailureKind, MeshDocument, MeshRequest, WorkerReport, parse_message
 from meshwright.protocol.signing import Signer
 from meshwright_operator.controller.http_server import serve_application
-from meshwright_operator.coordinator.rendezvous import Rendezvous
+from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.mesh_generation import document
@@ -46,8 +45,8 @@ class Stage:
         self._session = session
 
     @property
-    def rendezvous(self) -> Rendezvous:
-        return self.coordinator.rendezvous("u1")
+    def registry(self) -> AgentRegistry:
+        return self.coordinator.registry("u1")
 
     async def post(
         self, endpoint: str, body: Any, token: str | None = None, job: str = "default/train/u1"
@@ -120,19 +119,19 @@ async def test_a_body_that_breaks_the_protocol_is_refused_with_the_field(stage: 
 
 
 async def test_a_poll_is_answered_when_the_generation_is_announced(stage: Stage) -> None:
-    await stage.rendezvous.publish(None, WORKERS)
+    await stage.registry.publish(None, WORKERS)
     waiting = asyncio.create_task(stage.poll(wait=10))
     await asyncio.sleep(0.1)
-    assert set(stage.rendezvous.agents().waiting_agents) == {0}
-    await stage.rendezvous.publish(mesh_document(), WORKERS, generation=1)
+    assert set(stage.registry.agents().waiting_agents) == {0}
+    await stage.registry.publish(mesh_document(), WORKERS, generation=1)
     status, body = await asyncio.wait_for(waiting, 1)
     assert status == 200
     assert MeshDocument.model_validate(body) == mesh_document()
-    assert stage.rendezvous.agents().waiting_agents == {}, "its store port is in use now"
+    assert stage.registry.agents().waiting_agents == {}, "its store port is in use now"
 
 
 async def test_a_poll_for_a_generation_that_runs_already_waits(stage: Stage) -> None:
-    await stage.rendezvous.publish(mesh_document(3), WORKERS, generation=3)
+    await stage.registry.publish(mesh_document(3), WORKERS, generation=3)
     assert (await stage.poll(generation=3, wait=0.1))[0] == 204
     assert (await stage.poll(generation=2))[0] == 200
     assert (await stage.poll(generation=0))[0] == 200
@@ -142,29 +141,29 @@ async def test_agents_of_an_older_incarnation_are_told_to_go(stage: Stage) -> No
     assert (await stage.poll(worker=2, incarnation=0, wait=0.1))[0] == 204, "nothing is published yet: wait"
     waiting = asyncio.create_task(stage.poll(worker=2, incarnation=0, wait=10))
     await asyncio.sleep(0.1)
-    await stage.rendezvous.publish(None, WORKERS)
+    await stage.registry.publish(None, WORKERS)
     assert (await asyncio.wait_for(waiting, 1))[0] == 410
     assert (await stage.poll(worker=2, incarnation=1, wait=0.1))[0] == 204
     assert (await stage.poll(worker=9, incarnation=0))[0] == 410
     status, _ = await stage.post("report", report(2, AgentState.RUNNING, incarnation=0).wire())
     assert status == 410
-    await stage.rendezvous.publish(None, WORKERS, closed=True)
+    await stage.registry.publish(None, WORKERS, closed=True)
     assert (await stage.poll(worker=0))[0] == 410
 
 
 async def test_an_agent_that_hangs_up_is_away(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright_operator.coordinator.rendezvous.AWAY_SECONDS", 0.0)
-    await stage.rendezvous.publish(None, WORKERS)
+    monkeypatch.setattr("meshwright_operator.coordinator.agent_registry.AWAY_SECONDS", 0.0)
+    await stage.registry.publish(None, WORKERS)
     waiting = asyncio.create_task(stage.poll(wait=20))
     await asyncio.sleep(0.1)
-    assert set(stage.rendezvous.agents().waiting_agents) == {0}
+    assert set(stage.registry.agents().waiting_agents) == {0}
     waiting.cancel()
     await asyncio.sleep(0.1)
-    assert stage.rendezvous.agents().waiting_agents == {}
+    assert stage.registry.agents().waiting_agents == {}
 
 
 async def test_reports_are_urgent_when_they_tell_something_new(stage: Stage) -> None:
-    await stage.rendezvous.publish(mesh_document(), WORKERS, generation=1)
+    await stage.registry.publish(mesh_document(), WORKERS, generation=1)
 
     async def send(body: WorkerReport) -> bool:
         stage.told.clear()
@@ -178,23 +177,23 @@ async def test_reports_are_urgent_when_they_tell_something_new(stage: Stage) -> 
     assert not await send(report(0, AgentState.RUNNING))
     failure = report(0, AgentState.FAILED, failure=FailureKind.ERROR, message="boom")
     assert await send(failure)
-    first = stage.rendezvous.agents().reports[0].halted_seconds
+    first = stage.registry.agents().reports[0].halted_seconds
     await asyncio.sleep(0.05)
     assert not await send(failure)
-    assert stage.rendezvous.agents().reports[0].halted_seconds > first + 0.04, "the clock of a failure runs on"
+    assert stage.registry.agents().reports[0].halted_seconds > first + 0.04, "the clock of a failure runs on"
     assert not await send(report(0, AgentState.RUNNING, generation=0)), "an old generation's report changes nothing"
-    assert stage.rendezvous.agents().reports[0].report.state is AgentState.FAILED
+    assert stage.registry.agents().reports[0].report.state is AgentState.FAILED
 
 
 async def test_a_generation_beyond_reason_is_not_believed(stage: Stage) -> None:
-    await stage.rendezvous.publish(None, WORKERS)
+    await stage.registry.publish(None, WORKERS)
     await stage.poll(generation=1 << 40, wait=0.01)
     await stage.poll(generation=7, wait=0.01)
-    assert stage.rendezvous.agents().newest_generation == 7
+    assert stage.registry.agents().newest_generation == 7
 
 
 async def test_a_job_that_is_gone_lets_its_agents_go(stage: Stage) -> None:
-    await stage.rendezvous.publish(None, WORKERS)
+    await stage.registry.publish(None, WORKERS)
     waiting = asyncio.create_task(stage.poll(wait=10))
     await asyncio.sleep(0.1)
     await stage.coordinator.forget("u1")
@@ -202,7 +201,7 @@ async def test_a_job_that_is_gone_lets_its_agents_go(stage: Stage) -> None:
 
 
 async def test_a_request_that_was_changed_on_its_way_is_refused(stage: Stage) -> None:
-    await stage.rendezvous.publish(None, WORKERS)
+    await stage.registry.publish(None, WORKERS)
     path, data = "/v1/jobs/default/train/u1/report", json.dumps(report(0, AgentState.RUNNING).wire()).encode()
     headers = stage.signer.request("POST", path, data)
     assert (await stage.send(path, data.replace(b"Running", b"Failed"), headers, stage.signer))[0] == 401
@@ -214,19 +213,19 @@ async def test_a_request_that_was_changed_on_its_way_is_refused(stage: Stage) ->
 
 
 async def test_a_request_that_was_caught_is_not_taken_again(stage: Stage) -> None:
-    await stage.rendezvous.publish(None, WORKERS)
+    await stage.registry.publish(None, WORKERS)
     path = "/v1/jobs/default/train/u1/report"
     failed = json.dumps(report(0, AgentState.FAILED, failure=FailureKind.ERROR).wire()).encode()
     caught = stage.signer.request("POST", path, failed)
     assert (await stage.send(path, failed, caught, stage.signer))[0] == 200
     assert (await stage.post("report", report(0, AgentState.RUNNING, generation=1).wire()))[0] == 200
     assert (await stage.send(path, failed, caught, stage.signer))[0] == 409
-    assert stage.rendezvous.agents().reports[0].report.state is AgentState.RUNNING
+    assert stage.registry.agents().reports[0].report.state is AgentState.RUNNING
 
 
 @pytest.mark.parametrize("ahead", [-36_000, -400, 400, 36_000])
 async def test_clocks_that_differ_are_told_by_a_signed_answer(stage: Stage, ahead: int) -> None:
-    await stage.rendezvous.publish(None, WORKERS)
+    await stage.registry.publish(None, WORKERS)
     path, data = "/v1/jobs/default/train/u1/report", json.dumps(report(0, AgentState.RUNNING).wire()).encode()
     stage.signer.set_clock(time.time_ns() // 1000 + ahead * 1_000_000)
     headers = stage.signer.request("POST", path, data)
@@ -237,7 +236,7 @@ async def test_clocks_that_differ_are_told_by_a_signed_answer(stage: Stage, ahea
 
 
 async def test_another_version_of_the_protocol_is_refused_in_words(stage: Stage) -> None:
-    await stage.rendezvous.publish(None, WORKERS)
+    await stage.registry.publish(None, WORKERS)
     path, data = "/v1/jobs/default/train/u1/report", json.dumps(report(0, AgentState.RUNNING).wire()).encode()
     headers = {**stage.signer.request("POST", path, data), "Meshwright-Protocol": "9"}
     status, text = await stage.send(path, data, headers, stage.signer)
@@ -246,7 +245,7 @@ async def test_another_version_of_the_protocol_is_refused_in_words(stage: Stage)
 
 
 async def test_an_agent_that_asks_too_often_waits_and_others_do_not(stage: Stage) -> None:
-    await stage.rendezvous.publish(None, WORKERS)
+    await stage.registry.publish(None, WORKERS)
     answers = [await stage.post("report", report(0, AgentState.RUNNING).wire()) for _ in range(60)]
     assert [status for status, _ in answers].count(429) >= 5
     assert {status for status, _ in answers} == {200, 429}
@@ -256,7 +255,7 @@ async def test_an_agent_that_asks_too_often_waits_and_others_do_not(stage: Stage
 
 
 async def test_a_worker_holds_few_polls_open(stage: Stage) -> None:
-    await stage.rendezvous.publish(None, WORKERS)
+    await stage.registry.publish(None, WORKERS)
     polls = [asyncio.create_task(stage.poll(wait=5, generation=n)) for n in range(4)]
     await asyncio.sleep(0.2)
     assert (await stage.poll(wait=5))[0] == 429
@@ -266,13 +265,13 @@ async def test_a_worker_holds_few_polls_open(stage: Stage) -> None:
 
 
 async def test_a_pod_that_is_not_in_the_mesh_is_not_invited(stage: Stage) -> None:
-    await stage.rendezvous.publish(mesh_document(2), {**WORKERS, 2: 0}, generation=2)
+    await stage.registry.publish(mesh_document(2), {**WORKERS, 2: 0}, generation=2)
     assert (await stage.poll(worker=2, incarnation=1, wait=0.1))[0] == 204, "its mesh is still being formed"
     assert (await stage.poll(worker=2, incarnation=0))[0] == 200
 
 
 async def test_what_a_newer_operator_adds_is_left_out_by_an_older_agent(stage: Stage) -> None:
-    await stage.rendezvous.publish(mesh_document(), WORKERS, generation=1)
+    await stage.registry.publish(mesh_document(), WORKERS, generation=1)
     _, body = await stage.poll()
     newer = {**body, "futureField": {"a": 1}, "run": {**body["run"], "futureField": 3}}
     assert parse_message(MeshDocument, json.dumps(newer).encode()) == mesh_document()
@@ -281,7 +280,7 @@ async def test_what_a_newer_operator_adds_is_left_out_by_an_older_agent(stage: S
 
 
 async def test_a_process_that_outlived_its_pod_is_told_from_the_pod_of_the_same_name(stage: Stage) -> None:
-    await stage.rendezvous.publish(mesh_document(), WORKERS, generation=1, pods={0: "new"})
+    await stage.registry.publish(mesh_document(), WORKERS, generation=1, pods={0: "new"})
     message = report(0, AgentState.RUNNING)
     for uid, status in (("old", 410), ("new", 200), ("", 200)):
         assert (await stage.post("report", message.model_copy(update={"pod_uid": uid}).wire()))[0] == status

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
-from meshwright.protocol.messages import CheckpointCommit, Progress
-from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.messages import AgentState, CheckpointCommit, Progress
 from meshwright_operator.decide import failure_detection, gang, restart_policy
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.metrics.job_metrics import JobRecord
@@ -56,7 +55,7 @@ def test_no_clock_makes_a_pause_longer_than_it_is(ahead: int) -> None:
         <= restart_policy.LONGEST_BACKOFF_SECONDS
     )
     gathers = running_status(mesh=mesh(pending_cause="RankFailure", pending_since=ago(-ahead), failures=3))
-    step = gang.next_step(observed(None, gathers), "RankFailure")
+    step = gang.next_action(observed(None, gathers), "RankFailure")
     assert isinstance(step, gang.Wait)
     assert step.seconds is not None
     assert step.seconds <= 4

@@ -23,8 +23,8 @@ from tests.operator.support import node
 NEW = ParallelTrainingJobStatus()
 
 
-def step(seen: Observed, cause: str = "PodLost") -> gang.Step:
-    return gang.next_step(seen, cause)
+def step(seen: Observed, cause: str = "PodLost") -> gang.GangAction:
+    return gang.next_action(seen, cause)
 
 
 def pending(cause: str = "PodLost", seconds: float = 5, **fields: object) -> ParallelTrainingJobStatus:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.api.status import CheckpointStatus, EvaluationStatus, ParallelTrainingJobStatus
-from meshwright.protocol.messages import CheckpointCommit, Evaluation, Progress
-from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.messages import AgentState, CheckpointCommit, Evaluation, Progress
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import revision_of
 from meshwright_operator.decide.decide_job import decide

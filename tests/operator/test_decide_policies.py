@@ -11,8 +11,7 @@ import pytest
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.placement import place
-from meshwright.protocol.messages import FailureKind, RankProcess, WorkerReport
-from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.messages import AgentState, FailureKind, RankProcess, WorkerReport
 from meshwright_operator.controller.status_patch import is_urgent
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import encode_spec, running_spec

@@ -21,8 +21,7 @@ from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement import place
-from meshwright.protocol.messages import FailureKind, MeshDocument, RankProcess, WorkerReport
-from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.messages import AgentState, FailureKind, MeshDocument, RankProcess, WorkerReport
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
 from meshwright_operator.decide.applied_spec import revision_of
 from meshwright_operator.decide.decide_job import decide

@@ -8,11 +8,10 @@ from datetime import timedelta
 import pytest
 
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
-from meshwright.protocol.messages import FailureKind
-from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.failure_detection import detect
-from meshwright_operator.decide.observed import WorkerState
+from meshwright_operator.decide.observed import PodState
 from meshwright_operator.decide.restart_policy import Interruption, Settling
 from meshwright_operator.kube.pod_info import Pod
 from tests.operator.builders import (
@@ -54,7 +53,7 @@ def test_a_pod_that_ends_ends_the_generation(changed: Pod | None, cause: str, wo
 
 def test_a_pod_that_is_deleted_on_a_dead_node_is_lost() -> None:
     seen = observed([pod(0), pod(1), pod(2, deleting=True), pod(3)], down={**NODES, "n2": True})
-    assert seen.workers[2].state is WorkerState.LOST
+    assert seen.workers[2].state is PodState.LOST
     verdict = detect(seen)
     assert isinstance(verdict, Interruption)
     assert "lost with node n2" in verdict.message

@@ -7,8 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from meshwright.protocol.messages import Progress, RankProcess, WorkerReport
-from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.messages import AgentState, Progress, RankProcess, WorkerReport
 from meshwright_operator.decide import hang_detection
 from meshwright_operator.decide.agents import Agents, ReceivedReport
 from meshwright_operator.decide.decide_job import decide

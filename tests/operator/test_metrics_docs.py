@@ -15,7 +15,7 @@ from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.metrics.job_metrics import JobsCollector, of_job
 from meshwright_operator.metrics.metrics_docs import render_page
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
-from meshwright_worker.agent.metrics import TrainerMetrics
+from meshwright_worker.agent.metrics import WorkerMetrics
 from tests.metrics.checks import undeclared_references, undeclared_samples
 from tests.operator.builders import placement, running_status
 from tests.operator.support import ROOT
@@ -78,7 +78,7 @@ def test_every_metric_that_is_scraped_is_on_the_page() -> None:
 
 @pytest.mark.parametrize("folder", ["docs", "helm", "examples", "cli", "benchmarks", "tests/e2e"])
 def test_every_metric_named_elsewhere_is_declared(folder: str) -> None:
-    declared = (*OperatorMetrics.metrics, *JobsCollector.metrics, *TrainerMetrics.metrics)
+    declared = (*OperatorMetrics.metrics, *JobsCollector.metrics, *WorkerMetrics.metrics)
     files = [path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in {".md", ".py", ".yaml", ".json"}]
     assert files
     problems = {str(path): undeclared_references(path.read_text(), declared) for path in files}

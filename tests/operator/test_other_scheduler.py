@@ -97,7 +97,7 @@ def test_pods_are_made_without_nodes_or_ranks() -> None:
     ],
 )
 def test_the_wait_for_a_scheduler_is_bounded(pods: list[Pod], kind: type, words: str) -> None:
-    found = gang.next_step(seen(pods, since=3000), "Start")
+    found = gang.next_action(seen(pods, since=3000), "Start")
     assert isinstance(found, kind)
     assert words in getattr(found, "message", "")
     if isinstance(found, gang.GiveUp):
@@ -119,7 +119,7 @@ def test_giving_up_lets_go_of_all_pods_and_says_why() -> None:
 def test_ranks_are_mapped_once_all_pods_are_bound_and_told_only_then() -> None:
     scattered = {0: "n0", 1: "n2", 2: "n1", 3: "n3"}
     found = seen([pod(w, node=name) for w, name in scattered.items()])
-    step = gang.next_step(found, "Start")
+    step = gang.next_action(found, "Start")
     assert step == gang.MapRanks(scattered, {})
     assert document(found, MeshStatus(generation=1, master="10.0.0.0:2000")) is None, "nobody knows its ranks yet"
     decision = Decision.of(found)
@@ -130,7 +130,7 @@ def test_ranks_are_mapped_once_all_pods_are_bound_and_told_only_then() -> None:
     assert (status.straddling_replicas, status.gap) == (0, "0")
     # Pipelines of two stages: workers 0 and 2, which share a rack, are one, 1 and 3 the other.
     assert {e.worker: e.ranks for e in status.workers} == {0: "0-1", 1: "4-5", 2: "2-3", 3: "6-7"}
-    assert gang.next_step(replace(found, status=decision.status), "Start") == gang.FormGeneration()
+    assert gang.next_action(replace(found, status=decision.status), "Start") == gang.FormGeneration()
 
 
 def test_the_mesh_is_formed_around_the_worker_of_rank_zero() -> None:
@@ -152,7 +152,7 @@ def test_a_lost_pod_is_scheduled_again_and_the_others_keep_their_ranks() -> None
     assert lost.status.placement.workers[1] == entry(1, incarnation=1)
     assert [lost.status.placement.workers[w] for w in (0, 2, 3)] == [entries[w] for w in (0, 2, 3)]
     again = [pod(0), pod(1, 1, node="n5"), pod(2), pod(3)]
-    step = gang.next_step(seen(again, entries=lost.status.placement.workers, generation=1), "PodLost")
+    step = gang.next_action(seen(again, entries=lost.status.placement.workers, generation=1), "PodLost")
     assert step == gang.MapRanks({0: "n0", 1: "n5", 2: "n2", 3: "n3"}, {0: 2, 2: 3, 3: 1})
 
 

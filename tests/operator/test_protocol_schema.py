@@ -12,8 +12,7 @@ import pytest
 
 from meshwright.api.base import ApiModel
 from meshwright.protocol.json_schema import protocol_schema
-from meshwright.protocol.messages import Evaluation, MeshRequest, ReportReply
-from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.messages import AgentState, Evaluation, MeshRequest, ReportReply
 from tests.operator.builders import report
 from tests.operator.test_coordinator import mesh_document
 

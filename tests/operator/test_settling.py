@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from meshwright.api.objects import KubeObject
-from meshwright.protocol.messages import FailureKind, WorkerState
+from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.kube.client import ApiError
 from meshwright_operator.kube.watches import EventHandlers
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
@@ -186,8 +186,8 @@ class Settling(RuleBasedStateMachine):
             self.world.crash(name)
         elif kind == "evict":
             self.cluster.do(self.world.evict(name))
-        elif kind == "fail" and agent.state is WorkerState.RUNNING:
-            agent.state, agent.failure = WorkerState.FAILED, FailureKind.ERROR
+        elif kind == "fail" and agent.state is AgentState.RUNNING:
+            agent.state, agent.failure = AgentState.FAILED, FailureKind.ERROR
         elif kind == "hang up":
             self.cluster.do(self.world.cluster.delete(f"{PODS}/{name}", agent.pod.uid))
 

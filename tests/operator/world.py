@@ -15,13 +15,13 @@ from typing import Any
 from meshwright.api.labels import GANG_GATE
 from meshwright.api.objects import KubeObject
 from meshwright.protocol.messages import (
+    AgentState,
     FailureKind,
     MeshDocument,
     MeshRequest,
     Progress,
     RankProcess,
     WorkerReport,
-    WorkerState,
 )
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.coordinator.server import Coordinator
@@ -172,7 +172,7 @@ class Agent:
     address: str
     generation: int = 0
     trained: float = 0.0
-    state: WorkerState = WorkerState.IDLE
+    state: AgentState = AgentState.IDLE
     silent: bool = False
     hung: bool = False
     """Its ranks live and do nothing."""
@@ -183,27 +183,27 @@ class Agent:
 
     def train(self, seconds: float, work: float) -> None:
         """Its ranks go on, whoever listens."""
-        if self.state is WorkerState.RUNNING:
+        if self.state is AgentState.RUNNING:
             self.trained += 0.0 if self.hung else seconds
             self.idle = self.idle + seconds if self.hung else 0.0
             if self.trained >= work:
-                self.state = WorkerState.COMPLETE
+                self.state = AgentState.COMPLETE
 
     def talk(self, operator: Operator) -> None:
         """One round with the coordinator."""
         if self.silent:
             return
-        rendezvous, key = operator.coordinator.rendezvous(self.uid), JobKey(self.pod.namespace, self.pod.job)
-        if rendezvous.superseded(self._hello()):
-            self.state = WorkerState.DRAINING
+        registry, key = operator.coordinator.registry(self.uid), JobKey(self.pod.namespace, self.pod.job)
+        if registry.superseded(self._hello()):
+            self.state = AgentState.DRAINING
             return
-        document = rendezvous.document_for(self._hello())
+        document = registry.document_for(self._hello())
         if document is not None:
-            self.generation, self.state, self.trained, self.idle = document.generation, WorkerState.RUNNING, 0.0, 0.0
+            self.generation, self.state, self.trained, self.idle = document.generation, AgentState.RUNNING, 0.0, 0.0
             self.failure, self.hung, self.document = None, False, document
-        with rendezvous.polling(self._hello()):
+        with registry.polling(self._hello()):
             operator.notify(key, urgent=True)
-        operator.notify(key, rendezvous.receive_report(self.report()))
+        operator.notify(key, registry.receive_report(self.report()))
 
     def _hello(self) -> MeshRequest:
         return MeshRequest(
@@ -217,7 +217,7 @@ class Agent:
 
     def report(self) -> WorkerReport:
         step = int(self.trained)
-        live = self.state is WorkerState.RUNNING
+        live = self.state is AgentState.RUNNING
         process = RankProcess(
             rank=self.pod.worker, pid=7, step=step, idle_seconds=self.idle, state="T" if self.hung else ""
         )
@@ -347,7 +347,7 @@ class World:
                 self.cluster.update(path, obj)
         elif pod.bound and pod.phase == "Pending":
             self._start(path, obj, pod)
-        elif (agent := self.agents.get(pod.name)) is not None and agent.state is WorkerState.COMPLETE:
+        elif (agent := self.agents.get(pod.name)) is not None and agent.state is AgentState.COMPLETE:
             self._finish(path, obj, pod)
 
     def _schedule(self, pod: Pod) -> bool:

@@ -21,14 +21,14 @@ from meshwright_operator.controller.observe import JobRejectedError, managed_her
 from meshwright_operator.controller.pod_control import ForeignObjectError, PodControl, PodsRejectedError
 from meshwright_operator.controller.start_timeline import StartTimeline
 from meshwright_operator.controller.status_patch import ConflictError, StatusRejectedError, StatusWriter
-from meshwright_operator.coordinator.rendezvous import Rendezvous
+from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide import decide_job, lifecycle, placement_outcome, rejected_job
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.decide.mesh_generation import document, rank_zero_worker, uses_external_scheduler
-from meshwright_operator.decide.observed import Observed, Rejection, WorkerState
+from meshwright_operator.decide.observed import Observed, PodState, Rejection
 from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.kube.cache import Cache, JobKey
@@ -110,12 +110,12 @@ class Reconciler:
         if job is None or job["metadata"].get("deletionTimestamp") or not managed_here(job):
             return
         self._uids[key] = uid
-        rendezvous = self._coordinator.rendezvous(uid)
+        registry = self._coordinator.registry(uid)
 
         # 2. Observe.
         try:
-            observed = self._observe(key, job, rendezvous)
-            observed = await self._confirm_missing_pods(key, job, rendezvous, observed)
+            observed = self._observe(key, job, registry)
+            observed = await self._confirm_missing_pods(key, job, registry, observed)
             observed = await self._edit_admission.admit(key, job, observed)
         except JobRejectedError as rejection:
             await self._reject(key, job, rejection)
@@ -130,7 +130,7 @@ class Reconciler:
                 for other in grant.wake:
                     self._queue.add(other)
                 placement_outcome.apply(draft, grant)
-                await self._execute(key, job, rendezvous, draft)
+                await self._execute(key, job, registry, draft)
             return
         if draft.mesh.pending_cause != SPEC_CHANGED.name:
             self._scheduler.withdraw(uid)
@@ -140,34 +140,34 @@ class Reconciler:
                 placement_outcome.moved(draft)
         if draft.map_ranks is not None:
             placement_outcome.apply_mapping(draft, await self._scheduler.map_ranks(observed, draft.map_ranks))
-        await self._execute(key, job, rendezvous, draft)
+        await self._execute(key, job, registry, draft)
 
-    def _observe(self, key: JobKey, job: KubeObject, rendezvous: Rendezvous) -> Observed:
+    def _observe(self, key: JobKey, job: KubeObject, registry: AgentRegistry) -> Observed:
         rejection = self._rejections.get(job["metadata"]["uid"])
-        return observe_job(key, job, self._cache, self._scheduler, rendezvous.agents(), self._now(), rejection)
+        return observe_job(key, job, self._cache, self._scheduler, registry.agents(), self._now(), rejection)
 
     async def _confirm_missing_pods(
-        self, key: JobKey, job: KubeObject, rendezvous: Rendezvous, observed: Observed
+        self, key: JobKey, job: KubeObject, registry: AgentRegistry, observed: Observed
     ) -> Observed:
         """Ask the API server for each pod that is missing from the cache, and observe the job again."""
         if lifecycle.finished(observed.status) or is_true(observed.status.conditions, SUSPENDED):
             return observed
-        missing = [w for w in observed.workers if w.state is WorkerState.MISSING and w.incarnation >= 0]
+        missing = [w for w in observed.workers if w.state is PodState.MISSING and w.incarnation >= 0]
         if not missing:
             return observed
         await asyncio.gather(
             *(self._pod_control.confirm_missing(key, observed.uid, w.index, w.incarnation) for w in missing)
         )
-        return self._observe(key, job, rendezvous)
+        return self._observe(key, job, registry)
 
-    async def _execute(self, key: JobKey, job: KubeObject, rendezvous: Rendezvous, draft: Decision) -> None:
+    async def _execute(self, key: JobKey, job: KubeObject, registry: AgentRegistry, draft: Decision) -> None:
         observed = draft.observed
         await self._writer.write(key, job, draft.status, bool(draft.events))
         # Status now contains the rejection, so a later one is a new rejection.
         if observed.rejection is not None:
             self._rejections.pop(observed.uid, None)
         self._scheduler.avoid(observed.uid, draft.avoid)
-        await self._publish(rendezvous, draft)
+        await self._publish(registry, draft)
         for event in [*draft.events, *self._timeline(observed.uid).update(draft, time.monotonic())]:
             self._events.post(job, event)
         self._update_metrics(key, job, draft)
@@ -204,10 +204,10 @@ class Reconciler:
         entries = [entry for entry in draft.status.placement.workers if entry.worker in draft.create]
         await self._pod_control.create(context, entries)
 
-    async def _publish(self, rendezvous: Rendezvous, draft: Decision) -> None:
+    async def _publish(self, registry: AgentRegistry, draft: Decision) -> None:
         """Publish the persisted generation to the agents."""
         observed, mesh = draft.observed, draft.mesh
-        current = rendezvous.document
+        current = registry.document
         if mesh.pending_cause or current is None or current.generation != mesh.generation:
             current = document(observed, mesh)
         incarnations = {pod.worker: pod.incarnation for pod in observed.excess_pods}
@@ -215,7 +215,7 @@ class Reconciler:
         over = lifecycle.finished(draft.status) or is_true(draft.status.conditions, SUSPENDED)
         closed = over and not observed.live_pods
         pods = {worker.index: worker.pod.uid for worker in observed.workers if worker.pod is not None}
-        await rendezvous.publish(
+        await registry.publish(
             None if over else current, incarnations, generation=mesh.generation, closed=closed, pods=pods
         )
 

@@ -19,8 +19,8 @@ from pydantic import ValidationError
 
 from meshwright.protocol import signing
 from meshwright.protocol.messages import PROTOCOL_VERSION, VERSION_HEADER, MeshRequest, ReportReply, WorkerReport
+from meshwright_operator.coordinator.agent_registry import AgentRegistry, encode
 from meshwright_operator.coordinator.rate_limit import LARGEST_POLLS
-from meshwright_operator.coordinator.rendezvous import Rendezvous, encode
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
@@ -39,7 +39,7 @@ class SignedRequest:
 
     endpoint: str
     key: JobKey
-    rendezvous: Rendezvous
+    registry: AgentRegistry
     token: str = field(repr=False)
     signature: str
     date: int
@@ -54,7 +54,7 @@ Handler = Callable[[SignedRequest], Awaitable[bytes | None]]
 
 
 class Coordinator:
-    """The rendezvous of all jobs, and the endpoints for agents."""
+    """The registry of all jobs, and the endpoints for agents."""
 
     def __init__(
         self,
@@ -70,18 +70,18 @@ class Coordinator:
         self._tokens = tokens
         self._metrics = metrics
         self._notify = notify
-        self._rendezvous_by_uid: dict[str, Rendezvous] = {}
+        self._registry_by_uid: dict[str, AgentRegistry] = {}
         self.synced = False
         """Whether the cache contains all jobs, so that a job that is not in it does not exist."""
 
-    def rendezvous(self, uid: str) -> Rendezvous:
-        """The rendezvous of the job with this uid."""
-        return self._rendezvous_by_uid.setdefault(uid, Rendezvous(self._clock))
+    def registry(self, uid: str) -> AgentRegistry:
+        """The registry of the job with this uid."""
+        return self._registry_by_uid.setdefault(uid, AgentRegistry(self._clock))
 
     async def forget(self, uid: str) -> None:
-        """Drop the rendezvous of a deleted job. Its agents are told to exit."""
-        if (rendezvous := self._rendezvous_by_uid.pop(uid, None)) is not None:
-            await rendezvous.publish(None, {}, closed=True)
+        """Drop the registry of a deleted job. Its agents are told to exit."""
+        if (registry := self._registry_by_uid.pop(uid, None)) is not None:
+            await registry.publish(None, {}, closed=True)
 
     def application(self) -> web.Application:
         """The web application."""
@@ -116,7 +116,7 @@ class Coordinator:
                 body = await request.read()
         except TimeoutError:
             raise web.HTTPRequestTimeout(text=f"the body did not arrive within {BODY_SECONDS:g} s") from None
-        signed_request = self._authorise(endpoint, request, body)
+        signed_request = self._authenticate(endpoint, request, body)
         try:
             payload = await handler(signed_request)
         except web.HTTPException as http_error:
@@ -130,36 +130,36 @@ class Coordinator:
 
     async def _mesh(self, signed_request: SignedRequest) -> bytes | None:
         mesh_request = self._checked_message(signed_request, MeshRequest)
-        rendezvous = signed_request.rendezvous
-        if rendezvous.polls(mesh_request.worker) >= LARGEST_POLLS:
+        registry = signed_request.registry
+        if registry.polls(mesh_request.worker) >= LARGEST_POLLS:
             raise _rate_limited(1.0)
-        with rendezvous.polling(mesh_request):
+        with registry.polling(mesh_request):
             self._notify(signed_request.key, True)
-            document = await rendezvous.wait_for_newer(mesh_request)
+            document = await registry.wait_for_newer(mesh_request)
         if document is not None:
             return document
-        if rendezvous.superseded(mesh_request):
+        if registry.superseded(mesh_request):
             raise _superseded_error()
         return None
 
     async def _report(self, signed_request: SignedRequest) -> bytes:
         report = self._checked_message(signed_request, WorkerReport)
-        self._notify(signed_request.key, signed_request.rendezvous.receive_report(report))
-        return encode(ReportReply(generation=signed_request.rendezvous.generation))
+        self._notify(signed_request.key, signed_request.registry.receive_report(report))
+        return encode(ReportReply(generation=signed_request.registry.generation))
 
     def _checked_message(self, signed_request: SignedRequest, kind: type[Message]) -> Message:
         """The message, if its sender is a current pod of the job, is within its rate limit, and does not replay it."""
         message = _parse(kind, signed_request.body)
-        rendezvous, worker, incarnation = signed_request.rendezvous, message.worker, message.incarnation
-        if rendezvous.superseded(message):
+        registry, worker, incarnation = signed_request.registry, message.worker, message.incarnation
+        if registry.superseded(message):
             raise _superseded_error()
-        if (seconds := rendezvous.rate_limiter.delay_for(worker)) > 0:
+        if (seconds := registry.rate_limiter.delay_for(worker)) > 0:
             raise _rate_limited(seconds)
-        if not rendezvous.rate_limiter.is_newer(signed_request.endpoint, worker, incarnation, signed_request.date):
+        if not registry.rate_limiter.is_newer(signed_request.endpoint, worker, incarnation, signed_request.date):
             raise web.HTTPConflict(text="this request, or a later one of the same pod, was made before")
         return message
 
-    def _authorise(self, endpoint: str, request: web.Request, body: bytes) -> SignedRequest:
+    def _authenticate(self, endpoint: str, request: web.Request, body: bytes) -> SignedRequest:
         namespace, name, uid = (request.match_info[part] for part in ("namespace", "name", "uid"))
         token = self._tokens.token(namespace, name, uid)
         path = f"/v1/jobs/{namespace}/{name}/{uid}/{endpoint}"
@@ -180,7 +180,7 @@ class Coordinator:
         job = self._cache.jobs.get(key)
         if job is None or job["metadata"].get("uid") != uid:
             raise web.HTTPNotFound(text="no such job")
-        return SignedRequest(endpoint, key, self.rendezvous(uid), token, signature, date, body)
+        return SignedRequest(endpoint, key, self.registry(uid), token, signature, date, body)
 
 
 def _signed_error(http_error: web.HTTPException, token: str, request: web.Request) -> web.HTTPException:

@@ -23,7 +23,7 @@ from meshwright_operator.decide.conditions import update_observed_generation
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.mesh_generation import next_generation
-from meshwright_operator.decide.observed import Observed, WorkerState, has_started
+from meshwright_operator.decide.observed import Observed, PodState, has_started
 from meshwright_operator.decide.restart_policy import Interruption, Settling
 from meshwright_operator.text import counted
 from meshwright_operator.timestamps import format_time, seconds_since
@@ -108,7 +108,7 @@ def _suspend(decision: Decision) -> None:
         decision.mesh.pending_since = format_time(observed.now)
     decision.delete_live_pods()
     # No kubelet stops a pod on a node that is down: do not wait for it.
-    lost = [w.pod for w in observed.workers if w.state is WorkerState.LOST]
+    lost = [w.pod for w in observed.workers if w.state is PodState.LOST]
     live = sum(pod not in lost for pod in observed.live_pods)
     if live:
         decision.job_state("Suspending", f"waiting for {live} {'pod' if live == 1 else 'pods'} to save and end")
@@ -217,7 +217,7 @@ def _start_generation(decision: Decision) -> None:
     if observed.rejection is not None:
         placement_outcome.give_up(decision, gang.GiveUp(observed.rejection.reason, observed.rejection.message))
         return
-    step = gang.next_step(observed, cause)
+    step = gang.next_action(observed, cause)
     if isinstance(step, gang.Place | gang.Wait | gang.GiveUp) and (pause := placement_outcome.retry_left(decision)) > 0:
         placement_outcome.wait_for_retry(decision, pause)
         return

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from meshwright.protocol.messages import FailureKind
-from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.decide.hang_detection import hung_ranks, silent_agents, stuck_agents
-from meshwright_operator.decide.observed import Observed, Worker, WorkerState
+from meshwright_operator.decide.observed import Observed, PodState, Worker
 from meshwright_operator.decide.restart_policy import (
     CAUSES,
     EVICTED,
@@ -33,7 +32,7 @@ from meshwright_operator.timestamps import parse_time
 PEER_LOST_SETTLE_SECONDS = 10.0
 PAUSE_SECONDS = 20.0
 
-GONE = frozenset({WorkerState.MISSING, WorkerState.ENDING, WorkerState.DISRUPTED, WorkerState.LOST})
+GONE = frozenset({PodState.MISSING, PodState.ENDING, PodState.DISRUPTED, PodState.LOST})
 
 
 def detect(observed: Observed) -> Interruption | Settling | None:
@@ -54,7 +53,7 @@ def lost_pods(observed: Observed) -> Interruption | None:
 
 def crashed_pods(observed: Observed) -> Interruption | None:
     """Pods that failed because their container exited with an error."""
-    crashed = [worker for worker in observed.workers if worker.state is WorkerState.CRASHED]
+    crashed = [worker for worker in observed.workers if worker.state is PodState.CRASHED]
     return Interruption(POD_FAILED, crash_message(crashed)) if crashed else None
 
 
@@ -63,7 +62,7 @@ def failed_ranks(observed: Observed) -> Interruption | Settling | None:
     failing = observed.reports_in(AgentState.FAILED)
     if not failing:
         return None
-    down = tuple(worker for worker in observed.workers if worker.node_down and worker.state is WorkerState.RUNNING)
+    down = tuple(worker for worker in observed.workers if worker.node_down and worker.state is PodState.RUNNING)
     if down:
         named = ", ".join(f"worker {worker.index} on {worker.node}" for worker in down[:3]) + _more(down, 3)
         return Interruption(NODE_LOST, f"the node is down: {named}", lost=down)
@@ -109,7 +108,7 @@ def uncounted_crashes(observed: Observed) -> list[Worker]:
     return [
         worker
         for worker in observed.workers
-        if worker.state in (WorkerState.CRASHED, WorkerState.SUCCEEDED)
+        if worker.state in (PodState.CRASHED, PodState.SUCCEEDED)
         and worker.pod is not None
         and (since is None or worker.pod.ended is None or max(worker.pod.ended, _created(worker.pod)) >= since)
     ]
@@ -136,10 +135,10 @@ def _cause(worker: Worker) -> RestartCause:
 def _describe_loss(worker: Worker) -> str:
     pod = worker.pod.name if worker.pod else f"the pod of worker {worker.index}"
     happened = {
-        WorkerState.MISSING: "is gone",
-        WorkerState.ENDING: "is being deleted",
-        WorkerState.DISRUPTED: "was stopped",
-        WorkerState.LOST: f"was lost with node {worker.node}",
+        PodState.MISSING: "is gone",
+        PodState.ENDING: "is being deleted",
+        PodState.DISRUPTED: "was stopped",
+        PodState.LOST: f"was lost with node {worker.node}",
     }[worker.state]
     why = f" ({worker.pod.disruption})" if worker.pod is not None and worker.pod.disruption else ""
     return f"{pod} {happened}{why}"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright_operator.decide import failure_detection, mesh_generation, restart_policy
-from meshwright_operator.decide.observed import ENDED, LIVE, Observed, Worker, WorkerState
+from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState, Worker
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.timestamps import parse_time, seconds_since
 
@@ -98,20 +98,20 @@ class MapRanks:
     """Worker -> worker of the plan, for those that keep their ranks."""
 
 
-Step = Delete | Wait | Place | Ungate | GiveUp | FormGeneration | MapRanks
+GangAction = Delete | Wait | Place | Ungate | GiveUp | FormGeneration | MapRanks
 
 
-def next_step(observed: Observed, pending_cause: str) -> Step:
+def next_action(observed: Observed, pending_cause: str) -> GangAction:
     """The gang's next step toward a generation."""
     if obsolete := _obsolete_pods(observed):
         return Delete(tuple(pod for pod, _ in obsolete), obsolete[0][1])
-    ending = [w for w in observed.workers if w.state is WorkerState.ENDING or w.older_pods]
+    ending = [w for w in observed.workers if w.state is PodState.ENDING or w.older_pods]
     if ending or observed.excess_pods:
         count = len(ending) + len(observed.excess_pods)
         return Wait(f"waiting for {count} {_pods(count)} to end")
     missing = tuple(w for w in observed.workers if w.state in ENDED)
     if missing:
-        crashed = [w for w in missing if w.state in (WorkerState.CRASHED, WorkerState.SUCCEEDED)]
+        crashed = [w for w in missing if w.state in (PodState.CRASHED, PodState.SUCCEEDED)]
         if (seconds := restart_policy.crash_backoff_left(observed, crashed)) > 0:
             return Wait(f"{failure_detection.crash_message(crashed)}; waiting before the next try", seconds=seconds)
         return Place(missing, {w.index: w.node for w in observed.workers if w.state in LIVE})
@@ -123,7 +123,7 @@ def next_step(observed: Observed, pending_cause: str) -> Step:
     return _wait_for_agents(observed, pending_cause)
 
 
-def _external_scheduler_step(observed: Observed) -> Step | None:
+def _external_scheduler_step(observed: Observed) -> GangAction | None:
     """The next step until all pods of an external scheduler have nodes and ranks. None once they do."""
     pods = [w.pod for w in observed.workers if w.pod is not None]
     down = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.bound and w.node_down)
@@ -136,7 +136,7 @@ def _external_scheduler_step(observed: Observed) -> Step | None:
     return MapRanks({w.index: w.node for w in observed.workers}, known) if len(known) < len(pods) else None
 
 
-def _wait_for_binding(observed: Observed, pods: list[Pod], unbound: list[Pod]) -> Step:
+def _wait_for_binding(observed: Observed, pods: list[Pod], unbound: list[Pod]) -> GangAction:
     """Waits for the external scheduler. The limit is longer while no pod is bound: the gang may be in its queue."""
     now, scheduler = observed.now, observed.spec.workers.scheduler_name
     bound = [pod.scheduled or pod.created or now for pod in pods if pod.bound]
@@ -150,8 +150,8 @@ def _wait_for_binding(observed: Observed, pods: list[Pod], unbound: list[Pod]) -
     return Wait(text + problem, WAITS_FOR_SCHEDULER if waited >= PROBLEM_AFTER_SECONDS else "", limit - waited)
 
 
-def _wait_for_agents(observed: Observed, pending_cause: str) -> Step:
-    waiting = [w for w in observed.workers if w.state is not WorkerState.RUNNING or w.pod is None or not w.pod.address]
+def _wait_for_agents(observed: Observed, pending_cause: str) -> GangAction:
+    waiting = [w for w in observed.workers if w.state is not PodState.RUNNING or w.pod is None or not w.pod.address]
     total = len(observed.workers)
     waiting_agents = observed.agents.waiting_agents
     absent = [
@@ -193,7 +193,7 @@ def _obsolete_pods(observed: Observed) -> list[tuple[Pod, str]]:
 def _overdue_pods(observed: Observed, waiting: list[Worker]) -> GiveUp | None:
     """Ends the attempt if pods have not started within their limit."""
     overdue: list[tuple[Pod, str]] = []
-    for pod in (w.pod for w in waiting if w.pod is not None and w.state is WorkerState.PENDING):
+    for pod in (w.pod for w in waiting if w.pod is not None and w.state is PodState.PENDING):
         reason = pod.problem.partition(":")[0]
         patience = GIVE_UP_AGAIN_SECONDS if observed.mesh.attempts else GIVE_UP_SECONDS
         bound = GIVE_UP_SECONDS_BY_REASON.get(reason, patience) if reason else START_SECONDS
@@ -215,7 +215,7 @@ def _overdue_pods(observed: Observed, waiting: list[Worker]) -> GiveUp | None:
     )
 
 
-def _absent_agents(observed: Observed, absent: list[Worker]) -> Step | None:
+def _absent_agents(observed: Observed, absent: list[Worker]) -> GangAction | None:
     """Handles agents that do not poll although their pods run: replaces some, or ends the attempt if all are absent.
 
     Only time in which the coordinator could have received a poll counts, so that downtime of the operator replaces no

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.protocol.messages import RankProcess
-from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.messages import AgentState, RankProcess
 from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide.agents import ReceivedReport
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
-from meshwright_operator.decide.observed import Observed, Worker, WorkerState
+from meshwright_operator.decide.observed import Observed, PodState, Worker
 from meshwright_operator.decide.restart_policy import HANG, POD_LOST, Interruption
 from meshwright_operator.timestamps import seconds_since
 
@@ -129,7 +128,7 @@ def _describe(rank: IdleRank) -> str:
 def silent_agents(observed: Observed) -> Interruption | None:
     """Agents that do not report while training has stopped."""
     rule, ranks = HangRule(observed), _live_ranks(observed)
-    running = [worker for worker in observed.workers if worker.state is WorkerState.RUNNING]
+    running = [worker for worker in observed.workers if worker.state is PodState.RUNNING]
     silent = [(worker, rule.silence(worker)) for worker in running if rule.silence(worker) >= SILENT_SECONDS]
     # If no agent reports, the operator itself is disconnected.
     received = any(_has_fresh_report(observed, worker) for worker in running)
@@ -146,7 +145,7 @@ def stuck_agents(observed: Observed) -> Interruption | None:
         return None
     if observed.agents.listening_seconds < ADOPT_GENERATION_SECONDS:
         return None
-    stuck = [w for w in observed.workers if w.state is WorkerState.RUNNING and _is_behind(observed, w)]
+    stuck = [w for w in observed.workers if w.state is PodState.RUNNING and _is_behind(observed, w)]
     if not stuck:
         return None
     named = ", ".join(f"worker {worker.index} on {worker.node}" for worker in stuck[:3])
@@ -162,7 +161,7 @@ def _live_ranks(observed: Observed) -> list[IdleRank]:
     reports = observed.reports_in(AgentState.RUNNING) | observed.reports_in(AgentState.STARTING)
     for worker in observed.workers:
         received = reports.get(worker.index)
-        if received is None or received.age > FRESH_REPORT_SECONDS or worker.state is not WorkerState.RUNNING:
+        if received is None or received.age > FRESH_REPORT_SECONDS or worker.state is not PodState.RUNNING:
             continue
         live = [process for process in received.report.ranks if process.exit_code is None]
         found += [IdleRank(worker, process, process.idle_seconds + received.age) for process in live]

@@ -9,7 +9,7 @@ from meshwright.api.conditions import is_true
 from meshwright.api.spec import ParallelTrainingJobSpec, SuccessPolicy
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
-from meshwright_operator.decide.observed import Observed, WorkerState
+from meshwright_operator.decide.observed import Observed, PodState
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 
 
@@ -25,7 +25,7 @@ def succeeded(observed: Observed) -> bool:
     return (
         bool(asked)
         and observed.mesh.generation > 0
-        and all(w.state is WorkerState.SUCCEEDED for w in asked)
+        and all(w.state is PodState.SUCCEEDED for w in asked)
         and all(w.pod is not None and w.pod.revision == observed.revision for w in asked)
     )
 

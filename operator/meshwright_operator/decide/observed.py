@@ -10,14 +10,14 @@ from enum import StrEnum
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.planner.plan import Plan
-from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.messages import AgentState
 from meshwright.protocol.run_config import RunConfig
 from meshwright_operator.decide.agents import Agents, ReceivedReport
 from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.kube.pod_info import Pod
 
 
-class WorkerState(StrEnum):
+class PodState(StrEnum):
     """The state of a worker's current incarnation."""
 
     MISSING = "Missing"
@@ -36,10 +36,8 @@ class WorkerState(StrEnum):
     """The pod is being deleted on a node that is down, so the deletion will not finish."""
 
 
-ENDED = frozenset(
-    {WorkerState.MISSING, WorkerState.SUCCEEDED, WorkerState.CRASHED, WorkerState.DISRUPTED, WorkerState.LOST}
-)
-LIVE = frozenset({WorkerState.PENDING, WorkerState.RUNNING})
+ENDED = frozenset({PodState.MISSING, PodState.SUCCEEDED, PodState.CRASHED, PodState.DISRUPTED, PodState.LOST})
+LIVE = frozenset({PodState.PENDING, PodState.RUNNING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Worker:
     index: int
     incarnation: int
     """Current incarnation; -1 before the first."""
-    state: WorkerState
+    state: PodState
     pod: Pod | None = None
     node: str = ""
     """The node of its pod, or the last one it was placed on."""
@@ -193,13 +191,13 @@ def _lost(pod: Pod, down: Mapping[str, bool]) -> bool:
     return pod.deleting and pod.bound and down.get(pod.node, True)
 
 
-def _state(pod: Pod | None, down: Mapping[str, bool]) -> WorkerState:
+def _state(pod: Pod | None, down: Mapping[str, bool]) -> PodState:
     if pod is None:
-        return WorkerState.MISSING
+        return PodState.MISSING
     if pod.phase == "Succeeded":
-        return WorkerState.SUCCEEDED
+        return PodState.SUCCEEDED
     if pod.phase == "Failed":
-        return WorkerState.DISRUPTED if pod.disrupted else WorkerState.CRASHED
+        return PodState.DISRUPTED if pod.disrupted else PodState.CRASHED
     if pod.deleting:
-        return WorkerState.LOST if _lost(pod, down) else WorkerState.ENDING
-    return WorkerState.RUNNING if pod.phase == "Running" else WorkerState.PENDING
+        return PodState.LOST if _lost(pod, down) else PodState.ENDING
+    return PodState.RUNNING if pod.phase == "Running" else PodState.PENDING

@@ -19,7 +19,7 @@ from meshwright_operator.decide import failure_detection, lifecycle, restart_pol
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.gang import WAITS_FOR_SCHEDULER, GiveUp, Place
-from meshwright_operator.decide.observed import Observed, Worker, WorkerState, has_started
+from meshwright_operator.decide.observed import Observed, PodState, Worker, has_started
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.text import counted, with_warnings
@@ -200,7 +200,7 @@ def _release_pods(decision: Decision, failed_pods: Sequence[Pod]) -> None:
     if _hold_expired(decision):
         decision.delete_live_pods()
         return
-    idle = [w.pod for w in decision.observed.workers if w.pod is not None and w.state is WorkerState.PENDING]
+    idle = [w.pod for w in decision.observed.workers if w.pod is not None and w.state is PodState.PENDING]
     chosen = {pod.uid: pod for pod in (*idle, *failed_pods)}
     decision.delete += [pod for pod in chosen.values() if not pod.deleting and pod not in decision.delete]
 

@@ -12,11 +12,10 @@ from pydantic import ValidationError
 
 from meshwright.api.status import MAX_SAFE_INTEGER, CheckpointStatus, EvaluationStatus, ParallelTrainingJobStatus
 from meshwright.perplexity import perplexity
-from meshwright.protocol.messages import Evaluation, Progress, WorkerReport
-from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.messages import AgentState, Evaluation, Progress, WorkerReport
 from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
-from meshwright_operator.decide.observed import Observed, WorkerState
+from meshwright_operator.decide.observed import Observed, PodState
 from meshwright_operator.timestamps import format_time, parse_time
 
 THROTTLED_FIELDS = ("step", "loss", "tokens_per_second", "eta_seconds", "evaluation", "checkpoint")
@@ -42,9 +41,9 @@ def count_ranks(observed: Observed) -> tuple[int, int]:
     for worker in observed.workers:
         ranks = observed.plan.gpus_per_worker
         received = observed.agents.reports.get(worker.index)
-        if worker.state is WorkerState.SUCCEEDED:
+        if worker.state is PodState.SUCCEEDED:
             training += ranks
-        elif worker.state is not WorkerState.RUNNING:
+        elif worker.state is not PodState.RUNNING:
             continue
         elif received is None or (received.report.generation, received.report.incarnation) != (
             observed.mesh.generation,

@@ -13,10 +13,9 @@ from datetime import datetime, timedelta
 from meshwright.api.failure_policy import FailureAction
 from meshwright.api.spec import ParallelTrainingJobSpec, RecoverySpec
 from meshwright.api.status import MAX_RESTART_TIMES, MeshStatus, ParallelTrainingJobStatus
-from meshwright.protocol.messages import FailureKind
-from meshwright.protocol.messages import WorkerState as AgentState
+from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.decide.events import NORMAL, WARNING
-from meshwright_operator.decide.observed import Observed, Worker, WorkerState
+from meshwright_operator.decide.observed import Observed, PodState, Worker
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 
 SETTLE_SECONDS = 2.0
@@ -104,7 +103,7 @@ def worker_exit_codes(workers: Iterable[Worker]) -> set[int]:
 
 def crashed_exit_codes(observed: Observed) -> set[int]:
     """Exit codes of the pods that crashed."""
-    return worker_exit_codes(w for w in observed.workers if w.state is WorkerState.CRASHED)
+    return worker_exit_codes(w for w in observed.workers if w.state is PodState.CRASHED)
 
 
 def rank_exit_codes(observed: Observed) -> set[int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.protocol.messages import (
+    AgentState,
     CheckpointCommit,
     Evaluation,
     FailureKind,
@@ -13,7 +14,6 @@ from meshwright.protocol.messages import (
     Progress,
     RankProcess,
     WorkerReport,
-    WorkerState,
 )
 from meshwright.protocol.run_config import NativeRun
 from tests.operator.world import Agent, Operator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.golden.operator.machine import Machine
 
 COMMAND_SECONDS = 60.0
-GOING_ON = (WorkerState.RUNNING, WorkerState.STARTING)
+GOING_ON = (AgentState.RUNNING, AgentState.STARTING)
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Worker(Agent):
     def fail(self, kind: FailureKind, code: int | None, message: str) -> None:
         """Fails one of its ranks."""
         if self.state in GOING_ON:
-            self.state, self.failure, self.exit_code, self.message = WorkerState.FAILED, kind, code, message
+            self.state, self.failure, self.exit_code, self.message = AgentState.FAILED, kind, code, message
 
     def notice(self) -> None:
         """Reacts to the deletion of its pod and to lost peers."""
@@ -61,33 +61,33 @@ class Worker(Agent):
         path = f"/api/v1/namespaces/default/pods/{self.pod.name}"
         obj = self.machine.cluster.objects.get(path)
         if obj is not None and "deletionTimestamp" in obj["metadata"] and self.state in GOING_ON:
-            self.state = WorkerState.DRAINING
+            self.state = AgentState.DRAINING
         if obj is not None and obj["spec"].get("nodeName") in self.machine.down:
             self.silent = True
-        if self.state is not WorkerState.RUNNING or self.document is None or self.hung:
+        if self.state is not AgentState.RUNNING or self.document is None or self.hung:
             return
         for member in self.document.members:
             peer = self._peer(member.worker)
             if peer is self or peer is None and self._ended_well(member.worker, member.incarnation):
                 continue
-            if peer is None or peer.generation != self.generation or peer.state is WorkerState.FAILED:
+            if peer is None or peer.generation != self.generation or peer.state is AgentState.FAILED:
                 self.fail(FailureKind.PEER_LOST, None, f"lost the connection to worker {member.worker}")
                 return
-            if peer.state is WorkerState.DRAINING:
-                self.state = WorkerState.IDLE
+            if peer.state is AgentState.DRAINING:
+                self.state = AgentState.IDLE
                 return
 
     def train(self, seconds: float, work: float) -> None:
         assert self.machine is not None
-        if self.state is WorkerState.STARTING:
+        if self.state is AgentState.STARTING:
             self.starts_in -= seconds
             if self.starts_in <= 0:
-                self.state = WorkerState.RUNNING
+                self.state = AgentState.RUNNING
             return
         run = self.document.run if self.document is not None else None
         training = run.training if isinstance(run, NativeRun) else None
         super().train(seconds, float(training.steps) if training is not None else COMMAND_SECONDS)
-        if training is None or run is None or self.first_rank or self.state not in (*GOING_ON, WorkerState.COMPLETE):
+        if training is None or run is None or self.first_rank or self.state not in (*GOING_ON, AgentState.COMPLETE):
             return
         step = int(self.trained)
         if run.checkpoint is not None:
@@ -103,15 +103,15 @@ class Worker(Agent):
         super().talk(operator)
         if self.generation != before:
             assert self.machine is not None
-            self.state, self.starts_in = WorkerState.STARTING, self.machine.starting
+            self.state, self.starts_in = AgentState.STARTING, self.machine.starting
             self.trained = float(self.machine.saved.get(self.uid, 0))
             self.exit_code, self.message, self.letter = None, "", ""
 
     def report(self) -> WorkerReport:
         native = self.document is not None and isinstance(self.document.run, NativeRun)
-        live = self.state in (*GOING_ON, WorkerState.FAILED) and self.document is not None
-        reports = native and self.state in (*GOING_ON, WorkerState.COMPLETE) and not self.first_rank
-        trains = reports and self.state is not WorkerState.STARTING and self.trained >= 1
+        live = self.state in (*GOING_ON, AgentState.FAILED) and self.document is not None
+        reports = native and self.state in (*GOING_ON, AgentState.COMPLETE) and not self.first_rank
+        trains = reports and self.state is not AgentState.STARTING and self.trained >= 1
         return WorkerReport(
             worker=self.pod.worker,
             incarnation=self.pod.incarnation,
@@ -127,7 +127,7 @@ class Worker(Agent):
         )
 
     def _processes(self, native: bool) -> list[RankProcess]:
-        running = self.state is not WorkerState.STARTING
+        running = self.state is not AgentState.STARTING
         return [
             RankProcess(
                 rank=self.first_rank + number,

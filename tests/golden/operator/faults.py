@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from meshwright.api.objects import KubeObject
-from meshwright.protocol.messages import FailureKind, WorkerState
+from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.kube.client import ApiError
 from meshwright_operator.scheduling.calibration import CalibrationLoop
 from tests.golden.operator.agents import Worker
@@ -109,7 +109,7 @@ class Faults:
         """Pauses the ranks of a worker although no pod is deleted."""
         if (agent := self._agent()) is None:
             return None
-        agent.state = WorkerState.IDLE
+        agent.state = AgentState.IDLE
         return agent.pod.name
 
     def silence(self) -> str | None:
@@ -446,7 +446,7 @@ class Faults:
 
     def _agent(self) -> Worker | None:
         """An agent, preferably one that trains."""
-        names = sorted(agent.pod.name for agent in self._workers() if agent.state is WorkerState.RUNNING)
+        names = sorted(agent.pod.name for agent in self._workers() if agent.state is AgentState.RUNNING)
         names = names or sorted(self.machine.agents)
         found = self.machine.agents[self.chance.choice(names)] if names else None
         return found if isinstance(found, Worker) else None

@@ -144,7 +144,7 @@ async def _document(machine: Machine, job: KubeObject) -> KubeObject | None:
     request = MeshRequest(
         worker=first.pod.worker, incarnation=first.pod.incarnation, address=first.address, store_port=20000
     )
-    sent = await machine.operators[0].coordinator.rendezvous(job["metadata"]["uid"]).wait_for_newer(request)
+    sent = await machine.operators[0].coordinator.registry(job["metadata"]["uid"]).wait_for_newer(request)
     assert sent is not None
     document: KubeObject = json.loads(sent)
     return document

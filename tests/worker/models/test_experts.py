@@ -22,7 +22,7 @@ from meshwright.models.mixture import capacity
 from meshwright.rules.facts import ResolvedFacts
 from meshwright.rules.mixture import MIXTURE_RULES
 from meshwright.rules.model import MODEL_RULES
-from meshwright_worker.agent.metrics import TrainerMetrics
+from meshwright_worker.agent.metrics import WorkerMetrics
 from meshwright_worker.models import grouped_mm
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.grouped_mm import grouped_mm_kernel, grouped_mm_loop
@@ -271,7 +271,7 @@ def test_the_page_names_what_there_is() -> None:
         for rule in (*MODEL_RULES, *MIXTURE_RULES)
         if not rule.holds(ResolvedFacts(1, ParallelismSpec(), model, None, None))
     ] == []
-    exported = {family.name for family in TrainerMetrics("namespace", "job").registry.collect()}
+    exported = {family.name for family in WorkerMetrics("namespace", "job").registry.collect()}
     assert set(re.findall(r"`(ptj_\w+)`", page)) <= exported
     fields = {info.alias for info in MixtureSpec.model_fields.values()}
     table = page.split("## Routing")[0].split("| as in")[1]

@@ -10,7 +10,7 @@ from meshwright.api.precision import LossScaleSpec, Precision
 from meshwright.api.training import ActivationCheckpointing, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS
-from meshwright_worker.agent.metrics import TrainerMetrics
+from meshwright_worker.agent.metrics import WorkerMetrics
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import init_weights
@@ -44,7 +44,7 @@ def test_flops_of_a_step_are_the_published_ones() -> None:
 
 def test_utilisation_is_told_where_the_peak_is_known() -> None:
     for peak, told in ((None, False), (4e12, True)):
-        metrics = TrainerMetrics("team-a", "job")
+        metrics = WorkerMetrics("team-a", "job")
         metrics.step(0, StepReport(1, 1.0, 1.0, 1e-3, 10, 1, 0.5, 0.0, 1e12, 1.5e12, peak))
         text = metrics.exposition().decode()
         assert ('ptj_mfu{job_name="job",namespace="team-a"} 0.5' in text) is told

@@ -27,7 +27,7 @@ from meshwright_worker.agent.events import (
     ShutdownRequested,
 )
 from meshwright_worker.agent.launcher import Launcher, LaunchError
-from meshwright_worker.agent.metrics import TrainerMetrics
+from meshwright_worker.agent.metrics import WorkerMetrics
 from meshwright_worker.agent.metrics_server import start_metrics_server
 from meshwright_worker.agent.rank_process import process_state
 from meshwright_worker.agent.settings import Settings
@@ -53,7 +53,7 @@ class Agent:
         self._event_queue: EventQueue = asyncio.Queue()
         self._state_machine = decisions.AgentStateMachine(settings.worker, settings.incarnation, settings.drain_seconds)
         self._launcher = Launcher(settings, self._event_queue, environment)
-        self._metrics = TrainerMetrics(settings.namespace, settings.job)
+        self._metrics = WorkerMetrics(settings.namespace, settings.job)
         self._training_log = TrainingLog(None)
         self._started_before = False
         self._last_reported: tuple[object, ...] = ()
@@ -194,7 +194,7 @@ class Agent:
                 return self._state_machine.on_mesh(document, now)
             case RankMessageReceived(generation=generation, rank=rank, message=message):
                 actions = self._state_machine.on_message(generation, rank, message, now, _time_of_day())
-                self._log_message(generation, rank, message, now)
+                self._record_message(generation, rank, message, now)
                 return actions
             case RankExited(generation=generation, rank=rank, code=code, tail=tail):
                 log.info("rank ended rank=%d generation=%d code=%d", rank, generation, code)
@@ -251,7 +251,7 @@ class Agent:
         prepare.result()
         return True
 
-    def _log_message(self, generation: int, rank: int, message: messages.RankMessage, now: float) -> None:
+    def _record_message(self, generation: int, rank: int, message: messages.RankMessage, now: float) -> None:
         """Log and count a message from a rank of the current generation."""
         current = self._state_machine.current
         if current is None or current.number != generation:

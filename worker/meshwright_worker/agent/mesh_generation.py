@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.protocol.messages import (
+    AgentState,
     CheckpointCommit,
     Evaluation,
     FailureKind,
     Phase,
     Progress,
     RankProcess,
-    WorkerState,
 )
 from meshwright_worker.rank import failures, messages
 from meshwright_worker.rank.task import Outcome, StepReport
@@ -189,19 +189,19 @@ class MeshGeneration:
         return next(iter(root_causes or self.failures), None)
 
     @property
-    def state(self) -> WorkerState:
+    def state(self) -> AgentState:
         """The state of the ranks only: draining is part of the agent's state."""
         views = list(self.ranks.values())
         if self.live:
             all_running = all(view.running or view.outcome for view in views)
-            return WorkerState.RUNNING if all_running else WorkerState.STARTING
+            return AgentState.RUNNING if all_running else AgentState.STARTING
         if self.failures:
-            return WorkerState.FAILED
+            return AgentState.FAILED
         if all(view.outcome is Outcome.COMPLETE for view in views):
-            return WorkerState.COMPLETE
+            return AgentState.COMPLETE
         if any(view.pid is None for view in views):
-            return WorkerState.STARTING
-        return WorkerState.IDLE
+            return AgentState.STARTING
+        return AgentState.IDLE
 
     def processes(self, now: float, read_process_state: Callable[[int], str]) -> list[RankProcess]:
         """Return the ranks' processes for the report. `read_process_state` is called for ranks that have been idle."""

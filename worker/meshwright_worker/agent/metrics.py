@@ -55,7 +55,7 @@ def _utilization(flops: float, report: StepReport) -> float | None:
     return flops / (report.peak_flops * report.seconds)
 
 
-class TrainerMetrics(Exporter):
+class WorkerMetrics(Exporter):
     """The metrics of a worker pod. A metric with a source is read from the reports of completed steps."""
 
     mesh_generation = GaugeMetric("ptj_mesh_generation", "Mesh generation that this pod runs, or ran last.", *JOB)

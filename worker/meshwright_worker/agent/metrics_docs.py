@@ -6,7 +6,7 @@ import sys
 
 from meshwright.metrics.declaration import Catalog
 from meshwright.metrics.page import label_table, metric_table
-from meshwright_worker.agent.metrics import TrainerMetrics
+from meshwright_worker.agent.metrics import WorkerMetrics
 
 HEAD = """# Metrics of worker pods
 
@@ -17,7 +17,7 @@ This page is generated from the code: `python -m meshwright_worker.agent.metrics
 """
 
 
-def render_page(catalog: type[Catalog] = TrainerMetrics) -> str:
+def render_page(catalog: type[Catalog] = WorkerMetrics) -> str:
     """Return the page."""
     parts = [HEAD, metric_table(catalog.metrics), "\n## Label values\n", label_table(catalog.metrics), ""]
     return "\n".join(parts)

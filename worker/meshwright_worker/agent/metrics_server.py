@@ -7,12 +7,12 @@ import logging
 from aiohttp import web
 
 from meshwright.metrics.exporter import CONTENT_TYPE
-from meshwright_worker.agent.metrics import TrainerMetrics
+from meshwright_worker.agent.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
 
-async def start_metrics_server(metrics: TrainerMetrics, address: str, port: int) -> web.AppRunner | None:
+async def start_metrics_server(metrics: WorkerMetrics, address: str, port: int) -> web.AppRunner | None:
     """Serve until the returned runner is cleaned up. Return None if the port is in use: metrics never stop training."""
 
     async def scrape(_: web.Request) -> web.Response:

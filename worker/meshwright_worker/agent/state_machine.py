@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshwright.protocol.messages import (
+    AgentState,
     CheckpointCommit,
     FailureKind,
     MeshDocument,
     MeshMember,
     WorkerReport,
-    WorkerState,
 )
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.mesh_generation import EXIT_STOPPED, MeshGeneration
@@ -146,10 +146,10 @@ class AgentStateMachine:
             self._schedule_kill_after_failure(current, now)
             return self._due_actions(current, now)
         if self.exit_code_on_shutdown is not None:
-            return [ExitAgent(EXIT_COMPLETE if self.state is WorkerState.COMPLETE else self.exit_code_on_shutdown)]
+            return [ExitAgent(EXIT_COMPLETE if self.state is AgentState.COMPLETE else self.exit_code_on_shutdown)]
         if self._pending is not None:
             return [self._start(now)]
-        return [ExitAgent(EXIT_COMPLETE)] if self.state is WorkerState.COMPLETE else []
+        return [ExitAgent(EXIT_COMPLETE)] if self.state is AgentState.COMPLETE else []
 
     @property
     def has_pending_start(self) -> bool:
@@ -168,13 +168,13 @@ class AgentStateMachine:
         return min(due, default=None)
 
     @property
-    def state(self) -> WorkerState:
+    def state(self) -> AgentState:
         """The state to report."""
         if self.current is None:
-            return WorkerState.IDLE
+            return AgentState.IDLE
         state = self.current.state
-        if self.exit_code_on_shutdown is not None and state is not WorkerState.COMPLETE:
-            return WorkerState.DRAINING
+        if self.exit_code_on_shutdown is not None and state is not AgentState.COMPLETE:
+            return AgentState.DRAINING
         return state
 
     def _matching_generation(self, generation: int) -> MeshGeneration | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from meshwright.protocol.messages import MeshDocument, MeshRequest, ReportReply, WorkerReport, WorkerState
+from meshwright.protocol.messages import AgentState, MeshDocument, MeshRequest, ReportReply, WorkerReport
 from meshwright_operator.coordinator.rate_limit import RateLimiter
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
 
@@ -38,7 +38,7 @@ class _Report:
     halted_since: float | None
 
 
-class Rendezvous:
+class AgentRegistry:
     """One job's agents, and the mesh document for which they poll."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -161,7 +161,7 @@ class Rendezvous:
         ):
             return False
         halted_since = None
-        if report.state in (WorkerState.FAILED, WorkerState.IDLE):
+        if report.state in (AgentState.FAILED, AgentState.IDLE):
             again = old is not None and _halt_state(old.report) == _halt_state(report) and old.halted_since is not None
             halted_since = old.halted_since if old is not None and again else now
         self._reports[report.worker] = _Report(report, now, halted_since)
@@ -194,7 +194,7 @@ def encode(message: MeshDocument | ReportReply) -> bytes:
     return json.dumps(message.wire(), separators=(",", ":")).encode()
 
 
-def _halt_state(report: WorkerReport) -> tuple[WorkerState, int]:
+def _halt_state(report: WorkerReport) -> tuple[AgentState, int]:
     return report.state, report.generation
 
 
