@@ -357,7 +357,7 @@ def test_the_chronicle_tells_where_a_recovery_spent_its_time() -> None:
     (note,) = timeline.update(trains, 205.0)
     assert note.reason == "Recovered"
     assert note.message == (
-        "recovered in 4.8 s: detect 0.0, drain 1.5, replace pod 2.0, registry 0.4, first step 0.9 "
+        "recovered in 4.8 s: detect 0.0, drain 1.5, replace pod 2.0, rendezvous 0.4, first step 0.9 "
         "(generation 2, PodLost)"
     )
     assert timeline.update(trains, 206.0) == []
