@@ -1,6 +1,6 @@
 """Reads documents: a text file, a line of JSON Lines or a row of Parquet is one document.
 
-A record that cannot be read is never passed over in silence: it ends the reading, or is counted and told.
+A record that cannot be read is never skipped silently: it ends the reading, or is counted and reported.
 """
 
 from __future__ import annotations

@@ -90,10 +90,6 @@ class Metric(Generic[Source]):
         """The names of its labels."""
         return tuple(label.name for label in self.labels)
 
-    def has_label(self, name: str) -> bool:
-        """Whether it has the label `name`."""
-        return name in self.label_names
-
 
 class Catalog:
     """Base class of a catalog: every attribute of a subclass that is a `Metric` is one of its metrics."""

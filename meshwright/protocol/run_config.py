@@ -1,7 +1,7 @@
 """What the ranks of a mesh generation run, resolved by the planner: nothing is left to choose.
 
 Meshwright's own runtime trains a `NativeRun`; a `CommandRun` is a command of the user's. On the wire a command run is
-the one that has `command`. The two are told apart once, where a message is parsed; after that each has its own type.
+the one that has `command`. The kind is decided once, where a message is parsed; after that each has its own type.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A cluster in virtual time around the operator's own code: reconciler, decisions, placer, boards and cache are real.
 
 What is simulated: the API server (a dict), the scheduler and node agents (pods run a moment after their gates are off),
-and worker agents, which speak to the board instead of to HTTP. Whatever must never happen is checked when it would.
+and worker agents, which call the agent registry instead of HTTP. Whatever must never happen is checked when it would.
 """
 
 from __future__ import annotations

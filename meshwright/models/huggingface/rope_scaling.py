@@ -76,8 +76,10 @@ def write_scaling(scaling: RopeScalingSpec | None, *, latent: bool) -> dict[str,
     if scaling.kind is RopeScaling.YARN:
         attention = math.sqrt(scaling.score_factor)
         if latent:
-            told = round((attention - 1) / (0.1 * math.log(scaling.factor)), _DIGITS - 2) if scaling.factor > 1 else 0.0
-            own = {"mscale": told, "mscale_all_dim": told}
+            mscale = (
+                round((attention - 1) / (0.1 * math.log(scaling.factor)), _DIGITS - 2) if scaling.factor > 1 else 0.0
+            )
+            own = {"mscale": mscale, "mscale_all_dim": mscale}
         else:
             own = {"attention_factor": attention}
         slow, fast = scaling.low_frequency_factor, scaling.high_frequency_factor

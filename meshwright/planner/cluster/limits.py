@@ -51,18 +51,6 @@ class ClusterLimits:
         """Whether there is a usable node."""
         return self.node_gpus is not None
 
-    @property
-    def largest_memory(self) -> int | None:
-        """Usable bytes of the GPU with the most memory. None, as no limit, if a GPU's memory is unknown."""
-        if self.gpus_of_unknown_memory or not self.gpus_by_memory:
-            return None
-        return usable_memory(max(self.gpus_by_memory))
-
-    def gpus_that_fit(self, needed: int) -> int:
-        """Return the number of GPUs with `needed` bytes of memory, including those of unknown memory."""
-        holding = sum(count for size, count in self.gpus_by_memory.items() if usable_memory(size) >= needed)
-        return holding + self.gpus_of_unknown_memory
-
     def memory_for(self, gpus: int) -> float:
         """The most bytes that each of `gpus` GPUs can hold: 0 if there are fewer, infinite if nothing is known."""
         if not self.known or self.gpus_of_unknown_memory >= gpus:

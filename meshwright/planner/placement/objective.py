@@ -1,8 +1,8 @@
 """The exact cost of a placement: each further location that a group of ranks touches, at each level of the fabric.
 
-This cost stands for communication time: the sum over groups of (locations - 1), weighted by the group's traffic and the
-cost of the level's links. Tensor-parallel groups have no weight: they must not cross locations, unless a job explicitly
-allows it.
+This cost approximates communication time: the sum over groups of (locations - 1), weighted by the group's traffic and
+the cost of the level's links. Tensor-parallel groups have no weight: they must not cross locations, unless a job
+explicitly allows it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.planner.cost.memory import worst_stage
 from meshwright.planner.cost.strategy import Strategy
-from meshwright.planner.search.best_first import TIE_TOLERANCE, SearchResult
+from meshwright.planner.search.best_first import TIE_TOLERANCE
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.expand import price
 from meshwright.planner.search.request import SearchRequest
@@ -32,11 +32,6 @@ class RejectedAlternative:
     def sentence(self) -> str:
         """Both in one."""
         return f"{self.change}: {self.reason}"
-
-
-def rejected_alternatives(result: SearchResult) -> tuple[RejectedAlternative, ...]:
-    """The winner's neighbours, one decision changed, and what each would cost."""
-    return alternatives_of(result.request, result.best)
 
 
 def alternatives_of(request: SearchRequest, chosen: Candidate) -> tuple[RejectedAlternative, ...]:

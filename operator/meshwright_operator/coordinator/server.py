@@ -79,7 +79,7 @@ class Coordinator:
         return self._registry_by_uid.setdefault(uid, AgentRegistry(self._clock))
 
     async def forget(self, uid: str) -> None:
-        """Drop the registry of a deleted job. Its agents are told to exit."""
+        """Drop the registry of a deleted job. Its agents exit at their next request."""
         if (registry := self._registry_by_uid.pop(uid, None)) is not None:
             await registry.publish(None, {}, closed=True)
 

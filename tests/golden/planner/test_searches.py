@@ -11,7 +11,7 @@ from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.presets import PRESETS
 from meshwright.planner.cost_model import cost_model_for
-from meshwright.planner.search.alternatives import rejected_alternatives
+from meshwright.planner.search.alternatives import alternatives_of
 from meshwright.planner.search.best_first import search
 from meshwright.planner.search.explain import reasons
 from meshwright.planner.search.request import ALL_TECHNIQUES, MESHWRIGHT_TECHNIQUES, Objective, Pins
@@ -93,7 +93,7 @@ def found(asked: Asked) -> tuple[Any, Any]:
     gpus = sum(node.capacity.gpus for node in inventory.usable)
     request = search_request(spec, cost_model, gpus, Objective(asked.objective), techniques)
     result = search(replace(request, pins=_pins(asked.pins), gpus_per_worker=asked.gpus_per_worker))
-    others = rejected_alternatives(result)
+    others = alternatives_of(result.request, result.best)
     decided = {
         "best": found_record(result.best),
         "asGood": [found_record(one) for one in result.ranked[1:5]],

@@ -17,7 +17,7 @@ from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.estimate import estimate, machine_for, memory_of
 from meshwright.planner.cost.strategy import Strategy, Workload
-from meshwright.planner.search.alternatives import rejected_alternatives
+from meshwright.planner.search.alternatives import alternatives_of
 from meshwright.planner.search.best_first import TIE_TOLERANCE, search
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.errors import NothingFitsError
@@ -187,7 +187,7 @@ def test_reasons_name_every_dimension_and_neighbours_their_price() -> None:
     told = " ".join(reasons(result))
     for word in ("TP ", "PP ", "DP ", "EP ", "a step spends", "is fullest"):
         assert word in told
-    neighbours = rejected_alternatives(result)
+    neighbours = alternatives_of(result.request, result.best)
     assert neighbours
     for one in neighbours:
         assert one.slower is None or one.slower >= 1 / TIE_TOLERANCE - 1e-9, one.sentence
