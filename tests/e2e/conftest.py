@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_cli.child_processes import Programs
 from meshwright_cli.demo import setup
 from meshwright_local.kube.client import ApiClient
@@ -67,11 +69,30 @@ async def tidy(stage: Stage) -> AsyncIterator[None]:
         await stage.delete(job["metadata"]["name"])
 
 
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run of the tiny job to its end, with evaluation, which leaves no trace in training."""
+
+    saved: dict[str, Any]
+    """The state in the manifest of its last checkpoint."""
+    status: ParallelTrainingJobStatus
+    checkpoints: list[str]
+    """Names of the directories that it left."""
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def reference(stage: Stage) -> dict[str, Any]:
-    """What an undisturbed run of the tiny job ends with."""
-    await stage.apply(tiny("reference"))
-    await stage.complete("reference")
-    saved = await stage.saved("reference")
+async def undisturbed(stage: Stage) -> Undisturbed:
+    """One run for all tests that look at an ordinary run or compare with one."""
+    await stage.apply(tiny("reference", training={"evaluation": {"everySteps": 30, "samples": 8}}))
+    await stage.until("reference", lambda s: s.ready_ranks == "4/4", "4/4 ranks")
+    status = await stage.complete("reference")
+    checkpoints = (await stage.checkpoint("reference")).parent.glob("step-*")
+    run = Undisturbed(await stage.saved("reference"), status, sorted(path.name for path in checkpoints))
     await stage.delete("reference")
-    return saved
+    return run
+
+
+@pytest.fixture(scope="session")
+def reference(undisturbed: Undisturbed) -> dict[str, Any]:
+    """What an undisturbed run of the tiny job ends with."""
+    return undisturbed.saved

@@ -38,7 +38,7 @@ Test = Callable[[ParallelTrainingJobStatus], bool]
 TINY = """
 replicas: 2
 model: {layers: 2, hiddenSize: 32, intermediateSize: 64, heads: 2, vocabSize: 260}
-data: {source: PythonStdlib}
+data: {source: PythonStdlib, heldOut: 0.1}
 training:
   {steps: 60, globalBatchSize: 8, sequenceLength: 32, seed: 3, optimizer: {learningRate: 0.003, warmupSteps: 5}}
 parallelism: {tensor: 2, pipeline: 1, microBatches: 2}
