@@ -46,7 +46,9 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     return capsys.readouterr().out
 
 
-@pytest.fixture(scope="module", params=[Tokenizer.BPE, Tokenizer.SENTENCE_PIECE], ids=str)
+@pytest.fixture(
+    scope="module", params=[Tokenizer.BPE, pytest.param(Tokenizer.SENTENCE_PIECE, marks=pytest.mark.long)], ids=str
+)
 def trained(
     request: pytest.FixtureRequest,
     pool: RankPool,
