@@ -37,11 +37,13 @@ def no_layout_message(request: SearchRequest) -> str:
 
 
 def closest_layout(request: SearchRequest) -> FittingLayout | None:
-    """The strategy that needs least memory of all that the request allows; None if it allows none."""
+    """The strategy that needs the least memory of all that the request and the runtime allow; None if there is none."""
     smallest: FittingLayout | None = None
     for narrowed in (one for tier in request_tiers(request) for one in tier):
         for layout in layouts(narrowed):
             for strategy in least_memory_strategies(narrowed, layout):
+                if not request.techniques.allow(request.work, strategy):
+                    continue
                 memory = worst_stage(request.work, strategy, request.runtime)
                 if smallest is None or memory.total < smallest.memory.total:
                     smallest = FittingLayout(strategy, memory)

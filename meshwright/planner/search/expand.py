@@ -14,6 +14,7 @@ from meshwright.planner.cost.memory import Memory, memory_within, model_states_f
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.request import SearchRequest
+from meshwright.planner.search.runtime_rules import allowed_schedules
 from meshwright.planner.search.search_space import layouts, micro_batch_sizes
 from meshwright.rules.context import heads_divide
 from meshwright.schedules.flop_costs import layer_costs, output_costs
@@ -185,13 +186,7 @@ def _preferred_schedules(request: SearchRequest, layout: Layout) -> list[Pipelin
     job = request.pinned_job
     if request.pins.schedule is not None or layout.pipeline == 1 or request.machine is None:
         return [job.parallelism.order]
-    sharded_flat = (request.pins.zero_stage == 1 or job.fixed.settings.flat) and layout.shard_ranks > 1
-    return [
-        schedule
-        for schedule, chunks in schedules_of(request, layout)
-        if not (chunks > 1 and job.parallelism.layer_split is not None)
-        and not (kind_of(schedule).bidirectional and sharded_flat)
-    ]
+    return allowed_schedules(job, layout, (schedule for schedule, _ in schedules_of(request, layout)))
 
 
 def _fitting_micro_batches(

@@ -1,11 +1,7 @@
-"""The question a search answers: what to train, on what, with which techniques, and what is better.
-
-A property test compares what this runtime is said to run here (`runs`) with the API's and the ranks' rules.
-"""
+"""The question a search answers: what to train, on what, with which techniques, and what is better."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,38 +11,8 @@ from meshwright.planner.cluster.limits import USABLE_FRACTION, ClusterLimits
 from meshwright.planner.cost.frameworks import Framework
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.strategy import SEARCHED_SCHEDULES, Strategy, Workload
+from meshwright.planner.search.runtime_rules import AllowsStrategy, rules_of_worker
 from meshwright.planner.workload import TrainingJob
-
-MAX_MICRO_BATCHES = 65536
-MAX_CONTEXT = 1024
-MAX_STAGES = 1024
-MAX_LAYERS_PER_STAGE = 1024
-
-
-def runs(work: Workload, choices: Strategy) -> bool:
-    """Whether the worker runs a layout that divides model and batch."""
-    model, count = work.model, choices.micro_batches
-    moe = model.mixture
-    if choices.pipeline > 1 and count < choices.pipeline:
-        return False
-    if count > MAX_MICRO_BATCHES or choices.context > MAX_CONTEXT:
-        return False
-    if moe is not None and moe.shared_intermediate_size % choices.tensor:
-        return False
-    if moe is not None and choices.tensor > 1 and not (choices.expert_tensor or choices.sequence_parallel):
-        return False
-    if choices.layer_split is not None:
-        split = choices.layer_split
-        if min(split) < 1 or len(split) > MAX_STAGES or max(split) > MAX_LAYERS_PER_STAGE:
-            return False
-    return _flat_shards_allow(work, choices) if choices.zero_stage == 1 and choices.shard_ranks > 1 else True
-
-
-def _flat_shards_allow(work: Workload, choices: Strategy) -> bool:
-    """Flat shards do not know experts that are split, tables that two stages share, or stages on two ranks."""
-    split_experts = work.model.mixture is not None and (choices.expert > 1 or choices.tensor > 1)
-    shared_table = work.model.tie_embeddings and choices.pipeline > 1
-    return not (split_experts or shared_table or choices.schedule_kind.bidirectional)
 
 
 class Objective(StrEnum):
@@ -89,7 +55,7 @@ class Techniques:
     """Whether a vocabulary is padded to a multiple of the tensor-parallel degree."""
     replicates_kv_heads: bool = True
     """Whether there may be more tensor-parallel ranks than key-value heads."""
-    runs: Callable[[Workload, Strategy], bool] | None = None
+    runs: AllowsStrategy | None = None
     """Which combinations the runtime executes; every one where left out."""
 
     def allow(self, work: Workload, choices: Strategy) -> bool:
@@ -102,7 +68,7 @@ MESHWRIGHT_TECHNIQUES = Techniques(
     offload=(OptimizerOffload.NONE, OptimizerOffload.CPU),
     pads_vocabulary=False,
     replicates_kv_heads=False,
-    runs=runs,
+    runs=rules_of_worker(),
 )
 """What this repository's worker executes. Offload to files needs a path, which only a person can name."""
 

@@ -15,12 +15,14 @@ from math import gcd, isqrt
 from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
-from meshwright.planner.search.request import MAX_MICRO_BATCHES, Objective, SearchRequest
+from meshwright.planner.search.request import Objective, SearchRequest
+from meshwright.planner.search.runtime_rules import largest_value
 from meshwright.rules.context import head_exchange_ranks, heads_divide
 from meshwright.schedules.pipeline_layout import stages_per_rank
 from meshwright.schedules.registry import kind_of
 
 MIN_CONTEXT_TOKENS = 2048
+MAX_MICRO_BATCHES = largest_value("microBatches")
 MAX_MICRO_BATCH = 32
 MICRO_BATCHES_PER_STAGE = 4
 """Aim in order of preference: with 4 micro-batches per stage a pipeline idles less than a fifth of the time."""

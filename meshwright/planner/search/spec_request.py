@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
-from meshwright.api.parallelism import ContextMethod, ParallelismSpec, PipelineSchedule
+from meshwright.api.parallelism import ContextMethod, ParallelismSpec
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload, OuterSpec, TrainingSpec
+from meshwright.api.training import ActivationCheckpointing
 from meshwright.planner.cluster.limits import ClusterLimits
 from meshwright.planner.cost.machine import Machine
-from meshwright.planner.cost.strategy import Strategy, Workload
+from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.cost_model import CostModel
-from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques, runs
+from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques
+from meshwright.planner.search.runtime_rules import (
+    allowed_offload,
+    allowed_zero_stages,
+    allows_shared_sequences,
+    allows_split_experts,
+    parallelism_of,
+    rules_of_worker,
+    training_of,
+)
 from meshwright.planner.workload import TrainingJob
 from meshwright.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
 from meshwright.schedules.pipeline_layout import DEFAULT_VIRTUAL_STAGES
@@ -83,7 +91,7 @@ def pinned_request(
         pins=Pins(
             tensor=stated.tensor,
             sequence_parallel=stated.sequence,
-            context=stated.context or _only_context(job, stated.order),
+            context=stated.context or _only_context(job, stated),
             context_method=stated.context_method,
             pipeline=stated.pipeline,
             schedule=stated.schedule,
@@ -124,48 +132,41 @@ def _preferred_techniques(job: TrainingJob) -> Techniques:
     )
 
 
-def _only_context(job: TrainingJob, schedule: PipelineSchedule | None = None) -> int | None:
-    """1 if ranks cannot share a sequence; None if the degree is free. `schedule` is the one that is given."""
-    mixture = job.architecture.mixture
-    needs_whole_sequences = (
-        job.training.attention_dropout > 0
-        or (schedule is not None and kind_of(schedule).asynchronous)
-        or (mixture is not None and mixture.capacity_factor is not None)
-    )
-    return 1 if needs_whole_sequences else None
+def _only_context(job: TrainingJob, stated: ParallelismSpec) -> int | None:
+    """1 if ranks cannot share a sequence; None if the degree is free."""
+    # An asynchronous schedule may have context-parallel ranks, but the search does not choose them.
+    return None if allows_shared_sequences(job, stated) and not kind_of(stated.order).asynchronous else 1
 
 
 def techniques_for(job: TrainingJob, techniques: Techniques = MESHWRIGHT_TECHNIQUES) -> Techniques:
-    """Of the worker's techniques, those that go with what the job trains and how."""
+    """Return the worker's techniques for a job.
+
+    The rule book decides about each candidate. A technique that it rejects in every layout is not tried at all.
+    """
     training = job.training
-    adamw_with_masters = training.optimizer.name is OptimizerName.ADAMW and training.master_weights
-    if not adamw_with_masters:
-        # Flat shards cut matrices anywhere and round by place; moments are only offloaded beside masters.
-        techniques = replace(techniques, zero_stages=(0, 2, 3), offload=(OptimizerOffload.NONE,))
-    if training.compile:
-        recompute = tuple(
-            method for method in techniques.checkpointing if method is not ActivationCheckpointing.SELECTIVE
-        )
-        techniques = replace(techniques, checkpointing=recompute)
-    if training.outer is not None:
-        techniques = replace(techniques, offload=(OptimizerOffload.NONE,), expert=False)
+    zero_stages = allowed_zero_stages(job, techniques.zero_stages)
+    checkpointing = techniques.checkpointing
     if training.parameter_offload:
-        techniques = replace(techniques, zero_stages=(3,), runs=partial(_parameters_sharded, training.outer))
-    return techniques
-
-
-def _parameters_sharded(outer: OuterSpec | None, work: Workload, choices: Strategy) -> bool:
-    """Offloaded parameters are FSDP's shards: there must be someone of the same island to share with."""
-    islands = 1 if outer is None else outer.islands or choices.data
-    return choices.shard_ranks > islands and choices.zero_stage == 3 and runs(work, choices)
+        zero_stages = (3,)
+    if training.compile:
+        # The rules allow `Selective` for compiled layers that nothing splits. A search does not try it.
+        checkpointing = tuple(method for method in checkpointing if method is not ActivationCheckpointing.SELECTIVE)
+    return replace(
+        techniques,
+        # A job that breaks a rule itself is planned as it is: the plan's check names the rule.
+        zero_stages=zero_stages or techniques.zero_stages,
+        offload=allowed_offload(job, techniques.offload) or techniques.offload,
+        checkpointing=checkpointing,
+        expert=techniques.expert and allows_split_experts(job),
+        runs=rules_of_worker(job.parallelism, training),
+    )
 
 
 def _pins(spec: ParallelTrainingJobSpec, job: TrainingJob) -> Pins:
-    """What a search may not change: islands are made of the replicas there are, and some jobs need whole rows."""
+    """What a search may not change: islands are made of the job's replicas, and some jobs need entire sequences."""
     return Pins(
-        context=_only_context(job),
+        context=_only_context(job, ParallelismSpec()),
         data=spec.replicas if job.training.outer is not None else None,
-        expert=1 if job.training.outer is not None else None,
     )
 
 
@@ -180,34 +181,7 @@ def apply_strategy(spec: ParallelTrainingJobSpec, choices: Strategy) -> Parallel
     return spec.model_copy(
         update={
             "replicas": choices.data,
-            "parallelism": _parallelism(spec, choices),
-            "training": _training(spec.training, choices),
+            "parallelism": parallelism_of(choices, spec.parallelism),
+            "training": training_of(spec.training, choices.checkpointing, choices.optimizer_offload),
         }
     )
-
-
-def _parallelism(spec: ParallelTrainingJobSpec, choices: Strategy) -> ParallelismSpec:
-    has_pipeline = choices.pipeline > 1
-    schedule = choices.schedule
-    return ParallelismSpec(
-        tensor=choices.tensor,
-        pipeline=choices.pipeline,
-        expert=choices.expert,
-        sequence=choices.sequence_parallel if choices.tensor > 1 else spec.parallelism.sequence,
-        expert_tensor=spec.parallelism.expert_tensor,
-        tensor_overlap=spec.parallelism.tensor_overlap and choices.tensor > 1 and choices.sequence_parallel,
-        context=choices.context,
-        context_method=choices.context_method if choices.context > 1 else ContextMethod.RING_ZIG_ZAG,
-        schedule=schedule if has_pipeline else None,
-        virtual_stages=choices.virtual_stages if has_pipeline and choices.schedule_kind.virtual_stages else None,
-        layer_split=list(choices.layer_split) if choices.layer_split is not None else None,
-        micro_batches=choices.micro_batches,
-        zero_stage=choices.zero_stage,
-    )
-
-
-def _training(training: TrainingSpec, choices: Strategy) -> TrainingSpec:
-    optimizer = training.optimizer
-    if choices.optimizer_offload is OptimizerOffload.CPU:
-        optimizer = optimizer.model_copy(update={"offload": OptimizerOffload.CPU, "offload_path": None})
-    return training.model_copy(update={"activation_checkpointing": choices.checkpointing, "optimizer": optimizer})
