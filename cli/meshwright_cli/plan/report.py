@@ -106,7 +106,7 @@ def plan_report(
     if cost_model is None:
         return PlanReport(spec, inventory, plan, placement, pending, fragmentation_cost)
     techniques = ALL_TECHNIQUES if every_technique else MESHWRIGHT_TECHNIQUES
-    ideal_estimate = cost_model.price(plan.strategy)
+    ideal_estimate = cost_model.estimate(plan.strategy)
     whole_cluster = _whole_cluster(spec, inventory, cost_model, objective, techniques)
     return PlanReport(
         spec,

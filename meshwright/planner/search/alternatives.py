@@ -13,7 +13,7 @@ from meshwright.planner.cost.memory import worst_stage
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.search.best_first import TIE_TOLERANCE
 from meshwright.planner.search.candidate import Candidate
-from meshwright.planner.search.expand import price
+from meshwright.planner.search.expand import estimate_cost
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.units import GIB
 
@@ -37,7 +37,7 @@ class RejectedAlternative:
 def alternatives_of(request: SearchRequest, chosen: Candidate) -> tuple[RejectedAlternative, ...]:
     """Layouts that differ from `chosen` in one decision, and what each would cost."""
     return tuple(
-        _compare(request, chosen, change, choices) for change, choices in _single_changes(request, chosen.strategy)
+        _compare(request, chosen, change, strategy) for change, strategy in _single_changes(request, chosen.strategy)
     )
 
 
@@ -90,19 +90,19 @@ def _trade_for_data(winner: Strategy, name: str, now: int, other: int) -> Strate
         return None
 
 
-def _compare(request: SearchRequest, best: Candidate, change: str, choices: Strategy) -> RejectedAlternative:
-    impossible = _why_impossible(request, choices)
+def _compare(request: SearchRequest, best: Candidate, change: str, strategy: Strategy) -> RejectedAlternative:
+    impossible = _why_impossible(request, strategy)
     if impossible:
         return RejectedAlternative(change, impossible, None)
     try:
-        memory = worst_stage(request.work, choices, request.runtime)
+        memory = worst_stage(request.work, strategy, request.runtime)
     except ValueError as error:
         return RejectedAlternative(change, str(error), None)
-    byte_limit = request.memory_limit(choices.world_size)
+    byte_limit = request.memory_limit(strategy.world_size)
     if memory.total > byte_limit:
         reason = f"needs {memory.total / GIB:.1f} of {byte_limit / GIB:.1f} GiB on stage {memory.stage}"
         return RejectedAlternative(change, reason, None)
-    other = Candidate(choices, price(request, choices), request.node)
+    other = Candidate(strategy, estimate_cost(request, strategy), request.node)
     ratio = other.seconds / best.seconds
     if ratio < 1.0:
         why = (
@@ -116,19 +116,19 @@ def _compare(request: SearchRequest, best: Candidate, change: str, choices: Stra
     return RejectedAlternative(change, f"{ratio - 1:.1%} slower: {_largest_increase(best, other)}", ratio)
 
 
-def _why_impossible(request: SearchRequest, choices: Strategy) -> str:
+def _why_impossible(request: SearchRequest, strategy: Strategy) -> str:
     model, domain = request.work.model, request.domain
-    if choices.tensor > domain:
+    if strategy.tensor > domain:
         return f"leaves the NVLink domain of {domain} GPUs"
-    if model.heads % choices.tensor or (model.kv_heads % choices.tensor and choices.tensor % model.kv_heads):
+    if model.heads % strategy.tensor or (model.kv_heads % strategy.tensor and strategy.tensor % model.kv_heads):
         return f"does not divide {model.heads} heads and {model.kv_heads} key-value heads"
-    if not request.techniques.replicates_kv_heads and model.kv_heads % choices.tensor:
+    if not request.techniques.replicates_kv_heads and model.kv_heads % strategy.tensor:
         return f"does not divide {model.kv_heads} key-value heads"
-    if choices.pipeline > model.layers:
+    if strategy.pipeline > model.layers:
         return f"has more stages than {model.layers} layers"
-    if choices.micro_batches < choices.pipeline:
-        return f"leaves {choices.micro_batches} micro-batches for {choices.pipeline} stages"
-    if not request.techniques.allow(request.work, choices):
+    if strategy.micro_batches < strategy.pipeline:
+        return f"leaves {strategy.micro_batches} micro-batches for {strategy.pipeline} stages"
+    if not request.techniques.allow(request.work, strategy):
         return "is a combination that the runtime does not execute"
     return ""
 

@@ -26,10 +26,10 @@ from meshwright.planner.search.expand import (
     balance_candidates,
     base_strategies,
     can_fit,
+    estimate_cost,
     first_held_by_some_gpu,
     memory_savings,
     preferred_strategies,
-    price,
     strategy_of,
     with_balanced_stages,
 )
@@ -53,7 +53,7 @@ class SearchResult:
     alternatives: tuple[Candidate, ...]
     """The Pareto front over step time, GPUs and robustness, among all that was priced."""
     layouts: int
-    priced: int
+    estimated: int
     """Layouts whose time was estimated."""
 
 
@@ -113,7 +113,7 @@ def _explore(request: SearchRequest) -> tuple[list[Layout], list[Candidate]]:
             continue
         if partial.base is not None or request.order_of_preference:
             for strategy, memory in _fitting(request, partial):
-                found.append(Candidate(strategy, price(request, strategy, memory), request.node))
+                found.append(Candidate(strategy, estimate_cost(request, strategy, memory), request.node))
                 best = min(best, found[-1].score(request.objective))
         else:
             for bound, size, base in _filled_in(request, partial):
@@ -151,16 +151,16 @@ def _bounded_layouts(request: SearchRequest) -> Iterator[tuple[Layout, float]]:
 def _layout_bound(request: SearchRequest, layout: Layout, size: int) -> float:
     """The least score of any strategy of a layout with micro-batches of up to `size` sequences."""
     method = request.pins.context_method or (request.techniques.context or (ContextMethod.RING_ZIG_ZAG,))[0]
-    choices = strategy_of(request, layout, size, context_method=method)
+    strategy = strategy_of(request, layout, size, context_method=method)
     several_methods = len(request.techniques.context) > 1 and layout.context > 1
-    time = time_of(request.work, choices, request.priced_machine)
+    time = time_of(request.work, strategy, request.required_machine)
     least = time.total - time.bubble - time.data - time.pipeline - (time.context if several_methods else 0.0)
     return _score(request, layout, least)
 
 
 def _strategy_bound(request: SearchRequest, base: Strategy) -> float:
     """The least score of any layout that differs from `base` in its memory savings only."""
-    time = time_of(request.work, base, request.priced_machine)
+    time = time_of(request.work, base, request.required_machine)
     return _score(request, base, time.total - time.data)
 
 
@@ -195,10 +195,10 @@ def _in_order_of_preference(found: list[Candidate]) -> list[Candidate]:
     batches and schedules of each layout and its checkpointing, and then among what these leave. The others follow by
     time.
     """
-    choices: dict[tuple[Layout, ActivationCheckpointing], list[Candidate]] = {}
+    variants: dict[tuple[Layout, ActivationCheckpointing], list[Candidate]] = {}
     for one in found:
-        choices.setdefault((one.strategy.layout, one.strategy.checkpointing), []).append(one)
-    preferred = [_first_of_fastest(same) for same in choices.values()]
+        variants.setdefault((one.strategy.layout, one.strategy.checkpointing), []).append(one)
+    preferred = [_first_of_fastest(same) for same in variants.values()]
     best = _first_of_fastest(preferred)
     of_layout: dict[Layout, Candidate] = {}
     for one in (best, *sorted((one for one in preferred if one is not best), key=lambda one: one.seconds)):

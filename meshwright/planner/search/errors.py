@@ -6,7 +6,7 @@ from meshwright.planner.cost.memory import Memory, worst_stage
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.errors import PlanError
 from meshwright.planner.search.candidate import Candidate, FittingLayout
-from meshwright.planner.search.expand import least_memory_strategies, price
+from meshwright.planner.search.expand import estimate_cost, least_memory_strategies
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search_space import layouts, request_tiers
 from meshwright.planner.units import GIB, format_bytes
@@ -55,15 +55,15 @@ def nothing_fits_error(request: SearchRequest) -> NothingFitsError:
     closest = closest_layout(request)
     if closest is None:
         return NothingFitsError(no_layout_message(request))
-    choices, memory = closest.strategy, closest.memory
+    strategy, memory = closest.strategy, closest.memory
     total, limit = memory.total, request.memory_limit(1)
     message = (
         f"no layout fits: the least that a rank needs is {total / GIB:.1f} GiB of {limit / GIB:.1f} GiB "
-        f"({Candidate(choices, price(request, choices), request.node).summary}, stage {memory.stage}): add "
+        f"({Candidate(strategy, estimate_cost(request, strategy), request.node).summary}, stage {memory.stage}): add "
         "GPUs, take GPUs "
         "with more memory, or shorten the sequence"
     )
-    return NothingFitsError(message, choices, memory)
+    return NothingFitsError(message, strategy, memory)
 
 
 def memory_text(memory: Memory) -> str:

@@ -21,7 +21,7 @@ from meshwright.schedules.flop_costs import layer_costs, output_costs
 from meshwright.schedules.partition import partition_layers
 from meshwright.schedules.registry import kind_of
 
-MAX_PRICED = 16
+MAX_ESTIMATED = 16
 """Numbers of micro-batches to price for one layout and schedule in order of preference; more only cost time."""
 
 
@@ -42,9 +42,9 @@ def strategy_of(request: SearchRequest, layout: Layout, size: int, **more: objec
     )
 
 
-def price(request: SearchRequest, choices: Strategy, memory: Memory | None = None) -> Estimate:
+def estimate_cost(request: SearchRequest, strategy: Strategy, memory: Memory | None = None) -> Estimate:
     """What a layout costs on the request's machine; `memory` is its account, where it is known already."""
-    return estimate(request.work, choices, request.priced_machine, memory=memory)
+    return estimate(request.work, strategy, request.required_machine, memory=memory)
 
 
 def base_strategies(request: SearchRequest, layout: Layout, size: int) -> Iterator[Strategy]:
@@ -128,41 +128,41 @@ def memory_savings(request: SearchRequest, base: Strategy) -> Iterator[tuple[Str
         if not _states_fit(request, stage):
             continue
         for recompute_option in recompute:
-            choices = (
+            strategy = (
                 stage if recompute_option is stage.checkpointing else replace(stage, checkpointing=recompute_option)
             )
-            if not techniques.allow(request.work, choices):
+            if not techniques.allow(request.work, strategy):
                 break
-            memory = memory_if_fits(request, choices)
+            memory = memory_if_fits(request, strategy)
             if memory is not None:
                 fitted = True
                 whole = whole or recompute_option is ActivationCheckpointing.NONE
-                yield choices, memory
+                yield strategy, memory
                 break
     if fitted or request.fixed.optimizer_offload is not OptimizerOffload.NONE:
         return
     for offload in techniques.offload:
-        choices = replace(base, zero_stage=stages[-1], checkpointing=recompute[-1], optimizer_offload=offload)
-        allowed = offload is not OptimizerOffload.NONE and techniques.allow(request.work, choices)
-        memory = memory_if_fits(request, choices) if allowed else None
+        strategy = replace(base, zero_stage=stages[-1], checkpointing=recompute[-1], optimizer_offload=offload)
+        allowed = offload is not OptimizerOffload.NONE and techniques.allow(request.work, strategy)
+        memory = memory_if_fits(request, strategy) if allowed else None
         if memory is not None:
-            yield choices, memory
+            yield strategy, memory
             return
 
 
-def memory_if_fits(request: SearchRequest, choices: Strategy) -> Memory | None:
+def memory_if_fits(request: SearchRequest, strategy: Strategy) -> Memory | None:
     """The fullest rank's bytes where every rank is within what the request lets an estimate fill; None elsewhere."""
-    return memory_within(request.work, choices, request.runtime, request.memory_limit(choices.world_size))
+    return memory_within(request.work, strategy, request.runtime, request.memory_limit(strategy.world_size))
 
 
-def _states_fit(request: SearchRequest, choices: Strategy) -> bool:
-    return model_states_fit(request.work, choices, request.runtime, request.memory_limit(choices.world_size))
+def _states_fit(request: SearchRequest, strategy: Strategy) -> bool:
+    return model_states_fit(request.work, strategy, request.runtime, request.memory_limit(strategy.world_size))
 
 
 def can_fit(request: SearchRequest, layout: Layout, size: int) -> bool:
     """Whether the layout that saves most memory fits."""
     return any(
-        memory_if_fits(request, choices) is not None for choices in least_memory_strategies(request, layout, size)
+        memory_if_fits(request, strategy) is not None for strategy in least_memory_strategies(request, layout, size)
     )
 
 
@@ -170,7 +170,7 @@ def preferred_strategies(request: SearchRequest, layout: Layout) -> Iterator[tup
     """With an order of preference: what fits of a layout, the simplest schedule and the fewest micro-batches first;
     with the account of its memory.
 
-    At most `MAX_PRICED` numbers of micro-batches of a schedule are tried, and only the first without a machine, since
+    At most `MAX_ESTIMATED` numbers of micro-batches of a schedule are tried, and only the first without a machine, since
     nothing tells them apart then.
     """
     smallest = next(least_memory_strategies(request, layout), None)
@@ -178,7 +178,7 @@ def preferred_strategies(request: SearchRequest, layout: Layout) -> Iterator[tup
         return
     for schedule in _preferred_schedules(request, layout):
         fitting = _fitting_micro_batches(request, layout, schedule)
-        yield from islice(fitting, MAX_PRICED if request.machine is not None else 1)
+        yield from islice(fitting, MAX_ESTIMATED if request.machine is not None else 1)
 
 
 def _preferred_schedules(request: SearchRequest, layout: Layout) -> list[PipelineSchedule]:
@@ -284,15 +284,15 @@ def balance_candidates(request: SearchRequest, found: list[Candidate]) -> list[C
 
 def with_balanced_stages(request: SearchRequest, one: Candidate) -> Iterator[Candidate]:
     """The same layout with layers dealt by cost: embedding and logits count as the layers they are worth."""
-    model, choices = request.work.model, one.strategy
-    if choices.virtual_stages > 1:
+    model, strategy = request.work.model, one.strategy
+    if strategy.virtual_stages > 1:
         return
-    again, length, causal = choices.checkpointing in _WHOLE_LAYERS, request.work.sequence_length, request.work.causal
+    again, length, causal = strategy.checkpointing in _WHOLE_LAYERS, request.work.sequence_length, request.work.causal
     costs = [layer_costs(model, length, layer, recomputes=again, causal=causal).total for layer in range(model.layers)]
-    split = partition_layers(costs, choices.pipeline, last=output_costs(model).total)
-    changed = replace(choices, layer_split=split)
+    split = partition_layers(costs, strategy.pipeline, last=output_costs(model).total)
+    changed = replace(strategy, layer_split=split)
     memory = memory_if_fits(request, changed) if request.techniques.allow(request.work, changed) else None
     if memory is not None:
-        better = Candidate(changed, price(request, changed, memory), request.node)
+        better = Candidate(changed, estimate_cost(request, changed, memory), request.node)
         if better.seconds < one.seconds:
             yield better

@@ -58,9 +58,9 @@ class Techniques:
     runs: AllowsStrategy | None = None
     """Which combinations the runtime executes; every one where left out."""
 
-    def allow(self, work: Workload, choices: Strategy) -> bool:
+    def allow(self, work: Workload, strategy: Strategy) -> bool:
         """Whether a layout may be proposed."""
-        return self.runs is None or self.runs(work, choices)
+        return self.runs is None or self.runs(work, strategy)
 
 
 ALL_TECHNIQUES = Techniques()
@@ -141,15 +141,15 @@ class SearchRequest:
     @property
     def domain(self) -> int:
         """The widest tensor-parallel group to try."""
-        return self.max_tensor or self.priced_machine.fabric.domain
+        return self.max_tensor or self.required_machine.fabric.domain
 
     @property
     def node(self) -> int:
         """GPUs of one node: what one failure takes."""
-        return self.priced_machine.gpu.node
+        return self.required_machine.gpu.node
 
     @property
-    def priced_machine(self) -> Machine:
+    def required_machine(self) -> Machine:
         """The machine.
 
         Raises:
@@ -175,7 +175,7 @@ class SearchRequest:
         """The framework whose memory is estimated."""
         if self.job is not None:
             return self.job.runtime
-        return self.priced_machine.runtime
+        return self.required_machine.runtime
 
     @property
     def order_of_preference(self) -> bool:
@@ -192,4 +192,4 @@ class SearchRequest:
         """Bytes that an estimate may fill on each of `gpus` GPUs."""
         if self.limits is not None:
             return self.limits.memory_for(gpus)
-        return self.usable * self.priced_machine.gpu.memory
+        return self.usable * self.required_machine.gpu.memory

@@ -170,7 +170,7 @@ def _pins(spec: ParallelTrainingJobSpec, job: TrainingJob) -> Pins:
     )
 
 
-def apply_strategy(spec: ParallelTrainingJobSpec, choices: Strategy) -> ParallelTrainingJobSpec:
+def apply_strategy(spec: ParallelTrainingJobSpec, strategy: Strategy) -> ParallelTrainingJobSpec:
     """The job in a layout that a search found: its spec with everything written out.
 
     Raises:
@@ -180,8 +180,8 @@ def apply_strategy(spec: ParallelTrainingJobSpec, choices: Strategy) -> Parallel
         raise ValueError("`training` is required")
     return spec.model_copy(
         update={
-            "replicas": choices.data,
-            "parallelism": parallelism_of(choices, spec.parallelism),
-            "training": training_of(spec.training, choices.checkpointing, choices.optimizer_offload),
+            "replicas": strategy.data,
+            "parallelism": parallelism_of(strategy, spec.parallelism),
+            "training": training_of(spec.training, strategy.checkpointing, strategy.optimizer_offload),
         }
     )

@@ -45,7 +45,7 @@ def what_ifs(result: SearchResult) -> tuple[WhatIf, ...]:
 
 
 def _improvements(request: SearchRequest) -> list[tuple[str, SearchRequest]]:
-    machine = request.priced_machine
+    machine = request.required_machine
     levels = machine.fabric.levels
     faster = (levels[0], *(replace(level, bandwidth=2 * level.bandwidth) for level in levels[1:]))
     roomier = replace(machine, gpu=replace(machine.gpu, memory=1.5 * machine.gpu.memory))
