@@ -1,4 +1,4 @@
-"""Between a job's spec and a search over every degree: what the search may do for it, and its result as a spec."""
+"""Makes a search request from a job's spec, and a spec from the result of a search."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def search_request(
     objective: Objective = Objective.TIME,
     techniques: Techniques = MESHWRIGHT_TECHNIQUES,
 ) -> SearchRequest:
-    """A search in which `replicas` and every degree are free, and what trains stays as the job says.
+    """Return a search in which `replicas` and all degrees are free, and the job's model and training are kept.
 
     Raises:
         ValueError: there is no GPU to plan for.
@@ -73,14 +73,14 @@ def pinned_request(
     limits: ClusterLimits | None = None,
     techniques: Techniques | None = None,
 ) -> SearchRequest:
-    """A search that keeps every choice of the job, with `replicas` as they are, and decides what its spec leaves out.
+    """Return a search that keeps `replicas` and all stated fields of the job, and decides those that are left out.
 
     Args:
         spec: the job's spec.
         job: its model and training.
-        machine: where it runs; None if the cost model knows none of the GPUs.
-        limits: the GPUs by memory and the widest NVLink domain; those of `machine` where left out.
-        techniques: what may be chosen; what the worker runs with everything that the job states where left out.
+        machine: the hardware; None if no GPU is in the catalog.
+        limits: the GPUs by memory and the largest NVLink domain. Defaults to those of `machine`.
+        techniques: the techniques to choose from. Defaults to those of the worker that the job allows.
     """
     stated, workers = spec.parallelism, spec.workers
     return SearchRequest(
@@ -116,11 +116,11 @@ CANDIDATE_SCHEDULES = tuple(
         key=lambda order: kind_of(order).candidate_rank or 0,
     )
 )
-"""Synchronous schedules that may be worth it, the simplest first; the others hold more and wait as long."""
+"""Synchronous schedules to choose from, the simplest first. The others need more memory and have the same bubble."""
 
 
 def _preferred_techniques(job: TrainingJob) -> Techniques:
-    """Of the worker's techniques, those of a search in order of preference; what ranks refuse is not asked yet."""
+    """Return the techniques of a search in order of preference. Rules are not checked for each candidate."""
     return replace(
         techniques_for(job),
         schedules=CANDIDATE_SCHEDULES,
@@ -163,7 +163,7 @@ def techniques_for(job: TrainingJob, techniques: Techniques = MESHWRIGHT_TECHNIQ
 
 
 def _pins(spec: ParallelTrainingJobSpec, job: TrainingJob) -> Pins:
-    """What a search may not change: islands are made of the job's replicas, and some jobs need entire sequences."""
+    """Return the decisions that a free search may not make: some jobs fix the replicas or need entire sequences."""
     return Pins(
         context=_only_context(job, ParallelismSpec()),
         data=spec.replicas if job.training.outer is not None else None,
@@ -171,7 +171,7 @@ def _pins(spec: ParallelTrainingJobSpec, job: TrainingJob) -> Pins:
 
 
 def apply_strategy(spec: ParallelTrainingJobSpec, strategy: Strategy) -> ParallelTrainingJobSpec:
-    """The job in a layout that a search found: its spec with everything written out.
+    """Return the job's spec with all decisions of a strategy written out.
 
     Raises:
         ValueError: the spec has no `training`.
