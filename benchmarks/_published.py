@@ -60,7 +60,7 @@ class Case:
     gpu: Accelerator
     fabric: Fabric
     work: Workload
-    choices: Strategy
+    strategy: Strategy
     seconds: float | None = None
     """Measured seconds of one step."""
     memory: float | None = None
@@ -168,7 +168,7 @@ def whole(value: Any, by: int, what: str) -> int:
 
 def _vtrain(row: Row, table: str, runtime: str, seconds: float, fabric: Fabric) -> Case:
     work = Workload(gpt(row), int(row["seq"]), int(row["gbs"]), causal=False)
-    choices = Strategy(
+    strategy = Strategy(
         tensor=int(row["tp"]),
         pipeline=int(row["pp"]),
         data=int(row["dp"]),
@@ -180,7 +180,7 @@ def _vtrain(row: Row, table: str, runtime: str, seconds: float, fabric: Fabric) 
     )
     model = f"h{row['hidden']} L{row['layers']}"
     rivals = f"{model} on {row['gpus']} x {row['gbs']}"
-    return Case(table, model, runtime, gpu_of(row, "A100-SXM4-80GB"), fabric, work, choices, seconds, rivals=rivals)
+    return Case(table, model, runtime, gpu_of(row, "A100-SXM4-80GB"), fabric, work, strategy, seconds, rivals=rivals)
 
 
 def vtrain_multi(row: Row) -> Case:
@@ -200,7 +200,7 @@ def vtrain_single(row: Row) -> Case:
 def _megatron(row: Row, table: str, seconds: float) -> Case:
     gpu, interleaved = gpu_of(row), int(row.get("vpp") or 1)
     work = Workload(gpt(row), int(row["seq"]), int(row["gbs"]), causal=False)
-    choices = Strategy(
+    strategy = Strategy(
         tensor=int(row["tp"]),
         pipeline=int(row["pp"]),
         data=int(row["dp"]),
@@ -213,7 +213,7 @@ def _megatron(row: Row, table: str, seconds: float) -> Case:
         precision=Precision(row.get("precision") or "fp16"),
     )
     model = f"h{row['hidden']} L{row['layers']}"
-    return Case(table, model, "megatron-lm", gpu, Fabric.of(gpu), work, choices, seconds)
+    return Case(table, model, "megatron-lm", gpu, Fabric.of(gpu), work, strategy, seconds)
 
 
 def sc21(row: Row) -> Case:
@@ -248,7 +248,7 @@ def zero_bubble(row: Row) -> Case:
     split = (each - 1, *(each for _ in range(ranks - 2)), each - 1) if ranks > 1 else (layers,)
     schedule = ZERO_BUBBLE[row["schedule"]]
     batch = int(row["mbs"]) * int(row["microbatches"])
-    choices = Strategy(
+    strategy = Strategy(
         pipeline=ranks,
         schedule=schedule,
         virtual_stages=each if schedule is PipelineSchedule.INTERLEAVED else 1,
@@ -264,7 +264,7 @@ def zero_bubble(row: Row) -> Case:
     work = Workload(gpt(row, tied=False), int(row["seq"]), batch, causal=False)
     rivals = f"{model} x {batch}"
     table = "zero_bubble_table4"
-    return Case(table, model, "zero-bubble", gpu, Fabric.of(gpu), work, choices, seconds, memory, rivals=rivals)
+    return Case(table, model, "zero-bubble", gpu, Fabric.of(gpu), work, strategy, seconds, memory, rivals=rivals)
 
 
 def sailor(row: Row) -> Case | None:
@@ -276,7 +276,7 @@ def sailor(row: Row) -> Case | None:
     if split:
         split[0] -= 1
         split[-1] -= 1
-    choices = Strategy(
+    strategy = Strategy(
         tensor=int(row["tp"]),
         pipeline=int(row["pp"]),
         data=int(row["dp"]),
@@ -289,4 +289,4 @@ def sailor(row: Row) -> Case | None:
     work = Workload(gpt(row), int(row["seq"]), int(row["gbs"]), causal=False)
     memory, seconds = float(row["max_mem_bytes"]), float(row["iter_s"])
     name, fabric = "sailor_validation", Fabric.of(gpu)
-    return Case(name, row["model"], "megatron-deepspeed", gpu, fabric, work, choices, seconds, memory, certain=True)
+    return Case(name, row["model"], "megatron-deepspeed", gpu, fabric, work, strategy, seconds, memory, certain=True)

@@ -38,7 +38,7 @@ def torchtitan(row: Row) -> Case:
     pipeline, local = int(row.get("pp") or 1), int(row["lbs"])
     chunks = 2 if "interleaved" in variant and pipeline > 1 else 1
     micro_batches = min(local, pipeline * chunks) if pipeline > 1 else 1
-    choices = Strategy(
+    strategy = Strategy(
         tensor=int(row["tp"]),
         context=int(row.get("cp") or 1),
         pipeline=pipeline,
@@ -63,7 +63,7 @@ def torchtitan(row: Row) -> Case:
         gpu=gpu,
         fabric=Fabric.of(gpu, nic=nic),
         work=work,
-        choices=choices,
+        strategy=strategy,
         seconds=work.tokens / tokens,
         memory=memory,
         certain=True,
@@ -90,7 +90,7 @@ def nanotron(row: Row) -> Case:
         vocab_size=int(row["vocab"]),
     )
     batch = int(row["gbs_seqs"])
-    choices = Strategy(
+    strategy = Strategy(
         tensor=int(row["tp"]),
         pipeline=int(row["pp"]),
         data=int(row["dp"]),
@@ -108,7 +108,7 @@ def nanotron(row: Row) -> Case:
         gpu=gpu,
         fabric=Fabric.of(gpu),
         work=work,
-        choices=choices,
+        strategy=strategy,
         seconds=seconds,
         memory=float(row["mem_gb"]) * GIB if row.get("mem_gb") else None,
     )

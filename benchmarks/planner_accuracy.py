@@ -52,31 +52,33 @@ def seconds_of(case: Case, constants: Constants) -> float:
     """The estimate of a step."""
     runtime = FRAMEWORKS[case.runtime]
     machine = Machine(case.gpu, case.fabric, runtime, constants)
-    return step_time(case.work, case.choices, machine, group_spans(case.choices, case.fabric, runtime.order)).total
+    return step_time(case.work, case.strategy, machine, group_spans(case.strategy, case.fabric, runtime.order)).total
 
 
 def memory_of(case: Case) -> float:
     """The estimate of the fullest rank's bytes."""
-    return worst_stage(case.work, case.choices, FRAMEWORKS[case.runtime]).total
+    return worst_stage(case.work, case.strategy, FRAMEWORKS[case.runtime]).total
 
 
 def roofline_seconds(case: Case) -> float:
     """The baseline of time."""
-    again = 1.0 if case.choices.checkpointing is ActivationCheckpointing.FULL else 0.0
+    again = 1.0 if case.strategy.checkpointing is ActivationCheckpointing.FULL else 0.0
     flops = case.work.tokens * training_flops(case.work.model, case.work.sequence_length, recomputed=again)
-    pipeline, count = case.choices.pipeline, case.choices.micro_batches
-    idle = (pipeline - 1) / (count * case.choices.virtual_stages)
-    return flops / (case.choices.world_size * case.gpu.half * 0.5) * (1.0 + idle)
+    pipeline, count = case.strategy.pipeline, case.strategy.micro_batches
+    idle = (pipeline - 1) / (count * case.strategy.virtual_stages)
+    return flops / (case.strategy.world_size * case.gpu.half * 0.5) * (1.0 + idle)
 
 
 def simple_memory(case: Case) -> float:
     """The baseline of memory: 18 bytes a parameter, 34 s b h / t of every layer of the first stage in flight."""
-    work, choices = case.work, case.choices
-    shards = choices.tensor * choices.pipeline * (choices.shard_ranks if choices.zero_stage == 3 else 1)
-    tokens = work.sequence_length * choices.micro_batch_size / choices.context
-    layers = work.model.layers / choices.pipeline * min(choices.pipeline, choices.micro_batches)
-    per_token = 2.0 if choices.checkpointing is ActivationCheckpointing.FULL else 34.0
-    return 18.0 * work.model.parameters / shards + per_token * tokens * work.model.hidden_size * layers / choices.tensor
+    work, strategy = case.work, case.strategy
+    shards = strategy.tensor * strategy.pipeline * (strategy.shard_ranks if strategy.zero_stage == 3 else 1)
+    tokens = work.sequence_length * strategy.micro_batch_size / strategy.context
+    layers = work.model.layers / strategy.pipeline * min(strategy.pipeline, strategy.micro_batches)
+    per_token = 2.0 if strategy.checkpointing is ActivationCheckpointing.FULL else 34.0
+    return (
+        18.0 * work.model.parameters / shards + per_token * tokens * work.model.hidden_size * layers / strategy.tensor
+    )
 
 
 def fit(cases: list[Case]) -> tuple[dict[str, Constants], dict[str, dict[str, Constants]]]:

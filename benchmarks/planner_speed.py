@@ -21,7 +21,7 @@ from meshwright.planner.cost.accelerators import accelerator
 from meshwright.planner.cost.estimate import machine_for
 from meshwright.planner.cost.strategy import Workload
 from meshwright.planner.search.best_first import SearchResult, search
-from meshwright.planner.search.expand import base_strategies, memory_savings, price
+from meshwright.planner.search.expand import base_strategies, estimate_cost, memory_savings
 from meshwright.planner.search.request import Objective, SearchRequest
 from meshwright.planner.search.search_space import layouts, micro_batch_sizes
 
@@ -58,8 +58,8 @@ def exhaustive(request: SearchRequest) -> tuple[float, int]:
     for layout in layouts(request):
         for size in micro_batch_sizes(request, layout):
             for base in base_strategies(request, layout, size):
-                for choices, memory in memory_savings(request, base):
-                    price(request, choices, memory)
+                for strategy, memory in memory_savings(request, base):
+                    estimate_cost(request, strategy, memory)
                     priced += 1
     return time.perf_counter() - started, priced
 
@@ -75,7 +75,9 @@ def main() -> None:
     for key, (model, length, batch, gpus, limit) in CASES.items():
         seconds, result = timed(request_of(model, length, batch, gpus), 1 if args.quick else 3)
         numbers[key] = seconds
-        rows.append([f"{model} on {gpus}", f"{seconds:.3f}", f"{limit:.1f}", f"{result.priced}", result.best.summary])
+        rows.append(
+            [f"{model} on {gpus}", f"{seconds:.3f}", f"{limit:.1f}", f"{result.estimated}", result.best.summary]
+        )
     table("Full search", ["case", "seconds", "limit", "priced", "best"], rows)
     small = CASES["dense7b_64_s"]
     taken, priced = exhaustive(request_of(*small[:4]))

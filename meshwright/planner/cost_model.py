@@ -57,7 +57,7 @@ class CostModel:
         """The workload of one step."""
         return self.job.work
 
-    def price(self, strategy: Strategy, groups: GroupSpans | None = None) -> Estimate:
+    def estimate(self, strategy: Strategy, groups: GroupSpans | None = None) -> Estimate:
         """Estimate memory and time of one step. Without `groups` of a placement, ranks fill domains in order.
 
         Raises:
@@ -183,6 +183,8 @@ def _fitted(measurements_of_gpu: Sequence[StepMeasurement], start: Constants) ->
 def _estimator(measurement: StepMeasurement) -> Callable[[Constants], float]:
     def seconds(constants: Constants) -> float:
         machine = replace(measurement.cost_model.machine, constants=constants)
-        return replace(measurement.cost_model, machine=machine).price(measurement.strategy, measurement.groups).seconds
+        return (
+            replace(measurement.cost_model, machine=machine).estimate(measurement.strategy, measurement.groups).seconds
+        )
 
     return seconds

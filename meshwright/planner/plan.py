@@ -271,7 +271,7 @@ def _request(
 
 def _with_estimate(plan: Plan, cost_model: CostModel | None) -> Plan:
     """The plan with its estimate, if there is a cost model."""
-    return replace(plan, estimate=cost_model.price(plan.strategy)) if cost_model else plan
+    return replace(plan, estimate=cost_model.estimate(plan.strategy)) if cost_model else plan
 
 
 def _check_node_and_domain_size(spec: ParallelTrainingJobSpec, cluster_limits: ClusterLimits) -> None:

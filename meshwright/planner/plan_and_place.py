@@ -126,7 +126,7 @@ def _with_placement_reasons(chosen: Plan, plans: Sequence[Plan], placed: Sequenc
     if chosen.layout != first_plan.layout:
         first_placed = next((plan for plan in placed if plan.layout == first_plan.layout), None)
         if first_placed is None:
-            explanation = f"{first_plan.summary} would be faster, and has no room on what is free now"
+            explanation = f"{first_plan.summary} would be faster, but does not fit on the GPUs that are free now"
         else:
             gain = _seconds(first_placed) / _seconds(chosen) - 1
             explanation = f"on the nodes that are free now it is {gain:.0%} faster than {first_plan.summary}"
@@ -135,7 +135,7 @@ def _with_placement_reasons(chosen: Plan, plans: Sequence[Plan], placed: Sequenc
     if ideal_seconds and _seconds(chosen) > TIE_TOLERANCE * ideal_seconds:
         extra = _seconds(chosen) / ideal_seconds - 1
         reasons.append(
-            f"place: {_seconds(chosen):.3g} s per step on the nodes it got, {extra:.0%} more than where each group is "
+            f"placement: {_seconds(chosen):.3g} s per step on the chosen nodes, {extra:.0%} more than with each group "
             "as close as domains allow"
         )
     return replace(chosen, reasons=tuple(reasons))

@@ -10,7 +10,8 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.protocol.run_config import DEGREES, CommandRun, NativeRun, RunConfig
-from meshwright.rules.validation import run_problems
+from meshwright.rules.facts import facts_of_run
+from meshwright.rules.validation import is_allowed, run_problems
 
 Runnable = Callable[[Strategy], bool]
 """Whether ranks accept a strategy."""
@@ -65,6 +66,7 @@ def runnable(spec: ParallelTrainingJobSpec, architecture: Architecture) -> Runna
     """Return the check that a search for `spec` makes for its candidates."""
 
     def runs(strategy: Strategy) -> bool:
-        return not refusals_of(run_config_of(spec, architecture, strategy))
+        run = run_config_of(spec, architecture, strategy)
+        return not isinstance(run, NativeRun) or is_allowed(facts_of_run(run))
 
     return runs

@@ -57,7 +57,7 @@ def test_what_is_not_built_is_refused_and_counted(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     refused = run(path)
     assert refused.exit_code == 1
-    assert "(`sliding_window: 4096`) is not built by this runtime" in refused.output
+    assert "(`sliding_window: 4096`) is not supported" in refused.output
     assert "(it has 6,738,415,616 parameters)" in refused.output
     path.write_text("{")
     assert "config.json: no JSON" in run(path).output

@@ -134,7 +134,7 @@ def test_no_room_now_says_what_is_short_and_exits_with_3(manifest: Path, tmp_pat
     result = run("-f", manifest, "--inventory", nodes)
     assert result.exit_code == 3
     assert "Placement: does not fit now" in result.output
-    assert "freeing node-0 (8 GPUs in use) would be enough" in result.output
+    assert "Freeing node-0 (8 GPUs in use) would be enough" in result.output
 
 
 def test_what_others_hold_is_priced(manifest: Path, tmp_path: Path) -> None:
@@ -223,4 +223,4 @@ def test_the_layout_that_fits_what_is_free_is_taken(tmp_path: Path, manifest: Pa
     result = run("-f", manifest, "--inventory", nodes)
     assert result.exit_code == 0, result.output
     assert "Plan: TP 1 x PP 2 x DP 4" in result.output
-    assert "TP 2 x PP 1 x DP 4 would be faster, and has no room on what is free now" in result.output
+    assert "TP 2 x PP 1 x DP 4 would be faster, but does not fit on the GPUs that are free now" in result.output

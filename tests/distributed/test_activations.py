@@ -56,10 +56,10 @@ def kept_in_stages(run: NativeRun) -> list[SavedPerStage]:
 def planned(run: NativeRun) -> list[float]:
     """Bytes of each rank in a plan, which counts one micro-batch's probabilities among the logits."""
     job = job_of(run)
-    work, choices = job.work, job.strategy(run.layout, run.micro_batches)
+    work, strategy = job.work, job.strategy(run.layout, run.micro_batches)
     logits = FP32 * work.sequence_length * work.model.vocab_size
-    stages = stages_of(work.model, choices).every
-    memories = memory_by_stage(work, choices, job.runtime)
+    stages = stages_of(work.model, strategy).every
+    memories = memory_by_stage(work, strategy, job.runtime)
     return [memory.activations + logits * stage.output for memory, stage in zip(memories, stages, strict=True)]
 
 

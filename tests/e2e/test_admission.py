@@ -201,6 +201,6 @@ async def test_a_configuration_that_is_not_built_starts_no_pod_and_says_why(stag
     status = await stage.until("mamba", holds(conditions.STALLED), "Stalled")
     (stalled,) = [each for each in status.conditions if each.type == conditions.STALLED]
     assert stalled.reason == "InvalidSpec"
-    assert "`model.huggingFace`: `model_type` 'mamba' is not built by this runtime: known are gpt2" in stalled.message
+    assert "`model.huggingFace`: `model_type` 'mamba' is not supported: use one of gpt2" in stalled.message
     assert await stage.pods("mamba") == []
     await stage.delete("mamba")

@@ -103,7 +103,7 @@ def test_an_unknown_preset_names_the_nearest(asked: str, named: str) -> None:
 
 
 def test_a_preset_like_nothing_known_lists_all() -> None:
-    with pytest.raises(UnknownModelError, match=r"known are .*llama-2-13b.*tiny"):
+    with pytest.raises(UnknownModelError, match=r"use one of .*llama-2-13b.*tiny"):
         resolve(ModelSpec(preset="zzz"))
 
 

@@ -59,7 +59,7 @@ def test_worker_and_planner_count_a_configuration_alike(config: dict[str, Any]) 
         ('["model_type"]', "must be a JSON object, not list"),
         (
             json.dumps({**LLAMA, "model_type": "mamba"}),
-            "`model_type` 'mamba' is not built by this runtime: known are gpt2",
+            "`model_type` 'mamba' is not supported: use one of gpt2",
         ),
         (json.dumps({**LLAMA, "hidden_size": None}), "`hidden_size` is missing"),
         (
@@ -69,7 +69,7 @@ def test_worker_and_planner_count_a_configuration_alike(config: dict[str, Any]) 
         (json.dumps({**LLAMA, "num_key_value_heads": 0}), r"its numbers make `kvHeads: 0`: input should be greater"),
         (json.dumps({**LLAMA, "rope_theta": 1.5}), r"its numbers make `ropeTheta: 1.5`: "),
         (json.dumps({**MIXTRAL, "num_experts_per_tok": 0}), r"its numbers make `perToken: 0`: "),
-        (json.dumps({**LLAMA, "mlp_bias": True}), "`attention_bias` and `mlp_bias` are not built"),
+        (json.dumps({**LLAMA, "mlp_bias": True}), "`attention_bias` and `mlp_bias` are not supported"),
     ],
 )
 def test_what_cannot_be_built_is_named(text: str, named: str) -> None:

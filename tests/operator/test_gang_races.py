@@ -82,8 +82,8 @@ async def test_a_waiting_job_says_what_is_short_what_would_fit_and_who_would_hav
     world.submit(small("asker", 4))
     await world.run(5)
     message = world.condition("asker", "Placed")["message"]
-    assert "short by 3 workers" in message
-    assert "replicas: 1 would fit now" in message
+    assert "1 of 4 workers with" in message
+    assert "set `spec.replicas: 1` to start now" in message
     assert "fits when job default/holder (6 GPUs) ends" in message
     world.submit(small("behind", 2))
     await world.run(5)

@@ -79,7 +79,7 @@ async def test_an_edit_without_room_waits_while_the_gang_trains(
     status = await says(api, "grow", "Reconciling", "True", "EditDoesNotFit")
     message = condition(status, "Ready")["message"]
     assert "needs 8 workers of 2 GPUs" in message
-    assert "short by 4 workers" in message
+    assert "8 GPUs missing" in message
     assert condition(status, "Stalled")["status"] == "False"
     assert (status["readyRanks"], status["plan"]["summary"]) == ("8/8", "TP 2 x PP 2 x DP 2")
     assert await names(api, "grow") == {f"grow-w{worker}-0" for worker in range(4)}

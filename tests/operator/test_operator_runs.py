@@ -113,7 +113,7 @@ async def test_a_job_waits_for_room_without_holding_pods(
         return status if condition(status, "Placed").get("status") == "False" else None
 
     status = await until(refused, "there is no room")
-    assert "short by 4 workers (8 GPUs)" in condition(status, "Placed")["message"]
+    assert "8 GPUs missing" in condition(status, "Placed")["message"]
     assert condition(status, "Reconciling")["status"] == "True"
     assert condition(status, "Stalled")["status"] == "False"
     assert await api.pods("second") == []

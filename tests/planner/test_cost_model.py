@@ -71,7 +71,7 @@ def measured(
     shipped = cost_model()
     real = replace(shipped, machine=replace(shipped.machine, constants=truth))
     strategy = shipped.job.strategy(layout, micro_batches)
-    seconds = real.price(strategy).seconds * noise
+    seconds = real.estimate(strategy).seconds * noise
     return StepMeasurement(shipped, strategy, seconds, steps)
 
 
@@ -98,13 +98,13 @@ def test_a_scattered_job_does_not_make_links_slow() -> None:
     groups = group_spans_of_status(layout, 1, status, asked.machine.fabric)
     assert groups is not None
     strategy = asked.job.strategy(layout, 1)
-    seconds = asked.price(strategy, groups).seconds
-    close = asked.price(strategy).seconds
+    seconds = asked.estimate(strategy, groups).seconds
+    close = asked.estimate(strategy).seconds
     assert seconds > 1.03 * close
 
     def next_estimate(one: StepMeasurement) -> float:
         machine = recalibrate(Calibration(), [one]).on(asked.machine)
-        return replace(asked, machine=machine).price(strategy).seconds
+        return replace(asked, machine=machine).estimate(strategy).seconds
 
     assert next_estimate(StepMeasurement(asked, strategy, seconds, 500, groups)) == pytest.approx(close, rel=1e-3)
     assert next_estimate(StepMeasurement(asked, strategy, seconds, 500)) > 1.02 * close

@@ -56,7 +56,7 @@ def test_a_configuration_is_planned_as_its_fields_are() -> None:
     [
         (
             {"model_type": "bert"},
-            "spec: `model.huggingFace`: `model_type` 'bert' is not built by this runtime: known are",
+            "spec: `model.huggingFace`: `model_type` 'bert' is not supported: use one of",
         ),
         ({"num_key_value_heads": 5}, "spec.model.kvHeads: must divide `model.heads`"),
         ({"vocab_size": 200}, "spec.model.vocabSize: must be at least 257 with `data.tokenizer: Byte`"),
@@ -152,7 +152,7 @@ def test_a_plan_tells_which_matrices_get_no_adapter() -> None:
             "widest NVLink domain has 2 GPUs",
             True,
         ),
-        ({"model": {"preset": "llama-3-8b"}}, "OutOfMemory", "comes closest and needs", True),
+        ({"model": {"preset": "llama-3-8b"}}, "OutOfMemory", "needs the least memory", True),
         (
             {"replicas": 1, "parallelism": {"tensor": 1, "pipeline": 1}},
             "InvalidSpec",
@@ -179,7 +179,7 @@ def test_without_nodes_stated_degrees_plan_and_open_ones_wait() -> None:
 def test_no_degree_fills_the_workers() -> None:
     odd = {"layers": 2, "hiddenSize": 64, "intermediateSize": 96, "heads": 1, "vocabSize": 300}
     training = {"steps": 1, "globalBatchSize": 1, "sequenceLength": 64}
-    with pytest.raises(PlanError, match=r"no tensor and pipeline degree gives whole workers of 2 GPUs"):
+    with pytest.raises(PlanError, match=r"no tensor and pipeline degree gives full workers of 2 GPUs"):
         make_plan(spec_of(replicas=1, model=odd, training=training), DEMO)
 
 

@@ -86,8 +86,8 @@ def test_where_single_gpus_are_free_a_layout_that_fits_them_is_taken() -> None:
     assert at_large.layout.tensor == 2
     assert placement is not None
     assert plan.layout == Layout(1, 2, 4)
-    assert "TP 2 x PP 1 x DP 4 would be faster, and has no room on what is free now" in plan.reasons[-2]
-    assert plan.reasons[-1].startswith("place: ")
+    assert "TP 2 x PP 1 x DP 4 would be faster, but does not fit on the GPUs that are free now" in plan.reasons[-2]
+    assert plan.reasons[-1].startswith("placement: ")
 
 
 def test_nothing_free_still_gives_a_plan() -> None:

@@ -148,7 +148,7 @@ def any_job(source: random.Random) -> dict[str, Any]:
     """A job that leaves most degrees out, and asks for what does not go with all of them."""
 
     def some(values: dict[str, list[Any]]) -> dict[str, Any]:
-        return {name: source.choice(choices) for name, choices in values.items() if source.random() < 0.25}
+        return {name: source.choice(strategy) for name, strategy in values.items() if source.random() < 0.25}
 
     return {
         "replicas": source.choice([1, 2, 4]),

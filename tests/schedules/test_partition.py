@@ -172,13 +172,13 @@ def test_the_planner_counts_the_layers_that_ranks_hold(
     parallelism = ParallelismSpec(schedule=schedule, stage_balance=balance)
     ranks = 4
     division = pipeline_layout(parallelism, ranks, 1 if schedule is PipelineSchedule.PIPEDREAM else 16, model, LENGTH)
-    choices = Strategy(
+    strategy = Strategy(
         pipeline=ranks,
         schedule=schedule,
         virtual_stages=stages_per_rank(parallelism, ranks),
         layer_split=layer_split(parallelism, ranks, model, LENGTH),
     )
-    for rank, own in enumerate(choices.layers_of(model.layers)):
+    for rank, own in enumerate(strategy.layers_of(model.layers)):
         held = division.stages(rank)
         if schedule is PipelineSchedule.DUAL_PIPE:
             # Two ranks hold each stage: the planner counts the one that a rank has in the pipeline's order, twice.

@@ -143,10 +143,10 @@ def test_its_ranks_are_drawn() -> None:
 def test_the_planner_prices_it() -> None:
     work = Workload(PRESETS["llama-3.1-70b"], 8192, 64)
     machine = machine_for(ACCELERATORS["H100-SXM5-80GB"])
-    choices = Strategy(tensor=8, pipeline=8, micro_batches=64, schedule=TOY)
-    found = estimate(work, choices, machine)
+    strategy = Strategy(tensor=8, pipeline=8, micro_batches=64, schedule=TOY)
+    found = estimate(work, strategy, machine)
     assert found.bubble == estimate(work, Strategy(tensor=8, pipeline=8, micro_batches=64), machine).bubble
-    pipeline = simulate_pipeline(work, choices, machine, group_spans(choices, machine.fabric, machine.runtime.order))
+    pipeline = simulate_pipeline(work, strategy, machine, group_spans(strategy, machine.fabric, machine.runtime.order))
     closed = found.time.total - found.time.data - found.time.optimizer - 15e-3 * machine.constants.host
     assert closed == pytest.approx(pipeline.simulation.makespan, rel=0.08)
 

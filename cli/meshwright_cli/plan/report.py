@@ -101,12 +101,12 @@ def plan_report(
         placement = with_spares(place_best(plans, inventory, cost_model), inventory, spec.recovery.spare_nodes)
         plan = placement.plan
     except DoesNotFitError as error:
-        pending = "; ".join(filter(None, (str(error), _nodes_to_free(plan, inventory))))
+        pending = ". ".join(filter(None, (str(error), _nodes_to_free(plan, inventory))))
     fragmentation_cost = _fragmentation_cost(placement, inventory, cost_model) if placement else 0.0
     if cost_model is None:
         return PlanReport(spec, inventory, plan, placement, pending, fragmentation_cost)
     techniques = ALL_TECHNIQUES if every_technique else MESHWRIGHT_TECHNIQUES
-    ideal_estimate = cost_model.price(plan.strategy)
+    ideal_estimate = cost_model.estimate(plan.strategy)
     whole_cluster = _whole_cluster(spec, inventory, cost_model, objective, techniques)
     return PlanReport(
         spec,
@@ -128,7 +128,7 @@ def _nodes_to_free(plan: Plan, inventory: Inventory) -> str:
     if found is None:
         return ""
     more = f" and {len(found.nodes) - MAX_NAMED} more" if len(found.nodes) > MAX_NAMED else ""
-    return f"freeing {', '.join(found.nodes[:MAX_NAMED])}{more} ({found.gpus} GPUs in use) would be enough"
+    return f"Freeing {', '.join(found.nodes[:MAX_NAMED])}{more} ({found.gpus} GPUs in use) would be enough"
 
 
 def _fragmentation_cost(placement: Placement, inventory: Inventory, cost_model: CostModel | None) -> float:

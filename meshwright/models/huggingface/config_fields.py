@@ -53,7 +53,7 @@ class ConfigFields:
         """Return one of the `known` strings. The first if it is left out."""
         value = self.text(name) or known[0]
         if value not in known:
-            raise ConfigError(f"`{name}` {value!r} is not built by this runtime here: known are {', '.join(known)}")
+            raise ConfigError(f"`{name}` {value!r} is not supported here: use one of {', '.join(known)}")
         return value
 
     def listed(self, name: str) -> list[Any]:

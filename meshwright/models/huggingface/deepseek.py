@@ -20,7 +20,7 @@ from meshwright.models.huggingface.model_type import ModelType, read_numbers, wr
 
 def _read(fields: ConfigFields, *, mixture: Callable[[ConfigFields], MixtureSpec]) -> Architecture:
     if fields.flag("attention_bias", False):
-        raise ConfigError("`attention_bias` is not built by this runtime for this model type")
+        raise ConfigError("`attention_bias` is not supported for this model type")
     if not fields.flag("rope_interleave", True):
         raise ConfigError("`rope_interleave: false` is not read by this runtime: DeepSeek's weights turn neighbours")
     numbers = read_numbers(fields, latent=True)
@@ -43,7 +43,7 @@ def _second(fields: ConfigFields) -> MixtureSpec:
     method = fields.choice("topk_method", "greedy", "group_limited_greedy")
     fields.choice("scoring_func", "softmax")
     if fields.flag("norm_topk_prob", False):
-        raise ConfigError("`norm_topk_prob: true` of deepseek_v2 is not built by this runtime: its scaling is left out")
+        raise ConfigError("`norm_topk_prob: true` of deepseek_v2 is not supported: its scaling is left out")
     limited = method == "group_limited_greedy"
     return MixtureSpec(
         **_experts(fields, scaling=1.0),

@@ -13,7 +13,7 @@ from meshwright.models.huggingface.model_type import ModelType, activation_name,
 def _read(fields: ConfigFields) -> Architecture:
     hidden, heads = fields.number("n_embd"), fields.number("n_head")
     if fields.flag("scale_attn_by_inverse_layer_idx", False) or not fields.flag("scale_attn_weights", True):
-        raise ConfigError("`scale_attn_by_inverse_layer_idx` and unscaled attention are not built by this runtime")
+        raise ConfigError("`scale_attn_by_inverse_layer_idx` and unscaled attention are not supported")
     return Architecture(
         layers=fields.number("n_layer"),
         hidden_size=hidden,

@@ -35,7 +35,7 @@ def _read(
         traits: fields of the Architecture that only the model type determines.
     """
     if fields.flag("attention_bias", False) or fields.flag("mlp_bias", False):
-        raise ConfigError("`attention_bias` and `mlp_bias` are not built by this runtime for these model types")
+        raise ConfigError("`attention_bias` and `mlp_bias` are not supported for these model types")
     numbers = read_numbers(fields, latent=False)
     heads = numbers["heads"]
     slides = fields.flag("use_sliding_window", False) if window is None else window
@@ -60,7 +60,7 @@ def _mixtral(fields: ConfigFields) -> MixtureSpec:
 
 def _qwen(fields: ConfigFields, *, shared: bool = False) -> MixtureSpec:
     if fields.listed("mlp_only_layers"):
-        raise ConfigError("`mlp_only_layers` is not built by this runtime: dense layers stand before all mixtures")
+        raise ConfigError("`mlp_only_layers` is not supported: dense layers must come before all mixtures")
     return MixtureSpec(
         experts=fields.number("num_experts"),
         per_token=fields.number("num_experts_per_tok"),

@@ -84,7 +84,7 @@ def read_activation(fields: ConfigFields, name: str, default: str) -> Activation
     """
     value = fields.text(name) or default
     if value not in _ACTIVATIONS:
-        raise ConfigError(f"activation {value!r} is not built by this runtime: known are {', '.join(_ACTIVATIONS)}")
+        raise ConfigError(f"activation {value!r} is not supported: use one of {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[value]
 
 

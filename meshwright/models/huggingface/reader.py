@@ -36,7 +36,7 @@ def published_architecture(config: Mapping[str, Any]) -> Architecture:
     model_type = MODEL_TYPES.get(str(name))
     if model_type is None:
         built = ", ".join(each.name for each in MODEL_TYPES.values() if each.built)
-        raise ConfigError(f"`model_type` {name!r} is not built by this runtime: known are {built}")
+        raise ConfigError(f"`model_type` {name!r} is not supported: use one of {built}")
     try:
         model = model_type.read(model_type.fields(config))
         to_model_spec(model)

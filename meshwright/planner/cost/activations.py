@@ -149,35 +149,35 @@ def _routed(model: Architecture, stored: float, element: float, runtime: Framewo
     return copies + moe.per_token * 2 * INDEX + ROUTER_TENSORS * FP32_BYTES * moe.experts
 
 
-def saved_bytes(per_token: LayerActivations, layers: int, choices: Strategy) -> float:
+def saved_bytes(per_token: LayerActivations, layers: int, strategy: Strategy) -> float:
     """Bytes per token that `layers` layers keep until their backward pass."""
-    recompute_method = choices.checkpointing
+    recompute_method = strategy.checkpointing
     if recompute_method is ActivationCheckpointing.NONE:
         return layers * per_token.kept
     if recompute_method is ActivationCheckpointing.SELECTIVE:
         return layers * per_token.selected
-    recomputed_layers = min(layers, choices.checkpoint_layers) if choices.checkpoint_layers is not None else layers
-    groups = -(-recomputed_layers // choices.recompute_group(recomputed_layers)) if recomputed_layers else 0
+    recomputed_layers = min(layers, strategy.checkpoint_layers) if strategy.checkpoint_layers is not None else layers
+    groups = -(-recomputed_layers // strategy.recompute_group(recomputed_layers)) if recomputed_layers else 0
     return groups * per_token.boundary + (layers - recomputed_layers) * per_token.kept
 
 
-def recompute_bytes(per_token: LayerActivations, layers: int, choices: Strategy, runtime: Framework) -> float:
+def recompute_bytes(per_token: LayerActivations, layers: int, strategy: Strategy, runtime: Framework) -> float:
     """Bytes per token that one backward pass needs in addition to what is stored: the group that is recomputed."""
-    if choices.checkpointing is ActivationCheckpointing.SELECTIVE:
+    if strategy.checkpointing is ActivationCheckpointing.SELECTIVE:
         return per_token.kept - per_token.selected if runtime.selects_products else per_token.core
-    if choices.checkpointing is ActivationCheckpointing.NONE:
+    if strategy.checkpointing is ActivationCheckpointing.NONE:
         return 0.0
-    return min(layers, choices.recompute_group(layers)) * per_token.kept
+    return min(layers, strategy.recompute_group(layers)) * per_token.kept
 
 
-def weight_half_bytes_of_stage(model: Architecture, stage: Stage, choices: Strategy) -> float:
+def weight_half_bytes_of_stage(model: Architecture, stage: Stage, strategy: Strategy) -> float:
     """Bytes of a rank of a stage."""
-    split = (choices.tensor, choices.precision)
+    split = (strategy.tensor, strategy.precision)
     weight_half_bytes = stage.dense * weight_half_bytes_of_layer(model, False, *split)
     if stage.mixtures:
         weight_half_bytes += stage.mixtures * weight_half_bytes_of_layer(model, True, *split)
     if stage.output:
-        weight_half_bytes += weight_half_bytes_of_output(model, *split, choices.settings.loss_chunk)
+        weight_half_bytes += weight_half_bytes_of_output(model, *split, strategy.settings.loss_chunk)
     return weight_half_bytes
 
 

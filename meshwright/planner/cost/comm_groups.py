@@ -65,9 +65,11 @@ def _group_spans(
     )
 
 
-def group_spans(choices: Strategy, fabric: Fabric, order: RankOrder) -> GroupSpans:
+def group_spans(strategy: Strategy, fabric: Fabric, order: RankOrder) -> GroupSpans:
     """The spans of the groups if ranks fill domains in order, without gaps."""
-    return _group_spans(choices.tensor, choices.context, choices.pipeline, choices.data, choices.expert, order, fabric)
+    return _group_spans(
+        strategy.tensor, strategy.context, strategy.pipeline, strategy.data, strategy.expert, order, fabric
+    )
 
 
 def _span_of(dimensions: tuple[tuple[int, int], ...], fabric: Fabric) -> Span:

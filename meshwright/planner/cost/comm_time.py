@@ -29,17 +29,17 @@ NO_COMM = LayerCommTime(0.0, 0.0, 0, 0)
 
 
 def tensor_comm_time(
-    tokens: float, model: Architecture, choices: LayerStrategy, span: Span, fabric: Fabric
+    tokens: float, model: Architecture, strategy: LayerStrategy, span: Span, fabric: Fabric
 ) -> LayerCommTime:
     """Time of one layer: after attention and after the feed-forward layer, once in each pass.
 
     With sequence parallelism each all-reduce is a gather and a scatter. The backward pass gathers the input once more
     for the weights' gradient (Korthikanti et al., arXiv 2205.05198, section 4.2.2), hidden behind the input's gradient.
     """
-    if choices.tensor == 1:
+    if strategy.tensor == 1:
         return NO_COMM
-    size = tokens * model.hidden_size * choices.precision.bytes
-    if choices.sequence_parallel:
+    size = tokens * model.hidden_size * strategy.precision.bytes
+    if strategy.sequence_parallel:
         one = 2 * all_gather(size, span, fabric)
         return LayerCommTime(2 * one, 2 * one, 4, 4)
     one = all_reduce(size, span, fabric)
@@ -47,29 +47,29 @@ def tensor_comm_time(
 
 
 def context_comm_time(
-    tokens: float, model: Architecture, choices: LayerStrategy, span: Span, fabric: Fabric, core: float
+    tokens: float, model: Architecture, strategy: LayerStrategy, span: Span, fabric: Fabric, core: float
 ) -> LayerCommTime:
     """Time of one layer that attention's `core` seconds of computation do not hide."""
-    if choices.context == 1:
+    if strategy.context == 1:
         return NO_COMM
-    size = choices.precision.bytes
-    key_value_size = 2.0 * model.kv_heads * model.head_size / choices.tensor
+    size = strategy.precision.bytes
+    key_value_size = 2.0 * model.kv_heads * model.head_size / strategy.tensor
     if model.latent is not None:
         key_value_size = float(model.latent.kv_rank + model.latent.rope_size)
-    if choices.context_method is ContextMethod.ULYSSES:
-        bytes_exchanged = tokens * size * (2 * model.heads * model.head_size / choices.tensor + key_value_size)
+    if strategy.context_method is ContextMethod.ULYSSES:
+        bytes_exchanged = tokens * size * (2 * model.heads * model.head_size / strategy.tensor + key_value_size)
         exchange_seconds = all_to_all(bytes_exchanged, span, fabric)
         return LayerCommTime(exchange_seconds, exchange_seconds, 2, 2)
-    gathered_bytes = tokens * key_value_size * size * choices.context
-    if choices.context_method is ContextMethod.ALL_GATHER:
+    gathered_bytes = tokens * key_value_size * size * strategy.context
+    if strategy.context_method is ContextMethod.ALL_GATHER:
         gathered = all_gather(gathered_bytes, span, fabric)
         return LayerCommTime(gathered, 2 * gathered, 1, 2)
     # With an exchange of heads inside it, a ring has fewer turns with the same bytes each (USP, arXiv 2405.07719).
-    inner = choices.ulysses if choices.context_method is ContextMethod.RING_ULYSSES else 1
-    ring_steps = choices.context // inner - 1
-    ring = ring_steps * send(gathered_bytes / choices.context, span.top, fabric)
+    inner = strategy.ulysses if strategy.context_method is ContextMethod.RING_ULYSSES else 1
+    ring_steps = strategy.context // inner - 1
+    ring = ring_steps * send(gathered_bytes / strategy.context, span.top, fabric)
     step_overhead = ring_steps * SYNCHRONISE  # each turn waits for its neighbor and launches separate kernels
-    bytes_exchanged = tokens * size * (2 * model.heads * model.head_size / choices.tensor + key_value_size)
+    bytes_exchanged = tokens * size * (2 * model.heads * model.head_size / strategy.tensor + key_value_size)
     exchange_seconds = all_to_all(
         bytes_exchanged, Span(tuple(min(ranks_inside, inner) for ranks_inside in span.members)), fabric
     )
@@ -83,7 +83,7 @@ def context_comm_time(
 
 
 def expert_comm_time(
-    tokens: float, model: Architecture, choices: LayerStrategy, span: Span, fabric: Fabric, runtime: Framework
+    tokens: float, model: Architecture, strategy: LayerStrategy, span: Span, fabric: Fabric, runtime: Framework
 ) -> LayerCommTime:
     """Time of one mixture layer: tokens to their experts and back.
 
@@ -92,46 +92,46 @@ def expert_comm_time(
     A token whose experts share a domain of the innermost level crosses the network once for all of them.
     """
     moe = model.mixture
-    if choices.expert == 1 or moe is None:
+    if strategy.expert == 1 or moe is None:
         return NO_COMM
-    rows = tokens / (choices.tensor if choices.sequence_parallel else 1)
+    rows = tokens / (strategy.tensor if strategy.sequence_parallel else 1)
     copies = float(moe.per_token)
     domains = span.size / span.inner
     if span.top > 0:
         copies = domains * (1.0 - (1.0 - 1.0 / domains) ** moe.per_token)
-    dispatched_bytes = rows * copies * model.hidden_size * matmul_bytes(choices)
-    returned_bytes = rows * copies * model.hidden_size * choices.precision.bytes
+    dispatched_bytes = rows * copies * model.hidden_size * matmul_bytes(strategy)
+    returned_bytes = rows * copies * model.hidden_size * strategy.precision.bytes
     exchange_seconds = all_to_all(dispatched_bytes, span, fabric) + all_to_all(returned_bytes, span, fabric)
     exposed = exchange_seconds * (1.0 - runtime.overlap_experts)
     return LayerCommTime(exposed, exposed, 2, 2)
 
 
 def stage_send_seconds(
-    tokens: float, model: Architecture, choices: Strategy, groups: GroupSpans, fabric: Fabric, runtime: Framework
+    tokens: float, model: Architecture, strategy: Strategy, groups: GroupSpans, fabric: Fabric, runtime: Framework
 ) -> float:
     """Seconds to send one micro-batch to the next stage.
 
     Without sequence parallelism every tensor-parallel rank has the full micro-batch. If the framework sends slices, the
     receiving group gathers them again (arXiv 2104.04473, section 4.1).
     """
-    if choices.pipeline == 1:
+    if strategy.pipeline == 1:
         return 0.0
-    size = tokens * model.hidden_size * choices.precision.bytes
-    sent = send(_sent_bytes(size, choices, runtime), groups.pipeline_level, fabric)
-    if runtime.sliced_sends and not choices.sequence_parallel:
+    size = tokens * model.hidden_size * strategy.precision.bytes
+    sent = send(_sent_bytes(size, strategy, runtime), groups.pipeline_level, fabric)
+    if runtime.sliced_sends and not strategy.sequence_parallel:
         return sent + all_gather(size, groups.tensor, fabric)
     return sent
 
 
-def stage_send_bytes(work: Workload, choices: Strategy, runtime: Framework) -> float:
+def stage_send_bytes(work: Workload, strategy: Strategy, runtime: Framework) -> float:
     """Bytes that one rank sends to pass one micro-batch to the next stage."""
-    tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
-    return _sent_bytes(tokens * work.model.hidden_size * choices.precision.bytes, choices, runtime)
+    tokens = -(-work.sequence_length * strategy.micro_batch_size // strategy.context)
+    return _sent_bytes(tokens * work.model.hidden_size * strategy.precision.bytes, strategy, runtime)
 
 
-def _sent_bytes(size: float, choices: Strategy, runtime: Framework) -> float:
+def _sent_bytes(size: float, strategy: Strategy, runtime: Framework) -> float:
     """One rank's part of a micro-batch of `size` bytes: a slice with sequence parallelism or sliced sends."""
-    return size / choices.tensor if choices.sequence_parallel or runtime.sliced_sends else size
+    return size / strategy.tensor if strategy.sequence_parallel or runtime.sliced_sends else size
 
 
 def recomputed_part(how: ActivationCheckpointing) -> float:

@@ -61,37 +61,37 @@ def machine_for(
     return Machine(gpu, fabric or Fabric.of(gpu), framework, constants_for(gpu.name, framework.name), slowest=slowest)
 
 
-def memory_of(work: Workload, choices: Strategy, machine: Machine) -> Memory:
+def memory_of(work: Workload, strategy: Strategy, machine: Machine) -> Memory:
     """Bytes on each rank of the fullest stage.
 
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
     """
-    return worst_stage(work, choices, machine.runtime)
+    return worst_stage(work, strategy, machine.runtime)
 
 
-def fits(work: Workload, choices: Strategy, machine: Machine, *, usable: float = 1.0) -> bool:
+def fits(work: Workload, strategy: Strategy, machine: Machine, *, usable: float = 1.0) -> bool:
     """Whether every rank's bytes are within `usable` times the GPU's memory."""
-    return memory_of(work, choices, machine).total <= usable * machine.gpu.memory
+    return memory_of(work, strategy, machine).total <= usable * machine.gpu.memory
 
 
-def time_of(work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans | None = None) -> StepTime:
+def time_of(work: Workload, strategy: Strategy, machine: Machine, groups: GroupSpans | None = None) -> StepTime:
     """Seconds of one step, by part. Does not check memory.
 
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
     """
-    return step_time(work, choices, machine, groups or group_spans(choices, machine.fabric, machine.runtime.order))
+    return step_time(work, strategy, machine, groups or group_spans(strategy, machine.fabric, machine.runtime.order))
 
 
 def estimate(
-    work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans | None = None, memory: Memory | None = None
+    work: Workload, strategy: Strategy, machine: Machine, groups: GroupSpans | None = None, memory: Memory | None = None
 ) -> Estimate:
     """Memory and time of one layout.
 
     Args:
         work: the model and what a step processes.
-        choices: the layout. `micro_batch_size x micro_batches x data` should be `work.global_batch`.
+        strategy: the layout. `micro_batch_size x micro_batches x data` should be `work.global_batch`.
         machine: where it runs.
         groups: shapes of the communication groups as placed. Default: those of ranks that fill domains in order.
         memory: the layout's memory, if it is already known.
@@ -99,13 +99,13 @@ def estimate(
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
     """
-    time = time_of(work, choices, machine, groups)
+    time = time_of(work, strategy, machine, groups)
     rate = work.tokens / time.total
     useful = rate * training_flops(work.model, work.sequence_length)
     return Estimate(
-        memory=memory or memory_of(work, choices, machine),
+        memory=memory or memory_of(work, strategy, machine),
         time=time,
-        gpus=choices.world_size,
+        gpus=strategy.world_size,
         tokens_per_second=rate,
-        mfu=useful / (choices.world_size * machine.gpu.peak(Precision.BF16)),
+        mfu=useful / (strategy.world_size * machine.gpu.peak(Precision.BF16)),
     )

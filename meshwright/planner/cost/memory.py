@@ -99,18 +99,18 @@ class _Common(NamedTuple):
     logits: float
 
 
-def worst_stage(work: Workload, choices: Strategy, runtime: Framework) -> Memory:
+def worst_stage(work: Workload, strategy: Strategy, runtime: Framework) -> Memory:
     """Return the memory of the stage whose ranks need the most. Of equal stages, the first.
 
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
     """
-    common = _common(work, LayerStrategy.of(choices), choices.settings.loss_chunk, runtime)
-    stage_parts = [_parts(work, choices, runtime, stage, common) for stage in _candidates(work, choices)]
+    common = _common(work, LayerStrategy.of(strategy), strategy.settings.loss_chunk, runtime)
+    stage_parts = [_parts(work, strategy, runtime, stage, common) for stage in _candidates(work, strategy)]
     return Memory(*max(stage_parts, key=_total))
 
 
-def memory_within(work: Workload, choices: Strategy, runtime: Framework, limit: float) -> Memory | None:
+def memory_within(work: Workload, strategy: Strategy, runtime: Framework, limit: float) -> Memory | None:
     """Return the memory of the fullest stage if all stages are within `limit` bytes, else None.
 
     Stops at the first stage above the limit, because most of the layouts that a search tries do not fit.
@@ -118,10 +118,10 @@ def memory_within(work: Workload, choices: Strategy, runtime: Framework, limit: 
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
     """
-    common = _common(work, LayerStrategy.of(choices), choices.settings.loss_chunk, runtime)
+    common = _common(work, LayerStrategy.of(strategy), strategy.settings.loss_chunk, runtime)
     fullest_parts, largest_total = None, -1.0
-    for stage in _candidates(work, choices):
-        parts = _parts(work, choices, runtime, stage, common)
+    for stage in _candidates(work, strategy):
+        parts = _parts(work, strategy, runtime, stage, common)
         total = _total(parts)
         if total > limit:
             return None
@@ -130,107 +130,107 @@ def memory_within(work: Workload, choices: Strategy, runtime: Framework, limit: 
     return Memory(*fullest_parts) if fullest_parts is not None else None
 
 
-def model_states_fit(work: Workload, choices: Strategy, runtime: Framework, limit: float) -> bool:
+def model_states_fit(work: Workload, strategy: Strategy, runtime: Framework, limit: float) -> bool:
     """Whether parameters, gradients and optimizer state fit in `limit` bytes, independent of recomputation."""
-    model, tensor, parts = work.model, choices.tensor, choices.expert_parts
+    model, tensor, parts = work.model, strategy.tensor, strategy.expert_parts
     byte_limit = (limit - runtime.context) / (1.0 + runtime.fragmentation)
-    for stage in stages_of(model, choices).heaviest:
-        states = states_of(stage_parameters(model, stage, tensor, parts), choices, runtime, stage)
+    for stage in stages_of(model, strategy).heaviest:
+        states = states_of(stage_parameters(model, stage, tensor, parts), strategy, runtime, stage)
         if sum(states) - states.cast > byte_limit:
             return False
     return True
 
 
-def memory_by_stage(work: Workload, choices: Strategy, runtime: Framework) -> list[Memory]:
+def memory_by_stage(work: Workload, strategy: Strategy, runtime: Framework) -> list[Memory]:
     """Return the memory of all stages, in order."""
-    common = _common(work, LayerStrategy.of(choices), choices.settings.loss_chunk, runtime)
-    return [Memory(*_parts(work, choices, runtime, stage, common)) for stage in stages_of(work.model, choices).every]
+    common = _common(work, LayerStrategy.of(strategy), strategy.settings.loss_chunk, runtime)
+    return [Memory(*_parts(work, strategy, runtime, stage, common)) for stage in stages_of(work.model, strategy).every]
 
 
-def _candidates(work: Workload, choices: Strategy) -> tuple[Stage, ...]:
+def _candidates(work: Workload, strategy: Strategy) -> tuple[Stage, ...]:
     """The stages that can be the fullest.
 
     With a split backward pass any stage can: later ranks store fewer activations and more inputs of weight gradients.
     """
-    stages = stages_of(work.model, choices)
-    return stages.every if choices.schedule_kind.defers_weights_at_peak else stages.heaviest
+    stages = stages_of(work.model, strategy)
+    return stages.every if strategy.schedule_kind.defers_weights_at_peak else stages.heaviest
 
 
 @lru_cache(maxsize=65536)
-def _common(work: Workload, choices: LayerStrategy, loss_chunk: int | None, runtime: Framework) -> _Common:
-    model, tensor, precision = work.model, choices.tensor, choices.precision
+def _common(work: Workload, strategy: LayerStrategy, loss_chunk: int | None, runtime: Framework) -> _Common:
+    model, tensor, precision = work.model, strategy.tensor, strategy.precision
     layer_arguments = (
         work.sequence_length,
         tensor,
-        choices.sequence_parallel,
+        strategy.sequence_parallel,
         precision,
-        choices.fp8,
+        strategy.fp8,
         runtime,
-        choices.expert > 1 or not choices.expert_tensor,
+        strategy.expert > 1 or not strategy.expert_tensor,
     )
     dense = layer_activations(model, False, *layer_arguments)
     mixed = layer_activations(model, True, *layer_arguments) if model.mixture is not None else dense
-    tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
+    tokens = -(-work.sequence_length * strategy.micro_batch_size // strategy.context)
     element = precision.bytes
     # Full inputs and partial outputs of one layer's products, and their gradients, in addition to the split ones.
     unsplit_bytes = 4.0 * element * tokens * model.hidden_size if tensor > 1 else 0.0
     experts = 0.0
-    if model.mixture is not None and choices.expert > 1:
+    if model.mixture is not None and strategy.expert > 1:
         # Tokens sent to experts and received from other ranks.
         experts = 2.0 * tokens * model.mixture.per_token * model.hidden_size * element / tensor
     return _Common(
         tokens=tokens,
         dense=dense,
         mixed=mixed,
-        output=output_bytes(model, tensor, choices.sequence_parallel, precision, runtime, dense.boundary),
+        output=output_bytes(model, tensor, strategy.sequence_parallel, precision, runtime, dense.boundary),
         sends=2 * tokens * dense.boundary,
-        layer=unsplit_bytes + _context_buffers(work, choices, tokens, element + runtime.ring_gradients),
+        layer=unsplit_bytes + _context_buffers(work, strategy, tokens, element + runtime.ring_gradients),
         experts=experts,
-        logits=_logits(work, choices, loss_chunk, runtime, tokens),
+        logits=_logits(work, strategy, loss_chunk, runtime, tokens),
     )
 
 
-def _logits(work: Workload, choices: LayerStrategy, chunk: int | None, runtime: Framework, tokens: int) -> float:
+def _logits(work: Workload, strategy: LayerStrategy, chunk: int | None, runtime: Framework, tokens: int) -> float:
     """Bytes of a micro-batch's logits, or of a chunk's logits with the gradients that a chunked loss computes at
     once.
     """
-    width = work.model.vocab_size / choices.tensor
-    per_logit = runtime.loss_bytes if choices.tensor == 1 else runtime.split_loss_bytes
-    if choices.precision is Precision.FP64:
+    width = work.model.vocab_size / strategy.tensor
+    per_logit = runtime.loss_bytes if strategy.tensor == 1 else runtime.split_loss_bytes
+    if strategy.precision is Precision.FP64:
         per_logit *= 2.0
     if chunk is None or chunk >= tokens:
         return tokens * width * per_logit
-    gradients = max(FP32_BYTES, choices.precision.bytes) * width * work.model.hidden_size
-    return chunk * width * per_logit + gradients + choices.precision.bytes * tokens * work.model.hidden_size
+    gradients = max(FP32_BYTES, strategy.precision.bytes) * width * work.model.hidden_size
+    return chunk * width * per_logit + gradients + strategy.precision.bytes * tokens * work.model.hidden_size
 
 
-def _parts(work: Workload, choices: Strategy, runtime: Framework, stage: Stage, common: _Common) -> _Parts:
+def _parts(work: Workload, strategy: Strategy, runtime: Framework, stage: Stage, common: _Common) -> _Parts:
     """The fields of `Memory` for the ranks of one stage, in its order."""
-    stage_params = stage_parameters(work.model, stage, choices.tensor, choices.expert_parts)
-    states = states_of(stage_params, choices, runtime, stage)
-    saved, working = _activations(work, choices, runtime, stage, common)
+    stage_params = stage_parameters(work.model, stage, strategy.tensor, strategy.expert_parts)
+    states = states_of(stage_params, strategy, runtime, stage)
+    saved, working = _activations(work, strategy, runtime, stage, common)
     weight_half = (
-        common.tokens * weight_half_bytes_of_stage(work.model, stage, choices) if runtime.frees_halfway else saved
+        common.tokens * weight_half_bytes_of_stage(work.model, stage, strategy) if runtime.frees_halfway else saved
     )
-    activations = in_flight_bytes(choices, stage.rank, saved, weight_half)
+    activations = in_flight_bytes(strategy, stage.rank, saved, weight_half)
     if stage.output:
-        activations += _saved_after_layers(work, choices, runtime, common)
+        activations += _saved_after_layers(work, strategy, runtime, common)
     parameters = states.parameters
     if states.cast:
-        copies, recomputed_cast = _cast_copies(stage_params, choices, states, stage)
-        not_halfway = micro_batches_in_flight(choices, stage.rank) - pending_weight_gradients(choices, stage.rank)
+        copies, recomputed_cast = _cast_copies(stage_params, strategy, states, stage)
+        not_halfway = micro_batches_in_flight(strategy, stage.rank) - pending_weight_gradients(strategy, stage.rank)
         parameters, working = parameters + not_halfway * copies, working + recomputed_cast
-    if choices.activation_offload:
+    if strategy.activation_offload:
         layers_resident = (
-            2 * choices.recompute_group(stage.layers)
-            if choices.checkpointing is not ActivationCheckpointing.NONE
+            2 * strategy.recompute_group(stage.layers)
+            if strategy.checkpointing is not ActivationCheckpointing.NONE
             else 2
         )
         activations = min(activations, layers_resident * saved / max(1, stage.layers))
     logits = common.logits if stage.output else 0.0
-    neighbours = (stage.rank > 0) + (stage.rank < choices.pipeline - 1)
+    neighbours = (stage.rank > 0) + (stage.rank < strategy.pipeline - 1)
     buffers = neighbours * common.sends + common.layer + (common.experts if stage.mixtures else 0.0) + states.bucket
-    if choices.fp8:
+    if strategy.fp8:
         buffers += runtime.fp8_weights * stage_params.total
     transient = working if working > logits else logits
     allocated = parameters + states.master + states.gradients + states.optimizer + activations + transient
@@ -256,61 +256,63 @@ def _total(parts: _Parts) -> float:
     return sum(parts) - parts[0] - (logits if working > logits else working)
 
 
-def _saved_after_layers(work: Workload, choices: Strategy, runtime: Framework, common: _Common) -> float:
+def _saved_after_layers(work: Workload, strategy: Strategy, runtime: Framework, common: _Common) -> float:
     """Bytes of the final norm, and of the logarithms of probabilities but for one micro-batch's: `Memory.logits` has
     those.
     """
-    if choices.settings.rematerialize:
+    if strategy.settings.rematerialize:
         return 0.0
-    count = pending_losses(choices)
-    always = runtime.keeps_normed or choices.checkpointing is ActivationCheckpointing.NONE
+    count = pending_losses(strategy)
+    always = runtime.keeps_normed or strategy.checkpointing is ActivationCheckpointing.NONE
     saved = count * common.output if always else 0.0
-    if choices.settings.loss_chunk is None:
-        saved += (count - 1) * max(FP32_BYTES, choices.precision.bytes) * work.model.vocab_size / choices.tensor
+    if strategy.settings.loss_chunk is None:
+        saved += (count - 1) * max(FP32_BYTES, strategy.precision.bytes) * work.model.vocab_size / strategy.tensor
     return common.tokens * saved
 
 
-def _cast_copies(stage_params: StageParameters, choices: Strategy, states: States, stage: Stage) -> tuple[float, float]:
+def _cast_copies(
+    stage_params: StageParameters, strategy: Strategy, states: States, stage: Stage
+) -> tuple[float, float]:
     """Bytes of copies in the compute format: (stored by each micro-batch in flight, created during recomputation)."""
-    if choices.checkpointing is ActivationCheckpointing.NONE and not choices.settings.rematerialize:
+    if strategy.checkpointing is ActivationCheckpointing.NONE and not strategy.settings.rematerialize:
         return states.cast, 0.0
     tables = states.cast * min(1.0, stage_params.tables / max(1.0, stage_params.total))
-    if choices.settings.rematerialize:
+    if strategy.settings.rematerialize:
         return 0.0, states.cast
-    group = 1 if choices.checkpointing is ActivationCheckpointing.SELECTIVE else choices.recompute_group(stage.layers)
+    group = 1 if strategy.checkpointing is ActivationCheckpointing.SELECTIVE else strategy.recompute_group(stage.layers)
     return tables, (states.cast - tables) * min(1.0, group / max(1, stage.layers))
 
 
 def _activations(
-    work: Workload, choices: Strategy, runtime: Framework, stage: Stage, common: _Common
+    work: Workload, strategy: Strategy, runtime: Framework, stage: Stage, common: _Common
 ) -> tuple[float, float]:
     """Bytes of one micro-batch on a rank of the stage: (stored until its backward pass, recomputed at once)."""
     saved = working = 0.0
     if stage.dense:
-        saved = saved_bytes(common.dense, stage.dense, choices)
-        working = recompute_bytes(common.dense, stage.dense, choices, runtime)
+        saved = saved_bytes(common.dense, stage.dense, strategy)
+        working = recompute_bytes(common.dense, stage.dense, strategy, runtime)
     if stage.mixtures:
-        saved += saved_bytes(common.mixed, stage.mixtures, choices)
-        working = max(working, recompute_bytes(common.mixed, stage.mixtures, choices, runtime))
+        saved += saved_bytes(common.mixed, stage.mixtures, strategy)
+        working = max(working, recompute_bytes(common.mixed, stage.mixtures, strategy, runtime))
     if stage.output:
-        saved += work.model.prediction_layers * saved_bytes(common.mixed, 1, choices)
-    if choices.settings.rematerialize:
+        saved += work.model.prediction_layers * saved_bytes(common.mixed, 1, strategy)
+    if strategy.settings.rematerialize:
         # A stage stores only its input, and a rank recomputes one of its stages at a time.
-        working += saved / choices.virtual_stages
-        saved = choices.virtual_stages * common.dense.boundary
+        working += saved / strategy.virtual_stages
+        saved = strategy.virtual_stages * common.dense.boundary
     return common.tokens * saved, common.tokens * working
 
 
-def _context_buffers(work: Workload, choices: LayerStrategy, tokens: int, element: float) -> float:
+def _context_buffers(work: Workload, strategy: LayerStrategy, tokens: int, element: float) -> float:
     """Bytes of other ranks' keys and values of one layer: of all ranks if gathered, of two neighbors in a ring.
 
     `element` is the size of an element, including its gradient if that is sent too.
     """
-    if choices.context == 1 or choices.context_method is ContextMethod.ULYSSES:
+    if strategy.context == 1 or strategy.context_method is ContextMethod.ULYSSES:
         return 0.0
     model = work.model
-    saved = model.kv_heads * (model.head_size + model.value_size) / choices.tensor
+    saved = model.kv_heads * (model.head_size + model.value_size) / strategy.tensor
     if model.latent is not None:
         saved = float(model.latent.kv_rank + model.latent.rope_size)
-    parts = choices.context if choices.context_method is ContextMethod.ALL_GATHER else 2
+    parts = strategy.context if strategy.context_method is ContextMethod.ALL_GATHER else 2
     return parts * tokens * saved * element

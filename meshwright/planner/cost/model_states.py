@@ -56,23 +56,23 @@ class StateKey(NamedTuple):
     settings: MemoryOptions
 
 
-def states_of(stage_params: StageParameters, choices: Strategy, runtime: Framework, stage: Stage) -> States:
+def states_of(stage_params: StageParameters, strategy: Strategy, runtime: Framework, stage: Stage) -> States:
     """The states of the ranks of one stage, whose parameters before sharding are `stage_params`."""
     split = StateKey(
-        choices.zero_stage,
-        choices.shard_ranks,
-        choices.context,
-        choices.data,
-        choices.expert,
-        choices.pipeline,
-        choices.schedule,
-        choices.micro_batches > 1,
-        choices.optimizer_offload is not OptimizerOffload.NONE,
-        choices.precision,
-        choices.settings,
+        strategy.zero_stage,
+        strategy.shard_ranks,
+        strategy.context,
+        strategy.data,
+        strategy.expert,
+        strategy.pipeline,
+        strategy.schedule,
+        strategy.micro_batches > 1,
+        strategy.optimizer_offload is not OptimizerOffload.NONE,
+        strategy.precision,
+        strategy.settings,
     )
-    adapters = choices.settings.adapters_of(stage.dense, stage.mixtures)
-    return _states(stage_params, split, runtime, adapters, extra_weight_versions(choices, stage.rank))
+    adapters = strategy.settings.adapters_of(stage.dense, stage.mixtures)
+    return _states(stage_params, split, runtime, adapters, extra_weight_versions(strategy, stage.rank))
 
 
 @lru_cache(maxsize=65536)
@@ -84,25 +84,25 @@ def _states(
     return _framework_states(stage_params, split, runtime)
 
 
-def _framework_states(stage_params: StageParameters, choices: StateKey, runtime: Framework) -> States:
+def _framework_states(stage_params: StageParameters, key: StateKey, runtime: Framework) -> States:
     """The states in frameworks of published runs.
 
     ZeRO-1 shards optimizer state. ZeRO-2 also shards gradients, unless micro-batches accumulate in full gradients.
     ZeRO-3 also shards parameters: it gathers one unit and the next, or in some pipelines an entire stage once.
     """
-    weight_versions = 2.0 if kind_of(choices.schedule).bidirectional else 1.0
-    zero, whole = choices.zero_stage, stage_params.dense + stage_params.experts
-    shard = stage_params.shard(choices.shard_ranks, choices.expert)
-    full_precision = choices.precision in (Precision.FP32, Precision.FP64)
+    weight_versions = 2.0 if kind_of(key.schedule).bidirectional else 1.0
+    zero, whole = key.zero_stage, stage_params.dense + stage_params.experts
+    shard = stage_params.shard(key.shard_ranks, key.expert)
+    full_precision = key.precision in (Precision.FP32, Precision.FP64)
     weights = FP32_BYTES if full_precision else runtime.weights
     state = runtime.optimizer - FP32_BYTES if full_precision else runtime.optimizer
-    updated_parameters = 0.0 if choices.offloaded else shard if zero else whole
+    updated_parameters = 0.0 if key.offloaded else shard if zero else whole
     # Publications count master weights as optimizer state.
     master = 0.0 if full_precision else min(FP32_BYTES, state)
     optimizer_states = (master * updated_parameters, (state - master) * updated_parameters)
     if zero == 3:
         stored = FP32_BYTES if full_precision else runtime.sharded_weights
-        pipelined = choices.pipeline > 1 and runtime.gathers_stage_once
+        pipelined = key.pipeline > 1 and runtime.gathers_stage_once
         unit = whole if pipelined else min(whole, 2 * stage_params.largest_unit)
         reduced = runtime.reduced * (whole if pipelined else min(whole, stage_params.largest_unit))
         gathered = weight_versions * (weights * unit + reduced)
@@ -113,7 +113,7 @@ def _framework_states(stage_params: StageParameters, choices: StateKey, runtime:
             optimizer_states[1],
             gathered,
         )
-    sharded_gradients = zero == 2 and (not choices.accumulates or runtime.reduces_every_micro_batch)
+    sharded_gradients = zero == 2 and (not key.accumulates or runtime.reduces_every_micro_batch)
     gradients = weight_versions * runtime.gradients * (shard if sharded_gradients else whole)
     return States(weight_versions * weights * whole, optimizer_states[0], gradients, optimizer_states[1], 0.0)
 
@@ -131,33 +131,31 @@ class _Sizes(NamedTuple):
     trained_shard: float
 
 
-def _sizes(stage_params: StageParameters, choices: StateKey, adapters: int) -> _Sizes:
-    settings, precision = choices.settings, choices.precision
+def _sizes(stage_params: StageParameters, key: StateKey, adapters: int) -> _Sizes:
+    settings, precision = key.settings, key.precision
     stored = (max(FP32_BYTES, precision.bytes)) if settings.master_weights else 2.0
-    shards = min(choices.shard_ranks // settings.islands, (settings.shard_size or choices.data) * choices.context)
+    shards = min(key.shard_ranks // settings.islands, (settings.shard_size or key.data) * key.context)
     whole = stage_params.total + adapters
-    shard = (stage_params.dense + adapters) / shards + stage_params.experts / max(1, shards // choices.expert)
+    shard = (stage_params.dense + adapters) / shards + stage_params.experts / max(1, shards // key.expert)
     trained, trained_shard_size = (adapters, adapters / shards) if adapters else (whole, shard)
     return _Sizes(stored, precision.bytes, stored, whole, trained, shard, trained_shard_size)
 
 
-def _meshwright_states(
-    stage_params: StageParameters, choices: StateKey, adapters: int, weight_versions: float
-) -> States:
-    sizes, settings, zero = _sizes(stage_params, choices, adapters), choices.settings, choices.zero_stage
-    unsharded = choices.shard_ranks // settings.islands == 1
+def _meshwright_states(stage_params: StageParameters, key: StateKey, adapters: int, weight_versions: float) -> States:
+    sizes, settings, zero = _sizes(stage_params, key, adapters), key.settings, key.zero_stage
+    unsharded = key.shard_ranks // settings.islands == 1
     if zero == 0 or unsharded:
-        states = _replicated(stage_params, choices, sizes, unsharded=choices.shard_ranks == 1)
+        states = _replicated(stage_params, key, sizes, unsharded=key.shard_ranks == 1)
     elif zero == 1 or settings.flat:
-        states = _flat_sharded(stage_params, choices, sizes)
+        states = _flat_sharded(stage_params, key, sizes)
     else:
-        states = _fsdp_sharded(stage_params, choices, sizes)
-    if choices.offloaded:
+        states = _fsdp_sharded(stage_params, key, sizes)
+    if key.offloaded:
         states = states._replace(optimizer=0.0)
     if weight_versions:
         # Frozen weights have one version.
         states = states._replace(parameters=states.parameters + weight_versions * sizes.stored * sizes.trained)
-    if kind_of(choices.schedule).bidirectional and choices.pipeline > 1:
+    if kind_of(key.schedule).bidirectional and key.pipeline > 1:
         return States(*(2.0 * trained_shard_size for trained_shard_size in states))
     return states
 
@@ -167,71 +165,71 @@ def _parameters_and_masters(stored: float, element: float, count: float) -> tupl
     return (0.0, stored * count) if element < stored else (stored * count, 0.0)
 
 
-def _optimizer_bytes(stage_params: StageParameters, choices: StateKey, sizes: _Sizes, count: float) -> float:
+def _optimizer_bytes(stage_params: StageParameters, key: StateKey, sizes: _Sizes, count: float) -> float:
     """Bytes of the optimizer's state for `count` of a stage's trained parameters, including an outer optimizer."""
-    settings = choices.settings
+    settings = key.settings
     tables = stage_params.tables * count / sizes.whole if settings.adapters is None else 0.0
     each = count + tables if settings.muon else 2.0 * count
     return sizes.stored * (each + settings.outer * count)
 
 
-def _bucket_bytes(stage_params: StageParameters, choices: StateKey, sizes: _Sizes) -> float:
+def _bucket_bytes(stage_params: StageParameters, key: StateKey, sizes: _Sizes) -> float:
     """Bytes of the gradients of one bucket. A tensor is never split, and a table is the largest."""
-    return sizes.gradient * min(sizes.trained, max(float(choices.settings.bucket), stage_params.tables))
+    return sizes.gradient * min(sizes.trained, max(float(key.settings.bucket), stage_params.tables))
 
 
-def _replicated(stage_params: StageParameters, choices: StateKey, sizes: _Sizes, *, unsharded: bool) -> States:
+def _replicated(stage_params: StageParameters, key: StateKey, sizes: _Sizes, *, unsharded: bool) -> States:
     """Every replica has all parameters, gradients and optimizer state.
 
     Gradients are moved into their buckets one by one.
     """
     parameters, master = _parameters_and_masters(sizes.stored, sizes.element, sizes.whole)
     cast = sizes.element * sizes.whole if sizes.element < sizes.stored else 0.0
-    error_feedback_bytes = sizes.gradient * sizes.trained * choices.settings.feedback if not unsharded else 0.0
+    error_feedback_bytes = sizes.gradient * sizes.trained * key.settings.feedback if not unsharded else 0.0
     return States(
         parameters,
         master,
         sizes.gradient * sizes.trained + error_feedback_bytes,
-        _optimizer_bytes(stage_params, choices, sizes, sizes.trained),
+        _optimizer_bytes(stage_params, key, sizes, sizes.trained),
         0.0,
         cast,
-        0.0 if unsharded else _bucket_bytes(stage_params, choices, sizes),
+        0.0 if unsharded else _bucket_bytes(stage_params, key, sizes),
     )
 
 
-def _flat_sharded(stage_params: StageParameters, choices: StateKey, sizes: _Sizes) -> States:
+def _flat_sharded(stage_params: StageParameters, key: StateKey, sizes: _Sizes) -> States:
     """Full parameters and a shard of optimizer state.
 
     Stage 2 also stores a shard of gradients, if backward hooks receive all gradients.
     """
     parameters, master = _parameters_and_masters(sizes.stored, sizes.element, sizes.whole)
-    bucket = _bucket_bytes(stage_params, choices, sizes)
+    bucket = _bucket_bytes(stage_params, key, sizes)
     gradients = sizes.gradient * sizes.trained
-    if choices.zero_stage == 2 and not (choices.pipeline > 1 and kind_of(choices.schedule).splits_backward):
+    if key.zero_stage == 2 and not (key.pipeline > 1 and kind_of(key.schedule).splits_backward):
         gradients = min(gradients, sizes.gradient * sizes.trained_shard + bucket)
     cast = sizes.element * sizes.whole if sizes.element < sizes.stored else 0.0
-    moments = _optimizer_bytes(stage_params, choices, sizes, sizes.trained_shard)
+    moments = _optimizer_bytes(stage_params, key, sizes, sizes.trained_shard)
     return States(parameters, master, gradients, moments, 0.0, cast, bucket)
 
 
-def _fsdp_sharded(stage_params: StageParameters, choices: StateKey, sizes: _Sizes) -> States:
+def _fsdp_sharded(stage_params: StageParameters, key: StateKey, sizes: _Sizes) -> States:
     """FSDP shards parameters, gradients and optimizer state.
 
     Stage 2 stores gathered parameters until the backward pass. Stage 3 stores a layer, the next one, and the parameters
     outside layers. Full gradients accumulate over micro-batches, and are reduced in the last.
     """
-    settings = choices.settings
+    settings = key.settings
     gathered = sizes.element * sizes.whole
-    if choices.zero_stage == 3:
+    if key.zero_stage == 3:
         gathered = sizes.element * min(sizes.whole, stage_params.tables + 2 * stage_params.layer)
         if settings.reshard_size is not None:
             gathered += sizes.element * sizes.whole / settings.reshard_size
     reduced = max(sizes.stored, FP32_BYTES)
     unreduced_bytes = reduced * min(sizes.trained, max(stage_params.tables, stage_params.layer))
-    accumulates = choices.accumulates
+    accumulates = key.accumulates
     gradients = reduced * sizes.trained if accumulates else sizes.gradient * sizes.trained_shard
     parameters, master = _parameters_and_masters(sizes.stored, sizes.element, sizes.shard)
-    moments = _optimizer_bytes(stage_params, choices, sizes, sizes.trained_shard)
+    moments = _optimizer_bytes(stage_params, key, sizes, sizes.trained_shard)
     if settings.parameter_offload:
         parameters, master, moments = 0.0, 0.0, 0.0
         gradients = gradients if accumulates else 0.0

@@ -79,21 +79,21 @@ class _LayerKey(NamedTuple):
     """Spans of the tensor, the context and the expert group."""
 
     @classmethod
-    def of(cls, choices: Strategy, groups: GroupSpans) -> _LayerKey:
-        recompute_method = ActivationCheckpointing.FULL if choices.settings.rematerialize else choices.checkpointing
+    def of(cls, strategy: Strategy, groups: GroupSpans) -> _LayerKey:
+        recompute_method = ActivationCheckpointing.FULL if strategy.settings.rematerialize else strategy.checkpointing
         return cls(
-            LayerStrategy.of(choices),
+            LayerStrategy.of(strategy),
             recompute_method,
-            choices.checkpoint_layers,
+            strategy.checkpoint_layers,
             (groups.tensor, groups.context, groups.expert),
         )
 
 
 def bottleneck_of(
-    work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans, stages: Stages
+    work: Workload, strategy: Strategy, machine: Machine, groups: GroupSpans, stages: Stages
 ) -> Bottleneck:
     """The slowest rank of a layout. Equal for all schedules and ZeRO stages with the same layers on the same ranks."""
-    return _bottleneck(work, _LayerKey.of(choices, groups), machine, stages)
+    return _bottleneck(work, _LayerKey.of(strategy, groups), machine, stages)
 
 
 @lru_cache(maxsize=65536)
@@ -108,10 +108,10 @@ def _bottleneck(work: Workload, layers: _LayerKey, machine: Machine, stages: Sta
 
 
 def stage_times(
-    work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans, stage: Stage
+    work: Workload, strategy: Strategy, machine: Machine, groups: GroupSpans, stage: Stage
 ) -> tuple[float, float, float]:
     """Seconds of one micro-batch on a rank of `stage`: forward, backward for inputs, backward for weights."""
-    layers = _LayerKey.of(choices, groups)
+    layers = _LayerKey.of(strategy, groups)
     edges = _edge_times(work, layers.layout, machine)
     return forward_and_backward_parts(_stage_time(layers, stage, _units(work, layers, machine), edges))
 

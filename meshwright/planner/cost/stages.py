@@ -101,22 +101,22 @@ def _dominates(one: Stage, other: Stage) -> bool:
     return inner and one.rank < other.rank and one.dense >= other.dense and one.mixtures >= other.mixtures
 
 
-def stages_of(model: Architecture, choices: Strategy) -> Stages:
+def stages_of(model: Architecture, strategy: Strategy) -> Stages:
     """The pipeline's ranks in order.
 
     Raises:
         ValueError: there are more ranks than layers, or `layer_split` does not add up.
     """
-    return _stages(model, choices.pipeline, choices.layer_split, *_split_key(choices))
+    return _stages(model, strategy.pipeline, strategy.layer_split, *_split_key(strategy))
 
 
-def _split_key(choices: Strategy) -> tuple[PipelineSchedule, int]:
+def _split_key(strategy: Strategy) -> tuple[PipelineSchedule, int]:
     """The part of the schedule that determines the stages. Equal for schedules with equal stages."""
-    kind = choices.schedule_kind
-    if choices.pipeline == 1 or not (kind.virtual_stages or kind.v_shaped):
+    kind = strategy.schedule_kind
+    if strategy.pipeline == 1 or not (kind.virtual_stages or kind.v_shaped):
         return PipelineSchedule.ONE_F_ONE_B, 1
     like = PipelineSchedule.ZB_V if kind.v_shaped else PipelineSchedule.INTERLEAVED
-    return like, choices.virtual_stages
+    return like, strategy.virtual_stages
 
 
 @lru_cache(maxsize=65536)

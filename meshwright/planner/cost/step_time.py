@@ -56,15 +56,15 @@ class StepTime:
         )
 
 
-def step_time(work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans) -> StepTime:
+def step_time(work: Workload, strategy: Strategy, machine: Machine, groups: GroupSpans) -> StepTime:
     """Estimate the time of one step.
 
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
     """
-    stages = stages_of(work.model, choices)
-    slowest, worst, longest, mean = bottleneck_of(work, choices, machine, groups, stages)
-    count = choices.micro_batches
+    stages = stages_of(work.model, strategy)
+    slowest, worst, longest, mean = bottleneck_of(work, strategy, machine, groups, stages)
+    count = strategy.micro_batches
     slowdown = 1.0 / machine.slowest
     compute = worst.forward + worst.backward_input + worst.backward_weight
     return StepTime(
@@ -73,11 +73,11 @@ def step_time(work: Workload, choices: Strategy, machine: Machine, groups: Group
         tensor=count * worst.tensor,
         context=count * worst.context,
         expert=count * worst.expert,
-        pipeline=_sending(work, choices, machine, groups),
-        bubble=_bubble(choices, worst, mean / longest) * slowdown,
-        data=gradient_sync_seconds(work, choices, machine, groups, stages, _overlappable_seconds(worst)),
-        optimizer=optimizer_seconds(work, choices, machine, slowest),
-        offload=offload_seconds(work, choices, machine, slowest, longest),
+        pipeline=_sending(work, strategy, machine, groups),
+        bubble=_bubble(strategy, worst, mean / longest) * slowdown,
+        data=gradient_sync_seconds(work, strategy, machine, groups, stages, _overlappable_seconds(worst)),
+        optimizer=optimizer_seconds(work, strategy, machine, slowest),
+        offload=offload_seconds(work, strategy, machine, slowest, longest),
         host=count * worst.host + PER_STEP * machine.constants.host,
     )
 
@@ -87,29 +87,29 @@ def _overlappable_seconds(worst: MicroBatchTime) -> tuple[float, float]:
     return worst.backward_input + worst.backward_weight + worst.recompute, worst.total
 
 
-def _bubble(choices: Strategy, worst: MicroBatchTime, part: float) -> float:
+def _bubble(strategy: Strategy, worst: MicroBatchTime, part: float) -> float:
     """Idle seconds of the slowest rank: the schedule's bubble times `part`, the average rank's share of its time."""
-    if choices.pipeline == 1:
+    if strategy.pipeline == 1:
         return 0.0
     times = StageTimes(*(part * seconds for seconds in forward_and_backward_parts(worst)))
-    return bubble_seconds(choices, times)
+    return bubble_seconds(strategy, times)
 
 
-def stage_transfer_seconds(work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans) -> float:
+def stage_transfer_seconds(work: Workload, strategy: Strategy, machine: Machine, groups: GroupSpans) -> float:
     """Seconds to send one micro-batch to the next stage."""
-    if choices.pipeline == 1:
+    if strategy.pipeline == 1:
         return 0.0
-    tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
-    one = stage_send_seconds(float(tokens), work.model, choices, groups, machine.fabric, machine.runtime)
+    tokens = -(-work.sequence_length * strategy.micro_batch_size // strategy.context)
+    one = stage_send_seconds(float(tokens), work.model, strategy, groups, machine.fabric, machine.runtime)
     return one * machine.constants.communication + SYNCHRONISE * machine.constants.host
 
 
-def _sending(work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans) -> float:
+def _sending(work: Workload, strategy: Strategy, machine: Machine, groups: GroupSpans) -> float:
     """Exposed seconds of sends between stages.
 
     Sends while filling and draining always count, and those of every micro-batch if nothing hides them.
     """
-    one = stage_transfer_seconds(work, choices, machine, groups)
-    filling = 2 * (choices.pipeline - 1) * one
-    steady = 0.0 if machine.runtime.overlap_pipeline else 2 * choices.micro_batches * choices.virtual_stages * one
+    one = stage_transfer_seconds(work, strategy, machine, groups)
+    filling = 2 * (strategy.pipeline - 1) * one
+    steady = 0.0 if machine.runtime.overlap_pipeline else 2 * strategy.micro_batches * strategy.virtual_stages * one
     return filling + steady

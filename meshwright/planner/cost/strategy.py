@@ -187,9 +187,9 @@ class Strategy(Layout):
         return self.checkpoint_every if self.checkpointing is ActivationCheckpointing.EVERY_K else 1
 
 
-def matmul_bytes(choices: Strategy | LayerStrategy) -> float:
+def matmul_bytes(strategy: Strategy | LayerStrategy) -> float:
     """Bytes per element of the inputs of a layer's matrix products."""
-    return 1.0 if choices.fp8 else choices.precision.bytes
+    return 1.0 if strategy.fp8 else strategy.precision.bytes
 
 
 def _even_parts(total: int, parts: int) -> list[int]:
@@ -213,18 +213,18 @@ class LayerStrategy(NamedTuple):
     fp8: bool
 
     @classmethod
-    def of(cls, choices: Strategy) -> LayerStrategy:
-        """Return these fields of `choices`."""
+    def of(cls, strategy: Strategy) -> LayerStrategy:
+        """Return these fields of `strategy`."""
         return cls(
-            choices.tensor,
-            choices.sequence_parallel,
-            choices.tensor_overlap,
-            choices.context,
-            choices.context_method,
-            choices.ulysses,
-            choices.expert,
-            choices.expert_tensor,
-            choices.micro_batch_size,
-            choices.precision,
-            choices.fp8,
+            strategy.tensor,
+            strategy.sequence_parallel,
+            strategy.tensor_overlap,
+            strategy.context,
+            strategy.context_method,
+            strategy.ulysses,
+            strategy.expert,
+            strategy.expert_tensor,
+            strategy.micro_batch_size,
+            strategy.precision,
+            strategy.fp8,
         )

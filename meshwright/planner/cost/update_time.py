@@ -21,7 +21,7 @@ HOST_ADAM = 0.5
 
 def gradient_sync_seconds(
     work: Workload,
-    choices: Strategy,
+    strategy: Strategy,
     machine: Machine,
     groups: GroupSpans,
     stages: Stages,
@@ -31,7 +31,7 @@ def gradient_sync_seconds(
 
     Args:
         work: what a step processes.
-        choices: the layout.
+        strategy: the layout.
         machine: the hardware and framework.
         groups: shapes of the communication groups.
         stages: the pipeline's ranks.
@@ -39,30 +39,30 @@ def gradient_sync_seconds(
             backward pass; ZeRO-3's traffic behind all of every pass.
     """
     runtime, fabric = machine.runtime, machine.fabric
-    stage_params = fullest_stage(work.model, stages, choices.tensor, choices.expert_parts)
-    reduced = all_reduce if choices.zero_stage == 0 else _scatter_and_gather
+    stage_params = fullest_stage(work.model, stages, strategy.tensor, strategy.expert_parts)
+    reduced = all_reduce if strategy.zero_stage == 0 else _scatter_and_gather
     comm_seconds = reduced(stage_params.dense * runtime.reduced, groups.shard_ranks, fabric)
     comm_seconds += reduced(stage_params.experts * runtime.reduced, groups.expert_shard_ranks, fabric)
-    if choices.tensor > 1 and not choices.expert_tensor:
+    if strategy.tensor > 1 and not strategy.expert_tensor:
         comm_seconds += all_reduce(stage_params.experts * runtime.reduced, groups.tensor, fabric)
     overlap_seconds = overlappable[0]
-    if choices.zero_stage == 3:
-        comm_seconds += 2.0 * choices.micro_batches * _parameter_gather_seconds(stage_params, choices, groups, fabric)
-        overlap_seconds = overlappable[1] * choices.micro_batches
+    if strategy.zero_stage == 3:
+        comm_seconds += 2.0 * strategy.micro_batches * _parameter_gather_seconds(stage_params, strategy, groups, fabric)
+        overlap_seconds = overlappable[1] * strategy.micro_batches
     comm_seconds *= machine.constants.communication
     overlap = runtime.overlap_gradients
     return max(comm_seconds - overlap * overlap_seconds, (1.0 - overlap) * comm_seconds)
 
 
-def gradient_sync_bytes(work: Workload, choices: Strategy, runtime: Framework, stages: Stages) -> float:
+def gradient_sync_bytes(work: Workload, strategy: Strategy, runtime: Framework, stages: Stages) -> float:
     """Bytes that the rank with the most parameters sends in one step to reduce gradients and gather parameters."""
-    stage_params = fullest_stage(work.model, stages, choices.tensor, choices.expert_parts)
+    stage_params = fullest_stage(work.model, stages, strategy.tensor, strategy.expert_parts)
     # In a ring an all-reduce is a scatter and a gather. With ZeRO the gather is of parameters, half the bytes.
-    sent = stage_params.total * runtime.reduced * (2.0 if choices.zero_stage == 0 else 1.5)
-    if choices.zero_stage == 3:
-        size = matmul_bytes(choices)
-        sent += 2.0 * choices.micro_batches * stage_params.total * size
-    return sent * (choices.shard_ranks - 1) / choices.shard_ranks
+    sent = stage_params.total * runtime.reduced * (2.0 if strategy.zero_stage == 0 else 1.5)
+    if strategy.zero_stage == 3:
+        size = matmul_bytes(strategy)
+        sent += 2.0 * strategy.micro_batches * stage_params.total * size
+    return sent * (strategy.shard_ranks - 1) / strategy.shard_ranks
 
 
 def _scatter_and_gather(size: float, span: Span, fabric: Fabric) -> float:
@@ -71,63 +71,63 @@ def _scatter_and_gather(size: float, span: Span, fabric: Fabric) -> float:
 
 
 def _parameter_gather_seconds(
-    stage_params: StageParameters, choices: Strategy, groups: GroupSpans, fabric: Fabric
+    stage_params: StageParameters, strategy: Strategy, groups: GroupSpans, fabric: Fabric
 ) -> float:
-    size = matmul_bytes(choices)
+    size = matmul_bytes(strategy)
     dense = all_gather(stage_params.dense * size, groups.shard_ranks, fabric)
     return dense + all_gather(stage_params.experts * size, groups.expert_shard_ranks, fabric)
 
 
-def _optimizer_parameters(work: Workload, choices: Strategy, stage: Stage) -> float:
+def _optimizer_parameters(work: Workload, strategy: Strategy, stage: Stage) -> float:
     """Parameters whose optimizer state is on each rank of a stage."""
-    stage_params = stage_parameters(work.model, stage, choices.tensor, choices.expert_parts)
-    if not choices.zero_stage:
+    stage_params = stage_parameters(work.model, stage, strategy.tensor, strategy.expert_parts)
+    if not strategy.zero_stage:
         return stage_params.total
-    return stage_params.shard(choices.shard_ranks, choices.expert)
+    return stage_params.shard(strategy.shard_ranks, strategy.expert)
 
 
-def optimizer_seconds(work: Workload, choices: Strategy, machine: Machine, stage: Stage) -> float:
+def optimizer_seconds(work: Workload, strategy: Strategy, machine: Machine, stage: Stage) -> float:
     """Seconds of the optimizer's memory traffic on the device. 0 if its state is offloaded."""
-    if choices.optimizer_offload is not OptimizerOffload.NONE:
+    if strategy.optimizer_offload is not OptimizerOffload.NONE:
         return 0.0
-    moved = _optimizer_parameters(work, choices, stage) * OPTIMIZER_BYTES
+    moved = _optimizer_parameters(work, strategy, stage) * OPTIMIZER_BYTES
     return moved / (machine.gpu.bandwidth * MEMORY_PART) * machine.constants.compute
 
 
-def offload_seconds(work: Workload, choices: Strategy, machine: Machine, stage: Stage, busy: float) -> float:
+def offload_seconds(work: Workload, strategy: Strategy, machine: Machine, stage: Stage, busy: float) -> float:
     """Exposed seconds of moving offloaded data.
 
     Optimizer state: gradients are moved out, updated parameters in, and the CPU updates. With NVMe the state is also
     moved in and out. Activations: moved out and in once per micro-batch, hidden behind its `busy` seconds.
     """
     seconds = 0.0
-    if choices.optimizer_offload is not OptimizerOffload.NONE:
-        parameter_count, runtime = _optimizer_parameters(work, choices, stage), machine.runtime
+    if strategy.optimizer_offload is not OptimizerOffload.NONE:
+        parameter_count, runtime = _optimizer_parameters(work, strategy, stage), machine.runtime
         seconds += parameter_count * (runtime.reduced + runtime.weights) / machine.gpu.host
         seconds += parameter_count * OPTIMIZER_BYTES / (machine.gpu.host * HOST_ADAM)
-        if choices.optimizer_offload is OptimizerOffload.FILE:
+        if strategy.optimizer_offload is OptimizerOffload.FILE:
             seconds += 2.0 * parameter_count * runtime.optimizer / machine.nvme
-    if choices.activation_offload:
-        moved = 2.0 * _activation_bytes(work, choices, machine, stage) / machine.gpu.host
-        seconds += choices.micro_batches * max(0.0, moved - busy)
+    if strategy.activation_offload:
+        moved = 2.0 * _activation_bytes(work, strategy, machine, stage) / machine.gpu.host
+        seconds += strategy.micro_batches * max(0.0, moved - busy)
     return seconds
 
 
-def _activation_bytes(work: Workload, choices: Strategy, machine: Machine, stage: Stage) -> float:
+def _activation_bytes(work: Workload, strategy: Strategy, machine: Machine, stage: Stage) -> float:
     """Bytes that one micro-batch stores on a rank of a stage until its backward pass."""
-    tokens = -(-work.sequence_length * choices.micro_batch_size // choices.context)
+    tokens = -(-work.sequence_length * strategy.micro_batch_size // strategy.context)
     rest = (
         work.sequence_length,
-        choices.tensor,
-        choices.sequence_parallel,
-        choices.precision,
-        choices.fp8,
+        strategy.tensor,
+        strategy.sequence_parallel,
+        strategy.precision,
+        strategy.fp8,
         machine.runtime,
-        choices.expert > 1,
+        strategy.expert > 1,
     )
     kinds = ((False, stage.dense), (True, stage.mixtures))
     return tokens * sum(
-        saved_bytes(layer_activations(work.model, mixture, *rest), layers, choices)
+        saved_bytes(layer_activations(work.model, mixture, *rest), layers, strategy)
         for mixture, layers in kinds
         if layers
     )

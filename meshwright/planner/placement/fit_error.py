@@ -30,36 +30,43 @@ def fit_error(plan: Plan, inventory: Inventory, kept: Mapping[int, str], blocked
     workers_that_fit = capacity.total_blocks() * shape.block_workers
     short = blocked or max(1, needed - workers_that_fit)
     replicas_fitting = _replicas_that_fit(plan, capacity_without_kept.total_blocks() * shape.block_workers)
+    missing_gpus = _gpus(short * plan.gpus_per_worker)
+    # More workers may fit in other domains than in those of the workers that stay.
+    fitting = _fitting(plan, min(workers_that_fit, needed - short), needed, len(kept))
     sentences = [
-        _needs(plan, needed, len(kept), shape),
-        f"room for {workers_that_fit}{_per_rack(capacity, shape)}",
-        f"short by {_workers(short)} ({short * plan.gpus_per_worker} GPUs)",
+        f"{fitting}{_per_rack(capacity, shape)}: {missing_gpus} missing",
+        *_groups(shape),
         *_other_resources(plan, inventory, needed, workers_that_fit),
         *_skipped_nodes(plan, inventory),
-        f"replicas: {replicas_fitting} would fit now" if replicas_fitting else "not even one replica would fit now",
+        f"Free {missing_gpus}, or set `spec.replicas: {replicas_fitting}` to start now"
+        if replicas_fitting
+        else "No smaller number of replicas fits now",
     ]
     blocked_by_kept_workers = bool(kept) and capacity_without_kept.total_blocks() >= shape.blocks
     if blocked_by_kept_workers:
-        sentences.append("it would fit if all workers were placed again")
+        sentences.append("It would fit if all workers were placed again")
     return DoesNotFitError(
-        "; ".join(sentences),
+        ". ".join(sentences),
         unplaced_workers=short,
         replicas_that_fit=replicas_fitting,
         blocked_by_kept_workers=blocked_by_kept_workers,
     )
 
 
-def _workers(count: int) -> str:
-    return f"{count} worker" if count == 1 else f"{count} workers"
+def _gpus(count: int) -> str:
+    return f"{count} GPU" if count == 1 else f"{count} GPUs"
 
 
-def _needs(plan: Plan, needed: int, kept: int, shape: GangShape) -> str:
-    text = f"needs {_workers(needed)} of {plan.gpus_per_worker} GPUs"
-    if kept:
-        text += f" beside the {kept} that run"
-    if shape.block_workers > 1:
-        text += f" (each {shape.block_workers} of a tensor-parallel group in one NVLink domain)"
-    return text
+def _fitting(plan: Plan, fitting: int, needed: int, kept: int) -> str:
+    gpus = _gpus(plan.gpus_per_worker)
+    workers = f"1 worker with {gpus} fits" if needed == 1 else f"{needed} workers with {gpus} each fit"
+    return f"{fitting} of {workers}{f' next to the {kept} that run' if kept else ''}"
+
+
+def _groups(shape: GangShape) -> list[str]:
+    if shape.block_workers == 1:
+        return []
+    return [f"Each tensor-parallel group needs {shape.block_workers} workers in one NVLink domain"]
 
 
 def _per_rack(capacity: FreeCapacity, shape: GangShape) -> str:
@@ -68,7 +75,7 @@ def _per_rack(capacity: FreeCapacity, shape: GangShape) -> str:
     if not counts:
         return ""
     more = f" and {len(counts) - _MAX_NAMED} more racks" if len(counts) > _MAX_NAMED else ""
-    return ": " + ", ".join(f"{rack} {count}" for rack, count in counts[:_MAX_NAMED]) + more
+    return f" ({', '.join(f'{rack}: {count}' for rack, count in counts[:_MAX_NAMED])}{more})"
 
 
 def _other_resources(plan: Plan, inventory: Inventory, needed: int, workers_that_fit: int) -> list[str]:
@@ -78,9 +85,7 @@ def _other_resources(plan: Plan, inventory: Inventory, needed: int, workers_that
     by_gpus = FreeCapacity(only_gpus, inventory, {}).total_blocks() * shape.block_workers
     if by_gpus <= workers_that_fit or workers_that_fit >= needed:
         return []
-    return [
-        f"counting only GPUs, {by_gpus} workers would fit: CPU, memory or pod slots are short, see `workers.resources`"
-    ]
+    return [f"Counting only GPUs, {by_gpus} workers fit: CPU, memory or pod slots are missing, see `workers.resources`"]
 
 
 def _skipped_nodes(plan: Plan, inventory: Inventory) -> list[str]:
@@ -90,9 +95,9 @@ def _skipped_nodes(plan: Plan, inventory: Inventory) -> list[str]:
         return []
     named = ", ".join(f"{name} ({reasons[name]})" for name in sorted(reasons)[:3])
     if len(reasons) <= 3:
-        return [f"not counted: {named}"]
+        return [f"Excluded nodes: {named}"]
     commonest = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons.values()).most_common(3))
-    return [f"not counted: {len(reasons)} nodes ({commonest})"]
+    return [f"Excluded nodes: {len(reasons)} ({commonest})"]
 
 
 def _replicas_that_fit(plan: Plan, workers: int) -> int:

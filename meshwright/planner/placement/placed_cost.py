@@ -26,7 +26,7 @@ def estimate_placed(placement: Placement, cost_model: CostModel) -> Estimate:
     """Estimate memory and time of the placement's plan on its nodes."""
     plan = placement.plan
     groups = placed_group_spans(plan.layout, plan.gpus_per_worker, placement.places, cost_model.machine.fabric)
-    return cost_model.price(plan.strategy, groups)
+    return cost_model.estimate(plan.strategy, groups)
 
 
 def group_spans_of_status(

@@ -87,8 +87,8 @@ def place_missing(problem: Problem, bins: list[int], blocks: Sequence[int]) -> N
             unit_capacity[problem.unit[j]] = unit_capacity.get(problem.unit[j], 0) + free[j]
         candidates = [j for j in problem.open_bins if free[j] > 0]
         lowest_cost = min(added_costs[j] for j in candidates)
-        cheapest = [j for j in candidates if added_costs[j] <= lowest_cost + _NEAR]
-        chosen = min(cheapest, key=lambda j: (unit_capacity[problem.unit[j]] < remaining, free[j], j))
+        near_lowest = [j for j in candidates if added_costs[j] <= lowest_cost + _NEAR]
+        chosen = min(near_lowest, key=lambda j: (unit_capacity[problem.unit[j]] < remaining, free[j], j))
         bins[block] = chosen
         free[chosen] -= 1
 

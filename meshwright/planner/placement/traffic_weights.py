@@ -26,7 +26,7 @@ HIDDEN_WEIGHT = 0.05
 MILLI = 1000.0
 
 
-def group_traffic(cost_model: CostModel, choices: Strategy, gpus_per_worker: int) -> GroupTraffic:
+def group_traffic(cost_model: CostModel, strategy: Strategy, gpus_per_worker: int) -> GroupTraffic:
     """Exposed bytes per step that one more location adds to one group of each dimension.
 
     Stages and ring neighbors send at the same time, so the slowest link limits the entire group. A group's bytes are
@@ -36,24 +36,24 @@ def group_traffic(cost_model: CostModel, choices: Strategy, gpus_per_worker: int
     Raises:
         ValueError: there are more stages than layers.
     """
-    time = estimate(cost_model.work, choices, cost_model.machine, _scattered_spans(cost_model, choices)).time
-    replicas_per_worker = max(1, gpus_per_worker // choices.replica_size)
-    rings = max(1, -(-choices.shard_ranks // replicas_per_worker) - 1)
+    time = estimate(cost_model.work, strategy, cost_model.machine, _scattered_spans(cost_model, strategy)).time
+    replicas_per_worker = max(1, gpus_per_worker // strategy.replica_size)
+    rings = max(1, -(-strategy.shard_ranks // replicas_per_worker) - 1)
     nic = cost_model.machine.gpu.nic
     return GroupTraffic(
-        context=time.context * nic / max(1, choices.context - 1),
-        expert=time.expert * nic / max(1, choices.expert - 1),
-        pipeline=_pipeline_bytes(cost_model, choices),
-        data=_data_bytes(cost_model, choices, time.data) / replicas_per_worker / rings,
+        context=time.context * nic / max(1, strategy.context - 1),
+        expert=time.expert * nic / max(1, strategy.expert - 1),
+        pipeline=_pipeline_bytes(cost_model, strategy),
+        data=_data_bytes(cost_model, strategy, time.data) / replicas_per_worker / rings,
     )
 
 
-def weights_for(cost_model: CostModel, choices: Strategy, gpus_per_worker: int, levels: Sequence[str]) -> Weights:
+def weights_for(cost_model: CostModel, strategy: Strategy, gpus_per_worker: int, levels: Sequence[str]) -> Weights:
     """Milliseconds per step that one more location of each level adds for a group of each dimension.
 
     Args:
         cost_model: the job's workload and GPUs.
-        choices: what runs.
+        strategy: the strategy that runs.
         gpus_per_worker: number of consecutive ranks on one worker. Replicas on one worker share its network cards.
         levels: the inventory's levels, closest first.
 
@@ -62,41 +62,43 @@ def weights_for(cost_model: CostModel, choices: Strategy, gpus_per_worker: int, 
     """
     gpu = cost_model.machine.gpu
     links = Links(levels, inside=gpu.link, nic=gpu.nic)
-    return Weights.from_traffic(group_traffic(cost_model, choices, gpus_per_worker), links).scaled(MILLI)
+    return Weights.from_traffic(group_traffic(cost_model, strategy, gpus_per_worker), links).scaled(MILLI)
 
 
-def _pipeline_bytes(cost_model: CostModel, choices: Strategy) -> float:
+def _pipeline_bytes(cost_model: CostModel, strategy: Strategy) -> float:
     """Bytes over one stage boundary.
 
     Filling and draining wait at each boundary, steady sends overlap at all of them.
     """
-    if choices.pipeline == 1:
+    if strategy.pipeline == 1:
         return 0.0
     runtime = cost_model.machine.runtime
-    steady = 2.0 * choices.micro_batches * choices.virtual_stages * (HIDDEN_WEIGHT if runtime.overlap_pipeline else 1.0)
-    return (2.0 + steady / (choices.pipeline - 1)) * stage_send_bytes(cost_model.work, choices, runtime)
+    steady = (
+        2.0 * strategy.micro_batches * strategy.virtual_stages * (HIDDEN_WEIGHT if runtime.overlap_pipeline else 1.0)
+    )
+    return (2.0 + steady / (strategy.pipeline - 1)) * stage_send_bytes(cost_model.work, strategy, runtime)
 
 
-def _data_bytes(cost_model: CostModel, choices: Strategy, exposed: float) -> float:
+def _data_bytes(cost_model: CostModel, strategy: Strategy, exposed: float) -> float:
     """Bytes that one rank sends to reduce gradients and gather parameters.
 
     Only those that take `exposed` seconds if scattered.
     """
-    if choices.shard_ranks == 1:
+    if strategy.shard_ranks == 1:
         return 0.0
     work, machine = cost_model.work, cost_model.machine
-    stages = stages_of(work.model, choices)
+    stages = stages_of(work.model, strategy)
     total_seconds = gradient_sync_seconds(
-        work, choices, machine, _scattered_spans(cost_model, choices), stages, (0.0, 0.0)
+        work, strategy, machine, _scattered_spans(cost_model, strategy), stages, (0.0, 0.0)
     )
     exposed_fraction = exposed / total_seconds if total_seconds > 0 else 0.0
-    return max(exposed_fraction, HIDDEN_WEIGHT) * gradient_sync_bytes(work, choices, machine.runtime, stages)
+    return max(exposed_fraction, HIDDEN_WEIGHT) * gradient_sync_bytes(work, strategy, machine.runtime, stages)
 
 
-def _scattered_spans(cost_model: CostModel, choices: Strategy) -> GroupSpans:
+def _scattered_spans(cost_model: CostModel, strategy: Strategy) -> GroupSpans:
     """Spans of groups with every rank in a different location. Tensor-parallel groups stay together."""
     fabric = cost_model.machine.fabric
-    contiguous = group_spans(choices, fabric, cost_model.machine.runtime.order)
+    contiguous = group_spans(strategy, fabric, cost_model.machine.runtime.order)
 
     def scattered(span: Span) -> Span:
         return Span((*[1] * (len(fabric.levels) - 1), span.size))

@@ -1,1 +1,1 @@
-"""Searching the layout of a job: every combination that its runtime can run, priced, and the reasons for the best."""
+"""Searches the layout of a job: estimates the cost of what its runtime can run, and explains the best."""

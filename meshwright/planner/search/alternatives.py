@@ -1,6 +1,6 @@
-"""Why a layout's neighbours lost: each is the winner with one decision changed, and has a price.
+"""Compares the best layout with its neighbors, in which one decision differs.
 
-So "why not TP 4" is answered by what TP 4 would need or take.
+A neighbor's estimated memory and time answer questions such as "why not TP 4".
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from meshwright.planner.cost.memory import worst_stage
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.search.best_first import TIE_TOLERANCE
 from meshwright.planner.search.candidate import Candidate
-from meshwright.planner.search.expand import price
+from meshwright.planner.search.expand import estimate_cost
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.units import GIB
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedAlternative:
-    """A neighbour of the winner, and why it lost."""
+    """A neighbor of the best layout, and the reason against it."""
 
     change: str
     """As in "TP 4 instead of 8"."""
     reason: str
     slower: float | None
-    """Its step over the winner's; None where it does not fit or cannot be."""
+    """Its step time relative to the best layout's. None if it does not fit or is impossible."""
 
     @property
     def sentence(self) -> str:
-        """Both in one."""
+        """The change and the reason."""
         return f"{self.change}: {self.reason}"
 
 
 def alternatives_of(request: SearchRequest, chosen: Candidate) -> tuple[RejectedAlternative, ...]:
-    """Layouts that differ from `chosen` in one decision, and what each would cost."""
+    """Return the layouts that differ from `chosen` in one decision, with the reason against each."""
     return tuple(
-        _compare(request, chosen, change, choices) for change, choices in _single_changes(request, chosen.strategy)
+        _compare(request, chosen, change, strategy) for change, strategy in _single_changes(request, chosen.strategy)
     )
 
 
 def _single_changes(request: SearchRequest, winner: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """Degrees halved and doubled against the number of replicas, and savings more and less."""
+    """Yield strategies with a degree halved or doubled, or with other memory savings."""
     pins = request.pins
     for name, label in (("tensor", "TP"), ("pipeline", "PP"), ("context", "CP")):
         if getattr(pins, name) is not None:
@@ -67,7 +67,7 @@ def _single_changes(request: SearchRequest, winner: Strategy) -> Iterator[tuple[
 
 
 def _trade_for_data(winner: Strategy, name: str, now: int, other: int) -> Strategy | None:
-    """`name` changed and the replicas with it, so that GPUs and batch stay; None where they do not come out whole."""
+    """Return the strategy with another degree and as many GPUs. None if the batch or replicas do not divide evenly."""
     numerator = winner.data * now
     if numerator % other:
         return None
@@ -76,7 +76,7 @@ def _trade_for_data(winner: Strategy, name: str, now: int, other: int) -> Strate
     if sequences % (data * winner.micro_batch_size) or (winner.context * data) % winner.expert:
         return None
     if data % winner.settings.islands:
-        # Islands are made of whole replicas.
+        # Islands have full replicas.
         return None
     changes = {
         name: other,
@@ -90,25 +90,25 @@ def _trade_for_data(winner: Strategy, name: str, now: int, other: int) -> Strate
         return None
 
 
-def _compare(request: SearchRequest, best: Candidate, change: str, choices: Strategy) -> RejectedAlternative:
-    impossible = _why_impossible(request, choices)
+def _compare(request: SearchRequest, best: Candidate, change: str, strategy: Strategy) -> RejectedAlternative:
+    impossible = _why_impossible(request, strategy)
     if impossible:
         return RejectedAlternative(change, impossible, None)
     try:
-        memory = worst_stage(request.work, choices, request.runtime)
+        memory = worst_stage(request.work, strategy, request.runtime)
     except ValueError as error:
         return RejectedAlternative(change, str(error), None)
-    byte_limit = request.memory_limit(choices.world_size)
+    byte_limit = request.memory_limit(strategy.world_size)
     if memory.total > byte_limit:
         reason = f"needs {memory.total / GIB:.1f} of {byte_limit / GIB:.1f} GiB on stage {memory.stage}"
         return RejectedAlternative(change, reason, None)
-    other = Candidate(choices, price(request, choices), request.node)
+    other = Candidate(strategy, estimate_cost(request, strategy), request.node)
     ratio = other.seconds / best.seconds
     if ratio < 1.0:
         why = (
-            "within what an estimate can tell, and less simple"
+            "within the accuracy of estimates, and less simple"
             if ratio * TIE_TOLERANCE >= 1
-            else "but not what was asked for"
+            else "but does not match the request"
         )
         return RejectedAlternative(change, f"{1 - ratio:.1%} faster, {why}", ratio)
     if ratio - 1 < 5e-4:
@@ -116,25 +116,25 @@ def _compare(request: SearchRequest, best: Candidate, change: str, choices: Stra
     return RejectedAlternative(change, f"{ratio - 1:.1%} slower: {_largest_increase(best, other)}", ratio)
 
 
-def _why_impossible(request: SearchRequest, choices: Strategy) -> str:
+def _why_impossible(request: SearchRequest, strategy: Strategy) -> str:
     model, domain = request.work.model, request.domain
-    if choices.tensor > domain:
+    if strategy.tensor > domain:
         return f"leaves the NVLink domain of {domain} GPUs"
-    if model.heads % choices.tensor or (model.kv_heads % choices.tensor and choices.tensor % model.kv_heads):
+    if model.heads % strategy.tensor or (model.kv_heads % strategy.tensor and strategy.tensor % model.kv_heads):
         return f"does not divide {model.heads} heads and {model.kv_heads} key-value heads"
-    if not request.techniques.replicates_kv_heads and model.kv_heads % choices.tensor:
+    if not request.techniques.replicates_kv_heads and model.kv_heads % strategy.tensor:
         return f"does not divide {model.kv_heads} key-value heads"
-    if choices.pipeline > model.layers:
+    if strategy.pipeline > model.layers:
         return f"has more stages than {model.layers} layers"
-    if choices.micro_batches < choices.pipeline:
-        return f"leaves {choices.micro_batches} micro-batches for {choices.pipeline} stages"
-    if not request.techniques.allow(request.work, choices):
+    if strategy.micro_batches < strategy.pipeline:
+        return f"leaves {strategy.micro_batches} micro-batches for {strategy.pipeline} stages"
+    if not request.techniques.allow(request.work, strategy):
         return "is a combination that the runtime does not execute"
     return ""
 
 
 def _largest_increase(best: Candidate, other: Candidate) -> str:
-    """The part of the step that grew most."""
+    """The part of the step that increased the most."""
     names = {
         "compute": "matrix products run less well",
         "recompute": "more recomputation",

@@ -1,10 +1,10 @@
-"""The search: best first, on lower bounds that grow tighter as a layout is filled in.
+"""Best-first search, with lower bounds that become tighter as a layout is filled in.
 
-A shape is bounded by its step at the largest micro-batch without what choices can still change (bubble, gradient
-reduction, recomputation, offload); then micro-batch, schedule and context method are filled in, each with its own
-bound; last the memory savings, of which the cheapest that fits is priced in full, since a layout that fits is never
-made faster by saving more memory. Whatever is taken from the queue first is expanded, so that nothing is priced whose
-bound exceeds the best by more than the 2 % within which plans count as equally good.
+The first bound of a layout is its step at the largest micro-batch, without the parts that later decisions can change:
+bubble, gradient reduction, recomputation and offload. Then micro-batch, schedule and context method are filled in, each
+with a new bound. The memory savings are last. The first that fits is taken, since saving more memory never makes a
+layout faster that fits already. The entry with the lowest bound is expanded first. So no cost is estimated for layouts
+whose bound exceeds the best by more than 2 %, within which plans count as equally good.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from meshwright.planner.search.expand import (
     balance_candidates,
     base_strategies,
     can_fit,
-    first_held_by_some_gpu,
+    estimate_cost,
+    first_that_fits_any_gpu,
     memory_savings,
     preferred_strategies,
-    price,
     strategy_of,
     with_balanced_stages,
 )
@@ -37,12 +37,12 @@ from meshwright.planner.search.request import Objective, SearchRequest
 from meshwright.planner.search.search_space import layouts, micro_batch_sizes, request_tiers
 
 TIE_TOLERANCE = 1.02
-"""Plans within 2 % of the best are as good as it: estimates are not better than that, and the simplest of them wins."""
+"""Plans within 2 % of the best count as equally good, because estimates are not more exact. The simplest is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The best layout, and what it was chosen from."""
+    """The best layout, and those that it was chosen from."""
 
     request: SearchRequest
     best: Candidate
@@ -51,30 +51,30 @@ class SearchResult:
     first. `best` is the first.
     """
     alternatives: tuple[Candidate, ...]
-    """The Pareto front over step time, GPUs and robustness, among all that was priced."""
+    """The Pareto front over step time, GPUs and robustness of all estimated layouts."""
     layouts: int
-    priced: int
+    estimated: int
     """Layouts whose time was estimated."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _PartialLayout:
-    """A layout that is not filled in yet, and the least score that filling it in can give."""
+    """A layout with open decisions, and the lowest score that it can reach."""
 
     bound: float
     order: int
     layout: Layout = field(compare=False)
     micro_batch: int | None = field(default=None, compare=False)
     base: Strategy | None = field(default=None, compare=False)
-    """Everything but the memory savings."""
+    """Every decision except the memory savings."""
 
 
 def search(request: SearchRequest) -> SearchResult:
-    """The best layout for a request.
+    """Return the best layout for a request.
 
     Raises:
         NothingFitsError: no layout fits memory, or the pinned degrees contradict the model or the batch.
-        ValueError: the request has no machine, or a split or a schedule that it pins does not go with its model.
+        ValueError: the request has no machine, or its model does not allow a split or a schedule that it pins.
     """
     tried: list[Layout] = []
     found: list[Candidate] = []
@@ -96,10 +96,10 @@ def search(request: SearchRequest) -> SearchResult:
 
 
 def _explore(request: SearchRequest) -> tuple[list[Layout], list[Candidate]]:
-    """(every layout, what was priced): the layout of the least bound is filled in first.
+    """Return all layouts, and the candidates whose cost was estimated. The layout with the lowest bound comes first.
 
-    With an order of preference no bound tells layouts apart, so they are taken in that order, and of those after the
-    first that fits only layouts of as many GPUs.
+    With an order of preference all bounds are equal, so layouts are taken in that order. After the first that fits,
+    only layouts with as many GPUs are filled in.
     """
     numbers = count()
     queue = [_PartialLayout(bound, next(numbers), layout) for layout, bound in _bounded_layouts(request)]
@@ -113,7 +113,7 @@ def _explore(request: SearchRequest) -> tuple[list[Layout], list[Candidate]]:
             continue
         if partial.base is not None or request.order_of_preference:
             for strategy, memory in _fitting(request, partial):
-                found.append(Candidate(strategy, price(request, strategy, memory), request.node))
+                found.append(Candidate(strategy, estimate_cost(request, strategy, memory), request.node))
                 best = min(best, found[-1].score(request.objective))
         else:
             for bound, size, base in _filled_in(request, partial):
@@ -122,14 +122,14 @@ def _explore(request: SearchRequest) -> tuple[list[Layout], list[Candidate]]:
 
 
 def _fitting(request: SearchRequest, partial: _PartialLayout) -> Iterator[tuple[Strategy, Memory]]:
-    """Complete strategies that fit, with their memory."""
+    """Return complete strategies that fit, with their memory."""
     if partial.base is not None:
         return memory_savings(request, partial.base)
     return preferred_strategies(request, partial.layout)
 
 
 def _filled_in(request: SearchRequest, partial: _PartialLayout) -> Iterator[tuple[float, int, Strategy | None]]:
-    """(bound, micro-batch size, everything but the memory savings) with one decision more than `partial`."""
+    """Yield (bound, micro-batch size, strategy without memory savings) with one decision more than `partial`."""
     layout = partial.layout
     if partial.micro_batch is not None:
         for base in base_strategies(request, layout, partial.micro_batch):
@@ -149,18 +149,18 @@ def _bounded_layouts(request: SearchRequest) -> Iterator[tuple[Layout, float]]:
 
 
 def _layout_bound(request: SearchRequest, layout: Layout, size: int) -> float:
-    """The least score of any strategy of a layout with micro-batches of up to `size` sequences."""
+    """The lowest score of any strategy of a layout with micro-batches of up to `size` sequences."""
     method = request.pins.context_method or (request.techniques.context or (ContextMethod.RING_ZIG_ZAG,))[0]
-    choices = strategy_of(request, layout, size, context_method=method)
+    strategy = strategy_of(request, layout, size, context_method=method)
     several_methods = len(request.techniques.context) > 1 and layout.context > 1
-    time = time_of(request.work, choices, request.priced_machine)
+    time = time_of(request.work, strategy, request.required_machine)
     least = time.total - time.bubble - time.data - time.pipeline - (time.context if several_methods else 0.0)
     return _score(request, layout, least)
 
 
 def _strategy_bound(request: SearchRequest, base: Strategy) -> float:
-    """The least score of any layout that differs from `base` in its memory savings only."""
-    time = time_of(request.work, base, request.priced_machine)
+    """The lowest score of any strategy that differs from `base` only in its memory savings."""
+    time = time_of(request.work, base, request.required_machine)
     return _score(request, base, time.total - time.data)
 
 
@@ -175,7 +175,7 @@ def _score(request: SearchRequest, layout: Layout, least: float) -> float:
 
 
 def _ranked(request: SearchRequest, found: list[Candidate]) -> list[Candidate]:
-    """All within 2 % of the best, the simplest first, and the faster first among equally simple ones."""
+    """Return all candidates within 2 % of the best: the simplest first, and of equally simple ones the fastest."""
     objective = request.objective
     least = min(one.score(objective) for one in found)
     within_tolerance = [one for one in found if one.score(objective) <= least * TIE_TOLERANCE]
@@ -191,14 +191,14 @@ def _ranked(request: SearchRequest, found: list[Candidate]) -> list[Candidate]:
 def _in_order_of_preference(found: list[Candidate]) -> list[Candidate]:
     """One candidate for each layout, the best first.
 
-    The best is the first, in the order of `found`, that takes at most 2 % longer than the fastest: among the micro-
-    batches and schedules of each layout and its checkpointing, and then among what these leave. The others follow by
-    time.
+    The best is the first in the order of `found` that takes at most 2 % longer than the fastest. First one is chosen
+    for each layout and checkpointing, among its micro-batches and schedules, and then one of these. The others follow
+    by time.
     """
-    choices: dict[tuple[Layout, ActivationCheckpointing], list[Candidate]] = {}
+    variants: dict[tuple[Layout, ActivationCheckpointing], list[Candidate]] = {}
     for one in found:
-        choices.setdefault((one.strategy.layout, one.strategy.checkpointing), []).append(one)
-    preferred = [_first_of_fastest(same) for same in choices.values()]
+        variants.setdefault((one.strategy.layout, one.strategy.checkpointing), []).append(one)
+    preferred = [_first_of_fastest(same) for same in variants.values()]
     best = _first_of_fastest(preferred)
     of_layout: dict[Layout, Candidate] = {}
     for one in (best, *sorted((one for one in preferred if one is not best), key=lambda one: one.seconds)):
@@ -215,7 +215,7 @@ def ranked_layouts(request: SearchRequest) -> list[FittingLayout]:
     """The layouts of a request with an order of preference that fit, the best first.
 
     Without a machine, only the first in order of preference is returned. If the cluster has too few GPUs for all
-    layouts, the first that fits on some GPU is returned: the placement then reports what is missing.
+    layouts, the first that fits on any GPU is returned. The placement then reports what is missing.
 
     Raises:
         ValueError: a split or a schedule that the request pins does not fit its model.
@@ -232,7 +232,7 @@ def ranked_layouts(request: SearchRequest) -> list[FittingLayout]:
             if first is not None:
                 return [FittingLayout(*first)]
     for one in narrowed:
-        held = first_held_by_some_gpu(one)
-        if held is not None:
-            return [FittingLayout(*held)]
+        fitting = first_that_fits_any_gpu(one)
+        if fitting is not None:
+            return [FittingLayout(*fitting)]
     return []

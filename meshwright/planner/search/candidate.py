@@ -1,4 +1,4 @@
-"""What a search finds: priced layouts, the best one, its Pareto alternatives."""
+"""The results of a search: layouts with their estimated cost, and the Pareto front."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.search.request import Objective
 
 OFFLOAD_MEMORY = {OptimizerOffload.CPU: "cpu", OptimizerOffload.FILE: "nvme"}
-"""The memory that keeps offloaded state, in words."""
+"""The memory that stores offloaded state, in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class FittingLayout:
-    """One layout that fits, whether or not it has a price."""
+    """A layout that fits. Its step time need not be known."""
 
     strategy: Strategy
     memory: Memory
-    """Of the fullest stage's ranks."""
+    """Memory of the ranks of the fullest stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One layout with its price."""
+    """A layout with its estimated cost."""
 
     strategy: Strategy
     estimate: Estimate
@@ -35,14 +35,14 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """One step."""
+        """Seconds of one step."""
         return self.estimate.seconds
 
     @property
     def seconds_after_node_loss(self) -> float:
-        """Seconds per step's worth of tokens when a node is lost and its replicas with it; infinite when none is left.
+        """Seconds for the tokens of one step after a node and its replicas are lost. Infinite if none is left.
 
-        Replicas are whole: one node takes every replica that has a rank on it.
+        A node failure stops every replica that has a rank on the node.
         """
         replica = self.strategy.tensor * self.strategy.context * self.strategy.pipeline
         rejected = -(-self.node // replica)
@@ -51,13 +51,13 @@ class Candidate:
 
     @property
     def dimensions(self) -> int:
-        """Dimensions of parallelism in use: how much there is to understand and to go wrong."""
+        """Number of dimensions of parallelism in use."""
         used = self.strategy
         return sum(degree > 1 for degree in (used.tensor, used.context, used.pipeline, used.expert, used.data))
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """What breaks a tie: dimensions first, then whatever else makes a run harder to follow."""
+        """Sort key for candidates that are equally good: fewer dimensions first, then fewer other techniques."""
         used = self.strategy
         return (
             self.dimensions,
@@ -68,7 +68,7 @@ class Candidate:
         )
 
     def score(self, objective: Objective) -> float:
-        """What the objective wants least of."""
+        """The number that the objective minimizes."""
         if objective is Objective.COST:
             return self.seconds * self.estimate.gpus
         if objective is Objective.ROBUST:
@@ -79,7 +79,7 @@ class Candidate:
 
     @property
     def summary(self) -> str:
-        """The layout in one line, degree 1 left out."""
+        """The layout in one line, without degrees of 1."""
         used = self.strategy
         degrees = (
             ("TP", used.tensor),
@@ -103,7 +103,7 @@ class Candidate:
 
 
 def pareto(found: list[Candidate], limit: int = 8) -> list[Candidate]:
-    """Of `found` those that no other beats in step time, GPUs and robustness at once, the fastest first."""
+    """Return the candidates that no other beats in step time, GPUs and robustness at once, the fastest first."""
     front: list[Candidate] = []
     for one in sorted(found, key=lambda f: (f.seconds, f.estimate.gpus, f.seconds_after_node_loss)):
         if not any(_dominates(other, one) for other in front):

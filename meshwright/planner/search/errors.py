@@ -1,4 +1,4 @@
-"""Why a search found nothing, in a sentence that says what to change."""
+"""Errors of a search without a result. The message says what to change."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from meshwright.planner.cost.memory import Memory, worst_stage
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.errors import PlanError
 from meshwright.planner.search.candidate import Candidate, FittingLayout
-from meshwright.planner.search.expand import least_memory_strategies, price
+from meshwright.planner.search.expand import estimate_cost, least_memory_strategies
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search_space import layouts, request_tiers
 from meshwright.planner.units import GIB, format_bytes
 
 
 class NothingFitsError(ValueError):
-    """No layout the request allows fits; `nearest` is the one that misses by least, if any could be counted."""
+    """No layout of the request fits. `nearest` is the one that needs the least memory, if there is one."""
 
     def __init__(self, message: str, nearest: Strategy | None = None, memory: Memory | None = None) -> None:
         super().__init__(message)
@@ -22,7 +22,7 @@ class NothingFitsError(ValueError):
 
 
 def no_layout_message(request: SearchRequest) -> str:
-    """The message for degrees that divide neither the model nor the batch."""
+    """Return the message for degrees that do not divide the model or the batch."""
     pins = request.pins
     pinned_values = {
         name: value
@@ -37,11 +37,13 @@ def no_layout_message(request: SearchRequest) -> str:
 
 
 def closest_layout(request: SearchRequest) -> FittingLayout | None:
-    """The strategy that needs least memory of all that the request allows; None if it allows none."""
+    """The strategy that needs the least memory of all that the request and the runtime allow; None if there is none."""
     smallest: FittingLayout | None = None
     for narrowed in (one for tier in request_tiers(request) for one in tier):
         for layout in layouts(narrowed):
             for strategy in least_memory_strategies(narrowed, layout):
+                if not request.techniques.allow(request.work, strategy):
+                    continue
                 memory = worst_stage(request.work, strategy, request.runtime)
                 if smallest is None or memory.total < smallest.memory.total:
                     smallest = FittingLayout(strategy, memory)
@@ -49,23 +51,23 @@ def closest_layout(request: SearchRequest) -> FittingLayout | None:
 
 
 def nothing_fits_error(request: SearchRequest) -> NothingFitsError:
-    """The error for a model that no layout makes fit, with the layout that misses by least."""
+    """Return the error for a model that does not fit in any layout, with the layout that needs the least memory."""
     closest = closest_layout(request)
     if closest is None:
         return NothingFitsError(no_layout_message(request))
-    choices, memory = closest.strategy, closest.memory
+    strategy, memory = closest.strategy, closest.memory
     total, limit = memory.total, request.memory_limit(1)
     message = (
         f"no layout fits: the least that a rank needs is {total / GIB:.1f} GiB of {limit / GIB:.1f} GiB "
-        f"({Candidate(choices, price(request, choices), request.node).summary}, stage {memory.stage}): add "
+        f"({Candidate(strategy, estimate_cost(request, strategy), request.node).summary}, stage {memory.stage}): add "
         "GPUs, take GPUs "
         "with more memory, or shorten the sequence"
     )
-    return NothingFitsError(message, choices, memory)
+    return NothingFitsError(message, strategy, memory)
 
 
 def memory_text(memory: Memory) -> str:
-    """The parts of an estimate that make its peak."""
+    """Return the parts of a memory estimate as text."""
     recomputing = memory.working > memory.logits
     parts = (
         ("parameters", memory.parameters),
@@ -82,15 +84,15 @@ def memory_text(memory: Memory) -> str:
 
 
 def plan_error(request: SearchRequest) -> PlanError:
-    """The error for a search without a result: no candidate at all, or none that a GPU holds."""
+    """Return the error for a search without a result: there is no candidate, or none fits on a GPU."""
     closest = closest_layout(request)
     if closest is None:
         return _no_candidate(request)
     used, memory = closest.strategy, closest.memory
     return PlanError(
-        f"the model does not fit: TP {used.tensor} x PP {used.pipeline} with {used.micro_batches} micro-batches comes "
-        f"closest and needs {format_bytes(memory.total)} per GPU ({memory_text(memory)}); "
-        f"the GPUs here offer {format_bytes(request.memory_limit(1))}. Raise `parallelism.zeroStage`, "
+        f"the model does not fit: TP {used.tensor} x PP {used.pipeline} with {used.micro_batches} micro-batches needs "
+        f"the least memory, {format_bytes(memory.total)} per GPU ({memory_text(memory)}), "
+        f"and GPUs have {format_bytes(request.memory_limit(1))} usable. Raise `parallelism.zeroStage`, "
         "`parallelism.microBatches` or `replicas`, shorten `training.sequenceLength`, or add larger GPUs",
         "OutOfMemory",
         depends_on_cluster=True,
@@ -100,7 +102,7 @@ def plan_error(request: SearchRequest) -> PlanError:
 def _no_candidate(request: SearchRequest) -> PlanError:
     gpus = request.gpus_per_worker
     return PlanError(
-        f"no tensor and pipeline degree gives whole workers of {gpus} GPUs with `replicas` {request.pins.data}: change "
+        f"no tensor and pipeline degree gives full workers of {gpus} GPUs with `replicas` {request.pins.data}: change "
         "`workers.gpusPerWorker` or `replicas`, or set `parallelism.tensor` and `parallelism.pipeline`",
         "InvalidSpec",
         depends_on_cluster=request.pins.tensor is None,

@@ -1,4 +1,4 @@
-"""Filling a layout in: schedules, context methods, memory savings, and stages of equal time for the leaders."""
+"""Fills in a layout: schedules, context methods, memory savings, and for the best candidates stages of equal time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from meshwright.planner.cost.memory import Memory, memory_within, model_states_f
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.request import SearchRequest
+from meshwright.planner.search.runtime_rules import allowed_schedules
 from meshwright.planner.search.search_space import layouts, micro_batch_sizes
 from meshwright.rules.context import heads_divide
 from meshwright.schedules.flop_costs import layer_costs, output_costs
 from meshwright.schedules.partition import partition_layers
 from meshwright.schedules.registry import kind_of
 
-MAX_PRICED = 16
-"""Numbers of micro-batches to price for one layout and schedule in order of preference; more only cost time."""
+MAX_ESTIMATED = 16
+"""How many numbers of micro-batches are estimated for a layout and schedule, in order of preference. More take time."""
 
 
 def strategy_of(request: SearchRequest, layout: Layout, size: int, **more: object) -> Strategy:
-    """The layout of a shape with micro-batches of `size` sequences; `more` are further fields of `Strategy`."""
+    """Return a strategy for a layout with micro-batches of `size` sequences; `more` are other fields of `Strategy`."""
     sequence = request.pins.sequence_parallel
     return replace(
         request.fixed,
@@ -41,13 +42,13 @@ def strategy_of(request: SearchRequest, layout: Layout, size: int, **more: objec
     )
 
 
-def price(request: SearchRequest, choices: Strategy, memory: Memory | None = None) -> Estimate:
-    """What a layout costs on the request's machine; `memory` is its account, where it is known already."""
-    return estimate(request.work, choices, request.priced_machine, memory=memory)
+def estimate_cost(request: SearchRequest, strategy: Strategy, memory: Memory | None = None) -> Estimate:
+    """Estimate the cost of a strategy on the request's machine. `memory` is its memory, if that is known already."""
+    return estimate(request.work, strategy, request.required_machine, memory=memory)
 
 
 def base_strategies(request: SearchRequest, layout: Layout, size: int) -> Iterator[Strategy]:
-    """Every schedule and context method of a layout, with no memory saved yet."""
+    """Yield strategies with each schedule and context method of a layout, without memory savings."""
     stages = _zero_stages(request, layout.shard_ranks)
     for schedule, chunks in _schedules(request, layout, size):
         for method in _context_methods(request, layout):
@@ -70,7 +71,7 @@ def _zero_stages(request: SearchRequest, replicas: int) -> tuple[int, ...]:
 
 
 def _schedules(request: SearchRequest, layout: Layout, size: int) -> Iterator[tuple[PipelineSchedule, int]]:
-    """(schedule, chunks) that the shape allows."""
+    """Yield (schedule, chunks) for which the layout has enough layers and micro-batches."""
     micro_batches = request.work.global_batch // layout.data // size
     for schedule, chunks in schedules_of(request, layout):
         if kind_of(schedule).accepts(layout.pipeline, micro_batches):
@@ -78,7 +79,7 @@ def _schedules(request: SearchRequest, layout: Layout, size: int) -> Iterator[tu
 
 
 def schedules_of(request: SearchRequest, layout: Layout) -> Iterator[tuple[PipelineSchedule, int]]:
-    """(schedule, chunks) for which every stage of the layout has a layer."""
+    """Yield (schedule, chunks) with which every stage of the layout has a layer."""
     pinned, techniques = request.pins, request.techniques
     if layout.pipeline == 1:
         yield pinned.schedule or PipelineSchedule.ONE_F_ONE_B, 1
@@ -109,12 +110,11 @@ def _context_methods(request: SearchRequest, layout: Layout) -> Iterator[Context
 
 
 def memory_savings(request: SearchRequest, base: Strategy) -> Iterator[tuple[Strategy, Memory]]:
-    """For each ZeRO stage the first recomputation that fits, and the last resort, offloading, where none does; with
-    the account of its memory.
+    """Yield strategies that fit, with their memory: for each ZeRO stage the first recomputation that fits.
 
-    A stage that fits without recomputation leaves nothing for the next stages to save, but ZeRO-1, which also shortens
-    the optimizer, is always tried, and ZeRO-3, which also overlaps its traffic with the whole step, where the pipeline
-    does not multiply it.
+    If none fits, the optimizer is offloaded. Once a ZeRO stage fits without recomputation, higher stages have nothing
+    to save. Two are tried nevertheless: ZeRO-1, which also makes the optimizer step shorter, and without a pipeline
+    ZeRO-3, which overlaps its traffic with the entire step.
     """
     pins, techniques = request.pins, request.techniques
     stages = _zero_stages(request, base.shard_ranks)
@@ -127,77 +127,70 @@ def memory_savings(request: SearchRequest, base: Strategy) -> Iterator[tuple[Str
         if not _states_fit(request, stage):
             continue
         for recompute_option in recompute:
-            choices = (
+            strategy = (
                 stage if recompute_option is stage.checkpointing else replace(stage, checkpointing=recompute_option)
             )
-            if not techniques.allow(request.work, choices):
+            if not techniques.allow(request.work, strategy):
                 break
-            memory = memory_if_fits(request, choices)
+            memory = memory_if_fits(request, strategy)
             if memory is not None:
                 fitted = True
                 whole = whole or recompute_option is ActivationCheckpointing.NONE
-                yield choices, memory
+                yield strategy, memory
                 break
     if fitted or request.fixed.optimizer_offload is not OptimizerOffload.NONE:
         return
     for offload in techniques.offload:
-        choices = replace(base, zero_stage=stages[-1], checkpointing=recompute[-1], optimizer_offload=offload)
-        allowed = offload is not OptimizerOffload.NONE and techniques.allow(request.work, choices)
-        memory = memory_if_fits(request, choices) if allowed else None
+        strategy = replace(base, zero_stage=stages[-1], checkpointing=recompute[-1], optimizer_offload=offload)
+        allowed = offload is not OptimizerOffload.NONE and techniques.allow(request.work, strategy)
+        memory = memory_if_fits(request, strategy) if allowed else None
         if memory is not None:
-            yield choices, memory
+            yield strategy, memory
             return
 
 
-def memory_if_fits(request: SearchRequest, choices: Strategy) -> Memory | None:
-    """The fullest rank's bytes where every rank is within what the request lets an estimate fill; None elsewhere."""
-    return memory_within(request.work, choices, request.runtime, request.memory_limit(choices.world_size))
+def memory_if_fits(request: SearchRequest, strategy: Strategy) -> Memory | None:
+    """Return the memory of the fullest stage if every rank is within the request's memory limit, else None."""
+    return memory_within(request.work, strategy, request.runtime, request.memory_limit(strategy.world_size))
 
 
-def _states_fit(request: SearchRequest, choices: Strategy) -> bool:
-    return model_states_fit(request.work, choices, request.runtime, request.memory_limit(choices.world_size))
+def _states_fit(request: SearchRequest, strategy: Strategy) -> bool:
+    return model_states_fit(request.work, strategy, request.runtime, request.memory_limit(strategy.world_size))
 
 
 def can_fit(request: SearchRequest, layout: Layout, size: int) -> bool:
-    """Whether the layout that saves most memory fits."""
+    """Whether the strategy of a layout that needs the least memory fits."""
     return any(
-        memory_if_fits(request, choices) is not None for choices in least_memory_strategies(request, layout, size)
+        memory_if_fits(request, strategy) is not None for strategy in least_memory_strategies(request, layout, size)
     )
 
 
 def preferred_strategies(request: SearchRequest, layout: Layout) -> Iterator[tuple[Strategy, Memory]]:
-    """With an order of preference: what fits of a layout, the simplest schedule and the fewest micro-batches first;
-    with the account of its memory.
+    """Yield a layout's strategies that fit, with their memory, for a request with an order of preference.
 
-    At most `MAX_PRICED` numbers of micro-batches of a schedule are tried, and only the first without a machine, since
-    nothing tells them apart then.
+    The simplest schedule and the fewest micro-batches come first. At most `MAX_ESTIMATED` numbers of micro-batches are
+    tried for each schedule. Without a machine it is only the first, because there is no time to compare.
     """
     smallest = next(least_memory_strategies(request, layout), None)
-    if smallest is None or not _some_gpu_holds(request, smallest):
+    if smallest is None or not _fits_any_gpu(request, smallest):
         return
     for schedule in _preferred_schedules(request, layout):
         fitting = _fitting_micro_batches(request, layout, schedule)
-        yield from islice(fitting, MAX_PRICED if request.machine is not None else 1)
+        yield from islice(fitting, MAX_ESTIMATED if request.machine is not None else 1)
 
 
 def _preferred_schedules(request: SearchRequest, layout: Layout) -> list[PipelineSchedule]:
-    """What the job states, or schedules that the worker runs with everything else that the job states."""
+    """Return the job's schedule or, if the job leaves it open, those that the worker runs with its other fields."""
     job = request.pinned_job
     if request.pins.schedule is not None or layout.pipeline == 1 or request.machine is None:
         return [job.parallelism.order]
-    sharded_flat = (request.pins.zero_stage == 1 or job.fixed.settings.flat) and layout.shard_ranks > 1
-    return [
-        schedule
-        for schedule, chunks in schedules_of(request, layout)
-        if not (chunks > 1 and job.parallelism.layer_split is not None)
-        and not (kind_of(schedule).bidirectional and sharded_flat)
-    ]
+    return allowed_schedules(job, layout, (schedule for schedule, _ in schedules_of(request, layout)))
 
 
 def _fitting_micro_batches(
     request: SearchRequest, layout: Layout, schedule: PipelineSchedule
 ) -> Iterator[tuple[Strategy, Memory]]:
-    """The layout with each number of micro-batches that fits, the fewest first."""
+    """Yield the layout with each number of micro-batches that fits, the fewest first."""
     sizes = micro_batch_sizes(request, layout, schedule)
     if not _ranks_accept(request, layout, sizes, schedule):
         return
@@ -211,7 +204,7 @@ def _fitting_micro_batches(
 def pinned_strategy(
     request: SearchRequest, layout: Layout, size: int, schedule: PipelineSchedule | None = None
 ) -> Strategy:
-    """The request's job in a layout with micro-batches of `size` sequences.
+    """Return the strategy of the request's job in a layout with micro-batches of `size` sequences.
 
     Raises:
         ValueError: there are more stages than layers.
@@ -221,7 +214,7 @@ def pinned_strategy(
 
 
 def _ranks_accept(request: SearchRequest, layout: Layout, sizes: list[int], schedule: PipelineSchedule) -> bool:
-    """Whether ranks run the layout: what they refuse, they refuse with every number of micro-batches."""
+    """Whether ranks accept the layout. If they reject it, they do so with every number of micro-batches."""
     if not sizes or request.techniques.runs is None:
         return bool(sizes)
     try:
@@ -230,12 +223,12 @@ def _ranks_accept(request: SearchRequest, layout: Layout, sizes: list[int], sche
         return False  # There are stages without layers.
 
 
-def _some_gpu_holds(request: SearchRequest, strategy: Strategy) -> bool:
+def _fits_any_gpu(request: SearchRequest, strategy: Strategy) -> bool:
     return memory_within(request.work, strategy, request.runtime, request.memory_limit(1)) is not None
 
 
-def first_held_by_some_gpu(request: SearchRequest) -> tuple[Strategy, Memory] | None:
-    """The first layout in order of preference that fits the largest GPUs, however few they are."""
+def first_that_fits_any_gpu(request: SearchRequest) -> tuple[Strategy, Memory] | None:
+    """Return the first layout in order of preference that fits on the largest GPUs, even if they are too few."""
     for strategy in (one for layout in layouts(request) for one in least_memory_strategies(request, layout)):
         memory = memory_within(request.work, strategy, request.runtime, request.memory_limit(1))
         if memory is not None:
@@ -244,9 +237,10 @@ def first_held_by_some_gpu(request: SearchRequest) -> tuple[Strategy, Memory] | 
 
 
 def least_memory_strategies(request: SearchRequest, layout: Layout, size: int | None = None) -> Iterator[Strategy]:
-    """Strategies of a layout that save most memory: one for each last recomputation, since which saves most depends.
+    """Yield the strategies of a layout that can need the least memory.
 
-    `size` is that of the micro-batches; the smallest where left out.
+    There is one for each of the last two recomputations, since either can save more. `size` is the number of sequences
+    of a micro-batch, and defaults to the smallest.
     """
     if request.job is not None:
         order = request.job.parallelism.order
@@ -280,7 +274,7 @@ _WHOLE_LAYERS = (ActivationCheckpointing.FULL, ActivationCheckpointing.SQRT)
 
 
 def balance_candidates(request: SearchRequest, found: list[Candidate]) -> list[Candidate]:
-    """The few whose stages are worth balancing."""
+    """Return the best candidates with a pipeline, to balance their stages."""
     if not request.techniques.uneven_split:
         return []
     piped = [one for one in found if one.strategy.pipeline > 1 and not one.strategy.schedule_kind.folded]
@@ -288,16 +282,16 @@ def balance_candidates(request: SearchRequest, found: list[Candidate]) -> list[C
 
 
 def with_balanced_stages(request: SearchRequest, one: Candidate) -> Iterator[Candidate]:
-    """The same layout with layers dealt by cost: embedding and logits count as the layers they are worth."""
-    model, choices = request.work.model, one.strategy
-    if choices.virtual_stages > 1:
+    """Yield the same layout with layers split by cost, if it is faster. The output counts by its cost too."""
+    model, strategy = request.work.model, one.strategy
+    if strategy.virtual_stages > 1:
         return
-    again, length, causal = choices.checkpointing in _WHOLE_LAYERS, request.work.sequence_length, request.work.causal
+    again, length, causal = strategy.checkpointing in _WHOLE_LAYERS, request.work.sequence_length, request.work.causal
     costs = [layer_costs(model, length, layer, recomputes=again, causal=causal).total for layer in range(model.layers)]
-    split = partition_layers(costs, choices.pipeline, last=output_costs(model).total)
-    changed = replace(choices, layer_split=split)
+    split = partition_layers(costs, strategy.pipeline, last=output_costs(model).total)
+    changed = replace(strategy, layer_split=split)
     memory = memory_if_fits(request, changed) if request.techniques.allow(request.work, changed) else None
     if memory is not None:
-        better = Candidate(changed, price(request, changed, memory), request.node)
+        better = Candidate(changed, estimate_cost(request, changed, memory), request.node)
         if better.seconds < one.seconds:
             yield better

@@ -19,7 +19,7 @@ from meshwright.planner.search.alternatives import recompute_text
 from meshwright.planner.search.best_first import SearchResult
 from meshwright.planner.search.candidate import OFFLOAD_MEMORY, Candidate, FittingLayout
 from meshwright.planner.search.errors import memory_text
-from meshwright.planner.search.expand import pinned_strategy, price
+from meshwright.planner.search.expand import estimate_cost, pinned_strategy
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search_space import MICRO_BATCHES_PER_STAGE, micro_batch_sizes, tensor_degrees
 from meshwright.planner.units import GIB, format_bytes
@@ -202,7 +202,7 @@ def _schedule(request: SearchRequest, used: Strategy) -> str:
     if not kind_of(plain).accepts(used.pipeline, used.micro_batches):
         return f"{name}: the fastest that fits"
     other = request.pinned_job.strategy(used.layout, used.micro_batches, plain, used.checkpointing)
-    gain = price(request, other).seconds / price(request, used).seconds - 1
+    gain = estimate_cost(request, other).seconds / estimate_cost(request, used).seconds - 1
     needed = format_bytes(_bytes_of(request, other))
     return f"{name}: {gain:.0%} faster than 1F1B, which needs {needed} per GPU"
 

@@ -1,11 +1,7 @@
-"""The question a search answers: what to train, on what, with which techniques, and what is better.
-
-A property test compares what this runtime is said to run here (`runs`) with the API's and the ranks' rules.
-"""
+"""The input of a search: the work, the hardware, the techniques and the objective."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,62 +11,32 @@ from meshwright.planner.cluster.limits import USABLE_FRACTION, ClusterLimits
 from meshwright.planner.cost.frameworks import Framework
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.strategy import SEARCHED_SCHEDULES, Strategy, Workload
+from meshwright.planner.search.runtime_rules import AllowsStrategy, rules_of_worker
 from meshwright.planner.workload import TrainingJob
-
-MAX_MICRO_BATCHES = 65536
-MAX_CONTEXT = 1024
-MAX_STAGES = 1024
-MAX_LAYERS_PER_STAGE = 1024
-
-
-def runs(work: Workload, choices: Strategy) -> bool:
-    """Whether the worker runs a layout that divides model and batch."""
-    model, count = work.model, choices.micro_batches
-    moe = model.mixture
-    if choices.pipeline > 1 and count < choices.pipeline:
-        return False
-    if count > MAX_MICRO_BATCHES or choices.context > MAX_CONTEXT:
-        return False
-    if moe is not None and moe.shared_intermediate_size % choices.tensor:
-        return False
-    if moe is not None and choices.tensor > 1 and not (choices.expert_tensor or choices.sequence_parallel):
-        return False
-    if choices.layer_split is not None:
-        split = choices.layer_split
-        if min(split) < 1 or len(split) > MAX_STAGES or max(split) > MAX_LAYERS_PER_STAGE:
-            return False
-    return _flat_shards_allow(work, choices) if choices.zero_stage == 1 and choices.shard_ranks > 1 else True
-
-
-def _flat_shards_allow(work: Workload, choices: Strategy) -> bool:
-    """Flat shards do not know experts that are split, tables that two stages share, or stages on two ranks."""
-    split_experts = work.model.mixture is not None and (choices.expert > 1 or choices.tensor > 1)
-    shared_table = work.model.tie_embeddings and choices.pipeline > 1
-    return not (split_experts or shared_table or choices.schedule_kind.bidirectional)
 
 
 class Objective(StrEnum):
-    """What the best plan has most, or least, of."""
+    """What the search optimizes."""
 
     TIME = "time"
-    """Least time per step."""
+    """Minimum time per step."""
     COST = "cost"
     """Most tokens per GPU-hour."""
     GPUS = "gpus"
-    """Fewest GPUs that hold the model; of those, the least time."""
+    """Fewest GPUs with which the model fits, then minimum time per step."""
     ROBUST = "robust"
-    """Least time per step after one node is lost and the replicas on it are gone."""
+    """Minimum time per step after one node and the replicas on it are lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Techniques:
-    """What a runtime can do. A search proposes nothing else."""
+    """The techniques of a runtime. A search proposes no others."""
 
     schedules: tuple[PipelineSchedule, ...] = SEARCHED_SCHEDULES
     virtual_stages: tuple[int, ...] = (2, 4)
-    """Chunks to try with schedules that take more than one."""
+    """Numbers of chunks to try with schedules that have several."""
     context: tuple[ContextMethod, ...] = (ContextMethod.RING_ZIG_ZAG, ContextMethod.ULYSSES, ContextMethod.ALL_GATHER)
-    """Empty where the runtime has no context parallelism."""
+    """Empty if the runtime has no context parallelism."""
     expert: bool = True
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     checkpointing: tuple[ActivationCheckpointing, ...] = (
@@ -79,7 +45,7 @@ class Techniques:
         ActivationCheckpointing.FULL,
         ActivationCheckpointing.SQRT,
     )
-    """In order of what they cost."""
+    """In the order of their cost."""
     offload: tuple[OptimizerOffload, ...] = (OptimizerOffload.NONE, OptimizerOffload.CPU, OptimizerOffload.FILE)
     uneven_split: bool = True
     """Whether stages may have any number of layers."""
@@ -89,12 +55,12 @@ class Techniques:
     """Whether a vocabulary is padded to a multiple of the tensor-parallel degree."""
     replicates_kv_heads: bool = True
     """Whether there may be more tensor-parallel ranks than key-value heads."""
-    runs: Callable[[Workload, Strategy], bool] | None = None
-    """Which combinations the runtime executes; every one where left out."""
+    runs: AllowsStrategy | None = None
+    """Which strategies the runtime runs. None for all."""
 
-    def allow(self, work: Workload, choices: Strategy) -> bool:
+    def allow(self, work: Workload, strategy: Strategy) -> bool:
         """Whether a layout may be proposed."""
-        return self.runs is None or self.runs(work, choices)
+        return self.runs is None or self.runs(work, strategy)
 
 
 ALL_TECHNIQUES = Techniques()
@@ -102,14 +68,14 @@ MESHWRIGHT_TECHNIQUES = Techniques(
     offload=(OptimizerOffload.NONE, OptimizerOffload.CPU),
     pads_vocabulary=False,
     replicates_kv_heads=False,
-    runs=runs,
+    runs=rules_of_worker(),
 )
-"""What this repository's worker executes. Offload to files needs a path, which only a person can name."""
+"""What Meshwright's worker runs. Offload to files is not searched: it needs a path, which the user sets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """What is already decided; None for what the search decides."""
+    """Decisions that are fixed. None for those that the search makes."""
 
     tensor: int | None = None
     sequence_parallel: bool | None = None
@@ -130,8 +96,8 @@ class Pins:
 class SearchRequest:
     """One search.
 
-    Without `job` every degree that `pins` leaves open is free, and the objective decides. With it the choices of the
-    job stand, its layouts are tried in order of preference, and only layouts with as many GPUs as the first that fits
+    Without `job`, the objective decides all degrees that `pins` leaves open. With it, the fields that the job states
+    are kept, and its layouts are tried in order of preference. Only layouts with as many GPUs as the first that fits
     are compared by time: see `order_of_preference`.
 
     Raises:
@@ -140,27 +106,26 @@ class SearchRequest:
 
     work: Workload
     machine: Machine | None
-    """None if the cost model knows none of the GPUs: then the first layout in order of preference that fits is taken.
-    """
+    """None if no GPU is in the catalog: then the first layout in order of preference that fits is taken."""
     gpus: int
-    """As many as the plan may use."""
+    """Maximum number of GPUs of a plan."""
     objective: Objective = Objective.TIME
     techniques: Techniques = ALL_TECHNIQUES
     pins: Pins = field(default_factory=Pins)
     fixed: Strategy = Strategy()
-    """What the job decides beside what is searched: number formats, offloading, memory options."""
+    """Fields that are not searched: number formats, offloading, memory options."""
     gpus_per_worker: int = 1
-    """Tensor-parallel groups fill workers or share them evenly."""
+    """A tensor-parallel group has full workers, or a worker has full groups."""
     usable: float = USABLE_FRACTION
-    """Part of a GPU's memory that the estimate may fill."""
+    """Fraction of a GPU's memory that an estimate may fill."""
     max_tensor: int | None = None
-    """Limit of the tensor-parallel degree; the innermost domain's GPUs where left out."""
+    """Maximum tensor-parallel degree. Defaults to the GPUs of the innermost domain."""
     job: TrainingJob | None = None
-    """The job whose schedule, split, virtual stages and savings stand where its spec states them."""
+    """The job whose schedule, layer split, virtual stages and memory savings are kept if its spec states them."""
     limits: ClusterLimits | None = None
-    """GPUs by memory, where they differ; those of `machine` where left out."""
+    """GPUs by memory, if they differ. Defaults to those of `machine`."""
     world_size: int | None = None
-    """The number of GPUs of every layout; any up to `gpus` where left out."""
+    """Number of GPUs of every layout. Defaults to any number up to `gpus`."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
@@ -170,24 +135,24 @@ class SearchRequest:
         if self.gpus_per_worker < 1:
             raise ValueError(f"`gpus_per_worker` must be at least 1, not {self.gpus_per_worker}")
         if self.machine is None and self.job is None:
-            raise ValueError("`machine` or `job` must be set: without either nothing says how much memory is used")
+            raise ValueError("`machine` or `job` must be set: memory cannot be estimated without either")
 
     @property
     def domain(self) -> int:
-        """The widest tensor-parallel group to try."""
-        return self.max_tensor or self.priced_machine.fabric.domain
+        """The largest tensor-parallel degree to try."""
+        return self.max_tensor or self.required_machine.fabric.domain
 
     @property
     def node(self) -> int:
-        """GPUs of one node: what one failure takes."""
-        return self.priced_machine.gpu.node
+        """GPUs of one node, which one failure makes unavailable."""
+        return self.required_machine.gpu.node
 
     @property
-    def priced_machine(self) -> Machine:
+    def required_machine(self) -> Machine:
         """The machine.
 
         Raises:
-            ValueError: there is none, so nothing has a price.
+            ValueError: there is none, so no cost can be estimated.
         """
         if self.machine is None:
             raise ValueError("`machine` must be set to estimate a step's time")
@@ -195,7 +160,7 @@ class SearchRequest:
 
     @property
     def pinned_job(self) -> TrainingJob:
-        """The job whose choices stand.
+        """The job whose stated fields are kept.
 
         Raises:
             ValueError: there is none.
@@ -209,7 +174,7 @@ class SearchRequest:
         """The framework whose memory is estimated."""
         if self.job is not None:
             return self.job.runtime
-        return self.priced_machine.runtime
+        return self.required_machine.runtime
 
     @property
     def order_of_preference(self) -> bool:
@@ -226,4 +191,4 @@ class SearchRequest:
         """Bytes that an estimate may fill on each of `gpus` GPUs."""
         if self.limits is not None:
             return self.limits.memory_for(gpus)
-        return self.usable * self.priced_machine.gpu.memory
+        return self.usable * self.required_machine.gpu.memory

@@ -1,9 +1,9 @@
-"""What a search tries: the degrees that a model and a machine allow, and what may be decided beside them, in order.
+"""The layouts that a search tries: the degrees that a model and a machine allow, in order.
 
-Ranks are interchangeable within a group, so a layout is counted, not enumerated by rank: only degrees differ. Degrees
-that cannot be better are left out here: a tensor-parallel group never leaves its NVLink domain (it talks several times
-in every layer), a context-parallel rank gets at least `MIN_CONTEXT_TOKENS` tokens, and data parallelism takes what is
-left, in whole sequences of the batch.
+Ranks are interchangeable within a group, so layouts differ only in degrees. Degrees that cannot be better are left out:
+a tensor-parallel group stays in its NVLink domain, because it communicates several times in every layer; a
+context-parallel rank has at least `MIN_CONTEXT_TOKENS` tokens; data parallelism uses the remaining GPUs, and every
+replica has full sequences of the batch.
 """
 
 from __future__ import annotations
@@ -15,28 +15,30 @@ from math import gcd, isqrt
 from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
-from meshwright.planner.search.request import MAX_MICRO_BATCHES, Objective, SearchRequest
+from meshwright.planner.search.request import Objective, SearchRequest
+from meshwright.planner.search.runtime_rules import largest_value
 from meshwright.rules.context import head_exchange_ranks, heads_divide
 from meshwright.schedules.pipeline_layout import stages_per_rank
 from meshwright.schedules.registry import kind_of
 
 MIN_CONTEXT_TOKENS = 2048
+MAX_MICRO_BATCHES = largest_value("microBatches")
 MAX_MICRO_BATCH = 32
 MICRO_BATCHES_PER_STAGE = 4
-"""Aim in order of preference: with 4 micro-batches per stage a pipeline idles less than a fifth of the time."""
+"""Target in order of preference: with 4 micro-batches per stage a pipeline idles less than a fifth of the time."""
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """Return all divisors in ascending order."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def request_tiers(request: SearchRequest) -> Iterator[list[SearchRequest]]:
-    """Narrower requests to try in turn: the first tier that fits ends the search.
+    """Yield lists of narrower requests to try in turn. The first list with a layout that fits ends the search.
 
-    With an order of preference a tier is one context degree, and its requests are the checkpointing options, the
-    cheapest first: sharing sequences makes every replica larger, recomputation costs time and no GPU.
+    With an order of preference there is a list for each context degree. Its requests are the checkpointing options, in
+    the order of their cost. Sharing sequences needs more GPUs for every replica; recomputation only takes time.
     """
     if not request.order_of_preference:
         yield [request]
@@ -48,7 +50,7 @@ def request_tiers(request: SearchRequest) -> Iterator[list[SearchRequest]]:
 
 
 def layouts(request: SearchRequest) -> list[Layout]:
-    """Every layout that the request allows, in order of preference where it has one."""
+    """Return every layout that the request allows, in order of preference if it has one."""
     found = [one for one in _layouts(request) if request.world_size in (None, one.world_size)]
     if request.order_of_preference:
         found.sort(key=lambda one: (one.pipeline, one.tensor, one.expert))
@@ -69,7 +71,7 @@ def _layouts(request: SearchRequest) -> Iterator[Layout]:
 
 
 def tensor_degrees(request: SearchRequest) -> list[int]:
-    """Degrees that split heads, feed-forward and vocabulary evenly, within an NVLink domain."""
+    """Return the degrees that split heads, feed-forward and vocabulary evenly, within an NVLink domain."""
     pins = request.pins
     if pins.tensor is not None:
         return [pins.tensor]
@@ -95,7 +97,7 @@ def tensor_degrees(request: SearchRequest) -> list[int]:
 
 
 def context_degrees(request: SearchRequest, tensor: int) -> list[int]:
-    """Powers of two that leave every rank enough tokens to be worth the exchange."""
+    """Return powers of two with which every rank has at least `MIN_CONTEXT_TOKENS` tokens."""
     if request.pins.context is not None:
         return [request.pins.context]
     if not request.techniques.context:
@@ -109,8 +111,9 @@ def context_degrees(request: SearchRequest, tensor: int) -> list[int]:
 
 
 def pipeline_degrees(request: SearchRequest) -> list[int]:
-    """Divisors of the layers, with embedding and output counted as none, one or two of them, and powers of two; with
-    an order of preference every degree that leaves each stage a layer.
+    """Return the divisors of the layers (embedding and output count as zero, one or two), and powers of two.
+
+    With an order of preference, return every degree with which each stage has a layer.
     """
     if request.pins.pipeline is not None:
         return [request.pins.pipeline]
@@ -128,7 +131,7 @@ def pipeline_degrees(request: SearchRequest) -> list[int]:
 
 
 def data_degrees(request: SearchRequest, size: int) -> list[int]:
-    """Numbers of replicas of `size` ranks that share the batch evenly: the most that fit, or all, by objective."""
+    """Return the numbers of replicas of `size` ranks that divide the batch: the largest, or by objective all."""
     max_replicas = request.gpus // size
     batch = request.work.global_batch
     if request.pins.data is not None:
@@ -140,7 +143,7 @@ def data_degrees(request: SearchRequest, size: int) -> list[int]:
 
 
 def expert_degrees(request: SearchRequest, model: Architecture, replicas: int) -> list[int]:
-    """Divisors of the experts that divide the ranks with the same dense parameters."""
+    """Return the divisors of the experts that divide the ranks with the same dense parameters."""
     if request.pins.expert is not None:
         return [request.pins.expert] if replicas % request.pins.expert == 0 else []
     if model.mixture is None or not request.techniques.expert:
@@ -149,15 +152,16 @@ def expert_degrees(request: SearchRequest, model: Architecture, replicas: int) -
 
 
 def micro_batch_sizes(request: SearchRequest, layout: Layout, schedule: PipelineSchedule | None = None) -> list[int]:
-    """Sequences of one micro-batch, ascending: what is pinned, or divisors of a replica's part of the batch.
+    """Return numbers of sequences of a micro-batch, ascending: the pinned one, or divisors of a replica's batch.
 
-    A free search tries powers of two up to `MAX_MICRO_BATCH` and keeps a micro-batch for each stage; in order of
-    preference there are `MICRO_BATCHES_PER_STAGE` for each. Where the batch has too few, it is split the most.
+    A free search tries powers of two up to `MAX_MICRO_BATCH`, with at least one micro-batch for each stage. In order of
+    preference there are at least `MICRO_BATCHES_PER_STAGE` for each. If the batch is too small, micro-batches are as
+    small as possible.
 
     Args:
         request: the search.
         layout: the degrees.
-        schedule: leaves out numbers of micro-batches that it does not exist for.
+        schedule: omit numbers of micro-batches that this schedule does not support.
     """
     replica_batch, pins, pipeline = request.work.global_batch // layout.data, request.pins, layout.pipeline
     if pins.micro_batches is not None:

@@ -1,18 +1,26 @@
-"""Between a job's spec and a search over every degree: what the search may do for it, and its result as a spec."""
+"""Makes a search request from a job's spec, and a spec from the result of a search."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
-from meshwright.api.parallelism import ContextMethod, ParallelismSpec, PipelineSchedule
+from meshwright.api.parallelism import ContextMethod, ParallelismSpec
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload, OuterSpec, TrainingSpec
+from meshwright.api.training import ActivationCheckpointing
 from meshwright.planner.cluster.limits import ClusterLimits
 from meshwright.planner.cost.machine import Machine
-from meshwright.planner.cost.strategy import Strategy, Workload
+from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.cost_model import CostModel
-from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques, runs
+from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques
+from meshwright.planner.search.runtime_rules import (
+    allowed_offload,
+    allowed_zero_stages,
+    allows_shared_sequences,
+    allows_split_experts,
+    parallelism_of,
+    rules_of_worker,
+    training_of,
+)
 from meshwright.planner.workload import TrainingJob
 from meshwright.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
 from meshwright.schedules.pipeline_layout import DEFAULT_VIRTUAL_STAGES
@@ -26,7 +34,7 @@ def search_request(
     objective: Objective = Objective.TIME,
     techniques: Techniques = MESHWRIGHT_TECHNIQUES,
 ) -> SearchRequest:
-    """A search in which `replicas` and every degree are free, and what trains stays as the job says.
+    """Return a search in which `replicas` and all degrees are free, and the job's model and training are kept.
 
     Raises:
         ValueError: there is no GPU to plan for.
@@ -65,14 +73,14 @@ def pinned_request(
     limits: ClusterLimits | None = None,
     techniques: Techniques | None = None,
 ) -> SearchRequest:
-    """A search that keeps every choice of the job, with `replicas` as they are, and decides what its spec leaves out.
+    """Return a search that keeps `replicas` and all stated fields of the job, and decides those that are left out.
 
     Args:
         spec: the job's spec.
         job: its model and training.
-        machine: where it runs; None if the cost model knows none of the GPUs.
-        limits: the GPUs by memory and the widest NVLink domain; those of `machine` where left out.
-        techniques: what may be chosen; what the worker runs with everything that the job states where left out.
+        machine: the hardware; None if no GPU is in the catalog.
+        limits: the GPUs by memory and the largest NVLink domain. Defaults to those of `machine`.
+        techniques: the techniques to choose from. Defaults to those of the worker that the job allows.
     """
     stated, workers = spec.parallelism, spec.workers
     return SearchRequest(
@@ -83,7 +91,7 @@ def pinned_request(
         pins=Pins(
             tensor=stated.tensor,
             sequence_parallel=stated.sequence,
-            context=stated.context or _only_context(job, stated.order),
+            context=stated.context or _only_context(job, stated),
             context_method=stated.context_method,
             pipeline=stated.pipeline,
             schedule=stated.schedule,
@@ -108,11 +116,11 @@ CANDIDATE_SCHEDULES = tuple(
         key=lambda order: kind_of(order).candidate_rank or 0,
     )
 )
-"""Synchronous schedules that may be worth it, the simplest first; the others hold more and wait as long."""
+"""Synchronous schedules to choose from, the simplest first. The others need more memory and have the same bubble."""
 
 
 def _preferred_techniques(job: TrainingJob) -> Techniques:
-    """Of the worker's techniques, those of a search in order of preference; what ranks refuse is not asked yet."""
+    """Return the techniques of a search in order of preference. Rules are not checked for each candidate."""
     return replace(
         techniques_for(job),
         schedules=CANDIDATE_SCHEDULES,
@@ -124,53 +132,46 @@ def _preferred_techniques(job: TrainingJob) -> Techniques:
     )
 
 
-def _only_context(job: TrainingJob, schedule: PipelineSchedule | None = None) -> int | None:
-    """1 if ranks cannot share a sequence; None if the degree is free. `schedule` is the one that is given."""
-    mixture = job.architecture.mixture
-    needs_whole_sequences = (
-        job.training.attention_dropout > 0
-        or (schedule is not None and kind_of(schedule).asynchronous)
-        or (mixture is not None and mixture.capacity_factor is not None)
-    )
-    return 1 if needs_whole_sequences else None
+def _only_context(job: TrainingJob, stated: ParallelismSpec) -> int | None:
+    """1 if ranks cannot share a sequence; None if the degree is free."""
+    # An asynchronous schedule may have context-parallel ranks, but the search does not choose them.
+    return None if allows_shared_sequences(job, stated) and not kind_of(stated.order).asynchronous else 1
 
 
 def techniques_for(job: TrainingJob, techniques: Techniques = MESHWRIGHT_TECHNIQUES) -> Techniques:
-    """Of the worker's techniques, those that go with what the job trains and how."""
+    """Return the worker's techniques for a job.
+
+    The rule book decides about each candidate. A technique that it rejects in every layout is not tried at all.
+    """
     training = job.training
-    adamw_with_masters = training.optimizer.name is OptimizerName.ADAMW and training.master_weights
-    if not adamw_with_masters:
-        # Flat shards cut matrices anywhere and round by place; moments are only offloaded beside masters.
-        techniques = replace(techniques, zero_stages=(0, 2, 3), offload=(OptimizerOffload.NONE,))
-    if training.compile:
-        recompute = tuple(
-            method for method in techniques.checkpointing if method is not ActivationCheckpointing.SELECTIVE
-        )
-        techniques = replace(techniques, checkpointing=recompute)
-    if training.outer is not None:
-        techniques = replace(techniques, offload=(OptimizerOffload.NONE,), expert=False)
+    zero_stages = allowed_zero_stages(job, techniques.zero_stages)
+    checkpointing = techniques.checkpointing
     if training.parameter_offload:
-        techniques = replace(techniques, zero_stages=(3,), runs=partial(_parameters_sharded, training.outer))
-    return techniques
-
-
-def _parameters_sharded(outer: OuterSpec | None, work: Workload, choices: Strategy) -> bool:
-    """Offloaded parameters are FSDP's shards: there must be someone of the same island to share with."""
-    islands = 1 if outer is None else outer.islands or choices.data
-    return choices.shard_ranks > islands and choices.zero_stage == 3 and runs(work, choices)
-
-
-def _pins(spec: ParallelTrainingJobSpec, job: TrainingJob) -> Pins:
-    """What a search may not change: islands are made of the replicas there are, and some jobs need whole rows."""
-    return Pins(
-        context=_only_context(job),
-        data=spec.replicas if job.training.outer is not None else None,
-        expert=1 if job.training.outer is not None else None,
+        zero_stages = (3,)
+    if training.compile:
+        # The rules allow `Selective` for compiled layers that nothing splits. A search does not try it.
+        checkpointing = tuple(method for method in checkpointing if method is not ActivationCheckpointing.SELECTIVE)
+    return replace(
+        techniques,
+        # A job that breaks a rule itself is planned as it is: the plan's check names the rule.
+        zero_stages=zero_stages or techniques.zero_stages,
+        offload=allowed_offload(job, techniques.offload) or techniques.offload,
+        checkpointing=checkpointing,
+        expert=techniques.expert and allows_split_experts(job),
+        runs=rules_of_worker(job.parallelism, training),
     )
 
 
-def apply_strategy(spec: ParallelTrainingJobSpec, choices: Strategy) -> ParallelTrainingJobSpec:
-    """The job in a layout that a search found: its spec with everything written out.
+def _pins(spec: ParallelTrainingJobSpec, job: TrainingJob) -> Pins:
+    """Return the decisions that a free search may not make: some jobs fix the replicas or need entire sequences."""
+    return Pins(
+        context=_only_context(job, ParallelismSpec()),
+        data=spec.replicas if job.training.outer is not None else None,
+    )
+
+
+def apply_strategy(spec: ParallelTrainingJobSpec, strategy: Strategy) -> ParallelTrainingJobSpec:
+    """Return the job's spec with all decisions of a strategy written out.
 
     Raises:
         ValueError: the spec has no `training`.
@@ -179,35 +180,8 @@ def apply_strategy(spec: ParallelTrainingJobSpec, choices: Strategy) -> Parallel
         raise ValueError("`training` is required")
     return spec.model_copy(
         update={
-            "replicas": choices.data,
-            "parallelism": _parallelism(spec, choices),
-            "training": _training(spec.training, choices),
+            "replicas": strategy.data,
+            "parallelism": parallelism_of(strategy, spec.parallelism),
+            "training": training_of(spec.training, strategy.checkpointing, strategy.optimizer_offload),
         }
     )
-
-
-def _parallelism(spec: ParallelTrainingJobSpec, choices: Strategy) -> ParallelismSpec:
-    has_pipeline = choices.pipeline > 1
-    schedule = choices.schedule
-    return ParallelismSpec(
-        tensor=choices.tensor,
-        pipeline=choices.pipeline,
-        expert=choices.expert,
-        sequence=choices.sequence_parallel if choices.tensor > 1 else spec.parallelism.sequence,
-        expert_tensor=spec.parallelism.expert_tensor,
-        tensor_overlap=spec.parallelism.tensor_overlap and choices.tensor > 1 and choices.sequence_parallel,
-        context=choices.context,
-        context_method=choices.context_method if choices.context > 1 else ContextMethod.RING_ZIG_ZAG,
-        schedule=schedule if has_pipeline else None,
-        virtual_stages=choices.virtual_stages if has_pipeline and choices.schedule_kind.virtual_stages else None,
-        layer_split=list(choices.layer_split) if choices.layer_split is not None else None,
-        micro_batches=choices.micro_batches,
-        zero_stage=choices.zero_stage,
-    )
-
-
-def _training(training: TrainingSpec, choices: Strategy) -> TrainingSpec:
-    optimizer = training.optimizer
-    if choices.optimizer_offload is OptimizerOffload.CPU:
-        optimizer = optimizer.model_copy(update={"offload": OptimizerOffload.CPU, "offload_path": None})
-    return training.model_copy(update={"activation_checkpointing": choices.checkpointing, "optimizer": optimizer})

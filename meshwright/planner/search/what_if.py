@@ -1,4 +1,4 @@
-"""What a better cluster would give: the same search on a machine with one thing improved."""
+"""Estimates what a better cluster would gain: repeats the search on a machine with one improvement."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from meshwright.planner.search.request import SearchRequest
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """One improvement and what it brings."""
+    """An improvement and its gain."""
 
     change: str
     found: Candidate | None
-    """The best layout then; None where nothing fits."""
+    """The best layout with it. None if nothing fits."""
     speedup: float
-    """Tokens per second over those now."""
+    """Tokens per second relative to those without the improvement."""
 
     @property
     def sentence(self) -> str:
-        """The answer in words."""
+        """The improvement and its gain."""
         if self.found is None:
             return f"{self.change}: no layout"
         return f"{self.change}: {self.speedup:.2f} times the tokens per second ({self.found.summary})"
 
 
 def what_ifs(result: SearchResult) -> tuple[WhatIf, ...]:
-    """Twice the GPUs, twice the network, twice the NVLink domain and half again the memory, each alone."""
+    """Search with twice the GPUs, network bandwidth or NVLink domain, or 1.5 times the memory, one at a time."""
     request = result.request
     now = result.best.estimate.tokens_per_second
     answers = []
@@ -45,7 +45,7 @@ def what_ifs(result: SearchResult) -> tuple[WhatIf, ...]:
 
 
 def _improvements(request: SearchRequest) -> list[tuple[str, SearchRequest]]:
-    machine = request.priced_machine
+    machine = request.required_machine
     levels = machine.fabric.levels
     faster = (levels[0], *(replace(level, bandwidth=2 * level.bandwidth) for level in levels[1:]))
     roomier = replace(machine, gpu=replace(machine.gpu, memory=1.5 * machine.gpu.memory))

@@ -110,7 +110,7 @@ class CalibrationLoop:
         schedule = plan.schedule or PipelineSchedule.ONE_F_ONE_B
         checkpointing = plan.activation_checkpointing or ActivationCheckpointing.NONE
         strategy = cost_model.job.strategy(layout, plan.micro_batches, schedule, checkpointing)
-        if cost_model.price(strategy).seconds <= 0:
+        if cost_model.estimate(strategy).seconds <= 0:
             return None
         seconds = cost_model.work.tokens / status.tokens_per_second
         groups = group_spans_of_status(

@@ -32,18 +32,18 @@ class Pipeline:
         return max(ranks, key=self.simulation.busy)
 
 
-def simulate_pipeline(work: Workload, choices: Strategy, machine: Machine, groups: GroupSpans) -> Pipeline:
+def simulate_pipeline(work: Workload, strategy: Strategy, machine: Machine, groups: GroupSpans) -> Pipeline:
     """Generates and simulates the pipeline of a layout.
 
     Raises:
         ValueError: the layers cannot be split, or the schedule cannot be made for these numbers.
     """
-    schedule = choices.schedule_kind.generate(choices.pipeline_shape)
-    parts = [part for own in choices.layers_of(work.model.layers) for part in own]
+    schedule = strategy.schedule_kind.generate(strategy.pipeline_shape)
+    parts = [part for own in strategy.layers_of(work.model.layers) for part in own]
     costs = []
     for number, own in enumerate(sorted(parts, key=lambda part: (part.start, part.stop))):
         mixtures = work.model.count_mixtures(own.start, own.stop)
         stage = Stage(number, len(own), mixtures, number == 0, number == len(parts) - 1)
-        costs.append(ActionCosts(*stage_times(work, choices, machine, groups, stage)))
-    hop = stage_transfer_seconds(work, choices, machine, groups)
+        costs.append(ActionCosts(*stage_times(work, strategy, machine, groups, stage)))
+    hop = stage_transfer_seconds(work, strategy, machine, groups)
     return Pipeline(schedule, simulate(schedule, costs, hop))

@@ -132,9 +132,9 @@ def test_one_rank_talks_to_nobody(span: Span) -> None:
 
 
 def test_groups_follow_the_order_of_ranks() -> None:
-    choices = Strategy(tensor=4, pipeline=4, data=8, context=2)
-    ours = group_spans(choices, NODES, RankOrder.PIPELINE_INNER)
-    theirs = group_spans(choices, NODES, RankOrder.DATA_INNER)
+    strategy = Strategy(tensor=4, pipeline=4, data=8, context=2)
+    ours = group_spans(strategy, NODES, RankOrder.PIPELINE_INNER)
+    theirs = group_spans(strategy, NODES, RankOrder.DATA_INNER)
     assert ours.tensor == theirs.tensor == Span((4, 4))
     assert ours.context == Span((2, 2))
     # Meshwright: stages 8 ranks apart, one a node. Megatron: replicas 8 apart, stages 64 apart.

@@ -87,9 +87,9 @@ def test_figure_1_of_korthikanti(
         (ActivationCheckpointing.NONE, False, none),
         (ActivationCheckpointing.SELECTIVE, True, selective),
     ):
-        choices = Strategy(tensor=tp, checkpointing=how, sequence_parallel=parallel)
+        strategy = Strategy(tensor=tp, checkpointing=how, sequence_parallel=parallel)
         layer = layer_activations(model, False, 2048, tp, parallel, Precision.FP16, False, MEGATRON)
-        ours = saved_bytes(layer, 1, choices) * tokens * depth / GIB
+        ours = saved_bytes(layer, 1, strategy) * tokens * depth / GIB
         assert ours == pytest.approx(expected, rel=2e-4)
 
 
@@ -132,7 +132,7 @@ def test_the_worst_stage_is_the_worst_of_all(
     runtime: str,
 ) -> None:
     model = model.model_copy(update={"layers": sum(split), "name": f"{model.name} {sum(split)}"})
-    choices = Strategy(
+    strategy = Strategy(
         pipeline=len(split),
         layer_split=tuple(split),
         schedule=schedule,
@@ -140,15 +140,15 @@ def test_the_worst_stage_is_the_worst_of_all(
         micro_batches=micro_batches,
         checkpointing=recompute,
     )
-    every = memory_by_stage(work(model), choices, FRAMEWORKS[runtime])
+    every = memory_by_stage(work(model), strategy, FRAMEWORKS[runtime])
     assert [memory.stage for memory in every] == list(range(len(split)))
-    assert worst_stage(work(model), choices, FRAMEWORKS[runtime]).total == max(memory.total for memory in every)
+    assert worst_stage(work(model), strategy, FRAMEWORKS[runtime]).total == max(memory.total for memory in every)
 
 
 def test_the_second_stage_can_be_the_worst() -> None:
     # A first stage with fewer layers, as in Zero Bubble's runs.
-    choices = Strategy(pipeline=4, micro_batches=16, layer_split=(4, 10, 10, 8))
-    assert worst_stage(work(), choices, MEGATRON).stage == 1
+    strategy = Strategy(pipeline=4, micro_batches=16, layer_split=(4, 10, 10, 8))
+    assert worst_stage(work(), strategy, MEGATRON).stage == 1
 
 
 models = st.sampled_from([SEVEN, published("qwen2.5-0.5b"), published("mixtral-8x7b"), published("deepseek-v2-lite")])
@@ -157,8 +157,10 @@ models = st.sampled_from([SEVEN, published("qwen2.5-0.5b"), published("mixtral-8
 @given(models, st.sampled_from([1, 2, 4]), st.integers(1, 8), st.sampled_from([1, 2, 4]))
 def test_stages_hold_every_parameter_once(model: Architecture, tensor: int, pipeline: int, expert: int) -> None:
     untied = model.model_copy(update={"tie_embeddings": False})
-    choices = Strategy(tensor=tensor, pipeline=pipeline, expert=expert, data=expert)
-    held = [stage_parameters(untied, stage, tensor, choices.expert_parts) for stage in stages_of(untied, choices).every]
+    strategy = Strategy(tensor=tensor, pipeline=pipeline, expert=expert, data=expert)
+    held = [
+        stage_parameters(untied, stage, tensor, strategy.expert_parts) for stage in stages_of(untied, strategy).every
+    ]
     experts = sum(part.experts for part in held) * tensor * expert
     if untied.mixture is not None:
         assert experts == pytest.approx(untied.count_mixtures(0, untied.layers) * layer_counts(untied, True).experts)
@@ -258,15 +260,15 @@ def test_fp8_keeps_copies_of_weights() -> None:
         ({"checkpoint_every": 0}, "`checkpoint_every`"),
     ],
 )
-def test_impossible_choices_are_refused(changes: dict[str, int], named: str) -> None:
+def test_impossible_strategies_are_refused(changes: dict[str, int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Strategy(**changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("choices", "named"),
+    ("strategy", "named"),
     [(Strategy(pipeline=64), "64 pipeline ranks"), (Strategy(pipeline=2, layer_split=(30, 3)), "`layer_split`")],
 )
-def test_layers_that_cannot_be_split_are_refused(choices: Strategy, named: str) -> None:
+def test_layers_that_cannot_be_split_are_refused(strategy: Strategy, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        worst_stage(work(), choices, MEGATRON)
+        worst_stage(work(), strategy, MEGATRON)

@@ -31,8 +31,8 @@ LLAMA = PRESETS["llama-3.1-70b"]
 H100S = machine_for(H100)
 
 
-def seconds(choices: Strategy, work: Workload | None = None, machine: Machine = H100S) -> float:
-    return estimate(work or Workload(LLAMA, 8192, 64), choices, machine).seconds
+def seconds(strategy: Strategy, work: Workload | None = None, machine: Machine = H100S) -> float:
+    return estimate(work or Workload(LLAMA, 8192, 64), strategy, machine).seconds
 
 
 # Korthikanti et al. (arXiv 2205.05198, table 4): milliseconds of one layer of the 22B model, TP 8, micro-batch 4.
@@ -90,7 +90,7 @@ def test_weak_scaling_on_a100(
     name: str, tensor: int, pipeline: int, data: int, micro: int, batch: int, measured: float
 ) -> None:
     work = Workload(published(name), 2048, batch, causal=False)
-    choices = Strategy(
+    strategy = Strategy(
         tensor=tensor,
         pipeline=pipeline,
         data=data,
@@ -101,7 +101,7 @@ def test_weak_scaling_on_a100(
         precision=Precision.FP16,
     )
     machine = machine_for(A100, FRAMEWORKS["megatron-lm"])
-    assert estimate(work, choices, machine).seconds == pytest.approx(measured, rel=0.08)
+    assert estimate(work, strategy, machine).seconds == pytest.approx(measured, rel=0.08)
 
 
 # Megatron-LM on 175B, strong scaling at two batch sizes (arXiv 2402.15627, table 2): GPUs, batch, seconds. No constant
@@ -112,7 +112,7 @@ STRONG = [(256, 768, 40.0), (512, 768, 21.2), (1024, 768, 11.9), (3072, 6144, 29
 @pytest.mark.parametrize(("gpus", "batch", "measured"), [*STRONG, (12288, 6144, 8.57)])
 def test_strong_scaling_that_was_never_fitted(gpus: int, batch: int, measured: float) -> None:
     data = gpus // 64
-    choices = Strategy(
+    strategy = Strategy(
         tensor=8,
         pipeline=8,
         data=data,
@@ -124,12 +124,12 @@ def test_strong_scaling_that_was_never_fitted(gpus: int, batch: int, measured: f
     )
     work = Workload(published("gpt3-175b").model_copy(update={"vocab_size": 64_000}), 2048, batch, causal=False)
     machine = machine_for(A100, FRAMEWORKS["megatron-lm"])
-    assert estimate(work, choices, machine).seconds == pytest.approx(measured, rel=0.12)
+    assert estimate(work, strategy, machine).seconds == pytest.approx(measured, rel=0.12)
 
 
 def test_a_mixture_that_was_never_fitted() -> None:
     # DeepSeek-V3 on 2,048 H800 (arXiv 2505.09343, table 4): 19.926 s; PP 16, EP 64, ZeRO-1, DualPipe, fp8.
-    choices = Strategy(
+    strategy = Strategy(
         pipeline=16,
         data=128,
         expert=64,
@@ -140,7 +140,7 @@ def test_a_mixture_that_was_never_fitted() -> None:
         layer_split=(4,) * 13 + (3,) * 3,
     )
     machine = machine_for(ACCELERATORS["H800-SXM5-80GB"], FRAMEWORKS["megatron-core"])
-    found = estimate(Workload(published("deepseek-v3"), 4096, 15360), choices, machine)
+    found = estimate(Workload(published("deepseek-v3"), 4096, 15360), strategy, machine)
     assert found.seconds == pytest.approx(19.926, rel=0.15)
 
 
@@ -203,13 +203,13 @@ def test_an_automatic_schedule_waits_less_with_more_room() -> None:
 @pytest.mark.parametrize("split", [None, (11, 10, 10, 10, 10, 10, 10, 9)])
 def test_the_closed_form_agrees_with_the_simulated_pipeline(schedule: Schedule, split: tuple[int, ...] | None) -> None:
     chunks = 2 if schedule is Schedule.INTERLEAVED else 1
-    choices = Strategy(
+    strategy = Strategy(
         tensor=8, pipeline=8, micro_batches=64, schedule=schedule, virtual_stages=chunks, layer_split=split
     )
     work = Workload(LLAMA, 8192, 64)
-    groups = group_spans(choices, H100S.fabric, H100S.runtime.order)
-    pipeline = simulate_pipeline(work, choices, H100S, groups)
-    time = estimate(work, choices, H100S).time
+    groups = group_spans(strategy, H100S.fabric, H100S.runtime.order)
+    pipeline = simulate_pipeline(work, strategy, H100S, groups)
+    time = estimate(work, strategy, H100S).time
     closed = time.total - time.data - time.optimizer - 15e-3 * H100S.constants.host
     assert closed == pytest.approx(pipeline.simulation.makespan, rel=0.08)
     assert pipeline.slowest == (7 if split is None else 0)
@@ -271,10 +271,10 @@ def test_experts_pay_more_outside_their_domain() -> None:
 
 
 def test_the_slowest_gpu_sets_the_pace() -> None:
-    choices = Strategy(tensor=8, data=8, micro_batches=8)
+    strategy = Strategy(tensor=8, data=8, micro_batches=8)
     half = machine_for(H100, slowest=0.5)
-    full = estimate(Workload(LLAMA, 8192, 64), choices, H100S).time
-    slow = estimate(Workload(LLAMA, 8192, 64), choices, half).time
+    full = estimate(Workload(LLAMA, 8192, 64), strategy, H100S).time
+    slow = estimate(Workload(LLAMA, 8192, 64), strategy, half).time
     assert slow.compute == pytest.approx(2 * full.compute)
     assert slow.tensor == full.tensor
 
@@ -299,7 +299,7 @@ def test_every_layout_has_a_finite_cost(
     form: tuple[Precision, bool],
     gpu: str,
 ) -> None:
-    choices = Strategy(
+    strategy = Strategy(
         tensor=tensor,
         pipeline=pipeline,
         data=data,
@@ -310,7 +310,7 @@ def test_every_layout_has_a_finite_cost(
         precision=form[0],
         fp8=form[1],
     )
-    found = estimate(Workload(model, 1024, 8 * data), choices, machine_for(ACCELERATORS[gpu]))
+    found = estimate(Workload(model, 1024, 8 * data), strategy, machine_for(ACCELERATORS[gpu]))
     assert 0.0 < found.seconds < float("inf")
     assert 0.0 < found.mfu < (2.0 if form[1] else 1.0)  # of the peak of bf16
     assert 0.0 <= found.bubble < 1.0
@@ -319,10 +319,10 @@ def test_every_layout_has_a_finite_cost(
 
 def test_fits_is_the_estimates_memory() -> None:
     work = Workload(LLAMA, 8192, 64)
-    for choices in (Strategy(data=64), Strategy(tensor=8, pipeline=4, data=2, micro_batches=32, zero_stage=1)):
-        memory = estimate(work, choices, H100S).memory
-        assert memory == memory_of(work, choices, H100S)
-        assert fits(work, choices, H100S) == (memory.total <= H100.memory)
+    for strategy in (Strategy(data=64), Strategy(tensor=8, pipeline=4, data=2, micro_batches=32, zero_stage=1)):
+        memory = estimate(work, strategy, H100S).memory
+        assert memory == memory_of(work, strategy, H100S)
+        assert fits(work, strategy, H100S) == (memory.total <= H100.memory)
     assert not fits(work, Strategy(data=64), H100S)
 
 
@@ -351,11 +351,11 @@ def layouts() -> list[Strategy]:
 def test_calibration_finds_the_constants_that_made_the_steps(truth: Constants) -> None:
     work, fabric = Workload(published("llama-2-7b"), 2048, 64), Fabric.of(A100)
 
-    def step(choices: Strategy, constants: Constants) -> float:
-        return estimate(work, choices, Machine(A100, fabric, FRAMEWORKS["megatron-lm"], constants)).seconds
+    def step(strategy: Strategy, constants: Constants) -> float:
+        return estimate(work, strategy, Machine(A100, fabric, FRAMEWORKS["megatron-lm"], constants)).seconds
 
-    measured = [step(choices, truth) for choices in layouts()]
-    estimates = [lambda constants, choices=choices: step(choices, constants) for choices in layouts()]
+    measured = [step(strategy, truth) for strategy in layouts()]
+    estimates = [lambda constants, strategy=strategy: step(strategy, constants) for strategy in layouts()]
     found = calibrate(estimates, measured, prior_weight=1e-6)
     assert (found.compute, found.communication, found.host) == pytest.approx(
         (truth.compute, truth.communication, truth.host), rel=0.02
@@ -401,6 +401,8 @@ def test_gpus_of_labels_have_machines() -> None:
 def test_asynchronous_tensor_parallelism_hides_half_of_its_communication() -> None:
     plain = Strategy(tensor=8, data=8, micro_batches=8)
     work = Workload(LLAMA, 8192, 64)
-    without, hiding = (estimate(work, choices, H100S).time for choices in (plain, replace(plain, tensor_overlap=True)))
+    without, hiding = (
+        estimate(work, strategy, H100S).time for strategy in (plain, replace(plain, tensor_overlap=True))
+    )
     assert hiding.tensor == pytest.approx(without.tensor / 2)
     assert hiding.compute == without.compute

@@ -274,7 +274,8 @@ def test_the_message_says_what_is_short_and_what_would_fit() -> None:
     with pytest.raises(DoesNotFitError) as caught:
         place(plan_of(2, 2, 2, 2), inventory(*racks(2, 2, 2)[:3]))
     assert str(caught.value) == (
-        "needs 4 workers of 2 GPUs; room for 3: rack0 2, rack1 1; short by 1 worker (2 GPUs); replicas: 1 would fit now"
+        "3 of 4 workers with 2 GPUs each fit (rack0: 2, rack1: 1): 2 GPUs missing. "
+        "Free 2 GPUs, or set `spec.replicas: 1` to start now"
     )
     assert (caught.value.unplaced_workers, caught.value.replicas_that_fit) == (1, 1)
     assert not caught.value.blocked_by_kept_workers
@@ -282,24 +283,24 @@ def test_the_message_says_what_is_short_and_what_would_fit() -> None:
 
 def test_the_message_names_nodes_that_are_left_out() -> None:
     nodes = [node("n0", gpus=2, unschedulable=True), node("n1", gpus=2)]
-    with pytest.raises(DoesNotFitError, match=r"not counted: n0 \(cordoned\).*not even one replica"):
+    with pytest.raises(DoesNotFitError, match=r"Excluded nodes: n0 \(cordoned\)\. No smaller number of replicas fits"):
         place(plan_of(2, 2, 1, 2), inventory(*nodes))
 
 
 def test_the_message_counts_reasons_when_many_nodes_are_left_out() -> None:
     nodes = [node(f"n{i}", gpus=2, unschedulable=True) for i in range(5)]
-    with pytest.raises(DoesNotFitError, match=r"not counted: 5 nodes \(5 cordoned\)"):
+    with pytest.raises(DoesNotFitError, match=r"Excluded nodes: 5 \(5 cordoned\)"):
         place(plan_of(2, 1, 1, 2), inventory(*nodes))
 
 
 def test_a_tensor_group_over_workers_needs_one_domain_and_the_message_says_so() -> None:
-    with pytest.raises(DoesNotFitError, match=r"each 2 of a tensor-parallel group in one NVLink domain"):
+    with pytest.raises(DoesNotFitError, match=r"Each tensor-parallel group needs 2 workers in one NVLink domain"):
         place(plan_of(4, 1, 1, 2), inventory(node("n0", gpus=2), node("n1", gpus=2)))
 
 
 def test_a_worker_that_cannot_rejoin_its_group_says_that_a_fresh_start_would_fit() -> None:
     trays = [node("a0", gpus=4, domain="a"), *(node(f"b{i}", gpus=4, domain="b") for i in range(2))]
-    with pytest.raises(DoesNotFitError, match="it would fit if all workers were placed again") as caught:
+    with pytest.raises(DoesNotFitError, match="It would fit if all workers were placed again") as caught:
         place(plan_of(8, 1, 1, 4), inventory(*trays), {0: "a0"})
     assert caught.value.blocked_by_kept_workers
     assert caught.value.unplaced_workers == 1
@@ -308,7 +309,7 @@ def test_a_worker_that_cannot_rejoin_its_group_says_that_a_fresh_start_would_fit
 def test_cpu_and_memory_limit_too_and_the_message_says_so() -> None:
     plan = plan_of(2, 1, 2, 2)
     greedy = Plan(plan.strategy, 2, type(plan.worker_request)(gpus=2, cpu_milli=40_000, pods=1))
-    with pytest.raises(DoesNotFitError, match="counting only GPUs, 4 workers would fit: CPU, memory or pod slots"):
+    with pytest.raises(DoesNotFitError, match="Counting only GPUs, 4 workers fit: CPU, memory or pod slots"):
         place(greedy, inventory(node("n0", gpus=8)))
 
 

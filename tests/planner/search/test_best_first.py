@@ -61,7 +61,7 @@ def _everything(request: SearchRequest) -> list[Candidate]:
                     continue
                 if method.value == "ulysses" and model.heads % (layout.tensor * layout.context):
                     continue
-                choices = Strategy(
+                strategy = Strategy(
                     tensor=layout.tensor,
                     sequence_parallel=layout.tensor > 1,
                     context=layout.context,
@@ -76,8 +76,8 @@ def _everything(request: SearchRequest) -> list[Candidate]:
                     micro_batches=count,
                     checkpointing=again,
                 )
-                if memory_of(request.work, choices, request.machine).total <= limit:
-                    found.append(Candidate(choices, estimate(request.work, choices, request.machine), request.node))
+                if memory_of(request.work, strategy, request.machine).total <= limit:
+                    found.append(Candidate(strategy, estimate(request.work, strategy, request.machine), request.node))
     return found
 
 
@@ -100,7 +100,7 @@ def test_nothing_better_is_missed(
     result = search(request)
     assert result.best.score(objective) <= least * TIE_TOLERANCE * (1 + 1e-9)
     assert min(one.score(objective) for one in result.ranked) == pytest.approx(least, rel=1e-3)
-    assert result.priced < len(tried) or len(tried) < 50
+    assert result.estimated < len(tried) or len(tried) < 50
 
 
 def test_among_equals_the_simplest_wins() -> None:

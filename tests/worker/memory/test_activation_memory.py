@@ -93,8 +93,8 @@ def kept_by_layers(stage: DecoderStage) -> int:
 )
 def test_a_group_keeps_its_input(how: HOW, every: int) -> None:
     kept = kept_by_layers(stage_with(activation_checkpointing=how, checkpoint_every=every))
-    choices = Strategy(checkpointing=how, checkpoint_every=every)
-    groups = -(-MODEL.layers // choices.recompute_group(MODEL.layers))
+    strategy = Strategy(checkpointing=how, checkpoint_every=every)
+    groups = -(-MODEL.layers // strategy.recompute_group(MODEL.layers))
     assert kept == pytest.approx(groups * TOKENS * MODEL.hidden_size * 4, rel=0.05)
 
 
