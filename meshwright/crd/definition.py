@@ -9,7 +9,7 @@ from meshwright.api.names import MAX_JOB_NAME
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.crd.structural_schema import Schema, structural_schema
-from meshwright.rules.transition import TRANSITIONS
+from meshwright.rules.edits import IMMUTABLE
 from meshwright.rules.validation import SPEC_RULES
 from meshwright.schedules.schedule import registered
 
@@ -98,12 +98,12 @@ def _root_schema() -> Schema:
             _NAME_RULE,
             *(
                 {
-                    "rule": transition.cel,
-                    "message": transition.message,
-                    "fieldPath": f".spec.{transition.field}",
+                    "rule": immutable.cel,
+                    "message": immutable.message,
+                    "fieldPath": f".spec.{immutable.field}",
                     "reason": "FieldValueForbidden",
                 }
-                for transition in TRANSITIONS
+                for immutable in IMMUTABLE
             ),
         ],
     }

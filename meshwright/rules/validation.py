@@ -25,6 +25,7 @@ from meshwright.protocol.run_config import NativeRun
 from meshwright.rules.context import CONTEXT_RULES
 from meshwright.rules.data import DATA_RULES
 from meshwright.rules.data_parallel import REPLICA_RULES
+from meshwright.rules.edits import IMMUTABLE
 from meshwright.rules.facts import Facts, facts_of_run
 from meshwright.rules.memory import MEMORY_RULES
 from meshwright.rules.mixture import MIXTURE_RULES
@@ -36,7 +37,6 @@ from meshwright.rules.recovery import POLICY_RULES
 from meshwright.rules.rule import Rule
 from meshwright.rules.runtime import RUNTIME_RULES
 from meshwright.rules.training import TRAINING_RULES
-from meshwright.rules.transition import TRANSITIONS
 from meshwright.rules.volumes import VOLUMES_RULES
 from meshwright.rules.workers import WORKERS_RULES
 
@@ -83,7 +83,7 @@ def check_spec(spec: ParallelTrainingJobSpec) -> list[Problem]:
 
 def check_edit(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> list[Problem]:
     """What an edit of a started job changes and may not, in the order of the table; empty for an edit that is fine."""
-    return [Problem(t.field, t.message) for t in TRANSITIONS if not t.holds(running, wanted)]
+    return [Problem(field.field, field.message) for field in IMMUTABLE if not field.holds(running, wanted)]
 
 
 def run_problems(run: NativeRun) -> list[str]:

@@ -13,8 +13,8 @@ from meshwright_cli.manifest import ManifestError
 from meshwright_local.kube.client import APPLY_PATCH, MERGE_PATCH, ApiError
 from meshwright_local.kube.resources import JOBS, NAMESPACES, PODS
 from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
-from tests.api.test_edits import FINE_EDITS, REFUSED_EDITS
 from tests.e2e.local_stack import EXAMPLES, NAMESPACE, holds, tiny
+from tests.rules.test_edits import FINE_EDITS, REFUSED_EDITS
 from tests.rules.test_rules import CASES, COMMAND, GOOD, changed
 
 CLAIM = {"name": "v", "mountPath": "/v", "claimName": "c"}
