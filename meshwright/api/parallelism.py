@@ -73,6 +73,13 @@ class ContextMethod(StrEnum):
     """All-to-all inside groups of neighbors, a ring across them (USP, arXiv 2405.07719)."""
 
 
+ASSUMED_CONTEXT = 1
+"""The context degree that rules assume until the planner has chosen one."""
+
+ASSUMED_SCHEDULE = PipelineSchedule.ONE_F_ONE_B
+"""The schedule that rules assume until the planner has chosen one."""
+
+
 class ParallelismSpec(ApiModel):
     """How one replica of the model is split. The planner chooses what is left out."""
 
@@ -140,9 +147,9 @@ class ParallelismSpec(ApiModel):
     @property
     def order(self) -> PipelineSchedule:
         """The schedule, or the one that rules assume if it is left out."""
-        return self.schedule or PipelineSchedule.ONE_F_ONE_B
+        return self.schedule or ASSUMED_SCHEDULE
 
     @property
     def context_or_default(self) -> int:
-        """The context degree, or 1 if it is left out."""
-        return self.context or 1
+        """The context degree, or the one that rules assume if it is left out."""
+        return self.context or ASSUMED_CONTEXT

@@ -149,7 +149,10 @@ FORMER_DEFAULTS = {
     "parallelism.schedule": "1F1B",
     "training.activationCheckpointing": "None",
 }
-"""Former defaults of fields that the planner now chooses. Stored objects contain them, with the same meaning."""
+"""Former defaults of fields that the planner now chooses. Stored objects contain them, with the same meaning.
+
+They are history, not what rules assume today: if an assumption changes, the revision of a running job must not.
+"""
 
 
 def effect_of(path: str) -> Effect:
