@@ -1,10 +1,14 @@
-"""Rules on batch and learning-rate schedule."""
+"""Rules on `training`: batch, learning rate, adapters, number formats, optimizer and offload."""
 
 from __future__ import annotations
 
+from meshwright.api.data import Packing
+from meshwright.api.precision import Fp8Scaling, Fp8Update, Precision
+from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload
 from meshwright.models.lora import layer_targets
 from meshwright.rules.facts import Facts
-from meshwright.rules.rule import Rule
+from meshwright.rules.rule import Rule, schedule_is
+from meshwright.schedules.registry import kind_of
 
 
 def _batch_splits(facts: Facts) -> bool:
@@ -40,6 +44,80 @@ def _every_layer_is_adapted(facts: Facts) -> bool:
         latent=model.latent is not None, gated=model.gated is not False, mixture=model.mixture is not None
     )
     return not in_every_layer.isdisjoint(training.lora.targets)
+
+
+def _masters_unless_bf16(facts: Facts) -> bool:
+    training = facts.training
+    return training is None or training.master_weights or training.precision is Precision.BF16
+
+
+def _masters_for_muon(facts: Facts) -> bool:
+    training = facts.training
+    return training is None or training.master_weights or training.optimizer.name is OptimizerName.ADAMW
+
+
+def _offload_needs_adamw(facts: Facts) -> bool:
+    training = facts.training
+    if training is None or training.optimizer.offload is OptimizerOffload.NONE:
+        return True
+    return training.master_weights and training.optimizer.name is OptimizerName.ADAMW
+
+
+def _path_for_file(facts: Facts) -> bool:
+    optimizer = facts.training.optimizer if facts.training is not None else None
+    if optimizer is None:
+        return True
+    return (optimizer.offload is OptimizerOffload.FILE) == (optimizer.offload_path is not None)
+
+
+def _path_for_parameters(facts: Facts) -> bool:
+    training = facts.training
+    return training is None or training.parameter_offload_path is None or training.parameter_offload
+
+
+def _fp8_precision(facts: Facts) -> bool:
+    training = facts.training
+    return training is None or training.fp8 is None or training.precision in (Precision.BF16, Precision.FP32)
+
+
+def _fp8_without_lora(facts: Facts) -> bool:
+    training = facts.training
+    return training is None or training.fp8 is None or training.lora is None
+
+
+def _rowwise_is_dynamic(facts: Facts) -> bool:
+    fp8 = facts.training.fp8 if facts.training is not None else None
+    return fp8 is None or fp8.scaling is Fp8Scaling.TENSORWISE or fp8.update is Fp8Update.DYNAMIC
+
+
+def _selective_layers_are_whole(facts: Facts) -> bool:
+    """What breaks the graph of a compiled layer, in which `Selective` is decided."""
+    training, p = facts.training, facts.parallelism
+    if training is None or not training.compile:
+        return True
+    if training.activation_checkpointing is not ActivationCheckpointing.SELECTIVE:
+        return True
+    in_pieces = (
+        (p.tensor or 1) > 1
+        or p.context_or_default > 1
+        or (facts.data is not None and facts.data.packing is Packing.DOCUMENTS)
+        or (facts.model is not None and facts.model.mixture is not None)
+        or (training.fp8 is not None and training.fp8.update is Fp8Update.DELAYED)
+        or ((p.pipeline or 1) > 1 and not kind_of(p.order).whole_backward)
+    )
+    return not in_pieces
+
+
+def _selective_layers_are_whole_cel() -> str:
+    return (
+        "!has(self.training) || !self.training.compile || !has(self.training.activationCheckpointing)"
+        " || self.training.activationCheckpointing != 'Selective'"
+        " || ((!has(self.parallelism.tensor) || self.parallelism.tensor == 1) && self.parallelism.context == 1"
+        " && (!has(self.data) || self.data.packing != 'Documents') && (!has(self.model) || !has(self.model.mixture))"
+        " && (!has(self.training.fp8) || self.training.fp8.update != 'Delayed')"
+        " && (!has(self.parallelism.pipeline) || self.parallelism.pipeline == 1"
+        f" || {schedule_is(lambda kind: kind.whole_backward)}))"
+    )
 
 
 TRAINING_RULES: tuple[Rule[Facts], ...] = (
@@ -84,5 +162,65 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
         " || (t in ['Gate', 'Up', 'Down'] && !has(self.model.mixture)"
         " && (t != 'Gate' || !has(self.model.gated) || self.model.gated)))",
         _every_layer_is_adapted,
+    ),
+    Rule(
+        "training.masterWeights",
+        "may only be false with `training.precision: bf16`, which has the range of fp32",
+        "!has(self.training) || self.training.masterWeights || self.training.precision == 'bf16'",
+        _masters_unless_bf16,
+    ),
+    Rule(
+        "training.masterWeights",
+        "must be true with `training.optimizer.name: Muon`: only AdamW's updates are rounded stochastically",
+        "!has(self.training) || self.training.masterWeights || self.training.optimizer.name == 'AdamW'",
+        _masters_for_muon,
+    ),
+    Rule(
+        "training.optimizer.offload",
+        "needs `training.optimizer.name: AdamW` and `training.masterWeights: true`",
+        "!has(self.training) || self.training.optimizer.offload == 'None'"
+        " || (self.training.masterWeights && self.training.optimizer.name == 'AdamW')",
+        _offload_needs_adamw,
+    ),
+    Rule(
+        "training.optimizer.offloadPath",
+        "must be set with `training.optimizer.offload: File`, and only then",
+        "!has(self.training) || (self.training.optimizer.offload == 'File') == "
+        "has(self.training.optimizer.offloadPath)",
+        _path_for_file,
+    ),
+    Rule(
+        "training.parameterOffloadPath",
+        "needs `training.parameterOffload: true`: set it, or remove the path",
+        "!has(self.training) || !has(self.training.parameterOffloadPath) || self.training.parameterOffload",
+        _path_for_parameters,
+    ),
+    Rule(
+        "training.fp8",
+        "needs `training.precision: bf16` or `fp32`",
+        "!has(self.training) || !has(self.training.fp8) || self.training.precision in ['bf16', 'fp32']",
+        _fp8_precision,
+    ),
+    Rule(
+        "training.fp8",
+        "must be left out with `training.lora`: adapters are narrow matrices, which gain nothing from it",
+        "!has(self.training) || !has(self.training.fp8) || !has(self.training.lora)",
+        _fp8_without_lora,
+    ),
+    Rule(
+        "training.fp8.update",
+        "must be `Dynamic` with `training.fp8.scaling: Rowwise`: rows are other tokens in every step",
+        "!has(self.training) || !has(self.training.fp8) || self.training.fp8.scaling == 'Tensorwise'"
+        " || self.training.fp8.update == 'Dynamic'",
+        _rowwise_is_dynamic,
+    ),
+    Rule(
+        "training.activationCheckpointing",
+        "may not be `Selective` with `training.compile: true` and `parallelism.tensor` or `parallelism.context` above "
+        "1, `data.packing: Documents`, a `model.mixture`, `training.fp8.update: Delayed`, or a pipeline whose "
+        "`parallelism.schedule` splits backward passes or never drains: a layer is then compiled in pieces, which "
+        "compute every matrix product again; use `Full` or `None`, or `compile: false`",
+        _selective_layers_are_whole_cel,
+        _selective_layers_are_whole,
     ),
 )

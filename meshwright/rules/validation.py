@@ -27,17 +27,14 @@ from meshwright.rules.data import DATA_RULES
 from meshwright.rules.data_parallel import REPLICA_RULES
 from meshwright.rules.edits import IMMUTABLE
 from meshwright.rules.facts import Facts, facts_of_run
-from meshwright.rules.memory import MEMORY_RULES
 from meshwright.rules.mixture import MIXTURE_RULES
 from meshwright.rules.model import MODEL_FORM_RULES, MODEL_RULES
 from meshwright.rules.nearest import sentence
 from meshwright.rules.parallelism import PARALLELISM_RULES
 from meshwright.rules.pipeline import PIPELINE_RULES
-from meshwright.rules.recovery import POLICY_RULES
 from meshwright.rules.rule import Rule
 from meshwright.rules.runtime import RUNTIME_RULES
 from meshwright.rules.training import TRAINING_RULES
-from meshwright.rules.volumes import VOLUMES_RULES
 from meshwright.rules.workers import WORKERS_RULES
 
 FACT_RULES: tuple[Rule[Facts], ...] = (
@@ -48,7 +45,6 @@ FACT_RULES: tuple[Rule[Facts], ...] = (
     *MIXTURE_RULES,
     *PIPELINE_RULES,
     *TRAINING_RULES,
-    *MEMORY_RULES,
     *DATA_RULES,
 )
 """Rules on what is run, of a spec and of a resolved run."""
@@ -58,8 +54,6 @@ SPEC_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
     *MODEL_FORM_RULES,
     *(rule for rule in FACT_RULES if rule.condition is not None),
     *WORKERS_RULES,
-    *VOLUMES_RULES,
-    *POLICY_RULES,
 )
 """Every rule of a spec: those above, and those on what no run has, such as worker pods."""
 
