@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from meshwright.api.base import ApiModel
-from meshwright.api.data_parallel import DataParallelSpec, Degree
+from meshwright.api.data_parallel import DataParallelEngine, DataParallelSpec, DataParallelStrategy, Degree
 
 
 class PipelineSchedule(StrEnum):
@@ -78,6 +78,14 @@ ASSUMED_CONTEXT = 1
 
 ASSUMED_SCHEDULE = PipelineSchedule.ONE_F_ONE_B
 """The schedule that rules assume until the planner has chosen one."""
+
+
+_ENGINE_OF_STAGE = {
+    0: DataParallelEngine.ALL_REDUCE,
+    1: DataParallelEngine.FLAT,
+    2: DataParallelEngine.FSDP,
+    3: DataParallelEngine.FSDP,
+}
 
 
 class ParallelismSpec(ApiModel):
@@ -153,3 +161,10 @@ class ParallelismSpec(ApiModel):
     def context_or_default(self) -> int:
         """The context degree, or the one that rules assume if it is left out."""
         return self.context or ASSUMED_CONTEXT
+
+    @property
+    def data_parallel_engine(self) -> DataParallelEngine:
+        """The engine of `dataParallel.strategy`, or of `zeroStage` if it is left out."""
+        if self.data_parallel.strategy is DataParallelStrategy.ZERO:
+            return DataParallelEngine.FLAT
+        return _ENGINE_OF_STAGE[self.zero_stage]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.api import labels
-from meshwright.api.names import MAX_JOB_NAME
+from meshwright.api.objects import MAX_JOB_NAME
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.crd.structural_schema import Schema, structural_schema

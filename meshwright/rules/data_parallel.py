@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.api.data_parallel import DataParallelStrategy, GradientCompression
-from meshwright.api.data_parallel_engine import DataParallelEngine, data_parallel_engine
+from meshwright.api.data_parallel import DataParallelEngine, DataParallelStrategy, GradientCompression
 from meshwright.api.precision import Precision
 from meshwright.api.spec import DEFAULT_CHECKPOINT_INTERVAL
 from meshwright.api.training import OptimizerName, OptimizerOffload, OuterMethod, OuterSpec
@@ -86,7 +85,7 @@ def _command_owns_replicas(facts: Facts) -> bool:
 
 
 def _has_flat_shards(facts: Facts) -> bool:
-    return data_parallel_engine(facts.parallelism) is DataParallelEngine.FLAT and shard_ranks(facts) > 1
+    return facts.parallelism.data_parallel_engine is DataParallelEngine.FLAT and shard_ranks(facts) > 1
 
 
 def _flat_shards_of_whole_experts(facts: Facts) -> bool:
@@ -120,7 +119,7 @@ def _parameters_are_sharded(facts: Facts) -> bool:
         return True
     # Islands share no shards: each needs somebody to share with.
     company = facts.parallelism.context is None or shard_ranks(facts) > islands(facts)
-    return company and data_parallel_engine(facts.parallelism) is DataParallelEngine.FSDP
+    return company and facts.parallelism.data_parallel_engine is DataParallelEngine.FSDP
 
 
 def _outer(facts: Facts) -> OuterSpec | None:

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 from meshwright.api.spec import SuccessPolicy
-from meshwright.api.volumes import VolumeSpec
-from meshwright.api.workers import EnvVar, Toleration
+from meshwright.api.workers import EnvVar, Toleration, VolumeSpec
 from meshwright.rules.rule import Rule
 
 # Reserved for the operator and the agent.
