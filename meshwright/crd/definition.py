@@ -20,8 +20,8 @@ SELECTABLE = (".spec.suspend", ".spec.priorityClassName", ".spec.managedBy", ".s
 
 _NAME_RULE = {
     "rule": f"size(self.metadata.name) <= {MAX_JOB_NAME} && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-    "message": f"`metadata.name` must be at most {MAX_JOB_NAME} characters, begin with a letter and hold only "
-    "lower-case letters, digits and `-`: pods and their host names are named after it",
+    "message": f"`metadata.name` must be at most {MAX_JOB_NAME} characters, start with a letter and contain only "
+    "lower-case letters, digits and `-`, because names of pods and hosts are derived from it",
 }
 
 

@@ -50,8 +50,8 @@ class Immutable:
 
     field: str
     """The field that errors name: a field of `spec`."""
-    message: str
-    """What must not change, and what to do instead."""
+    why: str
+    """What an edit would break."""
     members: tuple[str, ...] = ()
     """The members of the field that are protected. Empty: the entire field."""
     always: bool = False
@@ -63,6 +63,15 @@ class Immutable:
     def paths(self) -> tuple[str, ...]:
         """The protected paths below `spec`."""
         return tuple(f"{self.field}.{member}" for member in self.members) or (self.field,)
+
+    @property
+    def message(self) -> str:
+        """What must not change, and what to do instead."""
+        *names, last = (f"`{path}`" for path in self.paths)
+        subject = f"{', '.join(names)} and {last} " if names else f"{last} " if self.members else ""
+        verb = "changed or removed" if self.may_be_added else "changed"
+        when = "" if self.always else " after the job has started"
+        return f"{subject}cannot be {verb}{when}, because {self.why}: create a new job"
 
     @property
     def cel(self) -> str:
@@ -114,27 +123,25 @@ def _optional_members(field: str) -> set[str]:
 IMMUTABLE = (
     Immutable(
         "managedBy",
-        "may not be changed, added or removed: create a new job for another manager",
+        "two controllers would act on the job",
         always=True,
     ),
     Immutable(
         "model",
-        "may not be changed once the job has started: its checkpoints hold this model; create a new job",
+        "checkpoints contain this model",
     ),
     Immutable(
         "data",
-        "may not be changed once the job has started: samples would be lost or repeated; create a new job",
+        "samples would be lost or repeated",
     ),
     Immutable(
         "training",
-        "`training.seed`, `training.sequenceLength`, `training.initialWeights` and `training.lora` may not be changed "
-        "once the job has started: samples would be lost or repeated, or weights mixed; create a new job",
+        "samples would be lost or repeated, or weights mixed",
         members=("seed", "sequenceLength", "initialWeights", "lora"),
     ),
     Immutable(
         "checkpoint",
-        "`checkpoint.claimName` may not be changed, nor `checkpoint` removed, once the job has started: it would begin "
-        "again at step 0; create a new job",
+        "training would start again at step 0",
         members=("claimName",),
         may_be_added=True,
     ),

@@ -123,13 +123,15 @@ def _selective_layers_are_whole_cel() -> str:
 TRAINING_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "training.globalBatchSize",
-        "must be divisible by `replicas`: each replica takes the same number of sequences",
+        "must be a multiple of `replicas`, because each replica trains on the same number of sequences: change one "
+        "of them",
         "!has(self.training) || self.training.globalBatchSize % self.replicas == 0",
         _batch_splits,
     ),
     Rule(
         "parallelism.microBatches",
-        "times `replicas` must divide `training.globalBatchSize`: every micro-batch has the same number of sequences",
+        "times `replicas` must divide `training.globalBatchSize`, because every micro-batch has the same number of "
+        "sequences",
         "!has(self.training) || !has(self.parallelism.microBatches)"
         " || self.training.globalBatchSize % (self.replicas * self.parallelism.microBatches) == 0",
         _micro_batches_split,
@@ -142,20 +144,21 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "training.evaluation",
-        "needs `data.heldOut` above 0: it is measured on documents that are never trained on",
+        "needs documents that are excluded from training: raise `data.heldOut` above 0",
         "!has(self.training) || !has(self.training.evaluation) || !has(self.data) || self.data.heldOut > 0.0",
         _evaluated_on_something,
     ),
     Rule(
         "training.optimizer.minLearningRate",
-        "must be at most `training.optimizer.learningRate`: the rate decays towards it",
+        "must be at most `training.optimizer.learningRate`, because the rate decays to it",
         "!has(self.training) || self.training.optimizer.minLearningRate <= self.training.optimizer.learningRate",
         _rate_decays,
     ),
     Rule(
         "training.lora.targets",
-        "must name a matrix that every layer has: add `Query` or `Output`; layers have `Key` and `Value` without "
-        "`model.latent`, `Up` and `Down` without `model.mixture`, and `Gate` unless `model.gated: false`",
+        "must contain a matrix that every layer has: add `Query` or `Output`. Layers have `Key` and `Value` "
+        "without `model.latent`, `Up` and `Down` without `model.mixture`, and `Gate` like these unless "
+        "`model.gated: false`",
         "!has(self.training) || !has(self.training.lora) || !has(self.model)"
         " || self.training.lora.targets.exists(t, t in ['Query', 'Output']"
         " || (t in ['Key', 'Value'] && !has(self.model.latent))"
@@ -165,13 +168,14 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "training.masterWeights",
-        "may only be false with `training.precision: bf16`, which has the range of fp32",
+        "can only be false with `training.precision: bf16`, which has the range of fp32: set it to true, or change "
+        "the precision",
         "!has(self.training) || self.training.masterWeights || self.training.precision == 'bf16'",
         _masters_unless_bf16,
     ),
     Rule(
         "training.masterWeights",
-        "must be true with `training.optimizer.name: Muon`: only AdamW's updates are rounded stochastically",
+        "must be true with `training.optimizer.name: Muon`, because only AdamW rounds its updates stochastically",
         "!has(self.training) || self.training.masterWeights || self.training.optimizer.name == 'AdamW'",
         _masters_for_muon,
     ),
@@ -184,7 +188,7 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "training.optimizer.offloadPath",
-        "must be set with `training.optimizer.offload: File`, and only then",
+        "is required with `training.optimizer.offload: File`, and is not supported otherwise: set or remove it",
         "!has(self.training) || (self.training.optimizer.offload == 'File') == "
         "has(self.training.optimizer.offloadPath)",
         _path_for_file,
@@ -203,23 +207,25 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "training.fp8",
-        "must be left out with `training.lora`: adapters are narrow matrices, which gain nothing from it",
+        "is not supported with `training.lora`, because the narrow matrices of adapters gain nothing from it: "
+        "remove one of the two",
         "!has(self.training) || !has(self.training.fp8) || !has(self.training.lora)",
         _fp8_without_lora,
     ),
     Rule(
         "training.fp8.update",
-        "must be `Dynamic` with `training.fp8.scaling: Rowwise`: rows are other tokens in every step",
+        "must be `Dynamic` with `training.fp8.scaling: Rowwise`, because the tokens of a row change in every step",
         "!has(self.training) || !has(self.training.fp8) || self.training.fp8.scaling == 'Tensorwise'"
         " || self.training.fp8.update == 'Dynamic'",
         _rowwise_is_dynamic,
     ),
     Rule(
         "training.activationCheckpointing",
-        "may not be `Selective` with `training.compile: true` and `parallelism.tensor` or `parallelism.context` above "
-        "1, `data.packing: Documents`, a `model.mixture`, `training.fp8.update: Delayed`, or a pipeline whose "
-        "`parallelism.schedule` splits backward passes or never drains: a layer is then compiled in pieces, which "
-        "compute every matrix product again; use `Full` or `None`, or `compile: false`",
+        "cannot be `Selective` with `training.compile: true` if layers are compiled in pieces, because each piece "
+        "computes all its matrix products again. Pieces result from tensor parallelism (`parallelism.tensor`), context "
+        "parallelism (`parallelism.context`), `data.packing: Documents`, `model.mixture`, `training.fp8.update: "
+        "Delayed`, and a `parallelism.schedule` that splits the backward pass or does not flush: use `Full` or `None`, "
+        "or `compile: false`",
         _selective_layers_are_whole_cel,
         _selective_layers_are_whole,
     ),

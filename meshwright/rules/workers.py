@@ -92,69 +92,72 @@ def _first_worker_of_command(spec: Spec) -> bool:
 WORKERS_RULES: tuple[Rule[Spec], ...] = (
     Rule(
         "workers.labels",
-        f"must not begin with {' or '.join(LABEL_PREFIXES)}: these are the operator's own, rename them",
+        f"must not have keys that start with {' or '.join(LABEL_PREFIXES)}, which are reserved for the operator: "
+        "rename them",
         f"!self.workers.labels.exists(k, {_starts_with('k', LABEL_PREFIXES)})",
         lambda spec: not any(key.startswith(LABEL_PREFIXES) for key in spec.workers.labels),
     ),
     Rule(
         "workers.annotations",
-        f"must not begin with {' or '.join(ANNOTATION_PREFIXES)}: these are the operator's own, rename them",
+        f"must not have keys that start with {' or '.join(ANNOTATION_PREFIXES)}, which are reserved for the "
+        "operator: rename them",
         f"!self.workers.annotations.exists(k, {_starts_with('k', ANNOTATION_PREFIXES)})",
         lambda spec: not any(key.startswith(ANNOTATION_PREFIXES) for key in spec.workers.annotations),
     ),
     Rule(
         "recovery.spareNodes",
-        "must be 0 with `workers.schedulerName`: no node is kept free of what another scheduler places",
+        "must be 0 with `workers.schedulerName`, because the operator cannot reserve nodes from another scheduler",
         "!has(self.workers.schedulerName) || self.recovery.spareNodes == 0",
         lambda spec: spec.workers.scheduler_name is None or spec.recovery.spare_nodes == 0,
     ),
     Rule(
         "workers.env",
-        "must not set names that begin with MESHWRIGHT_ or TORCHELASTIC_: these are reserved, rename them",
+        f"must not set names that start with {' or '.join(VARIABLE_PREFIXES)}, which are reserved: rename them",
         f"!self.workers.env.exists(e, {_starts_with('e.name', VARIABLE_PREFIXES)})",
         lambda spec: not any(e.name.startswith(VARIABLE_PREFIXES) for e in spec.workers.env),
     ),
     Rule(
         "workers.env",
-        f"must not set {', '.join(VARIABLE_NAMES)}: each rank gets its own",
+        f"must not set {', '.join(VARIABLE_NAMES)}, because the agent sets them for each rank: remove them",
         f"!self.workers.env.exists(e, {_one_of('e.name', VARIABLE_NAMES)})",
         lambda spec: not any(e.name in VARIABLE_NAMES for e in spec.workers.env),
     ),
     Rule(
         "workers.env",
-        "must have a `value` or a `valueFrom`, and in `valueFrom` one of `secretKeyRef` and `configMapKeyRef`",
+        "must not have both `value` and `valueFrom`, and `valueFrom` must have exactly one of `secretKeyRef` and "
+        "`configMapKeyRef`",
         "self.workers.env.all(e, !has(e.valueFrom)"
         " || (e.value == '' && has(e.valueFrom.secretKeyRef) != has(e.valueFrom.configMapKeyRef)))",
         lambda spec: all(_one_variable_source(e) for e in spec.workers.env),
     ),
     Rule(
         "workers.tolerations",
-        "must have a `key` with operator `Equal`, and no `value` with operator `Exists`",
+        "must have a `key` with `operator: Equal`, and no `value` with `operator: Exists`",
         "self.workers.tolerations.all(t, t.operator == 'Exists' ? !has(t.value) : has(t.key))",
         lambda spec: all(_well_formed(t) for t in spec.workers.tolerations),
     ),
     Rule(
         "workers.tolerations",
-        "must have `effect: NoExecute` where `tolerationSeconds` is set",
+        "must have `effect: NoExecute` if `tolerationSeconds` is set",
         "self.workers.tolerations.all(t, !has(t.tolerationSeconds) || (has(t.effect) && t.effect == 'NoExecute'))",
         lambda spec: all(_seconds_for_no_execute(t) for t in spec.workers.tolerations),
     ),
     Rule(
         "workers.volumes",
-        "must have exactly one of `claimName`, `configMapName`, `secretName` and `scratch`",
+        "must each have exactly one of `claimName`, `configMapName`, `secretName` and `scratch`",
         "self.workers.volumes.all(v, [has(v.claimName), has(v.configMapName), has(v.secretName), has(v.scratch)]"
         ".filter(given, given).size() == 1)",
         lambda spec: all(_one_volume_source(v) for v in spec.workers.volumes),
     ),
     Rule(
         "workers.volumes",
-        f"must not be called {', '.join(VOLUME_NAMES)}: these are the operator's own, rename them",
+        f"must not be named {', '.join(VOLUME_NAMES)}, which are reserved for the operator: rename them",
         f"!self.workers.volumes.exists(v, {_one_of('v.name', VOLUME_NAMES)})",
         lambda spec: not any(v.name in VOLUME_NAMES for v in spec.workers.volumes),
     ),
     Rule(
         "workers.volumes",
-        "must not be mounted at or below /meshwright or /dev: these are the operator's own, choose another `mountPath`",
+        f"must not be mounted at or below {' or '.join(VOLUME_PATHS)}, which are reserved: choose another `mountPath`",
         f"!self.workers.volumes.exists(v, {_below_reserved_path()})",
         lambda spec: all(_free_path(v) for v in spec.workers.volumes),
     ),
@@ -166,7 +169,7 @@ WORKERS_RULES: tuple[Rule[Spec], ...] = (
     ),
     Rule(
         "workers.volumes",
-        "must each have a `mountPath` of their own",
+        "must each have a different `mountPath`",
         "self.workers.volumes.all(v, self.workers.volumes.exists_one(other, other.mountPath == v.mountPath))",
         lambda spec: len({v.mount_path for v in spec.workers.volumes}) == len(spec.workers.volumes),
     ),
@@ -178,7 +181,8 @@ WORKERS_RULES: tuple[Rule[Spec], ...] = (
     ),
     Rule(
         "successPolicy",
-        "may only be `FirstWorker` with `runtime.command`: Meshwright's own runtime ends on all workers together",
+        "`successPolicy: FirstWorker` needs `runtime.command`, because Meshwright's runtime exits on all workers "
+        "together: use `AllWorkers`",
         "self.successPolicy == 'AllWorkers' || has(self.runtime.command)",
         _first_worker_of_command,
     ),

@@ -117,7 +117,7 @@ async def test_edits_are_judged_by_whether_the_job_has_started(stage):
         if "managedBy" in edit and edit["managedBy"] is None:
             del wanted["managedBy"]
         before_start = await objection(stage.client, name, wanted)
-        assert ("may not be changed" in before_start) == (field == "managedBy"), before_start
+        assert ("cannot be changed" in before_start) == (field == "managedBy"), before_start
         started = {"status": {"startTime": "2026-01-02T03:04:05Z"}}
         path = f"{JOBS.path(NAMESPACE, name)}/status"
         await stage.client.request("PATCH", path, body=started, content_type=MERGE_PATCH)
