@@ -1,13 +1,27 @@
-"""The base of all API models: camelCase in JSON, unknown fields rejected, docstrings as descriptions."""
+"""What the API models share: their base class, with camelCase in JSON, and field types."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
+
+ShortText = Annotated[str, Field(min_length=1, max_length=253)]
+"""The name of an object, or a string of that length."""
+
+Quantity = Annotated[
+    str,
+    Field(min_length=1, max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"),
+]
+"""A Kubernetes resource quantity."""
 
 
 class ApiModel(BaseModel):
-    """A part of the ParallelTrainingJob object or of a message between operator and worker."""
+    """A part of the ParallelTrainingJob object or of a message between operator and worker.
+
+    Unknown fields are rejected, and docstrings of fields become their descriptions.
+    """
 
     model_config = ConfigDict(
         alias_generator=to_camel,

@@ -7,8 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from meshwright.api.base import ApiModel
-from meshwright.api.field_types import ShortText
+from meshwright.api.base import ApiModel, ShortText
 
 RelativePath = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[^/].*$")]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import Annotated
 
 from pydantic import Field
@@ -40,6 +40,17 @@ _ZERO_STAGES = {
     DataParallelStrategy.HYBRID_SHARD_ZERO2: (2,),
     DataParallelStrategy.HYBRID_SHARD: (3,),
 }
+
+
+class DataParallelEngine(Enum):
+    """An implementation of data parallelism."""
+
+    ALL_REDUCE = auto()
+    """Every replica has everything, and gradients are all-reduced (`ddp.py`)."""
+    FLAT = auto()
+    """Flat shards of optimizer state and gradients between steps (`zero.py`)."""
+    FSDP = auto()
+    """FSDP2, which gathers and frees parameters layer by layer (`fsdp.py`)."""
 
 
 class GradientCompression(StrEnum):

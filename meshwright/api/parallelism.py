@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from meshwright.api.base import ApiModel
-from meshwright.api.data_parallel import DataParallelSpec, Degree
+from meshwright.api.data_parallel import DataParallelEngine, DataParallelSpec, DataParallelStrategy, Degree
 
 
 class PipelineSchedule(StrEnum):
@@ -71,6 +71,21 @@ class ContextMethod(StrEnum):
     """Keys and values are gathered (Llama 3, arXiv 2407.21783, section 3.3.2)."""
     RING_ULYSSES = "RingUlysses"
     """All-to-all inside groups of neighbors, a ring across them (USP, arXiv 2405.07719)."""
+
+
+ASSUMED_CONTEXT = 1
+"""The context degree that rules assume until the planner has chosen one."""
+
+ASSUMED_SCHEDULE = PipelineSchedule.ONE_F_ONE_B
+"""The schedule that rules assume until the planner has chosen one."""
+
+
+_ENGINE_OF_STAGE = {
+    0: DataParallelEngine.ALL_REDUCE,
+    1: DataParallelEngine.FLAT,
+    2: DataParallelEngine.FSDP,
+    3: DataParallelEngine.FSDP,
+}
 
 
 class ParallelismSpec(ApiModel):
@@ -140,9 +155,16 @@ class ParallelismSpec(ApiModel):
     @property
     def order(self) -> PipelineSchedule:
         """The schedule, or the one that rules assume if it is left out."""
-        return self.schedule or PipelineSchedule.ONE_F_ONE_B
+        return self.schedule or ASSUMED_SCHEDULE
 
     @property
     def context_or_default(self) -> int:
-        """The context degree, or 1 if it is left out."""
-        return self.context or 1
+        """The context degree, or the one that rules assume if it is left out."""
+        return self.context or ASSUMED_CONTEXT
+
+    @property
+    def data_parallel_engine(self) -> DataParallelEngine:
+        """The engine of `dataParallel.strategy`, or of `zeroStage` if it is left out."""
+        if self.data_parallel.strategy is DataParallelStrategy.ZERO:
+            return DataParallelEngine.FLAT
+        return _ENGINE_OF_STAGE[self.zero_stage]

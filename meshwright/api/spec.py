@@ -7,11 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from meshwright.api.base import ApiModel
+from meshwright.api.base import ApiModel, ShortText
 from meshwright.api.data import DataSpec
 from meshwright.api.data_parallel import Degree
-from meshwright.api.failure_policy import ExitCodeRule
-from meshwright.api.field_types import ShortText
 from meshwright.api.model import ModelSpec
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.training import TrainingSpec
@@ -61,6 +59,29 @@ class CordonedNodes(StrEnum):
 
     MOVE = "Move"
     STAY = "Stay"
+
+
+ExitCode = Annotated[int, Field(ge=1, le=255)]
+
+
+class FailureAction(StrEnum):
+    """What a failure leads to."""
+
+    FAIL_JOB = "FailJob"
+    """The job fails at once, because a retry would not help."""
+    IGNORE = "Ignore"
+    """The run restarts, and the restart does not count toward `recovery.maxRestarts`."""
+    COUNT = "Count"
+    """The run restarts, and the restart counts, as without a rule."""
+
+
+class ExitCodeRule(ApiModel):
+    """What to do if the process of a rank or worker exits with one of these codes."""
+
+    values: Annotated[list[ExitCode], Field(min_length=1, max_length=64)]
+    """Exit codes. A process killed by a signal has 128 plus the signal's number, so 137 for out of memory."""
+    action: FailureAction
+    """`FailJob`: fail the job at once. `Ignore`: restart without counting. `Count`: restart and count."""
 
 
 class RecoverySpec(ApiModel):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.api import labels
-from meshwright.api.names import MAX_JOB_NAME
+from meshwright.api.objects import MAX_JOB_NAME
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.crd.structural_schema import Schema, structural_schema
-from meshwright.rules.transition import TRANSITIONS
+from meshwright.rules.edits import IMMUTABLE
 from meshwright.rules.validation import SPEC_RULES
 from meshwright.schedules.schedule import registered
 
@@ -20,8 +20,8 @@ SELECTABLE = (".spec.suspend", ".spec.priorityClassName", ".spec.managedBy", ".s
 
 _NAME_RULE = {
     "rule": f"size(self.metadata.name) <= {MAX_JOB_NAME} && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-    "message": f"`metadata.name` must be at most {MAX_JOB_NAME} characters, begin with a letter and hold only "
-    "lower-case letters, digits and `-`: pods and their host names are named after it",
+    "message": f"`metadata.name` must be at most {MAX_JOB_NAME} characters, start with a letter and contain only "
+    "lower-case letters, digits and `-`, because names of pods and hosts are derived from it",
 }
 
 
@@ -98,12 +98,12 @@ def _root_schema() -> Schema:
             _NAME_RULE,
             *(
                 {
-                    "rule": transition.cel,
-                    "message": transition.message,
-                    "fieldPath": f".spec.{transition.field}",
+                    "rule": immutable.cel,
+                    "message": immutable.message,
+                    "fieldPath": f".spec.{immutable.field}",
                     "reason": "FieldValueForbidden",
                 }
-                for transition in TRANSITIONS
+                for immutable in IMMUTABLE
             ),
         ],
     }

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.api import labels
-from meshwright.api.edits import LIVE, NEXT_START, REFUSED, Effect
 from meshwright.crd.structural_schema import Schema
+from meshwright.rules.edits import LIVE, NEXT_START, REFUSED, Effect
 
 
 def api_reference(definition: dict[str, Any]) -> str:

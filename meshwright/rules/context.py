@@ -84,50 +84,53 @@ def _capacity_counts_whole_rows(facts: Facts) -> bool:
 CONTEXT_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "parallelism.context",
-        "needs a longer `training.sequenceLength`: at least two tokens for each rank of a context group, one with "
-        "`Ring` and `Ulysses`, times `parallelism.tensor` with `sequence: true`",
+        "must leave each rank at least two tokens of `training.sequenceLength` (one with `contextMethod: Ring` or "
+        "`Ulysses`), times `parallelism.tensor` with `sequence: true`: lower it, or raise the sequence length",
         f"self.parallelism.context == 1 || !has(self.training) || self.training.sequenceLength >= {_MIN_LENGTH}",
         _sequence_long_enough,
     ),
     Rule(
         "training.sequenceLength",
-        "must be divisible by `parallelism.context`, times `parallelism.tensor` with `sequence: true`, where the model "
-        "has a `mixture`, whose balance is counted by sequence",
+        "must be a multiple of `parallelism.context` (times `parallelism.tensor` with `sequence: true`) with "
+        "`model.mixture`, because experts are balanced by sequence: change the length or the degree",
         "self.parallelism.context == 1 || !has(self.training) || !has(self.model) || !has(self.model.mixture)"
         f" || self.training.sequenceLength % (self.parallelism.context * {_UNIT}) == 0",
         _sequence_splits_evenly,
     ),
     Rule(
         "parallelism.ulysses",
-        "must be set with `parallelism.contextMethod: RingUlysses`, and only then, and divide `parallelism.context`",
+        "is required with `parallelism.contextMethod: RingUlysses`, is not supported with other methods, and must "
+        "divide `parallelism.context`",
         "has(self.parallelism.ulysses) == (self.parallelism.contextMethod == 'RingUlysses')"
         f" && self.parallelism.context % {_ULYSSES} == 0",
         _ulysses_divides_context,
     ),
     Rule(
         "parallelism.context",
-        "times `parallelism.tensor` must divide `model.heads` with `contextMethod: Ulysses`, which exchanges heads, "
-        "and divide `model.kvHeads` or be a multiple of it; or use `RingZigZag`",
+        "times `parallelism.tensor` must divide `model.heads` with `contextMethod: Ulysses`, and must divide "
+        "`model.kvHeads` or be a multiple of it, because ranks exchange heads: change a degree, or use "
+        "`contextMethod: RingZigZag`",
         _heads_exchange_cel(ContextMethod.ULYSSES, "self.parallelism.context"),
         lambda facts: _heads_exchange(facts, ContextMethod.ULYSSES),
     ),
     Rule(
         "parallelism.ulysses",
-        "times `parallelism.tensor` must divide `model.heads`: heads are exchanged; and divide `model.kvHeads` or be "
-        "a multiple of it; or use `contextMethod: RingZigZag`",
+        "times `parallelism.tensor` must divide `model.heads`, and must divide `model.kvHeads` or be a multiple of "
+        "it, because ranks exchange heads: change a degree, or use `contextMethod: RingZigZag`",
         _heads_exchange_cel(ContextMethod.RING_ULYSSES, _ULYSSES),
         lambda facts: _heads_exchange(facts, ContextMethod.RING_ULYSSES),
     ),
     Rule(
         "training.attentionDropout",
-        "needs `parallelism.context: 1`: ranks that share a sequence keep no attention probabilities; set it to 0 and "
-        "use `training.dropout`",
+        "needs `parallelism.context: 1`, because ranks that share a sequence do not store attention probabilities: "
+        "set it to 0 and use `dropout` instead",
         "!has(self.training) || self.training.attentionDropout == 0.0 || self.parallelism.context == 1",
         _attention_dropout_sees_whole_rows,
     ),
     Rule(
         "model.mixture.capacityFactor",
-        "needs `parallelism.context: 1`: which tokens come first is not known where ranks hold parts of a sequence",
+        "needs `parallelism.context: 1`, because the order of tokens is only known to a rank with the full "
+        "sequence: remove it, or set the context degree to 1",
         "!has(self.model) || !has(self.model.mixture) || !has(self.model.mixture.capacityFactor)"
         " || self.parallelism.context == 1",
         _capacity_counts_whole_rows,

@@ -41,22 +41,23 @@ def _balance_has_documents(facts: Facts) -> bool:
 DATA_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "data.balance",
-        "needs `data.packing: Documents`: rows that are one document each cost the same",
+        "needs `data.packing: Documents`, because all rows cost the same with other packings: change the packing, "
+        "or remove this field",
         "!has(self.data) || !self.data.balance || self.data.packing == 'Documents'",
         _balance_has_documents,
     ),
     Rule(
         "data.claimName",
-        "must be set with `data.source: Files` unless `data.uri` is, and neither with another source: name the "
-        "PersistentVolumeClaim that holds the files",
+        "`data.source: Files` needs exactly one of `claimName` and `uri`, and other sources support neither: name the "
+        "PersistentVolumeClaim that contains the files, or remove a field",
         "!has(self.data) || [has(self.data.claimName), has(self.data.uri)].filter(x, x).size()"
         " == (self.data.source == 'Files' ? 1 : 0)",
         _one_place_for_files,
     ),
     Rule(
         "data.source",
-        "`PythonStdlib` is text in bytes: remove `pattern`, `format`, `field`, `tokenizer`, `tokenizerFile`, "
-        "`onCorruptRecord` and `mixture`",
+        "`data.source: PythonStdlib` does not support `pattern`, `format`, `field`, `tokenizer`, `tokenizerFile`, "
+        "`onCorruptRecord` and `mixture`: remove them, or use `source: Files`",
         "!has(self.data) || self.data.source == 'Files' || (self.data.pattern == '**/*' && self.data.format == 'Text'"
         " && self.data.field == 'text' && self.data.tokenizer == 'Byte' && !has(self.data.tokenizerFile)"
         " && self.data.onCorruptRecord == 'Fail' && (!has(self.data.mixture) || self.data.mixture.size() == 0))",
@@ -64,13 +65,14 @@ DATA_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "data.tokenizerFile",
-        "must be set with `data.tokenizer: BPE` or `SentencePiece`, and not with `Byte`",
+        "is required with `data.tokenizer: BPE` and `SentencePiece`, and is not supported with `Byte`: set or "
+        "remove it",
         "!has(self.data) || (self.data.tokenizer == 'Byte') != has(self.data.tokenizerFile)",
         _tokenizer_has_file,
     ),
     Rule(
         "data.field",
-        "may only be set with `data.format: JSONLines` or `Parquet`: remove it",
+        "needs `data.format: JSONLines` or `Parquet`: remove it, or change the format",
         "!has(self.data) || self.data.format in ['JSONLines', 'Parquet'] || self.data.field == 'text'",
         _field_for_records,
     ),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.api.data_parallel import DataParallelStrategy, GradientCompression
-from meshwright.api.data_parallel_engine import DataParallelEngine, data_parallel_engine
+from meshwright.api.data_parallel import DataParallelEngine, DataParallelStrategy, GradientCompression
 from meshwright.api.precision import Precision
 from meshwright.api.spec import DEFAULT_CHECKPOINT_INTERVAL
 from meshwright.api.training import OptimizerName, OptimizerOffload, OuterMethod, OuterSpec
@@ -86,7 +85,7 @@ def _command_owns_replicas(facts: Facts) -> bool:
 
 
 def _has_flat_shards(facts: Facts) -> bool:
-    return data_parallel_engine(facts.parallelism) is DataParallelEngine.FLAT and shard_ranks(facts) > 1
+    return facts.parallelism.data_parallel_engine is DataParallelEngine.FLAT and shard_ranks(facts) > 1
 
 
 def _flat_shards_of_whole_experts(facts: Facts) -> bool:
@@ -120,7 +119,7 @@ def _parameters_are_sharded(facts: Facts) -> bool:
         return True
     # Islands share no shards: each needs somebody to share with.
     company = facts.parallelism.context is None or shard_ranks(facts) > islands(facts)
-    return company and data_parallel_engine(facts.parallelism) is DataParallelEngine.FSDP
+    return company and facts.parallelism.data_parallel_engine is DataParallelEngine.FSDP
 
 
 def _outer(facts: Facts) -> OuterSpec | None:
@@ -158,52 +157,54 @@ def _islands_have_files(facts: Facts) -> bool:
     return data.claim_name is not None and not data.mixture
 
 
-_FSDP_INSTEAD = "use `parallelism.dataParallel.strategy: FSDP` with `parallelism.zeroStage` 2 or 3"
-
+_FLAT = "with flat shards (stage 1, or `dataParallel.strategy: ZeRO`) is not supported with"
+_FSDP_INSTEAD = "use `dataParallel.strategy: FSDP` with stage 2 or 3"
 
 REPLICA_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "parallelism.dataParallel.strategy",
-        "does not go with `parallelism.zeroStage`: DDP and NO_SHARD need 0, ZeRO 1 or 2, FSDP 2 or 3, SHARD_GRAD_OP "
-        "and HYBRID_SHARD_ZERO2 2, FULL_SHARD and HYBRID_SHARD 3",
+        "must match `parallelism.zeroStage`: DDP and NO_SHARD need 0, ZeRO 1 or 2, FSDP 2 or 3, SHARD_GRAD_OP and "
+        "HYBRID_SHARD_ZERO2 2, FULL_SHARD and HYBRID_SHARD 3",
         _stage_of_strategy_cel(),
         _stage_of_strategy,
     ),
     Rule(
         "parallelism.dataParallel.shardSize",
-        "must be set for `strategy: HYBRID_SHARD` and `HYBRID_SHARD_ZERO2`: how many replicas share one set of shards",
+        "is required with `strategy: HYBRID_SHARD` and `HYBRID_SHARD_ZERO2`: set it to the number of replicas that "
+        "share one set of shards",
         f"!has({_DATA}.strategy) || !{_DATA}.strategy.startsWith('HYBRID') || has({_DATA}.shardSize)",
         _hybrid,
     ),
     Rule(
         "parallelism.dataParallel.shardSize",
-        "needs `zeroStage` 1, 2 or 3: without shards there is nothing to share",
+        "needs `zeroStage` 1, 2 or 3, because stage 0 has no shards: raise the stage, or remove this field",
         f"!has({_DATA}.shardSize) || {_STAGE} > 0",
         _sharded,
     ),
     Rule(
         "parallelism.dataParallel.shardSize",
-        "must divide `replicas`, or the replicas of an island with `training.outer`",
+        "must divide `replicas`, or the number of replicas of an island with `training.outer`",
         f"!has({_DATA}.shardSize) || (self.replicas / {_ISLANDS}) % {_DATA}.shardSize == 0",
         _shard_size_divides,
     ),
     Rule(
         "parallelism.dataParallel.reshardSize",
-        "needs `parallelism.zeroStage: 3`: other stages do not reshard",
+        "needs `parallelism.zeroStage: 3`, the only stage that reshards: set the stage to 3, or remove this field",
         f"!has({_DATA}.reshardSize) || {_STAGE} == 3",
         _reshards_parameters,
     ),
     Rule(
         "parallelism.dataParallel.reshardSize",
-        "must divide `replicas`, or `parallelism.dataParallel.shardSize` where that is set",
+        "must divide `replicas`, or `parallelism.dataParallel.shardSize` if that is set",
         f"!has({_DATA}.reshardSize)"
         f" || (has({_DATA}.shardSize) ? {_DATA}.shardSize : self.replicas) % {_DATA}.reshardSize == 0",
         _reshard_size_divides,
     ),
     Rule(
         "parallelism.dataParallel.reshardSize",
-        "needs `parallelism.tensor: 1`, `parallelism.pipeline: 1`, `parallelism.context: 1` and no `training.outer`: "
-        "torch names its groups by layer alone",
+        "needs `parallelism.tensor: 1`, `parallelism.pipeline: 1`, `parallelism.context: 1` and no "
+        "`training.outer`, because torch names its process groups only by layer: remove this field, or set the "
+        "degrees to 1",
         f"!has({_DATA}.reshardSize) || ((!has(self.parallelism.tensor) || self.parallelism.tensor == 1)"
         " && (!has(self.parallelism.pipeline) || self.parallelism.pipeline == 1) && self.parallelism.context == 1"
         " && (!has(self.training) || !has(self.training.outer)))",
@@ -211,21 +212,22 @@ REPLICA_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "parallelism.dataParallel.compression",
-        "needs `parallelism.zeroStage: 0`: only whole gradients are compressed",
+        "needs `parallelism.zeroStage: 0`, because only full gradients can be compressed: set the stage to 0, or "
+        "remove this field",
         f"{_DATA}.compression == 'None' || {_STAGE} == 0",
         _compressed,
     ),
     Rule(
         "parallelism.dataParallel",
-        "may not be set with `runtime.command`, which keeps replicas equal itself: remove it",
+        "is not supported with `runtime.command`, which keeps replicas equal itself: remove `strategy`, "
+        "`shardSize`, `reshardSize` and `compression`",
         f"!has(self.runtime.command) || (!has({_DATA}.strategy) && !has({_DATA}.shardSize)"
         f" && !has({_DATA}.reshardSize) && {_DATA}.compression == 'None')",
         _command_owns_replicas,
     ),
     Rule(
         "parallelism.zeroStage",
-        f"does not go with a `model.mixture` whose experts are split over ranks where shards are flat (1, or "
-        f"`dataParallel.strategy: ZeRO`): {_FSDP_INSTEAD}",
+        f"{_FLAT} a `model.mixture` whose experts are split over ranks: {_FSDP_INSTEAD}",
         f"!{_FLAT_SHARDS} || !has(self.model) || !has(self.model.mixture)"
         " || ((!has(self.parallelism.expert) || self.parallelism.expert == 1)"
         " && (!has(self.parallelism.tensor) || self.parallelism.tensor == 1))",
@@ -233,55 +235,49 @@ REPLICA_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "parallelism.zeroStage",
-        f"does not go with `model.tieEmbeddings` in a pipeline where shards are flat (1, or "
-        f"`dataParallel.strategy: ZeRO`): {_FSDP_INSTEAD}",
+        f"{_FLAT} `model.tieEmbeddings` in a pipeline: {_FSDP_INSTEAD}",
         f"!{_FLAT_SHARDS} || !has(self.model) || !has(self.model.tieEmbeddings) || !self.model.tieEmbeddings"
         f" || !({_HAS_PIPELINE})",
         _flat_shards_of_one_table,
     ),
     Rule(
         "parallelism.zeroStage",
-        lambda: (
-            f"does not go with `parallelism.schedule` {schedule_names(_bidirectional)} where shards are flat (1, or "
-            f"`dataParallel.strategy: ZeRO`): {_FSDP_INSTEAD}"
-        ),
+        lambda: f"{_FLAT} the schedule {schedule_names(_bidirectional, 'or')}: {_FSDP_INSTEAD}",
         lambda: f"!{_FLAT_SHARDS} || !({_HAS_PIPELINE}) || {schedule_is_not(_bidirectional)}",
         _flat_shards_in_one_direction,
     ),
     Rule(
         "parallelism.zeroStage",
-        f"does not go with `training.optimizer.name: Muon` where shards are flat (1, or `dataParallel.strategy: "
-        f"ZeRO`) and cut matrices anywhere: {_FSDP_INSTEAD}",
+        f"{_FLAT} `training.optimizer.name: Muon`, because Muon needs full matrices: {_FSDP_INSTEAD}",
         f"!{_FLAT_SHARDS} || !has(self.training) || self.training.optimizer.name != 'Muon'",
         _flat_shards_of_adamw,
     ),
     Rule(
         "parallelism.zeroStage",
-        f"does not go with `training.masterWeights: false` where shards are flat (1, or `dataParallel.strategy: "
-        f"ZeRO`) and rounding goes by an element's place: {_FSDP_INSTEAD}",
+        f"{_FLAT} `training.masterWeights: false`, because flat shards change how elements are rounded: "
+        f"{_FSDP_INSTEAD}",
         f"!{_FLAT_SHARDS} || !has(self.training) || self.training.masterWeights",
         _flat_shards_of_masters,
     ),
     Rule(
         "training.parameterOffload",
-        "needs `parallelism.zeroStage: 3`, or 2 without `dataParallel.strategy: ZeRO`, and `replicas` times "
-        "`parallelism.context` of at least 2, with `training.outer` on each island: only FSDP gathers a layer at a "
-        "time from the shards of several ranks",
+        "needs FSDP over at least two ranks, which gathers one layer at a time: set `zeroStage: 3`, or `2` without "
+        "`dataParallel.strategy: ZeRO`, and raise `replicas` or `parallelism.context` so that at least two ranks "
+        "(of each island with `training.outer`) share the parameters",
         f"!has(self.training) || !self.training.parameterOffload || ({_STAGE} >= 2 && !{_IS_ZERO}"
         f" && (!has(self.parallelism.context) || self.replicas * self.parallelism.context > {_ISLANDS}))",
         _parameters_are_sharded,
     ),
     Rule(
         "training.outer.islands",
-        "must be at least 2 and divide `replicas`, which stands for it where it is left out: every island has the same "
-        "number of them",
+        "must be at least 2 and divide `replicas`, its default, because every island has the same number of replicas",
         f"{_NO_OUTER_OR}({_ISLANDS} > 1 && self.replicas % {_ISLANDS} == 0)",
         _islands_split,
     ),
     Rule(
         "training.outer.everySteps",
-        f"must divide `checkpoint.everySteps`, {DEFAULT_CHECKPOINT_INTERVAL} when that is left out: islands are equal "
-        "after a round alone",
+        f"must divide `checkpoint.everySteps` (default: {DEFAULT_CHECKPOINT_INTERVAL}), because islands are only "
+        "equal after a round",
         f"{_NO_OUTER_OR}!has(self.checkpoint)"
         f" || (has(self.checkpoint.everySteps) ? self.checkpoint.everySteps : {DEFAULT_CHECKPOINT_INTERVAL})"
         " % self.training.outer.everySteps == 0",
@@ -289,8 +285,8 @@ REPLICA_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "training.outer",
-        "needs `training.precision` fp32, bf16 or fp64 with `masterWeights: true` and no `fp8`: scales and rounding "
-        "would differ between islands",
+        "needs `precision: fp32`, `bf16` or `fp64`, `masterWeights: true` and no `fp8`, because loss scales and "
+        "rounding would differ between islands",
         f"{_NO_OUTER_OR}(self.training.precision != 'fp16' && !has(self.training.fp8) && self.training.masterWeights)",
         _islands_round_alike,
     ),
@@ -302,8 +298,8 @@ REPLICA_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "training.outer.method",
-        "may be `FedAvg` with `data.claimName` and without `data.mixture` alone: each island has files of its own, in "
-        "the folders `island-0`, `island-1`, ... of the volume",
+        "needs `data.claimName` and no `data.mixture` for `FedAvg`, because each island reads its files from the "
+        "directory `island-0`, `island-1`, ... of the volume",
         None,
         _islands_have_files,
     ),

@@ -89,7 +89,7 @@ MIXTURE_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "model.mixture.groups",
-        "must divide `model.mixture.experts`: groups are equal",
+        "must divide `model.mixture.experts`, because all groups have the same size",
         _NO_MIXTURE_OR + "self.model.mixture.experts % self.model.mixture.groups == 0",
         _on_mixture(lambda m: m.experts % m.groups == 0),
     ),
@@ -101,34 +101,37 @@ MIXTURE_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "model.mixture.groupsPerToken",
-        "must give a token at least `model.mixture.perToken` experts: raise it, or lower `perToken` or `groups`",
+        "times the experts of a group must be at least `model.mixture.perToken`: raise it, or lower `perToken` or "
+        "`groups`",
         _NO_MIXTURE_OR + "self.model.mixture.perToken * self.model.mixture.groups"
         " <= self.model.mixture.groupsPerToken * self.model.mixture.experts",
         _on_mixture(lambda m: m.per_token * m.groups <= m.groups_per_token * m.experts),
     ),
     Rule(
         "model.mixture.renormalize",
-        "must be false with `perToken: 1` and `router: Softmax`: a weight of always 1 gives the router no gradient",
+        "must be false with `perToken: 1` and `router: Softmax`, because a weight that is always 1 gives the "
+        "router no gradient",
         _NO_MIXTURE_OR + "self.model.mixture.perToken > 1 || !self.model.mixture.renormalize"
         " || self.model.mixture.router != 'Softmax'",
         _on_mixture(_router_has_gradient),
     ),
     Rule(
         "model.mixture.auxiliaryWeight",
-        "needs `model.mixture.balancing: Auxiliary` or `Bias`: remove it",
+        "needs `model.mixture.balancing: Auxiliary` or `Bias`: change the balancing, or remove this field",
         _NO_MIXTURE_OR + "!has(self.model.mixture.auxiliaryWeight) || self.model.mixture.balancing != 'None'",
         _on_mixture(lambda m: m.auxiliary_weight is None or m.balancing is not Balancing.NONE),
     ),
     Rule(
         "model.mixture.denseLayers",
-        "plus `model.mixture.every` must be at most `model.layers`: some layer has to be a mixture",
+        "plus `model.mixture.every` must be at most `model.layers`, because at least one layer must be a mixture",
         _NO_MIXTURE_OR + "!has(self.model.layers)"
         " || self.model.mixture.denseLayers + self.model.mixture.every <= self.model.layers",
         _has_mixture_layer,
     ),
     Rule(
         "model.mixture",
-        "excludes `gated: false`, `biases: true` and every `activation` but `SiLU`: experts are SwiGLU",
+        "is not supported with `gated: false`, `biases: true`, or an `activation` other than `SiLU`, because "
+        "experts are SwiGLU: remove these fields",
         _NO_MIXTURE_OR
         + "((!has(self.model.gated) || self.model.gated) && (!has(self.model.biases) || !self.model.biases)"
         " && (!has(self.model.activation) || self.model.activation == 'SiLU'))",
@@ -136,51 +139,52 @@ MIXTURE_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "parallelism.expert",
-        "needs `model.mixture`, or a `model.preset` or `model.huggingFace` that has one: without experts there is "
-        "nothing to spread",
+        "needs a model with experts: set `model.mixture`, or a `model.preset` or `model.huggingFace` with a "
+        "mixture, or remove this field",
         "!has(self.parallelism.expert) || self.parallelism.expert == 1"
         " || (has(self.model) && (has(self.model.mixture) || !has(self.model.heads)))",
         _has_experts,
     ),
     Rule(
         "parallelism.expert",
-        "must divide `replicas` times `context`: experts are spread over ranks that hold the same dense parameters",
+        "must divide `replicas` times `parallelism.context`, because experts are spread over the ranks with the "
+        "same dense parameters",
         "!has(self.parallelism.expert) || self.replicas * self.parallelism.context % self.parallelism.expert == 0",
         lambda facts: divides(facts.parallelism.expert, facts.replicas * facts.parallelism.context_or_default),
     ),
     Rule(
         "parallelism.expert",
-        "must divide `model.mixture.experts`: every rank holds equally many",
+        "must divide `model.mixture.experts`, because every rank has the same number of experts",
         _NO_MIXTURE_OR + "!has(self.parallelism.expert) || self.model.mixture.experts % self.parallelism.expert == 0",
         _experts_divide,
     ),
     Rule(
         "parallelism.tensor",
-        "must divide `model.mixture.intermediateSize`: every expert is split by its width, but for "
-        "`parallelism.expertTensor: false`",
+        "must divide `model.mixture.intermediateSize`, because experts are split by their width: change one of "
+        "them, or set `expertTensor: false`",
         _NO_MIXTURE_OR + "!has(self.parallelism.tensor) || !self.parallelism.expertTensor"
         " || self.model.mixture.intermediateSize % self.parallelism.tensor == 0",
         _expert_width_splits,
     ),
     Rule(
         "parallelism.tensor",
-        "must divide `model.mixture.sharedIntermediateSize`: shared experts are split by their width",
+        "must divide `model.mixture.sharedIntermediateSize`, because shared experts are split by their width",
         _NO_MIXTURE_OR + "!has(self.parallelism.tensor)"
         " || self.model.mixture.sharedIntermediateSize % self.parallelism.tensor == 0",
         _shared_width_splits,
     ),
     Rule(
         "parallelism.expertTensor",
-        "must be true without `parallelism.sequence: true`, or with `training.fp8`: GPUs with whole experts route "
-        "positions of their own, and fp8 scales are of all",
+        "must be true with `sequence: false` and with `training.fp8`: GPUs with full experts route separate "
+        "positions, but fp8 scales cover all positions",
         "self.parallelism.expertTensor"
         " || (self.parallelism.sequence && (!has(self.training) || !has(self.training.fp8)))",
         _whole_experts_allowed,
     ),
     Rule(
         "parallelism.expert",
-        "must divide `parallelism.context`, or be a multiple of it, with `training.fp8`, whose scales are of whole "
-        "sequences",
+        "must divide `parallelism.context` or be a multiple of it with `training.fp8`, because fp8 scales cover "
+        "full sequences",
         "!has(self.parallelism.expert) || !has(self.training) || !has(self.training.fp8)"
         " || self.parallelism.expert % self.parallelism.context == 0"
         " || self.parallelism.context % self.parallelism.expert == 0",
@@ -188,14 +192,15 @@ MIXTURE_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "parallelism.expert",
-        "cannot be combined with `training.outer`: experts would span islands",
+        "is not supported with `training.outer`, because experts would be spread over several islands: remove one "
+        "of the two",
         "!has(self.parallelism.expert) || self.parallelism.expert == 1 || !has(self.training)"
         " || !has(self.training.outer)",
         _experts_stay_on_an_island,
     ),
     Rule(
         "parallelism.expert",
-        "cannot be combined with `parallelism.dataParallel.shardSize`: remove one",
+        "is not supported with `parallelism.dataParallel.shardSize`: remove one of the two",
         "!has(self.parallelism.expert) || self.parallelism.expert == 1"
         " || !has(self.parallelism.dataParallel.shardSize)",
         lambda facts: (facts.parallelism.expert or 1) == 1 or facts.parallelism.data_parallel.shard_size is None,

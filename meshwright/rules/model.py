@@ -87,28 +87,28 @@ def _heads_have_even_widths(facts: Facts) -> bool:
 MODEL_FORM_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
     Rule(
         "model.preset",
-        "excludes every other field of `model`: remove them, or remove `preset` and describe the model in numbers",
+        "is not supported with other fields of `model`: remove them, or replace `preset` with the sizes of the model",
         f"!has(self.model) || !has(self.model.preset) || !(has(self.model.huggingFace) || {_ANY_NUMBER})",
         _preset_alone,
     ),
     Rule(
         "model.huggingFace",
-        "excludes every other field of `model`: remove them, or let `meshwright model` print the configuration as "
-        "fields, and change those",
+        "is not supported with other fields of `model`: remove them, or print the configuration as fields with "
+        "`meshwright model`, and change those",
         f"!has(self.model) || !has(self.model.huggingFace) || !({_ANY_NUMBER})",
         _configuration_alone,
     ),
     Rule(
         "model.huggingFace",
-        "must be the text of a model's `config.json`: a JSON object with `model_type`",
+        "must be the content of a model's `config.json`: a JSON object with `model_type`",
         "!has(self.model) || !has(self.model.huggingFace) || (self.model.huggingFace.matches('^[ \\\\t\\\\r\\\\n]*[{]')"
         " && self.model.huggingFace.contains('\"model_type\"'))",
         _is_configuration,
     ),
     Rule(
         "model",
-        "must name a `preset`, hold a `huggingFace` configuration, or give `layers`, `hiddenSize`, `intermediateSize`, "
-        "`heads` and `vocabSize`",
+        "must have a `preset`, a `huggingFace` configuration, or all of `layers`, `hiddenSize`, "
+        "`intermediateSize`, `heads` and `vocabSize`",
         "!has(self.model) || has(self.model.preset) || has(self.model.huggingFace)"
         " || (has(self.model.layers) && has(self.model.hiddenSize)"
         " && has(self.model.intermediateSize) && has(self.model.heads) && has(self.model.vocabSize))",
@@ -120,15 +120,15 @@ MODEL_FORM_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
 MODEL_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "model.kvHeads",
-        "must divide `model.heads`: each key and value head serves the same number of query heads",
+        "must divide `model.heads`, because each key and value head serves the same number of query heads",
         "!has(self.model) || !has(self.model.heads) || !has(self.model.kvHeads)"
         " || self.model.heads % self.model.kvHeads == 0",
         lambda facts: divides(_model(facts).kv_heads, _model(facts).heads),
     ),
     Rule(
         "model.hiddenSize",
-        "must be divisible by twice `model.heads` unless another `headSize` than their quotient is given: a head has "
-        "an even width, since rotary positions turn pairs",
+        "must be a multiple of twice `model.heads`, because rotary positions rotate pairs of a head's elements: "
+        "change it, or set `headSize` to an even number",
         "!has(self.model) || !has(self.model.heads) || !has(self.model.hiddenSize)"
         " || (has(self.model.headSize) && self.model.headSize != self.model.hiddenSize / self.model.heads)"
         " || self.model.hiddenSize % (2 * self.model.heads) == 0",
@@ -136,21 +136,22 @@ MODEL_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "model.headSize",
-        "must be even: rotary positions turn pairs",
+        "must be even, because rotary positions rotate pairs of elements",
         "!has(self.model) || !has(self.model.headSize) || self.model.headSize % 2 == 0",
         lambda facts: divides(2, _model(facts).head_size),
     ),
     Rule(
         "model.biases",
-        "needs `model.norm: LayerNorm`: RMSNorm has no bias; use `model.attentionBiases` for those of attention alone",
+        "needs `model.norm: LayerNorm`, because RMSNorm has no bias: change the norm, or use `attentionBiases` for "
+        "biases of attention only",
         "!has(self.model) || !has(self.model.biases) || !self.model.biases"
         " || (has(self.model.norm) && self.model.norm == 'LayerNorm')",
         lambda facts: not _model(facts).biases or _model(facts).norm is Norm.LAYER_NORM,
     ),
     Rule(
         "model.latent",
-        "excludes `kvHeads` below `heads`, `positions`, `biases`, `attentionBiases` and `queryKeyNorms`, and its "
-        "`ropeSize` must be even",
+        "is not supported with `kvHeads` below `heads`, `positions`, `biases`, `attentionBiases` or "
+        "`queryKeyNorms`, and its `ropeSize` must be even: remove these fields",
         "!has(self.model) || !has(self.model.latent) || (self.model.latent.ropeSize % 2 == 0"
         " && (!has(self.model.kvHeads) || !has(self.model.heads) || self.model.kvHeads == self.model.heads)"
         " && (!has(self.model.positions) || self.model.positions == 0)"
@@ -161,7 +162,7 @@ MODEL_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "model.ropeScaling",
-        "needs rotary positions, and a `highFrequencyFactor` above `lowFrequencyFactor`",
+        "needs rotary positions (`positions: 0`), and a `highFrequencyFactor` above `lowFrequencyFactor`",
         "!has(self.model) || !has(self.model.ropeScaling)"
         " || ((!has(self.model.positions) || self.model.positions == 0)"
         " && self.model.ropeScaling.highFrequencyFactor > self.model.ropeScaling.lowFrequencyFactor)",
@@ -169,14 +170,15 @@ MODEL_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "model.positions",
-        "must be at least `training.sequenceLength`: each position of a sequence needs a row",
+        "must be at least `training.sequenceLength`, because each position of a sequence needs a row",
         "!has(self.model) || !has(self.model.positions) || self.model.positions == 0 || !has(self.training)"
         " || self.model.positions >= self.training.sequenceLength",
         _positions_suffice,
     ),
     Rule(
         "model.vocabSize",
-        f"must be at least {BYTE_VOCABULARY} with `data.tokenizer: Byte`: the 256 byte values and a document separator",
+        f"must be at least {BYTE_VOCABULARY} with `data.tokenizer: Byte`, for the 256 byte values and a document "
+        "separator",
         "!has(self.model) || !has(self.model.vocabSize) || !has(self.data) || self.data.tokenizer != 'Byte'"
         f" || self.model.vocabSize >= {BYTE_VOCABULARY}",
         _vocabulary_holds_bytes,

@@ -82,55 +82,56 @@ PARALLELISM_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "replicas",
         "`replicas` times `parallelism.tensor`, `parallelism.pipeline` and `parallelism.context` must be at most "
-        "65536: lower one of them",
+        f"{MAX_WORLD_SIZE}: lower one of them",
         f"{_WORLD_SIZE} <= {MAX_WORLD_SIZE}",
         lambda facts: least_world_size(facts) <= MAX_WORLD_SIZE,
     ),
     Rule(
         "workers.gpusPerWorker",
-        "must divide the world size, `replicas` times `parallelism.tensor`, `parallelism.pipeline` and "
-        "`parallelism.context`",
+        "must divide the world size (`replicas` times `parallelism.tensor`, `parallelism.pipeline` and "
+        "`parallelism.context`), because all workers have the same number of ranks",
         f"!{_WORLD_SIZE_KNOWN} || ({_WORLD_SIZE}) % self.workers.gpusPerWorker == 0",
         _whole_workers,
     ),
     Rule(
         "workers.gpusPerWorker",
-        "must be at least the world size divided by 1024: a job has at most 1024 workers",
+        f"must be at least the world size divided by {MAX_WORKERS}, because a job has at most {MAX_WORKERS} workers",
         f"!{_WORLD_SIZE_KNOWN} || {_WORLD_SIZE} <= {MAX_WORKERS} * self.workers.gpusPerWorker",
         _worker_limit,
     ),
     Rule(
         "workers.gpusPerWorker",
-        "must be a multiple or a divisor of `parallelism.tensor`: a worker holds whole tensor-parallel groups, or a "
-        "group has whole workers",
+        "must be a multiple or a divisor of `parallelism.tensor`, because a worker has complete tensor-parallel "
+        "groups, or a group has complete workers",
         "!has(self.parallelism.tensor) || self.parallelism.tensor % self.workers.gpusPerWorker == 0"
         " || self.workers.gpusPerWorker % self.parallelism.tensor == 0",
         _aligned_groups,
     ),
     Rule(
         "parallelism.tensor",
-        "must divide `model.heads`: attention is split by heads",
+        "must divide `model.heads`, because attention is split by heads",
         "!has(self.parallelism.tensor) || !has(self.model) || !has(self.model.heads)"
         " || self.model.heads % self.parallelism.tensor == 0",
         _heads_split,
     ),
     Rule(
         "parallelism.tensor",
-        "must divide `model.kvHeads`: attention is split by heads",
+        "must divide `model.kvHeads`, because attention is split by heads",
         "!has(self.parallelism.tensor) || !has(self.model) || !has(self.model.kvHeads)"
         " || self.model.kvHeads % self.parallelism.tensor == 0",
         _kv_heads_split,
     ),
     Rule(
         "parallelism.tensor",
-        "must divide `model.intermediateSize`: the feed-forward layer is split by its width",
+        "must divide `model.intermediateSize`, because the feed-forward layer is split by its width",
         "!has(self.parallelism.tensor) || !has(self.model) || !has(self.model.intermediateSize)"
         " || self.model.intermediateSize % self.parallelism.tensor == 0",
         _feed_forward_splits,
     ),
     Rule(
         "parallelism.tensor",
-        "must divide `model.vocabSize`: embedding and logits are split by the vocabulary; raise `model.vocabSize`",
+        "must divide `model.vocabSize`, because embedding and logits are split by the vocabulary: raise the "
+        "vocabulary size to a multiple",
         "!has(self.parallelism.tensor) || !has(self.model) || !has(self.model.vocabSize)"
         " || self.model.vocabSize % self.parallelism.tensor == 0",
         _vocabulary_splits,
@@ -144,15 +145,16 @@ PARALLELISM_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "parallelism.tensorOverlap",
-        "needs `tensor` of at least 2 and `parallelism.sequence: true`, whose collectives it takes apart",
+        "needs `tensor` of at least 2 and `sequence: true`, whose collectives it splits: set both, or remove this "
+        "field",
         "!self.parallelism.tensorOverlap || (self.parallelism.sequence && has(self.parallelism.tensor)"
         " && self.parallelism.tensor > 1)",
         _tensor_overlap_has_collectives,
     ),
     Rule(
         "parallelism.tensorOverlap",
-        "must be false with `training.fp8`, whose scales are of whole tensors, and with `training.lora`, whose "
-        "narrow products hide nothing",
+        "is not supported with `training.fp8`, whose scales cover full tensors, and with `training.lora`, whose "
+        "matrix products are too short to overlap with: set it to false",
         "!self.parallelism.tensorOverlap || !has(self.training)"
         " || (!has(self.training.fp8) && !has(self.training.lora))",
         _tensor_overlap_has_plain_products,

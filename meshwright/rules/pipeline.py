@@ -194,7 +194,8 @@ def _stages_cel() -> str:
 PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "parallelism.microBatches",
-        "must be at least `parallelism.pipeline`: with fewer some stage always waits; only `schedule: Naive` may",
+        "must be at least `parallelism.pipeline`, because with fewer micro-batches some stage is always idle: "
+        "raise it, or use `schedule: Naive`",
         lambda: (
             f"{schedule_is(_takes_fewer)} || !has(self.parallelism.microBatches) || !has(self.parallelism.pipeline)"
             " || self.parallelism.microBatches >= self.parallelism.pipeline"
@@ -203,7 +204,8 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "parallelism.pipeline",
-        "times `replicas` must be at most `training.globalBatchSize`: every stage needs a micro-batch of its replica",
+        "times `replicas` must be at most `training.globalBatchSize`, because every stage of every replica needs a "
+        "micro-batch",
         lambda: (
             f"{schedule_is(_takes_fewer)} || !has(self.training) || self.training.globalBatchSize"
             " >= self.replicas * (has(self.parallelism.pipeline) ? self.parallelism.pipeline : 1)"
@@ -213,8 +215,8 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "model.tieEmbeddings",
         lambda: (
-            f"needs `parallelism.pipeline: 1` with {schedule_names(_is_asynchronous)}: the ends would have different "
-            "weights"
+            f"needs `parallelism.pipeline: 1` with {schedule_names(_is_asynchronous)}, because the first and the "
+            "last stage would have different weights"
         ),
         lambda: (
             "!has(self.model) || !has(self.model.tieEmbeddings) || !self.model.tieEmbeddings"
@@ -225,22 +227,25 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "parallelism.virtualStages",
-        lambda: f"needs `parallelism.schedule` {schedule_names(_has_virtual_stages, 'or')}: leave it out with others",
+        lambda: (
+            f"is only supported with the schedule {schedule_names(_has_virtual_stages, 'or')}: remove it, or change "
+            "the schedule"
+        ),
         lambda: f"!has(self.parallelism.virtualStages) || {schedule_is(_has_virtual_stages)}",
         _virtual_stages_belong,
     ),
     Rule(
         "parallelism.activationLimit",
         lambda: (
-            f"needs `parallelism.schedule` {schedule_names(_takes_limit, 'or')}: the memory of other schedules follows "
-            "from their order"
+            f"is only supported with the schedule {schedule_names(_takes_limit, 'or')}, because the order of other "
+            "schedules determines their memory: remove it, or change the schedule"
         ),
         lambda: f"!has(self.parallelism.activationLimit) || {schedule_is(_takes_limit)}",
         _activation_limit_belongs,
     ),
     Rule(
         "parallelism.layerSplit",
-        "must have an entry for every stage, and needs `parallelism.pipeline`",
+        "must have one entry for every stage, and needs `parallelism.pipeline`",
         lambda: (
             "!has(self.parallelism.layerSplit) || (has(self.parallelism.pipeline)"
             f" && self.parallelism.layerSplit.size() == {_stages_cel()})"
@@ -249,14 +254,14 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "parallelism.layerSplit",
-        "must add up to `model.layers`: each layer is in one stage",
+        "must add up to `model.layers`, because each layer is in one stage",
         "!has(self.parallelism.layerSplit) || !has(self.model) || !has(self.model.layers)"
         " || self.parallelism.layerSplit.sum() == self.model.layers",
         _layer_split_adds_up,
     ),
     Rule(
         "parallelism.pipeline",
-        "times the stages of a rank must be at most `model.layers`: each stage needs at least one layer",
+        "times the stages of a rank must be at most `model.layers`, because each stage needs at least one layer",
         lambda: (
             "!has(self.parallelism.pipeline) || !has(self.model) || !has(self.model.layers)"
             f" || self.model.layers >= {_stages_cel()}"
@@ -266,8 +271,8 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "parallelism.microBatches",
         lambda: (
-            f"must be a multiple of `parallelism.pipeline` with {schedule_names(_takes_rounds)}, which takes whole "
-            "rounds of its ranks"
+            f"must be a multiple of `parallelism.pipeline` with {schedule_names(_takes_rounds)}, because "
+            "micro-batches run in rounds of that size"
         ),
         lambda: (
             f"{schedule_is_not(_takes_rounds)} || !({_HAS_MICRO_BATCHES})"
@@ -278,7 +283,8 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "parallelism.pipeline",
         lambda: (
-            f"must be even with {schedule_names(_is_even)}, whose two directions meet in the middle; or use `DualPipeV`"
+            f"must be even with {schedule_names(_is_even)}, because two directions meet in the middle: change it, "
+            "or use `DualPipeV`"
         ),
         lambda: f"{schedule_is_not(_is_even)} || !({_HAS_PIPELINE}) || self.parallelism.pipeline % 2 == 0",
         _ranks_even,
@@ -292,8 +298,8 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "parallelism.microBatches",
         lambda: (
-            f"must be 1 with {schedule_names(_takes_one)}, which updates weights after each; use `PipeDream2BW` for "
-            "several"
+            f"must be 1 with {schedule_names(_takes_one)}, because weights are updated after every micro-batch: use "
+            "`PipeDream2BW` for several"
         ),
         lambda: f"{schedule_is_not(_takes_one)} || !({_HAS_MICRO_BATCHES}) || self.parallelism.microBatches == 1",
         _pipedream_one_micro_batch,
@@ -301,8 +307,8 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "training.optimizer.gradientClip",
         lambda: (
-            f"must be 0 with {schedule_names(_is_asynchronous)}: no moment exists when a step's gradients are known "
-            "everywhere"
+            f"must be 0 with {schedule_names(_is_asynchronous)}, because the gradients of a step are never complete "
+            "on all stages at the same time"
         ),
         lambda: (
             f"{schedule_is_not(_is_asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"
@@ -312,29 +318,34 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "parallelism.zeroStage",
-        lambda: f"must be 0 with {schedule_names(_is_asynchronous)}: they keep several versions of a stage's weights",
+        lambda: (
+            f"must be 0 with {schedule_names(_is_asynchronous)}, because stages store several versions of their weights"
+        ),
         lambda: f"{schedule_is_not(_is_asynchronous)} || self.parallelism.zeroStage == 0",
         _asynchronous_without_zero,
     ),
     Rule(
         "model.mixture",
         lambda: (
-            f"needs another `parallelism.schedule` than {schedule_names(_is_asynchronous)}, which have no common step"
+            f"is not supported with the schedule {schedule_names(_is_asynchronous, 'or')}, because stages have no "
+            "common step: use another schedule"
         ),
         lambda: f"{schedule_is_not(_is_asynchronous)} || !has(self.model) || !has(self.model.mixture)",
         _asynchronous_without_mixture,
     ),
     Rule(
         "parallelism.rematerialize",
-        lambda: f"must be false with {schedule_names(_is_asynchronous)}: weights change before its use",
+        lambda: (
+            f"must be false with {schedule_names(_is_asynchronous)}, because weights change before the backward pass"
+        ),
         lambda: f"{schedule_is_not(_is_asynchronous)} || !self.parallelism.rematerialize",
         _asynchronous_without_rematerialization,
     ),
     Rule(
         "training.precision",
         lambda: (
-            f"may not be fp16, nor `training.fp8` be set, with {schedule_names(_is_asynchronous)}: their scales follow "
-            "from a common step"
+            "`training.precision: fp16` and `training.fp8` are not supported with "
+            f"{schedule_names(_is_asynchronous)}, because their scales need a common step: use `bf16` or `fp32`"
         ),
         lambda: (
             f"{schedule_is_not(_is_asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"
@@ -345,8 +356,8 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "training.outer",
         lambda: (
-            f"needs another `parallelism.schedule` than {schedule_names(_is_asynchronous)}: islands meet between "
-            "steps, which they have none of"
+            f"is not supported with the schedule {schedule_names(_is_asynchronous, 'or')}, because islands "
+            "synchronize between steps, and stages have no common step: use another schedule"
         ),
         lambda: (
             f"{schedule_is_not(_is_asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"

@@ -7,13 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from meshwright.api.parallelism import ASSUMED_CONTEXT, ASSUMED_SCHEDULE
 from meshwright.schedules.registry import schedules_where
 from meshwright.schedules.schedule import PipelineScheduleKind
 
 Subject = TypeVar("Subject", contravariant=True)
 
-UNTIL_CHOSEN = {"self.parallelism.context": "1", "self.parallelism.schedule": "'1F1B'"}
-"""What rules take a field for that is left out and chosen later; Python's side are properties of `ParallelismSpec`."""
+_ASSUMED = {
+    "self.parallelism.context": str(ASSUMED_CONTEXT),
+    "self.parallelism.schedule": repr(ASSUMED_SCHEDULE.value),
+}
+"""CEL of what rules assume for a field that is left out. In Python these are properties of `ParallelismSpec`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +41,11 @@ class Rule(Generic[Subject]):
 
     @property
     def cel(self) -> str:
-        """The condition for the API server, which reads what stands for a field where that is left out."""
+        """The condition for the API server, with the assumed value of each field that may be left out."""
         if self.condition is None:
             return "true"
         cel = self.condition if isinstance(self.condition, str) else self.condition()
-        for field, default in UNTIL_CHOSEN.items():
+        for field, default in _ASSUMED.items():
             read = rf"(?<!has\(){re.escape(field)}\b"
             cel = re.sub(read, f"(has({field}) ? {field} : {default})", cel)
         return cel

@@ -32,27 +32,26 @@ def _command_owns_schedule(facts: Facts) -> bool:
 RUNTIME_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "runtime.command",
-        "`runtime.command` excludes `model`, `data` and `training`: remove them, or remove the command",
+        "is not supported with `model`, `data` and `training`: remove them, or remove the command",
         "!has(self.runtime.command) || !(has(self.model) || has(self.data) || has(self.training))",
         _command_excludes_model,
     ),
     Rule(
         "runtime.command",
-        "must be set unless `model`, `data` and `training` are all given: add what is missing of the three, "
-        "or a command",
+        "is required unless `model`, `data` and `training` are all set: add the missing ones, or a command",
         "has(self.runtime.command) || (has(self.model) && has(self.data) && has(self.training))",
         _command_or_model,
     ),
     Rule(
         "runtime.scripts",
-        "may only be set with `runtime.command`, which runs them: remove it, or add a command",
+        "needs `runtime.command`, which runs them: remove it, or add a command",
         "!has(self.runtime.scripts) || has(self.runtime.command)",
         lambda facts: facts.runtime.scripts is None or facts.runtime.command is not None,
     ),
     Rule(
         "checkpoint",
-        "`checkpoint.everySteps` and `checkpoint.keep` may not be set with `runtime.command`, which saves its own "
-        "checkpoints: remove them",
+        "`checkpoint.everySteps` and `checkpoint.keep` are not supported with `runtime.command`, which saves "
+        "checkpoints itself: remove them",
         "!has(self.runtime.command) || !has(self.checkpoint)"
         " || !(has(self.checkpoint.everySteps) || has(self.checkpoint.keep))",
         _command_owns_checkpoints,
@@ -60,7 +59,7 @@ RUNTIME_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "parallelism",
         "`parallelism.microBatches`, `zeroStage`, `sequence`, `expertTensor`, `tensorOverlap`, `contextMethod` and "
-        "`ulysses` may not be set with `runtime.command`, which does these itself: remove them",
+        "`ulysses` are not supported with `runtime.command`, which implements these itself: remove them",
         "!has(self.runtime.command) || (!has(self.parallelism.microBatches)"
         " && self.parallelism.zeroStage == 0 && self.parallelism.sequence && self.parallelism.expertTensor"
         " && !self.parallelism.tensorOverlap"

@@ -1,10 +1,14 @@
-"""Rules on batch and learning-rate schedule."""
+"""Rules on `training`: batch, learning rate, adapters, number formats, optimizer and offload."""
 
 from __future__ import annotations
 
+from meshwright.api.data import Packing
+from meshwright.api.precision import Fp8Scaling, Fp8Update, Precision
+from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload
 from meshwright.models.lora import layer_targets
 from meshwright.rules.facts import Facts
-from meshwright.rules.rule import Rule
+from meshwright.rules.rule import Rule, schedule_is
+from meshwright.schedules.registry import kind_of
 
 
 def _batch_splits(facts: Facts) -> bool:
@@ -42,16 +46,92 @@ def _every_layer_is_adapted(facts: Facts) -> bool:
     return not in_every_layer.isdisjoint(training.lora.targets)
 
 
+def _masters_unless_bf16(facts: Facts) -> bool:
+    training = facts.training
+    return training is None or training.master_weights or training.precision is Precision.BF16
+
+
+def _masters_for_muon(facts: Facts) -> bool:
+    training = facts.training
+    return training is None or training.master_weights or training.optimizer.name is OptimizerName.ADAMW
+
+
+def _offload_needs_adamw(facts: Facts) -> bool:
+    training = facts.training
+    if training is None or training.optimizer.offload is OptimizerOffload.NONE:
+        return True
+    return training.master_weights and training.optimizer.name is OptimizerName.ADAMW
+
+
+def _path_for_file(facts: Facts) -> bool:
+    optimizer = facts.training.optimizer if facts.training is not None else None
+    if optimizer is None:
+        return True
+    return (optimizer.offload is OptimizerOffload.FILE) == (optimizer.offload_path is not None)
+
+
+def _path_for_parameters(facts: Facts) -> bool:
+    training = facts.training
+    return training is None or training.parameter_offload_path is None or training.parameter_offload
+
+
+def _fp8_precision(facts: Facts) -> bool:
+    training = facts.training
+    return training is None or training.fp8 is None or training.precision in (Precision.BF16, Precision.FP32)
+
+
+def _fp8_without_lora(facts: Facts) -> bool:
+    training = facts.training
+    return training is None or training.fp8 is None or training.lora is None
+
+
+def _rowwise_is_dynamic(facts: Facts) -> bool:
+    fp8 = facts.training.fp8 if facts.training is not None else None
+    return fp8 is None or fp8.scaling is Fp8Scaling.TENSORWISE or fp8.update is Fp8Update.DYNAMIC
+
+
+def _selective_layers_are_whole(facts: Facts) -> bool:
+    """What breaks the graph of a compiled layer, in which `Selective` is decided."""
+    training, p = facts.training, facts.parallelism
+    if training is None or not training.compile:
+        return True
+    if training.activation_checkpointing is not ActivationCheckpointing.SELECTIVE:
+        return True
+    in_pieces = (
+        (p.tensor or 1) > 1
+        or p.context_or_default > 1
+        or (facts.data is not None and facts.data.packing is Packing.DOCUMENTS)
+        or (facts.model is not None and facts.model.mixture is not None)
+        or (training.fp8 is not None and training.fp8.update is Fp8Update.DELAYED)
+        or ((p.pipeline or 1) > 1 and not kind_of(p.order).whole_backward)
+    )
+    return not in_pieces
+
+
+def _selective_layers_are_whole_cel() -> str:
+    return (
+        "!has(self.training) || !self.training.compile || !has(self.training.activationCheckpointing)"
+        " || self.training.activationCheckpointing != 'Selective'"
+        " || ((!has(self.parallelism.tensor) || self.parallelism.tensor == 1) && self.parallelism.context == 1"
+        " && (!has(self.data) || self.data.packing != 'Documents') && (!has(self.model) || !has(self.model.mixture))"
+        " && (!has(self.training.fp8) || self.training.fp8.update != 'Delayed')"
+        " && (!has(self.parallelism.pipeline) || self.parallelism.pipeline == 1"
+        f" || {schedule_is(lambda kind: kind.whole_backward)}))"
+    )
+
+
 TRAINING_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "training.globalBatchSize",
-        "must be divisible by `replicas`: each replica takes the same number of sequences",
+        "must be a multiple of `replicas`, because each replica trains on the same number of sequences: change one "
+        "of them",
         "!has(self.training) || self.training.globalBatchSize % self.replicas == 0",
         _batch_splits,
     ),
     Rule(
         "parallelism.microBatches",
-        "times `replicas` must divide `training.globalBatchSize`: every micro-batch has the same number of sequences",
+        "times `replicas` must divide `training.globalBatchSize`, because every micro-batch has the same number of "
+        "sequences",
         "!has(self.training) || !has(self.parallelism.microBatches)"
         " || self.training.globalBatchSize % (self.replicas * self.parallelism.microBatches) == 0",
         _micro_batches_split,
@@ -64,25 +144,89 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "training.evaluation",
-        "needs `data.heldOut` above 0: it is measured on documents that are never trained on",
+        "needs documents that are excluded from training: raise `data.heldOut` above 0",
         "!has(self.training) || !has(self.training.evaluation) || !has(self.data) || self.data.heldOut > 0.0",
         _evaluated_on_something,
     ),
     Rule(
         "training.optimizer.minLearningRate",
-        "must be at most `training.optimizer.learningRate`: the rate decays towards it",
+        "must be at most `training.optimizer.learningRate`, because the rate decays to it",
         "!has(self.training) || self.training.optimizer.minLearningRate <= self.training.optimizer.learningRate",
         _rate_decays,
     ),
     Rule(
         "training.lora.targets",
-        "must name a matrix that every layer has: add `Query` or `Output`; layers have `Key` and `Value` without "
-        "`model.latent`, `Up` and `Down` without `model.mixture`, and `Gate` unless `model.gated: false`",
+        "must contain a matrix that every layer has: add `Query` or `Output`. Layers have `Key` and `Value` "
+        "without `model.latent`, `Up` and `Down` without `model.mixture`, and `Gate` like these unless "
+        "`model.gated: false`",
         "!has(self.training) || !has(self.training.lora) || !has(self.model)"
         " || self.training.lora.targets.exists(t, t in ['Query', 'Output']"
         " || (t in ['Key', 'Value'] && !has(self.model.latent))"
         " || (t in ['Gate', 'Up', 'Down'] && !has(self.model.mixture)"
         " && (t != 'Gate' || !has(self.model.gated) || self.model.gated)))",
         _every_layer_is_adapted,
+    ),
+    Rule(
+        "training.masterWeights",
+        "can only be false with `training.precision: bf16`, which has the range of fp32: set it to true, or change "
+        "the precision",
+        "!has(self.training) || self.training.masterWeights || self.training.precision == 'bf16'",
+        _masters_unless_bf16,
+    ),
+    Rule(
+        "training.masterWeights",
+        "must be true with `training.optimizer.name: Muon`, because only AdamW rounds its updates stochastically",
+        "!has(self.training) || self.training.masterWeights || self.training.optimizer.name == 'AdamW'",
+        _masters_for_muon,
+    ),
+    Rule(
+        "training.optimizer.offload",
+        "needs `training.optimizer.name: AdamW` and `training.masterWeights: true`",
+        "!has(self.training) || self.training.optimizer.offload == 'None'"
+        " || (self.training.masterWeights && self.training.optimizer.name == 'AdamW')",
+        _offload_needs_adamw,
+    ),
+    Rule(
+        "training.optimizer.offloadPath",
+        "is required with `training.optimizer.offload: File`, and is not supported otherwise: set or remove it",
+        "!has(self.training) || (self.training.optimizer.offload == 'File') == "
+        "has(self.training.optimizer.offloadPath)",
+        _path_for_file,
+    ),
+    Rule(
+        "training.parameterOffloadPath",
+        "needs `training.parameterOffload: true`: set it, or remove the path",
+        "!has(self.training) || !has(self.training.parameterOffloadPath) || self.training.parameterOffload",
+        _path_for_parameters,
+    ),
+    Rule(
+        "training.fp8",
+        "needs `training.precision: bf16` or `fp32`",
+        "!has(self.training) || !has(self.training.fp8) || self.training.precision in ['bf16', 'fp32']",
+        _fp8_precision,
+    ),
+    Rule(
+        "training.fp8",
+        "is not supported with `training.lora`, because the narrow matrices of adapters gain nothing from it: "
+        "remove one of the two",
+        "!has(self.training) || !has(self.training.fp8) || !has(self.training.lora)",
+        _fp8_without_lora,
+    ),
+    Rule(
+        "training.fp8.update",
+        "must be `Dynamic` with `training.fp8.scaling: Rowwise`, because the tokens of a row change in every step",
+        "!has(self.training) || !has(self.training.fp8) || self.training.fp8.scaling == 'Tensorwise'"
+        " || self.training.fp8.update == 'Dynamic'",
+        _rowwise_is_dynamic,
+    ),
+    Rule(
+        "training.activationCheckpointing",
+        "cannot be `Selective` with `training.compile: true` if layers are compiled in pieces, because each piece "
+        "computes all its matrix products again. Pieces result from tensor parallelism (`parallelism.tensor`), context "
+        "parallelism (`parallelism.context`), `data.packing: Documents`, `model.mixture`, `training.fp8.update: "
+        "Delayed`, and a `parallelism.schedule` that splits the backward pass or does not flush: use `Full` or `None`, "
+        "or `compile: false`",
+        _selective_layers_are_whole_cel,
+        _selective_layers_are_whole,
     ),
 )

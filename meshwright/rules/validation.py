@@ -25,19 +25,16 @@ from meshwright.protocol.run_config import NativeRun
 from meshwright.rules.context import CONTEXT_RULES
 from meshwright.rules.data import DATA_RULES
 from meshwright.rules.data_parallel import REPLICA_RULES
+from meshwright.rules.edits import IMMUTABLE
 from meshwright.rules.facts import Facts, facts_of_run
-from meshwright.rules.memory import MEMORY_RULES
 from meshwright.rules.mixture import MIXTURE_RULES
 from meshwright.rules.model import MODEL_FORM_RULES, MODEL_RULES
 from meshwright.rules.nearest import sentence
 from meshwright.rules.parallelism import PARALLELISM_RULES
 from meshwright.rules.pipeline import PIPELINE_RULES
-from meshwright.rules.recovery import POLICY_RULES
 from meshwright.rules.rule import Rule
 from meshwright.rules.runtime import RUNTIME_RULES
 from meshwright.rules.training import TRAINING_RULES
-from meshwright.rules.transition import TRANSITIONS
-from meshwright.rules.volumes import VOLUMES_RULES
 from meshwright.rules.workers import WORKERS_RULES
 
 FACT_RULES: tuple[Rule[Facts], ...] = (
@@ -48,7 +45,6 @@ FACT_RULES: tuple[Rule[Facts], ...] = (
     *MIXTURE_RULES,
     *PIPELINE_RULES,
     *TRAINING_RULES,
-    *MEMORY_RULES,
     *DATA_RULES,
 )
 """Rules on what is run, of a spec and of a resolved run."""
@@ -58,8 +54,6 @@ SPEC_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
     *MODEL_FORM_RULES,
     *(rule for rule in FACT_RULES if rule.condition is not None),
     *WORKERS_RULES,
-    *VOLUMES_RULES,
-    *POLICY_RULES,
 )
 """Every rule of a spec: those above, and those on what no run has, such as worker pods."""
 
@@ -83,7 +77,7 @@ def check_spec(spec: ParallelTrainingJobSpec) -> list[Problem]:
 
 def check_edit(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> list[Problem]:
     """What an edit of a started job changes and may not, in the order of the table; empty for an edit that is fine."""
-    return [Problem(t.field, t.message) for t in TRANSITIONS if not t.holds(running, wanted)]
+    return [Problem(field.field, field.message) for field in IMMUTABLE if not field.holds(running, wanted)]
 
 
 def run_problems(run: NativeRun) -> list[str]:

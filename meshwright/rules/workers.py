@@ -1,13 +1,21 @@
-"""Rules on the worker pods: what Kubernetes would refuse later, and what the runtime sets itself."""
+"""Rules on the worker pods, and on their restarts and exit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
-from meshwright.api.workers import EnvVar, Toleration
+from meshwright.api.spec import SuccessPolicy
+from meshwright.api.workers import EnvVar, Toleration, VolumeSpec
 from meshwright.rules.rule import Rule
 
-RESERVED_PREFIXES = ("MESHWRIGHT_", "TORCHELASTIC_")
-RESERVED_NAMES = (
+# Reserved for the operator and the agent.
+LABEL_PREFIXES = ("meshwright.dev/", "app.kubernetes.io/")
+ANNOTATION_PREFIXES = ("meshwright.dev/", "prometheus.io/")
+VOLUME_NAMES = ("shm", "checkpoints", "data", "scripts")
+VOLUME_PATHS = ("/meshwright", "/dev")
+VARIABLE_PREFIXES = ("MESHWRIGHT_", "TORCHELASTIC_")
+VARIABLE_NAMES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -21,6 +29,25 @@ RESERVED_NAMES = (
     "MASTER_PORT",
 )
 
+MAX_COUNTED_IN_WINDOW = 100
+"""Largest `recovery.maxRestarts` with a window: status contains the times of these restarts."""
+
+
+def _starts_with(value: str, prefixes: Iterable[str]) -> str:
+    """In CEL, that a string starts with one of the prefixes."""
+    return " || ".join(f"{value}.startsWith({prefix!r})" for prefix in prefixes)
+
+
+def _one_of(value: str, names: Iterable[str]) -> str:
+    """In CEL, that a string is one of the names."""
+    return f"{value} in [{', '.join(repr(name) for name in names)}]"
+
+
+def _below_reserved_path() -> str:
+    """In CEL, that the volume `v` is mounted at or below a reserved path."""
+    path = "v.mountPath"
+    return " || ".join(f"{path} == {reserved!r} || {_starts_with(path, [f'{reserved}/'])}" for reserved in VOLUME_PATHS)
+
 
 def _well_formed(toleration: Toleration) -> bool:
     if toleration.operator == "Exists":
@@ -32,69 +59,131 @@ def _seconds_for_no_execute(toleration: Toleration) -> bool:
     return toleration.toleration_seconds is None or toleration.effect == "NoExecute"
 
 
-def _one_source(variable: EnvVar) -> bool:
+def _one_variable_source(variable: EnvVar) -> bool:
     source = variable.value_from
     if source is None:
         return True
     return not variable.value and (source.secret_key_ref is None) != (source.config_map_key_ref is None)
 
 
-LABEL_PREFIXES = ("meshwright.dev/", "app.kubernetes.io/")
-ANNOTATION_PREFIXES = ("meshwright.dev/", "prometheus.io/")
+def _one_volume_source(volume: VolumeSpec) -> bool:
+    sources = (volume.claim_name, volume.config_map_name, volume.secret_name, volume.scratch)
+    return sum(source is not None for source in sources) == 1
 
 
-def _none_begins(path: str, prefixes: tuple[str, ...]) -> str:
-    return f"!self.{path}.exists(k, {' || '.join(f'k.startsWith({prefix!r})' for prefix in prefixes)})"
+def _free_path(volume: VolumeSpec) -> bool:
+    return not any(
+        volume.mount_path == reserved or volume.mount_path.startswith(f"{reserved}/") for reserved in VOLUME_PATHS
+    )
+
+
+def _plain_path(volume: VolumeSpec) -> bool:
+    return ".." not in volume.mount_path.split("/")
+
+
+def _few_in_window(spec: Spec) -> bool:
+    return spec.recovery.restart_window_seconds is None or spec.recovery.max_restarts <= MAX_COUNTED_IN_WINDOW
+
+
+def _first_worker_of_command(spec: Spec) -> bool:
+    return spec.success_policy is SuccessPolicy.ALL_WORKERS or spec.runtime.command is not None
 
 
 WORKERS_RULES: tuple[Rule[Spec], ...] = (
     Rule(
         "workers.labels",
-        f"must not begin with {' or '.join(LABEL_PREFIXES)}: these are the operator's own, rename them",
-        _none_begins("workers.labels", LABEL_PREFIXES),
+        f"must not have keys that start with {' or '.join(LABEL_PREFIXES)}, which are reserved for the operator: "
+        "rename them",
+        f"!self.workers.labels.exists(k, {_starts_with('k', LABEL_PREFIXES)})",
         lambda spec: not any(key.startswith(LABEL_PREFIXES) for key in spec.workers.labels),
     ),
     Rule(
         "workers.annotations",
-        f"must not begin with {' or '.join(ANNOTATION_PREFIXES)}: these are the operator's own, rename them",
-        _none_begins("workers.annotations", ANNOTATION_PREFIXES),
+        f"must not have keys that start with {' or '.join(ANNOTATION_PREFIXES)}, which are reserved for the "
+        "operator: rename them",
+        f"!self.workers.annotations.exists(k, {_starts_with('k', ANNOTATION_PREFIXES)})",
         lambda spec: not any(key.startswith(ANNOTATION_PREFIXES) for key in spec.workers.annotations),
     ),
     Rule(
         "recovery.spareNodes",
-        "must be 0 with `workers.schedulerName`: no node is kept free of what another scheduler places",
+        "must be 0 with `workers.schedulerName`, because the operator cannot reserve nodes from another scheduler",
         "!has(self.workers.schedulerName) || self.recovery.spareNodes == 0",
         lambda spec: spec.workers.scheduler_name is None or spec.recovery.spare_nodes == 0,
     ),
     Rule(
         "workers.env",
-        "must not set names that begin with MESHWRIGHT_ or TORCHELASTIC_: these are reserved, rename them",
-        "!self.workers.env.exists(e, e.name.startsWith('MESHWRIGHT_') || e.name.startsWith('TORCHELASTIC_'))",
-        lambda spec: not any(e.name.startswith(RESERVED_PREFIXES) for e in spec.workers.env),
+        f"must not set names that start with {' or '.join(VARIABLE_PREFIXES)}, which are reserved: rename them",
+        f"!self.workers.env.exists(e, {_starts_with('e.name', VARIABLE_PREFIXES)})",
+        lambda spec: not any(e.name.startswith(VARIABLE_PREFIXES) for e in spec.workers.env),
     ),
     Rule(
         "workers.env",
-        f"must not set {', '.join(RESERVED_NAMES)}: each rank gets its own",
-        f"!self.workers.env.exists(e, e.name in [{', '.join(repr(name) for name in RESERVED_NAMES)}])",
-        lambda spec: not any(e.name in RESERVED_NAMES for e in spec.workers.env),
+        f"must not set {', '.join(VARIABLE_NAMES)}, because the agent sets them for each rank: remove them",
+        f"!self.workers.env.exists(e, {_one_of('e.name', VARIABLE_NAMES)})",
+        lambda spec: not any(e.name in VARIABLE_NAMES for e in spec.workers.env),
     ),
     Rule(
         "workers.env",
-        "must have a `value` or a `valueFrom`, and in `valueFrom` one of `secretKeyRef` and `configMapKeyRef`",
+        "must not have both `value` and `valueFrom`, and `valueFrom` must have exactly one of `secretKeyRef` and "
+        "`configMapKeyRef`",
         "self.workers.env.all(e, !has(e.valueFrom)"
         " || (e.value == '' && has(e.valueFrom.secretKeyRef) != has(e.valueFrom.configMapKeyRef)))",
-        lambda spec: all(_one_source(e) for e in spec.workers.env),
+        lambda spec: all(_one_variable_source(e) for e in spec.workers.env),
     ),
     Rule(
         "workers.tolerations",
-        "must have a `key` with operator `Equal`, and no `value` with operator `Exists`",
+        "must have a `key` with `operator: Equal`, and no `value` with `operator: Exists`",
         "self.workers.tolerations.all(t, t.operator == 'Exists' ? !has(t.value) : has(t.key))",
         lambda spec: all(_well_formed(t) for t in spec.workers.tolerations),
     ),
     Rule(
         "workers.tolerations",
-        "must have `effect: NoExecute` where `tolerationSeconds` is set",
+        "must have `effect: NoExecute` if `tolerationSeconds` is set",
         "self.workers.tolerations.all(t, !has(t.tolerationSeconds) || (has(t.effect) && t.effect == 'NoExecute'))",
         lambda spec: all(_seconds_for_no_execute(t) for t in spec.workers.tolerations),
+    ),
+    Rule(
+        "workers.volumes",
+        "must each have exactly one of `claimName`, `configMapName`, `secretName` and `scratch`",
+        "self.workers.volumes.all(v, [has(v.claimName), has(v.configMapName), has(v.secretName), has(v.scratch)]"
+        ".filter(given, given).size() == 1)",
+        lambda spec: all(_one_volume_source(v) for v in spec.workers.volumes),
+    ),
+    Rule(
+        "workers.volumes",
+        f"must not be named {', '.join(VOLUME_NAMES)}, which are reserved for the operator: rename them",
+        f"!self.workers.volumes.exists(v, {_one_of('v.name', VOLUME_NAMES)})",
+        lambda spec: not any(v.name in VOLUME_NAMES for v in spec.workers.volumes),
+    ),
+    Rule(
+        "workers.volumes",
+        f"must not be mounted at or below {' or '.join(VOLUME_PATHS)}, which are reserved: choose another `mountPath`",
+        f"!self.workers.volumes.exists(v, {_below_reserved_path()})",
+        lambda spec: all(_free_path(v) for v in spec.workers.volumes),
+    ),
+    Rule(
+        "workers.volumes",
+        "must not have `..` in `mountPath`",
+        "!self.workers.volumes.exists(v, v.mountPath.matches('/[.][.](/|$)'))",
+        lambda spec: all(_plain_path(v) for v in spec.workers.volumes),
+    ),
+    Rule(
+        "workers.volumes",
+        "must each have a different `mountPath`",
+        "self.workers.volumes.all(v, self.workers.volumes.exists_one(other, other.mountPath == v.mountPath))",
+        lambda spec: len({v.mount_path for v in spec.workers.volumes}) == len(spec.workers.volumes),
+    ),
+    Rule(
+        "recovery.maxRestarts",
+        f"must be at most {MAX_COUNTED_IN_WINDOW} with `recovery.restartWindowSeconds`: lower it, or remove the window",
+        f"!has(self.recovery.restartWindowSeconds) || self.recovery.maxRestarts <= {MAX_COUNTED_IN_WINDOW}",
+        _few_in_window,
+    ),
+    Rule(
+        "successPolicy",
+        "`successPolicy: FirstWorker` needs `runtime.command`, because Meshwright's runtime exits on all workers "
+        "together: use `AllWorkers`",
+        "self.successPolicy == 'AllWorkers' || has(self.runtime.command)",
+        _first_worker_of_command,
     ),
 )

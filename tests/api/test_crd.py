@@ -14,9 +14,9 @@ import yaml
 from pydantic import Field, create_model
 
 from meshwright.api.base import ApiModel
-from meshwright.api.names import MAX_JOB_NAME, pod_name
+from meshwright.api.objects import MAX_JOB_NAME, pod_name
+from meshwright.crd.__main__ import CRD_FILE, generated_files
 from meshwright.crd.definition import custom_resource_definition
-from meshwright.crd.generated_files import CRD_FILE, generated_files
 from meshwright.crd.structural_schema import SchemaError, structural_schema
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ from meshwright_cli.manifest import ManifestError
 from meshwright_local.kube.client import APPLY_PATCH, MERGE_PATCH, ApiError
 from meshwright_local.kube.resources import JOBS, NAMESPACES, PODS
 from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
-from tests.api.test_edits import FINE_EDITS, REFUSED_EDITS
 from tests.e2e.local_stack import EXAMPLES, NAMESPACE, holds, tiny
+from tests.rules.test_edits import FINE_EDITS, REFUSED_EDITS
 from tests.rules.test_rules import CASES, COMMAND, GOOD, changed
 
 CLAIM = {"name": "v", "mountPath": "/v", "claimName": "c"}
@@ -117,7 +117,7 @@ async def test_edits_are_judged_by_whether_the_job_has_started(stage):
         if "managedBy" in edit and edit["managedBy"] is None:
             del wanted["managedBy"]
         before_start = await objection(stage.client, name, wanted)
-        assert ("may not be changed" in before_start) == (field == "managedBy"), before_start
+        assert ("cannot be changed" in before_start) == (field == "managedBy"), before_start
         started = {"status": {"startTime": "2026-01-02T03:04:05Z"}}
         path = f"{JOBS.path(NAMESPACE, name)}/status"
         await stage.client.request("PATCH", path, body=started, content_type=MERGE_PATCH)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from meshwright.api.labels import GANG_GATE
-from meshwright.api.names import pod_name
+from meshwright.api.objects import pod_name
 from meshwright.api.parsing import parse_spec
 from meshwright.api.status import (
     MeshStatus,

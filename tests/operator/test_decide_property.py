@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from meshwright.api.labels import GANG_GATE
-from meshwright.api.names import pod_name
+from meshwright.api.objects import pod_name
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import DoesNotFitError

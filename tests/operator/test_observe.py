@@ -60,7 +60,7 @@ def test_an_edit_that_restarts_the_gang_comes_with_what_runs() -> None:
         ({"replicas": -1}, "InvalidSpec", False, "spec.replicas"),
         ({"workers": "none"}, "InvalidSpec", False, "spec.workers"),
         ({"parallelism": {"tensor": 3}}, "InvalidSpec", False, "spec.parallelism.tensor"),
-        ({"data": {"source": "Files", "claimName": "c"}}, "ImmutableField", False, "spec.data: may not be changed"),
+        ({"data": {"source": "Files", "claimName": "c"}}, "ImmutableField", False, "spec.data: cannot be changed"),
         ({"training": {**TRAINING, "optimizer": {"name": "Muon"}}, "parallelism": ZERO}, "InvalidSpec", False, "Muon`"),
         ({"workers": {"image": "i", "gpusPerWorker": 4}}, "NoNodeLargeEnough", True, "gpusPerWorker"),
     ],

@@ -56,7 +56,9 @@ def test_the_tensor_degree_leaves_heads_to_exchange() -> None:
 
 
 def test_a_row_too_short_for_its_ranks_is_refused() -> None:
-    with pytest.raises(PlanError, match="parallelism.context: needs a longer `training.sequenceLength`"):
+    with pytest.raises(
+        PlanError, match="parallelism.context: must leave each rank at least two tokens of `training.sequenceLength`"
+    ):
         make_plan(spec_of(parallelism={**SHARED, "context": 64}), CLUSTER)
 
 

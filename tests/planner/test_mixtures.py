@@ -57,7 +57,7 @@ def test_a_degree_that_is_set_is_kept_and_so_is_a_running_jobs() -> None:
     [
         ({"parallelism": {"expert": 3}}, "must divide `replicas`"),
         ({"parallelism": {"expert": 16}, "replicas": 16}, "must divide `model.mixture.experts`"),
-        ({"parallelism": {"expert": 2}, "model": {"preset": "llama-3-8b"}}, "needs `model.mixture`"),
+        ({"parallelism": {"expert": 2}, "model": {"preset": "llama-3-8b"}}, "needs a model with experts"),
     ],
 )
 def test_what_cannot_be_spread_is_refused(changes: dict[str, Any], text: str) -> None:

@@ -141,7 +141,7 @@ def test_a_plan_tells_which_matrices_get_no_adapter() -> None:
         (
             {"model": {"preset": "tiny-mixture"}, "training": {**TRAINING, "lora": {"targets": ["Gate"]}}},
             "InvalidSpec",
-            "spec.training.lora.targets: must name a matrix that every layer has",
+            "spec.training.lora.targets: must contain a matrix that every layer has",
             False,
         ),
         ({"model": {"preset": "lama-3-8b"}}, "InvalidSpec", "did you mean `llama-3-8b`", False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from meshwright.crd.generated_files import CRD_FILE, generated_files
+from meshwright.crd.__main__ import CRD_FILE, generated_files
 
 
 @click.command()

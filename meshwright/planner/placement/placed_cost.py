@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from meshwright.api.rank_ranges import in_rank_order
-from meshwright.api.status import PlacementStatus
+from meshwright.api.status import PlacementStatus, in_rank_order
 from meshwright.layout import Layout
 from meshwright.planner.cost.comm_groups import GroupSpans
 from meshwright.planner.cost.estimate import Estimate

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.api.names import pod_name
-from meshwright.api.rank_ranges import format_ranks
-from meshwright.api.status import PlacementStatus, WorkerPlacement
+from meshwright.api.objects import pod_name
+from meshwright.api.status import PlacementStatus, WorkerPlacement, format_ranks
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost.accelerators import accelerator
 from meshwright.planner.placement.objective import CrossingCosts

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.api.rank_ranges import in_rank_order, parse_ranks
-from meshwright.api.status import PlacementStatus
+from meshwright.api.status import PlacementStatus, in_rank_order, parse_ranks
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement.capacity import FreeCapacity, GangShape

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
 
-from meshwright.api.edits import with_live_fields
 from meshwright.api.labels import MANAGER
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
@@ -17,6 +16,7 @@ from meshwright.api.status import ParallelTrainingJobStatus, PlanStatus
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan, make_plan
+from meshwright.rules.edits import with_live_fields
 from meshwright.rules.validation import check_edit
 from meshwright_operator.decide import lifecycle
 from meshwright_operator.decide.agents import Agents

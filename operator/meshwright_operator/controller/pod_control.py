@@ -6,9 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Iterable
 
-from meshwright.api import names
 from meshwright.api.labels import GANG_GATE, LABEL_JOB
-from meshwright.api.objects import KubeObject
+from meshwright.api.objects import KubeObject, pod_name
 from meshwright.api.status import WorkerPlacement
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
@@ -84,7 +83,7 @@ class PodControl:
 
         If the pod has lost its job label, this restores the label, because the watch selects pods by it.
         """
-        path = pods_path(key.namespace, names.pod_name(key.name, worker, incarnation))
+        path = pods_path(key.namespace, pod_name(key.name, worker, incarnation))
         try:
             obj = await self._client.get(path)
         except ApiError as error:

@@ -11,9 +11,9 @@ import json
 
 from pydantic import ValidationError
 
-from meshwright.api.edits import restarting_parts
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import MAX_APPLIED_SPEC, ParallelTrainingJobStatus
+from meshwright.rules.edits import restarting_parts
 from meshwright_operator.decide.observed import has_started
 
 

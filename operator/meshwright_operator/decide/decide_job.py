@@ -6,9 +6,8 @@ from datetime import timedelta
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find, is_true
-from meshwright.api.failure_policy import FailureAction
 from meshwright.api.labels import LABEL_JOB
-from meshwright.api.spec import CordonedNodes
+from meshwright.api.spec import CordonedNodes, FailureAction
 from meshwright_operator.decide import (
     failure_detection,
     gang,

@@ -6,8 +6,7 @@ A worker of a job that the operator places runs the ranks of its index. If anoth
 
 from __future__ import annotations
 
-from meshwright.api.rank_ranges import parse_ranks
-from meshwright.api.status import MeshStatus
+from meshwright.api.status import MeshStatus, parse_ranks
 from meshwright.protocol.messages import MeshDocument, MeshMember
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.timestamps import format_time

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find
-from meshwright.api.names import pod_name
+from meshwright.api.objects import pod_name
 from meshwright.api.status import PlacementStatus, WorkerPlacement
 from meshwright.planner.placement import Placement
 from meshwright_operator.decide import failure_detection, lifecycle, restart_policy

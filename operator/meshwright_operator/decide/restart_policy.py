@@ -10,8 +10,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from meshwright.api.failure_policy import FailureAction
-from meshwright.api.spec import ParallelTrainingJobSpec, RecoverySpec
+from meshwright.api.spec import FailureAction, ParallelTrainingJobSpec, RecoverySpec
 from meshwright.api.status import MAX_RESTART_TIMES, MeshStatus, ParallelTrainingJobStatus
 from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.decide.events import NORMAL, WARNING

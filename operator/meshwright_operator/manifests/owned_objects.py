@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from meshwright.api import names
 from meshwright.api.labels import API_VERSION, KIND, LABEL_JOB, LABEL_JOB_UID, METRICS_PORT
-from meshwright.api.objects import KubeObject
+from meshwright.api.objects import KubeObject, service_name, token_secret_name
 
 TOKEN_KEY = "token"  # noqa: S105 - the key in the secret, not a secret
 
@@ -37,7 +36,7 @@ def service(name: str, namespace: str, uid: str) -> KubeObject:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(names.service_name(name), namespace, name, uid),
+        "metadata": _metadata(service_name(name), namespace, name, uid),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -52,7 +51,7 @@ def token_secret(name: str, namespace: str, uid: str, token: str) -> KubeObject:
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": _metadata(names.token_secret_name(name), namespace, name, uid),
+        "metadata": _metadata(token_secret_name(name), namespace, name, uid),
         "type": "Opaque",
         "stringData": {TOKEN_KEY: token},
     }

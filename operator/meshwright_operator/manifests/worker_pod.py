@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.api import labels, names
-from meshwright.api.objects import KubeObject
+from meshwright.api import labels
+from meshwright.api.objects import KubeObject, pod_name, service_name, token_secret_name
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import WorkerPlacement
-from meshwright.api.volumes import VolumeSpec
-from meshwright.api.workers import EnvVar
+from meshwright.api.workers import EnvVar, VolumeSpec
 from meshwright_operator.manifests.owned_objects import TOKEN_KEY, job_labels, owner_reference
 
 USER_ID = 65532
@@ -38,7 +37,7 @@ def worker_pod(context: PodContext, placed: WorkerPlacement) -> KubeObject:
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": names.pod_name(context.name, placed.worker, placed.incarnation),
+            "name": pod_name(context.name, placed.worker, placed.incarnation),
             "namespace": context.namespace,
             "labels": {
                 **context.spec.workers.labels,
@@ -73,8 +72,8 @@ def _pod_spec(context: PodContext, placed: WorkerPlacement) -> KubeObject:
     workers = context.spec.workers
     spec: KubeObject = {
         "restartPolicy": "Never",
-        "hostname": names.pod_name(context.name, placed.worker, placed.incarnation),
-        "subdomain": names.service_name(context.name),
+        "hostname": pod_name(context.name, placed.worker, placed.incarnation),
+        "subdomain": service_name(context.name),
         **_scheduling(workers.scheduler_name, placed.node),
         "nodeSelector": dict(workers.node_selector),
         "tolerations": [toleration.wire() for toleration in workers.tolerations],
@@ -157,7 +156,7 @@ def _environment(context: PodContext, placed: WorkerPlacement) -> list[KubeObjec
         values[labels.ENV_DATA_DIR] = labels.DATA_MOUNT
     if context.spec.runtime.scripts:
         values[labels.ENV_SCRIPTS_DIR] = labels.SCRIPTS_MOUNT
-    secret = {"name": names.token_secret_name(context.name), "key": TOKEN_KEY}
+    secret = {"name": token_secret_name(context.name), "key": TOKEN_KEY}
     return [
         *(_variable(variable) for variable in context.spec.workers.env),
         *({"name": name, "value": value} for name, value in values.items()),

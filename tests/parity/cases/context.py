@@ -69,7 +69,7 @@ CASES += [
     Case(
         "row too short",
         {"context": 16},
-        refused="`parallelism.context: 16` needs a longer `training.sequenceLength: 16`",
+        refused="`parallelism.context: 16` must leave each rank at least two tokens of `training.sequenceLength: 16`",
     ),
     Case("row too short", {"context": 6, "tensor": 2}, refused="nearest: 4"),
     Case("heads that do not exchange", {"context": 3, "method": ContextMethod.ULYSSES}, refused="nearest: 2, 4"),
@@ -81,7 +81,7 @@ CASES += [
     Case(
         "uneven inner degree",
         {"context": 4, "method": ContextMethod.RING_ULYSSES, "ulysses": 3},
-        refused="and divide `parallelism.context: 4`; nearest: 2, 4",
+        refused="and must divide `parallelism.context: 4`; nearest: 2, 4",
     ),
     Case("balance without documents", {"data": 2, "balance": True}, refused="`data.packing: Documents`"),
 ]

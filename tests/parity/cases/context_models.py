@@ -55,7 +55,7 @@ CASES += [
         "uneven row x DeepSeek-V3",
         {"context": 2},
         {**LATENT, "mixture": "DeepSeek-V3", "length": 21},
-        refused="whose balance is counted by sequence; nearest: 20, 22",
+        refused="because experts are balanced by sequence: change the length or the degree; nearest: 20, 22",
     ),
     Case(
         "capacity x context x ST-MoE",

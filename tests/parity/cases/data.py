@@ -66,12 +66,12 @@ _REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "DDP with shards",
         {"data": 2, "zero": 3, "replicas": {"strategy": "DDP"}},
-        "does not go with `parallelism.zeroStage: 3`: DDP",
+        "must match `parallelism.zeroStage: 3`: DDP",
     ),
     (
         "ZeRO without a stage",
         {"data": 2, "replicas": {"strategy": "ZeRO"}},
-        "does not go with `parallelism.zeroStage: 0`: DDP",
+        "must match `parallelism.zeroStage: 0`: DDP",
     ),
     (
         "HSDP without a size",
@@ -82,8 +82,8 @@ _REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "HSDP that does not divide",
         {"data": 4, "zero": 3, "replicas": {"shard_size": 3}},
-        "`parallelism.dataParallel.shardSize: 3` must divide `replicas: 4`, or the replicas of an island with "
-        "`training.outer`; nearest: 2, 4",
+        "`parallelism.dataParallel.shardSize: 3` must divide `replicas: 4`, or the number of replicas of an "
+        "island with `training.outer`; nearest: 2, 4",
     ),
     ("hpZ without ZeRO-3", {"data": 4, "zero": 2, "replicas": {"reshard_size": 2}}, "needs `parallelism.zeroStage: 3`"),
     (
@@ -121,13 +121,13 @@ _REFUSED += [
     (
         "rounds between checkpoints",
         {"data": 2, "every": 6, "outer": {"method": "LocalSGD", "every_steps": 4}},
-        "`training.outer.everySteps: 4` must divide `checkpoint.everySteps: 6`, 100 when that is left out: islands "
-        "are equal after a round alone; nearest: 3, 6",
+        "`training.outer.everySteps: 4` must divide `checkpoint.everySteps: 6` (default: 100), because islands "
+        "are only equal after a round; nearest: 3, 6",
     ),
     (
         "experts over islands",
         {"data": 4, "expert": 2, "outer": {"method": "AsyncSGD", "every_steps": 3}},
-        "`parallelism.expert: 2` cannot be combined with `training.outer`",
+        "`parallelism.expert: 2` is not supported with `training.outer`",
     ),
 ]
 CASES += [Case(technique, layout, refused=text) for technique, layout, text in _REFUSED]

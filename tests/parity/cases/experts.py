@@ -108,7 +108,12 @@ CASES = [
     ),
     Case("DeepSeek-V3", {"data": 2, "expert": 2, "tensor": 2}, {"mixture": "DeepSeek-V3", **_LATENT}, smoke=True),
     Case("DeepSeek-V3", {"data": 2, "expert": 2, "pipeline": 2, "zero": 3}, {"mixture": "DeepSeek-V3", **_LATENT}),
-    Case("experts that are not SwiGLU", {}, {"mixture": "Mixtral", "gated": False}, "`model.mixture` excludes"),
+    Case(
+        "experts that are not SwiGLU",
+        {},
+        {"mixture": "Mixtral", "gated": False},
+        "`model.mixture` is not supported with `gated: false`",
+    ),
     Case("indivisible experts", {"data": 3, "expert": 3}, {"mixture": "Mixtral"}, "`model.mixture.experts: 4`"),
     Case("more spread than replicas", {"data": 2, "expert": 4}, {"mixture": "Mixtral"}, "`parallelism.expert: 4`"),
     Case("experts without a mixture", {"data": 2, "expert": 2}, refused="`parallelism.expert: 2` needs"),

@@ -71,7 +71,7 @@ CASES += [
     Case(
         "parameter offload, one replica",
         {"training": {"parameter_offload": True}},
-        refused="`training.parameterOffload: true` needs `parallelism.zeroStage: 3`",
+        refused="`training.parameterOffload: true` needs FSDP over at least two ranks",
     ),
     Case(
         "parameter offload, sequence parallelism",
@@ -85,7 +85,7 @@ CASES += [
             "outer": {"method": "DiLoCo", "islands": 2, "every_steps": 1},
             "training": {"parameter_offload": True},
         },
-        refused="of at least 2, with `training.outer` on each island",
+        refused="so that at least two ranks (of each island with `training.outer`)",
     ),
     # Compiling takes half a minute: one row, and it is in no quick run.
     Case("torch.compile", {"data": 2, "zero": 3, "training": {"compile": True}}, {"layers": 2}, exact=False),

@@ -105,13 +105,13 @@ CASES += [
         "odd rotary width",
         {},
         {"head_size": 7},
-        refused="`model.headSize: 7` must be even: rotary positions turn pairs; nearest: 6, 8",
+        refused="`model.headSize: 7` must be even, because rotary positions rotate pairs of elements; nearest: 6, 8",
     ),
     Case(
         "latent attention with grouped heads",
         {},
         {**LATENT, "kv_heads": 2},
-        refused="`model.latent` excludes `kvHeads` below `heads`",
+        refused="`model.latent` is not supported with `kvHeads` below `heads`",
     ),
     Case("rotary scaling of learned positions", {}, {**GPT, **LLAMA31}, refused="`model.ropeScaling`"),
 ]

@@ -52,7 +52,7 @@ CASES += [
     Case(
         TECHNIQUE,
         {"tensor": 2, "sequence": False, "parallelism": _ON},
-        refused="`parallelism.sequence: true`",
+        refused="`sequence: true`",
     ),
     Case(
         TECHNIQUE,

@@ -100,8 +100,8 @@ CASES += [
 CASES += [
     Case(f"1F1B with {field}", {"pipeline": 2, "parallelism": {field: value}}, refused=text)
     for field, value, text in (
-        ("virtual_stages", 2, "`parallelism.virtualStages: 2` needs `parallelism.schedule`"),
-        ("activation_limit", 2, "`parallelism.activationLimit: 2` needs `parallelism.schedule` `Automatic`"),
+        ("virtual_stages", 2, "`parallelism.virtualStages: 2` is only supported with the schedule `Interleaved1F1B`"),
+        ("activation_limit", 2, "`parallelism.activationLimit: 2` is only supported with the schedule `Automatic`"),
         ("layer_split", [1, 1], "`parallelism.layerSplit` must add up to `model.layers: 3`"),
     )
 ]

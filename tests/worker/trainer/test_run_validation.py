@@ -61,8 +61,8 @@ def test_what_fits(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": 7}, r"`model.hiddenSize: 64` must be divisible by twice `model.heads: 7`"),
-        ({"heads": 64, "kv_heads": 4}, r"`model.hiddenSize: 64` .*`model.heads: 64` .* even width.*; nearest: 128"),
+        ({"heads": 7}, r"`model.hiddenSize: 64` must be a multiple of twice `model.heads: 7`"),
+        ({"heads": 64, "kv_heads": 4}, r"`model.hiddenSize: 64` .*`model.heads: 64`.* even number.*; nearest: 128"),
         ({"kv_heads": 3}, r"`model.kvHeads: 3` must divide `model.heads: 8`.*; nearest: 2, 4"),
         ({"degrees": (3, 1, 1)}, r"`parallelism.tensor: 3` must divide `model.heads: 8`.*; nearest: 2, 4"),
         ({"degrees": (8, 1, 1)}, r"`parallelism.tensor: 8` must divide `model.kvHeads: 4`.*; nearest: 4"),

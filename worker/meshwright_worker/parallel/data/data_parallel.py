@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from meshwright.api.data_parallel_engine import DataParallelEngine, data_parallel_engine
+from meshwright.api.data_parallel import DataParallelEngine
 from meshwright.protocol.run_config import Run
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.distributed.mesh import Mesh
@@ -57,7 +57,7 @@ class NoReduction:
 
 def build_data_parallel(run: Run, shards: Sequence[ParameterShard], mesh: Mesh) -> DataParallel:
     """Build the implementation of `parallelism.dataParallel` for the shards of all stages of this rank."""
-    engine = data_parallel_engine(run.parallelism)
+    engine = run.parallelism.data_parallel_engine
     if mesh.replicas.size() == 1 or engine is DataParallelEngine.FSDP:
         return NoReduction(shards)
     # Other schedules compute weight gradients separately, past autograd's hooks, or partly on another rank.

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 
-from meshwright.api.data_parallel_engine import DataParallelEngine, data_parallel_engine
+from meshwright.api.data_parallel import DataParallelEngine
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.precision import Precision
 from meshwright.protocol.run_config import Run
@@ -149,4 +149,4 @@ def _parameter_groups(state: Any, workaround: str) -> list[Any]:
 
 def uses_fsdp(run: Run) -> bool:
     """Return whether FSDP shards parameters over replicas; with a single replica it does not."""
-    return data_parallel_engine(run.parallelism) is DataParallelEngine.FSDP and run.layout.shard_ranks > run.islands
+    return run.parallelism.data_parallel_engine is DataParallelEngine.FSDP and run.layout.shard_ranks > run.islands

@@ -1,0 +1,199 @@
+"""What an edit of a job does, by field: one table for operator, API server, documentation and tests.
+
+An edit of a field that is not listed restarts the gang, because plan, pods and ranks depend on it. `IMMUTABLE` is
+checked in CEL by the API server, and in Python for objects that did not pass admission. Its CEL rules are at the
+object's root: there they see whether the job has started, and also compare a field that is removed and added again,
+which `self == oldSelf` on an optional field does not.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from types import NoneType
+from typing import get_args
+
+from pydantic import BaseModel
+
+from meshwright.api.spec import ParallelTrainingJobSpec
+
+_STARTED = "has(oldSelf.status) && has(oldSelf.status.startTime)"
+
+
+class Effect(StrEnum):
+    """What an edit of a field does."""
+
+    LIVE = "takes effect at once"
+    NEXT_START = "takes effect when ranks start next"
+    RESTART = "restarts the gang from a checkpoint"
+    REFUSED = "rejected once the job has started; `managedBy` always"
+
+
+LIVE = (
+    "suspend",
+    "activeDeadlineSeconds",
+    "ttlSecondsAfterFinished",
+    "recovery",
+    "successPolicy",
+    "priority",
+)
+"""Fields that the operator reads at each reconcile. Pods and ranks do not depend on them."""
+
+NEXT_START = ("checkpoint.everySteps", "checkpoint.keep")
+"""Fields that ranks receive when a mesh generation starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Immutable:
+    """A field of the spec that an edit must not change once the job has started."""
+
+    field: str
+    """The field that errors name: a field of `spec`."""
+    why: str
+    """What an edit would break."""
+    members: tuple[str, ...] = ()
+    """The members of the field that are protected. Empty: the entire field."""
+    always: bool = False
+    """Whether the field is also protected before the job has started."""
+    may_be_added: bool = False
+    """Whether an edit may add the field if the spec does not have it."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The protected paths below `spec`."""
+        return tuple(f"{self.field}.{member}" for member in self.members) or (self.field,)
+
+    @property
+    def message(self) -> str:
+        """What must not change, and what to do instead."""
+        *names, last = (f"`{path}`" for path in self.paths)
+        subject = f"{', '.join(names)} and {last} " if names else f"{last} " if self.members else ""
+        verb = "changed or removed" if self.may_be_added else "changed"
+        when = "" if self.always else " after the job has started"
+        return f"{subject}cannot be {verb}{when}, because {self.why}: create a new job"
+
+    @property
+    def cel(self) -> str:
+        """The condition over `self` and `oldSelf`, two objects with their defaults."""
+        unchanged = self._members_unchanged() if self.members else _unchanged(self.field)
+        return unchanged if self.always else f"!({_STARTED}) || ({unchanged})"
+
+    def _members_unchanged(self) -> str:
+        new, old = f"self.spec.{self.field}", f"oldSelf.spec.{self.field}"
+        optional = _optional_members(self.field)
+        same = " && ".join(
+            f"({_unchanged(path)})" if member in optional else f"self.spec.{path} == oldSelf.spec.{path}"
+            for member, path in zip(self.members, self.paths, strict=True)
+        )
+        if self.may_be_added:
+            return f"!has({old}) || (has({new}) && {same})"
+        return f"has({new}) == has({old}) && (!has({new}) || ({same}))"
+
+    def holds(self, old: ParallelTrainingJobSpec, new: ParallelTrainingJobSpec) -> bool:
+        """Whether the edit keeps the condition."""
+        name = _attributes(ParallelTrainingJobSpec)[self.field]
+        before, after = getattr(old, name), getattr(new, name)
+        if not self.members:
+            return bool(before == after)
+        if before is None or after is None:
+            return before is None and (self.may_be_added or after is None)
+        names = _attributes(type(before))
+        return all(getattr(before, names[member]) == getattr(after, names[member]) for member in self.members)
+
+
+def _unchanged(path: str) -> str:
+    """In CEL: the field is absent before and after, or equal."""
+    new, old = f"self.spec.{path}", f"oldSelf.spec.{path}"
+    return f"has({new}) == has({old}) && (!has({new}) || {new} == {old})"
+
+
+def _attributes(model: type[BaseModel]) -> dict[str, str]:
+    """Name of a field on the wire -> attribute."""
+    return {info.alias or name: name for name, info in model.model_fields.items()}
+
+
+def _optional_members(field: str) -> set[str]:
+    """The members of a field of the spec that may be absent. CEL must not read them without `has`."""
+    annotation = ParallelTrainingJobSpec.model_fields[_attributes(ParallelTrainingJobSpec)[field]].annotation
+    (model,) = (part for part in get_args(annotation) if part is not NoneType)
+    return {info.alias or name for name, info in model.model_fields.items() if info.default is None}
+
+
+IMMUTABLE = (
+    Immutable(
+        "managedBy",
+        "two controllers would act on the job",
+        always=True,
+    ),
+    Immutable(
+        "model",
+        "checkpoints contain this model",
+    ),
+    Immutable(
+        "data",
+        "samples would be lost or repeated",
+    ),
+    Immutable(
+        "training",
+        "samples would be lost or repeated, or weights mixed",
+        members=("seed", "sequenceLength", "initialWeights", "lora"),
+    ),
+    Immutable(
+        "checkpoint",
+        "training would start again at step 0",
+        members=("claimName",),
+        may_be_added=True,
+    ),
+)
+"""Every field that an edit must not change."""
+
+REFUSED = tuple(path for immutable in IMMUTABLE for path in immutable.paths)
+"""The paths of `IMMUTABLE`."""
+
+FORMER_DEFAULTS = {
+    "parallelism.context": 1,
+    "parallelism.schedule": "1F1B",
+    "training.activationCheckpointing": "None",
+}
+"""Former defaults of fields that the planner now chooses. Stored objects contain them, with the same meaning.
+
+They are history, not what rules assume today: if an assumption changes, the revision of a running job must not.
+"""
+
+
+def effect_of(path: str) -> Effect:
+    """The effect of editing the field at a dotted path below `spec`."""
+    for effect, table in ((Effect.REFUSED, REFUSED), (Effect.LIVE, LIVE), (Effect.NEXT_START, NEXT_START)):
+        if any(path == entry or path.startswith(f"{entry}.") for entry in table):
+            return effect
+    return Effect.RESTART
+
+
+def with_live_fields(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> ParallelTrainingJobSpec:
+    """`running` with the fields of `wanted` that take effect at once."""
+    names = _attributes(ParallelTrainingJobSpec)
+    return running.model_copy(update={names[entry]: getattr(wanted, names[entry]) for entry in LIVE})
+
+
+def restarting_parts(spec: ParallelTrainingJobSpec) -> dict[str, object]:
+    """The fields that determine plan, pods and ranks, in the wire form.
+
+    Defaults are left out, so that a new field in an upgraded CRD restarts no job.
+    """
+    parts: dict[str, object] = json.loads(spec.model_dump_json(by_alias=True, exclude_defaults=True))
+    for entry in (*LIVE, *NEXT_START, "managedBy"):
+        _drop(parts, entry)
+    for entry, value in FORMER_DEFAULTS.items():
+        _drop(parts, entry, value)
+    return parts
+
+
+def _drop(parts: dict[str, object], path: str, value: object = None) -> None:
+    """Remove a field, or only if it has the given value."""
+    *parents, last = path.split(".")
+    holder: object = parts
+    for name in parents:
+        holder = holder.get(name) if isinstance(holder, dict) else None
+    if isinstance(holder, dict) and (value is None or holder.get(last) == value):
+        holder.pop(last, None)
