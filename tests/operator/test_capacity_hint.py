@@ -59,10 +59,10 @@ def test_what_somebody_holds_is_free_when_he_is_gone() -> None:
 
 def test_the_least_that_is_enough_is_named() -> None:
     found = holders(PODS, GPU, "")
-    assert capacity_hint(found, NODES, lambda i: whole(i) >= 1) == "fits when pod team/notebook (1 GPU) ends"
-    assert capacity_hint(found, NODES, lambda i: whole(i) >= 2) == "fits when job team/big (4 GPUs) ends"
+    assert capacity_hint(found, NODES, lambda i: whole(i) >= 1) == "Fits when pod team/notebook (1 GPU) ends"
+    assert capacity_hint(found, NODES, lambda i: whole(i) >= 2) == "Fits when job team/big (4 GPUs) ends"
     assert capacity_hint(found, NODES, lambda i: whole(i) >= 3) == (
-        "fits when job team/big (4 GPUs) and job team/small (2 GPUs) end"
+        "Fits when job team/big (4 GPUs) and job team/small (2 GPUs) end"
     )
     assert capacity_hint(found, NODES, lambda i: whole(i) >= 5) == ""
 

@@ -43,7 +43,7 @@ def test_a_crashed_pod_is_replaced_after_its_pause_also_when_the_crash_was_count
     assert first.place is None
     second = decide(replace(one_crashed(first.status, code=137, seconds_ago=1), now=NOW + timedelta(seconds=0.1)))
     assert second.place is None
-    assert "waiting before the next try" in next(c.message for c in second.status.conditions if c.type == "Ready")
+    assert "Backing off before replacing" in next(c.message for c in second.status.conditions if c.type == "Ready")
 
 
 @pytest.mark.parametrize("ahead", [0, 3600])

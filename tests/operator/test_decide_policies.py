@@ -301,9 +301,9 @@ def test_what_was_strange_about_the_nodes_is_told_with_the_placement() -> None:
 
 def test_sentences_count_right() -> None:
     assert (counted(1, "pod"), counted(0, "pod"), counted(2, "pod")) == ("1 pod", "0 pods", "2 pods")
-    assert with_warnings("fits", ["a", "b", "c", "d", "e"]) == "fits; a; b; c; and 2 more remarks"
+    assert with_warnings("fits", ["a", "b", "c", "d", "e"]) == "fits. Warnings: a; b; c; 2 more"
     one = {"replicas": 1, "parallelism": {"tensor": 1, "pipeline": 1}, "workers": {"image": "i", "gpusPerWorker": 1}}
     decision = decide(observed([], ParallelTrainingJobStatus(), received=Agents(), **one))
     inventory = Inventory.from_objects([node("n0", "r0")], [])
     apply(decision, Granted(place(decision.observed.plan, inventory, {})))
-    assert any(note.message.startswith("1 worker on 1 node in 1 rack;") for note in decision.events)
+    assert any(note.message.startswith("Placed 1 worker on 1 node in 1 rack,") for note in decision.events)

@@ -37,10 +37,10 @@ def test_a_healthy_generation_holds() -> None:
 @pytest.mark.parametrize(
     ("changed", "cause", "words"),
     [
-        (None, "PodLost", "the pod of worker 2 is gone"),
-        (pod(2, deleting=True), "PodLost", "train-w2-0 is being deleted"),
-        (pod(2, phase="Failed", disrupted=True), "PodLost", "train-w2-0 was stopped"),
-        (crashed(2, code=137), "PodFailed", "train-w2-0 ended with exit code 137"),
+        (None, "PodLost", "The pod of worker 2 no longer exists"),
+        (pod(2, deleting=True), "PodLost", "Pod train-w2-0 is being deleted"),
+        (pod(2, phase="Failed", disrupted=True), "PodLost", "Pod train-w2-0 was stopped"),
+        (crashed(2, code=137), "PodFailed", "Pod train-w2-0 exited with code 137"),
     ],
     ids=["gone", "deleting", "evicted", "crashed"],
 )
@@ -56,7 +56,7 @@ def test_a_pod_that_is_deleted_on_a_dead_node_is_lost() -> None:
     assert seen.workers[2].state is PodState.LOST
     verdict = detect(seen)
     assert isinstance(verdict, Interruption)
-    assert "lost with node n2" in verdict.message
+    assert "is lost, because node n2 is down" in verdict.message
 
 
 def test_a_worker_that_is_done_before_the_others_is_no_loss() -> None:
@@ -88,7 +88,7 @@ def test_the_root_cause_is_told() -> None:
     received = agents([failed(0, PEER, "connection closed"), failed(2, ERROR, "ZeroDivisionError")], halted_seconds=3)
     verdict = detect(observed(received=received))
     assert isinstance(verdict, Interruption)
-    assert verdict.message == "worker 2: ZeroDivisionError"
+    assert verdict.message == "Worker 2: ZeroDivisionError"
 
 
 def test_failing_peers_of_a_dead_node_mean_a_lost_node_at_once() -> None:

@@ -86,12 +86,12 @@ def test_pods_are_made_without_nodes_or_ranks() -> None:
 @pytest.mark.parametrize(
     ("pods", "kind", "words"),
     [
-        ([unbound(w) for w in range(4)], gang.Wait, "volcano has bound 0 of 4 pods"),
+        ([unbound(w) for w in range(4)], gang.Wait, "Scheduler volcano has bound 0 of 4 pods"),
         ([unbound(w, **old(1700)) for w in range(4)], gang.Wait, "0 of 4"),
-        ([unbound(w, **old(1900)) for w in range(4)], gang.GiveUp, "0 of 4 pods and no more within 1800 s"),
+        ([unbound(w, **old(1900)) for w in range(4)], gang.GiveUp, "0 of 4 pods, and no more within 1800 s"),
         ([pod(0), pod(1), unbound(2), unbound(3)], gang.Wait, "2 of 4"),
         ([pod(0, **old(290)), pod(1), unbound(2), unbound(3)], gang.Wait, "2 of 4"),
-        ([pod(0, **old(310)), pod(1), unbound(2), unbound(3)], gang.GiveUp, "2 of 4 pods and no more within 300 s"),
+        ([pod(0, **old(310)), pod(1), unbound(2), unbound(3)], gang.GiveUp, "2 of 4 pods, and no more within 300 s"),
         # It stood in the queue for long, and is being bound just now.
         ([pod(0, scheduled=NOW, **old(900)), *(unbound(w, **old(900)) for w in (1, 2, 3))], gang.Wait, "1 of 4"),
     ],
@@ -111,7 +111,7 @@ def test_giving_up_lets_go_of_all_pods_and_says_why() -> None:
     assert len(decision.delete) == 4
     placed = next(c for c in decision.status.conditions if c.type == "Placed")
     assert (placed.status, placed.reason) == ("False", "NotScheduled")
-    assert "volcano has bound 2 of 4 pods" in placed.message
+    assert "Scheduler volcano has bound 2 of 4 pods" in placed.message
     assert "Unschedulable: no" in placed.message
     assert decision.mesh.retry_time is not None
 

@@ -117,7 +117,9 @@ class Manager:
     async def drain(self) -> None:
         """Waits for running and queued reconciles. Delayed ones are left to the next leader."""
         if not await self._queue.drain(self._settings.drain_seconds):
-            log.warning("some reconciles did not end in time", extra={"seconds": self._settings.drain_seconds})
+            log.warning(
+                "reconciles still running after the drain period", extra={"seconds": self._settings.drain_seconds}
+            )
 
     async def close(self) -> None:
         """Releases the lease and closes connections."""
@@ -175,9 +177,9 @@ class Manager:
 
     def _not_ready(self) -> str:
         if not self._coordinator.synced:
-            return "not leading yet"
+            return "waiting for the lease, or for the first listing"
         stale = self._liveness.stale()
-        return f"nothing is heard from the watches {', '.join(stale)}" if stale else ""
+        return f"no data from watches: {', '.join(stale)}" if stale else ""
 
     def _notify(self, key: JobKey, urgent: bool) -> None:
         if urgent:

@@ -175,7 +175,7 @@ def _observe_deferred_edit(
 
 
 def _blocked(error: JobRejectedError) -> BlockedEdit:
-    return BlockedEdit(error.reason, f"the edit cannot be put into effect: {error.message}", retryable=error.retryable)
+    return BlockedEdit(error.reason, f"The edit cannot be applied: {error.message}", retryable=error.retryable)
 
 
 def _running_with_live_fields(running: ParallelTrainingJobSpec, job: KubeObject) -> ParallelTrainingJobSpec:
@@ -204,8 +204,8 @@ def _plans(
         ) from None
     except (ValueError, ArithmeticError, LookupError, TypeError) as error:
         # A bug in the planner: report it on the job. A running revision keeps running.
-        log.exception("the planner failed")
-        raise JobRejectedError("PlannerFailed", f"no plan was made: {type(error).__name__}: {error}") from error
+        log.exception("planning failed")
+        raise JobRejectedError("PlannerFailed", f"Planning failed: {type(error).__name__}: {error}") from error
 
 
 @lru_cache(maxsize=4096)

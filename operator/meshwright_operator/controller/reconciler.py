@@ -252,9 +252,11 @@ class Reconciler:
         if isinstance(error, StatusRejectedError) and job["metadata"]["uid"] in self._events_without_status:
             return
         expected = isinstance(error, ApiError | ForeignObjectError)
-        event = JobEvent("ActionRefused", str(error), WARNING)
+        event = JobEvent("ActionRefused", _error_message(error), WARNING)
         if not expected:
-            event = JobEvent("ReconcileFailed", f"tried again and again: {type(error).__name__}: {error}", WARNING)
+            event = JobEvent(
+                "ReconcileFailed", f"Retrying with backoff after an error: {type(error).__name__}: {error}", WARNING
+            )
         with contextlib.suppress(Exception):
             self._events.post(job, event)
 
@@ -284,3 +286,8 @@ class Reconciler:
         if started and observed.mesh.generation == 1 and not lifecycle.finished(draft.status):
             created = job["metadata"].get("creationTimestamp")
             self._metrics.startup_seconds.observe(seconds_since(created, observed.now))
+
+
+def _error_message(error: Exception) -> str:
+    """The message of the event about an expected error."""
+    return f"The API server rejected a request: {error}" if isinstance(error, ApiError) else str(error)

@@ -78,8 +78,8 @@ class StartTimeline:
         parts = _parts(start, formed_at, recovering=not first) | phases
         total = formed_at - start.failed_at + sum(phases.values())
         text = ", ".join(f"{name.replace('-', ' ')} {max(0.0, seconds):.1f}" for name, seconds in parts.items())
-        word, reason = ("started", "Started") if first else ("recovered", "Recovered")
-        return [JobEvent(reason, f"{word} in {total:.1f} s: {text} (generation {start.generation}, {cause})")]
+        word, reason = ("Training", "Started") if first else ("Training again", "Recovered")
+        return [JobEvent(reason, f"{word} after {total:.1f} s: {text} (generation {start.generation}, {cause})")]
 
     def _update_checkpoint(self, decision: Decision, clock: float) -> list[JobEvent]:
         checkpoint = decision.status.checkpoint
@@ -92,7 +92,7 @@ class StartTimeline:
         if seen_first:
             return []
         self.checkpoint_noted = clock
-        return [JobEvent("CheckpointSaved", f"the checkpoint of step {checkpoint.step} is complete")]
+        return [JobEvent("CheckpointSaved", f"Saved the checkpoint of step {checkpoint.step}")]
 
 
 def _parts(start: _Start, formed_at: float, *, recovering: bool) -> dict[str, float]:

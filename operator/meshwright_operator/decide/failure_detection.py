@@ -27,6 +27,7 @@ from meshwright_operator.decide.restart_policy import (
     Settling,
 )
 from meshwright_operator.kube.pod_info import EVICTIONS, PREEMPTIONS, Pod
+from meshwright_operator.text import capitalized
 from meshwright_operator.timestamps import parse_time
 
 PEER_LOST_SETTLE_SECONDS = 10.0
@@ -48,7 +49,7 @@ def lost_pods(observed: Observed) -> Interruption | None:
         return None
     causes = [_cause(worker) for worker in gone]
     cause = next(cause for cause in (NODE_LOST, PREEMPTED, EVICTED, POD_LOST) if cause in causes)
-    return Interruption(cause, "; ".join(_describe_loss(worker) for worker in gone[:3]) + _more(gone, 3))
+    return Interruption(cause, capitalized("; ".join(_describe_loss(worker) for worker in gone[:3]) + _more(gone, 3)))
 
 
 def crashed_pods(observed: Observed) -> Interruption | None:
@@ -65,7 +66,7 @@ def failed_ranks(observed: Observed) -> Interruption | Settling | None:
     down = tuple(worker for worker in observed.workers if worker.node_down and worker.state is PodState.RUNNING)
     if down:
         named = ", ".join(f"worker {worker.index} on {worker.node}" for worker in down[:3]) + _more(down, 3)
-        return Interruption(NODE_LOST, f"the node is down: {named}", lost=down)
+        return Interruption(NODE_LOST, f"Ranks failed, and nodes are down: {named}", lost=down)
     root = [received for received in failing.values() if received.report.failure is not FailureKind.PEER_LOST]
     oldest = max(received.halted_seconds for received in failing.values())
     wait = SETTLE_SECONDS if root else PEER_LOST_SETTLE_SECONDS
@@ -78,7 +79,7 @@ def failed_ranks(observed: Observed) -> Interruption | Settling | None:
     )
     return Interruption(
         RANK_FAILURE,
-        f"worker {worker}: {received.report.message or 'a rank failed'}",
+        f"Worker {worker}: {received.report.message or 'a rank failed'}",
         detected_in=oldest,
         job_failure="RunRefused" if received.report.failure is FailureKind.REFUSED else "",
     )
@@ -93,9 +94,8 @@ def paused_ranks(observed: Observed) -> Interruption | Settling | None:
     if longest < PAUSE_SECONDS:
         return Settling(PAUSE_SECONDS - longest)
     workers = ", ".join(str(index) for index in sorted(paused))
-    return Interruption(
-        RANK_FAILURE, f"the ranks of worker {workers} stopped, but no pod goes away", detected_in=longest
-    )
+    message = f"The ranks of worker {workers} stopped for a pod's deletion, but no pod was deleted"
+    return Interruption(RANK_FAILURE, message, detected_in=longest)
 
 
 def uncounted_crashes(observed: Observed) -> list[Worker]:
@@ -121,7 +121,7 @@ def _created(pod: Pod) -> datetime:
 
 def crash_message(workers: list[Worker]) -> str:
     """Which workers crashed, with their exit codes."""
-    return "; ".join(_describe_crash(worker) for worker in workers[:3]) + _more(workers, 3)
+    return capitalized("; ".join(_describe_crash(worker) for worker in workers[:3]) + _more(workers, 3))
 
 
 def _cause(worker: Worker) -> RestartCause:
@@ -133,12 +133,12 @@ def _cause(worker: Worker) -> RestartCause:
 
 
 def _describe_loss(worker: Worker) -> str:
-    pod = worker.pod.name if worker.pod else f"the pod of worker {worker.index}"
+    pod = f"pod {worker.pod.name}" if worker.pod else f"the pod of worker {worker.index}"
     happened = {
-        PodState.MISSING: "is gone",
+        PodState.MISSING: "no longer exists",
         PodState.ENDING: "is being deleted",
         PodState.DISRUPTED: "was stopped",
-        PodState.LOST: f"was lost with node {worker.node}",
+        PodState.LOST: f"is lost, because node {worker.node} is down",
     }[worker.state]
     why = f" ({worker.pod.disruption})" if worker.pod is not None and worker.pod.disruption else ""
     return f"{pod} {happened}{why}"
@@ -146,8 +146,8 @@ def _describe_loss(worker: Worker) -> str:
 
 def _describe_crash(worker: Worker) -> str:
     code = worker.pod.exit_code if worker.pod else None
-    name = worker.pod.name if worker.pod else f"worker {worker.index}"
-    return f"{name} ended with exit code {code}" if code is not None else f"{name} failed"
+    name = f"pod {worker.pod.name}" if worker.pod else f"the pod of worker {worker.index}"
+    return f"{name} exited with code {code}" if code is not None else f"{name} failed"
 
 
 def _more(items: object, shown: int) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from meshwright_operator.decide import failure_detection, mesh_generation, restart_policy
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState, Worker
 from meshwright_operator.kube.pod_info import Pod
+from meshwright_operator.text import counted, sentences
 from meshwright_operator.timestamps import parse_time, seconds_since
 
 PROBLEM_AFTER_SECONDS = 60.0
@@ -108,12 +109,13 @@ def next_action(observed: Observed, pending_cause: str) -> GangAction:
     ending = [w for w in observed.workers if w.state is PodState.ENDING or w.older_pods]
     if ending or observed.excess_pods:
         count = len(ending) + len(observed.excess_pods)
-        return Wait(f"waiting for {count} {_pods(count)} to end")
+        return Wait(f"Waiting for {counted(count, 'pod')} to terminate")
     missing = tuple(w for w in observed.workers if w.state in ENDED)
     if missing:
         crashed = [w for w in missing if w.state in (PodState.CRASHED, PodState.SUCCEEDED)]
         if (seconds := restart_policy.crash_backoff_left(observed, crashed)) > 0:
-            return Wait(f"{failure_detection.crash_message(crashed)}; waiting before the next try", seconds=seconds)
+            backoff = f"Backing off before replacing {counted(len(missing), 'pod')}"
+            return Wait(sentences(failure_detection.crash_message(crashed), backoff), seconds=seconds)
         return Place(missing, {w.index: w.node for w in observed.workers if w.state in LIVE})
     gated = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.gated)
     if gated:
@@ -143,11 +145,13 @@ def _wait_for_binding(observed: Observed, pods: list[Pod], unbound: list[Pod]) -
     since = max(min(bound), parse_time(observed.mesh.pending_since) or min(bound)) if bound else None
     waited = (now - since).total_seconds() if since is not None else _age(observed, unbound[0], START_SECONDS)
     limit = PARTIAL_BINDING_SECONDS if bound else START_SECONDS
-    text = f"scheduler {scheduler} has bound {len(bound)} of {len(pods)} pods"
-    problem = next((f"; pod {pod.name}: {pod.problem}" for pod in unbound if pod.problem), "")
+    text = f"Scheduler {scheduler} has bound {len(bound)} of {len(pods)} pods"
+    problem = next((f"Pod {pod.name}: {pod.problem}" for pod in unbound if pod.problem), "")
     if waited >= limit:
-        return GiveUp(NOT_SCHEDULED, f"{text} and no more within {limit:.0f} s{problem}", tuple(pods))
-    return Wait(text + problem, WAITS_FOR_SCHEDULER if waited >= PROBLEM_AFTER_SECONDS else "", limit - waited)
+        return GiveUp(NOT_SCHEDULED, sentences(f"{text}, and no more within {limit:.0f} s", problem), tuple(pods))
+    return Wait(
+        sentences(text, problem), WAITS_FOR_SCHEDULER if waited >= PROBLEM_AFTER_SECONDS else "", limit - waited
+    )
 
 
 def _wait_for_agents(observed: Observed, pending_cause: str) -> GangAction:
@@ -166,13 +170,13 @@ def _wait_for_agents(observed: Observed, pending_cause: str) -> GangAction:
         return (
             _overdue_pods(observed, waiting)
             or _problem(observed, waiting)
-            or Wait(f"{total - len(waiting)} of {total} pods run")
+            or Wait(f"{total - len(waiting)} of {total} pods are running")
         )
     if absent:
         return _absent_agents(observed, absent) or Wait(f"{total - len(absent)} of {total} agents are ready")
     left, pause = restart_policy.backoff_left(observed, restart_policy.cause_named(pending_cause))
     if left > 0:
-        return Wait(f"waiting {pause:.0f} s before the next try", seconds=left)
+        return Wait(f"Backing off for {pause:.0f} s before the next start", seconds=left)
     return FormGeneration()
 
 
@@ -180,13 +184,13 @@ def _obsolete_pods(observed: Observed) -> list[tuple[Pod, str]]:
     """Pods to delete that are not being deleted yet, with the reason."""
     found = [(pod, "the plan has fewer workers") for pod in observed.excess_pods]
     for worker in observed.workers:
-        found += [(pod, "a newer pod of the worker exists") for pod in worker.older_pods]
+        found += [(pod, "a newer pod of its worker exists") for pod in worker.older_pods]
         if worker.pod is None or worker.pod.terminal:
             continue
         if worker.pod.revision != observed.revision:
             found.append((worker.pod, "the spec has changed"))
         elif worker.node_rejection:
-            found.append((worker.pod, f"node {worker.node} does not take it any more: {worker.node_rejection}"))
+            found.append((worker.pod, f"node {worker.node} no longer accepts it: {worker.node_rejection}"))
     return [(pod, reason) for pod, reason in found if not pod.deleting]
 
 
@@ -203,13 +207,11 @@ def _overdue_pods(observed: Observed, waiting: list[Worker]) -> GiveUp | None:
         return None
     first, reason = overdue[0]
     more = f" (and {len(overdue) - 1} more)" if len(overdue) > 1 else ""
-    problem = first.problem or "its container does not start and nothing says why"
-    refused = {
-        pod.node: "the scheduler did not accept a pod of this job" for pod, why in overdue if why == "Unschedulable"
-    }
+    problem = first.problem or f"not running after {START_SECONDS:.0f} s, and it reports no problem"
+    refused = {pod.node: "the scheduler rejected a pod of this job" for pod, why in overdue if why == "Unschedulable"}
     return GiveUp(
         _condition_reason(reason) if reason else "PodsDoNotStart",
-        f"pod {first.name}: {problem}{more}",
+        f"Pod {first.name}{more}: {problem}",
         tuple(pod for pod, _ in overdue),
         refused,
     )
@@ -232,10 +234,15 @@ def _absent_agents(observed: Observed, absent: list[Worker]) -> GangAction | Non
     if not late:
         return None
     if len(absent) < len(observed.workers):
-        return Delete(late, f"the agent of {late[0].name} is not heard of")
+        return Delete(
+            late, f"the agent of {late[0].name} has not polled the coordinator for {ABSENT_AGENT_SECONDS:.0f} s"
+        )
     if min(listening, _pending_seconds(observed)) < SILENT_GANG_SECONDS:
         return None
-    return GiveUp("AgentsUnreachable", "pods run, but none of their agents reaches the operator's coordinator", late)
+    message = (
+        "All pods are running, but no agent reaches the coordinator. Check network policies and the coordinator's URL"
+    )
+    return GiveUp("AgentsUnreachable", message, late)
 
 
 def _pending_seconds(observed: Observed) -> float:
@@ -263,13 +270,9 @@ def _problem(observed: Observed, waiting: list[Worker]) -> Wait | None:
     for pod in troubled:
         age = _age(observed, pod, PROBLEM_AFTER_SECONDS)
         if age >= PROBLEM_AFTER_SECONDS:
-            return Wait(f"pod {pod.name}: {pod.problem}", reason=_condition_reason(pod.problem.partition(":")[0]))
+            return Wait(f"Pod {pod.name}: {pod.problem}", reason=_condition_reason(pod.problem.partition(":")[0]))
         soonest = min(soonest, PROBLEM_AFTER_SECONDS - age)
     if not troubled:
         return None
     total = len(observed.workers)
-    return Wait(f"{total - len(waiting)} of {total} pods run", seconds=soonest)
-
-
-def _pods(count: int) -> str:
-    return "pod" if count == 1 else "pods"
+    return Wait(f"{total - len(waiting)} of {total} pods are running", seconds=soonest)

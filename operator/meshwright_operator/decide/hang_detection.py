@@ -16,6 +16,7 @@ from meshwright_operator.decide.agents import ReceivedReport
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, PodState, Worker
 from meshwright_operator.decide.restart_policy import HANG, POD_LOST, Interruption
+from meshwright_operator.text import counted, sentences
 from meshwright_operator.timestamps import seconds_since
 
 MIN_TIMEOUT_SECONDS = 300.0
@@ -111,17 +112,18 @@ def hung_ranks(observed: Observed) -> Interruption | None:
     # A hung rank stops all others of its generation: choose the rank to name among all of them.
     named = min(ranks, key=lambda rank: rank.culprit_order)
     others = len(ranks) - 1
-    text = f"{_describe(named)}; {others} other {'rank waits' if others == 1 else 'ranks wait'}" if others else ""
-    return Interruption(HANG, text or _describe(named), detected_in=named.seconds)
+    waiting = f"{counted(others, 'rank')} {'waits' if others == 1 else 'wait'} for it" if others else ""
+    return Interruption(HANG, sentences(_describe(named), waiting), detected_in=named.seconds)
 
 
 def _describe(rank: IdleRank) -> str:
     process, worker = rank.process, rank.worker
     state = f", {STUCK_PROCESS_STATES[process.state]}" if process.state in STUCK_PROCESS_STATES else ""
-    last = f"step {process.step}" if process.step is not None else f"phase {process.phase or 'spawn'}"
-    return (
-        f"rank {process.rank} (worker {worker.index} on {worker.node}, process {process.pid}{state})"
-        f" made no progress for {rank.seconds:.0f} s; last done: {last}"
+    step, phase = f"step: {process.step}", f"phase: {process.phase or 'spawn'}"
+    who = f"Rank {process.rank} (worker {worker.index} on {worker.node}, pid {process.pid}{state})"
+    return sentences(
+        f"{who} has made no progress for {rank.seconds:.0f} s",
+        f"Last completed {step if process.step is not None else phase}",
     )
 
 
@@ -135,7 +137,8 @@ def silent_agents(observed: Observed) -> Interruption | None:
     if not silent or not received or not ranks or not all(rule.is_stalled(rank) for rank in ranks):
         return None
     named = ", ".join(f"worker {worker.index} on {worker.node} for {seconds:.0f} s" for worker, seconds in silent[:3])
-    message = f"training stands, and nothing was heard of {named}"
+    missing = f"No heartbeat from {named}, and no rank has completed a step since"
+    message = sentences(missing, _replacing(len(silent)))
     return Interruption(POD_LOST, message, detected_in=silent[0][1], lost=tuple(worker for worker, _ in silent))
 
 
@@ -149,8 +152,13 @@ def stuck_agents(observed: Observed) -> Interruption | None:
     if not stuck:
         return None
     named = ", ".join(f"worker {worker.index} on {worker.node}" for worker in stuck[:3])
-    message = f"{named} did not take up generation {observed.mesh.generation}: its old ranks do not end"
+    problem = f"Ranks of an older generation than {observed.mesh.generation} do not exit: {named}"
+    message = sentences(problem, _replacing(len(stuck)))
     return Interruption(HANG, message, lost=tuple(stuck))
+
+
+def _replacing(count: int) -> str:
+    return "Replacing its pod" if count == 1 else "Replacing their pods"
 
 
 def _live_ranks(observed: Observed) -> list[IdleRank]:

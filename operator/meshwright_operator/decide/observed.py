@@ -176,7 +176,9 @@ def observe_workers(
                 pod=current,
                 node=node,
                 node_down=is_down,
-                node_rejection=("the node is gone" if node not in down else refused.get(node, "")) if pinned else "",
+                node_rejection=("the node no longer exists" if node not in down else refused.get(node, ""))
+                if pinned
+                else "",
                 node_drain_reason=(draining or {}).get(node, "") if current is not None and current.bound else "",
                 older_pods=older_pods,
             )

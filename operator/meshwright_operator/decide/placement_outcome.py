@@ -22,7 +22,7 @@ from meshwright_operator.decide.gang import WAITS_FOR_SCHEDULER, GiveUp, Place
 from meshwright_operator.decide.observed import Observed, PodState, Worker, has_started
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.pod_info import Pod
-from meshwright_operator.text import counted, with_warnings
+from meshwright_operator.text import counted, sentences, with_warnings
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 
 WAITS_FOR_TURN = "WaitsForTurn"
@@ -103,8 +103,8 @@ def _placed(decision: Decision, grant: Granted) -> None:
     lifecycle.begin(status, observed.now)
     text = placement_text(status.placement)
     decision.condition(names.PLACED, True, "Placed", with_warnings(text, grant.warnings))
-    decision.add_event("Placed", text)
-    decision.starting(f"making {counted(len(decision.create), 'pod')}")
+    decision.add_event("Placed", f"Placed {text}")
+    decision.starting(f"Creating {counted(len(decision.create), 'pod')}")
 
 
 def new_incarnations(decision: Decision, workers: Sequence[Worker]) -> dict[int, int]:
@@ -156,7 +156,7 @@ def give_up(decision: Decision, step: GiveUp) -> None:
     mesh.retry_time = format_time(retry)
     if mesh.pending_since is None:
         mesh.pending_since = format_time(observed.now)
-    text = f"{step.message}; attempt {mesh.attempts} was given up, the next comes at {mesh.retry_time}"
+    text = sentences(step.message, f"Retrying at {mesh.retry_time} (attempt {mesh.attempts + 1})")
     decision.add_event("GangReleased" if observed.live_pods else "PlacementFailed", text, WARNING)
     decision.condition(names.PLACED, False, step.reason, text)
     decision.job_state(step.reason, text, stalled=step.reason in NEEDS_USER_ACTION)
@@ -222,8 +222,8 @@ def placement_text(placement: PlacementStatus) -> str:
     racks = {entry.rack for entry in placement.workers if entry.rack}
     where = f" in {counted(len(racks), 'rack')}" if racks else ""
     return (
-        f"{counted(len(placement.workers), 'worker')} on {counted(len(nodes), 'node')}{where};"
-        f" cost {placement.cost or '0'}"
+        f"{counted(len(placement.workers), 'worker')} on {counted(len(nodes), 'node')}{where},"
+        f" network cost {placement.cost or '0'}"
     )
 
 
@@ -231,9 +231,9 @@ def moved(decision: Decision) -> None:
     """Deletes the pods of `decision.move`, whose workers fit on other nodes. They save a checkpoint first."""
     assert decision.move is not None
     workers = decision.move.workers
-    moves = "; ".join(f"worker {w.index} leaves {w.node}: {w.node_drain_reason}" for w in workers[:3])
+    moves = ", ".join(f"worker {w.index} off {w.node} ({w.node_drain_reason})" for w in workers[:3])
     more = f" and {len(workers) - 3} more" if len(workers) > 3 else ""
-    message = f"{moves}{more}; a checkpoint is saved first"
+    message = f"Saving a checkpoint, then moving {moves}{more}"
     decision.add_cause_event(restart_policy.NODE_DRAINED, message)
     decision.count_restart(restart_policy.NODE_DRAINED)
     decision.mesh.pending_cause = restart_policy.NODE_DRAINED.name
@@ -261,10 +261,10 @@ def create_unbound_pods(decision: Decision, step: Place) -> None:
     decision.create += sorted(new)
     lifecycle.begin(status, observed.now)
     pods = counted(len(new), "pod")
-    text = f"scheduler {observed.spec.workers.scheduler_name} is to find nodes for {pods}"
+    text = f"Waiting for scheduler {observed.spec.workers.scheduler_name} to bind {pods}"
     decision.condition(names.PLACED, False, WAITS_FOR_SCHEDULER, text)
     decision.add_event(WAITS_FOR_SCHEDULER, text)
-    decision.starting(f"making {pods}")
+    decision.starting(f"Creating {pods}")
 
 
 def apply_mapping(decision: Decision, mapped: MappedRanks | str) -> None:
@@ -283,8 +283,8 @@ def apply_mapping(decision: Decision, mapped: MappedRanks | str) -> None:
     status.placement = placement.to_status(observed.name, incarnations, mapped.slots)
     text = placement_text(status.placement)
     decision.condition(names.PLACED, True, "Placed", with_warnings(text, placement.notes))
-    decision.add_event("RanksMapped", f"scheduler {observed.spec.workers.scheduler_name} placed {text}")
-    decision.starting("ranks are mapped onto the nodes")
+    decision.add_event("RanksMapped", f"Scheduler {observed.spec.workers.scheduler_name} placed {text}")
+    decision.starting("Mapped ranks to nodes")
 
 
 def _unbound_worker(job: str, worker: int, incarnation: int) -> WorkerPlacement:

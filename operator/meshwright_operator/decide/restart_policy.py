@@ -138,7 +138,7 @@ def action_for(spec: ParallelTrainingJobSpec, codes: AbstractSet[int]) -> tuple[
     for rule in spec.recovery.exit_codes:
         named = sorted(codes & set(rule.values))
         if named:
-            return rule.action, f"exit code {named[0]}: {rule.action.value} (recovery.exitCodes)"
+            return rule.action, f"`recovery.exitCodes` has action {rule.action.value} for exit code {named[0]}"
     return FailureAction.COUNT, ""
 
 

@@ -182,5 +182,5 @@ def _problem(status: Mapping[str, Any]) -> str:
     for condition in status.get("conditions") or ():
         kind = (condition.get("type"), condition.get("status"), condition.get("reason"))
         if kind == ("PodScheduled", "False", "Unschedulable"):
-            return f"Unschedulable: {condition.get('message') or 'no node takes the pod'}"
+            return f"Unschedulable: {condition.get('message') or 'no node accepts the pod'}"
     return ""

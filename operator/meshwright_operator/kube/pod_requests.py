@@ -64,7 +64,7 @@ def request_json_of(pod: Mapping[str, Any]) -> str:
 def _amount(request_json: str, gpu_resource: str) -> Resources:
     spec = orjson.loads(request_json)
     if spec is None:
-        raise ValueError("its containers cannot be read")
+        raise ValueError("its containers cannot be parsed")
     return pod_request({"spec": spec}, gpu_resource)
 
 

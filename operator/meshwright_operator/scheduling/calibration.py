@@ -49,7 +49,7 @@ class CalibrationLoop:
                 await self.refit()
             except Exception:
                 # Planning continues with the last calibration: a wrong estimate must not stop the operator.
-                log.exception("could not recalibrate")
+                log.exception("recalibration failed")
 
     async def refit(self) -> None:
         """Refits now, in a thread, because reading many jobs takes long."""

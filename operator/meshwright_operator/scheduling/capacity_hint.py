@@ -62,10 +62,10 @@ def capacity_hint(found: Sequence[Holder], inventory: Inventory, fits: Callable[
     candidates = list(found[:MAX_HOLDERS])
     for holder in reversed(candidates):
         if fits(freed(inventory, [holder])):
-            return f"fits when {_named([holder])} ends"
+            return f"Fits when {_named([holder])} ends"
     for count in range(2, len(candidates) + 1):
         if fits(freed(inventory, candidates[:count])):
-            return f"fits when {_named(candidates[:count])} end"
+            return f"Fits when {_named(candidates[:count])} end"
     return ""
 
 

@@ -54,7 +54,7 @@ class EditAdmission:
         if isinstance(found, Plan):
             return replace(observed, plan=found)
         return replace(
-            running, blocked_edit=BlockedEdit(DOES_NOT_FIT, f"the edit does not fit: {found}", retryable=True)
+            running, blocked_edit=BlockedEdit(DOES_NOT_FIT, f"The edit does not fit: {found}", retryable=True)
         )
 
     def forget(self, uid: str) -> None:

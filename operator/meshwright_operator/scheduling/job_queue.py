@@ -258,7 +258,7 @@ class ReservedSpares(NamedTuple):
     @classmethod
     def by(cls, key: JobKey, uid: str, nodes: Iterable[str]) -> ReservedSpares:
         """The spare nodes of the job with this key."""
-        return cls(uid, f"kept as a spare for job {key}", tuple(nodes))
+        return cls(uid, f"spare node of job {key}", tuple(nodes))
 
 
 def reserved_spares(cache: Cache) -> list[ReservedSpares]:

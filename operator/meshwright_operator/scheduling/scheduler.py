@@ -36,6 +36,7 @@ from meshwright_operator.scheduling.job_queue import (
     reserved_for_others,
     reserved_spares,
 )
+from meshwright_operator.text import counted, sentences
 
 WAKE_COUNT = 4
 """How many jobs at the head of the queue are reconciled after a job got nodes. The others wait behind them."""
@@ -53,7 +54,7 @@ class _WaitsForTurnError(Exception):
     """The job fits, but a job ahead of it in the queue fits too and gets the nodes."""
 
     def __init__(self, ahead: PlacementRequest) -> None:
-        super().__init__(f"there is room, but job {ahead.key} is ahead in the line and fits it too")
+        super().__init__(f"The job fits, but job {ahead.key} is ahead of it in the queue and fits too")
         self.ahead = ahead.key
 
 
@@ -277,8 +278,8 @@ class _Snapshot:
             found = holders(self._pod_requests, request.spec.workers.gpu_resource, request.uid)
             hint = capacity_hint(found, free, lambda freed: any(has_capacity(plan, freed) for plan in request.plans))
             count = len(self._ahead)
-            queued = f"{count} {'job is' if count == 1 else 'jobs are'} ahead in the line" if count else ""
-            error.args = ("; ".join(part for part in (str(error), hint, queued) if part),)
+            queued = f"{counted(count, 'job')} {'is' if count == 1 else 'are'} ahead in the queue" if count else ""
+            error.args = (sentences(str(error), hint, queued),)
             raise
 
     def _free(self, queued: PlacementRequest) -> Inventory:
