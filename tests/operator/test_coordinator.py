@@ -152,7 +152,7 @@ async def test_agents_of_an_older_incarnation_are_told_to_go(stage: Stage) -> No
 
 
 async def test_an_agent_that_hangs_up_is_away(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright_operator.coordinator.agent_registry.AWAY_SECONDS", 0.0)
+    monkeypatch.setattr("meshwright_operator.coordinator.agent_registry.ABSENT_SECONDS", 0.0)
     await stage.registry.publish(None, WORKERS)
     waiting = asyncio.create_task(stage.poll(wait=20))
     await asyncio.sleep(0.1)

@@ -15,7 +15,7 @@ from meshwright_operator.decide.agents import Agents, WaitingAgent
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed
-from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply
+from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply_grant
 from meshwright_operator.kube.pod_info import Pod, read_pod
 from tests.operator.builders import NODES, NOW, agents, ago, gated, observed, placement, pod, running_status
 from tests.operator.support import node
@@ -115,7 +115,7 @@ def test_a_pod_that_cannot_start_is_told_after_a_minute(age: float, reason: str)
 def test_a_new_job_is_placed_with_first_incarnations() -> None:
     decision = decide(observed([], NEW, received=Agents()))
     assert decision.place is not None
-    apply(decision, Granted(place(decision.observed.plan, inventory(), decision.place.assigned_nodes)))
+    apply_grant(decision, Granted(place(decision.observed.plan, inventory(), decision.place.assigned_nodes)))
     assert decision.create == [0, 1, 2, 3]
     assert decision.status.placement is not None
     assert [entry.incarnation for entry in decision.status.placement.workers] == [0, 0, 0, 0]
@@ -131,7 +131,7 @@ def test_a_new_job_is_placed_with_first_incarnations() -> None:
 def test_only_the_lost_worker_gets_a_new_incarnation() -> None:
     decision = decide(observed([pod(0), pod(1), pod(3)], pending()))
     assert decision.place is not None
-    apply(decision, Granted(place(decision.observed.plan, inventory(), decision.place.assigned_nodes)))
+    apply_grant(decision, Granted(place(decision.observed.plan, inventory(), decision.place.assigned_nodes)))
     assert decision.status.placement is not None
     assert [entry.incarnation for entry in decision.status.placement.workers] == [0, 0, 1, 0]
     assert decision.create == [2]
@@ -141,17 +141,17 @@ def test_after_another_spec_no_incarnation_comes_again() -> None:
     status = pending("SpecChanged", placement=placement({0: 2, 3: 5}))
     decision = decide(observed([], status, received=Agents()))
     assert decision.place is not None
-    apply(decision, Granted(place(decision.observed.plan, inventory(), decision.place.assigned_nodes)))
+    apply_grant(decision, Granted(place(decision.observed.plan, inventory(), decision.place.assigned_nodes)))
     assert decision.status.placement is not None
     assert {entry.incarnation for entry in decision.status.placement.workers} == {6}
 
 
 def test_no_room_is_told_once_and_holds_nothing() -> None:
     decision = decide(observed([], NEW, received=Agents()))
-    apply(decision, NotGranted("short by 2 workers"))
+    apply_grant(decision, NotGranted("short by 2 workers"))
     assert [note.reason for note in decision.events] == ["PlacementFailed"]
     again = decide(observed([], decision.status, received=Agents()))
-    apply(again, NotGranted("short by 1 worker"))
+    apply_grant(again, NotGranted("short by 1 worker"))
     assert again.events == []
     placed_condition = next(c for c in again.status.conditions if c.type == "Placed")
     assert (placed_condition.status, placed_condition.message) == ("False", "short by 1 worker")
@@ -165,7 +165,7 @@ def test_survivors_are_held_for_a_while_and_then_let_go(
     seconds: float, blocked_by_kept_workers: bool, released: int
 ) -> None:
     decision = decide(observed([pod(0), pod(1), pod(3)], pending(seconds=seconds)))
-    apply(decision, NotGranted("short by 1 worker", blocked_by_kept_workers=blocked_by_kept_workers))
+    apply_grant(decision, NotGranted("short by 1 worker", blocked_by_kept_workers=blocked_by_kept_workers))
     assert len(decision.delete) == released
 
 

@@ -12,7 +12,7 @@ from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.failure_detection import detect
 from meshwright_operator.decide.observed import PodState
-from meshwright_operator.decide.restart_policy import Interruption, Settling
+from meshwright_operator.decide.restart_policy import Interruption, Undetermined
 from meshwright_operator.kube.pod_info import Pod
 from tests.operator.builders import (
     NODES,
@@ -66,9 +66,9 @@ def test_a_worker_that_is_done_before_the_others_is_no_loss() -> None:
 @pytest.mark.parametrize(
     ("reports", "halted_seconds", "expected"),
     [
-        ([failed(1, ERROR)], 0.5, Settling(1.5)),
+        ([failed(1, ERROR)], 0.5, Undetermined(1.5)),
         ([failed(1, ERROR)], 2.5, "RankFailure"),
-        ([failed(1, PEER), failed(2, PEER)], 2.5, Settling(7.5)),
+        ([failed(1, PEER), failed(2, PEER)], 2.5, Undetermined(7.5)),
         ([failed(1, PEER), failed(2, PEER)], 10.5, "RankFailure"),
         ([failed(1, PEER), failed(2, ERROR)], 2.5, "RankFailure"),
         ([failed(1, ERROR, generation=0)], 9.0, None),
@@ -194,7 +194,7 @@ def test_a_missing_status_is_not_a_loss() -> None:
 
 def test_ranks_that_paused_for_nobody_are_started_again() -> None:
     idle = [report(worker, AgentState.IDLE) for worker in range(4)]
-    assert isinstance(detect(observed(received=agents(idle, halted_seconds=1.0))), Settling)
+    assert isinstance(detect(observed(received=agents(idle, halted_seconds=1.0))), Undetermined)
     verdict = detect(observed(received=agents(idle, halted_seconds=21.0)))
     assert isinstance(verdict, Interruption)
     assert verdict.cause.name == "RankFailure"

@@ -14,7 +14,7 @@ from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.failure_detection import detect
 from meshwright_operator.decide.hang_detection import HangRule
 from meshwright_operator.decide.observed import Observed
-from meshwright_operator.decide.placement_outcome import moved
+from meshwright_operator.decide.placement_outcome import apply_move
 from meshwright_operator.decide.restart_policy import Interruption
 from tests.operator.builders import NOW, agents, observed, pod, report, running_status
 from tests.operator.test_gang_races import small
@@ -233,7 +233,7 @@ def test_a_move_is_tried_only_when_nothing_is_lost_by_it(fields: dict[str, objec
     assert (decision.move is not None) == moves
     if decision.move is not None:
         assert decision.move.assigned_nodes == {0: "n0", 2: "n2", 3: "n3"}
-        moved(decision)
+        apply_move(decision)
         assert [p.name for p in decision.delete] == ["train-w1-0"]
         assert decision.mesh.pending_cause == "NodeDrained"
         assert "worker 1 off n1 (cordoned)" in decision.events[-1].message

@@ -88,10 +88,14 @@ def test_pods_are_made_without_nodes_or_ranks() -> None:
     [
         ([unbound(w) for w in range(4)], gang.Wait, "Scheduler volcano has bound 0 of 4 pods"),
         ([unbound(w, **old(1700)) for w in range(4)], gang.Wait, "0 of 4"),
-        ([unbound(w, **old(1900)) for w in range(4)], gang.GiveUp, "0 of 4 pods, and no more within 1800 s"),
+        ([unbound(w, **old(1900)) for w in range(4)], gang.EndAttempt, "0 of 4 pods, and no more within 1800 s"),
         ([pod(0), pod(1), unbound(2), unbound(3)], gang.Wait, "2 of 4"),
         ([pod(0, **old(290)), pod(1), unbound(2), unbound(3)], gang.Wait, "2 of 4"),
-        ([pod(0, **old(310)), pod(1), unbound(2), unbound(3)], gang.GiveUp, "2 of 4 pods, and no more within 300 s"),
+        (
+            [pod(0, **old(310)), pod(1), unbound(2), unbound(3)],
+            gang.EndAttempt,
+            "2 of 4 pods, and no more within 300 s",
+        ),
         # It stood in the queue for long, and is being bound just now.
         ([pod(0, scheduled=NOW, **old(900)), *(unbound(w, **old(900)) for w in (1, 2, 3))], gang.Wait, "1 of 4"),
     ],
@@ -100,7 +104,7 @@ def test_the_wait_for_a_scheduler_is_bounded(pods: list[Pod], kind: type, words:
     found = gang.next_action(seen(pods, since=3000), "Start")
     assert isinstance(found, kind)
     assert words in getattr(found, "message", "")
-    if isinstance(found, gang.GiveUp):
+    if isinstance(found, gang.EndAttempt):
         assert (found.reason, len(found.pods)) == ("NotScheduled", 4)
 
 

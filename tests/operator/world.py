@@ -33,7 +33,7 @@ from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.watches import awaits_placement
 from meshwright_operator.kube.workqueue import WorkQueue
-from meshwright_operator.metrics.job_metrics import JobsCollector
+from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.timestamps import format_time, parse_time
@@ -87,7 +87,7 @@ class Operator:
         """While set, no watch event reaches the cache."""
         self.missed = False
         """Whether an event ever passed it by."""
-        self.metrics, self.jobs, tokens = OperatorMetrics(), JobsCollector(), Tokens(b"k" * 32)
+        self.metrics, self.jobs, tokens = OperatorMetrics(), JobMetrics(), Tokens(b"k" * 32)
         self.cluster = world.connect(self.metrics)
         self.coordinator = Coordinator(self.cache, tokens, self.metrics, self.notify, world.seconds)
         self.scheduler = JobScheduler(self.cluster, self.cache, self.metrics, ())

@@ -25,7 +25,7 @@ from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.watch_liveness import WatchLiveness
 from meshwright_operator.kube.watches import EventHandlers, run_watches, watch_paths
 from meshwright_operator.kube.workqueue import WorkQueue
-from meshwright_operator.metrics.job_metrics import JobsCollector
+from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.calibration import CalibrationLoop
 from meshwright_operator.scheduling.scheduler import JobScheduler
@@ -91,7 +91,7 @@ class Manager:
         self._leading = False
         scheduler = JobScheduler(cluster, self._cache, metrics, settings.namespaces)
         self._calibration_loop = CalibrationLoop(self._cache, scheduler)
-        jobs = JobsCollector()
+        jobs = JobMetrics()
         metrics.registry.register(jobs)
         self._reconcile = Reconciler(
             cluster=cluster,

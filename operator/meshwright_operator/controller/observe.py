@@ -228,9 +228,9 @@ def _workers(
     down = {name: not _is_ready(cache.nodes[name]) for name in named | {p.node for p in pods} if name in cache.nodes}
     unbound = [pod.node for pod in pods if not pod.bound and not pod.terminal]
     bound = [pod.node for pod in pods if pod.bound and _may_be_draining(cache.nodes.get(pod.node))]
-    refused = scheduler.unusable_nodes(spec, [*unbound, *bound]) if unbound or bound else {}
-    draining = {name: why for name in bound if _is_draining(why := refused.get(name, ""))}
-    return observe_workers(len(plan.workers), status, pods, down, refused, draining)
+    rejecting = scheduler.unusable_nodes(spec, [*unbound, *bound]) if unbound or bound else {}
+    draining = {name: why for name in bound if _is_draining(why := rejecting.get(name, ""))}
+    return observe_workers(len(plan.workers), status, pods, down, rejecting, draining)
 
 
 def _may_be_draining(node: KubeObject | None) -> bool:

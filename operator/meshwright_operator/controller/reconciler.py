@@ -37,7 +37,7 @@ from meshwright_operator.kube.paths import jobs_path
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.manifests.worker_pod import PodContext
-from meshwright_operator.metrics.job_metrics import JobsCollector
+from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.edit_admission import EditAdmission
 from meshwright_operator.scheduling.job_queue import PlacementRequest
@@ -57,7 +57,7 @@ class Reconciler:
         tokens: Tokens,
         events: EventRecorder,
         metrics: OperatorMetrics,
-        jobs: JobsCollector,
+        jobs: JobMetrics,
         scheduler: JobScheduler,
         coordinator_url: Callable[[], str],
         now: Callable[[], datetime] = utc_now,
@@ -129,7 +129,7 @@ class Reconciler:
             async with self._scheduler.grant(PlacementRequest.of_decision(key, job, draft, draft.place)) as grant:
                 for other in grant.wake:
                     self._queue.add(other)
-                placement_outcome.apply(draft, grant)
+                placement_outcome.apply_grant(draft, grant)
                 await self._execute(key, job, registry, draft)
             return
         if draft.mesh.pending_cause != SPEC_CHANGED.name:
@@ -137,7 +137,7 @@ class Reconciler:
         if draft.move is not None:
             request = PlacementRequest.of_decision(key, job, draft, draft.move)
             if await self._scheduler.fits_elsewhere(request):
-                placement_outcome.moved(draft)
+                placement_outcome.apply_move(draft)
         if draft.map_ranks is not None:
             placement_outcome.apply_mapping(draft, await self._scheduler.map_ranks(observed, draft.map_ranks))
         await self._execute(key, job, registry, draft)

@@ -14,7 +14,7 @@ from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 
-CHECKPOINT_NOTE_SECONDS = 60.0
+CHECKPOINT_EVENT_SECONDS = 60.0
 FIRST_STEP = "first-step"
 
 
@@ -35,7 +35,7 @@ class StartTimeline:
 
     start: _Start | None = None
     checkpoint: int | None = None
-    checkpoint_noted: float = field(default=float("-inf"))
+    checkpoint_posted_at: float = field(default=float("-inf"))
 
     def update(self, decision: Decision, clock: float) -> list[JobEvent]:
         """Record a decision at the time `clock`, and return the events to post."""
@@ -86,12 +86,12 @@ class StartTimeline:
         if checkpoint is None or checkpoint.step == self.checkpoint:
             return []
         seen_first = self.checkpoint is None and decision.observed.status.checkpoint is not None
-        if not seen_first and clock - self.checkpoint_noted < CHECKPOINT_NOTE_SECONDS:
+        if not seen_first and clock - self.checkpoint_posted_at < CHECKPOINT_EVENT_SECONDS:
             return []
         self.checkpoint = checkpoint.step
         if seen_first:
             return []
-        self.checkpoint_noted = clock
+        self.checkpoint_posted_at = clock
         return [JobEvent("CheckpointSaved", f"Saved the checkpoint of step {checkpoint.step}")]
 
 

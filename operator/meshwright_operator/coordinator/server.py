@@ -1,8 +1,8 @@
 """The coordinator's HTTP endpoints (the protocol is documented in `meshwright.protocol.messages`).
 
-The coordinator checks the signature before anything else, limits the size of a body and the time to read it, and signs
-every answer to a request with a valid signature. It tells an agent to exit (410) only after a reconcile has published
-the job's state. Until then, agents wait.
+The coordinator limits the size of a body and the time to read it, and checks the signature before it parses the body.
+It signs every answer to a request with a valid signature. It responds with 410, after which an agent exits, only after
+a reconcile has published the job's state. Until then, agents wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from meshwright.protocol import signing
 from meshwright.protocol.messages import PROTOCOL_VERSION, VERSION_HEADER, MeshRequest, ReportReply, WorkerReport
 from meshwright_operator.coordinator.agent_registry import AgentRegistry, encode
-from meshwright_operator.coordinator.rate_limit import LARGEST_POLLS
+from meshwright_operator.coordinator.rate_limit import MAX_OPEN_POLLS
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
@@ -131,7 +131,7 @@ class Coordinator:
     async def _mesh(self, signed_request: SignedRequest) -> bytes | None:
         mesh_request = self._checked_message(signed_request, MeshRequest)
         registry = signed_request.registry
-        if registry.polls(mesh_request.worker) >= LARGEST_POLLS:
+        if registry.polls(mesh_request.worker) >= MAX_OPEN_POLLS:
             raise _rate_limited(1.0)
         with registry.polling(mesh_request):
             self._notify(signed_request.key, True)

@@ -24,7 +24,7 @@ from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.mesh_generation import next_generation
 from meshwright_operator.decide.observed import Observed, PodState, has_started
-from meshwright_operator.decide.restart_policy import Interruption, Settling
+from meshwright_operator.decide.restart_policy import Interruption, Undetermined
 from meshwright_operator.text import counted, sentences
 from meshwright_operator.timestamps import format_time, seconds_since
 
@@ -140,13 +140,13 @@ def _resume(decision: Decision) -> None:
 def _advance_generation(decision: Decision) -> None:
     """Checks the generation for failures, or works toward the next one."""
     observed = decision.observed
-    holding = observed.mesh.generation > 0 and not decision.mesh.pending_cause
-    if holding:
+    generation_runs = observed.mesh.generation > 0 and not decision.mesh.pending_cause
+    if generation_runs:
         verdict = failure_detection.detect(observed)
         if verdict is None:
             _train(decision)
             return
-        if isinstance(verdict, Settling):
+        if isinstance(verdict, Undetermined):
             _report_ready_ranks(decision, unsure=True)
             decision.requeue_within(verdict.seconds)
             return
@@ -160,7 +160,7 @@ def _advance_generation(decision: Decision) -> None:
         decision.mesh.pending_cause = restart_policy.START.name
     decision.status.ready_ranks = f"0/{observed.plan.layout.world_size}"
     decision.status.tokens_per_second = decision.status.eta_seconds = None
-    crashed = failure_detection.uncounted_crashes(observed) if not holding else []
+    crashed = failure_detection.uncounted_crashes(observed) if not generation_runs else []
     codes = restart_policy.worker_exit_codes(crashed)
     if crashed and not _may_restart(decision, codes, failure_detection.crash_message(crashed)):
         return
@@ -222,10 +222,13 @@ def _start_generation(decision: Decision) -> None:
     decision.requeue_within(REQUEUE_SECONDS)
     observed, cause = decision.observed, decision.mesh.pending_cause
     if observed.rejection is not None:
-        placement_outcome.give_up(decision, gang.GiveUp(observed.rejection.reason, observed.rejection.message))
+        placement_outcome.end_attempt(decision, gang.EndAttempt(observed.rejection.reason, observed.rejection.message))
         return
     step = gang.next_action(observed, cause)
-    if isinstance(step, gang.Place | gang.Wait | gang.GiveUp) and (pause := placement_outcome.retry_left(decision)) > 0:
+    if (
+        isinstance(step, gang.Place | gang.Wait | gang.EndAttempt)
+        and (pause := placement_outcome.retry_left(decision)) > 0
+    ):
         placement_outcome.wait_for_retry(decision, pause)
         return
     match step:
@@ -242,8 +245,8 @@ def _start_generation(decision: Decision) -> None:
                 decision.place = step
         case gang.MapRanks():
             decision.map_ranks = step
-        case gang.GiveUp():
-            placement_outcome.give_up(decision, step)
+        case gang.EndAttempt():
+            placement_outcome.end_attempt(decision, step)
         case gang.Ungate(pods):
             decision.ungate += pods
             count = len(observed.workers)
@@ -277,7 +280,7 @@ def _report_ready_ranks(decision: Decision, *, unsure: bool) -> bool:
     """Writes how many ranks train to status, and returns whether all of them do.
 
     If the number is `unsure`, a job that was training still counts as training: after a restart of the operator the
-    agents' reports arrive one by one, and a failed rank is examined only after it has settled.
+    agents' reports arrive one by one, and the cause of a failed rank is determined only after a wait.
     """
     observed, status = decision.observed, decision.status
     world = observed.plan.layout.world_size

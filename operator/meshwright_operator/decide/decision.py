@@ -60,10 +60,10 @@ class Decision:
         self, reason: str, message: str, *, ready: bool = False, stalled: bool = False, final: bool = False
     ) -> None:
         """Sets Ready, Reconciling and Stalled. Unless the state is final, they also report a blocked edit."""
-        found = conditions.JobState(reason, message, ready=ready, stalled=stalled)
+        state = conditions.JobState(reason, message, ready=ready, stalled=stalled)
         if self.observed.blocked_edit is not None and not final:
-            found = blocked_job_state(self.observed.blocked_edit, self.observed.revision, found)
-        conditions.set_job_state(self.status, found, self.observed.generation, self.observed.now)
+            state = blocked_job_state(self.observed.blocked_edit, self.observed.revision, state)
+        conditions.set_job_state(self.status, state, self.observed.generation, self.observed.now)
 
     def starting(self, message: str, problem: str = "") -> None:
         """Sets the state of a job without a running generation. `problem` is the reason if something prevents one."""

@@ -1,7 +1,7 @@
 """What interrupted a mesh generation, and its cause: a lost node or pod, a crashed pod, or a failed rank.
 
-A failed rank is examined only after it has settled. When a pod disappears, its peers' connections break before the
-pod's deletion arrives. That must count as a lost pod, which does not count toward `recovery.maxRestarts`, and not as a
+The cause of a failed rank is determined only after a wait. When a pod disappears, its peers' connections break before
+the pod's deletion arrives. That must be a lost pod, which does not count toward `recovery.maxRestarts`, and not a
 failure of the peers.
 """
 
@@ -13,6 +13,7 @@ from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.decide.hang_detection import hung_ranks, silent_agents, stuck_agents
 from meshwright_operator.decide.observed import Observed, PodState, Worker
 from meshwright_operator.decide.restart_policy import (
+    CAUSE_WAIT_SECONDS,
     CAUSES,
     EVICTED,
     NODE_LOST,
@@ -20,26 +21,25 @@ from meshwright_operator.decide.restart_policy import (
     POD_LOST,
     PREEMPTED,
     RANK_FAILURE,
-    SETTLE_SECONDS,
     Detector,
     Interruption,
     RestartCause,
-    Settling,
+    Undetermined,
 )
 from meshwright_operator.kube.pod_info import EVICTIONS, PREEMPTIONS, Pod
 from meshwright_operator.text import capitalized
 from meshwright_operator.timestamps import parse_time
 
-PEER_LOST_SETTLE_SECONDS = 10.0
+PEER_LOST_WAIT_SECONDS = 10.0
 PAUSE_SECONDS = 20.0
 
 GONE = frozenset({PodState.MISSING, PodState.ENDING, PodState.DISRUPTED, PodState.LOST})
 
 
-def detect(observed: Observed) -> Interruption | Settling | None:
+def detect(observed: Observed) -> Interruption | Undetermined | None:
     """What interrupted the current generation. None while it is healthy."""
-    own = (cause.detect for cause in CAUSES.values() if cause.detect is not None)
-    return next((found for detector in (*DETECTORS, *own) if (found := detector(observed)) is not None), None)
+    declared = (cause.detect for cause in CAUSES.values() if cause.detect is not None)
+    return next((verdict for detector in (*DETECTORS, *declared) if (verdict := detector(observed)) is not None), None)
 
 
 def lost_pods(observed: Observed) -> Interruption | None:
@@ -58,8 +58,8 @@ def crashed_pods(observed: Observed) -> Interruption | None:
     return Interruption(POD_FAILED, crash_message(crashed)) if crashed else None
 
 
-def failed_ranks(observed: Observed) -> Interruption | Settling | None:
-    """Ranks that failed while their pods run, once they have settled, or failed because a node is down."""
+def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
+    """Ranks that failed while their pods run, after a wait for other failures, or at once if a node is down."""
     failing = observed.reports_in(AgentState.FAILED)
     if not failing:
         return None
@@ -69,10 +69,10 @@ def failed_ranks(observed: Observed) -> Interruption | Settling | None:
         return Interruption(NODE_LOST, f"Ranks failed, and nodes are down: {named}", lost=down)
     root = [received for received in failing.values() if received.report.failure is not FailureKind.PEER_LOST]
     oldest = max(received.halted_seconds for received in failing.values())
-    wait = SETTLE_SECONDS if root else PEER_LOST_SETTLE_SECONDS
+    wait = CAUSE_WAIT_SECONDS if root else PEER_LOST_WAIT_SECONDS
     if oldest < wait:
-        return Settling(wait - oldest)
-    # A refused run fails the job, so name it; otherwise name the earliest root failure.
+        return Undetermined(wait - oldest)
+    # A rejected run fails the job, so name it. Otherwise name the earliest root failure.
     worker, received = max(
         failing.items(),
         key=lambda item: (item[1].report.failure is FailureKind.REFUSED, item[1] in root, item[1].halted_seconds),
@@ -85,14 +85,14 @@ def failed_ranks(observed: Observed) -> Interruption | Settling | None:
     )
 
 
-def paused_ranks(observed: Observed) -> Interruption | Settling | None:
+def paused_ranks(observed: Observed) -> Interruption | Undetermined | None:
     """Ranks that paused for a pod's deletion. If no pod is deleted after all, only a restart starts them again."""
     paused = observed.reports_in(AgentState.IDLE)
     if not paused or observed.reports_in(AgentState.DRAINING):
         return None
     longest = max(received.halted_seconds for received in paused.values())
     if longest < PAUSE_SECONDS:
-        return Settling(PAUSE_SECONDS - longest)
+        return Undetermined(PAUSE_SECONDS - longest)
     workers = ", ".join(str(index) for index in sorted(paused))
     message = f"The ranks of worker {workers} stopped for a pod's deletion, but no pod was deleted"
     return Interruption(RANK_FAILURE, message, detected_in=longest)
@@ -102,7 +102,7 @@ def uncounted_crashes(observed: Observed) -> list[Worker]:
     """Workers that exited while the next generation was being formed, which no earlier verdict has counted.
 
     Exit code 0 counts too: without a generation there was nothing to complete, and a container that exits at once must
-    not be restarted for ever.
+    not be restarted without limit.
     """
     since = parse_time(observed.mesh.pending_since)
     return [

@@ -18,13 +18,13 @@ from meshwright_operator.timestamps import parse_time, seconds_since
 
 PROBLEM_AFTER_SECONDS = 60.0
 """Age of a pod at which its problem is reported: most problems resolve by themselves."""
-GIVE_UP_SECONDS = 300.0
+PROBLEM_LIMIT_SECONDS = 300.0
 """Age at which a pod with a problem ends the attempt: time for a registry or a volume to become available again."""
-GIVE_UP_AGAIN_SECONDS = 60.0
+REPEATED_PROBLEM_LIMIT_SECONDS = 60.0
 """The same for every attempt after the first, since the problem did not resolve during the first one."""
-GIVE_UP_SECONDS_BY_REASON = {"InvalidImageName": 60.0, "ErrImageNeverPull": 60.0, "Unschedulable": 120.0}
+PROBLEM_LIMIT_SECONDS_BY_REASON = {"InvalidImageName": 60.0, "ErrImageNeverPull": 60.0, "Unschedulable": 120.0}
 """The same for problems that do not resolve by themselves, or that other nodes would resolve."""
-START_SECONDS = 1800.0
+POD_START_SECONDS = 1800.0
 """Age at which a pod that does not run and reports no problem ends the attempt: large images pull slowly."""
 ABSENT_AGENT_SECONDS = 120.0
 """Seconds after which a pod is replaced if its agent does not poll while other agents do."""
@@ -61,7 +61,7 @@ class Place:
 
     workers: tuple[Worker, ...]
     assigned_nodes: Mapping[int, str] = field(default_factory=dict)
-    """Worker -> node, of the workers that keep their pods."""
+    """Worker -> node, of the workers whose pods continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class FormGeneration:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class EndAttempt:
     """End this attempt to start the gang, and release its nodes."""
 
     reason: str
@@ -95,11 +95,11 @@ class MapRanks:
 
     pods: Mapping[int, str]
     """Worker -> node."""
-    assigned_slots: Mapping[int, int]
-    """Worker -> worker of the plan, for those that keep their ranks."""
+    assigned_plan_workers: Mapping[int, int]
+    """Worker -> worker of the plan, for the workers whose ranks are assigned already."""
 
 
-GangAction = Delete | Wait | Place | Ungate | GiveUp | FormGeneration | MapRanks
+GangAction = Delete | Wait | Place | Ungate | EndAttempt | FormGeneration | MapRanks
 
 
 def next_action(observed: Observed, pending_cause: str) -> GangAction:
@@ -134,7 +134,7 @@ def _external_scheduler_step(observed: Observed) -> GangAction | None:
     unbound = [pod for pod in pods if not pod.bound]
     if unbound:
         return _wait_for_binding(observed, pods, unbound)
-    known = mesh_generation.slots(observed)
+    known = mesh_generation.plan_workers(observed)
     return MapRanks({w.index: w.node for w in observed.workers}, known) if len(known) < len(pods) else None
 
 
@@ -143,12 +143,12 @@ def _wait_for_binding(observed: Observed, pods: list[Pod], unbound: list[Pod]) -
     now, scheduler = observed.now, observed.spec.workers.scheduler_name
     bound = [pod.scheduled or pod.created or now for pod in pods if pod.bound]
     since = max(min(bound), parse_time(observed.mesh.pending_since) or min(bound)) if bound else None
-    waited = (now - since).total_seconds() if since is not None else _age(observed, unbound[0], START_SECONDS)
-    limit = PARTIAL_BINDING_SECONDS if bound else START_SECONDS
+    waited = (now - since).total_seconds() if since is not None else _age(observed, unbound[0], POD_START_SECONDS)
+    limit = PARTIAL_BINDING_SECONDS if bound else POD_START_SECONDS
     text = f"Scheduler {scheduler} has bound {len(bound)} of {len(pods)} pods"
     problem = next((f"Pod {pod.name}: {pod.problem}" for pod in unbound if pod.problem), "")
     if waited >= limit:
-        return GiveUp(NOT_SCHEDULED, sentences(f"{text}, and no more within {limit:.0f} s", problem), tuple(pods))
+        return EndAttempt(NOT_SCHEDULED, sentences(f"{text}, and no more within {limit:.0f} s", problem), tuple(pods))
     return Wait(
         sentences(text, problem), WAITS_FOR_SCHEDULER if waited >= PROBLEM_AFTER_SECONDS else "", limit - waited
     )
@@ -182,38 +182,38 @@ def _wait_for_agents(observed: Observed, pending_cause: str) -> GangAction:
 
 def _obsolete_pods(observed: Observed) -> list[tuple[Pod, str]]:
     """Pods to delete that are not being deleted yet, with the reason."""
-    found = [(pod, "the plan has fewer workers") for pod in observed.excess_pods]
+    obsolete = [(pod, "the plan has fewer workers") for pod in observed.excess_pods]
     for worker in observed.workers:
-        found += [(pod, "a newer pod of its worker exists") for pod in worker.older_pods]
+        obsolete += [(pod, "a newer pod of its worker exists") for pod in worker.older_pods]
         if worker.pod is None or worker.pod.terminal:
             continue
         if worker.pod.revision != observed.revision:
-            found.append((worker.pod, "the spec has changed"))
+            obsolete.append((worker.pod, "the spec has changed"))
         elif worker.node_rejection:
-            found.append((worker.pod, f"node {worker.node} no longer accepts it: {worker.node_rejection}"))
-    return [(pod, reason) for pod, reason in found if not pod.deleting]
+            obsolete.append((worker.pod, f"node {worker.node} no longer accepts it: {worker.node_rejection}"))
+    return [(pod, reason) for pod, reason in obsolete if not pod.deleting]
 
 
-def _overdue_pods(observed: Observed, waiting: list[Worker]) -> GiveUp | None:
+def _overdue_pods(observed: Observed, waiting: list[Worker]) -> EndAttempt | None:
     """Ends the attempt if pods have not started within their limit."""
     overdue: list[tuple[Pod, str]] = []
     for pod in (w.pod for w in waiting if w.pod is not None and w.state is PodState.PENDING):
         reason = pod.problem.partition(":")[0]
-        patience = GIVE_UP_AGAIN_SECONDS if observed.mesh.attempts else GIVE_UP_SECONDS
-        bound = GIVE_UP_SECONDS_BY_REASON.get(reason, patience) if reason else START_SECONDS
+        limit = REPEATED_PROBLEM_LIMIT_SECONDS if observed.mesh.attempts else PROBLEM_LIMIT_SECONDS
+        bound = PROBLEM_LIMIT_SECONDS_BY_REASON.get(reason, limit) if reason else POD_START_SECONDS
         if _age(observed, pod, bound) >= bound:
             overdue.append((pod, reason))
     if not overdue:
         return None
     first, reason = overdue[0]
     more = f" (and {len(overdue) - 1} more)" if len(overdue) > 1 else ""
-    problem = first.problem or f"not running after {START_SECONDS:.0f} s, and it reports no problem"
-    refused = {pod.node: "the scheduler rejected a pod of this job" for pod, why in overdue if why == "Unschedulable"}
-    return GiveUp(
+    problem = first.problem or f"not running after {POD_START_SECONDS:.0f} s, and it reports no problem"
+    avoid = {pod.node: "the scheduler rejected a pod of this job" for pod, why in overdue if why == "Unschedulable"}
+    return EndAttempt(
         _condition_reason(reason) if reason else "PodsDoNotStart",
         f"Pod {first.name}{more}: {problem}",
         tuple(pod for pod, _ in overdue),
-        refused,
+        avoid,
     )
 
 
@@ -242,7 +242,7 @@ def _absent_agents(observed: Observed, absent: list[Worker]) -> GangAction | Non
     message = (
         "All pods are running, but no agent reaches the coordinator. Check network policies and the coordinator's URL"
     )
-    return GiveUp("AgentsUnreachable", message, late)
+    return EndAttempt("AgentsUnreachable", message, late)
 
 
 def _pending_seconds(observed: Observed) -> float:

@@ -23,7 +23,7 @@ MIN_TIMEOUT_SECONDS = 300.0
 """Shortest default timeout: saving a large checkpoint or a slow volume is not a hang."""
 TIMEOUT_STEPS = 10
 """The default timeout, in steps."""
-START_SECONDS = 900.0
+FIRST_STEP_SECONDS = 900.0
 """Shortest timeout before the first step, in which ranks connect, load the checkpoint and compile."""
 FRESH_REPORT_SECONDS = 15.0
 """Age above which a report is out of date."""
@@ -52,7 +52,7 @@ class IdleRank:
         return self.process.step is not None
 
     @property
-    def culprit_order(self) -> tuple[bool, int, float, int]:
+    def likely_cause_order(self) -> tuple[bool, int, float, int]:
         """The smallest is the likely cause: stopped processes, then the lowest step, then the longest idle time."""
         step = -1 if self.process.step is None else self.process.step
         return self.process.state not in STUCK_PROCESS_STATES, step, -self.seconds, self.process.rank
@@ -78,7 +78,7 @@ class HangRule:
         chosen = self.observed.spec.recovery.hang_timeout_seconds
         default = max(MIN_TIMEOUT_SECONDS, TIMEOUT_STEPS * self._step_seconds())
         seconds = float(chosen) if chosen is not None else default
-        return seconds if started else max(seconds, START_SECONDS)
+        return seconds if started else max(seconds, FIRST_STEP_SECONDS)
 
     def is_hung(self, rank: IdleRank) -> bool:
         """Whether a live rank hangs."""
@@ -86,7 +86,7 @@ class HangRule:
 
     def is_stalled(self, rank: IdleRank) -> bool:
         """Whether a live rank has made no progress for so long that a silent agent may be the cause."""
-        limit = max(SILENT_SECONDS, SILENT_STEPS * self._step_seconds()) if rank.started else START_SECONDS
+        limit = max(SILENT_SECONDS, SILENT_STEPS * self._step_seconds()) if rank.started else FIRST_STEP_SECONDS
         return rank.seconds >= limit
 
     def silence(self, worker: Worker) -> float:
@@ -110,7 +110,7 @@ def hung_ranks(observed: Observed) -> Interruption | None:
     if not any(rule.is_hung(rank) for rank in ranks):
         return None
     # A hung rank stops all others of its generation: choose the rank to name among all of them.
-    named = min(ranks, key=lambda rank: rank.culprit_order)
+    named = min(ranks, key=lambda rank: rank.likely_cause_order)
     others = len(ranks) - 1
     waiting = f"{counted(others, 'rank')} {'waits' if others == 1 else 'wait'} for it" if others else ""
     return Interruption(HANG, sentences(_describe(named), waiting), detected_in=named.seconds)
@@ -165,15 +165,15 @@ def _live_ranks(observed: Observed) -> list[IdleRank]:
     """Live ranks of the current generation with recent reports. Empty if the hang rule does not apply."""
     if not HangRule(observed).applies:
         return []
-    found = []
+    ranks = []
     reports = observed.reports_in(AgentState.RUNNING) | observed.reports_in(AgentState.STARTING)
     for worker in observed.workers:
         received = reports.get(worker.index)
         if received is None or received.age > FRESH_REPORT_SECONDS or worker.state is not PodState.RUNNING:
             continue
         live = [process for process in received.report.ranks if process.exit_code is None]
-        found += [IdleRank(worker, process, process.idle_seconds + received.age) for process in live]
-    return found
+        ranks += [IdleRank(worker, process, process.idle_seconds + received.age) for process in live]
+    return ranks
 
 
 def _report(observed: Observed, worker: Worker) -> ReceivedReport | None:

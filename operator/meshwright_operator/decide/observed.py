@@ -136,7 +136,7 @@ def observe_workers(
     status: ParallelTrainingJobStatus,
     pods: Sequence[Pod],
     down: Mapping[str, bool],
-    refused: Mapping[str, str],
+    rejecting: Mapping[str, str],
     draining: Mapping[str, str] | None = None,
 ) -> tuple[list[Worker], list[Pod]]:
     """The plan's `count` workers in their current state, and live pods that belong to no worker of the plan.
@@ -149,7 +149,7 @@ def observe_workers(
         status: The job's status.
         pods: The job's pods.
         down: Node -> whether it is not ready. A node that is missing here is gone.
-        refused: Node -> why it does not accept pods of this job. A node that is missing here accepts them.
+        rejecting: Node -> why it does not accept pods of this job. A node that is missing here accepts them.
         draining: Node -> why it is draining.
     """
     placed = {entry.worker: entry for entry in (status.placement.workers if status.placement else [])}
@@ -176,7 +176,7 @@ def observe_workers(
                 pod=current,
                 node=node,
                 node_down=is_down,
-                node_rejection=("the node no longer exists" if node not in down else refused.get(node, ""))
+                node_rejection=("the node no longer exists" if node not in down else rejecting.get(node, ""))
                 if pinned
                 else "",
                 node_drain_reason=(draining or {}).get(node, "") if current is not None and current.bound else "",

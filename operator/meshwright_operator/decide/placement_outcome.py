@@ -1,7 +1,7 @@
 """Applies the result of a placement, or of an attempt that failed, to the decision.
 
 A gang that cannot start releases its nodes. Pods that have not trained yet are deleted at once, the pods that survived
-the loss of another after `HOLD_SECONDS`. The next attempt follows with exponential backoff.
+the loss of another after `RETAIN_PODS_SECONDS`. The next attempt follows with exponential backoff.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.planner.placement import Placement
 from meshwright_operator.decide import failure_detection, lifecycle, restart_policy
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
-from meshwright_operator.decide.gang import WAITS_FOR_SCHEDULER, GiveUp, Place
+from meshwright_operator.decide.gang import WAITS_FOR_SCHEDULER, EndAttempt, Place
 from meshwright_operator.decide.observed import Observed, PodState, Worker, has_started
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.pod_info import Pod
@@ -30,8 +30,8 @@ DOES_NOT_FIT = "DoesNotFit"
 
 RETRY_PLACEMENT_SECONDS = 15.0
 TURN_RETRY_SECONDS = 3.0
-HOLD_SECONDS = 30.0
-HOLD_RETRY_SECONDS = 3.0
+RETAIN_PODS_SECONDS = 30.0
+RETAINED_RETRY_SECONDS = 3.0
 FIRST_RETRY_SECONDS = 15.0
 LONGEST_RETRY_SECONDS = 600.0
 
@@ -77,19 +77,19 @@ class MappedRanks:
 
     placement: Placement
     """The nodes of the plan's workers."""
-    slots: Mapping[int, int]
+    plan_workers: Mapping[int, int]
     """Pod's worker index -> worker of the plan."""
 
 
-def apply(decision: Decision, grant: Granted | NotGranted) -> None:
+def apply_grant(decision: Decision, grant: Granted | NotGranted) -> None:
     """Applies the scheduler's answer to `decision.place`."""
     if isinstance(grant, Granted):
-        _placed(decision, grant)
+        _apply_placement(decision, grant)
     else:
-        _not_placed(decision, grant)
+        _apply_no_placement(decision, grant)
 
 
-def _placed(decision: Decision, grant: Granted) -> None:
+def _apply_placement(decision: Decision, grant: Granted) -> None:
     """Creates pods with new incarnations for the workers that need them."""
     observed, status = decision.observed, decision.status
     assert decision.place is not None
@@ -129,7 +129,7 @@ def new_incarnations(decision: Decision, workers: Sequence[Worker]) -> dict[int,
     return incarnations
 
 
-def _not_placed(decision: Decision, grant: NotGranted) -> None:
+def _apply_no_placement(decision: Decision, grant: NotGranted) -> None:
     """Records that the gang does not fit, and deletes pods that occupy GPUs which other jobs could use."""
     observed = decision.observed
     reason = WAITS_FOR_TURN if grant.waits_for_turn else DOES_NOT_FIT
@@ -141,13 +141,13 @@ def _not_placed(decision: Decision, grant: NotGranted) -> None:
     decision.job_state("Placing", message)
     if not observed.live_pods:
         decision.requeue_within(TURN_RETRY_SECONDS if grant.waits_for_turn else RETRY_PLACEMENT_SECONDS)
-    elif grant.blocked_by_kept_workers or _hold_expired(decision):
+    elif grant.blocked_by_kept_workers or _retention_expired(decision):
         decision.delete_live_pods()
     else:
-        decision.requeue_within(HOLD_RETRY_SECONDS)
+        decision.requeue_within(RETAINED_RETRY_SECONDS)
 
 
-def give_up(decision: Decision, step: GiveUp) -> None:
+def end_attempt(decision: Decision, step: EndAttempt) -> None:
     """Ends this attempt to start the gang: reports why, deletes its pods, and schedules the next attempt."""
     observed, mesh = decision.observed, decision.mesh
     mesh.attempts += 1
@@ -162,7 +162,7 @@ def give_up(decision: Decision, step: GiveUp) -> None:
     decision.job_state(step.reason, text, stalled=step.reason in NEEDS_USER_ACTION)
     decision.avoid |= step.avoid
     _release_pods(decision, step.pods)
-    decision.requeue_within(min(pause, HOLD_RETRY_SECONDS) if observed.live_pods else pause)
+    decision.requeue_within(min(pause, RETAINED_RETRY_SECONDS) if observed.live_pods else pause)
 
 
 def wait_for_retry(decision: Decision, seconds: float) -> None:
@@ -171,7 +171,7 @@ def wait_for_retry(decision: Decision, seconds: float) -> None:
     if condition is not None:
         decision.job_state(condition.reason, condition.message, stalled=condition.reason in NEEDS_USER_ACTION)
     _release_pods(decision, ())
-    decision.requeue_within(min(seconds, HOLD_RETRY_SECONDS) if decision.observed.live_pods else seconds)
+    decision.requeue_within(min(seconds, RETAINED_RETRY_SECONDS) if decision.observed.live_pods else seconds)
 
 
 def retry_left(decision: Decision) -> float:
@@ -196,8 +196,8 @@ def retry_pause(attempts: int) -> float:
 
 
 def _release_pods(decision: Decision, failed_pods: Sequence[Pod]) -> None:
-    """Deletes `failed_pods` and pods that have not trained yet, and all others after `HOLD_SECONDS`."""
-    if _hold_expired(decision):
+    """Deletes `failed_pods` and pods that have not trained yet, and all others after `RETAIN_PODS_SECONDS`."""
+    if _retention_expired(decision):
         decision.delete_live_pods()
         return
     idle = [w.pod for w in decision.observed.workers if w.pod is not None and w.state is PodState.PENDING]
@@ -205,8 +205,8 @@ def _release_pods(decision: Decision, failed_pods: Sequence[Pod]) -> None:
     decision.delete += [pod for pod in chosen.values() if not pod.deleting and pod not in decision.delete]
 
 
-def _hold_expired(decision: Decision) -> bool:
-    return seconds_since(decision.mesh.pending_since, decision.observed.now) >= HOLD_SECONDS
+def _retention_expired(decision: Decision) -> bool:
+    return seconds_since(decision.mesh.pending_since, decision.observed.now) >= RETAIN_PODS_SECONDS
 
 
 def _floor(observed: Observed) -> int:
@@ -227,7 +227,7 @@ def placement_text(placement: PlacementStatus) -> str:
     )
 
 
-def moved(decision: Decision) -> None:
+def apply_move(decision: Decision) -> None:
     """Deletes the pods of `decision.move`, whose workers fit on other nodes. They save a checkpoint first."""
     assert decision.move is not None
     workers = decision.move.workers
@@ -280,7 +280,7 @@ def apply_mapping(decision: Decision, mapped: MappedRanks | str) -> None:
         status.plan = placement.plan.to_status()
         status.plan.revision = observed.revision
     incarnations = {worker.index: worker.incarnation for worker in observed.workers}
-    status.placement = placement.to_status(observed.name, incarnations, mapped.slots)
+    status.placement = placement.to_status(observed.name, incarnations, mapped.plan_workers)
     text = placement_text(status.placement)
     decision.condition(names.PLACED, True, "Placed", with_warnings(text, placement.notes))
     decision.add_event("RanksMapped", f"Scheduler {observed.spec.workers.scheduler_name} placed {text}")

@@ -96,7 +96,7 @@ class KubeClient:
         self._metrics = metrics
         self._fence = fence
         self._rest = RESTClientObject(configuration)
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._in_flight = asyncio.Semaphore(max_in_flight)
         self._timeout = timeout
         self._backoff_until = 0.0
 
@@ -188,7 +188,7 @@ class KubeClient:
         delay = FIRST_RETRY_SECONDS
         for attempt in range(ATTEMPTS):
             try:
-                async with self._slots:
+                async with self._in_flight:
                     await self._wait_for_backoff()
                     return await self._send(verb, path, url, body, content_type, self._timeout_for(verb, path))
             except ApiError as error:

@@ -2,8 +2,8 @@
 
 Every call has a timeout, and the clock is monotonic. A leader that cannot renew for two thirds of the lease duration
 exits, before another process can take the lease. Even if it does not notice, its writes end: every renewal extends the
-fence, which each write checks. An overlap of two leaders would be harmless, because status writes have the
-resourceVersion on which they were decided, and pod names are functions of the persisted status.
+fence, which each write checks. An overlap of two leaders would be harmless: status writes have the resourceVersion on
+which they were decided, and pod names are functions of the persisted status.
 """
 
 from __future__ import annotations

@@ -105,9 +105,9 @@ def _event(line: bytes) -> KubeObject:
         if event["type"] != "ERROR":
             event["object"]["metadata"]["resourceVersion"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ApiError(0, "Garbled", f"not a watch event: {error!r}") from None
-    found: KubeObject = event
-    return found
+        raise ApiError(0, "InvalidEvent", f"not a watch event: {error!r}") from None
+    parsed: KubeObject = event
+    return parsed
 
 
 async def split_lines(content: aiohttp.StreamReader, on_data: Callable[[], None]) -> AsyncIterator[bytes]:
