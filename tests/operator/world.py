@@ -23,7 +23,9 @@ from meshwright.protocol.messages import (
     RankProcess,
     WorkerReport,
 )
+from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.reconciler import Reconciler
+from meshwright_operator.controller.status_patch import StatusWriter
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.events import JobEvent
@@ -91,15 +93,15 @@ class Operator:
         self.cluster = world.connect(self.metrics)
         self.coordinator = Coordinator(self.cache, tokens, self.metrics, self.notify, world.seconds)
         self.scheduler = JobScheduler(self.cluster, self.cache, self.metrics, ())
+        writer = StatusWriter(self.cluster, self.cache, self.queue)
         self.reconciler = Reconciler(
             cluster=self.cluster,
             cache=self.cache,
             queue=self.queue,
             coordinator=self.coordinator,
             tokens=tokens,
-            events=self.notes,
+            reporter=JobReporter(writer, self.notes, self.metrics, self.jobs, lambda: world.now),
             metrics=self.metrics,
-            jobs=self.jobs,
             scheduler=self.scheduler,
             coordinator_url=lambda: "http://coordinator",
             now=lambda: world.now,

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from kubernetes.aio.client import Configuration
 
 from meshwright_operator.controller.http_server import health_application, serve_application
+from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.pod_control import ForeignObjectError
 from meshwright_operator.controller.reconciler import Reconciler
-from meshwright_operator.controller.status_patch import PROGRESS_SECONDS
+from meshwright_operator.controller.status_patch import PROGRESS_SECONDS, StatusWriter
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens, load_key
 from meshwright_operator.kube.cache import Cache, JobKey
@@ -99,9 +100,8 @@ class Manager:
             queue=self._queue,
             coordinator=self._coordinator,
             tokens=tokens,
-            events=self._events,
+            reporter=JobReporter(StatusWriter(cluster, self._cache, self._queue), self._events, metrics, jobs),
             metrics=metrics,
-            jobs=jobs,
             scheduler=scheduler,
             coordinator_url=lambda: self._url,
         )
