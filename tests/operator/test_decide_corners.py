@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.protocol.messages import AgentState, CheckpointCommit, Progress
-from meshwright_operator.decide import failure_detection, gang, restart_policy
+from meshwright_operator.decide import failure_detection, gang, gang_actions, restart_policy
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.metrics.job_metrics import JobRecord
 from tests.operator.builders import NODES, NOW, agents, ago, crashed, observed, pod, report, running_status
@@ -56,7 +56,7 @@ def test_no_clock_makes_a_pause_longer_than_it_is(ahead: int) -> None:
     )
     gathers = running_status(mesh=mesh(pending_cause="RankFailure", pending_since=ago(-ahead), failures=3))
     step = gang.next_action(observed(None, gathers), "RankFailure")
-    assert isinstance(step, gang.Wait)
+    assert isinstance(step, gang_actions.Wait)
     assert step.seconds is not None
     assert step.seconds <= 4
 

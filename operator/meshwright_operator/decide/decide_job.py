@@ -12,6 +12,7 @@ from meshwright.api.spec import CordonedNodes
 from meshwright_operator.decide import (
     failure_detection,
     gang,
+    gang_actions,
     lifecycle,
     mesh_generation,
     placement_outcome,
@@ -222,39 +223,41 @@ def _start_generation(decision: Decision) -> None:
     decision.requeue_within(REQUEUE_SECONDS)
     observed, cause = decision.observed, decision.mesh.pending_cause
     if observed.rejection is not None:
-        placement_outcome.end_attempt(decision, gang.EndAttempt(observed.rejection.reason, observed.rejection.message))
+        placement_outcome.end_attempt(
+            decision, gang_actions.EndAttempt(observed.rejection.reason, observed.rejection.message)
+        )
         return
     step = gang.next_action(observed, cause)
     if (
-        isinstance(step, gang.Place | gang.Wait | gang.EndAttempt)
+        isinstance(step, gang_actions.Place | gang_actions.Wait | gang_actions.EndAttempt)
         and (pause := placement_outcome.retry_left(decision)) > 0
     ):
         placement_outcome.wait_for_retry(decision, pause)
         return
     match step:
-        case gang.Delete(pods, message):
+        case gang_actions.Delete(pods, message):
             decision.delete += [pod for pod in pods if pod not in decision.delete]
             decision.starting(f"Deleting {counted(len(pods), 'pod')}: {message}")
-        case gang.Wait(message, reason, seconds):
+        case gang_actions.Wait(message, reason, seconds):
             decision.starting(message, reason)
             decision.requeue_within(seconds)
-        case gang.Place():
+        case gang_actions.Place():
             if mesh_generation.uses_external_scheduler(observed):
                 placement_outcome.create_unbound_pods(decision, step)
             else:
                 decision.place = step
-        case gang.MapRanks():
+        case gang_actions.MapRanks():
             decision.map_ranks = step
-        case gang.EndAttempt():
+        case gang_actions.EndAttempt():
             placement_outcome.end_attempt(decision, step)
-        case gang.Ungate(pods):
+        case gang_actions.Ungate(pods):
             decision.ungate += pods
             count = len(observed.workers)
             text = f"All {count} pods have a node; removed their scheduling gates"
             single = "The pod has a node; removed its scheduling gate"
             decision.add_event("GangStarted", text if count > 1 else single)
             decision.starting(f"Starting {counted(count, 'pod')}")
-        case gang.FormGeneration():
+        case gang_actions.FormGeneration():
             decision.status.mesh = next_generation(decision.observed, cause, decision.mesh.failures)
             _announce(decision)
             decision.starting(f"Starting generation {decision.mesh.generation}")
@@ -309,5 +312,5 @@ def _move_off_draining_nodes(decision: Decision) -> None:
     if trained < MOVE_AFTER_SECONDS:
         decision.requeue_within(MOVE_AFTER_SECONDS - trained)
         return
-    decision.move = gang.Place(draining, {w.index: w.node for w in observed.workers if w not in draining})
+    decision.move = gang_actions.Place(draining, {w.index: w.node for w in observed.workers if w not in draining})
     decision.requeue_within(MOVE_RETRY_SECONDS)

@@ -7,17 +7,24 @@ after which the attempt ends and the gang releases its nodes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-from meshwright_operator.decide import failure_detection, mesh_generation, restart_policy
+from meshwright_operator.decide import failure_detection, restart_policy
+from meshwright_operator.decide.external_scheduler import external_scheduler_action
+from meshwright_operator.decide.gang_actions import (
+    PROBLEM_AFTER_SECONDS,
+    Delete,
+    EndAttempt,
+    FormGeneration,
+    GangAction,
+    Place,
+    Ungate,
+    Wait,
+)
+from meshwright_operator.decide.mesh_generation import uses_external_scheduler
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState, Worker
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.text import counted, sentences
-from meshwright_operator.timestamps import parse_time, seconds_since
+from meshwright_operator.timestamps import seconds_since
 
-PROBLEM_AFTER_SECONDS = 60.0
-"""Age of a pod at which its problem is reported: most problems resolve by themselves."""
 PROBLEM_LIMIT_SECONDS = 300.0
 """Age at which a pod with a problem ends the attempt: time for a registry or a volume to become available again."""
 REPEATED_PROBLEM_LIMIT_SECONDS = 60.0
@@ -28,78 +35,8 @@ POD_START_SECONDS = 1800.0
 """Age at which a pod that does not run and reports no problem ends the attempt: large images pull slowly."""
 ABSENT_AGENT_SECONDS = 120.0
 """Seconds after which a pod is replaced if its agent does not poll while other agents do."""
-PARTIAL_BINDING_SECONDS = 300.0
-"""Seconds after which the attempt ends if another scheduler has bound only some of the pods."""
 SILENT_GANG_SECONDS = 600.0
 """Seconds after which the attempt ends if no agent of the gang reaches the coordinator."""
-
-WAITS_FOR_SCHEDULER = "WaitsForScheduler"
-NOT_SCHEDULED = "NotScheduled"
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    """Delete these pods."""
-
-    pods: tuple[Pod, ...]
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Wait for an event, or for `seconds`."""
-
-    message: str
-    reason: str = ""
-    """CamelCase, if a problem needs a user's or an administrator's attention; empty for a normal wait."""
-    seconds: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Find nodes for the workers without a pod."""
-
-    workers: tuple[Worker, ...]
-    assigned_nodes: Mapping[int, str] = field(default_factory=dict)
-    """Worker -> node, of the workers whose pods continue."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ungate:
-    """Start the gang: every pod has a node."""
-
-    pods: tuple[Pod, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FormGeneration:
-    """Form the next generation: every agent polls for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class EndAttempt:
-    """End this attempt to start the gang, and release its nodes."""
-
-    reason: str
-    """CamelCase, for the condition."""
-    message: str
-    pods: tuple[Pod, ...] = ()
-    """The pods that failed to start."""
-    avoid: Mapping[str, str] = field(default_factory=dict)
-    """Node -> why not to place the job there for a while."""
-
-
-@dataclass(frozen=True, slots=True)
-class MapRanks:
-    """Map ranks onto the nodes to which another scheduler has bound the pods."""
-
-    pods: Mapping[int, str]
-    """Worker -> node."""
-    assigned_plan_workers: Mapping[int, int]
-    """Worker -> worker of the plan, for the workers whose ranks are assigned already."""
-
-
-GangAction = Delete | Wait | Place | Ungate | EndAttempt | FormGeneration | MapRanks
 
 
 def next_action(observed: Observed, pending_cause: str) -> GangAction:
@@ -120,38 +57,9 @@ def next_action(observed: Observed, pending_cause: str) -> GangAction:
     gated = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.gated)
     if gated:
         return Ungate(gated)
-    if mesh_generation.uses_external_scheduler(observed) and (step := _external_scheduler_step(observed)) is not None:
-        return step
+    if uses_external_scheduler(observed) and (action := external_scheduler_action(observed)) is not None:
+        return action
     return _wait_for_agents(observed, pending_cause)
-
-
-def _external_scheduler_step(observed: Observed) -> GangAction | None:
-    """The next step until all pods of an external scheduler have nodes and ranks. None once they do."""
-    pods = [w.pod for w in observed.workers if w.pod is not None]
-    down = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.bound and w.node_down)
-    if down:
-        return Delete(down, f"node {down[0].node} is down")
-    unbound = [pod for pod in pods if not pod.bound]
-    if unbound:
-        return _wait_for_binding(observed, pods, unbound)
-    known = mesh_generation.plan_workers(observed)
-    return MapRanks({w.index: w.node for w in observed.workers}, known) if len(known) < len(pods) else None
-
-
-def _wait_for_binding(observed: Observed, pods: list[Pod], unbound: list[Pod]) -> GangAction:
-    """Waits for the external scheduler. The limit is longer while no pod is bound: the gang may be in its queue."""
-    now, scheduler = observed.now, observed.spec.workers.scheduler_name
-    bound = [pod.scheduled or pod.created or now for pod in pods if pod.bound]
-    since = max(min(bound), parse_time(observed.mesh.pending_since) or min(bound)) if bound else None
-    waited = (now - since).total_seconds() if since is not None else _age(observed, unbound[0], POD_START_SECONDS)
-    limit = PARTIAL_BINDING_SECONDS if bound else POD_START_SECONDS
-    text = f"Scheduler {scheduler} has bound {len(bound)} of {len(pods)} pods"
-    problem = next((f"Pod {pod.name}: {pod.problem}" for pod in unbound if pod.problem), "")
-    if waited >= limit:
-        return EndAttempt(NOT_SCHEDULED, sentences(f"{text}, and no more within {limit:.0f} s", problem), tuple(pods))
-    return Wait(
-        sentences(text, problem), WAITS_FOR_SCHEDULER if waited >= PROBLEM_AFTER_SECONDS else "", limit - waited
-    )
 
 
 def _wait_for_agents(observed: Observed, pending_cause: str) -> GangAction:
@@ -201,7 +109,7 @@ def _overdue_pods(observed: Observed, waiting: list[Worker]) -> EndAttempt | Non
         reason = pod.problem.partition(":")[0]
         limit = REPEATED_PROBLEM_LIMIT_SECONDS if observed.mesh.attempts else PROBLEM_LIMIT_SECONDS
         bound = PROBLEM_LIMIT_SECONDS_BY_REASON.get(reason, limit) if reason else POD_START_SECONDS
-        if _age(observed, pod, bound) >= bound:
+        if observed.age(pod, bound) >= bound:
             overdue.append((pod, reason))
     if not overdue:
         return None
@@ -255,10 +163,6 @@ def _running_seconds(observed: Observed, pod: Pod) -> float:
     return (observed.now - since).total_seconds() if since is not None else 0.0
 
 
-def _age(observed: Observed, pod: Pod, unknown: float) -> float:
-    return (observed.now - pod.created).total_seconds() if pod.created is not None else unknown
-
-
 def _condition_reason(text: str) -> str:
     return text if text.isalnum() else "PodProblem"
 
@@ -268,7 +172,7 @@ def _problem(observed: Observed, waiting: list[Worker]) -> Wait | None:
     soonest = PROBLEM_AFTER_SECONDS
     troubled = [w.pod for w in waiting if w.pod is not None and w.pod.problem]
     for pod in troubled:
-        age = _age(observed, pod, PROBLEM_AFTER_SECONDS)
+        age = observed.age(pod, PROBLEM_AFTER_SECONDS)
         if age >= PROBLEM_AFTER_SECONDS:
             return Wait(f"Pod {pod.name}: {pod.problem}", reason=_condition_reason(pod.problem.partition(":")[0]))
         soonest = min(soonest, PROBLEM_AFTER_SECONDS - age)

@@ -114,6 +114,10 @@ class Observed:
         current = [w.pod for w in self.workers if w.pod is not None and not w.pod.terminal]
         return [*current, *(pod for w in self.workers for pod in w.older_pods), *self.excess_pods]
 
+    def age(self, pod: Pod, unknown: float) -> float:
+        """Seconds since the pod was created; `unknown` if its object has no creation time."""
+        return (self.now - pod.created).total_seconds() if pod.created is not None else unknown
+
     def reports_in(self, state: AgentState) -> dict[int, ReceivedReport]:
         """Worker index -> report, for reports with this state from the current generation and incarnation."""
         return {

@@ -18,7 +18,8 @@ from meshwright.planner.placement import Placement
 from meshwright_operator.decide import failure_detection, lifecycle, restart_policy
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
-from meshwright_operator.decide.gang import WAITS_FOR_SCHEDULER, EndAttempt, Place
+from meshwright_operator.decide.external_scheduler import WAITS_FOR_SCHEDULER
+from meshwright_operator.decide.gang_actions import EndAttempt, Place
 from meshwright_operator.decide.observed import Observed, PodState, Worker, has_started
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.pod_info import Pod

@@ -29,7 +29,7 @@ from meshwright.planner.placement.capacity import FreeCapacity, GangShape
 from meshwright.planner.plan import Plan
 from meshwright.planner.plan_and_place import place_best, place_plan
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.gang import Place
+from meshwright_operator.decide.gang_actions import Place
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.kube.cache import Cache, JobKey

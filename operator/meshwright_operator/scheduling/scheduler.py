@@ -15,7 +15,7 @@ from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement import Placement, with_spares
 from meshwright.planner.plan import Plan, make_plans
 from meshwright.planner.plan_and_place import map_plan_ranks
-from meshwright_operator.decide.gang import MapRanks
+from meshwright_operator.decide.gang_actions import MapRanks
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement_outcome import Granted, MappedRanks, NotGranted
 from meshwright_operator.kube.cache import Cache
