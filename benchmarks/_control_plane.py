@@ -14,9 +14,9 @@ from pathlib import Path
 
 from meshwright_local.cluster import ClusterShape, LocalCluster
 from meshwright_local.controllers.node_lifecycle import NodeTimes
-from meshwright_local.providers.assets import AssetsProvider
 from meshwright_local.providers.base import ControlPlane, Provider
 from meshwright_local.providers.embedded import EmbeddedProvider
+from meshwright_local.providers.envtest import EnvtestProvider
 
 FOREVER = NodeTimes(heartbeat=86400.0)
 """Nodes that never show that they live must count as living."""
@@ -41,7 +41,7 @@ async def serve(directory: Path, kind: str) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     provider: Provider
     if kind == "assets":
-        provider = AssetsProvider(directory, FOREVER)
+        provider = EnvtestProvider(directory, FOREVER)
     else:
         provider = EmbeddedProvider(directory, in_memory=True)
     cluster = LocalCluster(ClusterShape(), directory, provider=WithoutNodes(provider), times=FOREVER)

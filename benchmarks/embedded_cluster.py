@@ -23,8 +23,8 @@ from _report import table, write_json
 
 from meshwright_local.apiserver.rest.server import ApiServer
 from meshwright_local.kube.kubeconfig import Connection
-from meshwright_local.providers.assets import AssetsProvider
 from meshwright_local.providers.base import ProviderError
+from meshwright_local.providers.envtest import EnvtestProvider
 
 ROOT = Path(__file__).resolve().parents[1]
 CLIENTS = 8
@@ -206,7 +206,7 @@ async def embedded(count: int, sizes: dict[str, int]) -> dict[str, Any]:
 async def real(count: int) -> dict[str, float] | None:
     """The rates of a real API server; None without one."""
     with tempfile.TemporaryDirectory() as directory:
-        provider = AssetsProvider(Path(directory))
+        provider = EnvtestProvider(Path(directory))
         try:
             control_plane = await provider.start()
         except ProviderError:

@@ -24,9 +24,9 @@ import click
 from meshwright_local.cluster import ClusterShape, LocalCluster
 from meshwright_local.control_socket import ControlServer
 from meshwright_local.kube.kubeconfig import write_private
-from meshwright_local.providers.assets import AssetsProvider
 from meshwright_local.providers.base import Provider, ProviderError
 from meshwright_local.providers.embedded import EmbeddedProvider
+from meshwright_local.providers.envtest import EnvtestProvider
 from meshwright_local.providers.existing import KubeconfigProvider
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def provider_of(name: str, directory: Path, port: int, existing: Path | None, wi
         if with_nodes:
             raise click.UsageError("--with-nodes: only with --provider kubeconfig; all others have simulated nodes")
         return (
-            AssetsProvider(directory) if name == "assets" else EmbeddedProvider(directory, in_memory=False, port=port)
+            EnvtestProvider(directory) if name == "assets" else EmbeddedProvider(directory, in_memory=False, port=port)
         )
     if existing is None:
         raise click.UsageError("--provider kubeconfig: needs --existing FILE, or KUBECONFIG")

@@ -33,7 +33,7 @@ def main() -> None:
         sys.exit(2)
     except BaseExceptionGroup as group:
         for leaf in _leaves(group):
-            log.error("the operator ends", extra={"error": f"{type(leaf).__name__}: {leaf}"})
+            log.error("operator failed", extra={"error": f"{type(leaf).__name__}: {leaf}"})
         sys.exit(1)
 
 

@@ -10,7 +10,7 @@ import argparse
 import os
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +91,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
     if given.drain_seconds < 0:
         parser.error("--drain-seconds must not be negative")
     if given.coordinator_url is None and given.coordinator_listen.host in ("", "0.0.0.0", "::"):
-        parser.error("--coordinator-url is needed when --coordinator-listen names no address that pods can reach")
+        parser.error("--coordinator-url is required if --coordinator-listen has no address that pods can reach")
     return Settings(**settings)
 
 
@@ -99,27 +99,47 @@ def _parser() -> argparse.ArgumentParser:
     default = Settings()
     parser = argparse.ArgumentParser(
         prog="meshwright-operator",
-        description="The Meshwright operator: plans, places and keeps ParallelTrainingJobs running.",
-        epilog=f"Every flag can be given in the environment: --lease-name as {ENV_PREFIX}LEASE_NAME.",
+        description="Run the Meshwright operator, which plans, places and runs ParallelTrainingJobs.",
+        epilog=f"Every option can also be set in the environment: --lease-name as {ENV_PREFIX}LEASE_NAME.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--namespace", dest="namespaces", metavar="NAME", action="append", default=[], help="repeat for several")
-    add("--kubeconfig", metavar="FILE", type=Path, help="default: service account, else the usual kubeconfig")
-    add("--coordinator-listen", metavar="HOST:PORT", type=Address.parse, default=default.coordinator_listen)
-    add("--coordinator-url", metavar="URL", help="how worker pods reach the coordinator")
-    add("--key-file", metavar="FILE", type=Path, default=default.key_file, help="key of the coordinator's tokens")
-    add("--metrics-listen", metavar="HOST:PORT", type=Address.parse, default=default.metrics_listen)
-    add("--lease-name", metavar="NAME", default=default.lease_name)
-    add("--lease-namespace", metavar="NAME", default=default.lease_namespace)
-    add("--lease-seconds", metavar="SECONDS", type=float, default=default.lease_seconds)
-    add("--identity", metavar="NAME", default=default.identity, help="default: host name and a random suffix")
-    add("--resync-seconds", metavar="SECONDS", type=float, default=default.resync_seconds)
-    add("--watch-idle-seconds", metavar="SECONDS", type=float, default=default.watch_idle_seconds)
-    add("--drain-seconds", metavar="SECONDS", type=float, default=default.drain_seconds)
-    add("--workers", metavar="COUNT", type=int, default=default.workers, help="jobs reconciled at the same time")
-    add("--log-level", choices=["debug", "info", "warning", "error"], default=default.log_level)
-    add("--log-format", choices=FORMATS, default=default.log_format)
+    text = "Namespace to serve. Repeat the option for several. Default: all namespaces."
+    parser.add_argument("--namespace", dest="namespaces", metavar="NAME", action="append", default=[], help=text)
+
+    def add(flag: str, metavar: str, kind: Callable[[str], object], value: object, text: str) -> None:
+        parser.add_argument(flag, metavar=metavar, type=kind, default=value, help=text)
+
+    add(
+        "--kubeconfig",
+        "FILE",
+        Path,
+        None,
+        "Path of a kubeconfig file. Default: service account, or default kubeconfig.",
+    )
+    listen = default.coordinator_listen
+    add("--coordinator-listen", "HOST:PORT", Address.parse, listen, "Address on which the coordinator serves agents.")
+    text = "URL at which worker pods reach the coordinator. Default: from --coordinator-listen."
+    add("--coordinator-url", "URL", str, None, text)
+    text = "Path of the key from which the jobs' tokens are derived. Created if it does not exist."
+    add("--key-file", "FILE", Path, default.key_file, text)
+    text = "Address on which /metrics, /healthz and /readyz are served."
+    add("--metrics-listen", "HOST:PORT", Address.parse, default.metrics_listen, text)
+    add("--lease-name", "NAME", str, default.lease_name, "Name of the leader's Lease.")
+    add("--lease-namespace", "NAME", str, default.lease_namespace, "Namespace of the leader's Lease.")
+    add("--lease-seconds", "SECONDS", float, default.lease_seconds, "Duration of the Lease.")
+    text = "Name of this process in the Lease. Default: its host name and a random suffix."
+    add("--identity", "NAME", str, default.identity, text)
+    text = "Time between full listings, which repair what watches missed."
+    add("--resync-seconds", "SECONDS", float, default.resync_seconds, text)
+    text = "Time without data after which a watch reconnects."
+    add("--watch-idle-seconds", "SECONDS", float, default.watch_idle_seconds, text)
+    text = "Time that a stopping process waits for running reconciles."
+    add("--drain-seconds", "SECONDS", float, default.drain_seconds, text)
+    add("--workers", "COUNT", int, default.workers, "Number of jobs reconciled at the same time.")
+    levels = ["debug", "info", "warning", "error"]
+    text = "Lowest level of the records that are logged."
+    parser.add_argument("--log-level", choices=levels, default=default.log_level, help=text)
+    parser.add_argument("--log-format", choices=FORMATS, default=default.log_format, help="Format of log lines.")
     return parser
 
 

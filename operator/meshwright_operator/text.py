@@ -1,4 +1,4 @@
-"""Text for messages: numbers with their nouns, and warnings after a sentence."""
+"""Parts of messages: numbers with their nouns, and joined sentences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,20 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def capitalized(text: str) -> str:
+    """The text with a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
+def sentences(*parts: str) -> str:
+    """The parts that are not empty as sentences, without a period at the end."""
+    return ". ".join(part.rstrip(". ") for part in parts if part)
+
+
 def with_warnings(sentence: str, warnings: Sequence[str]) -> str:
     """The sentence, followed by the first `MAX_WARNINGS` warnings."""
-    more = [f"and {len(warnings) - MAX_WARNINGS} more remarks"] if len(warnings) > MAX_WARNINGS else []
-    return "; ".join([sentence, *warnings[:MAX_WARNINGS], *more])
+    if not warnings:
+        return sentence
+    more = [f"{len(warnings) - MAX_WARNINGS} more"] if len(warnings) > MAX_WARNINGS else []
+    title = "Warning" if len(warnings) == 1 else "Warnings"
+    return sentences(sentence, f"{title}: {'; '.join([*warnings[:MAX_WARNINGS], *more])}")

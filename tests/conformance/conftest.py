@@ -251,9 +251,9 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return
     directory = tmp_path_factory.mktemp("server")
     if request.config.getoption("--cluster", "embedded") == "assets":
-        from meshwright_local.providers.assets import AssetsProvider
+        from meshwright_local.providers.envtest import EnvtestProvider
 
-        provider: Any = AssetsProvider(directory)
+        provider: Any = EnvtestProvider(directory)
     else:
         provider = EmbeddedProvider(directory, in_memory=True)
     background = Background()

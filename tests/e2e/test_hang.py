@@ -24,7 +24,7 @@ async def test_a_rank_that_hangs_is_named_and_started_again(stage, reference):
     assert int(started) not in processes(uid)
     events = [e for e in (await stage.client.list(EVENTS, NAMESPACE)).items if e["reason"] == "Hang"]
     (message,) = {e["message"] for e in events}
-    named = r"rank 3 \(worker 1 on \S+, process \d+, stopped\) made no progress for \d+ s; last done: step \d+"
+    named = r"Rank 3 \(worker 1 on \S+, pid \d+, stopped\) has made no progress for \d+ s. Last completed step: \d+"
     assert re.match(named, message), message
     same(await stage.saved("hang"), reference)
     await stage.delete("hang")

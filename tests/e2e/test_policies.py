@@ -91,7 +91,7 @@ async def test_an_edit_restarts_ranks_and_an_impossible_one_does_not(stage: Stag
     ready = find(status.conditions, conditions.READY)
     assert ready is not None
     assert ready.reason in ("NoNodeLargeEnough", "EditDoesNotFit")
-    assert "4 ranks train in generation 1" in ready.message
+    assert "4 ranks are training in generation 1" in ready.message
     assert (await stage.pod("edited", 0))["metadata"]["uid"] == first
     back = {"spec": {"replicas": 2, "workers": {"gpusPerWorker": 2}}}
     await stage.client.patch(JOBS, "edited", back, NAMESPACE)

@@ -17,8 +17,8 @@ from meshwright_local.controllers.node_lifecycle import NodeTimes
 from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.kubeconfig import Connection
 from meshwright_local.kube.resources import EVENTS, NODES, PODS
-from meshwright_local.providers.assets import AssetsProvider
 from meshwright_local.providers.base import Provider
+from meshwright_local.providers.envtest import EnvtestProvider
 from meshwright_local.providers.existing import KubeconfigProvider
 
 Check = Callable[[KubeObject | None], Any]
@@ -122,7 +122,7 @@ async def cluster(shape, request, tmp_path_factory) -> AsyncIterator[LocalCluste
     directory = None if option == "embedded" else tmp_path_factory.mktemp(option)
     provider: Provider | None = None
     if option == "assets":
-        provider = AssetsProvider(directory, times)
+        provider = EnvtestProvider(directory, times)
     elif option == "kubeconfig":
         path = Path(os.environ["KUBECONFIG"])
         async with ApiClient(Connection.from_kubeconfig(path)) as client:

@@ -18,9 +18,9 @@ from meshwright_local.nodeagent.network.addresses import ClusterNetwork
 from meshwright_local.nodeagent.node import FILE_SYSTEM_ANNOTATION, NodeSpec
 from meshwright_local.nodeagent.runtime.mount_namespace import FileSystemView, Mount
 from meshwright_local.nodeagent.runtime.process import Process, ProcessSpec, StartError
-from meshwright_local.providers.assets import AssetsProvider
 from meshwright_local.providers.base import Provider
 from meshwright_local.providers.embedded import EmbeddedProvider
+from meshwright_local.providers.envtest import EnvtestProvider
 from tests.local.conftest import Kit
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -54,7 +54,7 @@ class Station(Kit):
 async def station(tmp_path_factory, request) -> AsyncIterator[Station]:
     directory = tmp_path_factory.mktemp("station")
     real = request.config.getoption("--cluster") == "assets"
-    provider: Provider = AssetsProvider(directory) if real else EmbeddedProvider(directory, in_memory=True)
+    provider: Provider = EnvtestProvider(directory) if real else EmbeddedProvider(directory, in_memory=True)
     control_plane = await provider.start()
     network = ClusterNetwork()
     async with ApiClient(control_plane.connection) as client:

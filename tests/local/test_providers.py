@@ -8,9 +8,9 @@ import pytest
 
 from meshwright_local.cluster import LEAF_LABEL, ClusterShape, LocalCluster
 from meshwright_local.kube.resources import NODES, PODS
-from meshwright_local.providers.assets import AssetsProvider, find_binary
 from meshwright_local.providers.base import ProviderError
 from meshwright_local.providers.embedded import EmbeddedProvider
+from meshwright_local.providers.envtest import EnvtestProvider, find_binary
 from meshwright_local.providers.existing import KubeconfigProvider
 
 
@@ -35,7 +35,7 @@ def test_binaries_are_found_as_envtest_finds_them(tmp_path):
 async def test_missing_binaries_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("KUBEBUILDER_ASSETS", str(tmp_path))
     with pytest.raises(ProviderError, match="etcd not found: set KUBEBUILDER_ASSETS"):
-        await AssetsProvider(tmp_path).start()
+        await EnvtestProvider(tmp_path).start()
 
 
 async def test_a_port_in_use_is_named(tmp_path):
@@ -98,7 +98,7 @@ async def test_nodes_come_and_go():
 )
 async def test_real_binaries(tmp_path):
     shape = ClusterShape(racks=1, nodes_per_rack=1)
-    async with LocalCluster(shape, tmp_path, provider=AssetsProvider(tmp_path)) as cluster:
+    async with LocalCluster(shape, tmp_path, provider=EnvtestProvider(tmp_path)) as cluster:
         container = {"name": "main", "image": "none", "command": ["echo", "real"]}
         body = {"metadata": {"name": "p"}, "spec": {"restartPolicy": "Never", "containers": [container]}}
         await cluster.client.create(PODS, body, "default")

@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 
 from meshwright_local.kube.kubeconfig import write_kubeconfig
-from meshwright_local.providers.assets import AssetsProvider
+from meshwright_local.providers.envtest import EnvtestProvider
 
 
 async def serve(directory: Path) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    provider = AssetsProvider(directory)
+    provider = EnvtestProvider(directory)
     try:
         control_plane = await provider.start()
         write_kubeconfig(directory / "kubeconfig", control_plane.connection)

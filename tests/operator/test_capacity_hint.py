@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.api import labels
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright_operator.kube.pod_requests import PodRequest, read_pod_request, requested_by_node
-from meshwright_operator.scheduling.capacity_hint import capacity_hint, freed, holders
+from meshwright_operator.scheduling.capacity_hint import capacity_hint, freed, occupants
 from tests.operator.support import node
 
 GPU = labels.GPU_RESOURCE
@@ -45,24 +45,24 @@ def whole(inventory: Inventory) -> int:
 
 
 def test_holders_are_jobs_and_pods_the_largest_first_without_the_one_who_asks() -> None:
-    assert [(h.name, h.gpus) for h in holders(PODS, GPU, "")] == [
+    assert [(h.name, h.gpus) for h in occupants(PODS, GPU, "")] == [
         ("job team/big", 4), ("job team/small", 2), ("pod team/notebook", 1),
     ]  # fmt: skip
-    assert [h.name for h in holders(PODS, GPU, "uid-big")] == ["job team/small", "pod team/notebook"]
+    assert [h.name for h in occupants(PODS, GPU, "uid-big")] == ["job team/small", "pod team/notebook"]
 
 
 def test_what_somebody_holds_is_free_when_he_is_gone() -> None:
     assert whole(NODES) == 0
-    assert whole(freed(NODES, holders(PODS, GPU, "")[:1])) == 2
+    assert whole(freed(NODES, occupants(PODS, GPU, "")[:1])) == 2
     assert whole(NODES) == 0, "the inventory itself is not changed"
 
 
 def test_the_least_that_is_enough_is_named() -> None:
-    found = holders(PODS, GPU, "")
-    assert capacity_hint(found, NODES, lambda i: whole(i) >= 1) == "fits when pod team/notebook (1 GPU) ends"
-    assert capacity_hint(found, NODES, lambda i: whole(i) >= 2) == "fits when job team/big (4 GPUs) ends"
+    found = occupants(PODS, GPU, "")
+    assert capacity_hint(found, NODES, lambda i: whole(i) >= 1) == "Fits when pod team/notebook (1 GPU) ends"
+    assert capacity_hint(found, NODES, lambda i: whole(i) >= 2) == "Fits when job team/big (4 GPUs) ends"
     assert capacity_hint(found, NODES, lambda i: whole(i) >= 3) == (
-        "fits when job team/big (4 GPUs) and job team/small (2 GPUs) end"
+        "Fits when job team/big (4 GPUs) and job team/small (2 GPUs) end"
     )
     assert capacity_hint(found, NODES, lambda i: whole(i) >= 5) == ""
 
@@ -71,7 +71,7 @@ def test_malformed_pods_hold_nothing() -> None:
     nothing: list[Any] = [{}, {"metadata": None}, {"metadata": {"name": "x"}, "spec": 7}, {"spec": {"nodeName": "n0"}}]
     assert [read_pod_request(obj, {}) for obj in nothing] == [None] * len(nothing)
     broken = [pod("odd", "n0", "many"), pod("none", "n0", None), replace(pod("null", "n0", "1"), request_json="null")]
-    assert holders([*broken, *PODS], GPU, "") == holders(PODS, GPU, "")
+    assert occupants([*broken, *PODS], GPU, "") == occupants(PODS, GPU, "")
     used, malformed = requested_by_node([*broken, *PODS], GPU)
     assert used == requested_by_node(PODS, GPU)[0]
     assert [text.split()[1] for text in malformed] == ["odd", "none", "null"]

@@ -152,7 +152,7 @@ async def test_agents_of_an_older_incarnation_are_told_to_go(stage: Stage) -> No
 
 
 async def test_an_agent_that_hangs_up_is_away(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright_operator.coordinator.agent_registry.AWAY_SECONDS", 0.0)
+    monkeypatch.setattr("meshwright_operator.coordinator.agent_registry.ABSENT_SECONDS", 0.0)
     await stage.registry.publish(None, WORKERS)
     waiting = asyncio.create_task(stage.poll(wait=20))
     await asyncio.sleep(0.1)
@@ -241,7 +241,7 @@ async def test_another_version_of_the_protocol_is_refused_in_words(stage: Stage)
     headers = {**stage.signer.request("POST", path, data), "Meshwright-Protocol": "9"}
     status, text = await stage.send(path, data, headers, stage.signer)
     assert status == 426
-    assert "speaks version 1 of the protocol, the agent '9'" in text
+    assert "protocol version must be 1, got '9'" in text
 
 
 async def test_an_agent_that_asks_too_often_waits_and_others_do_not(stage: Stage) -> None:

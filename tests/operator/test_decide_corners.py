@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.protocol.messages import AgentState, CheckpointCommit, Progress
-from meshwright_operator.decide import failure_detection, gang, restart_policy
+from meshwright_operator.decide import failure_detection, gang, gang_actions, restart_policy
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.metrics.job_metrics import JobRecord
 from tests.operator.builders import NODES, NOW, agents, ago, crashed, observed, pod, report, running_status
@@ -43,7 +43,7 @@ def test_a_crashed_pod_is_replaced_after_its_pause_also_when_the_crash_was_count
     assert first.place is None
     second = decide(replace(one_crashed(first.status, code=137, seconds_ago=1), now=NOW + timedelta(seconds=0.1)))
     assert second.place is None
-    assert "waiting before the next try" in next(c.message for c in second.status.conditions if c.type == "Ready")
+    assert "Backing off before replacing" in next(c.message for c in second.status.conditions if c.type == "Ready")
 
 
 @pytest.mark.parametrize("ahead", [0, 3600])
@@ -56,7 +56,7 @@ def test_no_clock_makes_a_pause_longer_than_it_is(ahead: int) -> None:
     )
     gathers = running_status(mesh=mesh(pending_cause="RankFailure", pending_since=ago(-ahead), failures=3))
     step = gang.next_action(observed(None, gathers), "RankFailure")
-    assert isinstance(step, gang.Wait)
+    assert isinstance(step, gang_actions.Wait)
     assert step.seconds is not None
     assert step.seconds <= 4
 

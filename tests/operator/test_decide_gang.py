@@ -10,12 +10,12 @@ import pytest
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.placement import place
-from meshwright_operator.decide import gang
+from meshwright_operator.decide import gang, gang_actions
 from meshwright_operator.decide.agents import Agents, WaitingAgent
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed
-from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply
+from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply_grant
 from meshwright_operator.kube.pod_info import Pod, read_pod
 from tests.operator.builders import NODES, NOW, agents, ago, gated, observed, placement, pod, running_status
 from tests.operator.support import node
@@ -23,7 +23,7 @@ from tests.operator.support import node
 NEW = ParallelTrainingJobStatus()
 
 
-def step(seen: Observed, cause: str = "PodLost") -> gang.GangAction:
+def step(seen: Observed, cause: str = "PodLost") -> gang_actions.GangAction:
     return gang.next_action(seen, cause)
 
 
@@ -39,17 +39,17 @@ def inventory() -> Inventory:
 @pytest.mark.parametrize(
     ("pods", "kind", "words"),
     [
-        ([], gang.Place, ""),
-        ([pod(0), pod(1, deleting=True), pod(3)], gang.Wait, "1 pod to end"),
-        ([gated(0), gated(1), gated(2)], gang.Place, ""),
-        ([gated(0), gated(1), gated(2), gated(3)], gang.Ungate, ""),
-        ([pod(0), gated(1), pod(2), pod(3)], gang.Ungate, ""),
-        ([pod(0), pod(1), pod(2, phase="Pending", address=""), pod(3)], gang.Wait, "3 of 4 pods run"),
-        ([pod(0), pod(1), pod(2, address=""), pod(3)], gang.Wait, "3 of 4 pods run"),
-        ([pod(0), pod(1), pod(2), pod(3)], gang.FormGeneration, ""),
-        ([pod(0), pod(0, 1), pod(1), pod(2), pod(3)], gang.Delete, ""),
-        ([pod(w) for w in range(5)], gang.Delete, ""),
-        ([pod(0), pod(1), pod(2, revision="other"), pod(3)], gang.Delete, ""),
+        ([], gang_actions.Place, ""),
+        ([pod(0), pod(1, deleting=True), pod(3)], gang_actions.Wait, "1 pod to terminate"),
+        ([gated(0), gated(1), gated(2)], gang_actions.Place, ""),
+        ([gated(0), gated(1), gated(2), gated(3)], gang_actions.Ungate, ""),
+        ([pod(0), gated(1), pod(2), pod(3)], gang_actions.Ungate, ""),
+        ([pod(0), pod(1), pod(2, phase="Pending", address=""), pod(3)], gang_actions.Wait, "3 of 4 pods are running"),
+        ([pod(0), pod(1), pod(2, address=""), pod(3)], gang_actions.Wait, "3 of 4 pods are running"),
+        ([pod(0), pod(1), pod(2), pod(3)], gang_actions.FormGeneration, ""),
+        ([pod(0), pod(0, 1), pod(1), pod(2), pod(3)], gang_actions.Delete, ""),
+        ([pod(w) for w in range(5)], gang_actions.Delete, ""),
+        ([pod(0), pod(1), pod(2, revision="other"), pod(3)], gang_actions.Delete, ""),
     ],
     ids=["nothing", "draining", "partly made", "all gated", "one gated", "starting", "no address", "all there",
          "an older pod lives", "a stray", "another revision"],
@@ -57,13 +57,13 @@ def inventory() -> Inventory:
 def test_next_step(pods: list[Pod], kind: type, words: str) -> None:
     found = step(observed(pods, pending()))
     assert isinstance(found, kind)
-    if isinstance(found, gang.Wait):
+    if isinstance(found, gang_actions.Wait):
         assert words in found.message
 
 
 def test_workers_that_live_are_kept_where_they_are() -> None:
     found = step(observed([pod(0), pod(2, node="n7"), pod(3)], pending()))
-    assert isinstance(found, gang.Place)
+    assert isinstance(found, gang_actions.Place)
     assert [w.index for w in found.workers] == [1]
     assert found.assigned_nodes == {0: "n0", 2: "n7", 3: "n3"}
 
@@ -71,30 +71,32 @@ def test_workers_that_live_are_kept_where_they_are() -> None:
 def test_a_gated_pod_whose_node_is_cordoned_is_given_up() -> None:
     pods = [gated(0), gated(1), gated(2), gated(3)]
     found = step(observed(pods, pending(), refused={"n2": "cordoned"}))
-    assert isinstance(found, gang.Delete)
+    assert isinstance(found, gang_actions.Delete)
     assert [p.name for p in found.pods] == ["train-w2-0"]
     gone = {name: down for name, down in NODES.items() if name != "n1"}
     found = step(observed(pods, pending(), down=gone))
-    assert isinstance(found, gang.Delete)
+    assert isinstance(found, gang_actions.Delete)
     assert [p.name for p in found.pods] == ["train-w1-0"]
 
 
 def test_a_pod_that_runs_stays_when_its_node_is_cordoned() -> None:
-    assert isinstance(step(observed(status=pending(), refused={"n2": "cordoned"})), gang.FormGeneration)
+    assert isinstance(step(observed(status=pending(), refused={"n2": "cordoned"})), gang_actions.FormGeneration)
 
 
 def test_an_agent_must_say_hello_as_the_current_incarnation() -> None:
     status = pending(placement=placement({2: 1}))
     pods = [pod(0), pod(1), pod(2, 1), pod(3)]
     found = step(observed(pods, status))
-    assert found == gang.Wait("3 of 4 agents are ready")
+    assert found == gang_actions.Wait("3 of 4 agents are ready")
     waiting_agents = {**agents().waiting_agents, 2: WaitingAgent(1, "10.0.0.2", 2102)}
-    assert isinstance(step(observed(pods, status, received=Agents(waiting_agents=waiting_agents))), gang.FormGeneration)
+    assert isinstance(
+        step(observed(pods, status, received=Agents(waiting_agents=waiting_agents))), gang_actions.FormGeneration
+    )
 
 
 def test_an_absent_agent_on_a_dead_node_is_given_up() -> None:
     found = step(observed(status=pending(), received=agents(hello=range(3)), down={**NODES, "n3": True}))
-    assert isinstance(found, gang.Delete)
+    assert isinstance(found, gang_actions.Delete)
     assert [p.name for p in found.pods] == ["train-w3-0"]
 
 
@@ -104,7 +106,7 @@ def test_a_pod_that_cannot_start_is_told_after_a_minute(age: float, reason: str)
         1, phase="Pending", address="", problem="ImagePullBackOff: no such image", created=NOW - timedelta(seconds=age)
     )
     found = step(observed([pod(0), stuck, pod(2), pod(3)], pending()))
-    assert isinstance(found, gang.Wait)
+    assert isinstance(found, gang_actions.Wait)
     assert found.reason == reason
     decision = decide(observed([pod(0), stuck, pod(2), pod(3)], pending()))
     ready = next(c for c in decision.status.conditions if c.type == "Ready")
@@ -115,7 +117,7 @@ def test_a_pod_that_cannot_start_is_told_after_a_minute(age: float, reason: str)
 def test_a_new_job_is_placed_with_first_incarnations() -> None:
     decision = decide(observed([], NEW, received=Agents()))
     assert decision.place is not None
-    apply(decision, Granted(place(decision.observed.plan, inventory(), decision.place.assigned_nodes)))
+    apply_grant(decision, Granted(place(decision.observed.plan, inventory(), decision.place.assigned_nodes)))
     assert decision.create == [0, 1, 2, 3]
     assert decision.status.placement is not None
     assert [entry.incarnation for entry in decision.status.placement.workers] == [0, 0, 0, 0]
@@ -131,7 +133,7 @@ def test_a_new_job_is_placed_with_first_incarnations() -> None:
 def test_only_the_lost_worker_gets_a_new_incarnation() -> None:
     decision = decide(observed([pod(0), pod(1), pod(3)], pending()))
     assert decision.place is not None
-    apply(decision, Granted(place(decision.observed.plan, inventory(), decision.place.assigned_nodes)))
+    apply_grant(decision, Granted(place(decision.observed.plan, inventory(), decision.place.assigned_nodes)))
     assert decision.status.placement is not None
     assert [entry.incarnation for entry in decision.status.placement.workers] == [0, 0, 1, 0]
     assert decision.create == [2]
@@ -141,17 +143,17 @@ def test_after_another_spec_no_incarnation_comes_again() -> None:
     status = pending("SpecChanged", placement=placement({0: 2, 3: 5}))
     decision = decide(observed([], status, received=Agents()))
     assert decision.place is not None
-    apply(decision, Granted(place(decision.observed.plan, inventory(), decision.place.assigned_nodes)))
+    apply_grant(decision, Granted(place(decision.observed.plan, inventory(), decision.place.assigned_nodes)))
     assert decision.status.placement is not None
     assert {entry.incarnation for entry in decision.status.placement.workers} == {6}
 
 
 def test_no_room_is_told_once_and_holds_nothing() -> None:
     decision = decide(observed([], NEW, received=Agents()))
-    apply(decision, NotGranted("short by 2 workers"))
+    apply_grant(decision, NotGranted("short by 2 workers"))
     assert [note.reason for note in decision.events] == ["PlacementFailed"]
     again = decide(observed([], decision.status, received=Agents()))
-    apply(again, NotGranted("short by 1 worker"))
+    apply_grant(again, NotGranted("short by 1 worker"))
     assert again.events == []
     placed_condition = next(c for c in again.status.conditions if c.type == "Placed")
     assert (placed_condition.status, placed_condition.message) == ("False", "short by 1 worker")
@@ -165,7 +167,7 @@ def test_survivors_are_held_for_a_while_and_then_let_go(
     seconds: float, blocked_by_kept_workers: bool, released: int
 ) -> None:
     decision = decide(observed([pod(0), pod(1), pod(3)], pending(seconds=seconds)))
-    apply(decision, NotGranted("short by 1 worker", blocked_by_kept_workers=blocked_by_kept_workers))
+    apply_grant(decision, NotGranted("short by 1 worker", blocked_by_kept_workers=blocked_by_kept_workers))
     assert len(decision.delete) == released
 
 
@@ -204,8 +206,8 @@ def test_an_absent_agent_is_given_the_time_in_which_it_could_have_come(
     late = pod(3, created=long_ago, started=NOW - timedelta(seconds=ran))
     received = replace(agents(hello=range(3)), listening_seconds=listening)
     found = step(observed([pod(0), pod(1), pod(2), late], pending(seconds=waited), received=received))
-    assert isinstance(found, gang.Delete if gives_up else gang.Wait)
-    if isinstance(found, gang.Delete):
+    assert isinstance(found, gang_actions.Delete if gives_up else gang_actions.Wait)
+    if isinstance(found, gang_actions.Delete):
         assert [p.name for p in found.pods] == ["train-w3-0"]
 
 

@@ -19,7 +19,7 @@ from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.observed import Rejection
-from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply
+from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply_grant
 from meshwright_operator.decide.rejected_job import rejected, unplannable
 from meshwright_operator.metrics.job_metrics import phase_of
 from meshwright_operator.text import counted, with_warnings
@@ -211,7 +211,7 @@ def test_a_gang_behind_a_held_edit_recovers_and_may_end() -> None:
     lost = blocked_edit(pods=[pod(0), pod(1), pod(3)])
     assert lost.mesh.pending_cause == "PodLost"
     assert lost.place is not None
-    apply(lost, NotGranted("short by 1 worker"))
+    apply_grant(lost, NotGranted("short by 1 worker"))
     assert conditions(lost)["Stalled"] == ("True", "InvalidSpec")
     ended_well = blocked_edit(pods=[pod(worker, phase="Succeeded") for worker in range(4)])
     assert conditions(ended_well)["Complete"] == conditions(ended_well)["Ready"] == ("True", "Completed")
@@ -293,7 +293,7 @@ def test_what_was_strange_about_the_nodes_is_told_with_the_placement() -> None:
     assert decision.place is not None
     inventory = Inventory.from_objects([node(f"n{number}", "") for number in range(4)], [])
     found = place(decision.observed.plan, inventory, {})
-    apply(decision, Granted(found, tuple(inventory.warnings)))
+    apply_grant(decision, Granted(found, tuple(inventory.warnings)))
     message = next(c.message for c in decision.status.conditions if c.type == "Placed")
     assert message.startswith("4 workers on 4 nodes")
     assert "4 of 4 GPU nodes carry no rack label" in message
@@ -301,9 +301,9 @@ def test_what_was_strange_about_the_nodes_is_told_with_the_placement() -> None:
 
 def test_sentences_count_right() -> None:
     assert (counted(1, "pod"), counted(0, "pod"), counted(2, "pod")) == ("1 pod", "0 pods", "2 pods")
-    assert with_warnings("fits", ["a", "b", "c", "d", "e"]) == "fits; a; b; c; and 2 more remarks"
+    assert with_warnings("fits", ["a", "b", "c", "d", "e"]) == "fits. Warnings: a; b; c; 2 more"
     one = {"replicas": 1, "parallelism": {"tensor": 1, "pipeline": 1}, "workers": {"image": "i", "gpusPerWorker": 1}}
     decision = decide(observed([], ParallelTrainingJobStatus(), received=Agents(), **one))
     inventory = Inventory.from_objects([node("n0", "r0")], [])
-    apply(decision, Granted(place(decision.observed.plan, inventory, {})))
-    assert any(note.message.startswith("1 worker on 1 node in 1 rack;") for note in decision.events)
+    apply_grant(decision, Granted(place(decision.observed.plan, inventory, {})))
+    assert any(note.message.startswith("Placed 1 worker on 1 node in 1 rack,") for note in decision.events)

@@ -28,7 +28,7 @@ from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed, Rejection
-from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply
+from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply_grant
 from meshwright_operator.kube.pod_info import Pod
 from tests.operator.builders import JOB, NOW, observed, spec
 from tests.operator.builders import pod as make_pod
@@ -160,9 +160,9 @@ class Life(RuleBasedStateMachine):
         try:
             found = place(decision.observed.plan, Inventory.from_objects(objects, []), wanted.assigned_nodes)
         except DoesNotFitError as error:
-            apply(decision, NotGranted(str(error), blocked_by_kept_workers=error.blocked_by_kept_workers))
+            apply_grant(decision, NotGranted(str(error), blocked_by_kept_workers=error.blocked_by_kept_workers))
         else:
-            apply(decision, Granted(found))
+            apply_grant(decision, Granted(found))
 
     def _announce(self, seen: Observed, decision: Decision) -> None:
         told = document(seen, decision.mesh)

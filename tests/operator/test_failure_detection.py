@@ -12,7 +12,7 @@ from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.failure_detection import detect
 from meshwright_operator.decide.observed import PodState
-from meshwright_operator.decide.restart_policy import Interruption, Settling
+from meshwright_operator.decide.restart_policy import Interruption, Undetermined
 from meshwright_operator.kube.pod_info import Pod
 from tests.operator.builders import (
     NODES,
@@ -37,10 +37,10 @@ def test_a_healthy_generation_holds() -> None:
 @pytest.mark.parametrize(
     ("changed", "cause", "words"),
     [
-        (None, "PodLost", "the pod of worker 2 is gone"),
-        (pod(2, deleting=True), "PodLost", "train-w2-0 is being deleted"),
-        (pod(2, phase="Failed", disrupted=True), "PodLost", "train-w2-0 was stopped"),
-        (crashed(2, code=137), "PodFailed", "train-w2-0 ended with exit code 137"),
+        (None, "PodLost", "The pod of worker 2 no longer exists"),
+        (pod(2, deleting=True), "PodLost", "Pod train-w2-0 is being deleted"),
+        (pod(2, phase="Failed", disrupted=True), "PodLost", "Pod train-w2-0 was stopped"),
+        (crashed(2, code=137), "PodFailed", "Pod train-w2-0 exited with code 137"),
     ],
     ids=["gone", "deleting", "evicted", "crashed"],
 )
@@ -56,7 +56,7 @@ def test_a_pod_that_is_deleted_on_a_dead_node_is_lost() -> None:
     assert seen.workers[2].state is PodState.LOST
     verdict = detect(seen)
     assert isinstance(verdict, Interruption)
-    assert "lost with node n2" in verdict.message
+    assert "is lost, because node n2 is down" in verdict.message
 
 
 def test_a_worker_that_is_done_before_the_others_is_no_loss() -> None:
@@ -66,9 +66,9 @@ def test_a_worker_that_is_done_before_the_others_is_no_loss() -> None:
 @pytest.mark.parametrize(
     ("reports", "halted_seconds", "expected"),
     [
-        ([failed(1, ERROR)], 0.5, Settling(1.5)),
+        ([failed(1, ERROR)], 0.5, Undetermined(1.5)),
         ([failed(1, ERROR)], 2.5, "RankFailure"),
-        ([failed(1, PEER), failed(2, PEER)], 2.5, Settling(7.5)),
+        ([failed(1, PEER), failed(2, PEER)], 2.5, Undetermined(7.5)),
         ([failed(1, PEER), failed(2, PEER)], 10.5, "RankFailure"),
         ([failed(1, PEER), failed(2, ERROR)], 2.5, "RankFailure"),
         ([failed(1, ERROR, generation=0)], 9.0, None),
@@ -88,7 +88,7 @@ def test_the_root_cause_is_told() -> None:
     received = agents([failed(0, PEER, "connection closed"), failed(2, ERROR, "ZeroDivisionError")], halted_seconds=3)
     verdict = detect(observed(received=received))
     assert isinstance(verdict, Interruption)
-    assert verdict.message == "worker 2: ZeroDivisionError"
+    assert verdict.message == "Worker 2: ZeroDivisionError"
 
 
 def test_failing_peers_of_a_dead_node_mean_a_lost_node_at_once() -> None:
@@ -194,7 +194,7 @@ def test_a_missing_status_is_not_a_loss() -> None:
 
 def test_ranks_that_paused_for_nobody_are_started_again() -> None:
     idle = [report(worker, AgentState.IDLE) for worker in range(4)]
-    assert isinstance(detect(observed(received=agents(idle, halted_seconds=1.0))), Settling)
+    assert isinstance(detect(observed(received=agents(idle, halted_seconds=1.0))), Undetermined)
     verdict = detect(observed(received=agents(idle, halted_seconds=21.0)))
     assert isinstance(verdict, Interruption)
     assert verdict.cause.name == "RankFailure"

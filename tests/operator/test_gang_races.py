@@ -84,10 +84,10 @@ async def test_a_waiting_job_says_what_is_short_what_would_fit_and_who_would_hav
     message = world.condition("asker", "Placed")["message"]
     assert "1 of 4 workers with" in message
     assert "set `spec.replicas: 1` to start now" in message
-    assert "fits when job default/holder (6 GPUs) ends" in message
+    assert "Fits when job default/holder (6 GPUs) ends" in message
     world.submit(small("behind", 2))
     await world.run(5)
-    assert "1 job is ahead in the line" in world.condition("behind", "Placed")["message"]
+    assert "1 job is ahead in the queue" in world.condition("behind", "Placed")["message"]
 
 
 async def test_the_higher_priority_and_then_the_older_job_is_placed_first() -> None:

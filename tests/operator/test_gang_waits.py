@@ -177,7 +177,7 @@ async def test_a_refused_secret_keeps_no_gang_behind_its_gates() -> None:
     await world.run(12)
     assert world.pods("secretless") == []
     assert world.condition("secretless", "Placed")["reason"] == "QuotaExceeded"
-    assert "token secret" in world.condition("secretless", "Placed")["message"]
+    assert "token Secret" in world.condition("secretless", "Placed")["message"]
     world.cluster.refuse = lambda path, body: None
     await world.run(60)
     assert world.true("secretless", "Complete")

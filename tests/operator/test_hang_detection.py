@@ -14,7 +14,7 @@ from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.failure_detection import detect
 from meshwright_operator.decide.hang_detection import HangRule
 from meshwright_operator.decide.observed import Observed
-from meshwright_operator.decide.placement_outcome import moved
+from meshwright_operator.decide.placement_outcome import apply_move
 from meshwright_operator.decide.restart_policy import Interruption
 from tests.operator.builders import NOW, agents, observed, pod, report, running_status
 from tests.operator.test_gang_races import small
@@ -73,7 +73,7 @@ def test_the_rank_that_is_behind_is_named_with_its_node_step_and_phase() -> None
     found = verdict(observed(received=received(reports)))
     assert found is not None
     assert found.cause.name == "Hang"
-    for words in ("rank 4 (worker 2 on n2, process 100)", "301 s", "step 6", "7 other ranks wait"):
+    for words in ("Rank 4 (worker 2 on n2, pid 100)", "301 s", "step: 6", "7 ranks wait for it"):
         assert words in found.message
 
 
@@ -81,7 +81,7 @@ def test_a_rank_whose_process_does_not_run_is_named_before_one_that_is_behind() 
     reports = [trains(0, 310.0, step=6), trains(1, 301.0), trains(2, 301.0), trains(3, 301.0, state="T")]
     found = verdict(observed(received=received(reports)))
     assert found is not None
-    assert "rank 6 (worker 3 on n3, process 100, stopped)" in found.message
+    assert "Rank 6 (worker 3 on n3, pid 100, stopped)" in found.message
 
 
 def test_a_rank_that_never_finished_a_step_gets_the_time_of_a_start() -> None:
@@ -89,7 +89,7 @@ def test_a_rank_that_never_finished_a_step_gets_the_time_of_a_start() -> None:
     assert verdict(observed(received=received(starting), recovery={"hangTimeoutSeconds": 10})) is None
     found = verdict(observed(received=received([trains(w, 901.0, step=None) for w in range(4)])))
     assert found is not None
-    assert "last done: phase load" in found.message
+    assert "Last completed phase: load" in found.message
 
 
 def test_a_hang_starts_all_ranks_again_in_their_pods_and_counts() -> None:
@@ -153,7 +153,7 @@ def test_an_agent_whose_old_ranks_do_not_end_loses_its_pod() -> None:
     seen = replace(seen, now=NOW + timedelta(seconds=hang_detection.ADOPT_GENERATION_SECONDS))
     found = verdict(seen)
     assert found is not None
-    assert "worker 1 on n1 did not take up generation 2" in found.message
+    assert "Ranks of an older generation than 2 do not exit: worker 1 on n1" in found.message
     assert [w.index for w in found.lost] == [1]
 
 
@@ -233,7 +233,7 @@ def test_a_move_is_tried_only_when_nothing_is_lost_by_it(fields: dict[str, objec
     assert (decision.move is not None) == moves
     if decision.move is not None:
         assert decision.move.assigned_nodes == {0: "n0", 2: "n2", 3: "n3"}
-        moved(decision)
+        apply_move(decision)
         assert [p.name for p in decision.delete] == ["train-w1-0"]
         assert decision.mesh.pending_cause == "NodeDrained"
-        assert "worker 1 leaves n1: cordoned" in decision.events[-1].message
+        assert "worker 1 off n1 (cordoned)" in decision.events[-1].message

@@ -29,7 +29,7 @@ from meshwright_operator.decide.applied_spec import revision_of
 from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.observed import Observed, has_started, observe_workers
-from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply
+from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply_grant
 from meshwright_operator.decide.rejected_job import rejected, unplannable
 from meshwright_operator.kube.pod_info import Pod
 from tests.operator.builders import NODES, NOW, pod, spec
@@ -169,9 +169,9 @@ class History(RuleBasedStateMachine):
         observed = self._observed()
         decision = decide(observed)
         if decision.place is not None and self.room:
-            apply(decision, Granted(place(observed.plan, INVENTORY, decision.place.assigned_nodes)))
+            apply_grant(decision, Granted(place(observed.plan, INVENTORY, decision.place.assigned_nodes)))
         elif decision.place is not None:
-            apply(decision, NotGranted("short by 4 workers"))
+            apply_grant(decision, NotGranted("short by 4 workers"))
         self.status = decision.status.wire()
         self.truth = self._truth(observed, decision.status)
         entries = {

@@ -12,7 +12,7 @@ from meshwright.metrics.declaration import Kind, Label
 from meshwright.metrics.exporter import CounterMetric
 from meshwright_operator.controller.http_server import health_application
 from meshwright_operator.kube.cache import JobKey
-from meshwright_operator.metrics.job_metrics import JobsCollector, of_job
+from meshwright_operator.metrics.job_metrics import JobMetrics, job_metric
 from meshwright_operator.metrics.metrics_docs import render_page
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_worker.agent.metrics import WorkerMetrics
@@ -27,8 +27,8 @@ class ToyOperatorMetrics(OperatorMetrics):
     toys = CounterMetric("ptj_toys_total", "Toys, by color.", Label("color", ("red", "blue")))
 
 
-class ToyJobMetrics(JobsCollector):
-    toy_steps = of_job(
+class ToyJobMetrics(JobMetrics):
+    toy_steps = job_metric(
         "ptj_job_toy_steps",
         Kind.GAUGE,
         "Steps times two.",
@@ -66,19 +66,19 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_every_metric_that_is_scraped_is_on_the_page() -> None:
-    metrics, jobs = OperatorMetrics(), JobsCollector()
+    metrics, jobs = OperatorMetrics(), JobMetrics()
     metrics.registry.register(jobs)
     jobs.record(KEY, "uid").put(running_status(), None, 0.0)
     text = metrics.exposition().decode()
     scraped = set(re.findall(r"^# TYPE (\S+) (?!unknown)", text, re.MULTILINE))
     documented = set(re.findall(r"^\| `(ptj_\w+)` \|", render_page(), re.MULTILINE))
     assert {name for name in scraped if not name.endswith("_created")} == documented
-    assert undeclared_samples(text, (*OperatorMetrics.metrics, *JobsCollector.metrics)) == []
+    assert undeclared_samples(text, (*OperatorMetrics.metrics, *JobMetrics.metrics)) == []
 
 
 @pytest.mark.parametrize("folder", ["docs", "helm", "examples", "cli", "benchmarks", "tests/e2e"])
 def test_every_metric_named_elsewhere_is_declared(folder: str) -> None:
-    declared = (*OperatorMetrics.metrics, *JobsCollector.metrics, *WorkerMetrics.metrics)
+    declared = (*OperatorMetrics.metrics, *JobMetrics.metrics, *WorkerMetrics.metrics)
     files = [path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in {".md", ".py", ".yaml", ".json"}]
     assert files
     problems = {str(path): undeclared_references(path.read_text(), declared) for path in files}
@@ -86,7 +86,7 @@ def test_every_metric_named_elsewhere_is_declared(folder: str) -> None:
 
 
 def test_a_jobs_series_show_its_placement_and_go_with_it() -> None:
-    metrics, jobs = OperatorMetrics(), JobsCollector()
+    metrics, jobs = OperatorMetrics(), JobMetrics()
     metrics.registry.register(jobs)
     placed = placement().model_copy(update={"cost": "2.5", "straddling_replicas": 1})
     jobs.record(KEY, "uid").put(running_status(placement=placed), None, 0.0)

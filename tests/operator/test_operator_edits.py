@@ -43,7 +43,7 @@ async def test_an_edit_that_cannot_be_planned_stops_nobody_and_the_gang_still_re
     status = await says(api, "careful", "Stalled", "True", "InvalidSpec")
     message = condition(status, "Ready")["message"]
     assert "spec.parallelism.tensor: must divide `model.heads`" in message
-    assert "goes on (Running: 8 ranks train in generation 1)" in message
+    assert "keeps running: 8 ranks are training in generation 1" in message
     assert condition(status, "Ready")["status"] == condition(status, "Reconciling")["status"] == "False"
     assert status["observedGeneration"] == (await api.job("careful"))["metadata"]["generation"]
     assert (status["readyRanks"], status["mesh"]["generation"]) == ("8/8", 1)

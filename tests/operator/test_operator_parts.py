@@ -53,7 +53,7 @@ def test_a_key_file_is_made_once_and_private(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert load_key(path) == key
     (tmp_path / "short").write_text("abc")
-    with pytest.raises(KeyFileError, match="must hold at least 32"):
+    with pytest.raises(KeyFileError, match="must contain at least 32"):
         load_key(tmp_path / "short")
     with pytest.raises(KeyFileError, match="--key-file"):
         load_key(tmp_path / "no" / "such" / "folder")
@@ -74,7 +74,7 @@ def test_flags_win_over_the_environment() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "--coordinator-url is needed"),
+        ([], "--coordinator-url is required"),
         (["--coordinator-listen", "here"], "HOST:PORT"),
         (["--coordinator-listen", "127.0.0.1:99999"], "HOST:PORT"),
         (["--coordinator-url", "http://a", "--workers", "0"], "--workers must be"),
@@ -357,7 +357,7 @@ def test_the_chronicle_tells_where_a_recovery_spent_its_time() -> None:
     (note,) = timeline.update(trains, 205.0)
     assert note.reason == "Recovered"
     assert note.message == (
-        "recovered in 4.8 s: detect 0.0, drain 1.5, replace pod 2.0, rendezvous 0.4, first step 0.9 "
+        "Training again after 4.8 s: detect 0.0, drain 1.5, replace pod 2.0, rendezvous 0.4, first step 0.9 "
         "(generation 2, PodLost)"
     )
     assert timeline.update(trains, 206.0) == []

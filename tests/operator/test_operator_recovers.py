@@ -63,7 +63,7 @@ async def test_a_deleted_pod_is_replaced_and_the_rest_stays(
         return str(events[0]["message"]) if events else None
 
     message = await until(told, "the recovery is told by phase")
-    assert all(part in message for part in ("recovered in", "drain", "replace pod", "first step 0.2"))
+    assert all(part in message for part in ("Training again after", "drain", "replace pod", "first step 0.2"))
 
 
 async def test_a_pod_deleted_by_force_is_replaced(
@@ -93,7 +93,7 @@ async def test_a_failed_rank_restarts_the_ranks_in_the_same_pods(
     assert status["restarts"] == [{"cause": "RankFailure", "count": 1}]
     assert status["restartsTowardLimit"] == 1
     failed = [event["message"] for event in await api.posted("rank", "RankFailed")]
-    assert failed == ["worker 1: ValueError: loss is not finite"], "the root cause is told, not the peers' noise"
+    assert failed == ["Worker 1: ValueError: loss is not finite"], "the root cause is told, not the peers' noise"
 
 
 async def test_peers_that_break_first_do_not_turn_a_lost_pod_into_a_failure(
@@ -122,7 +122,7 @@ async def test_a_run_that_ranks_refuse_fails_the_job(
 
     status = await failed(api, "refused")
     assert condition(status, "Failed")["reason"] == "RunRefused"
-    assert condition(status, "Failed")["message"] == "worker 2: `training.fp8` needs another GPU"
+    assert condition(status, "Failed")["message"] == "Worker 2: `training.fp8` needs another GPU"
     assert status.get("restartCount", 0) == 0
 
 

@@ -15,7 +15,7 @@ from meshwright.api import labels
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, PlacementStatus, WorkerPlacement
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.placement import map_ranks
-from meshwright_operator.decide import gang
+from meshwright_operator.decide import gang, gang_actions
 from meshwright_operator.decide.agents import WaitingAgent
 from meshwright_operator.decide.applied_spec import revision_of
 from meshwright_operator.decide.decide_job import decide
@@ -86,21 +86,33 @@ def test_pods_are_made_without_nodes_or_ranks() -> None:
 @pytest.mark.parametrize(
     ("pods", "kind", "words"),
     [
-        ([unbound(w) for w in range(4)], gang.Wait, "volcano has bound 0 of 4 pods"),
-        ([unbound(w, **old(1700)) for w in range(4)], gang.Wait, "0 of 4"),
-        ([unbound(w, **old(1900)) for w in range(4)], gang.GiveUp, "0 of 4 pods and no more within 1800 s"),
-        ([pod(0), pod(1), unbound(2), unbound(3)], gang.Wait, "2 of 4"),
-        ([pod(0, **old(290)), pod(1), unbound(2), unbound(3)], gang.Wait, "2 of 4"),
-        ([pod(0, **old(310)), pod(1), unbound(2), unbound(3)], gang.GiveUp, "2 of 4 pods and no more within 300 s"),
+        ([unbound(w) for w in range(4)], gang_actions.Wait, "Scheduler volcano has bound 0 of 4 pods"),
+        ([unbound(w, **old(1700)) for w in range(4)], gang_actions.Wait, "0 of 4"),
+        (
+            [unbound(w, **old(1900)) for w in range(4)],
+            gang_actions.EndAttempt,
+            "0 of 4 pods, and no more within 1800 s",
+        ),
+        ([pod(0), pod(1), unbound(2), unbound(3)], gang_actions.Wait, "2 of 4"),
+        ([pod(0, **old(290)), pod(1), unbound(2), unbound(3)], gang_actions.Wait, "2 of 4"),
+        (
+            [pod(0, **old(310)), pod(1), unbound(2), unbound(3)],
+            gang_actions.EndAttempt,
+            "2 of 4 pods, and no more within 300 s",
+        ),
         # It stood in the queue for long, and is being bound just now.
-        ([pod(0, scheduled=NOW, **old(900)), *(unbound(w, **old(900)) for w in (1, 2, 3))], gang.Wait, "1 of 4"),
+        (
+            [pod(0, scheduled=NOW, **old(900)), *(unbound(w, **old(900)) for w in (1, 2, 3))],
+            gang_actions.Wait,
+            "1 of 4",
+        ),
     ],
 )
 def test_the_wait_for_a_scheduler_is_bounded(pods: list[Pod], kind: type, words: str) -> None:
     found = gang.next_action(seen(pods, since=3000), "Start")
     assert isinstance(found, kind)
     assert words in getattr(found, "message", "")
-    if isinstance(found, gang.GiveUp):
+    if isinstance(found, gang_actions.EndAttempt):
         assert (found.reason, len(found.pods)) == ("NotScheduled", 4)
 
 
@@ -111,7 +123,7 @@ def test_giving_up_lets_go_of_all_pods_and_says_why() -> None:
     assert len(decision.delete) == 4
     placed = next(c for c in decision.status.conditions if c.type == "Placed")
     assert (placed.status, placed.reason) == ("False", "NotScheduled")
-    assert "volcano has bound 2 of 4 pods" in placed.message
+    assert "Scheduler volcano has bound 2 of 4 pods" in placed.message
     assert "Unschedulable: no" in placed.message
     assert decision.mesh.retry_time is not None
 
@@ -120,7 +132,7 @@ def test_ranks_are_mapped_once_all_pods_are_bound_and_told_only_then() -> None:
     scattered = {0: "n0", 1: "n2", 2: "n1", 3: "n3"}
     found = seen([pod(w, node=name) for w, name in scattered.items()])
     step = gang.next_action(found, "Start")
-    assert step == gang.MapRanks(scattered, {})
+    assert step == gang_actions.MapRanks(scattered, {})
     assert document(found, MeshStatus(generation=1, master="10.0.0.0:2000")) is None, "nobody knows its ranks yet"
     decision = Decision.of(found)
     placement, slots = map_ranks(found.plan, inventory(), scattered, {})
@@ -130,7 +142,7 @@ def test_ranks_are_mapped_once_all_pods_are_bound_and_told_only_then() -> None:
     assert (status.straddling_replicas, status.gap) == (0, "0")
     # Pipelines of two stages: workers 0 and 2, which share a rack, are one, 1 and 3 the other.
     assert {e.worker: e.ranks for e in status.workers} == {0: "0-1", 1: "4-5", 2: "2-3", 3: "6-7"}
-    assert gang.next_action(replace(found, status=decision.status), "Start") == gang.FormGeneration()
+    assert gang.next_action(replace(found, status=decision.status), "Start") == gang_actions.FormGeneration()
 
 
 def test_the_mesh_is_formed_around_the_worker_of_rank_zero() -> None:
@@ -153,7 +165,7 @@ def test_a_lost_pod_is_scheduled_again_and_the_others_keep_their_ranks() -> None
     assert [lost.status.placement.workers[w] for w in (0, 2, 3)] == [entries[w] for w in (0, 2, 3)]
     again = [pod(0), pod(1, 1, node="n5"), pod(2), pod(3)]
     step = gang.next_action(seen(again, entries=lost.status.placement.workers, generation=1), "PodLost")
-    assert step == gang.MapRanks({0: "n0", 1: "n5", 2: "n2", 3: "n3"}, {0: 2, 2: 3, 3: 1})
+    assert step == gang_actions.MapRanks({0: "n0", 1: "n5", 2: "n2", 3: "n3"}, {0: 2, 2: 3, 3: 1})
 
 
 def test_a_cordoned_node_is_left_to_the_scheduler() -> None:

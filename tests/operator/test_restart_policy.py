@@ -58,5 +58,5 @@ def test_the_description_of_the_field_and_the_docs_give_the_numbers_of_the_hang_
     for text, unit in ((description, "seconds"), (" ".join(RECOVERY.split()), "s")):
         assert words in text
         assert f"at least {hang_detection.MIN_TIMEOUT_SECONDS:.0f} {unit}" in text
-        assert re.search(rf"(less than|at least) {hang_detection.START_SECONDS:.0f} {unit}", text)
+        assert re.search(rf"(less than|at least) {hang_detection.FIRST_STEP_SECONDS:.0f} {unit}", text)
     assert f"not reported for {hang_detection.SILENT_SECONDS:.0f} s" in RECOVERY

@@ -39,7 +39,7 @@ async def test_a_write_passes_only_an_open_fence_and_ends_with_it() -> None:
     async def use(cluster: KubeClient) -> None:
         fenced(cluster, fence)
         await cluster.get("/api/v1/x")
-        with pytest.raises(FencedError, match="may be another operator's"):
+        with pytest.raises(FencedError, match="another operator may hold the lease"):
             await cluster.create("/api/v1/pods", {})
         fence.extend(time.monotonic() + 5)
         await cluster.create("/api/v1/pods", {})

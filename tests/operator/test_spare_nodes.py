@@ -35,7 +35,7 @@ async def test_other_jobs_keep_off_spares_until_the_job_is_over() -> None:
     world.submit(small("other", 2))
     await world.run(20)
     assert not world.true("other", "Placed")
-    assert f"{spare} (kept as a spare for job default/kept)" in world.condition("other", "Placed")["message"]
+    assert f"{spare} (spare node of job default/kept)" in world.condition("other", "Placed")["message"]
     await world.run(200)
     assert world.true("kept", "Complete")
     assert world.true("other", "Complete")

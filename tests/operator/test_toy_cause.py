@@ -97,6 +97,7 @@ async def test_it_backs_off_and_uses_up_the_limit(monkeypatch: pytest.MonkeyPatc
             break
     failed = world.condition("toy", "Failed")
     assert failed["reason"] == "RestartLimitReached"
-    assert failed["message"] == "after 2 restarts: worker 0 reports the loss 1000000"
+    limit = "All 2 restarts allowed by `recovery.maxRestarts` are used"
+    assert failed["message"] == f"worker 0 reports the loss 1000000. {limit}"
     generations = sorted({generation for _, generation, _, _ in world.started})
     assert generations == [1, 2, 3]

@@ -23,7 +23,9 @@ from meshwright.protocol.messages import (
     RankProcess,
     WorkerReport,
 )
+from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.reconciler import Reconciler
+from meshwright_operator.controller.status_patch import StatusWriter
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.events import JobEvent
@@ -33,7 +35,7 @@ from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.watches import awaits_placement
 from meshwright_operator.kube.workqueue import WorkQueue
-from meshwright_operator.metrics.job_metrics import JobsCollector
+from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.timestamps import format_time, parse_time
@@ -87,19 +89,19 @@ class Operator:
         """While set, no watch event reaches the cache."""
         self.missed = False
         """Whether an event ever passed it by."""
-        self.metrics, self.jobs, tokens = OperatorMetrics(), JobsCollector(), Tokens(b"k" * 32)
+        self.metrics, self.jobs, tokens = OperatorMetrics(), JobMetrics(), Tokens(b"k" * 32)
         self.cluster = world.connect(self.metrics)
         self.coordinator = Coordinator(self.cache, tokens, self.metrics, self.notify, world.seconds)
         self.scheduler = JobScheduler(self.cluster, self.cache, self.metrics, ())
+        writer = StatusWriter(self.cluster, self.cache, self.queue)
         self.reconciler = Reconciler(
             cluster=self.cluster,
             cache=self.cache,
             queue=self.queue,
             coordinator=self.coordinator,
             tokens=tokens,
-            events=self.notes,
+            reporter=JobReporter(writer, self.notes, self.metrics, self.jobs, lambda: world.now),
             metrics=self.metrics,
-            jobs=self.jobs,
             scheduler=self.scheduler,
             coordinator_url=lambda: "http://coordinator",
             now=lambda: world.now,

@@ -7,7 +7,7 @@ from pathlib import Path
 import aiohttp
 
 from meshwright.metrics.declaration import Kind
-from meshwright_worker.agent.metrics import WorkerMetrics, of_job, of_rank
+from meshwright_worker.agent.metrics import WorkerMetrics, job_metric, rank_metric
 from meshwright_worker.agent.metrics_docs import render_page
 from meshwright_worker.agent.metrics_server import start_metrics_server
 from meshwright_worker.rank.task import StepReport
@@ -16,8 +16,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "worker-metrics.md"
 
 
 class ToyMetrics(WorkerMetrics):
-    samples = of_job("ptj_toy_samples", Kind.GAUGE, "Sequences consumed.", lambda report: report.samples)
-    waits = of_rank("ptj_toy_waits_total", Kind.COUNTER, "Half of the waits.", lambda report: report.data_seconds / 2)
+    samples = job_metric("ptj_toy_samples", Kind.GAUGE, "Sequences consumed.", lambda report: report.samples)
+    waits = rank_metric(
+        "ptj_toy_waits_total", Kind.COUNTER, "Half of the waits.", lambda report: report.data_seconds / 2
+    )
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -49,7 +49,7 @@ def summary(result: DemoResult) -> RenderableType:
 def rows(result: DemoResult) -> list[tuple[str, str]]:
     """Name and value of each fact."""
     end, status = result.end, result.end.status
-    out = [("job", f"{end.name}: {end.state}, {end.message}"), ("plan", status.plan.summary if status.plan else "")]
+    out = [("job", f"{end.name}: {end.state}. {end.message}"), ("plan", status.plan.summary if status.plan else "")]
     first, last = result.curve.first, result.curve.last
     if first and last:
         curve_line = sparkline(result.curve.values(), 32)

@@ -46,7 +46,9 @@ def health_application(
         return web.Response(body=metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def healthz(_: web.Request) -> web.Response:
-        return web.Response(text="ok") if healthy() else web.Response(status=503, text="no full listing for too long")
+        return (
+            web.Response(text="ok") if healthy() else web.Response(status=503, text="the last full listing is too old")
+        )
 
     async def readyz(_: web.Request) -> web.Response:
         reason = not_ready()

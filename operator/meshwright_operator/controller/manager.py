@@ -9,9 +9,10 @@ from collections.abc import Callable
 from kubernetes.aio.client import Configuration
 
 from meshwright_operator.controller.http_server import health_application, serve_application
+from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.pod_control import ForeignObjectError
 from meshwright_operator.controller.reconciler import Reconciler
-from meshwright_operator.controller.status_patch import PROGRESS_SECONDS
+from meshwright_operator.controller.status_patch import PROGRESS_SECONDS, StatusWriter
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens, load_key
 from meshwright_operator.kube.cache import Cache, JobKey
@@ -25,7 +26,7 @@ from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.watch_liveness import WatchLiveness
 from meshwright_operator.kube.watches import EventHandlers, run_watches, watch_paths
 from meshwright_operator.kube.workqueue import WorkQueue
-from meshwright_operator.metrics.job_metrics import JobsCollector
+from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.calibration import CalibrationLoop
 from meshwright_operator.scheduling.scheduler import JobScheduler
@@ -91,7 +92,7 @@ class Manager:
         self._leading = False
         scheduler = JobScheduler(cluster, self._cache, metrics, settings.namespaces)
         self._calibration_loop = CalibrationLoop(self._cache, scheduler)
-        jobs = JobsCollector()
+        jobs = JobMetrics()
         metrics.registry.register(jobs)
         self._reconcile = Reconciler(
             cluster=cluster,
@@ -99,9 +100,8 @@ class Manager:
             queue=self._queue,
             coordinator=self._coordinator,
             tokens=tokens,
-            events=self._events,
+            reporter=JobReporter(StatusWriter(cluster, self._cache, self._queue), self._events, metrics, jobs),
             metrics=metrics,
-            jobs=jobs,
             scheduler=scheduler,
             coordinator_url=lambda: self._url,
         )
@@ -117,7 +117,9 @@ class Manager:
     async def drain(self) -> None:
         """Waits for running and queued reconciles. Delayed ones are left to the next leader."""
         if not await self._queue.drain(self._settings.drain_seconds):
-            log.warning("some reconciles did not end in time", extra={"seconds": self._settings.drain_seconds})
+            log.warning(
+                "reconciles still running after the drain period", extra={"seconds": self._settings.drain_seconds}
+            )
 
     async def close(self) -> None:
         """Releases the lease and closes connections."""
@@ -175,9 +177,9 @@ class Manager:
 
     def _not_ready(self) -> str:
         if not self._coordinator.synced:
-            return "not leading yet"
+            return "waiting for the lease, or for the first listing"
         stale = self._liveness.stale()
-        return f"nothing is heard from the watches {', '.join(stale)}" if stale else ""
+        return f"no data from watches: {', '.join(stale)}" if stale else ""
 
     def _notify(self, key: JobKey, urgent: bool) -> None:
         if urgent:

@@ -175,7 +175,7 @@ def _observe_deferred_edit(
 
 
 def _blocked(error: JobRejectedError) -> BlockedEdit:
-    return BlockedEdit(error.reason, f"the edit cannot be put into effect: {error.message}", retryable=error.retryable)
+    return BlockedEdit(error.reason, f"The edit cannot be applied: {error.message}", retryable=error.retryable)
 
 
 def _running_with_live_fields(running: ParallelTrainingJobSpec, job: KubeObject) -> ParallelTrainingJobSpec:
@@ -204,8 +204,8 @@ def _plans(
         ) from None
     except (ValueError, ArithmeticError, LookupError, TypeError) as error:
         # A bug in the planner: report it on the job. A running revision keeps running.
-        log.exception("the planner failed")
-        raise JobRejectedError("PlannerFailed", f"no plan was made: {type(error).__name__}: {error}") from error
+        log.exception("planning failed")
+        raise JobRejectedError("PlannerFailed", f"Planning failed: {type(error).__name__}: {error}") from error
 
 
 @lru_cache(maxsize=4096)
@@ -228,9 +228,9 @@ def _workers(
     down = {name: not _is_ready(cache.nodes[name]) for name in named | {p.node for p in pods} if name in cache.nodes}
     unbound = [pod.node for pod in pods if not pod.bound and not pod.terminal]
     bound = [pod.node for pod in pods if pod.bound and _may_be_draining(cache.nodes.get(pod.node))]
-    refused = scheduler.unusable_nodes(spec, [*unbound, *bound]) if unbound or bound else {}
-    draining = {name: why for name in bound if _is_draining(why := refused.get(name, ""))}
-    return observe_workers(len(plan.workers), status, pods, down, refused, draining)
+    rejecting = scheduler.unusable_nodes(spec, [*unbound, *bound]) if unbound or bound else {}
+    draining = {name: why for name in bound if _is_draining(why := rejecting.get(name, ""))}
+    return observe_workers(len(plan.workers), status, pods, down, rejecting, draining)
 
 
 def _may_be_draining(node: KubeObject | None) -> bool:

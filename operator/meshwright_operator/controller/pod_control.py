@@ -59,7 +59,9 @@ class PodControl:
         except ApiError as error:
             if (reason := rejection_reason(error)) is None:
                 raise
-            raise PodsRejectedError(reason, f"service and token secret of the job: {error.message}") from None
+            raise PodsRejectedError(
+                reason, f"The API server rejected the job's Service or token Secret: {error.message}"
+            ) from None
 
     async def create(self, context: PodContext, placed: Iterable[WorkerPlacement]) -> None:
         """Create the pods of these workers concurrently.
@@ -104,13 +106,16 @@ class PodControl:
             obj = await self._client.create(pods_path(context.namespace), body)
         except ApiError as error:
             if (reason := rejection_reason(error)) is not None:
-                raise PodsRejectedError(reason, f"pod {body['metadata']['name']}: {error.message}") from None
+                raise PodsRejectedError(
+                    reason, f"The API server rejected pod {body['metadata']['name']}: {error.message}"
+                ) from None
             if error.code != 409 or error.reason != "AlreadyExists":
                 raise
             obj = await self._client.get(pods_path(context.namespace, body["metadata"]["name"]))
             pod = read_pod(obj)
             if pod is None or pod.owner != context.uid:
-                message = f"pod {body['metadata']['name']} exists and belongs to something else; delete or rename it"
+                name = body["metadata"]["name"]
+                message = f"Pod {name} already exists and this job does not own it. Delete it, or rename the job"
                 raise ForeignObjectError(message) from None
         self._metrics.pod_operations.labels("create").inc()
         self._cache_pod(obj)
@@ -127,7 +132,7 @@ class PodControl:
         except ApiError as error:
             if error.code not in (404, 409):
                 raise
-            log.info("a pod changed before it could be ungated", extra={"pod": pod.name, "code": error.code})
+            log.info("pod changed before its scheduling gate was removed", extra={"pod": pod.name, "code": error.code})
             return
         self._metrics.pod_operations.labels("ungate").inc()
 

@@ -8,41 +8,37 @@ get them, pod names are functions of the persisted status, and every action is i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 from datetime import datetime
 
-from meshwright.api.conditions import READY, SUSPENDED, is_true
+from meshwright.api.conditions import SUSPENDED, is_true
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import parse_status
 from meshwright_operator import logging_config
-from meshwright_operator.controller.observe import JobRejectedError, managed_here, observe_job, suspended_by_user
-from meshwright_operator.controller.pod_control import ForeignObjectError, PodControl, PodsRejectedError
-from meshwright_operator.controller.start_timeline import StartTimeline
-from meshwright_operator.controller.status_patch import ConflictError, StatusRejectedError, StatusWriter
+from meshwright_operator.controller.job_reporter import JobReporter
+from meshwright_operator.controller.observe import JobRejectedError, managed_here, observe_job
+from meshwright_operator.controller.pod_control import PodControl, PodsRejectedError
+from meshwright_operator.controller.status_patch import ConflictError
 from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
-from meshwright_operator.decide import decide_job, lifecycle, placement_outcome, rejected_job
+from meshwright_operator.decide import decide_job, lifecycle, placement_outcome
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.events import WARNING, JobEvent
-from meshwright_operator.decide.mesh_generation import document, rank_zero_worker, uses_external_scheduler
+from meshwright_operator.decide.mesh_generation import document, uses_external_scheduler
 from meshwright_operator.decide.observed import Observed, PodState, Rejection
 from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.kube.cache import Cache, JobKey
-from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.paths import jobs_path
-from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.manifests.worker_pod import PodContext
-from meshwright_operator.metrics.job_metrics import JobsCollector
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.edit_admission import EditAdmission
 from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.scheduler import JobScheduler
-from meshwright_operator.timestamps import seconds_since, utc_now
+from meshwright_operator.timestamps import utc_now
 
 
 class Reconciler:
@@ -55,9 +51,8 @@ class Reconciler:
         queue: WorkQueue[JobKey],
         coordinator: Coordinator,
         tokens: Tokens,
-        events: EventRecorder,
+        reporter: JobReporter,
         metrics: OperatorMetrics,
-        jobs: JobsCollector,
         scheduler: JobScheduler,
         coordinator_url: Callable[[], str],
         now: Callable[[], datetime] = utc_now,
@@ -67,20 +62,15 @@ class Reconciler:
         self._queue = queue
         self._coordinator = coordinator
         self._tokens = tokens
-        self._events = events
+        self._reporter = reporter
         self._metrics = metrics
-        self._jobs = jobs
         self._scheduler = scheduler
         self._coordinator_url = coordinator_url
         self._now = now
         self._pod_control = PodControl(cluster, cache, metrics)
-        self._writer = StatusWriter(cluster, cache, queue)
         self._edit_admission = EditAdmission(scheduler)
         self._rejections: dict[str, Rejection] = {}
         self._uids: dict[JobKey, str] = {}
-        self._timelines: dict[str, StartTimeline] = {}
-        self._events_without_status: dict[str, str] = {}
-        """By uid, the message of the event that was posted because the status could not be written."""
 
     async def __call__(self, key: JobKey) -> None:
         """Reconcile one job. If this raises, the queue retries the job with backoff."""
@@ -96,7 +86,8 @@ class Reconciler:
             self._queue.add(key)
         except Exception as error:
             self._metrics.reconcile_errors.labels(type(error).__name__).inc()
-            await self._report_error(key, error)
+            if (job := self._cache.jobs.get(key)) is not None:
+                self._reporter.report_error(job, error)
             raise
         finally:
             self._metrics.reconcile_seconds.labels(result).observe(time.monotonic() - started)
@@ -118,7 +109,9 @@ class Reconciler:
             observed = await self._confirm_missing_pods(key, job, registry, observed)
             observed = await self._edit_admission.admit(key, job, observed)
         except JobRejectedError as rejection:
-            await self._reject(key, job, rejection)
+            if rejection.retryable and not lifecycle.finished(parse_status(job)):
+                self._queue.add_after(key, RETRY_PLACEMENT_SECONDS)
+            await self._reporter.report_rejected(key, job, rejection)
             return
 
         # 3. Decide.
@@ -129,7 +122,7 @@ class Reconciler:
             async with self._scheduler.grant(PlacementRequest.of_decision(key, job, draft, draft.place)) as grant:
                 for other in grant.wake:
                     self._queue.add(other)
-                placement_outcome.apply(draft, grant)
+                placement_outcome.apply_grant(draft, grant)
                 await self._execute(key, job, registry, draft)
             return
         if draft.mesh.pending_cause != SPEC_CHANGED.name:
@@ -137,7 +130,7 @@ class Reconciler:
         if draft.move is not None:
             request = PlacementRequest.of_decision(key, job, draft, draft.move)
             if await self._scheduler.fits_elsewhere(request):
-                placement_outcome.moved(draft)
+                placement_outcome.apply_move(draft)
         if draft.map_ranks is not None:
             placement_outcome.apply_mapping(draft, await self._scheduler.map_ranks(observed, draft.map_ranks))
         await self._execute(key, job, registry, draft)
@@ -162,15 +155,13 @@ class Reconciler:
 
     async def _execute(self, key: JobKey, job: KubeObject, registry: AgentRegistry, draft: Decision) -> None:
         observed = draft.observed
-        await self._writer.write(key, job, draft.status, bool(draft.events))
+        await self._reporter.write_status(key, job, draft)
         # Status now contains the rejection, so a later one is a new rejection.
         if observed.rejection is not None:
             self._rejections.pop(observed.uid, None)
         self._scheduler.avoid(observed.uid, draft.avoid)
         await self._publish(registry, draft)
-        for event in [*draft.events, *self._timeline(observed.uid).update(draft, time.monotonic())]:
-            self._events.post(job, event)
-        self._update_metrics(key, job, draft)
+        self._reporter.report(key, job, draft)
         if draft.delete_job:
             await self._client.delete(jobs_path(key.namespace, key.name), observed.uid)
             return
@@ -219,68 +210,12 @@ class Reconciler:
             None if over else current, incarnations, generation=mesh.generation, closed=closed, pods=pods
         )
 
-    async def _reject(self, key: JobKey, job: KubeObject, rejection: JobRejectedError) -> None:
-        """Report once why the job cannot run."""
-        old = parse_status(job)
-        generation = int(job["metadata"].get("generation", 0))
-        if lifecycle.finished(old):
-            status = rejected_job.unchanged(old, generation)
-        elif rejection.retryable:
-            suspended = suspended_by_user(job)
-            status = rejected_job.unplannable(old, generation, self._now(), rejection.message, suspended=suspended)
-            self._queue.add_after(key, RETRY_PLACEMENT_SECONDS)
-        else:
-            status = rejected_job.rejected(old, generation, self._now(), rejection.reason, rejection.message)
-        uid = job["metadata"]["uid"]
-        event = JobEvent("PlacementFailed" if rejection.retryable else rejection.reason, rejection.message, WARNING)
-        try:
-            if await self._writer.write(key, job, status, False) and not lifecycle.finished(old):
-                self._events.post(job, event)
-        except StatusRejectedError:
-            if self._events_without_status.get(uid) != event.message:
-                self._events_without_status[uid] = event.message
-                self._events.post(job, event)
-            raise
-        finally:
-            self._jobs.record(key, uid).put(status, None, time.monotonic())
-
-    async def _report_error(self, key: JobKey, error: Exception) -> None:
-        """Post an event about an error, if the user can do something about it."""
-        job = self._cache.jobs.get(key)
-        if job is None or (isinstance(error, ApiError) and error.code not in (400, 403, 422)):
-            return
-        if isinstance(error, StatusRejectedError) and job["metadata"]["uid"] in self._events_without_status:
-            return
-        expected = isinstance(error, ApiError | ForeignObjectError)
-        event = JobEvent("ActionRefused", str(error), WARNING)
-        if not expected:
-            event = JobEvent("ReconcileFailed", f"tried again and again: {type(error).__name__}: {error}", WARNING)
-        with contextlib.suppress(Exception):
-            self._events.post(job, event)
-
     async def _forget(self, key: JobKey) -> None:
         """Drop the state of a deleted job."""
         uid = self._uids.pop(key, "")
         self._edit_admission.forget(uid)
-        self._timelines.pop(uid, None)
         self._rejections.pop(uid, None)
         self._scheduler.forget(uid)
-        self._writer.forget(uid)
-        self._events_without_status.pop(uid, None)
-        self._jobs.forget(key)
+        self._reporter.forget(key, uid)
         self._queue.forget(key)
         await self._coordinator.forget(uid)
-
-    def _timeline(self, uid: str) -> StartTimeline:
-        return self._timelines.setdefault(uid, StartTimeline())
-
-    def _update_metrics(self, key: JobKey, job: KubeObject, draft: Decision) -> None:
-        observed = draft.observed
-        received = observed.agents.reports.get(rank_zero_worker(observed))
-        current = received is not None and received.report.generation == observed.mesh.generation
-        progress = received.report.progress if received is not None and current else None
-        self._jobs.record(key, observed.uid).put(draft.status, progress, time.monotonic())
-        started = is_true(draft.status.conditions, READY) and not is_true(observed.status.conditions, READY)
-        if started and observed.mesh.generation == 1 and not lifecycle.finished(draft.status):
-            created = job["metadata"].get("creationTimestamp")
-            self._metrics.startup_seconds.observe(seconds_since(created, observed.now))

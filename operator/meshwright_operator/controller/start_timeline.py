@@ -14,7 +14,7 @@ from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 
-CHECKPOINT_NOTE_SECONDS = 60.0
+CHECKPOINT_EVENT_SECONDS = 60.0
 FIRST_STEP = "first-step"
 
 
@@ -35,7 +35,7 @@ class StartTimeline:
 
     start: _Start | None = None
     checkpoint: int | None = None
-    checkpoint_noted: float = field(default=float("-inf"))
+    checkpoint_posted_at: float = field(default=float("-inf"))
 
     def update(self, decision: Decision, clock: float) -> list[JobEvent]:
         """Record a decision at the time `clock`, and return the events to post."""
@@ -78,21 +78,21 @@ class StartTimeline:
         parts = _parts(start, formed_at, recovering=not first) | phases
         total = formed_at - start.failed_at + sum(phases.values())
         text = ", ".join(f"{name.replace('-', ' ')} {max(0.0, seconds):.1f}" for name, seconds in parts.items())
-        word, reason = ("started", "Started") if first else ("recovered", "Recovered")
-        return [JobEvent(reason, f"{word} in {total:.1f} s: {text} (generation {start.generation}, {cause})")]
+        word, reason = ("Training", "Started") if first else ("Training again", "Recovered")
+        return [JobEvent(reason, f"{word} after {total:.1f} s: {text} (generation {start.generation}, {cause})")]
 
     def _update_checkpoint(self, decision: Decision, clock: float) -> list[JobEvent]:
         checkpoint = decision.status.checkpoint
         if checkpoint is None or checkpoint.step == self.checkpoint:
             return []
         seen_first = self.checkpoint is None and decision.observed.status.checkpoint is not None
-        if not seen_first and clock - self.checkpoint_noted < CHECKPOINT_NOTE_SECONDS:
+        if not seen_first and clock - self.checkpoint_posted_at < CHECKPOINT_EVENT_SECONDS:
             return []
         self.checkpoint = checkpoint.step
         if seen_first:
             return []
-        self.checkpoint_noted = clock
-        return [JobEvent("CheckpointSaved", f"the checkpoint of step {checkpoint.step} is complete")]
+        self.checkpoint_posted_at = clock
+        return [JobEvent("CheckpointSaved", f"Saved the checkpoint of step {checkpoint.step}")]
 
 
 def _parts(start: _Start, formed_at: float, *, recovering: bool) -> dict[str, float]:

@@ -18,8 +18,8 @@ from meshwright_operator.coordinator.rate_limit import RateLimiter
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
 
 # An agent polls again right after an answer. After this long without a poll it counts as absent.
-AWAY_SECONDS = 10.0
-LARGEST_GENERATION = 1 << 31
+ABSENT_SECONDS = 10.0
+MAX_GENERATION = 1 << 31
 
 
 @dataclass(slots=True)
@@ -169,7 +169,7 @@ class AgentRegistry:
 
     def _record_generation(self, generation: int) -> None:
         """Record the highest generation that an agent has reported. Ignore numbers that are out of range."""
-        if generation <= LARGEST_GENERATION:
+        if generation <= MAX_GENERATION:
             self._newest = max(self._newest, generation)
 
     def agents(self) -> Agents:
@@ -178,7 +178,7 @@ class AgentRegistry:
         waiting_agents = {
             worker: WaitingAgent(p.request.incarnation, p.request.address, p.request.store_port)
             for worker, p in self._presences.items()
-            if p.polls > 0 or now - p.seen <= AWAY_SECONDS
+            if p.polls > 0 or now - p.seen <= ABSENT_SECONDS
         }
         reports = {
             worker: ReceivedReport(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 RATE = 10.0
 """Sustained requests per second of an agent, which reports every two seconds and polls again after each answer."""
 BURST = 40.0
-LARGEST_POLLS = 4
+MAX_OPEN_POLLS = 4
 """Polls of one worker that may be open at once: one, and broken connections that have not timed out yet."""
 
 

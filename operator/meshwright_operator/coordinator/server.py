@@ -1,8 +1,8 @@
 """The coordinator's HTTP endpoints (the protocol is documented in `meshwright.protocol.messages`).
 
-The coordinator checks the signature before anything else, limits the size of a body and the time to read it, and signs
-every answer to a request with a valid signature. It tells an agent to exit (410) only after a reconcile has published
-the job's state. Until then, agents wait.
+The coordinator limits the size of a body and the time to read it, and checks the signature before it parses the body.
+It signs every answer to a request with a valid signature. It responds with 410, after which an agent exits, only after
+a reconcile has published the job's state. Until then, agents wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from meshwright.protocol import signing
 from meshwright.protocol.messages import PROTOCOL_VERSION, VERSION_HEADER, MeshRequest, ReportReply, WorkerReport
 from meshwright_operator.coordinator.agent_registry import AgentRegistry, encode
-from meshwright_operator.coordinator.rate_limit import LARGEST_POLLS
+from meshwright_operator.coordinator.rate_limit import MAX_OPEN_POLLS
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
@@ -115,7 +115,7 @@ class Coordinator:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await request.read()
         except TimeoutError:
-            raise web.HTTPRequestTimeout(text=f"the body did not arrive within {BODY_SECONDS:g} s") from None
+            raise web.HTTPRequestTimeout(text=f"request body not received within {BODY_SECONDS:g} s") from None
         signed_request = self._authenticate(endpoint, request, body)
         try:
             payload = await handler(signed_request)
@@ -131,7 +131,7 @@ class Coordinator:
     async def _mesh(self, signed_request: SignedRequest) -> bytes | None:
         mesh_request = self._checked_message(signed_request, MeshRequest)
         registry = signed_request.registry
-        if registry.polls(mesh_request.worker) >= LARGEST_POLLS:
+        if registry.polls(mesh_request.worker) >= MAX_OPEN_POLLS:
             raise _rate_limited(1.0)
         with registry.polling(mesh_request):
             self._notify(signed_request.key, True)
@@ -156,7 +156,7 @@ class Coordinator:
         if (seconds := registry.rate_limiter.delay_for(worker)) > 0:
             raise _rate_limited(seconds)
         if not registry.rate_limiter.is_newer(signed_request.endpoint, worker, incarnation, signed_request.date):
-            raise web.HTTPConflict(text="this request, or a later one of the same pod, was made before")
+            raise web.HTTPConflict(text="this request, or a later one of the same pod, was received before")
         return message
 
     def _authenticate(self, endpoint: str, request: web.Request, body: bytes) -> SignedRequest:
@@ -172,14 +172,14 @@ class Coordinator:
             raise web.HTTPUnauthorized(text=f"not signed with this job's token: {error}") from None
         version = request.headers.get(VERSION_HEADER, "1")
         if version != str(PROTOCOL_VERSION):
-            text = f"this coordinator speaks version {PROTOCOL_VERSION} of the protocol, the agent {version[:16]!r}"
+            text = f"protocol version must be {PROTOCOL_VERSION}, got {version[:16]!r}"
             raise web.HTTPUpgradeRequired(text=f"{text}: use a worker image of the operator's release")
         if not self.synced:
             raise web.HTTPServiceUnavailable(text="starting", headers={"Retry-After": "1"})
         key = JobKey(namespace, name)
         job = self._cache.jobs.get(key)
         if job is None or job["metadata"].get("uid") != uid:
-            raise web.HTTPNotFound(text="no such job")
+            raise web.HTTPNotFound(text="job not found")
         return SignedRequest(endpoint, key, self.registry(uid), token, signature, date, body)
 
 
@@ -191,11 +191,13 @@ def _signed_error(http_error: web.HTTPException, token: str, request: web.Reques
 
 
 def _rate_limited(seconds: float) -> web.HTTPTooManyRequests:
-    return web.HTTPTooManyRequests(text="too many requests of this worker", headers={"Retry-After": str(ceil(seconds))})
+    return web.HTTPTooManyRequests(
+        text="too many requests from this worker", headers={"Retry-After": str(ceil(seconds))}
+    )
 
 
 def _superseded_error() -> web.HTTPGone:
-    return web.HTTPGone(text="superseded: a newer incarnation of this worker exists, or the job wants no pods")
+    return web.HTTPGone(text="superseded: a newer incarnation of this worker exists, or the job needs no pods")
 
 
 def _parse(kind: type[Message], body: bytes) -> Message:

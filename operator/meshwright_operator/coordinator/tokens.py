@@ -47,14 +47,14 @@ def load_key(path: Path) -> bytes:
     except FileExistsError:
         pass
     except OSError as error:
-        raise KeyFileError(f"cannot make the key file {path}: {error.strerror}; give another --key-file") from None
+        raise KeyFileError(f"cannot create key file {path}: {error.strerror}: set another --key-file") from None
     else:
         with os.fdopen(descriptor, "wb") as file:
             file.write(secrets.token_hex(KEY_BYTES).encode())
     try:
         key = path.read_bytes().strip()
     except OSError as error:
-        raise KeyFileError(f"cannot read the key file {path}: {error.strerror}") from None
+        raise KeyFileError(f"cannot read key file {path}: {error.strerror}") from None
     if len(key) < KEY_BYTES:
-        raise KeyFileError(f"the key file {path} holds {len(key)} bytes; it must hold at least {KEY_BYTES}")
+        raise KeyFileError(f"key file {path} must contain at least {KEY_BYTES} bytes, got {len(key)}")
     return key

@@ -1,7 +1,7 @@
 """The applied spec: the spec from which the plan, the pods and the ranks were created, stored in status.
 
-`spec` is what the user wants now. If it is invalid or does not fit yet, the operator must still replace lost pods with
-pods like the others of the gang, and give ranks the same run configuration: it takes both from the applied spec.
+`spec` is what the user requests now. If it is invalid or does not fit yet, the operator must still replace lost pods.
+It takes the new pods' manifests and the ranks' run configuration from the applied spec, so that the gang stays uniform.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from datetime import datetime
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find, with_condition
 from meshwright.api.status import Condition, ParallelTrainingJobStatus
+from meshwright_operator.text import sentences
 from meshwright_operator.timestamps import format_time
 
 MESSAGE_LIMIT = 1024
@@ -48,7 +49,8 @@ def blocked_job_state(blocked_edit: BlockedEdit, revision: str, running: JobStat
 
     It is never Ready, because the spec that the user asked for does not run.
     """
-    message = f"{blocked_edit.message}; until then revision {revision} goes on ({running.reason}: {running.message})"
+    effect = "keeps running" if running.ready else f"stays in effect ({running.reason})"
+    message = sentences(blocked_edit.message, f"Revision {revision} {effect}: {running.message}")
     return replace(
         running, reason=blocked_edit.reason, message=message, ready=False, stalled=not blocked_edit.retryable
     )

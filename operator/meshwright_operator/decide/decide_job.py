@@ -11,6 +11,7 @@ from meshwright.api.spec import CordonedNodes, FailureAction
 from meshwright_operator.decide import (
     failure_detection,
     gang,
+    gang_actions,
     lifecycle,
     mesh_generation,
     placement_outcome,
@@ -23,8 +24,8 @@ from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.mesh_generation import next_generation
 from meshwright_operator.decide.observed import Observed, PodState, has_started
-from meshwright_operator.decide.restart_policy import Interruption, Settling
-from meshwright_operator.text import counted
+from meshwright_operator.decide.restart_policy import Interruption, Undetermined
+from meshwright_operator.text import counted, sentences
 from meshwright_operator.timestamps import format_time, seconds_since
 
 REQUEUE_SECONDS = 15.0
@@ -41,7 +42,9 @@ def decide(observed: Observed) -> Decision:
     left = lifecycle.deadline_left(observed.spec, observed.status, observed.now)
     if left is not None and left <= 0:
         seconds = observed.spec.active_deadline_seconds
-        decision.fail("DeadlineExceeded", f"the job was active for longer than {seconds} s (activeDeadlineSeconds)")
+        decision.fail(
+            "DeadlineExceeded", f"The job was active for longer than `spec.activeDeadlineSeconds` ({seconds})"
+        )
         return decision
     decision.requeue_within(left)
     _adopt_plan(decision)
@@ -70,7 +73,7 @@ def _clean_up_finished(decision: Decision) -> None:
 def _completion(decision: Decision) -> str:
     steps = decision.status.total_steps
     done = f" {counted(steps, 'step')}" if steps else ""
-    return f"all ranks finished{done} in generation {decision.mesh.generation}"
+    return f"All ranks completed{done or ' training'} in generation {decision.mesh.generation}"
 
 
 def _adopt_plan(decision: Decision) -> None:
@@ -89,7 +92,9 @@ def _adopt_plan(decision: Decision) -> None:
     status.selector = f"{LABEL_JOB}={observed.name}"
     status.replicas = observed.plan.layout.data
     if changed and observed.mesh.generation > 0 and not observed.mesh.pending_cause and not observed.spec.suspend:
-        _end_generation(decision, Interruption(restart_policy.SPEC_CHANGED, "the spec has changed"))
+        _end_generation(
+            decision, Interruption(restart_policy.SPEC_CHANGED, "The spec has changed. Restarting all workers")
+        )
     elif changed and observed.mesh.generation > 0:
         decision.mesh.pending_cause = restart_policy.SPEC_CHANGED.name
 
@@ -110,37 +115,38 @@ def _suspend(decision: Decision) -> None:
     lost = [w.pod for w in observed.workers if w.state is PodState.LOST]
     live = sum(pod not in lost for pod in observed.live_pods)
     if live:
-        decision.job_state("Suspending", f"waiting for {live} {'pod' if live == 1 else 'pods'} to save and end")
+        decision.job_state("Suspending", f"Waiting for {counted(live, 'pod')} to save a checkpoint and exit")
         return
     if not is_true(observed.status.conditions, names.SUSPENDED):
         decision.add_event("Suspended", _suspended_message(decision))
     decision.condition(names.SUSPENDED, True, "SuspendedByUser")
     decision.condition(names.PLACED, False, "Suspended")
-    decision.job_state("Suspended", "spec.suspend is true", ready=True)
+    decision.job_state("Suspended", "`spec.suspend` is true", ready=True)
 
 
 def _suspended_message(decision: Decision) -> str:
     checkpoint = decision.status.checkpoint
-    return "the job gave its pods back" + (f"; newest checkpoint: step {checkpoint.step}" if checkpoint else "")
+    saved = f"Newest checkpoint: step {checkpoint.step}" if checkpoint else ""
+    return sentences("All pods have exited", saved)
 
 
 def _resume(decision: Decision) -> None:
     if is_true(decision.observed.status.conditions, names.SUSPENDED):
         placement_outcome.reset_attempts(decision)
         decision.condition(names.SUSPENDED, False, "Resumed")
-        decision.add_event("Resumed", "spec.suspend is false again")
+        decision.add_event("Resumed", "`spec.suspend` is false")
 
 
 def _advance_generation(decision: Decision) -> None:
     """Checks the generation for failures, or works toward the next one."""
     observed = decision.observed
-    holding = observed.mesh.generation > 0 and not decision.mesh.pending_cause
-    if holding:
+    generation_runs = observed.mesh.generation > 0 and not decision.mesh.pending_cause
+    if generation_runs:
         verdict = failure_detection.detect(observed)
         if verdict is None:
             _train(decision)
             return
-        if isinstance(verdict, Settling):
+        if isinstance(verdict, Undetermined):
             _report_ready_ranks(decision, unsure=True)
             decision.requeue_within(verdict.seconds)
             return
@@ -154,7 +160,7 @@ def _advance_generation(decision: Decision) -> None:
         decision.mesh.pending_cause = restart_policy.START.name
     decision.status.ready_ranks = f"0/{observed.plan.layout.world_size}"
     decision.status.tokens_per_second = decision.status.eta_seconds = None
-    crashed = failure_detection.uncounted_crashes(observed) if not holding else []
+    crashed = failure_detection.uncounted_crashes(observed) if not generation_runs else []
     codes = restart_policy.worker_exit_codes(crashed)
     if crashed and not _may_restart(decision, codes, failure_detection.crash_message(crashed)):
         return
@@ -182,7 +188,7 @@ def _may_restart(decision: Decision, codes: set[int], message: str) -> bool:
     """Whether the job restarts after a failure with these exit codes. If not, this fails the job."""
     action, why = restart_policy.action_for(decision.observed.spec, codes)
     if action is FailureAction.FAIL_JOB:
-        decision.fail("FailurePolicy", f"{message}; {why}")
+        decision.fail("FailurePolicy", sentences(message, why))
     elif action is FailureAction.COUNT and decision.over_limit():
         _fail_on_restart_limit(decision, message)
     else:
@@ -193,9 +199,11 @@ def _may_restart(decision: Decision, codes: set[int], message: str) -> bool:
 def _fail_on_restart_limit(decision: Decision, message: str) -> None:
     limit = decision.observed.spec.recovery.max_restarts
     window = decision.observed.spec.recovery.restart_window_seconds
-    spent = counted(limit, "restart") + (f" within {window} s" if window is not None else "")
-    decision.add_event("RestartLimitReached", f"{spent} allowed (recovery.maxRestarts), and used up", WARNING)
-    decision.fail("RestartLimitReached", f"after {spent}: {message}")
+    allowed = f"allowed by `recovery.maxRestarts`{f' within {window} s' if window is not None else ''}"
+    used = f"All {limit} restarts {allowed} are used" if limit > 1 else f"The only restart {allowed} is used"
+    text = used if limit else "`recovery.maxRestarts` allows no restart"
+    decision.add_event("RestartLimitReached", text, WARNING)
+    decision.fail("RestartLimitReached", sentences(message, text))
 
 
 def _report_blocked_edit(decision: Decision) -> None:
@@ -214,48 +222,53 @@ def _start_generation(decision: Decision) -> None:
     decision.requeue_within(REQUEUE_SECONDS)
     observed, cause = decision.observed, decision.mesh.pending_cause
     if observed.rejection is not None:
-        placement_outcome.give_up(decision, gang.GiveUp(observed.rejection.reason, observed.rejection.message))
+        placement_outcome.end_attempt(
+            decision, gang_actions.EndAttempt(observed.rejection.reason, observed.rejection.message)
+        )
         return
     step = gang.next_action(observed, cause)
-    if isinstance(step, gang.Place | gang.Wait | gang.GiveUp) and (pause := placement_outcome.retry_left(decision)) > 0:
+    if (
+        isinstance(step, gang_actions.Place | gang_actions.Wait | gang_actions.EndAttempt)
+        and (pause := placement_outcome.retry_left(decision)) > 0
+    ):
         placement_outcome.wait_for_retry(decision, pause)
         return
     match step:
-        case gang.Delete(pods, message):
+        case gang_actions.Delete(pods, message):
             decision.delete += [pod for pod in pods if pod not in decision.delete]
-            decision.starting(f"stopping {len(pods)} {'pod' if len(pods) == 1 else 'pods'}: {message}")
-        case gang.Wait(message, reason, seconds):
+            decision.starting(f"Deleting {counted(len(pods), 'pod')}: {message}")
+        case gang_actions.Wait(message, reason, seconds):
             decision.starting(message, reason)
             decision.requeue_within(seconds)
-        case gang.Place():
+        case gang_actions.Place():
             if mesh_generation.uses_external_scheduler(observed):
                 placement_outcome.create_unbound_pods(decision, step)
             else:
                 decision.place = step
-        case gang.MapRanks():
+        case gang_actions.MapRanks():
             decision.map_ranks = step
-        case gang.GiveUp():
-            placement_outcome.give_up(decision, step)
-        case gang.Ungate(pods):
+        case gang_actions.EndAttempt():
+            placement_outcome.end_attempt(decision, step)
+        case gang_actions.Ungate(pods):
             decision.ungate += pods
-            decision.add_event(
-                "GangStarted", f"the whole gang holds its place: {counted(len(observed.workers), 'pod')}"
-            )
-            decision.starting("the gang starts")
-        case gang.FormGeneration():
+            count = len(observed.workers)
+            text = f"All {count} pods have a node; removed their scheduling gates"
+            single = "The pod has a node; removed its scheduling gate"
+            decision.add_event("GangStarted", text if count > 1 else single)
+            decision.starting(f"Starting {counted(count, 'pod')}")
+        case gang_actions.FormGeneration():
             decision.status.mesh = next_generation(decision.observed, cause, decision.mesh.failures)
             _announce(decision)
-            decision.starting(f"generation {decision.mesh.generation} starts")
+            decision.starting(f"Starting generation {decision.mesh.generation}")
 
 
 def _announce(decision: Decision) -> None:
     mesh, checkpoint = decision.mesh, decision.status.checkpoint
     number, layout = mesh.generation, decision.observed.plan.summary
-    decision.add_event("MeshFormed", f"generation {number} ({mesh.cause}): {layout}, master {mesh.master}")
+    decision.add_event("MeshFormed", f"Formed generation {number} ({mesh.cause}): {layout}, master {mesh.master}")
     if checkpoint is not None and number > 1:
-        decision.add_event(
-            "RestartingFromCheckpoint", f"generation {number} goes on from the checkpoint of step {checkpoint.step}"
-        )
+        text = f"Restarting from the checkpoint of step {checkpoint.step} (generation {number})"
+        decision.add_event("RestartingFromCheckpoint", text)
 
 
 def _train(decision: Decision) -> None:
@@ -269,7 +282,7 @@ def _report_ready_ranks(decision: Decision, *, unsure: bool) -> bool:
     """Writes how many ranks train to status, and returns whether all of them do.
 
     If the number is `unsure`, a job that was training still counts as training: after a restart of the operator the
-    agents' reports arrive one by one, and a failed rank is examined only after it has settled.
+    agents' reports arrive one by one, and the cause of a failed rank is determined only after a wait.
     """
     observed, status = decision.observed, decision.status
     world = observed.plan.layout.world_size
@@ -278,9 +291,9 @@ def _report_ready_ranks(decision: Decision, *, unsure: bool) -> bool:
         training = world
     status.ready_ranks = f"{training}/{world}"
     if training < world:
-        decision.starting(f"generation {decision.mesh.generation}: {training} of {world} ranks train")
+        decision.starting(f"{training} of {world} ranks are training in generation {decision.mesh.generation}")
         return False
-    trains = f"{counted(world, 'rank')} train{'s' if world == 1 else ''}"
+    trains = f"{counted(world, 'rank')} {'is' if world == 1 else 'are'} training"
     decision.job_state("Running", f"{trains} in generation {decision.mesh.generation}", ready=True)
     return True
 
@@ -298,5 +311,5 @@ def _move_off_draining_nodes(decision: Decision) -> None:
     if trained < MOVE_AFTER_SECONDS:
         decision.requeue_within(MOVE_AFTER_SECONDS - trained)
         return
-    decision.move = gang.Place(draining, {w.index: w.node for w in observed.workers if w not in draining})
+    decision.move = gang_actions.Place(draining, {w.index: w.node for w in observed.workers if w not in draining})
     decision.requeue_within(MOVE_RETRY_SECONDS)

@@ -9,7 +9,7 @@ from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, Restart
 from meshwright_operator.decide import conditions, lifecycle, restart_policy
 from meshwright_operator.decide.conditions import blocked_job_state
 from meshwright_operator.decide.events import NORMAL, WARNING, JobEvent
-from meshwright_operator.decide.gang import MapRanks, Place
+from meshwright_operator.decide.gang_actions import MapRanks, Place
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.restart_policy import RestartCause
 from meshwright_operator.kube.pod_info import Pod
@@ -60,10 +60,10 @@ class Decision:
         self, reason: str, message: str, *, ready: bool = False, stalled: bool = False, final: bool = False
     ) -> None:
         """Sets Ready, Reconciling and Stalled. Unless the state is final, they also report a blocked edit."""
-        found = conditions.JobState(reason, message, ready=ready, stalled=stalled)
+        state = conditions.JobState(reason, message, ready=ready, stalled=stalled)
         if self.observed.blocked_edit is not None and not final:
-            found = blocked_job_state(self.observed.blocked_edit, self.observed.revision, found)
-        conditions.set_job_state(self.status, found, self.observed.generation, self.observed.now)
+            state = blocked_job_state(self.observed.blocked_edit, self.observed.revision, state)
+        conditions.set_job_state(self.status, state, self.observed.generation, self.observed.now)
 
     def starting(self, message: str, problem: str = "") -> None:
         """Sets the state of a job without a running generation. `problem` is the reason if something prevents one."""

@@ -1,7 +1,7 @@
 """What interrupted a mesh generation, and its cause: a lost node or pod, a crashed pod, or a failed rank.
 
-A failed rank is examined only after it has settled. When a pod disappears, its peers' connections break before the
-pod's deletion arrives. That must count as a lost pod, which does not count toward `recovery.maxRestarts`, and not as a
+The cause of a failed rank is determined only after a wait. When a pod disappears, its peers' connections break before
+the pod's deletion arrives. That must be a lost pod, which does not count toward `recovery.maxRestarts`, and not a
 failure of the peers.
 """
 
@@ -13,6 +13,7 @@ from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.decide.hang_detection import hung_ranks, silent_agents, stuck_agents
 from meshwright_operator.decide.observed import Observed, PodState, Worker
 from meshwright_operator.decide.restart_policy import (
+    CAUSE_WAIT_SECONDS,
     CAUSES,
     EVICTED,
     NODE_LOST,
@@ -20,25 +21,25 @@ from meshwright_operator.decide.restart_policy import (
     POD_LOST,
     PREEMPTED,
     RANK_FAILURE,
-    SETTLE_SECONDS,
     Detector,
     Interruption,
     RestartCause,
-    Settling,
+    Undetermined,
 )
 from meshwright_operator.kube.pod_info import EVICTIONS, PREEMPTIONS, Pod
+from meshwright_operator.text import capitalized
 from meshwright_operator.timestamps import parse_time
 
-PEER_LOST_SETTLE_SECONDS = 10.0
+PEER_LOST_WAIT_SECONDS = 10.0
 PAUSE_SECONDS = 20.0
 
 GONE = frozenset({PodState.MISSING, PodState.ENDING, PodState.DISRUPTED, PodState.LOST})
 
 
-def detect(observed: Observed) -> Interruption | Settling | None:
+def detect(observed: Observed) -> Interruption | Undetermined | None:
     """What interrupted the current generation. None while it is healthy."""
-    own = (cause.detect for cause in CAUSES.values() if cause.detect is not None)
-    return next((found for detector in (*DETECTORS, *own) if (found := detector(observed)) is not None), None)
+    declared = (cause.detect for cause in CAUSES.values() if cause.detect is not None)
+    return next((verdict for detector in (*DETECTORS, *declared) if (verdict := detector(observed)) is not None), None)
 
 
 def lost_pods(observed: Observed) -> Interruption | None:
@@ -48,7 +49,7 @@ def lost_pods(observed: Observed) -> Interruption | None:
         return None
     causes = [_cause(worker) for worker in gone]
     cause = next(cause for cause in (NODE_LOST, PREEMPTED, EVICTED, POD_LOST) if cause in causes)
-    return Interruption(cause, "; ".join(_describe_loss(worker) for worker in gone[:3]) + _more(gone, 3))
+    return Interruption(cause, capitalized("; ".join(_describe_loss(worker) for worker in gone[:3]) + _more(gone, 3)))
 
 
 def crashed_pods(observed: Observed) -> Interruption | None:
@@ -57,52 +58,51 @@ def crashed_pods(observed: Observed) -> Interruption | None:
     return Interruption(POD_FAILED, crash_message(crashed)) if crashed else None
 
 
-def failed_ranks(observed: Observed) -> Interruption | Settling | None:
-    """Ranks that failed while their pods run, once they have settled, or failed because a node is down."""
+def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
+    """Ranks that failed while their pods run, after a wait for other failures, or at once if a node is down."""
     failing = observed.reports_in(AgentState.FAILED)
     if not failing:
         return None
     down = tuple(worker for worker in observed.workers if worker.node_down and worker.state is PodState.RUNNING)
     if down:
         named = ", ".join(f"worker {worker.index} on {worker.node}" for worker in down[:3]) + _more(down, 3)
-        return Interruption(NODE_LOST, f"the node is down: {named}", lost=down)
+        return Interruption(NODE_LOST, f"Ranks failed, and nodes are down: {named}", lost=down)
     root = [received for received in failing.values() if received.report.failure is not FailureKind.PEER_LOST]
     oldest = max(received.halted_seconds for received in failing.values())
-    wait = SETTLE_SECONDS if root else PEER_LOST_SETTLE_SECONDS
+    wait = CAUSE_WAIT_SECONDS if root else PEER_LOST_WAIT_SECONDS
     if oldest < wait:
-        return Settling(wait - oldest)
-    # A refused run fails the job, so name it; otherwise name the earliest root failure.
+        return Undetermined(wait - oldest)
+    # A rejected run fails the job, so name it. Otherwise name the earliest root failure.
     worker, received = max(
         failing.items(),
         key=lambda item: (item[1].report.failure is FailureKind.REFUSED, item[1] in root, item[1].halted_seconds),
     )
     return Interruption(
         RANK_FAILURE,
-        f"worker {worker}: {received.report.message or 'a rank failed'}",
+        f"Worker {worker}: {received.report.message or 'a rank failed'}",
         detected_in=oldest,
         job_failure="RunRefused" if received.report.failure is FailureKind.REFUSED else "",
     )
 
 
-def paused_ranks(observed: Observed) -> Interruption | Settling | None:
+def paused_ranks(observed: Observed) -> Interruption | Undetermined | None:
     """Ranks that paused for a pod's deletion. If no pod is deleted after all, only a restart starts them again."""
     paused = observed.reports_in(AgentState.IDLE)
     if not paused or observed.reports_in(AgentState.DRAINING):
         return None
     longest = max(received.halted_seconds for received in paused.values())
     if longest < PAUSE_SECONDS:
-        return Settling(PAUSE_SECONDS - longest)
+        return Undetermined(PAUSE_SECONDS - longest)
     workers = ", ".join(str(index) for index in sorted(paused))
-    return Interruption(
-        RANK_FAILURE, f"the ranks of worker {workers} stopped, but no pod goes away", detected_in=longest
-    )
+    message = f"The ranks of worker {workers} stopped for a pod's deletion, but no pod was deleted"
+    return Interruption(RANK_FAILURE, message, detected_in=longest)
 
 
 def uncounted_crashes(observed: Observed) -> list[Worker]:
     """Workers that exited while the next generation was being formed, which no earlier verdict has counted.
 
     Exit code 0 counts too: without a generation there was nothing to complete, and a container that exits at once must
-    not be restarted for ever.
+    not be restarted without limit.
     """
     since = parse_time(observed.mesh.pending_since)
     return [
@@ -121,7 +121,7 @@ def _created(pod: Pod) -> datetime:
 
 def crash_message(workers: list[Worker]) -> str:
     """Which workers crashed, with their exit codes."""
-    return "; ".join(_describe_crash(worker) for worker in workers[:3]) + _more(workers, 3)
+    return capitalized("; ".join(_describe_crash(worker) for worker in workers[:3]) + _more(workers, 3))
 
 
 def _cause(worker: Worker) -> RestartCause:
@@ -133,12 +133,12 @@ def _cause(worker: Worker) -> RestartCause:
 
 
 def _describe_loss(worker: Worker) -> str:
-    pod = worker.pod.name if worker.pod else f"the pod of worker {worker.index}"
+    pod = f"pod {worker.pod.name}" if worker.pod else f"the pod of worker {worker.index}"
     happened = {
-        PodState.MISSING: "is gone",
+        PodState.MISSING: "no longer exists",
         PodState.ENDING: "is being deleted",
         PodState.DISRUPTED: "was stopped",
-        PodState.LOST: f"was lost with node {worker.node}",
+        PodState.LOST: f"is lost, because node {worker.node} is down",
     }[worker.state]
     why = f" ({worker.pod.disruption})" if worker.pod is not None and worker.pod.disruption else ""
     return f"{pod} {happened}{why}"
@@ -146,8 +146,8 @@ def _describe_loss(worker: Worker) -> str:
 
 def _describe_crash(worker: Worker) -> str:
     code = worker.pod.exit_code if worker.pod else None
-    name = worker.pod.name if worker.pod else f"worker {worker.index}"
-    return f"{name} ended with exit code {code}" if code is not None else f"{name} failed"
+    name = f"pod {worker.pod.name}" if worker.pod else f"the pod of worker {worker.index}"
+    return f"{name} exited with code {code}" if code is not None else f"{name} failed"
 
 
 def _more(items: object, shown: int) -> str:

@@ -7,98 +7,36 @@ after which the attempt ends and the gang releases its nodes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-from meshwright_operator.decide import failure_detection, mesh_generation, restart_policy
+from meshwright_operator.decide import failure_detection, restart_policy
+from meshwright_operator.decide.external_scheduler import external_scheduler_action
+from meshwright_operator.decide.gang_actions import (
+    PROBLEM_AFTER_SECONDS,
+    Delete,
+    EndAttempt,
+    FormGeneration,
+    GangAction,
+    Place,
+    Ungate,
+    Wait,
+)
+from meshwright_operator.decide.mesh_generation import uses_external_scheduler
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState, Worker
 from meshwright_operator.kube.pod_info import Pod
-from meshwright_operator.timestamps import parse_time, seconds_since
+from meshwright_operator.text import counted, sentences
+from meshwright_operator.timestamps import seconds_since
 
-PROBLEM_AFTER_SECONDS = 60.0
-"""Age of a pod at which its problem is reported: most problems resolve by themselves."""
-GIVE_UP_SECONDS = 300.0
+PROBLEM_LIMIT_SECONDS = 300.0
 """Age at which a pod with a problem ends the attempt: time for a registry or a volume to become available again."""
-GIVE_UP_AGAIN_SECONDS = 60.0
+REPEATED_PROBLEM_LIMIT_SECONDS = 60.0
 """The same for every attempt after the first, since the problem did not resolve during the first one."""
-GIVE_UP_SECONDS_BY_REASON = {"InvalidImageName": 60.0, "ErrImageNeverPull": 60.0, "Unschedulable": 120.0}
+PROBLEM_LIMIT_SECONDS_BY_REASON = {"InvalidImageName": 60.0, "ErrImageNeverPull": 60.0, "Unschedulable": 120.0}
 """The same for problems that do not resolve by themselves, or that other nodes would resolve."""
-START_SECONDS = 1800.0
+POD_START_SECONDS = 1800.0
 """Age at which a pod that does not run and reports no problem ends the attempt: large images pull slowly."""
 ABSENT_AGENT_SECONDS = 120.0
 """Seconds after which a pod is replaced if its agent does not poll while other agents do."""
-PARTIAL_BINDING_SECONDS = 300.0
-"""Seconds after which the attempt ends if another scheduler has bound only some of the pods."""
 SILENT_GANG_SECONDS = 600.0
 """Seconds after which the attempt ends if no agent of the gang reaches the coordinator."""
-
-WAITS_FOR_SCHEDULER = "WaitsForScheduler"
-NOT_SCHEDULED = "NotScheduled"
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    """Delete these pods."""
-
-    pods: tuple[Pod, ...]
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Wait for an event, or for `seconds`."""
-
-    message: str
-    reason: str = ""
-    """CamelCase, if a problem needs a user's or an administrator's attention; empty for a normal wait."""
-    seconds: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Find nodes for the workers without a pod."""
-
-    workers: tuple[Worker, ...]
-    assigned_nodes: Mapping[int, str] = field(default_factory=dict)
-    """Worker -> node, of the workers that keep their pods."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ungate:
-    """Start the gang: every pod has a node."""
-
-    pods: tuple[Pod, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FormGeneration:
-    """Form the next generation: every agent polls for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """End this attempt to start the gang, and release its nodes."""
-
-    reason: str
-    """CamelCase, for the condition."""
-    message: str
-    pods: tuple[Pod, ...] = ()
-    """The pods that failed to start."""
-    avoid: Mapping[str, str] = field(default_factory=dict)
-    """Node -> why not to place the job there for a while."""
-
-
-@dataclass(frozen=True, slots=True)
-class MapRanks:
-    """Map ranks onto the nodes to which another scheduler has bound the pods."""
-
-    pods: Mapping[int, str]
-    """Worker -> node."""
-    assigned_slots: Mapping[int, int]
-    """Worker -> worker of the plan, for those that keep their ranks."""
-
-
-GangAction = Delete | Wait | Place | Ungate | GiveUp | FormGeneration | MapRanks
 
 
 def next_action(observed: Observed, pending_cause: str) -> GangAction:
@@ -108,46 +46,20 @@ def next_action(observed: Observed, pending_cause: str) -> GangAction:
     ending = [w for w in observed.workers if w.state is PodState.ENDING or w.older_pods]
     if ending or observed.excess_pods:
         count = len(ending) + len(observed.excess_pods)
-        return Wait(f"waiting for {count} {_pods(count)} to end")
+        return Wait(f"Waiting for {counted(count, 'pod')} to terminate")
     missing = tuple(w for w in observed.workers if w.state in ENDED)
     if missing:
         crashed = [w for w in missing if w.state in (PodState.CRASHED, PodState.SUCCEEDED)]
         if (seconds := restart_policy.crash_backoff_left(observed, crashed)) > 0:
-            return Wait(f"{failure_detection.crash_message(crashed)}; waiting before the next try", seconds=seconds)
+            backoff = f"Backing off before replacing {counted(len(missing), 'pod')}"
+            return Wait(sentences(failure_detection.crash_message(crashed), backoff), seconds=seconds)
         return Place(missing, {w.index: w.node for w in observed.workers if w.state in LIVE})
     gated = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.gated)
     if gated:
         return Ungate(gated)
-    if mesh_generation.uses_external_scheduler(observed) and (step := _external_scheduler_step(observed)) is not None:
-        return step
+    if uses_external_scheduler(observed) and (action := external_scheduler_action(observed)) is not None:
+        return action
     return _wait_for_agents(observed, pending_cause)
-
-
-def _external_scheduler_step(observed: Observed) -> GangAction | None:
-    """The next step until all pods of an external scheduler have nodes and ranks. None once they do."""
-    pods = [w.pod for w in observed.workers if w.pod is not None]
-    down = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.bound and w.node_down)
-    if down:
-        return Delete(down, f"node {down[0].node} is down")
-    unbound = [pod for pod in pods if not pod.bound]
-    if unbound:
-        return _wait_for_binding(observed, pods, unbound)
-    known = mesh_generation.slots(observed)
-    return MapRanks({w.index: w.node for w in observed.workers}, known) if len(known) < len(pods) else None
-
-
-def _wait_for_binding(observed: Observed, pods: list[Pod], unbound: list[Pod]) -> GangAction:
-    """Waits for the external scheduler. The limit is longer while no pod is bound: the gang may be in its queue."""
-    now, scheduler = observed.now, observed.spec.workers.scheduler_name
-    bound = [pod.scheduled or pod.created or now for pod in pods if pod.bound]
-    since = max(min(bound), parse_time(observed.mesh.pending_since) or min(bound)) if bound else None
-    waited = (now - since).total_seconds() if since is not None else _age(observed, unbound[0], START_SECONDS)
-    limit = PARTIAL_BINDING_SECONDS if bound else START_SECONDS
-    text = f"scheduler {scheduler} has bound {len(bound)} of {len(pods)} pods"
-    problem = next((f"; pod {pod.name}: {pod.problem}" for pod in unbound if pod.problem), "")
-    if waited >= limit:
-        return GiveUp(NOT_SCHEDULED, f"{text} and no more within {limit:.0f} s{problem}", tuple(pods))
-    return Wait(text + problem, WAITS_FOR_SCHEDULER if waited >= PROBLEM_AFTER_SECONDS else "", limit - waited)
 
 
 def _wait_for_agents(observed: Observed, pending_cause: str) -> GangAction:
@@ -166,52 +78,50 @@ def _wait_for_agents(observed: Observed, pending_cause: str) -> GangAction:
         return (
             _overdue_pods(observed, waiting)
             or _problem(observed, waiting)
-            or Wait(f"{total - len(waiting)} of {total} pods run")
+            or Wait(f"{total - len(waiting)} of {total} pods are running")
         )
     if absent:
         return _absent_agents(observed, absent) or Wait(f"{total - len(absent)} of {total} agents are ready")
     left, pause = restart_policy.backoff_left(observed, restart_policy.cause_named(pending_cause))
     if left > 0:
-        return Wait(f"waiting {pause:.0f} s before the next try", seconds=left)
+        return Wait(f"Backing off for {pause:.0f} s before the next start", seconds=left)
     return FormGeneration()
 
 
 def _obsolete_pods(observed: Observed) -> list[tuple[Pod, str]]:
     """Pods to delete that are not being deleted yet, with the reason."""
-    found = [(pod, "the plan has fewer workers") for pod in observed.excess_pods]
+    obsolete = [(pod, "the plan has fewer workers") for pod in observed.excess_pods]
     for worker in observed.workers:
-        found += [(pod, "a newer pod of the worker exists") for pod in worker.older_pods]
+        obsolete += [(pod, "a newer pod of its worker exists") for pod in worker.older_pods]
         if worker.pod is None or worker.pod.terminal:
             continue
         if worker.pod.revision != observed.revision:
-            found.append((worker.pod, "the spec has changed"))
+            obsolete.append((worker.pod, "the spec has changed"))
         elif worker.node_rejection:
-            found.append((worker.pod, f"node {worker.node} does not take it any more: {worker.node_rejection}"))
-    return [(pod, reason) for pod, reason in found if not pod.deleting]
+            obsolete.append((worker.pod, f"node {worker.node} no longer accepts it: {worker.node_rejection}"))
+    return [(pod, reason) for pod, reason in obsolete if not pod.deleting]
 
 
-def _overdue_pods(observed: Observed, waiting: list[Worker]) -> GiveUp | None:
+def _overdue_pods(observed: Observed, waiting: list[Worker]) -> EndAttempt | None:
     """Ends the attempt if pods have not started within their limit."""
     overdue: list[tuple[Pod, str]] = []
     for pod in (w.pod for w in waiting if w.pod is not None and w.state is PodState.PENDING):
         reason = pod.problem.partition(":")[0]
-        patience = GIVE_UP_AGAIN_SECONDS if observed.mesh.attempts else GIVE_UP_SECONDS
-        bound = GIVE_UP_SECONDS_BY_REASON.get(reason, patience) if reason else START_SECONDS
-        if _age(observed, pod, bound) >= bound:
+        limit = REPEATED_PROBLEM_LIMIT_SECONDS if observed.mesh.attempts else PROBLEM_LIMIT_SECONDS
+        bound = PROBLEM_LIMIT_SECONDS_BY_REASON.get(reason, limit) if reason else POD_START_SECONDS
+        if observed.age(pod, bound) >= bound:
             overdue.append((pod, reason))
     if not overdue:
         return None
     first, reason = overdue[0]
     more = f" (and {len(overdue) - 1} more)" if len(overdue) > 1 else ""
-    problem = first.problem or "its container does not start and nothing says why"
-    refused = {
-        pod.node: "the scheduler did not accept a pod of this job" for pod, why in overdue if why == "Unschedulable"
-    }
-    return GiveUp(
+    problem = first.problem or f"not running after {POD_START_SECONDS:.0f} s, and it reports no problem"
+    avoid = {pod.node: "the scheduler rejected a pod of this job" for pod, why in overdue if why == "Unschedulable"}
+    return EndAttempt(
         _condition_reason(reason) if reason else "PodsDoNotStart",
-        f"pod {first.name}: {problem}{more}",
+        f"Pod {first.name}{more}: {problem}",
         tuple(pod for pod, _ in overdue),
-        refused,
+        avoid,
     )
 
 
@@ -232,10 +142,15 @@ def _absent_agents(observed: Observed, absent: list[Worker]) -> GangAction | Non
     if not late:
         return None
     if len(absent) < len(observed.workers):
-        return Delete(late, f"the agent of {late[0].name} is not heard of")
+        return Delete(
+            late, f"the agent of {late[0].name} has not polled the coordinator for {ABSENT_AGENT_SECONDS:.0f} s"
+        )
     if min(listening, _pending_seconds(observed)) < SILENT_GANG_SECONDS:
         return None
-    return GiveUp("AgentsUnreachable", "pods run, but none of their agents reaches the operator's coordinator", late)
+    message = (
+        "All pods are running, but no agent reaches the coordinator. Check network policies and the coordinator's URL"
+    )
+    return EndAttempt("AgentsUnreachable", message, late)
 
 
 def _pending_seconds(observed: Observed) -> float:
@@ -248,10 +163,6 @@ def _running_seconds(observed: Observed, pod: Pod) -> float:
     return (observed.now - since).total_seconds() if since is not None else 0.0
 
 
-def _age(observed: Observed, pod: Pod, unknown: float) -> float:
-    return (observed.now - pod.created).total_seconds() if pod.created is not None else unknown
-
-
 def _condition_reason(text: str) -> str:
     return text if text.isalnum() else "PodProblem"
 
@@ -261,15 +172,11 @@ def _problem(observed: Observed, waiting: list[Worker]) -> Wait | None:
     soonest = PROBLEM_AFTER_SECONDS
     troubled = [w.pod for w in waiting if w.pod is not None and w.pod.problem]
     for pod in troubled:
-        age = _age(observed, pod, PROBLEM_AFTER_SECONDS)
+        age = observed.age(pod, PROBLEM_AFTER_SECONDS)
         if age >= PROBLEM_AFTER_SECONDS:
-            return Wait(f"pod {pod.name}: {pod.problem}", reason=_condition_reason(pod.problem.partition(":")[0]))
+            return Wait(f"Pod {pod.name}: {pod.problem}", reason=_condition_reason(pod.problem.partition(":")[0]))
         soonest = min(soonest, PROBLEM_AFTER_SECONDS - age)
     if not troubled:
         return None
     total = len(observed.workers)
-    return Wait(f"{total - len(waiting)} of {total} pods run", seconds=soonest)
-
-
-def _pods(count: int) -> str:
-    return "pod" if count == 1 else "pods"
+    return Wait(f"{total - len(waiting)} of {total} pods are running", seconds=soonest)

@@ -16,13 +16,14 @@ from meshwright_operator.decide.agents import ReceivedReport
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, PodState, Worker
 from meshwright_operator.decide.restart_policy import HANG, POD_LOST, Interruption
+from meshwright_operator.text import counted, sentences
 from meshwright_operator.timestamps import seconds_since
 
 MIN_TIMEOUT_SECONDS = 300.0
 """Shortest default timeout: saving a large checkpoint or a slow volume is not a hang."""
 TIMEOUT_STEPS = 10
 """The default timeout, in steps."""
-START_SECONDS = 900.0
+FIRST_STEP_SECONDS = 900.0
 """Shortest timeout before the first step, in which ranks connect, load the checkpoint and compile."""
 FRESH_REPORT_SECONDS = 15.0
 """Age above which a report is out of date."""
@@ -51,7 +52,7 @@ class IdleRank:
         return self.process.step is not None
 
     @property
-    def culprit_order(self) -> tuple[bool, int, float, int]:
+    def likely_cause_order(self) -> tuple[bool, int, float, int]:
         """The smallest is the likely cause: stopped processes, then the lowest step, then the longest idle time."""
         step = -1 if self.process.step is None else self.process.step
         return self.process.state not in STUCK_PROCESS_STATES, step, -self.seconds, self.process.rank
@@ -77,7 +78,7 @@ class HangRule:
         chosen = self.observed.spec.recovery.hang_timeout_seconds
         default = max(MIN_TIMEOUT_SECONDS, TIMEOUT_STEPS * self._step_seconds())
         seconds = float(chosen) if chosen is not None else default
-        return seconds if started else max(seconds, START_SECONDS)
+        return seconds if started else max(seconds, FIRST_STEP_SECONDS)
 
     def is_hung(self, rank: IdleRank) -> bool:
         """Whether a live rank hangs."""
@@ -85,7 +86,7 @@ class HangRule:
 
     def is_stalled(self, rank: IdleRank) -> bool:
         """Whether a live rank has made no progress for so long that a silent agent may be the cause."""
-        limit = max(SILENT_SECONDS, SILENT_STEPS * self._step_seconds()) if rank.started else START_SECONDS
+        limit = max(SILENT_SECONDS, SILENT_STEPS * self._step_seconds()) if rank.started else FIRST_STEP_SECONDS
         return rank.seconds >= limit
 
     def silence(self, worker: Worker) -> float:
@@ -109,19 +110,20 @@ def hung_ranks(observed: Observed) -> Interruption | None:
     if not any(rule.is_hung(rank) for rank in ranks):
         return None
     # A hung rank stops all others of its generation: choose the rank to name among all of them.
-    named = min(ranks, key=lambda rank: rank.culprit_order)
+    named = min(ranks, key=lambda rank: rank.likely_cause_order)
     others = len(ranks) - 1
-    text = f"{_describe(named)}; {others} other {'rank waits' if others == 1 else 'ranks wait'}" if others else ""
-    return Interruption(HANG, text or _describe(named), detected_in=named.seconds)
+    waiting = f"{counted(others, 'rank')} {'waits' if others == 1 else 'wait'} for it" if others else ""
+    return Interruption(HANG, sentences(_describe(named), waiting), detected_in=named.seconds)
 
 
 def _describe(rank: IdleRank) -> str:
     process, worker = rank.process, rank.worker
     state = f", {STUCK_PROCESS_STATES[process.state]}" if process.state in STUCK_PROCESS_STATES else ""
-    last = f"step {process.step}" if process.step is not None else f"phase {process.phase or 'spawn'}"
-    return (
-        f"rank {process.rank} (worker {worker.index} on {worker.node}, process {process.pid}{state})"
-        f" made no progress for {rank.seconds:.0f} s; last done: {last}"
+    step, phase = f"step: {process.step}", f"phase: {process.phase or 'spawn'}"
+    who = f"Rank {process.rank} (worker {worker.index} on {worker.node}, pid {process.pid}{state})"
+    return sentences(
+        f"{who} has made no progress for {rank.seconds:.0f} s",
+        f"Last completed {step if process.step is not None else phase}",
     )
 
 
@@ -135,7 +137,8 @@ def silent_agents(observed: Observed) -> Interruption | None:
     if not silent or not received or not ranks or not all(rule.is_stalled(rank) for rank in ranks):
         return None
     named = ", ".join(f"worker {worker.index} on {worker.node} for {seconds:.0f} s" for worker, seconds in silent[:3])
-    message = f"training stands, and nothing was heard of {named}"
+    missing = f"No heartbeat from {named}, and no rank has completed a step since"
+    message = sentences(missing, _replacing(len(silent)))
     return Interruption(POD_LOST, message, detected_in=silent[0][1], lost=tuple(worker for worker, _ in silent))
 
 
@@ -149,23 +152,28 @@ def stuck_agents(observed: Observed) -> Interruption | None:
     if not stuck:
         return None
     named = ", ".join(f"worker {worker.index} on {worker.node}" for worker in stuck[:3])
-    message = f"{named} did not take up generation {observed.mesh.generation}: its old ranks do not end"
+    problem = f"Ranks of an older generation than {observed.mesh.generation} do not exit: {named}"
+    message = sentences(problem, _replacing(len(stuck)))
     return Interruption(HANG, message, lost=tuple(stuck))
+
+
+def _replacing(count: int) -> str:
+    return "Replacing its pod" if count == 1 else "Replacing their pods"
 
 
 def _live_ranks(observed: Observed) -> list[IdleRank]:
     """Live ranks of the current generation with recent reports. Empty if the hang rule does not apply."""
     if not HangRule(observed).applies:
         return []
-    found = []
+    ranks = []
     reports = observed.reports_in(AgentState.RUNNING) | observed.reports_in(AgentState.STARTING)
     for worker in observed.workers:
         received = reports.get(worker.index)
         if received is None or received.age > FRESH_REPORT_SECONDS or worker.state is not PodState.RUNNING:
             continue
         live = [process for process in received.report.ranks if process.exit_code is None]
-        found += [IdleRank(worker, process, process.idle_seconds + received.age) for process in live]
-    return found
+        ranks += [IdleRank(worker, process, process.idle_seconds + received.age) for process in live]
+    return ranks
 
 
 def _report(observed: Observed, worker: Worker) -> ReceivedReport | None:

@@ -21,12 +21,12 @@ def finished(status: ParallelTrainingJobStatus) -> bool:
 def succeeded(observed: Observed) -> bool:
     """Whether the workers that the success policy names have succeeded, with the current revision of the spec."""
     first = observed.spec.success_policy is SuccessPolicy.FIRST_WORKER
-    asked = [observed.workers[rank_zero_worker(observed)]] if first and observed.workers else observed.workers
+    required = [observed.workers[rank_zero_worker(observed)]] if first and observed.workers else observed.workers
     return (
-        bool(asked)
+        bool(required)
         and observed.mesh.generation > 0
-        and all(w.state is PodState.SUCCEEDED for w in asked)
-        and all(w.pod is not None and w.pod.revision == observed.revision for w in asked)
+        and all(w.state is PodState.SUCCEEDED for w in required)
+        and all(w.pod is not None and w.pod.revision == observed.revision for w in required)
     )
 
 

@@ -17,28 +17,28 @@ def uses_external_scheduler(observed: Observed) -> bool:
     return observed.spec.workers.scheduler_name is not None
 
 
-def slots(observed: Observed) -> dict[int, int]:
+def plan_workers(observed: Observed) -> dict[int, int]:
     """Worker -> worker of the plan whose ranks it runs. Workers without known ranks are left out."""
     if not uses_external_scheduler(observed):
         return {worker.index: worker.index for worker in observed.workers}
     placement = observed.status.placement
     entries = {entry.worker: entry for entry in placement.workers} if placement is not None else {}
-    first = {ranks.start: slot for slot, ranks in enumerate(observed.plan.workers)}
-    found: dict[int, int] = {}
+    first = {ranks.start: plan_worker for plan_worker, ranks in enumerate(observed.plan.workers)}
+    assigned: dict[int, int] = {}
     for worker in observed.workers:
         entry = entries.get(worker.index)
         if entry is None or (entry.incarnation, entry.node) != (worker.incarnation, worker.node):
             continue
         ranks = parse_ranks(entry.ranks)
-        slot = first.get(ranks.start) if ranks is not None else None
-        if slot is not None and slot not in found.values():
-            found[worker.index] = slot
-    return found
+        plan_worker = first.get(ranks.start) if ranks is not None else None
+        if plan_worker is not None and plan_worker not in assigned.values():
+            assigned[worker.index] = plan_worker
+    return assigned
 
 
 def rank_zero_worker(observed: Observed) -> int:
     """The worker that runs rank 0."""
-    return next((worker for worker, slot in slots(observed).items() if slot == 0), 0)
+    return next((worker for worker, plan_worker in plan_workers(observed).items() if plan_worker == 0), 0)
 
 
 def next_generation(observed: Observed, cause: str, failures: int) -> MeshStatus:
@@ -68,7 +68,7 @@ def document(observed: Observed, mesh: MeshStatus) -> MeshDocument | None:
     address, _, port = mesh.master.rpartition(":")
     if mesh.generation == 0 or mesh.pending_cause or not port.isdigit():
         return None
-    members, known = [], slots(observed)
+    members, known = [], plan_workers(observed)
     for worker in sorted(observed.workers, key=lambda worker: known.get(worker.index, -1)):
         if worker.pod is None or not worker.pod.address or worker.index not in known:
             return None

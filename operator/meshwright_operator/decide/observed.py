@@ -114,6 +114,10 @@ class Observed:
         current = [w.pod for w in self.workers if w.pod is not None and not w.pod.terminal]
         return [*current, *(pod for w in self.workers for pod in w.older_pods), *self.excess_pods]
 
+    def age(self, pod: Pod, unknown: float) -> float:
+        """Seconds since the pod was created; `unknown` if its object has no creation time."""
+        return (self.now - pod.created).total_seconds() if pod.created is not None else unknown
+
     def reports_in(self, state: AgentState) -> dict[int, ReceivedReport]:
         """Worker index -> report, for reports with this state from the current generation and incarnation."""
         return {
@@ -136,7 +140,7 @@ def observe_workers(
     status: ParallelTrainingJobStatus,
     pods: Sequence[Pod],
     down: Mapping[str, bool],
-    refused: Mapping[str, str],
+    rejecting: Mapping[str, str],
     draining: Mapping[str, str] | None = None,
 ) -> tuple[list[Worker], list[Pod]]:
     """The plan's `count` workers in their current state, and live pods that belong to no worker of the plan.
@@ -149,7 +153,7 @@ def observe_workers(
         status: The job's status.
         pods: The job's pods.
         down: Node -> whether it is not ready. A node that is missing here is gone.
-        refused: Node -> why it does not accept pods of this job. A node that is missing here accepts them.
+        rejecting: Node -> why it does not accept pods of this job. A node that is missing here accepts them.
         draining: Node -> why it is draining.
     """
     placed = {entry.worker: entry for entry in (status.placement.workers if status.placement else [])}
@@ -176,7 +180,9 @@ def observe_workers(
                 pod=current,
                 node=node,
                 node_down=is_down,
-                node_rejection=("the node is gone" if node not in down else refused.get(node, "")) if pinned else "",
+                node_rejection=("the node no longer exists" if node not in down else rejecting.get(node, ""))
+                if pinned
+                else "",
                 node_drain_reason=(draining or {}).get(node, "") if current is not None and current.bound else "",
                 older_pods=older_pods,
             )

@@ -1,7 +1,7 @@
 """Applies the result of a placement, or of an attempt that failed, to the decision.
 
 A gang that cannot start releases its nodes. Pods that have not trained yet are deleted at once, the pods that survived
-the loss of another after `HOLD_SECONDS`. The next attempt follows with exponential backoff.
+the loss of another after `RETAIN_PODS_SECONDS`. The next attempt follows with exponential backoff.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from meshwright.planner.placement import Placement
 from meshwright_operator.decide import failure_detection, lifecycle, restart_policy
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
-from meshwright_operator.decide.gang import WAITS_FOR_SCHEDULER, GiveUp, Place
+from meshwright_operator.decide.external_scheduler import WAITS_FOR_SCHEDULER
+from meshwright_operator.decide.gang_actions import EndAttempt, Place
 from meshwright_operator.decide.observed import Observed, PodState, Worker, has_started
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.pod_info import Pod
-from meshwright_operator.text import counted, with_warnings
+from meshwright_operator.text import counted, sentences, with_warnings
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 
 WAITS_FOR_TURN = "WaitsForTurn"
@@ -30,8 +31,8 @@ DOES_NOT_FIT = "DoesNotFit"
 
 RETRY_PLACEMENT_SECONDS = 15.0
 TURN_RETRY_SECONDS = 3.0
-HOLD_SECONDS = 30.0
-HOLD_RETRY_SECONDS = 3.0
+RETAIN_PODS_SECONDS = 30.0
+RETAINED_RETRY_SECONDS = 3.0
 FIRST_RETRY_SECONDS = 15.0
 LONGEST_RETRY_SECONDS = 600.0
 
@@ -77,19 +78,19 @@ class MappedRanks:
 
     placement: Placement
     """The nodes of the plan's workers."""
-    slots: Mapping[int, int]
+    plan_workers: Mapping[int, int]
     """Pod's worker index -> worker of the plan."""
 
 
-def apply(decision: Decision, grant: Granted | NotGranted) -> None:
+def apply_grant(decision: Decision, grant: Granted | NotGranted) -> None:
     """Applies the scheduler's answer to `decision.place`."""
     if isinstance(grant, Granted):
-        _placed(decision, grant)
+        _apply_placement(decision, grant)
     else:
-        _not_placed(decision, grant)
+        _apply_no_placement(decision, grant)
 
 
-def _placed(decision: Decision, grant: Granted) -> None:
+def _apply_placement(decision: Decision, grant: Granted) -> None:
     """Creates pods with new incarnations for the workers that need them."""
     observed, status = decision.observed, decision.status
     assert decision.place is not None
@@ -103,8 +104,8 @@ def _placed(decision: Decision, grant: Granted) -> None:
     lifecycle.begin(status, observed.now)
     text = placement_text(status.placement)
     decision.condition(names.PLACED, True, "Placed", with_warnings(text, grant.warnings))
-    decision.add_event("Placed", text)
-    decision.starting(f"making {counted(len(decision.create), 'pod')}")
+    decision.add_event("Placed", f"Placed {text}")
+    decision.starting(f"Creating {counted(len(decision.create), 'pod')}")
 
 
 def new_incarnations(decision: Decision, workers: Sequence[Worker]) -> dict[int, int]:
@@ -129,7 +130,7 @@ def new_incarnations(decision: Decision, workers: Sequence[Worker]) -> dict[int,
     return incarnations
 
 
-def _not_placed(decision: Decision, grant: NotGranted) -> None:
+def _apply_no_placement(decision: Decision, grant: NotGranted) -> None:
     """Records that the gang does not fit, and deletes pods that occupy GPUs which other jobs could use."""
     observed = decision.observed
     reason = WAITS_FOR_TURN if grant.waits_for_turn else DOES_NOT_FIT
@@ -141,13 +142,13 @@ def _not_placed(decision: Decision, grant: NotGranted) -> None:
     decision.job_state("Placing", message)
     if not observed.live_pods:
         decision.requeue_within(TURN_RETRY_SECONDS if grant.waits_for_turn else RETRY_PLACEMENT_SECONDS)
-    elif grant.blocked_by_kept_workers or _hold_expired(decision):
+    elif grant.blocked_by_kept_workers or _retention_expired(decision):
         decision.delete_live_pods()
     else:
-        decision.requeue_within(HOLD_RETRY_SECONDS)
+        decision.requeue_within(RETAINED_RETRY_SECONDS)
 
 
-def give_up(decision: Decision, step: GiveUp) -> None:
+def end_attempt(decision: Decision, step: EndAttempt) -> None:
     """Ends this attempt to start the gang: reports why, deletes its pods, and schedules the next attempt."""
     observed, mesh = decision.observed, decision.mesh
     mesh.attempts += 1
@@ -156,13 +157,13 @@ def give_up(decision: Decision, step: GiveUp) -> None:
     mesh.retry_time = format_time(retry)
     if mesh.pending_since is None:
         mesh.pending_since = format_time(observed.now)
-    text = f"{step.message}; attempt {mesh.attempts} was given up, the next comes at {mesh.retry_time}"
+    text = sentences(step.message, f"Retrying at {mesh.retry_time} (attempt {mesh.attempts + 1})")
     decision.add_event("GangReleased" if observed.live_pods else "PlacementFailed", text, WARNING)
     decision.condition(names.PLACED, False, step.reason, text)
     decision.job_state(step.reason, text, stalled=step.reason in NEEDS_USER_ACTION)
     decision.avoid |= step.avoid
     _release_pods(decision, step.pods)
-    decision.requeue_within(min(pause, HOLD_RETRY_SECONDS) if observed.live_pods else pause)
+    decision.requeue_within(min(pause, RETAINED_RETRY_SECONDS) if observed.live_pods else pause)
 
 
 def wait_for_retry(decision: Decision, seconds: float) -> None:
@@ -171,7 +172,7 @@ def wait_for_retry(decision: Decision, seconds: float) -> None:
     if condition is not None:
         decision.job_state(condition.reason, condition.message, stalled=condition.reason in NEEDS_USER_ACTION)
     _release_pods(decision, ())
-    decision.requeue_within(min(seconds, HOLD_RETRY_SECONDS) if decision.observed.live_pods else seconds)
+    decision.requeue_within(min(seconds, RETAINED_RETRY_SECONDS) if decision.observed.live_pods else seconds)
 
 
 def retry_left(decision: Decision) -> float:
@@ -196,8 +197,8 @@ def retry_pause(attempts: int) -> float:
 
 
 def _release_pods(decision: Decision, failed_pods: Sequence[Pod]) -> None:
-    """Deletes `failed_pods` and pods that have not trained yet, and all others after `HOLD_SECONDS`."""
-    if _hold_expired(decision):
+    """Deletes `failed_pods` and pods that have not trained yet, and all others after `RETAIN_PODS_SECONDS`."""
+    if _retention_expired(decision):
         decision.delete_live_pods()
         return
     idle = [w.pod for w in decision.observed.workers if w.pod is not None and w.state is PodState.PENDING]
@@ -205,8 +206,8 @@ def _release_pods(decision: Decision, failed_pods: Sequence[Pod]) -> None:
     decision.delete += [pod for pod in chosen.values() if not pod.deleting and pod not in decision.delete]
 
 
-def _hold_expired(decision: Decision) -> bool:
-    return seconds_since(decision.mesh.pending_since, decision.observed.now) >= HOLD_SECONDS
+def _retention_expired(decision: Decision) -> bool:
+    return seconds_since(decision.mesh.pending_since, decision.observed.now) >= RETAIN_PODS_SECONDS
 
 
 def _floor(observed: Observed) -> int:
@@ -222,18 +223,18 @@ def placement_text(placement: PlacementStatus) -> str:
     racks = {entry.rack for entry in placement.workers if entry.rack}
     where = f" in {counted(len(racks), 'rack')}" if racks else ""
     return (
-        f"{counted(len(placement.workers), 'worker')} on {counted(len(nodes), 'node')}{where};"
-        f" cost {placement.cost or '0'}"
+        f"{counted(len(placement.workers), 'worker')} on {counted(len(nodes), 'node')}{where},"
+        f" network cost {placement.cost or '0'}"
     )
 
 
-def moved(decision: Decision) -> None:
+def apply_move(decision: Decision) -> None:
     """Deletes the pods of `decision.move`, whose workers fit on other nodes. They save a checkpoint first."""
     assert decision.move is not None
     workers = decision.move.workers
-    moves = "; ".join(f"worker {w.index} leaves {w.node}: {w.node_drain_reason}" for w in workers[:3])
+    moves = ", ".join(f"worker {w.index} off {w.node} ({w.node_drain_reason})" for w in workers[:3])
     more = f" and {len(workers) - 3} more" if len(workers) > 3 else ""
-    message = f"{moves}{more}; a checkpoint is saved first"
+    message = f"Saving a checkpoint, then moving {moves}{more}"
     decision.add_cause_event(restart_policy.NODE_DRAINED, message)
     decision.count_restart(restart_policy.NODE_DRAINED)
     decision.mesh.pending_cause = restart_policy.NODE_DRAINED.name
@@ -261,10 +262,10 @@ def create_unbound_pods(decision: Decision, step: Place) -> None:
     decision.create += sorted(new)
     lifecycle.begin(status, observed.now)
     pods = counted(len(new), "pod")
-    text = f"scheduler {observed.spec.workers.scheduler_name} is to find nodes for {pods}"
+    text = f"Waiting for scheduler {observed.spec.workers.scheduler_name} to bind {pods}"
     decision.condition(names.PLACED, False, WAITS_FOR_SCHEDULER, text)
     decision.add_event(WAITS_FOR_SCHEDULER, text)
-    decision.starting(f"making {pods}")
+    decision.starting(f"Creating {pods}")
 
 
 def apply_mapping(decision: Decision, mapped: MappedRanks | str) -> None:
@@ -280,11 +281,11 @@ def apply_mapping(decision: Decision, mapped: MappedRanks | str) -> None:
         status.plan = placement.plan.to_status()
         status.plan.revision = observed.revision
     incarnations = {worker.index: worker.incarnation for worker in observed.workers}
-    status.placement = placement.to_status(observed.name, incarnations, mapped.slots)
+    status.placement = placement.to_status(observed.name, incarnations, mapped.plan_workers)
     text = placement_text(status.placement)
     decision.condition(names.PLACED, True, "Placed", with_warnings(text, placement.notes))
-    decision.add_event("RanksMapped", f"scheduler {observed.spec.workers.scheduler_name} placed {text}")
-    decision.starting("ranks are mapped onto the nodes")
+    decision.add_event("RanksMapped", f"Scheduler {observed.spec.workers.scheduler_name} placed {text}")
+    decision.starting("Mapped ranks to nodes")
 
 
 def _unbound_worker(job: str, worker: int, incarnation: int) -> WorkerPlacement:

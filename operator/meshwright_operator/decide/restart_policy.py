@@ -17,7 +17,7 @@ from meshwright_operator.decide.events import NORMAL, WARNING
 from meshwright_operator.decide.observed import Observed, PodState, Worker
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 
-SETTLE_SECONDS = 2.0
+CAUSE_WAIT_SECONDS = 2.0
 """How long to wait after a failed rank or a crashed pod for others to fail too: the first pause of the backoff."""
 LONGEST_BACKOFF_SECONDS = 60.0
 FAILURE_RESET_SECONDS = 600.0
@@ -26,7 +26,7 @@ FAILURE_RESET_SECONDS = 600.0
 SIGNAL_BASE = 128
 
 ExitCodes = Callable[[Observed], set[int]]
-Detector = Callable[[Observed], "Interruption | Settling | None"]
+Detector = Callable[[Observed], "Interruption | Undetermined | None"]
 
 
 def _no_exit_codes(_: Observed) -> set[int]:
@@ -89,8 +89,8 @@ class Interruption:
 
 
 @dataclass(frozen=True, slots=True)
-class Settling:
-    """Something failed: wait before determining the cause."""
+class Undetermined:
+    """Something failed, but its cause is not certain yet: check again after `seconds`."""
 
     seconds: float
 
@@ -112,8 +112,8 @@ def rank_exit_codes(observed: Observed) -> set[int]:
     ranks of its worker with signals. Workers that only lost a peer are ignored if any worker failed by itself.
     """
     received = list(observed.reports_in(AgentState.FAILED).values())
-    blamed = [h for h in received if h.report.failure is not FailureKind.PEER_LOST] or received
-    codes = {rank.exit_code for h in blamed for rank in h.report.ranks if rank.exit_code}
+    primary = [r for r in received if r.report.failure is not FailureKind.PEER_LOST] or received
+    codes = {rank.exit_code for r in primary for rank in r.report.ranks if rank.exit_code}
     return {code for code in codes if code > 0} or {SIGNAL_BASE - code for code in codes}
 
 
@@ -137,7 +137,7 @@ def action_for(spec: ParallelTrainingJobSpec, codes: AbstractSet[int]) -> tuple[
     for rule in spec.recovery.exit_codes:
         named = sorted(codes & set(rule.values))
         if named:
-            return rule.action, f"exit code {named[0]}: {rule.action.value} (recovery.exitCodes)"
+            return rule.action, f"`recovery.exitCodes` has action {rule.action.value} for exit code {named[0]}"
     return FailureAction.COUNT, ""
 
 
@@ -201,7 +201,7 @@ def crash_backoff_left(observed: Observed, crashed: Iterable[Worker]) -> float:
     ends = [worker.pod.ended for worker in crashed if worker.pod is not None and worker.pod.ended is not None]
     if not ends:
         return 0.0
-    pause = min(SETTLE_SECONDS * 2.0 ** min(_failures_so_far(observed), 10), LONGEST_BACKOFF_SECONDS)
+    pause = min(CAUSE_WAIT_SECONDS * 2.0 ** min(_failures_so_far(observed), 10), LONGEST_BACKOFF_SECONDS)
     # The times are from the nodes' clocks, which may be ahead.
     return max(0.0, min(pause, pause - (observed.now - max(ends)).total_seconds()))
 

@@ -62,7 +62,7 @@ class FencedError(ApiError):
     """The write was not sent, because this process may no longer be the leader."""
 
     def __init__(self, verb: str, path: str) -> None:
-        super().__init__(0, "Fenced", f"{verb} {path}: not sent, since the lease may be another operator's by now")
+        super().__init__(0, "Fenced", f"{verb} {path}: not sent, because another operator may hold the lease")
 
 
 class Page(NamedTuple):
@@ -96,7 +96,7 @@ class KubeClient:
         self._metrics = metrics
         self._fence = fence
         self._rest = RESTClientObject(configuration)
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._in_flight = asyncio.Semaphore(max_in_flight)
         self._timeout = timeout
         self._backoff_until = 0.0
 
@@ -188,7 +188,7 @@ class KubeClient:
         delay = FIRST_RETRY_SECONDS
         for attempt in range(ATTEMPTS):
             try:
-                async with self._slots:
+                async with self._in_flight:
                     await self._wait_for_backoff()
                     return await self._send(verb, path, url, body, content_type, self._timeout_for(verb, path))
             except ApiError as error:
@@ -213,7 +213,9 @@ class KubeClient:
         until = time.monotonic() + seconds * random.uniform(1.0, 1.1)
         if until > self._backoff_until:
             self._backoff_until = until
-            log.info("the API server asks for patience", extra={"code": error.code, "seconds": round(seconds, 1)})
+            log.info(
+                "API server is overloaded; delaying requests", extra={"code": error.code, "seconds": round(seconds, 1)}
+            )
 
     async def _wait_for_backoff(self) -> None:
         seconds_left = self._backoff_until - time.monotonic()

@@ -36,5 +36,5 @@ async def load_configuration(kubeconfig: Path | None) -> Configuration:
             )
             await loading
     except (config.ConfigException, OSError, ValueError) as error:
-        raise KubeConfigError(f"cannot find the cluster: {error}; give --kubeconfig FILE") from None
+        raise KubeConfigError(f"cannot load the cluster configuration: {error}: set --kubeconfig") from None
     return configuration

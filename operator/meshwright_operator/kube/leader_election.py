@@ -2,8 +2,8 @@
 
 Every call has a timeout, and the clock is monotonic. A leader that cannot renew for two thirds of the lease duration
 exits, before another process can take the lease. Even if it does not notice, its writes end: every renewal extends the
-fence, which each write checks. An overlap of two leaders would be harmless, because status writes have the
-resourceVersion on which they were decided, and pod names are functions of the persisted status.
+fence, which each write checks. An overlap of two leaders would be harmless: status writes have the resourceVersion on
+which they were decided, and pod names are functions of the persisted status.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class LeaderElector:
                 async with asyncio.timeout(self._seconds / 3):
                     holder = await self._try_acquire_or_renew()
             except (ApiError, TimeoutError) as error:
-                log.warning("cannot reach the lease", extra={"error": str(error) or "timed out"})
+                log.warning("lease request failed", extra={"error": str(error) or "timed out"})
                 holder = UNKNOWN_HOLDER
             if not holder:
-                log.info("leading", extra={"lease": self._name, "identity": self._identity})
+                log.info("acquired the lease", extra={"lease": self._name, "identity": self._identity})
                 return
             if holder not in (logged_holder, UNKNOWN_HOLDER):
-                log.info("another operator leads", extra={"lease": self._name, "holder": holder})
+                log.info("another operator holds the lease", extra={"lease": self._name, "holder": holder})
                 logged_holder = holder
             await asyncio.sleep(min(2.0, self._seconds / 5))
 
@@ -86,15 +86,15 @@ class LeaderElector:
                 async with asyncio.timeout(self._seconds / 5):
                     holder = await self._try_acquire_or_renew()
             except (ApiError, TimeoutError) as error:
-                log.warning("the lease was not renewed", extra={"error": str(error) or "timed out"})
+                log.warning("lease renewal failed", extra={"error": str(error) or "timed out"})
             else:
                 if holder == UNKNOWN_HOLDER:
-                    log.warning("somebody else wrote to the lease")
+                    log.warning("another process changed the lease")
                 elif holder:
                     self._fence.close()
-                    raise LeaseLostError(f"{holder} leads now")
+                    raise LeaseLostError(f"{holder} holds the lease")
             if self._fence.seconds_left() <= 0:
-                raise LeaseLostError(f"the lease was not renewed for {self._seconds * RENEW_DEADLINE_FRACTION:.0f} s")
+                raise LeaseLostError(f"lease not renewed for {self._seconds * RENEW_DEADLINE_FRACTION:.0f} s")
 
     async def release(self) -> None:
         """Release the lease, so that the next leader need not wait. Closes the fence first. Failing is harmless."""
@@ -105,7 +105,7 @@ class LeaderElector:
             async with asyncio.timeout(2):
                 await self._write({"holderIdentity": "", "leaseDurationSeconds": 1})
         except (ApiError, TimeoutError) as error:
-            log.info("the lease was not released", extra={"error": str(error) or "timed out"})
+            log.info("lease release failed", extra={"error": str(error) or "timed out"})
 
     async def _try_acquire_or_renew(self) -> str:
         """Acquire or renew the lease. Return its holder if that is another process, else an empty string."""

@@ -1,7 +1,7 @@
 """The fields of a worker pod that decisions read, parsed once from the raw object.
 
 Worker index and incarnation come from the pod's name, which cannot be edited, not from its labels, which can. The uid
-of the controlling ownerReference identifies the pod's job: labels alone do not make it a pod of the job.
+of the controlling ownerReference identifies the pod's job: labels are not enough, because any user can set them.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def _exit_code(status: Mapping[str, Any]) -> int | None:
 def _disrupted(metadata: Mapping[str, Any], status: Mapping[str, Any], exit_code: int | None) -> bool:
     if status.get("phase") != "Failed":
         return False
-    told_to_stop = bool(metadata.get("deletionTimestamp")) or exit_code == SIGTERM_EXIT
-    return told_to_stop or _is_target(status) or status.get("reason") in DISRUPTION_REASONS
+    stop_requested = bool(metadata.get("deletionTimestamp")) or exit_code == SIGTERM_EXIT
+    return stop_requested or _is_target(status) or status.get("reason") in DISRUPTION_REASONS
 
 
 def _is_target(status: Mapping[str, Any]) -> bool:
@@ -182,5 +182,5 @@ def _problem(status: Mapping[str, Any]) -> str:
     for condition in status.get("conditions") or ():
         kind = (condition.get("type"), condition.get("status"), condition.get("reason"))
         if kind == ("PodScheduled", "False", "Unschedulable"):
-            return f"Unschedulable: {condition.get('message') or 'no node takes the pod'}"
+            return f"Unschedulable: {condition.get('message') or 'no node accepts the pod'}"
     return ""

@@ -67,7 +67,7 @@ class PodInformer:
                 async for event in self._events():
                     self._apply_event(event)
             except ApiError as error:
-                log.info("the watch of pods ended", extra={"path": self._path, "error": str(error)})
+                log.info("pod watch ended", extra={"path": self._path, "error": str(error)})
                 if error.code == GONE:
                     self._version = ""
             # Back off if the server ends every watch at once. Reconnect without delay if a watch lasted.
@@ -95,7 +95,7 @@ class PodInformer:
             try:
                 self._handlers.pod(event)
             except (AttributeError, KeyError, TypeError, ValueError):
-                log.warning("a pod object is malformed and left out", exc_info=True)
+                log.warning("ignoring a malformed pod object", exc_info=True)
         self._version = obj["metadata"]["resourceVersion"]
 
 
@@ -105,9 +105,9 @@ def _event(line: bytes) -> KubeObject:
         if event["type"] != "ERROR":
             event["object"]["metadata"]["resourceVersion"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ApiError(0, "Garbled", f"what the watch sent is no event: {error!r}") from None
-    found: KubeObject = event
-    return found
+        raise ApiError(0, "InvalidEvent", f"not a watch event: {error!r}") from None
+    parsed: KubeObject = event
+    return parsed
 
 
 async def split_lines(content: aiohttp.StreamReader, on_data: Callable[[], None]) -> AsyncIterator[bytes]:

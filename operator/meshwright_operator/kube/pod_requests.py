@@ -20,9 +20,9 @@ from meshwright.api.objects import KubeObject
 from meshwright.planner.cluster.inventory import MALFORMED
 from meshwright.planner.cluster.pod_resources import Resources, is_terminal, node_of, pod_request
 
-KEPT_FIELDS = ("overhead", "resources")
+REQUEST_FIELDS = ("overhead", "resources")
 CONTAINERS = ("containers", "initContainers")
-KEPT_CONTAINER_FIELDS = ("resources", "restartPolicy")
+CONTAINER_REQUEST_FIELDS = ("resources", "restartPolicy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ def request_json_of(pod: Mapping[str, Any]) -> str:
     """The fields of a raw pod that contain its requests, as JSON; `null` if they are malformed."""
     spec = pod.get("spec") or {}
     try:
-        trimmed = {key: spec[key] for key in KEPT_FIELDS if spec.get(key)}
+        trimmed = {key: spec[key] for key in REQUEST_FIELDS if spec.get(key)}
         for key in CONTAINERS:
             if spec.get(key):
-                trimmed[key] = [{k: c[k] for k in KEPT_CONTAINER_FIELDS if k in c} for c in spec[key]]
+                trimmed[key] = [{k: c[k] for k in CONTAINER_REQUEST_FIELDS if k in c} for c in spec[key]]
         return intern(orjson.dumps(trimmed, option=orjson.OPT_SORT_KEYS).decode())
     except (*MALFORMED, orjson.JSONEncodeError):
         return "null"
@@ -64,7 +64,7 @@ def request_json_of(pod: Mapping[str, Any]) -> str:
 def _amount(request_json: str, gpu_resource: str) -> Resources:
     spec = orjson.loads(request_json)
     if spec is None:
-        raise ValueError("its containers cannot be read")
+        raise ValueError("its containers cannot be parsed")
     return pod_request({"spec": spec}, gpu_resource)
 
 
@@ -100,7 +100,7 @@ def requested_by_node(pod_requests: Iterable[PodRequest], gpu_resource: str) -> 
             malformed.append(f"pod {requested_resources.name} was not counted: its object is malformed ({error})")
         else:
             counts[requested_resources.node, requested_resources.request_json] += 1
-    found: dict[str, Resources] = {}
+    requested: dict[str, Resources] = {}
     for (node, request_json), count in counts.items():
-        found[node] = found.get(node, Resources()) + _amount(request_json, gpu_resource) * count
-    return found, malformed
+        requested[node] = requested.get(node, Resources()) + _amount(request_json, gpu_resource) * count
+    return requested, malformed

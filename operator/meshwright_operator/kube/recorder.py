@@ -82,7 +82,7 @@ class EventRecorder:
             self._queue.put_nowait(queued)
         except asyncio.QueueFull:
             self._metrics.events.labels("dropped").inc()
-            log.warning("an event was dropped: too many wait", extra=about)
+            log.warning("dropped an event: the queue is full", extra=about)
 
     async def run(self) -> None:
         """Post queued events until cancelled."""
@@ -96,14 +96,14 @@ class EventRecorder:
                 while not self._queue.empty():
                     await self._attempt(self._queue.get_nowait())
         except TimeoutError:
-            log.warning("some events were not posted in time")
+            log.warning("events not posted before the exit")
 
     async def _attempt(self, queued: _QueuedEvent) -> None:
         try:
             await self._post(queued)
         except ApiError as error:
             self._metrics.events.labels("failed").inc()
-            log.warning("an event could not be posted", extra={"reason": queued.event.reason, "error": str(error)})
+            log.warning("posting an event failed", extra={"reason": queued.event.reason, "error": str(error)})
         else:
             self._metrics.events.labels("posted").inc()
 

@@ -60,7 +60,7 @@ class Resync:
                 return
             except ApiError as error:
                 hint = "the CRD is not installed" if error.code == 404 else str(error)
-                log.warning("cannot list yet", extra={"error": hint})
+                log.warning("initial listing failed", extra={"error": hint})
                 await asyncio.sleep(FIRST_RETRY_SECONDS)
 
     async def run(self) -> None:
@@ -100,7 +100,7 @@ class Resync:
                     self._cache.put_node(obj)
                     before.discard(obj["metadata"]["name"])
                 except (AttributeError, KeyError, TypeError):
-                    log.warning("a node object is malformed and left out")
+                    log.warning("ignoring a malformed node object")
         for name in before:
             self._cache.remove_node(name)
 

@@ -153,7 +153,7 @@ async def run_watches(
             )
         finally:
             ready_task.cancel()
-    raise RuntimeError("the watches ended")
+    raise RuntimeError("watches ended")
 
 
 def watch_paths(namespaces: Sequence[str]) -> list[str]:

@@ -1,4 +1,6 @@
-"""The manifest of a worker pod. It meets the restricted Pod Security Standard and is configured by its environment.
+"""The manifest of a worker pod. It conforms to the restricted Pod Security Standard.
+
+The environment variables of the container configure the agent.
 
 The pod has a scheduling gate and is pinned to its node, unless another scheduler places it. Pinning is a required node
 affinity on the field `metadata.name`, which works for every node, and not `spec.nodeName`. So kube-scheduler still
@@ -62,7 +64,7 @@ def worker_pod(context: PodContext, placed: WorkerPlacement) -> KubeObject:
 def checkpoint_directory(name: str, uid: str) -> str:
     """The directory of the job's checkpoints in its worker pods.
 
-    It contains the job's uid, so that a new job with the name of a deleted one does not load its checkpoints, and two
+    It contains the job's uid, so that a new job does not load the checkpoints of a deleted job with the same name. Two
     jobs can share a volume.
     """
     return f"{labels.CHECKPOINT_MOUNT}/{name}-{uid[:8]}"
@@ -194,18 +196,18 @@ def _job_volume(volume: VolumeSpec) -> tuple[KubeObject, KubeObject]:
 
 def _operator_volumes(spec: ParallelTrainingJobSpec) -> list[tuple[KubeObject, KubeObject]]:
     """The operator's volumes with their mounts. `/dev/shm` is a memory volume: the default of 64 MiB is too small."""
-    found: list[tuple[KubeObject, KubeObject]] = [
+    volumes: list[tuple[KubeObject, KubeObject]] = [
         ({"name": "shm", "emptyDir": {"medium": "Memory"}}, {"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
     ]
     if spec.checkpoint is not None:
         claim = {"claimName": spec.checkpoint.claim_name}
         mount = {"name": "checkpoints", "mountPath": labels.CHECKPOINT_MOUNT}
-        found.append(({"name": "checkpoints", "persistentVolumeClaim": claim}, mount))
+        volumes.append(({"name": "checkpoints", "persistentVolumeClaim": claim}, mount))
     if spec.data is not None and spec.data.claim_name:
         claim = {"claimName": spec.data.claim_name}
         data_mount = {"name": "data", "mountPath": labels.DATA_MOUNT, "readOnly": True}
-        found.append(({"name": "data", "persistentVolumeClaim": claim}, data_mount))
+        volumes.append(({"name": "data", "persistentVolumeClaim": claim}, data_mount))
     if spec.runtime.scripts:
         scripts_mount = {"name": "scripts", "mountPath": labels.SCRIPTS_MOUNT, "readOnly": True}
-        found.append(({"name": "scripts", "configMap": {"name": spec.runtime.scripts}}, scripts_mount))
-    return found
+        volumes.append(({"name": "scripts", "configMap": {"name": spec.runtime.scripts}}, scripts_mount))
+    return volumes

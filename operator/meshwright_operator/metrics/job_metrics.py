@@ -95,7 +95,7 @@ def phase_of(status: ParallelTrainingJobStatus) -> str:
 Records = Sequence[tuple[JobKey, JobRecord]]
 
 
-def of_job(
+def job_metric(
     name: str, kind: Kind, text: str, *labels: Label, read: Callable[[JobRecord], Iterable[Sample]]
 ) -> Metric[Records]:
     """Declare a metric of every job. `read` computes one job's samples, without the labels that name the job."""
@@ -162,7 +162,7 @@ def _checkpoint(record: JobRecord) -> tuple[int, float] | None:
     return (checkpoint.step, moment.timestamp()) if checkpoint is not None and moment is not None else None
 
 
-class JobsCollector(Catalog, Collector):
+class JobMetrics(Catalog, Collector):
     """The metrics of all jobs."""
 
     jobs = Metric(
@@ -172,7 +172,7 @@ class JobsCollector(Catalog, Collector):
         (NAMESPACE, Label("state", (*PHASES, "finished"))),
         source=_jobs,
     )
-    info = of_job(
+    info = job_metric(
         "ptj_job_info",
         Kind.GAUGE,
         "1 for every job.",
@@ -182,7 +182,7 @@ class JobsCollector(Catalog, Collector):
         Label("dp", meaning="data degree; empty before there is a plan"),
         read=_degrees,
     )
-    condition = of_job(
+    condition = job_metric(
         "ptj_job_status_condition",
         Kind.GAUGE,
         "1 for the current status of each condition.",
@@ -190,93 +190,97 @@ class JobsCollector(Catalog, Collector):
         Label("status", ("True", "False", "Unknown")),
         read=lambda record: [((entry.type, entry.status), 1) for entry in record.status.conditions],
     )
-    ranks = of_job(
+    ranks = job_metric(
         "ptj_job_ranks",
         Kind.GAUGE,
         "Ranks of the job, by state.",
         Label("state", ("total", "training")),
         read=_ranks,
     )
-    restarts = of_job(
+    restarts = job_metric(
         "ptj_job_restarts_total",
         Kind.COUNTER,
         "Restarts by cause.",
         Label("cause", meaning="as in `status.restarts`"),
         read=lambda record: [((entry.cause,), entry.count) for entry in record.status.restarts],
     )
-    placement_cost = of_job(
+    placement_cost = job_metric(
         "ptj_job_placement_cost",
         Kind.GAUGE,
         "Weighted crossings of NVLink domains, racks and zones by the job's groups.",
         read=_placement_cost,
     )
-    straddling_groups = of_job(
+    straddling_groups = job_metric(
         "ptj_job_straddling_groups",
         Kind.GAUGE,
         "Tensor-parallel groups that leave their NVLink domain, and replicas whose pipeline leaves its rack, by kind.",
         Label("kind", ("tensor", "replica")),
         read=_straddling_groups,
     )
-    wallclock_seconds = of_job(
+    wallclock_seconds = job_metric(
         "ptj_job_wallclock_seconds_total",
         Kind.COUNTER,
         "Time of the job by phase, since the operator started.",
         Label("phase", PHASES),
         read=_seconds_by_phase,
     )
-    productive_seconds = of_job(
+    productive_seconds = job_metric(
         "ptj_job_productive_seconds_total",
         Kind.COUNTER,
         "Time spent on steps that were not repetitions.",
         read=lambda record: one(record.productive),
     )
-    lost_steps = of_job(
+    lost_steps = job_metric(
         "ptj_job_lost_steps_total",
         Kind.COUNTER,
         "Steps that were repeated after a restart.",
         read=lambda record: one(record.lost_steps),
     )
-    step = of_job(
+    step = job_metric(
         "ptj_job_step",
         Kind.GAUGE,
         "Last completed training step in the job's status.",
         read=lambda record: one(record.status.step),
     )
-    mesh_generation = of_job(
+    mesh_generation = job_metric(
         "ptj_job_mesh_generation",
         Kind.GAUGE,
         "Number of the mesh generation.",
         read=lambda record: one(mesh.generation if (mesh := record.status.mesh) is not None else None),
     )
-    last_checkpoint_step = of_job(
+    last_checkpoint_step = job_metric(
         "ptj_job_last_checkpoint_step",
         Kind.GAUGE,
         "Step of the latest complete checkpoint.",
         read=lambda record: one(checkpoint[0] if (checkpoint := _checkpoint(record)) is not None else None),
     )
-    last_checkpoint_time = of_job(
+    last_checkpoint_time = job_metric(
         "ptj_job_last_checkpoint_timestamp_seconds",
         Kind.GAUGE,
         "Unix time of the latest complete checkpoint.",
         read=lambda record: one(checkpoint[1] if (checkpoint := _checkpoint(record)) is not None else None),
     )
-    evaluation_step = of_job(
+    evaluation_step = job_metric(
         "ptj_job_evaluation_step",
         Kind.GAUGE,
         "Step of the latest evaluation in the job's status.",
-        read=lambda record: one(found.step if (found := record.status.evaluation) is not None else None),
+        read=lambda record: one(evaluation.step if (evaluation := record.status.evaluation) is not None else None),
     )
-    evaluation_loss = of_job(
+    evaluation_loss = job_metric(
         "ptj_job_evaluation_loss",
         Kind.GAUGE,
         "Mean loss per token of the latest evaluation, on held-out documents.",
-        read=lambda record: one(number(found.loss) if (found := record.status.evaluation) is not None else None),
+        read=lambda record: one(
+            number(evaluation.loss) if (evaluation := record.status.evaluation) is not None else None
+        ),
     )
-    evaluation_perplexity = of_job(
+    evaluation_perplexity = job_metric(
         "ptj_job_evaluation_perplexity",
         Kind.GAUGE,
         "Exponential of `ptj_job_evaluation_loss`.",
-        read=lambda record: one(number(found.perplexity) if (found := record.status.evaluation) is not None else None),
+        read=lambda record: one(
+            number(evaluation.perplexity) if (evaluation := record.status.evaluation) is not None else None
+        ),
     )
 
     def __init__(self) -> None:

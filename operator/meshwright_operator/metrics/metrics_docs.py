@@ -6,7 +6,7 @@ import sys
 
 from meshwright.metrics.declaration import Catalog
 from meshwright.metrics.page import label_table, metric_table
-from meshwright_operator.metrics.job_metrics import JobsCollector
+from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 
 HEAD = """# Metrics
@@ -20,7 +20,7 @@ This page is generated from the code: `python -m meshwright_operator.metrics.met
 """
 
 
-def render_page(operator: type[Catalog] = OperatorMetrics, jobs: type[Catalog] = JobsCollector) -> str:
+def render_page(operator: type[Catalog] = OperatorMetrics, jobs: type[Catalog] = JobMetrics) -> str:
     """Return the page."""
     parts = [HEAD, "## Operator\n", metric_table(operator.metrics), "\n## Jobs\n", metric_table(jobs.metrics)]
     return "\n".join([*parts, "\n## Label values\n", label_table((*operator.metrics, *jobs.metrics)), ""])

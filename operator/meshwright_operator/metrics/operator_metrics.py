@@ -8,16 +8,16 @@ from importlib.metadata import PackageNotFoundError, version
 from meshwright.metrics.declaration import Label
 from meshwright.metrics.exporter import CounterMetric, Exporter, GaugeMetric, HistogramMetric
 
-SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
-START_SECONDS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
-COSTS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+DURATION_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+STARTUP_BUCKETS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
+COST_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 VERB = Label("verb", ("GET", "POST", "PUT", "PATCH", "DELETE"))
 RESOURCE = Label("resource", meaning="plural name of the API resource")
 
 
 class OperatorMetrics(Exporter):
-    """The operator's own series."""
+    """The metrics of the operator process."""
 
     build_info = GaugeMetric("ptj_build_info", "Version of the operator.", Label("version", meaning="its version"))
     leader = GaugeMetric("ptj_leader", "1 if this process holds the Lease, else 0.")
@@ -35,7 +35,7 @@ class OperatorMetrics(Exporter):
     reconcile_seconds = HistogramMetric(
         "ptj_reconcile_duration_seconds",
         "Time of one reconcile of a job.",
-        SECONDS,
+        DURATION_BUCKETS,
         Label("result", ("ok", "stale", "error"), "`stale`: the job changed meanwhile; it is reconciled again at once"),
     )
     reconcile_errors = CounterMetric(
@@ -45,7 +45,7 @@ class OperatorMetrics(Exporter):
     )
     workqueue_depth = GaugeMetric("ptj_workqueue_depth", "Jobs in the work queue.")
     workqueue_wait_seconds = HistogramMetric(
-        "ptj_workqueue_wait_seconds", "Time that a job spends in the work queue.", SECONDS
+        "ptj_workqueue_wait_seconds", "Time that a job spends in the work queue.", DURATION_BUCKETS
     )
     workqueue_retries = CounterMetric("ptj_workqueue_retries_total", "Failed reconciles that are retried.")
     api_requests = CounterMetric(
@@ -56,7 +56,7 @@ class OperatorMetrics(Exporter):
         Label("code", meaning="HTTP status; 0 if the server could not be reached"),
     )
     api_request_seconds = HistogramMetric(
-        "ptj_api_request_duration_seconds", "Time of one request to the API server.", SECONDS, VERB, RESOURCE
+        "ptj_api_request_duration_seconds", "Time of one request to the API server.", DURATION_BUCKETS, VERB, RESOURCE
     )
     last_event = GaugeMetric(
         "ptj_watch_last_event_timestamp_seconds",
@@ -74,7 +74,7 @@ class OperatorMetrics(Exporter):
     placement_seconds = HistogramMetric(
         "ptj_placement_duration_seconds",
         "Time to place one job.",
-        SECONDS,
+        DURATION_BUCKETS,
     )
     placement_attempts = CounterMetric(
         "ptj_placement_attempts_total", "Placements, by result.", Label("result", ("placed", "no_room", "error"))
@@ -82,7 +82,7 @@ class OperatorMetrics(Exporter):
     placement_cost = HistogramMetric(
         "ptj_placement_cost",
         "Cost of placements: milliseconds per step for network crossings, or a relative number if GPUs are unknown.",
-        COSTS,
+        COST_BUCKETS,
     )
     pod_operations = CounterMetric(
         "ptj_pod_operations_total",
@@ -90,7 +90,7 @@ class OperatorMetrics(Exporter):
         Label("operation", ("create", "ungate", "delete")),
     )
     startup_seconds = HistogramMetric(
-        "ptj_job_startup_seconds", "Time from a job's creation until all of its ranks train.", START_SECONDS
+        "ptj_job_startup_seconds", "Time from a job's creation until all of its ranks train.", STARTUP_BUCKETS
     )
 
     def __init__(self) -> None:

@@ -42,36 +42,36 @@ class CalibrationLoop:
         self._logged: dict[str, Constants] = {}
 
     async def run(self) -> None:
-        """Refits every minute, for ever."""
+        """Refits every minute, until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_SECONDS)
             try:
                 await self.refit()
             except Exception:
                 # Planning continues with the last calibration: a wrong estimate must not stop the operator.
-                log.exception("could not recalibrate")
+                log.exception("recalibration failed")
 
     async def refit(self) -> None:
         """Refits now, in a thread, because reading many jobs takes long."""
         jobs = list(self._cache.jobs.values())
-        found = await asyncio.to_thread(self._refitted, jobs)
-        self._scheduler.recalibrate(found)
-        if changed := sorted(gpu for gpu in found.constants if self._changed_enough(gpu, found)):
-            self._logged = {**self._logged, **{gpu: found.constants[gpu] for gpu in changed}}
+        calibration = await asyncio.to_thread(self._refitted, jobs)
+        self._scheduler.recalibrate(calibration)
+        if changed := sorted(gpu for gpu in calibration.constants if self._changed_enough(gpu, calibration)):
+            self._logged = {**self._logged, **{gpu: calibration.constants[gpu] for gpu in changed}}
             log.info("recalibrated", extra={"gpus": changed})
 
-    def _changed_enough(self, gpu: str, found: Calibration) -> bool:
+    def _changed_enough(self, gpu: str, calibration: Calibration) -> bool:
         """Whether a GPU's constants differ from those that were logged last by more than `LOG_THRESHOLD`."""
         old = self._logged.get(gpu)
         if old is None:
             return True
-        before, now = asdict(old), asdict(found.constants[gpu])
+        before, now = asdict(old), asdict(calibration.constants[gpu])
         return any(not isclose(now[name], value, rel_tol=LOG_THRESHOLD) for name, value in before.items())
 
     def _refitted(self, jobs: Sequence[KubeObject]) -> Calibration:
         inventories: dict[str, Inventory] = {}
         return recalibrate(
-            Calibration(), (found for job in jobs if (found := self._read(job, inventories)) is not None)
+            Calibration(), (measured for job in jobs if (measured := self._read(job, inventories)) is not None)
         )
 
     def _read(self, job: KubeObject, inventories: dict[str, Inventory]) -> StepMeasurement | None:

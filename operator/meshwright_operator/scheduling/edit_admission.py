@@ -50,11 +50,11 @@ class EditAdmission:
         if all(pod.deleting for pod in running.live_pods):
             self._trials.pop(observed.uid, None)
             return observed
-        found = await self._try_placement(key, job, observed)
-        if isinstance(found, Plan):
-            return replace(observed, plan=found)
+        result = await self._try_placement(key, job, observed)
+        if isinstance(result, Plan):
+            return replace(observed, plan=result)
         return replace(
-            running, blocked_edit=BlockedEdit(DOES_NOT_FIT, f"the edit does not fit: {found}", retryable=True)
+            running, blocked_edit=BlockedEdit(DOES_NOT_FIT, f"The edit does not fit: {result}", retryable=True)
         )
 
     def forget(self, uid: str) -> None:
@@ -68,9 +68,9 @@ class EditAdmission:
         if last is not None and fresh and last.revision == observed.revision:
             return last.problem
         request = PlacementRequest.of(key, job, observed, since=observed.now, restarts=True)
-        found = await self._scheduler.try_edit(request)
-        if isinstance(found, str):
-            self._trials[observed.uid] = _Trial(observed.revision, format_time(observed.now), found)
+        result = await self._scheduler.try_edit(request)
+        if isinstance(result, str):
+            self._trials[observed.uid] = _Trial(observed.revision, format_time(observed.now), result)
         else:
             self._trials.pop(observed.uid, None)
-        return found
+        return result

@@ -1,7 +1,7 @@
 """The queue of jobs that wait for nodes, and what it reserves for the jobs at its head.
 
-Jobs are ordered by `spec.priority`. At the same priority, jobs with pods come first, because a gang that waits for one
-replacement leaves all its other GPUs idle, then older jobs. A job cannot use nodes that a job ahead of it would get
+Jobs are ordered by `spec.priority`. At the same priority, jobs with pods come first, then older jobs: a gang that waits
+for one replacement leaves all its other GPUs idle. A job cannot use nodes that a job ahead of it would get
 now. A job that does not fit is passed by for `RESERVE_SECONDS`. After that it reserves every node it could use, so that
 smaller jobs behind it cannot delay it without limit. A job that would not fit even if all other jobs ended reserves
 nothing.
@@ -29,7 +29,7 @@ from meshwright.planner.placement.capacity import FreeCapacity, GangShape
 from meshwright.planner.plan import Plan
 from meshwright.planner.plan_and_place import place_best, place_plan
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.gang import Place
+from meshwright_operator.decide.gang_actions import Place
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.kube.cache import Cache, JobKey
@@ -58,7 +58,7 @@ class PlacementRequest:
     requested_at: datetime
     """Time of its last request."""
     assigned_nodes: Mapping[int, str] = field(default_factory=dict)
-    """Worker -> node, of the workers that keep their pods."""
+    """Worker -> node, of the workers whose pods continue."""
 
     restarts: bool = False
     """Whether its own pods are deleted first, because an edit restarts the gang."""
@@ -86,7 +86,7 @@ class PlacementRequest:
             observed: The job with the spec and plan to run.
             since: Since when it waits for nodes.
             restarts: Whether its own pods are deleted first.
-            assigned_nodes: Worker -> node, of the workers that keep their pods.
+            assigned_nodes: Worker -> node, of the workers whose pods continue.
         """
         return cls(
             key=key,
@@ -114,7 +114,7 @@ class PlacementRequest:
         )
 
     @property
-    def holds_pods(self) -> bool:
+    def reuses_own_pods(self) -> bool:
         """Whether the job may use the resources of its own pods."""
         return self.restarts or bool(self.assigned_nodes)
 
@@ -126,7 +126,7 @@ class PlacementRequest:
     @property
     def sort_key(self) -> tuple[int, bool, str, str]:
         """Its position in the queue; the smallest is first."""
-        return -self.spec.priority, not self.holds_pods, self.created, self.uid
+        return -self.spec.priority, not self.reuses_own_pods, self.created, self.uid
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,20 +258,20 @@ class ReservedSpares(NamedTuple):
     @classmethod
     def by(cls, key: JobKey, uid: str, nodes: Iterable[str]) -> ReservedSpares:
         """The spare nodes of the job with this key."""
-        return cls(uid, f"kept as a spare for job {key}", tuple(nodes))
+        return cls(uid, f"spare node of job {key}", tuple(nodes))
 
 
 def reserved_spares(cache: Cache) -> list[ReservedSpares]:
     """The spare nodes of every job with pods, at most as many as its spec requests."""
-    found = []
+    spares = []
     for key, job in cache.jobs.items():
         count, nodes = _get_path(job, "spec", "recovery", "spareNodes"), _get_path(job, "status", "placement", "spares")
         if not isinstance(count, int) or not isinstance(nodes, list) or count < 1 or not nodes:
             continue
         uid = str(job["metadata"].get("uid", ""))
         if any(not pod.terminal for pod in cache.pods(key, uid)):
-            found.append(ReservedSpares.by(key, uid, map(str, nodes[:count])))
-    return found
+            spares.append(ReservedSpares.by(key, uid, map(str, nodes[:count])))
+    return spares
 
 
 def reserved_for_others(reserved: Iterable[ReservedSpares], uid: str) -> Mapping[str, str]:

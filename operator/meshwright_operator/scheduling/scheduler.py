@@ -15,15 +15,14 @@ from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement import Placement, with_spares
 from meshwright.planner.plan import Plan, make_plans
 from meshwright.planner.plan_and_place import map_plan_ranks
-from meshwright_operator.decide.gang import MapRanks
+from meshwright_operator.decide.gang_actions import MapRanks
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement_outcome import Granted, MappedRanks, NotGranted
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.pod_requests import PodRequest, request_json_for, requested_by_node
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
-from meshwright_operator.scheduling.capacity_hint import capacity_hint, holders
-from meshwright_operator.scheduling.foreign_pods import ForeignPods
+from meshwright_operator.scheduling.capacity_hint import capacity_hint, occupants
 from meshwright_operator.scheduling.job_queue import (
     JobQueue,
     PlacementRequest,
@@ -36,6 +35,8 @@ from meshwright_operator.scheduling.job_queue import (
     reserved_for_others,
     reserved_spares,
 )
+from meshwright_operator.scheduling.pod_request_lister import PodRequestLister
+from meshwright_operator.text import counted, sentences
 
 WAKE_COUNT = 4
 """How many jobs at the head of the queue are reconciled after a job got nodes. The others wait behind them."""
@@ -53,7 +54,7 @@ class _WaitsForTurnError(Exception):
     """The job fits, but a job ahead of it in the queue fits too and gets the nodes."""
 
     def __init__(self, ahead: PlacementRequest) -> None:
-        super().__init__(f"there is room, but job {ahead.key} is ahead in the line and fits it too")
+        super().__init__(f"The job fits, but job {ahead.key} is ahead of it in the queue and fits too")
         self.ahead = ahead.key
 
 
@@ -66,7 +67,7 @@ class JobScheduler:
 
     def __init__(self, cluster: KubeClient, cache: Cache, metrics: OperatorMetrics, namespaces: Sequence[str]) -> None:
         self._cache = cache
-        self._foreign_pods = ForeignPods(cluster, cache, namespaces)
+        self._pod_request_lister = PodRequestLister(cluster, cache, namespaces)
         self._inventory_cache = _InventoryCache(cache)
         self._metrics = metrics
         self._lock = asyncio.Lock()
@@ -97,8 +98,8 @@ class JobScheduler:
     def unusable_nodes(self, spec: ParallelTrainingJobSpec, names: Iterable[str]) -> Mapping[str, str]:
         """Those of the nodes that do not accept pods of the job, with the reason."""
         nodes = self.inventory(spec).nodes
-        found = (nodes[name] for name in sorted(set(names)) if name in nodes)
-        return {node.name: node.unusable for node in found if node.unusable and node.capacity.gpus}
+        known = (nodes[name] for name in sorted(set(names)) if name in nodes)
+        return {node.name: node.unusable for node in known if node.unusable and node.capacity.gpus}
 
     @asynccontextmanager
     async def grant(self, request: PlacementRequest) -> AsyncIterator[Granted | NotGranted]:
@@ -110,15 +111,15 @@ class JobScheduler:
             ApiError: Foreign pods could not be listed.
         """
         async with self._lock:
-            found = await self._place(request)
-            if isinstance(found, Granted):
+            grant = await self._place(request)
+            if isinstance(grant, Granted):
                 self._queue.remove(request.uid)
-                self._assume(request, found.placement)
-                found = replace(found, wake=tuple(self._queue.head(WAKE_COUNT)))
+                self._assume(request, grant.placement)
+                grant = replace(grant, wake=tuple(self._queue.head(WAKE_COUNT)))
             else:
                 self._queue.add(request)
         try:
-            yield found
+            yield grant
         finally:
             self._release_assumed(request.uid)
 
@@ -138,21 +139,22 @@ class JobScheduler:
             ApiError: Foreign pods could not be listed.
         """
         async with self._lock:
-            found = await self._place(request)
-            if isinstance(found, NotGranted):
-                return found.message
-            self._queue.add(replace(request, plan=found.placement.plan, other_plans=()))
-            return found.placement.plan
+            grant = await self._place(request)
+            if isinstance(grant, NotGranted):
+                return grant.message
+            self._queue.add(replace(request, plan=grant.placement.plan, other_plans=()))
+            return grant.placement.plan
 
     async def map_ranks(self, observed: Observed, step: MapRanks) -> MappedRanks | str:
         """Map ranks onto the nodes that another scheduler chose, or return why that fails. Needs no lock."""
         inventory, plan = self.inventory(observed.spec), observed.plan
         cost_model = cost_model_for(observed.spec, plan.architecture, inventory, self._calibration)
         try:
-            found = await asyncio.to_thread(map_plan_ranks, plan, inventory, cost_model, step.pods, step.assigned_slots)
+            assigned = step.assigned_plan_workers
+            mapped = await asyncio.to_thread(map_plan_ranks, plan, inventory, cost_model, step.pods, assigned)
         except ValueError as error:
             return str(error)
-        return MappedRanks(*found)
+        return MappedRanks(*mapped)
 
     def withdraw(self, uid: str) -> None:
         """Removes the job from the queue, because it needs no more nodes."""
@@ -172,7 +174,7 @@ class JobScheduler:
         self._release_assumed(uid)
 
     async def _place(self, request: PlacementRequest) -> Granted | NotGranted:
-        """Places one job, with the lock held."""
+        """Places one job. The caller has the lock."""
         started = time.monotonic()
         result = "error"
         try:
@@ -191,7 +193,7 @@ class JobScheduler:
             self._metrics.placement_seconds.observe(time.monotonic() - started)
 
     async def _snapshot(self, request: PlacementRequest) -> _Snapshot:
-        pod_requests = await self._foreign_pods.pod_requests()
+        pod_requests = await self._pod_request_lister.pod_requests()
         pod_requests += [pod_request for assumed in self._assumed.values() for pod_request in assumed]
         ahead = self._queue.ahead_of(request)
         return _Snapshot(
@@ -222,10 +224,10 @@ class JobScheduler:
     def _avoided_now(self, uid: str) -> dict[str, str]:
         """Node -> why this job avoids it now."""
         now = time.monotonic()
-        kept = {name: entry for name, entry in self._avoided.get(uid, {}).items() if entry[0] > now}
+        current = {name: entry for name, entry in self._avoided.get(uid, {}).items() if entry[0] > now}
         if uid in self._avoided:
-            self._avoided[uid] = kept
-        return {name: why for name, (_, why) in kept.items()}
+            self._avoided[uid] = current
+        return {name: why for name, (_, why) in current.items()}
 
 
 class _Snapshot:
@@ -274,26 +276,34 @@ class _Snapshot:
         except DoesNotFitError as error:
             if ahead_claims.blocked_by is not None and nodes_for(request, free, self._calibration):
                 raise _WaitsForTurnError(ahead_claims.blocked_by) from None
-            found = holders(self._pod_requests, request.spec.workers.gpu_resource, request.uid)
-            hint = capacity_hint(found, free, lambda freed: any(has_capacity(plan, freed) for plan in request.plans))
+            largest_first = occupants(self._pod_requests, request.spec.workers.gpu_resource, request.uid)
+            hint = capacity_hint(
+                largest_first, free, lambda freed: any(has_capacity(plan, freed) for plan in request.plans)
+            )
             count = len(self._ahead)
-            queued = f"{count} {'job is' if count == 1 else 'jobs are'} ahead in the line" if count else ""
-            error.args = ("; ".join(part for part in (str(error), hint, queued) if part),)
+            queued = f"{counted(count, 'job')} {'is' if count == 1 else 'are'} ahead in the queue" if count else ""
+            error.args = (sentences(str(error), hint, queued),)
             raise
 
     def _free(self, queued: PlacementRequest) -> Inventory:
-        holding = queued.uid if queued.holds_pods else ""
-        found = self._inventory(queued, "free", holding)
-        return excluding(found, {**reserved_for_others(self._spares, queued.uid), **self._avoided[queued.uid]})
+        own_uid = queued.uid if queued.reuses_own_pods else ""
+        inventory = self._inventory(queued, "free", own_uid)
+        return excluding(inventory, {**reserved_for_others(self._spares, queued.uid), **self._avoided[queued.uid]})
 
     def _without_jobs(self, queued: PlacementRequest) -> Inventory:
-        return self._inventory(queued, "whole", "")
+        return self._inventory(queued, "without jobs", "")
 
     def _inventory(self, queued: PlacementRequest, kind: str, uid: str) -> Inventory:
-        """The nodes with what pods request on them: all pods but those of job `uid`, or (`whole`) only foreign pods."""
+        """The nodes without what pods request on them.
+
+        Args:
+            queued: The job.
+            kind: `free` counts all pods but those of the job `uid`, `without jobs` only foreign pods.
+            uid: The job whose pods do not count; empty for none.
+        """
         key = (kind, uid, _node_requirements(queued.spec))
         if key not in self._known:
-            if kind == "whole":
+            if kind == "without jobs":
                 counted = [pod_request for pod_request in self._pod_requests if not pod_request.job_uid]
             else:
                 counted = [pod_request for pod_request in self._pod_requests if not uid or pod_request.job_uid != uid]
@@ -316,18 +326,18 @@ class _InventoryCache:
         if version != self._version or len(self._known) > MAX_INVENTORIES:
             self._known, self._version = {}, version
         requirements = _node_requirements(spec)
-        found = self._known.get(requirements)
-        if found is None:
+        inventory = self._known.get(requirements)
+        if inventory is None:
             workers = spec.workers
-            found = Inventory.from_objects(
+            inventory = Inventory.from_objects(
                 list(self._cache.nodes.values()),
                 (),
                 gpu_resource=workers.gpu_resource,
                 node_selector=workers.node_selector,
                 tolerations=workers.tolerations,
             )
-            self._known[requirements] = found
-        return found
+            self._known[requirements] = inventory
+        return inventory
 
 
 def _node_requirements(spec: ParallelTrainingJobSpec) -> NodeRequirements:

@@ -23,7 +23,7 @@ RANK = Label("rank", meaning="the pod's ranks")
 LAYER = Label("layer", meaning="number of the mixture's layer")
 
 
-def of_job(name: str, kind: Kind, text: str, read: Callable[[StepReport], float | None]) -> Metric[StepReport]:
+def job_metric(name: str, kind: Kind, text: str, read: Callable[[StepReport], float | None]) -> Metric[StepReport]:
     """Declare a metric of the entire job, read from the steps of rank 0. None is no sample."""
 
     def source(report: StepReport) -> Iterable[Sample]:
@@ -33,14 +33,14 @@ def of_job(name: str, kind: Kind, text: str, read: Callable[[StepReport], float 
     return Metric(name, kind, text, JOB, source=source)
 
 
-def of_rank(
+def rank_metric(
     name: str, kind: Kind, text: str, read: Callable[[StepReport], float], buckets: tuple[float, ...] = ()
 ) -> Metric[StepReport]:
     """Declare a metric of every rank, read from its steps."""
     return Metric(name, kind, text, (*JOB, RANK), buckets, source=lambda report: [((), read(report))])
 
 
-def of_layer(name: str, text: str, read: Callable[[ExpertLoad], float]) -> Metric[StepReport]:
+def layer_metric(name: str, text: str, read: Callable[[ExpertLoad], float]) -> Metric[StepReport]:
     """Declare a gauge of every mixture-of-experts layer, read from the steps of rank 0."""
 
     def source(report: StepReport) -> Iterable[Sample]:
@@ -62,59 +62,59 @@ class WorkerMetrics(Exporter):
     restarts = CounterMetric(
         "ptj_rank_restarts_total", "Rank processes that were started after this pod's first mesh generation.", *JOB
     )
-    tokens = of_job(
+    tokens = job_metric(
         "ptj_tokens_total",
         Kind.COUNTER,
         "Tokens that the job trained on while this pod ran rank 0.",
         lambda report: report.tokens,
     )
-    model_flops = of_job(
+    model_flops = job_metric(
         "ptj_model_flops_total",
         Kind.COUNTER,
         "Floating-point operations of the job's steps: 6N + 12Lds per token.",
         lambda report: report.model_flops,
     )
-    hardware_flops = of_job(
+    hardware_flops = job_metric(
         "ptj_hardware_flops_total",
         Kind.COUNTER,
         "`ptj_model_flops_total`, and the recomputation of activation checkpointing.",
         lambda report: report.hardware_flops,
     )
-    mfu = of_job(
+    mfu = job_metric(
         "ptj_mfu",
         Kind.GAUGE,
         "Model FLOPs of the last step over the dense bf16 peak of the GPUs, if that is known.",
         lambda report: _utilization(report.model_flops, report),
     )
-    hfu = of_job(
+    hfu = job_metric(
         "ptj_hfu",
         Kind.GAUGE,
         "`ptj_mfu` including recomputation.",
         lambda report: _utilization(report.hardware_flops, report),
     )
-    loss = of_job("ptj_loss", Kind.GAUGE, "Mean loss per token of the last step.", lambda report: report.loss)
-    gradient_norm = of_job(
+    loss = job_metric("ptj_loss", Kind.GAUGE, "Mean loss per token of the last step.", lambda report: report.loss)
+    gradient_norm = job_metric(
         "ptj_grad_norm",
         Kind.GAUGE,
         "Global gradient norm of the last step, before clipping.",
         lambda report: report.gradient_norm,
     )
-    learning_rate = of_job(
+    learning_rate = job_metric(
         "ptj_learning_rate", Kind.GAUGE, "Learning rate of the last step.", lambda report: report.learning_rate
     )
-    evaluation_loss = of_job(
+    evaluation_loss = job_metric(
         "ptj_evaluation_loss",
         Kind.GAUGE,
         "Mean loss per token of the last evaluation, on held-out documents.",
         lambda report: report.evaluation_loss,
     )
-    evaluation_perplexity = of_job(
+    evaluation_perplexity = job_metric(
         "ptj_evaluation_perplexity",
         Kind.GAUGE,
         "Exponential of `ptj_evaluation_loss`.",
         lambda report: None if report.evaluation_loss is None else perplexity(report.evaluation_loss),
     )
-    pipeline_bubble = of_job(
+    pipeline_bubble = job_metric(
         "ptj_pipeline_bubble_ratio",
         Kind.GAUGE,
         "Fraction of a step in which the ranks of the pipeline wait, from the times that `Automatic` measured.",
@@ -134,36 +134,36 @@ class WorkerMetrics(Exporter):
         Label("phase", ("data", "rendezvous", "build", "load", "first-step")),
     )
     up = GaugeMetric("ptj_rank_up", "1 if the rank's process is running, else 0.", *JOB, RANK)
-    completed_step = of_rank("ptj_step", Kind.GAUGE, "Last completed training step.", lambda report: report.step)
-    step_seconds = of_rank(
+    completed_step = rank_metric("ptj_step", Kind.GAUGE, "Last completed training step.", lambda report: report.step)
+    step_seconds = rank_metric(
         "ptj_step_duration_seconds",
         Kind.HISTOGRAM,
         "Time of a training step.",
         lambda report: report.seconds,
         STEP_BUCKETS,
     )
-    data_wait_seconds = of_rank(
+    data_wait_seconds = rank_metric(
         "ptj_data_wait_seconds_total",
         Kind.COUNTER,
         "Time that steps waited for data.",
         lambda report: report.data_seconds,
     )
-    expert_load_imbalance = of_layer(
+    expert_load_imbalance = layer_metric(
         "ptj_expert_load_imbalance",
         "Tokens of a mixture's busiest expert over the mean, in the last step.",
         lambda load: load.imbalance,
     )
-    expert_dropped = of_layer(
+    expert_dropped = layer_metric(
         "ptj_expert_dropped_ratio",
         "Fraction of a mixture's choices whose expert was full, in the last step.",
         lambda load: load.dropped,
     )
-    auxiliary_loss = of_layer(
+    auxiliary_loss = layer_metric(
         "ptj_auxiliary_loss",
         "Auxiliary loss of a mixture, without its weight: 1 if loads are even.",
         lambda load: load.auxiliary_loss,
     )
-    router_z_loss = of_layer(
+    router_z_loss = layer_metric(
         "ptj_router_z_loss", "Mean squared log-sum-exp of a router's logits.", lambda load: load.z_loss
     )
 

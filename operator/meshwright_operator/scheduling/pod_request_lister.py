@@ -23,7 +23,7 @@ REUSE_FACTOR = 10.0
 """A slower listing is reused for this many times its duration."""
 
 
-class ForeignPods:
+class PodRequestLister:
     """Collects the requests of all pods for each placement."""
 
     def __init__(self, cluster: KubeClient, cache: Cache, namespaces: Sequence[str]) -> None:
@@ -55,26 +55,26 @@ class ForeignPods:
         """
         foreign = {"labelSelector": f"!{LABEL_JOB}", "fieldSelector": ACTIVE}
         try:
-            found = await self._list(None, foreign)
+            pod_requests = await self._list(None, foreign)
             if self._namespaces:
                 elsewhere = ",".join([ACTIVE, *(f"metadata.namespace!={name}" for name in self._namespaces)])
-                found += await self._list(None, {"labelSelector": LABEL_JOB, "fieldSelector": elsewhere})
+                pod_requests += await self._list(None, {"labelSelector": LABEL_JOB, "fieldSelector": elsewhere})
         except ApiError as error:
             if error.code != 403 or not self._namespaces:
                 raise
-            found = [pod_request for name in self._namespaces for pod_request in await self._list(name, foreign)]
-        return found
+            pod_requests = [pod_request for name in self._namespaces for pod_request in await self._list(name, foreign)]
+        return pod_requests
 
     async def _list(self, namespace: str | None, query: Mapping[str, str]) -> list[PodRequest]:
         node_by_hostname = self._node_by_hostname()
-        found: list[PodRequest] = []
+        pod_requests: list[PodRequest] = []
         async for page in self._client.pages(pods_path(namespace), **query):
-            found += [
+            pod_requests += [
                 pod_request
                 for obj in page.items
                 if (pod_request := read_pod_request(obj, node_by_hostname)) is not None
             ]
-        return found
+        return pod_requests
 
     def _node_by_hostname(self) -> dict[str, str]:
         labels = {name: node["metadata"].get("labels") for name, node in self._cache.nodes.items()}

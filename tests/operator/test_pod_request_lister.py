@@ -11,8 +11,8 @@ from meshwright.api import labels
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.kube.client import ApiError, KubeClient, Page
 from meshwright_operator.kube.pod_info import read_pod
-from meshwright_operator.scheduling import foreign_pods
-from meshwright_operator.scheduling.foreign_pods import ForeignPods
+from meshwright_operator.scheduling import pod_request_lister
+from meshwright_operator.scheduling.pod_request_lister import PodRequestLister
 from tests.operator.support import node
 
 GPU = labels.GPU_RESOURCE
@@ -69,36 +69,36 @@ def cache_with(*pods: Any) -> Cache:
 async def test_own_pods_come_from_the_cache_and_only_others_are_asked_for() -> None:
     cache = cache_with(pod("a-w0-0", "n0", job="a"), pod("a-w1-0", "n1", job="a", phase="Succeeded"))
     server = Server(pod("notebook", "n1"), pod("pinned", pin="host-n1"), pod("anywhere"))
-    found = await ForeignPods(server, cache, ()).pod_requests()
+    found = await PodRequestLister(server, cache, ()).pod_requests()
     assert [(c.name, c.node, c.job, c.job_uid) for c in found] == [
         ("a-w0-0", "n0", "a", "uid-a"), ("notebook", "n1", "", ""), ("pinned", "n1", "", ""),
     ]  # fmt: skip
     assert all(pod_request.amount(GPU).gpus == 2 for pod_request in found)
-    assert server.asked == [("/api/v1/pods", f"!{labels.LABEL_JOB}", foreign_pods.ACTIVE)]
+    assert server.asked == [("/api/v1/pods", f"!{labels.LABEL_JOB}", pod_request_lister.ACTIVE)]
 
 
 async def test_one_that_serves_some_namespaces_counts_the_jobs_of_others_too() -> None:
     server = Server()
-    await ForeignPods(server, cache_with(), ("team", "lab")).pod_requests()
-    elsewhere = f"{foreign_pods.ACTIVE},metadata.namespace!=team,metadata.namespace!=lab"
+    await PodRequestLister(server, cache_with(), ("team", "lab")).pod_requests()
+    elsewhere = f"{pod_request_lister.ACTIVE},metadata.namespace!=team,metadata.namespace!=lab"
     assert server.asked[1:] == [("/api/v1/pods", labels.LABEL_JOB, elsewhere)]
 
 
 async def test_one_that_may_not_list_the_cluster_counts_what_it_may_see() -> None:
     server = Server(forbidden=True)
-    await ForeignPods(server, cache_with(), ("team", "lab")).pod_requests()
+    await PodRequestLister(server, cache_with(), ("team", "lab")).pod_requests()
     assert [path for path, *_ in server.asked] == [
         "/api/v1/namespaces/team/pods", "/api/v1/namespaces/lab/pods",
     ]  # fmt: skip
     with pytest.raises(ApiError):
-        await ForeignPods(server, cache_with(), ()).pod_requests()
+        await PodRequestLister(server, cache_with(), ()).pod_requests()
 
 
 async def test_a_listing_that_takes_long_serves_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(foreign_pods.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pod_request_lister.time, "monotonic", lambda: now[0])
     server = Server(pod("notebook", "n1"))
-    counting = ForeignPods(server, cache_with(), ())
+    counting = PodRequestLister(server, cache_with(), ())
 
     async def slow(*_: Any, **__: Any) -> AsyncIterator[Page]:
         now[0] += 2.0

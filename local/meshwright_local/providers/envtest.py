@@ -40,7 +40,7 @@ def find_binary(name: str, environment: Mapping[str, str]) -> Path | None:
     return path if path.is_file() and os.access(path, os.X_OK) else None
 
 
-class AssetsProvider:
+class EnvtestProvider:
     """Runs etcd and kube-apiserver on free ports of 127.0.0.1. They end with this process, however it ends."""
 
     def __init__(self, directory: Path, times: NodeTimes | None = None) -> None:

@@ -1,0 +1,134 @@
+"""Reports what the operator does about a job, to its user: status with conditions, events, and metrics.
+
+What is stored here between two reconciles is in memory only, and affects only events and metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from datetime import datetime
+
+from meshwright.api.conditions import READY, is_true
+from meshwright.api.objects import KubeObject
+from meshwright.api.parsing import parse_status
+from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright_operator.controller.observe import JobRejectedError, suspended_by_user
+from meshwright_operator.controller.pod_control import ForeignObjectError
+from meshwright_operator.controller.start_timeline import StartTimeline
+from meshwright_operator.controller.status_patch import StatusRejectedError, StatusWriter
+from meshwright_operator.decide import lifecycle, rejected_job
+from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.events import WARNING, JobEvent
+from meshwright_operator.decide.mesh_generation import rank_zero_worker
+from meshwright_operator.kube.cache import JobKey
+from meshwright_operator.kube.client import ApiError
+from meshwright_operator.kube.recorder import EventRecorder
+from meshwright_operator.metrics.job_metrics import JobMetrics
+from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.timestamps import seconds_since, utc_now
+
+USER_ERROR_CODES = (400, 403, 422)
+"""Responses of the API server that a user may be able to resolve: only these errors get an event."""
+
+
+class JobReporter:
+    """Writes the status of jobs, posts events about them, and updates their metrics."""
+
+    def __init__(
+        self,
+        writer: StatusWriter,
+        events: EventRecorder,
+        metrics: OperatorMetrics,
+        jobs: JobMetrics,
+        now: Callable[[], datetime] = utc_now,
+    ) -> None:
+        self._writer = writer
+        self._events = events
+        self._metrics = metrics
+        self._jobs = jobs
+        self._now = now
+        self._timelines: dict[str, StartTimeline] = {}
+        self._events_without_status: dict[str, str] = {}
+        """By uid, the message of the event that was posted because the status could not be written."""
+
+    async def write_status(self, key: JobKey, job: KubeObject, decision: Decision) -> None:
+        """Write the status of a decision, which must be persisted before anything is done.
+
+        Raises:
+            ConflictError: The job has changed since it was read.
+            StatusRejectedError: The API server rejects any status for the stored object.
+        """
+        await self._writer.write(key, job, decision.status, bool(decision.events))
+
+    def report(self, key: JobKey, job: KubeObject, decision: Decision) -> None:
+        """Post the events of a decision whose status is written, and update the job's metrics."""
+        observed = decision.observed
+        timeline = self._timelines.setdefault(observed.uid, StartTimeline())
+        for event in [*decision.events, *timeline.update(decision, time.monotonic())]:
+            self._events.post(job, event)
+        received = observed.agents.reports.get(rank_zero_worker(observed))
+        current = received is not None and received.report.generation == observed.mesh.generation
+        progress = received.report.progress if received is not None and current else None
+        self._jobs.record(key, observed.uid).put(decision.status, progress, time.monotonic())
+        started = is_true(decision.status.conditions, READY) and not is_true(observed.status.conditions, READY)
+        if started and observed.mesh.generation == 1 and not lifecycle.finished(decision.status):
+            created = job["metadata"].get("creationTimestamp")
+            self._metrics.startup_seconds.observe(seconds_since(created, observed.now))
+
+    async def report_rejected(self, key: JobKey, job: KubeObject, rejection: JobRejectedError) -> None:
+        """Report once why the job cannot run.
+
+        Raises:
+            ConflictError: The job has changed since it was read.
+            StatusRejectedError: The API server rejects any status for the stored object.
+        """
+        uid = job["metadata"]["uid"]
+        old = parse_status(job)
+        status = self._rejected_status(job, old, rejection)
+        event = JobEvent("PlacementFailed" if rejection.retryable else rejection.reason, rejection.message, WARNING)
+        try:
+            if await self._writer.write(key, job, status, False) and not lifecycle.finished(old):
+                self._events.post(job, event)
+        except StatusRejectedError:
+            if self._events_without_status.get(uid) != event.message:
+                self._events_without_status[uid] = event.message
+                self._events.post(job, event)
+            raise
+        finally:
+            self._jobs.record(key, uid).put(status, None, time.monotonic())
+
+    def report_error(self, job: KubeObject, error: Exception) -> None:
+        """Post an event about an error, if the user can do something about it."""
+        if isinstance(error, ApiError) and error.code not in USER_ERROR_CODES:
+            return
+        if isinstance(error, StatusRejectedError) and job["metadata"]["uid"] in self._events_without_status:
+            return
+        if isinstance(error, ApiError):
+            event = JobEvent("ActionRefused", f"The API server rejected a request: {error}", WARNING)
+        elif isinstance(error, ForeignObjectError):
+            event = JobEvent("ActionRefused", str(error), WARNING)
+        else:
+            message = f"Retrying with backoff after an error: {type(error).__name__}: {error}"
+            event = JobEvent("ReconcileFailed", message, WARNING)
+        with contextlib.suppress(Exception):
+            self._events.post(job, event)
+
+    def forget(self, key: JobKey, uid: str) -> None:
+        """Drop the state of a deleted job."""
+        self._timelines.pop(uid, None)
+        self._writer.forget(uid)
+        self._events_without_status.pop(uid, None)
+        self._jobs.forget(key)
+
+    def _rejected_status(
+        self, job: KubeObject, old: ParallelTrainingJobStatus, rejection: JobRejectedError
+    ) -> ParallelTrainingJobStatus:
+        generation = int(job["metadata"].get("generation", 0))
+        if lifecycle.finished(old):
+            return rejected_job.unchanged(old, generation)
+        if rejection.retryable:
+            suspended = suspended_by_user(job)
+            return rejected_job.unplannable(old, generation, self._now(), rejection.message, suspended=suspended)
+        return rejected_job.rejected(old, generation, self._now(), rejection.reason, rejection.message)

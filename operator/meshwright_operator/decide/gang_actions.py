@@ -1,0 +1,77 @@
+"""The actions with which a gang gets to its next mesh generation. A decision has one of them at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright_operator.decide.observed import Worker
+from meshwright_operator.kube.pod_info import Pod
+
+PROBLEM_AFTER_SECONDS = 60.0
+"""Age of a pod at which its problem is reported: most problems resolve by themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete these pods."""
+
+    pods: tuple[Pod, ...]
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait for an event, or for `seconds`."""
+
+    message: str
+    reason: str = ""
+    """CamelCase, if a problem needs a user's or an administrator's attention; empty for a normal wait."""
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Find nodes for the workers without a pod."""
+
+    workers: tuple[Worker, ...]
+    assigned_nodes: Mapping[int, str] = field(default_factory=dict)
+    """Worker -> node, of the workers whose pods continue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ungate:
+    """Start the gang: every pod has a node."""
+
+    pods: tuple[Pod, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FormGeneration:
+    """Form the next generation: every agent polls for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndAttempt:
+    """End this attempt to start the gang, and release its nodes."""
+
+    reason: str
+    """CamelCase, for the condition."""
+    message: str
+    pods: tuple[Pod, ...] = ()
+    """The pods that failed to start."""
+    avoid: Mapping[str, str] = field(default_factory=dict)
+    """Node -> why not to place the job there for a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class MapRanks:
+    """Map ranks onto the nodes to which another scheduler has bound the pods."""
+
+    pods: Mapping[int, str]
+    """Worker -> node."""
+    assigned_plan_workers: Mapping[int, int]
+    """Worker -> worker of the plan, for the workers whose ranks are assigned already."""
+
+
+GangAction = Delete | Wait | Place | Ungate | EndAttempt | FormGeneration | MapRanks
