@@ -75,7 +75,7 @@ async def test_a_pod_that_the_cache_has_not_seen_is_not_made_again() -> None:
     await world.run(8)
     assert world.true("known", "Ready")
     for pod in operator.cache.all_pods():
-        operator.cache.remove_unlabelled_pod(pod.uid)
+        operator.cache.remove_unlabeled_pod(pod.uid)
     operator.queue.add(next(iter(operator.cache.jobs)))
     await world.run(5)
     assert {pod.name for pod in world.pods()} == {"known-w0-0", "known-w1-0"}

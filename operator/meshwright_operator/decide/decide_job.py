@@ -234,9 +234,9 @@ def _start_generation(decision: Decision) -> None:
         placement_outcome.wait_for_retry(decision, pause)
         return
     match step:
-        case gang_actions.Delete(pods, message):
+        case gang_actions.Delete(pods, why):
             decision.delete += [pod for pod in pods if pod not in decision.delete]
-            decision.starting(f"Deleting {counted(len(pods), 'pod')}: {message}")
+            decision.starting(f"Deleting {counted(len(pods), 'pod')}, because {why}")
         case gang_actions.Wait(message, reason, seconds):
             decision.starting(message, reason)
             decision.requeue_within(seconds)

@@ -98,7 +98,7 @@ def _obsolete_pods(observed: Observed) -> list[tuple[Pod, str]]:
         if worker.pod.revision != observed.revision:
             obsolete.append((worker.pod, "the spec has changed"))
         elif worker.node_rejection:
-            obsolete.append((worker.pod, f"node {worker.node} no longer accepts it: {worker.node_rejection}"))
+            obsolete.append((worker.pod, f"node {worker.node} no longer accepts it ({worker.node_rejection})"))
     return [(pod, reason) for pod, reason in obsolete if not pod.deleting]
 
 

@@ -17,7 +17,8 @@ class Delete:
     """Delete these pods."""
 
     pods: tuple[Pod, ...]
-    message: str
+    why: str
+    """The reason, as the end of a sentence: `node n5 is down`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class Cache:
         ]
         return [*own, *self._unowned_pods.values()]
 
-    def remove_unlabelled_pod(self, uid: str) -> JobKey | None:
+    def remove_unlabeled_pod(self, uid: str) -> JobKey | None:
         """Remove a pod that lost the job label, so that the watch no longer selects it. Return its job's key."""
         for key, pods in self._pods.items():
             for pod in pods.values():

@@ -58,7 +58,7 @@ class EventHandlers:
         pod = read_pod(event["object"])
         if pod is None:
             uid = str(event["object"]["metadata"].get("uid", ""))
-            key = self._cache.remove_unlabelled_pod(uid)
+            key = self._cache.remove_unlabeled_pod(uid)
             if event["type"] == DELETED:
                 self._cache.remove_unowned_pod(uid)
             else:
