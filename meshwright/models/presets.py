@@ -193,7 +193,7 @@ def resolve(model: ModelSpec) -> Architecture:
     heads, vocab = model.heads, model.vocab_size
     if layers is None or hidden is None or intermediate is None or heads is None or vocab is None:
         raise UnknownModelError(
-            "`model` must have `preset`, `huggingFace`, or all of `layers`, `hiddenSize`, "
+            "`model` must have a `preset`, a `huggingFace` configuration, or all of `layers`, `hiddenSize`, "
             "`intermediateSize`, `heads` and `vocabSize`"
         )
     numbers = model.model_dump(exclude_none=True, exclude={"preset", "hugging_face"})

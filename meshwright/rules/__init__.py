@@ -1,1 +1,1 @@
-"""What a spec and a resolved run must hold: each rule once, with its condition in CEL and in Python."""
+"""What must hold for a spec and a resolved run. Each rule is stated once, with its condition in CEL and in Python."""

@@ -1,4 +1,4 @@
-"""Rules on how a sequence is shared, and on what needs whole sequences."""
+"""Rules on context parallelism, and on techniques that need full sequences."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _KV_HEADS = "(has(self.model.kvHeads) ? self.model.kvHeads : self.model.heads)"
 def heads_divide(heads: int, kv_heads: int, tensor: int, head_exchange_ranks: int) -> bool:
     """Whether heads divide over a tensor group and then over the ranks that exchange them.
 
-    Fewer key and value heads than ranks are held by several ranks each, if they divide those.
+    If there are fewer key and value heads than ranks, several ranks have the same head.
     """
     ranks = tensor * head_exchange_ranks
     return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
 def head_exchange_ranks(method: ContextMethod, context: int, ulysses: int | None) -> int:
-    """How many ranks of a context group exchange heads for tokens."""
+    """Number of ranks of a context group that exchange heads for tokens."""
     return context if method is ContextMethod.ULYSSES else (ulysses or 1)
 
 

@@ -1,4 +1,4 @@
-"""Rules on the training text."""
+"""Rules on the training data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshwright.rules.rule import Rule
 
 
 def _data(facts: Facts) -> DataSpec:
-    """The data; where there is none, data that every rule lets pass."""
+    """The data. If there is none, data that breaks no rule."""
     return facts.data if facts.data is not None else DataSpec(source=DataSource.PYTHON_STDLIB)
 
 

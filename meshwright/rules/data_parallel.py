@@ -1,4 +1,4 @@
-"""Rules on how replicas are kept equal, and on islands of replicas."""
+"""Rules on data parallelism: how replicas stay equal, and islands of replicas."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _reshard_size_divides(facts: Facts) -> bool:
 
 
 def _reshards_alone(facts: Facts) -> bool:
-    # torch makes a group for every layer inside each replica group alone: their names would clash between groups.
+    # torch creates a group for every layer, only within its own replica group. Names of two groups would collide.
     p = facts.parallelism
     alone = all((degree or 1) == 1 for degree in (p.tensor, p.pipeline, p.context)) and _outer(facts) is None
     return p.data_parallel.reshard_size is None or alone
@@ -117,7 +117,7 @@ def _flat_shards_of_masters(facts: Facts) -> bool:
 def _parameters_are_sharded(facts: Facts) -> bool:
     if facts.training is None or not facts.training.parameter_offload:
         return True
-    # Islands share no shards: each needs somebody to share with.
+    # Islands do not share shards, so each island needs at least two ranks.
     company = facts.parallelism.context is None or shard_ranks(facts) > islands(facts)
     return company and facts.parallelism.data_parallel_engine is DataParallelEngine.FSDP
 

@@ -1,7 +1,7 @@
-"""What rules read: a spec, where degrees may be open, or a run, where the planner has chosen each of them.
+"""What rules read: a spec, in which degrees may be open, or a run, for which the planner has chosen all of them.
 
-A spec is its own facts. `facts_of_run` makes those of a run. A number that is None is open or unknown, and a rule about
-it holds.
+`ParallelTrainingJobSpec` implements `Facts`, and `facts_of_run` creates the facts of a run. A number that is None is
+open or unknown, and rules about it hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.protocol.run_config import NativeRun
 
 
 class ModelFacts(Protocol):
-    """A model's numbers: `ModelSpec`, where a preset leaves all of them out, or a resolved `Architecture`."""
+    """A model's sizes: a `ModelSpec`, which has none of them with a preset, or a resolved `Architecture`."""
 
     @property
     def layers(self) -> int | None:
@@ -36,11 +36,11 @@ class ModelFacts(Protocol):
 
     @property
     def heads(self) -> int | None:
-        """Query heads. None where a preset or a configuration names the model: then every number is unknown."""
+        """Query heads. None if a preset or a configuration names the model: then every size is unknown."""
 
     @property
     def kv_heads(self) -> int | None:
-        """Key and value heads; `heads` when left out."""
+        """Key and value heads. Defaults to `heads`."""
 
     @property
     def vocab_size(self) -> int | None:
@@ -52,7 +52,7 @@ class ModelFacts(Protocol):
 
     @property
     def mixture(self) -> MixtureSpec | None:
-        """Mixtures of experts in place of feed-forward layers."""
+        """Mixtures of experts that replace feed-forward layers."""
 
     @property
     def head_size(self) -> int | None:
@@ -60,15 +60,15 @@ class ModelFacts(Protocol):
 
     @property
     def gated(self) -> bool | None:
-        """Whether the feed-forward layer has a gate; so when left out."""
+        """Whether the feed-forward layer has a gate. Defaults to true."""
 
     @property
     def activation(self) -> Activation | None:
-        """Non-linearity of the feed-forward layer; SiLU when left out."""
+        """Non-linearity of the feed-forward layer. Defaults to SiLU."""
 
     @property
     def norm(self) -> Norm | None:
-        """What normalises; RMSNorm when left out."""
+        """Kind of the norms. Defaults to RMSNorm."""
 
     @property
     def biases(self) -> bool | None:
@@ -80,11 +80,11 @@ class ModelFacts(Protocol):
 
     @property
     def query_key_norms(self) -> bool | None:
-        """Whether queries and keys are normalised."""
+        """Whether queries and keys are normalized."""
 
     @property
     def positions(self) -> int | None:
-        """Rows of a learned position embedding; rotary positions when 0 or left out."""
+        """Rows of a learned position embedding. Positions are rotary if it is 0 or left out."""
 
     @property
     def latent(self) -> LatentSpec | None:
@@ -96,7 +96,7 @@ class ModelFacts(Protocol):
 
 
 class Facts(Protocol):
-    """What rules read. `ParallelTrainingJobSpec` has it all."""
+    """What rules read. `ParallelTrainingJobSpec` implements it."""
 
     @property
     def replicas(self) -> int:
@@ -104,23 +104,23 @@ class Facts(Protocol):
 
     @property
     def parallelism(self) -> ParallelismSpec:
-        """Degrees and techniques; a degree that is None is open."""
+        """Degrees and techniques. A degree that is None is open."""
 
     @property
     def model(self) -> ModelFacts | None:
-        """The model; None with a command."""
+        """The model. None with a command."""
 
     @property
     def data(self) -> DataSpec | None:
-        """The training text; None with a command."""
+        """The training data. None with a command."""
 
     @property
     def training(self) -> TrainingSpec | None:
-        """Length, batch, precision and optimizer; None with a command."""
+        """Length, batch, precision and optimizer. None with a command."""
 
     @property
     def checkpoint(self) -> CheckpointSpec | None:
-        """Checkpoints; None without them."""
+        """Checkpoints. None if the job has none."""
 
     @property
     def runtime(self) -> RuntimeSpec:
@@ -128,7 +128,7 @@ class Facts(Protocol):
 
     @property
     def workers(self) -> WorkersSpec | None:
-        """The worker pods; None where they are not known, as in a run."""
+        """The worker pods. None if they are unknown, as for a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +146,10 @@ class ResolvedFacts:
 
 
 def facts_of_run(run: NativeRun) -> ResolvedFacts:
-    """The facts of what ranks run: no degree is open, and the model's numbers are known."""
+    """The facts of what ranks run: no degree is open, and the model's sizes are known."""
     model = run.architecture
     if model.head_size == model.hidden_size // max(1, model.heads):
-        # It follows from the two, so that a rule may ask about others of them.
+        # It follows from the two others, so the nearest values of these may differ from it.
         model = model.model_copy(update={"head_size": None})
     return ResolvedFacts(
         replicas=run.data_parallel,
@@ -162,16 +162,16 @@ def facts_of_run(run: NativeRun) -> ResolvedFacts:
 
 
 def islands(facts: Facts) -> int:
-    """Groups of replicas that train apart from each other; 1 without `training.outer`."""
+    """Number of islands of replicas. 1 without `training.outer`."""
     outer = facts.training.outer if facts.training is not None else None
     return 1 if outer is None else outer.islands or facts.replicas
 
 
 def shard_ranks(facts: Facts) -> int:
-    """Ranks that hold the same dense parameters: `replicas` times `context`, which counts as 1 while it is open."""
+    """Ranks with the same dense parameters: `replicas` times `context`, which counts as 1 while it is open."""
     return facts.replicas * facts.parallelism.context_or_default
 
 
 def sequence_unit(parallelism: ParallelismSpec) -> int:
-    """Tokens that every part of a row is a multiple of: one for each tensor-parallel rank with `sequence`."""
+    """Each part of a row is a multiple of this number of tokens: one per tensor-parallel rank with `sequence`."""
     return (parallelism.tensor or 1) if parallelism.sequence else 1

@@ -1,4 +1,4 @@
-"""Rules on mixtures of experts and on how they are spread."""
+"""Rules on mixtures of experts and on expert parallelism."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _mixture(facts: Facts) -> MixtureSpec | None:
 
 
 def _on_mixture(holds: Callable[[MixtureSpec], bool]) -> Callable[[Facts], bool]:
-    """A rule on the mixture alone; it holds where there is none."""
+    """A rule that reads only the mixture. It holds if there is none."""
 
     def check(facts: Facts) -> bool:
         mixture = _mixture(facts)

@@ -1,4 +1,4 @@
-"""Rules on the model's numbers."""
+"""Rules on the model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ANY_NUMBER = " || ".join(f"has(self.model.{ModelSpec.model_fields[name].alias o
 
 
 _NO_MODEL = ModelSpec(preset="none")
-"""A model that every rule lets pass."""
+"""A model that breaks no rule."""
 
 
 def _model(facts: Facts) -> ModelFacts:
-    """The model's numbers; where there is no model, none of them."""
+    """The model's sizes. All are None if there is no model."""
     return facts.model if facts.model is not None else _NO_MODEL
 
 
@@ -115,7 +115,7 @@ MODEL_FORM_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
         _numbers_complete,
     ),
 )
-"""Rules on the form in which a model is given."""
+"""Rules on which fields describe the model."""
 
 MODEL_RULES: tuple[Rule[Facts], ...] = (
     Rule(

@@ -1,4 +1,4 @@
-"""A broken rule in numbers: the values that it is about, and what to write instead."""
+"""The message of a broken rule, with the values of the fields and the nearest values that work."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from meshwright.rules.rule import Rule
 
 _PATH = re.compile(r"`((?:model|data|training|parallelism|checkpoint)\.[A-Za-z0-9.]+|replicas)`")
 _SPAN = 2048
-"""How far from a value another one is searched for."""
+"""Largest distance from the value within which others are tried."""
 
 
 def nearest(value: int, is_valid: Callable[[int], bool], limit: int, least: int = 1) -> str:
-    """The closest values at or below and above `value` that work, among `least` to `limit`, as text for a message."""
+    """The closest values that work at or below `value` and above it, from `least` to `limit`, for a message."""
     below = next((n for n in range(min(value, limit), least - 1, -1) if is_valid(n)), None)
     above = next((n for n in range(value + 1, limit + 1) if is_valid(n)), None)
     return ", ".join(str(n) for n in (below, above) if n is not None) or "none"
 
 
 def sentence(broken: Rule[Facts], facts: ResolvedFacts, rules: Sequence[Rule[Facts]]) -> str:
-    """What is wrong: field, value and message, with the values of the other fields and the nearest values that work.
+    """The message of a broken rule, with the field's value, those of other fields, and the nearest values that work.
 
     Args:
         broken: a rule that does not hold.
-        facts: what it does not hold for.
-        rules: every rule; the nearest values break none of them that blames this field, or that holds now.
+        facts: the facts that break it.
+        rules: every rule. The nearest values satisfy those that name this field, and those that hold now.
     """
     subject = "" if broken.message.startswith("`") else f"`{broken.field}` "
     text = _PATH.sub(lambda match: _with_value(match[1], facts), subject + broken.message)
@@ -69,20 +69,20 @@ def _value_at(facts: ResolvedFacts, path: str) -> object:
 
 
 def _changed(holder: Any, path: list[str], value: int) -> Any:
-    """A copy of the facts, or of a part of them, with another value at a path."""
+    """A copy of the facts, or of a part of them, with a different value at a path."""
     name = _attribute(path[0])
     new = value if len(path) == 1 else _changed(getattr(holder, name), path[1:], value)
     return holder.model_copy(update={name: new}) if isinstance(holder, BaseModel) else replace(holder, **{name: new})
 
 
 def _attribute(name: str) -> str:
-    """The attribute for a name on the wire."""
+    """The attribute of a field with this name on the wire."""
     return re.sub("[A-Z]", lambda match: f"_{match[0].lower()}", name)
 
 
 @cache
 def _bounds(path: str) -> tuple[int, int] | None:
-    """The least and the largest value that the schema allows at a path; None for what is no number."""
+    """The smallest and the largest value that the schema allows at a path. None if it is not an integer."""
     root = ParallelTrainingJobSpec.model_json_schema(by_alias=True)
     part = root
     for name in path.split("."):

@@ -1,4 +1,4 @@
-"""Rules on the degrees: what each must divide, and how they meet workers and model."""
+"""Rules on the world size and on tensor parallelism."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshwright.rules.rule import Rule, divides
 
 MAX_WORLD_SIZE = 65536
 MAX_WORKERS = 1024
-"""`status.placement.workers` lists each of them, and an object must stay small."""
+"""Limited because `status.placement.workers` lists each worker, and an object must stay small."""
 
 _WORLD_SIZE = (
     "(has(self.parallelism.tensor) ? self.parallelism.tensor : 1)"
@@ -17,13 +17,13 @@ _WORLD_SIZE_KNOWN = "(has(self.runtime.command) || (has(self.parallelism.tensor)
 
 
 def least_world_size(facts: Facts) -> int:
-    """The number of ranks, a degree that is left out counted as 1."""
+    """The number of ranks. A degree that is left out counts as 1."""
     p = facts.parallelism
     return (p.tensor or 1) * (p.pipeline or 1) * p.context_or_default * facts.replicas
 
 
 def _world_size(facts: Facts) -> int | None:
-    """The number of ranks, where the spec alone decides it."""
+    """The number of ranks, or None if the planner determines it."""
     p = facts.parallelism
     known = facts.runtime.command is not None or (p.tensor is not None and p.pipeline is not None)
     return least_world_size(facts) if known else None

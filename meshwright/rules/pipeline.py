@@ -1,4 +1,4 @@
-"""Rules on the pipeline's schedule: which numbers it can be made for, and which fields belong to it."""
+"""Rules on pipelines: which stages, micro-batches and other fields each schedule supports."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _takes_fewer(kind: PipelineScheduleKind) -> bool:
 
 
 def _ranks(facts: Facts) -> int:
-    """Pipeline ranks; 1 where the planner chooses them."""
+    """Number of pipeline ranks. 1 if the planner chooses it."""
     return facts.parallelism.pipeline or 1
 
 
@@ -108,12 +108,12 @@ def _ranks_have_micro_batches(facts: Facts) -> bool:
 
 
 def _multiple(kind: PipelineScheduleKind) -> int:
-    """The micro-batches for each rank of a schedule that needs several; 0 for others."""
+    """Micro-batches per rank that the schedule needs, if more than one. Otherwise 0."""
     return kind.micro_batches_per_rank if kind.micro_batches_per_rank > 1 else 0
 
 
 def _multiples() -> dict[int, Callable[[PipelineScheduleKind], bool]]:
-    """For each such number, whether a schedule needs so many."""
+    """For each such number, a condition: the schedule needs this many."""
     counts = sorted({_multiple(kind_of(order)) for order in schedules_where(lambda kind: _multiple(kind) > 0)})
     return {count: partial(_has_multiple, count) for count in counts}
 
@@ -182,7 +182,7 @@ def _asynchronous_without_islands(facts: Facts) -> bool:
 
 
 def _stages_cel() -> str:
-    """The number of stages, where `pipeline` is given."""
+    """In CEL, the number of stages if `pipeline` is set."""
     return (
         "(self.parallelism.pipeline == 1 ? 1 : self.parallelism.pipeline"
         f" * ({schedule_is(_has_virtual_stages)}"

@@ -1,4 +1,4 @@
-"""One rule: a field, what must hold of it, and the condition in CEL and in Python."""
+"""A rule: a field, a message, and the condition in CEL and in Python."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _ASSUMED = {
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[Subject]):
-    """A condition on a whole spec, or, as `Rule[Facts]`, on a spec and on a resolved run alike."""
+    """A condition on a spec, or, as `Rule[Facts]`, on a spec and on a resolved run."""
 
     field: str
-    """The field to blame: a path below `spec`."""
+    """The field that errors name: a path below `spec`."""
     text: str | Callable[[], str]
-    """What must hold, and the fix. A function where it names pipeline schedules: one may register later."""
+    """What must hold, why, and the fix. A function if it names pipeline schedules, because one may register later."""
     condition: str | Callable[[], str] | None
-    """The condition in CEL over `self`, the spec with its defaults; a function for the same reason. None for a rule
-    that only a resolved run has to hold."""
+    """The condition in CEL over `self`, the spec with its defaults. A function for the same reason. None if only
+    resolved runs are checked."""
     holds: Callable[[Subject], bool]
     """The same condition in Python."""
 
     @property
     def message(self) -> str:
-        """What must hold, and the fix."""
+        """What must hold, why, and the fix."""
         return self.text if isinstance(self.text, str) else self.text()
 
     @property
@@ -52,24 +52,24 @@ class Rule(Generic[Subject]):
 
 
 def divides(divisor: int | None, number: int | None) -> bool:
-    """Whether `number` is a multiple of `divisor`; so when either is not given."""
+    """Whether `number` is a multiple of `divisor`. True if either is None."""
     return divisor is None or number is None or number % divisor == 0
 
 
 def schedule_is(condition: Callable[[PipelineScheduleKind], bool]) -> str:
-    """In CEL, that the schedule is one of those that meet a condition."""
+    """In CEL, that the schedule meets a condition."""
     orders = [order.value for order in schedules_where(condition)]
     field = "self.parallelism.schedule"
     return f"{field} == {orders[0]!r}" if len(orders) == 1 else f"{field} in {orders!r}"
 
 
 def schedule_is_not(condition: Callable[[PipelineScheduleKind], bool]) -> str:
-    """In CEL, that the schedule is none of those that meet a condition."""
+    """In CEL, that the schedule does not meet a condition."""
     text = schedule_is(condition)
     return text.replace(" == ", " != ") if " == " in text else f"!({text})"
 
 
 def schedule_names(condition: Callable[[PipelineScheduleKind], bool], last: str = "and") -> str:
-    """The schedules that meet a condition, as text for a message."""
+    """The names of the schedules that meet a condition, for a message."""
     *names, name = (f"`{order.value}`" for order in schedules_where(condition))
     return f"{', '.join(names)} {last} {name}" if names else name

@@ -1,4 +1,4 @@
-"""Rules on what the ranks run: Meshwright's runtime, or the user's command."""
+"""Rules on `runtime`: ranks run either Meshwright's runtime or the user's command."""
 
 from __future__ import annotations
 

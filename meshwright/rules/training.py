@@ -91,7 +91,7 @@ def _rowwise_is_dynamic(facts: Facts) -> bool:
 
 
 def _selective_layers_are_whole(facts: Facts) -> bool:
-    """What breaks the graph of a compiled layer, in which `Selective` is decided."""
+    """Whether no technique breaks the graph of a compiled layer, in which `Selective` chooses what to store."""
     training, p = facts.training, facts.parallelism
     if training is None or not training.compile:
         return True

@@ -1,17 +1,17 @@
-"""The rule book: every rule once, and the questions that admission, planner and ranks ask of it.
+"""The rule book: every rule once, and the checks of admission, planner and ranks.
 
-- The CRD carries the CEL of `SPEC_RULES` (`x-kubernetes-validations` of `spec`), and `check_spec` runs the same
-  conditions in Python, for objects that never passed admission. A test feeds both languages the same specs.
-- `FACT_RULES` are those on what is run. `run_problems` checks a resolved run: the planner asks before pods exist, each
-  rank again before any group forms, since a mismatch found inside a collective would show as a hang of all of them.
-  A rule without CEL is left to these two.
-- A search asks per candidate: `is_allowed(facts)` stops at the first broken rule, `broken_rules(facts)` returns all of
+- The CRD contains the CEL of `SPEC_RULES` (`x-kubernetes-validations` of `spec`). `check_spec` checks the same
+  conditions in Python, for objects that did not pass admission. A test compares the two languages on the same specs.
+- `FACT_RULES` are the rules on what ranks run. `run_problems` checks a resolved run with them: the planner before pods
+  exist, and each rank before any process group is created, because a mismatch inside a collective would hang all ranks.
+  Rules without CEL are checked only there.
+- A search checks candidates: `is_allowed(facts)` stops at the first broken rule, `broken_rules(facts)` returns all of
   them. `facts` is a spec, or `ResolvedFacts(replicas, parallelism, model, data, training, ...)` with the degrees of the
-  candidate in `parallelism`; None stays open. For many candidates that differ in a few fields alone,
-  `rules_on(facts, fields)` returns the rules that read one of these, once, for `is_allowed(candidate, rules)`.
+  candidate in `parallelism`, where None is open. If many candidates differ in only a few fields,
+  `rules_on(facts, fields)` returns the rules that read one of these, for `is_allowed(candidate, rules)`.
 
-A degree that is left out is chosen later, so a rule about it holds until then; with `runtime.command` no planner
-chooses and such a degree is 1. Messages name the field and the fix. Nothing here knows torch.
+A degree that is left out is chosen later, and rules about it hold until then. With `runtime.command` there is no
+planner, and such a degree is 1. Messages name the field and the fix. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FACT_RULES: tuple[Rule[Facts], ...] = (
     *TRAINING_RULES,
     *DATA_RULES,
 )
-"""Rules on what is run, of a spec and of a resolved run."""
+"""Rules on what ranks run, for a spec and for a resolved run."""
 
 SPEC_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
     *RUNTIME_RULES,
@@ -55,7 +55,7 @@ SPEC_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
     *(rule for rule in FACT_RULES if rule.condition is not None),
     *WORKERS_RULES,
 )
-"""Every rule of a spec: those above, and those on what no run has, such as worker pods."""
+"""Every rule of a spec: also those on what a run does not have, such as worker pods."""
 
 _READ = re.compile(r"self\.(replicas|[a-z]\w*\.\w+)")
 
@@ -67,29 +67,30 @@ class Problem:
     field: str
     """Path below `spec`, such as `parallelism.tensor`."""
     message: str
-    """What is wrong and the fix."""
+    """What must hold, why, and the fix."""
 
 
 def check_spec(spec: ParallelTrainingJobSpec) -> list[Problem]:
-    """Every rule that `spec` breaks, in the order of the table; empty for a good one."""
+    """Every rule that `spec` breaks, in the order of the table. Empty if the spec is valid."""
     return [Problem(rule.field, rule.message) for rule in SPEC_RULES if not rule.holds(spec)]
 
 
 def check_edit(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> list[Problem]:
-    """What an edit of a started job changes and may not, in the order of the table; empty for an edit that is fine."""
+    """What an edit of a started job changes although it must not, in the order of the table. Empty if it is allowed."""
     return [Problem(field.field, field.message) for field in IMMUTABLE if not field.holds(running, wanted)]
 
 
 def run_problems(run: NativeRun) -> list[str]:
-    """Why ranks would refuse a run of this runtime: each sentence names field, value and what would do; none if they
-    would not. What only files or devices can tell is not among them.
+    """Why ranks would reject a run: each message names the field, its value and the nearest values that work.
+
+    Empty if they would accept it. Files and devices are not checked here.
     """
     facts = facts_of_run(run)
     return [sentence(rule, facts, FACT_RULES) for rule in broken_rules(facts)]
 
 
 def broken_rules(facts: Facts) -> list[Rule[Facts]]:
-    """The rules that these facts break, in the order of the table; a rule whose facts are open holds."""
+    """The rules that these facts break, in the order of the table. A rule whose facts are open holds."""
     return [rule for rule in FACT_RULES if not rule.holds(facts)]
 
 
@@ -99,10 +100,10 @@ def is_allowed(facts: Facts, rules: Iterable[Rule[Facts]] = FACT_RULES) -> bool:
 
 
 def rules_on(facts: Facts, fields: Sequence[str]) -> tuple[Rule[Facts], ...]:
-    """The rules to ask about candidates that differ from `facts` in these fields alone, for `is_allowed`.
+    """The rules to check for candidates that differ from `facts` only in these fields, for `is_allowed`.
 
     Args:
-        facts: what all candidates share.
+        facts: the facts that all candidates share.
         fields: `replicas`, or a part and a field of it on the wire, such as `parallelism.tensor`.
     """
     changed = set(fields)
