@@ -78,7 +78,7 @@ async def test_an_edit_without_room_waits_while_the_gang_trains(
     await api.patch(f"{JOBS}/grow", {"spec": {"replicas": 4}})
     status = await says(api, "grow", "Reconciling", "True", "EditDoesNotFit")
     message = condition(status, "Ready")["message"]
-    assert "needs 8 workers of 2 GPUs" in message
+    assert "4 of 8 workers with 2 GPUs each fit" in message
     assert "8 GPUs missing" in message
     assert condition(status, "Stalled")["status"] == "False"
     assert (status["readyRanks"], status["plan"]["summary"]) == ("8/8", "TP 2 x PP 2 x DP 2")
