@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/planner_speed.py [--quick] [--json FILE]
 
-The baseline of the same run is a search without its bounds: the same layouts, every one priced. It is run on the small
-case, where it ends in reasonable time.
+The baseline of the same run is a search without its bounds, which estimates the cost of each of the same layouts. It is
+run on the small case, where it ends in reasonable time.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def timed(request: SearchRequest, repeats: int) -> tuple[float, SearchResult]:
 
 
 def exhaustive(request: SearchRequest) -> tuple[float, int]:
-    """(seconds, layouts) of pricing everything that fits."""
-    started, priced = time.perf_counter(), 0
+    """(seconds, layouts) of estimating everything that fits."""
+    started, estimated = time.perf_counter(), 0
     for layout in layouts(request):
         for size in micro_batch_sizes(request, layout):
             for base in base_strategies(request, layout, size):
                 for strategy, memory in memory_savings(request, base):
                     estimate_cost(request, strategy, memory)
-                    priced += 1
-    return time.perf_counter() - started, priced
+                    estimated += 1
+    return time.perf_counter() - started, estimated
 
 
 def main() -> None:
@@ -78,14 +78,17 @@ def main() -> None:
         rows.append(
             [f"{model} on {gpus}", f"{seconds:.3f}", f"{limit:.1f}", f"{result.estimated}", result.best.summary]
         )
-    table("Full search", ["case", "seconds", "limit", "priced", "best"], rows)
+    table("Full search", ["case", "seconds", "limit", "estimated", "best"], rows)
     small = CASES["dense7b_64_s"]
-    taken, priced = exhaustive(request_of(*small[:4]))
+    taken, estimated = exhaustive(request_of(*small[:4]))
     ratio = taken / numbers["dense7b_64_s"]
     table(
-        "Baseline: every layout priced (7B on 64)",
+        "Baseline: every layout estimated (7B on 64)",
         ["way", "seconds", "layouts", "ratio"],
-        [["search", f"{numbers['dense7b_64_s']:.3f}", "", "1.0"], ["all", f"{taken:.3f}", f"{priced}", f"{ratio:.1f}"]],
+        [
+            ["search", f"{numbers['dense7b_64_s']:.3f}", "", "1.0"],
+            ["all", f"{taken:.3f}", f"{estimated}", f"{ratio:.1f}"],
+        ],
     )
     numbers["exhaustive_ratio"] = ratio
     placing = [["re-place after a lost node, 2,048 nodes", f"{replace_node():.1f} ms", "50 ms"]]

@@ -1,4 +1,4 @@
-"""The context degree in plan, memory, price, placement and drawing."""
+"""The context degree in plan, memory, cost, placement and drawing."""
 
 from __future__ import annotations
 

@@ -155,6 +155,6 @@ def test_a_mixed_cluster_runs_at_its_slowest_gpus_pace_and_with_its_smallest_mem
     assert mixed.gpu.memory < 41 * 2**30
 
 
-def test_unknown_gpus_have_no_price() -> None:
+def test_unknown_gpus_have_no_estimate() -> None:
     assert machine_of_cluster(cluster("Home-Made"), 8) is None
     assert make_plan(spec(parallelism={"tensor": 8, "pipeline": 1}), cluster("Home-Made")).estimate is None

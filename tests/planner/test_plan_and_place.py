@@ -1,4 +1,4 @@
-"""Plan, place, price again: what is free decides between layouts that look alike."""
+"""Plan, place, estimate again: free GPUs decide between layouts of similar speed."""
 
 from __future__ import annotations
 

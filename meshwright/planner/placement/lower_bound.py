@@ -2,7 +2,7 @@
 
 Take two families of groups, rows and columns, where a row and a column share at most one block (pipelines and
 data-parallel groups do). A bin with a rows and b columns has at most a * b blocks, so u blocks in one bin cost at least
-f(u) = min(w_row * a + w_column * b : a * b >= u), which is half a perimeter. The cheapest way to spread all blocks
+f(u) = min(w_row * a + w_column * b : a * b >= u), which is half a perimeter. The lowest cost of spreading all blocks
 over the capacities is a knapsack over f. It is solved here in its Lagrangian relaxation, in O(distinct capacities), for
 any size. Each level of the fabric is bounded separately, and the bounds are added, as the costs are.
 

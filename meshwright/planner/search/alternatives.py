@@ -154,7 +154,7 @@ def _largest_increase(best: Candidate, other: Candidate) -> str:
 
 
 def recompute_text(recompute: ActivationCheckpointing) -> str:
-    """Recomputation in words."""
+    """Return the recomputation as text."""
     return (
         "no recomputation" if recompute is ActivationCheckpointing.NONE else f"{recompute.value.lower()} recomputation"
     )

@@ -1,7 +1,7 @@
-"""Why a layout won, degree by degree, in the order in which the field decides, and what bounds its step.
+"""Explains each degree of the chosen layout, and what bounds its step.
 
-A degree that the request pins names the field that sets it. For the others the reason is that of the search: with an
-order of preference what the degree before in that order would need, elsewhere the part of a step that it takes.
+For a degree that the request pins, the reason names the field. With an order of preference, the reason is what the
+previous degree in that order would need. In a free search, it is the fraction of a step that the degree takes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwright.schedules.registry import kind_of
 
 
 def reasons(result: SearchResult) -> tuple[str, ...]:
-    """Why each degree of the best layout is what it is, each with its numbers, and what bounds its step."""
+    """Return the reason for each degree of the best layout, with numbers, and what bounds its step."""
     request, best = result.request, result.best
     used, estimate = best.strategy, best.estimate
     sentences = [
@@ -43,8 +43,10 @@ def reasons(result: SearchResult) -> tuple[str, ...]:
 
 
 def reasons_by_preference(request: SearchRequest, chosen: FittingLayout, estimate: Estimate | None) -> tuple[str, ...]:
-    """The same for a layout that an order of preference led to: one sentence for each degree, one for what else was
-    chosen, one for adapters that are left out, one for memory, and one for time where there is a price.
+    """Return the reasons for a layout that an order of preference determined.
+
+    There is a sentence for each degree and each other decision, for adapters that are left out, for memory, and for
+    time if there is an estimate.
     """
     used, lora = chosen.strategy, request.pinned_job.training.lora
     sentences = [
@@ -64,7 +66,7 @@ def reasons_by_preference(request: SearchRequest, chosen: FittingLayout, estimat
 
 
 def limits(result: SearchResult) -> str:
-    """What bounds the step: the largest part of it beside computing, and the stage that is fullest."""
+    """Return what bounds the step: its largest part apart from compute, and the fullest stage."""
     best = result.best
     memory, byte_limit = best.estimate.memory, result.request.memory_limit(best.estimate.gpus)
     return (
@@ -74,7 +76,7 @@ def limits(result: SearchResult) -> str:
 
 
 def step_text(estimate: Estimate) -> str:
-    """Where a step's time goes, in half a sentence."""
+    """Return the largest parts of a step's time as text."""
     time = estimate.time
     parts = {
         "recomputation": time.recompute,
@@ -180,7 +182,7 @@ def _expert(request: SearchRequest, used: Strategy, estimate: Estimate | None) -
     mixture, expert = request.work.model.mixture, used.expert
     if mixture is None:
         return ""
-    # A free search pins 1 where experts cannot be split, whatever the field says.
+    # In a free search `parallelism.expert` has no effect, so it is not named for a degree of 1.
     if request.pins.expert is not None and (expert > 1 or request.order_of_preference):
         return _set_by(f"EP {expert}", "parallelism.expert")
     held = f"{mixture.experts // expert} of {mixture.experts} experts a rank"

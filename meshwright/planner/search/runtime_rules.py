@@ -44,6 +44,8 @@ _layout_fields = attrgetter(
 )
 _MAX_CACHED_LAYOUTS = 32768
 _RUNTIME = RuntimeSpec()
+_UNKNOWN = ResolvedFacts(0, ParallelismSpec(), None, None, None, runtime=_RUNTIME)
+"""In a cache, that there is no entry."""
 _OPEN_FACTS = ResolvedFacts(1, ParallelismSpec(), None, None, None, runtime=_RUNTIME)
 
 
@@ -122,11 +124,11 @@ def rules_of_worker(stated: ParallelismSpec | None = None, training: TrainingSpe
     def allows(work: Workload, strategy: Strategy) -> bool:
         # A search asks about each layout once for each way to save memory, and most rules do not read those.
         key = (work, _layout_fields(strategy))
-        if key not in facts_of_layouts:
+        facts = facts_of_layouts.get(key, _UNKNOWN)
+        if facts is _UNKNOWN:
             if len(facts_of_layouts) >= _MAX_CACHED_LAYOUTS:
                 facts_of_layouts.clear()
-            facts_of_layouts[key] = facts_of(work, strategy)
-        facts = facts_of_layouts[key]
+            facts = facts_of_layouts[key] = facts_of(work, strategy)
         if facts is None or training is None:
             return facts is not None
         chosen = training_with(strategy.checkpointing, strategy.optimizer_offload)

@@ -40,7 +40,7 @@ SMALL = Techniques(
 
 
 def everything(request: SearchRequest) -> list[Candidate]:
-    """All layouts that fit, priced, in no order: what the search must not miss."""
+    """All layouts that fit, with their cost: the search must not miss a better one."""
     fewer = request.objective in (Objective.GPUS, Objective.COST)
     return _everything(replace(request, objective=Objective.GPUS if fewer else Objective.TIME))
 
@@ -182,7 +182,7 @@ def test_impossible_requests_are_refused(field: str, value: float) -> None:
         replace(SearchRequest(Workload(DENSE, 8192, 16), MACHINE, 8), **{field: value})  # type: ignore[arg-type]
 
 
-def test_reasons_name_every_dimension_and_neighbours_their_price() -> None:
+def test_reasons_name_every_dimension_and_neighbors_their_cost() -> None:
     result = search(SearchRequest(Workload(MIXTURE, 4096, 64), MACHINE, 16))
     told = " ".join(reasons(result))
     for word in ("TP ", "PP ", "DP ", "EP ", "a step spends", "is fullest"):

@@ -103,7 +103,7 @@ def test_a_search_proposes_what_is_run(spec: ParallelTrainingJobSpec, nodes: int
         assert check_spec(wanted) == []
         plan = make_plan(wanted, found)
         assert refused(wanted, plan) == []
-        # What was priced is what is run, and held against the same memory.
+        # The estimate is for what is run, and compared with the same memory.
         assert plan.layout.world_size == one.strategy.world_size
         assert plan.memory is not None
         assert plan.memory.total == pytest.approx(one.estimate.memory.total, rel=0.02)
