@@ -193,14 +193,13 @@ def not_buildable(model: Architecture) -> list[str]:
     reasons = []
     if model.sliding_window:
         reasons.append(
-            f"attention over a sliding window (`sliding_window: {model.sliding_window}`) is not built by this runtime: "
+            f"attention over a sliding window (`sliding_window: {model.sliding_window}`) is not supported: "
             "leave the window out (`null`) if no sequence is longer"
         )
     if model.shared_gate:
-        reasons.append("a gate on the shared experts (`model_type: qwen2_moe`) is not built by this runtime")
+        reasons.append("a gate on the shared experts (`model_type: qwen2_moe`) is not supported")
     if model.prediction_layers:
         reasons.append(
-            f"multi-token prediction (`num_nextn_predict_layers: {model.prediction_layers}`) is not built by this "
-            "runtime"
+            f"multi-token prediction (`num_nextn_predict_layers: {model.prediction_layers}`) is not supported"
         )
     return reasons

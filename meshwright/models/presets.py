@@ -171,7 +171,7 @@ def published(name: str) -> Architecture:
         UnknownModelError: there is no such model. The message names the most similar ones.
     """
     if name not in PUBLISHED:
-        raise UnknownModelError(f"`{name}` is not known: {_nearest(name, PUBLISHED)}")
+        raise UnknownModelError(f"unknown model `{name}`: {_nearest(name, PUBLISHED)}")
     return PUBLISHED[name]
 
 
@@ -193,7 +193,7 @@ def resolve(model: ModelSpec) -> Architecture:
     heads, vocab = model.heads, model.vocab_size
     if layers is None or hidden is None or intermediate is None or heads is None or vocab is None:
         raise UnknownModelError(
-            "`model` must name a `preset`, hold a `huggingFace` configuration, or give `layers`, `hiddenSize`, "
+            "`model` must have a `preset`, a `huggingFace` configuration, or `layers`, `hiddenSize`, "
             "`intermediateSize`, `heads` and `vocabSize`"
         )
     numbers = model.model_dump(exclude_none=True, exclude={"preset", "hugging_face"})
@@ -207,7 +207,7 @@ def _preset(name: str) -> Architecture:
         reasons = "; ".join(not_buildable(PUBLISHED[name]))
         fields = ", ".join(f"`{field}: {value}`" for field, value in to_model_spec(PUBLISHED[name]).wire().items())
         raise UnknownModelError(f"`model.preset` `{name}`: {reasons}; the model's other fields are {fields}")
-    raise UnknownModelError(f"`model.preset` `{name}` is not known: {_nearest(name, PRESETS)}")
+    raise UnknownModelError(f"unknown `model.preset` `{name}`: {_nearest(name, PRESETS)}")
 
 
 def _nearest(name: str, known: Mapping[str, Architecture]) -> str:
@@ -215,4 +215,4 @@ def _nearest(name: str, known: Mapping[str, Architecture]) -> str:
     close_matches = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
     if close_matches:
         return f"did you mean {' or '.join(f'`{match}`' for match in close_matches)}?"
-    return f"known are {', '.join(sorted(known))}"
+    return f"use one of {', '.join(sorted(known))}"

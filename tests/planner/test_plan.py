@@ -56,7 +56,7 @@ def test_a_configuration_is_planned_as_its_fields_are() -> None:
     [
         (
             {"model_type": "bert"},
-            "spec: `model.huggingFace`: `model_type` 'bert' is not built by this runtime: known are",
+            "spec: `model.huggingFace`: `model_type` 'bert' is not supported: use one of",
         ),
         ({"num_key_value_heads": 5}, "spec.model.kvHeads: must divide `model.heads`"),
         ({"vocab_size": 200}, "spec.model.vocabSize: must be at least 257 with `data.tokenizer: Byte`"),

@@ -13,7 +13,7 @@ from meshwright.models.huggingface.model_type import ModelType, activation_name,
 def _read(fields: ConfigFields) -> Architecture:
     hidden, heads = fields.number("n_embd"), fields.number("n_head")
     if fields.flag("scale_attn_by_inverse_layer_idx", False) or not fields.flag("scale_attn_weights", True):
-        raise ConfigError("`scale_attn_by_inverse_layer_idx` and unscaled attention are not built by this runtime")
+        raise ConfigError("`scale_attn_by_inverse_layer_idx` and unscaled attention are not supported")
     return Architecture(
         layers=fields.number("n_layer"),
         hidden_size=hidden,
@@ -34,7 +34,7 @@ def _read(fields: ConfigFields) -> Architecture:
 def _write(model: Architecture) -> dict[str, Any]:
     full_heads = model.kv_heads == model.heads and model.head_size * model.heads == model.hidden_size
     if model.gated or not model.biases or not model.positions or not full_heads or model.value_size != model.head_size:
-        raise ConfigError("no Hugging Face model type has `LayerNorm` and this shape; GPT-2 is the nearest")
+        raise ConfigError("no Hugging Face model type has `LayerNorm` and this shape; the most similar is GPT-2")
     return {
         "n_layer": model.layers,
         "n_embd": model.hidden_size,

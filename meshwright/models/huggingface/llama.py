@@ -35,7 +35,7 @@ def _read(
         traits: fields of the Architecture that only the model type determines.
     """
     if fields.flag("attention_bias", False) or fields.flag("mlp_bias", False):
-        raise ConfigError("`attention_bias` and `mlp_bias` are not built by this runtime for these model types")
+        raise ConfigError("`attention_bias` and `mlp_bias` are not supported for these model types")
     numbers = read_numbers(fields, latent=False)
     heads = numbers["heads"]
     slides = fields.flag("use_sliding_window", False) if window is None else window
@@ -60,7 +60,7 @@ def _mixtral(fields: ConfigFields) -> MixtureSpec:
 
 def _qwen(fields: ConfigFields, *, shared: bool = False) -> MixtureSpec:
     if fields.listed("mlp_only_layers"):
-        raise ConfigError("`mlp_only_layers` is not built by this runtime: dense layers stand before all mixtures")
+        raise ConfigError("`mlp_only_layers` is not supported: dense layers must be before all mixtures")
     return MixtureSpec(
         experts=fields.number("num_experts"),
         per_token=fields.number("num_experts_per_tok"),
@@ -88,7 +88,9 @@ def _write_mixtral(model: Architecture) -> dict[str, Any]:
     numbers, mixture = _write(model), _mixture_of(model)
     check_mixture_fields(mixture, "Mixtral", {"experts", "per_token", "intermediate_size"})
     if model.attention_biases or mixture.intermediate_size != model.intermediate_size:
-        raise ConfigError("no Hugging Face model type that is written has this mixture; Mixtral is the nearest")
+        raise ConfigError(
+            "no Hugging Face model type that can be written has this mixture; the most similar is Mixtral"
+        )
     return {
         **numbers,
         "num_local_experts": mixture.experts,

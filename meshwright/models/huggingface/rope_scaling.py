@@ -30,9 +30,7 @@ def read_scaling(fields: ConfigFields | None, *, latent: bool) -> RopeScalingSpe
     if fields is None or kind == "default":
         return None
     if kind not in ("llama3", "yarn"):
-        raise ConfigError(
-            f"`rope_scaling` of type {kind!r} is not built by this runtime: known are default, llama3, yarn"
-        )
+        raise ConfigError(f"`rope_scaling` of type {kind!r} is not supported: use one of default, llama3, yarn")
     if kind == "yarn":
         return _yarn(fields, latent=latent)
     return RopeScalingSpec(
@@ -46,12 +44,12 @@ def read_scaling(fields: ConfigFields | None, *, latent: bool) -> RopeScalingSpe
 def _yarn(fields: ConfigFields, *, latent: bool) -> RopeScalingSpec:
     factor = fields.real("factor", 1.0)
     if not fields.flag("truncate", True):
-        raise ConfigError("`rope_scaling.truncate: false` is not built by this runtime")
+        raise ConfigError("`rope_scaling.truncate: false` is not supported")
     whole, rotated = fields.real("mscale_all_dim", 0.0), fields.real("mscale", 1.0 if latent else 0.0)
     if latent and whole != rotated:
-        raise ConfigError("`rope_scaling` with another `mscale` than `mscale_all_dim` is not built by this runtime")
+        raise ConfigError("`rope_scaling` with another `mscale` than `mscale_all_dim` is not supported")
     if not latent and (whole or rotated):
-        raise ConfigError("`rope_scaling.mscale` is not built by this runtime for this model type")
+        raise ConfigError("`rope_scaling.mscale` is not supported for this model type")
     # The default is the paper's factor: 0.1 ln s + 1 (arXiv 2309.00071, equation 15).
     attention = _mscale(factor, whole) if latent else fields.real("attention_factor", _mscale(factor, 1.0))
     return RopeScalingSpec(

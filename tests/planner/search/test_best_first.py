@@ -182,14 +182,14 @@ def test_impossible_requests_are_refused(field: str, value: float) -> None:
         replace(SearchRequest(Workload(DENSE, 8192, 16), MACHINE, 8), **{field: value})  # type: ignore[arg-type]
 
 
-def test_reasons_name_every_dimension_and_neighbours_their_price() -> None:
+def test_reasons_name_every_dimension_and_neighbors_their_price() -> None:
     result = search(SearchRequest(Workload(MIXTURE, 4096, 64), MACHINE, 16))
     told = " ".join(reasons(result))
     for word in ("TP ", "PP ", "DP ", "EP ", "a step spends", "is fullest"):
         assert word in told
-    neighbours = alternatives_of(result.request, result.best)
-    assert neighbours
-    for one in neighbours:
+    neighbors = alternatives_of(result.request, result.best)
+    assert neighbors
+    for one in neighbors:
         assert one.slower is None or one.slower >= 1 / TIE_TOLERANCE - 1e-9, one.sentence
 
 

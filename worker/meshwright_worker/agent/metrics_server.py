@@ -28,7 +28,7 @@ async def start_metrics_server(metrics: WorkerMetrics, address: str, port: int) 
     try:
         await web.TCPSite(runner, address, port).start()
     except OSError as error:
-        log.warning("no metrics: cannot listen on %s:%d: %s", address, port, error.strerror)
+        log.warning("cannot serve metrics on %s:%d: %s", address, port, error.strerror)
         await runner.cleanup()
         return None
     return runner
