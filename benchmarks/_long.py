@@ -15,7 +15,7 @@ _PART_BLOCKS = 96
 
 
 def best_in_minutes(problem: Problem, start: Sequence[int], seconds: float, seed: int) -> tuple[float, str]:
-    """The least cost that annealing (from the answer and from nothing) and large-neighbourhood search (parts of the
+    """The least cost that annealing (from the answer and from nothing) and large-neighborhood search (parts of the
     answer solved by CP-SAT) find, each in a third of the time; and which of them found it.
     """
     draw = random.Random(seed)
@@ -24,7 +24,7 @@ def best_in_minutes(problem: Problem, start: Sequence[int], seconds: float, seed
         "the fast path itself": problem.cost(start),
         "annealing": problem.cost(anneal(problem, start, share, draw)),
         "annealing from a random start": problem.cost(anneal(problem, _shuffled(problem, draw), share, draw)),
-        "large-neighbourhood search": problem.cost(neighbourhoods(problem, start, share, draw)),
+        "large-neighborhood search": problem.cost(neighborhoods(problem, start, share, draw)),
     }
     name = min(found, key=lambda key: found[key])
     return found[name], name
@@ -35,7 +35,7 @@ def _shuffled(problem: Problem, draw: random.Random) -> list[int]:
     return draw.sample(slots, problem.size)
 
 
-def neighbourhoods(problem: Problem, start: Sequence[int], seconds: float, draw: random.Random) -> list[int]:
+def neighborhoods(problem: Problem, start: Sequence[int], seconds: float, draw: random.Random) -> list[int]:
     """Again and again a few bins that share groups, emptied and filled anew by CP-SAT."""
     bins, ends = list(start), time.monotonic() + seconds
     used = sorted(set(bins))

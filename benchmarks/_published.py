@@ -129,7 +129,7 @@ def gpu_of(row: Row, default: str | None = None) -> Accelerator:
     """The GPU a row names.
 
     Raises:
-        UnusableRow: it names none that the catalogue knows.
+        UnusableRow: it names none that the catalog knows.
     """
     named = row.get("gpu") or default
     found = accelerator(str(named)) if named else None

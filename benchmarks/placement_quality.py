@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/placement_quality.py [--quick] [--only PART] [--minutes M] [--json FILE]
 
 Costs are weighted crossings (`meshwright.planner.placement.objective`). Small clusters are proved with CP-SAT. At
-2,048, 16,384 and 100,000 GPUs a counting bound is printed, and what annealing and large-neighbourhood search find in
+2,048, 16,384 and 100,000 GPUs a counting bound is printed, and what annealing and large-neighborhood search find in
 `--minutes`. Baselines run on the same free nodes. Needs `ortools` (the `benchmark` extra).
 """
 

@@ -41,7 +41,7 @@ class Layout:
     def __post_init__(self) -> None:
         if min(self.tensor, self.pipeline, self.data, self.context, self.expert) < 1:
             name = next(name for name in ("tensor", "pipeline", "data", "context", "expert") if getattr(self, name) < 1)
-            raise ValueError(f"`{name}` must be at least 1, not {getattr(self, name)}")
+            raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
         if self.shard_ranks % self.expert:
             raise ValueError(f"`expert` ({self.expert}) must divide `data` x `context` ({self.data} x {self.context})")
 

@@ -1,4 +1,4 @@
-"""Perplexity, which operator and worker tell alike."""
+"""Perplexity, for the reports of the operator and of the worker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of a mean loss per token; infinite where that is more than a number holds."""
+    """The exponential of a mean loss per token; infinite if it is too large for a float."""
     try:
         return math.exp(loss)
     except OverflowError:

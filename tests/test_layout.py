@@ -43,7 +43,7 @@ def test_each_kind_of_group_covers_every_rank_once(layout: Layout) -> None:
 
 
 @given(layouts)
-def test_groups_differ_in_their_own_coordinate_alone(layout: Layout) -> None:
+def test_groups_differ_only_in_their_own_coordinate(layout: Layout) -> None:
     dimensions = (layout.data_groups(), layout.pipeline_groups(), layout.context_groups(), layout.tensor_groups())
     for own, groups in enumerate(dimensions):
         for group in groups:
@@ -53,7 +53,7 @@ def test_groups_differ_in_their_own_coordinate_alone(layout: Layout) -> None:
 
 
 @given(layouts, st.integers(1, 12))
-def test_workers_are_consecutive_and_whole_or_refused(layout: Layout, size: int) -> None:
+def test_workers_are_consecutive_and_complete_or_rejected(layout: Layout, size: int) -> None:
     if layout.world_size % size:
         with pytest.raises(ValueError, match="does not divide"):
             layout.workers(size)
@@ -64,13 +64,13 @@ def test_workers_are_consecutive_and_whole_or_refused(layout: Layout, size: int)
 
 
 @pytest.mark.parametrize("rank", [-1, 8])
-def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
+def test_a_rank_outside_the_world_is_rejected(rank: int) -> None:
     with pytest.raises(ValueError, match="outside a world of 8"):
         Layout(2, 2, 2).coordinates(rank)
 
 
 @pytest.mark.parametrize("name", ["tensor", "pipeline", "data"])
-def test_a_degree_below_one_is_refused(name: str) -> None:
+def test_a_degree_below_one_is_rejected(name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}` must be at least 1"):
         Layout(**{name: 0})
 

@@ -16,7 +16,7 @@ from tests.conflicts import main as conflicts_main
 
 
 @pytest.mark.parametrize("folder", ["operator", "worker"])
-def test_the_folders_of_packages_are_no_packages(folder: str) -> None:
+def test_the_directories_of_packages_are_not_packages(folder: str) -> None:
     assert (ROOT / folder).is_dir()
     assert not (ROOT / folder / "__init__.py").exists(), f"{folder}/ would hide a module of that name"
 

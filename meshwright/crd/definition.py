@@ -81,7 +81,7 @@ def _root_schema() -> Schema:
         for rule in SPEC_RULES
     ]
     status = structural_schema(ParallelTrainingJobStatus, defaults=False)
-    # The one default, so that a job nobody has acted on is never taken for an observed one.
+    # The one default, so that a new job is never mistaken for one that the operator has observed.
     status["default"] = {"observedGeneration": -1}
     return {
         "type": "object",

@@ -200,7 +200,6 @@ def not_buildable(model: Architecture) -> list[str]:
         reasons.append("a gate on the shared experts (`model_type: qwen2_moe`) is not supported")
     if model.prediction_layers:
         reasons.append(
-            f"multi-token prediction (`num_nextn_predict_layers: {model.prediction_layers}`) is not built by this "
-            "runtime"
+            f"multi-token prediction (`num_nextn_predict_layers: {model.prediction_layers}`) is not supported"
         )
     return reasons

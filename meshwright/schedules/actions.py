@@ -75,4 +75,4 @@ def one(kind: ActionKind, stage: int, micro_batch: int) -> Slot:
 def check_counts(ranks: int, micro_batches: int) -> None:
     """Raises ValueError unless there is at least one rank and one micro-batch."""
     if ranks < 1 or micro_batches < 1:
-        raise ValueError(f"a pipeline needs at least one rank and one micro-batch, not {ranks} and {micro_batches}")
+        raise ValueError(f"a pipeline needs at least one rank and one micro-batch, got {ranks} and {micro_batches}")

@@ -52,7 +52,7 @@ def automatic(
     """
     check_counts(ranks, micro_batches)
     if limit < 1:
-        raise ValueError(f"`limit` must allow at least one micro-batch, not {limit}")
+        raise ValueError(f"`limit` must allow at least one micro-batch, got {limit}")
     costs_by_stage = (costs,) * ranks if isinstance(costs, ActionCosts) else tuple(costs)
     if len(costs_by_stage) != ranks:
         raise ValueError(f"{len(costs_by_stage)} costs for {ranks} stages")
@@ -61,7 +61,7 @@ def automatic(
         *(duration for c in costs_by_stage for duration in (c.forward, c.backward_input, c.backward_weight)),
     ]
     if not all(math.isfinite(duration) and duration >= 0 for duration in seconds):
-        raise ValueError(f"costs must be finite and at least 0, not {costs_by_stage} with a send of {hop}")
+        raise ValueError(f"costs must be finite and at least 0, got {costs_by_stage} with a send of {hop}")
     return _search(ranks, micro_batches, limit, costs_by_stage, hop)
 
 

@@ -28,7 +28,7 @@ def dual_pipe(ranks: int, micro_batches: int) -> Schedule:
     """
     check_counts(ranks, micro_batches)
     if ranks % 2 or micro_batches % 2:
-        raise ValueError(f"DualPipe needs even numbers of ranks and micro-batches, not {ranks} and {micro_batches}")
+        raise ValueError(f"DualPipe needs even numbers of ranks and micro-batches, got {ranks} and {micro_batches}")
     _check_enough("DualPipe", ranks, micro_batches)
     half = micro_batches // 2
     rank_slots = []
@@ -66,7 +66,7 @@ def dual_pipe_v(ranks: int, micro_batches: int) -> Schedule:
 
 def _check_enough(name: str, ranks: int, micro_batches: int) -> None:
     if micro_batches < 2 * ranks:
-        raise ValueError(f"{name} needs at least {2 * ranks} micro-batches, two for each rank, not {micro_batches}")
+        raise ValueError(f"{name} needs at least {2 * ranks} micro-batches, two for each rank, got {micro_batches}")
 
 
 class _RankBuilder:

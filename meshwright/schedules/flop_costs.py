@@ -46,14 +46,14 @@ def stage_costs(
     """The costs of every stage, in the unit of `layer_costs`.
 
     Args:
-        model: whose stages.
+        model: the model that the stages belong to.
         length: of a sequence, in tokens.
-        layers: of each stage, in the model's order; the last one has the output projection beside them.
+        layers: of each stage, in the model's order; the last one also has the output projection.
         recomputes: whether a stage is computed again before its backward pass.
     """
     costs = []
-    for stage, own in enumerate(layers):
-        parts = [layer_costs(model, length, layer, recomputes=recomputes) for layer in own]
+    for stage, stage_layers in enumerate(layers):
+        parts = [layer_costs(model, length, layer, recomputes=recomputes) for layer in stage_layers]
         if stage == len(layers) - 1:
             parts.append(output_costs(model, recomputes=recomputes))
         costs.append(

@@ -25,12 +25,12 @@ class TimingReport:
     stage: int
     costs: ActionCosts
     hop: float
-    """To send a micro-batch's hidden states to a neighbour."""
+    """To send a micro-batch's hidden states to a neighbor."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
-    """What a pipeline's passes take, in seconds or in units of their mean."""
+    """The times of a pipeline's passes, in seconds or in units of their mean."""
 
     costs: tuple[ActionCosts, ...]
     """Of every stage."""
@@ -38,10 +38,10 @@ class PipelineTimes:
 
 
 def median_times(reports: Sequence[TimingReport], stages: int) -> PipelineTimes:
-    """The medians over the ranks that hold the same stage; that of sends over all ranks.
+    """The medians over the ranks that have the same stage; the median of sends over all ranks.
 
     Raises:
-        ValueError: nobody reports a stage.
+        ValueError: no rank reports a stage.
     """
     costs = []
     for stage in range(stages):

@@ -87,16 +87,18 @@ def layers_of_stages(parallelism: ParallelismSpec, ranks: int, model: Architectu
             )
         return _ranges(split)
     if parallelism.stage_balance is StageBalance.FLOPS:
-        homes = tuple(stage_ranks(parallelism, ranks))
-        return _ranges(_balanced_by_flops(model, length, homes, parallelism.rematerialize))
+        ranks_of_stages = tuple(stage_ranks(parallelism, ranks))
+        return _ranges(_balanced_by_flops(model, length, ranks_of_stages, parallelism.rematerialize))
     return split_layers(model.layers, stages)
 
 
 @lru_cache(maxsize=256)
-def _balanced_by_flops(model: Architecture, length: int, homes: tuple[int, ...], recomputes: bool) -> tuple[int, ...]:
+def _balanced_by_flops(
+    model: Architecture, length: int, ranks_of_stages: tuple[int, ...], recomputes: bool
+) -> tuple[int, ...]:
     """Layers of each stage by the costs that `stage_costs` adds up."""
     costs = [layer_costs(model, length, layer, recomputes=recomputes).total for layer in range(model.layers)]
-    return partition_over_ranks(costs, homes, last=output_costs(model, recomputes=recomputes).total)
+    return partition_over_ranks(costs, ranks_of_stages, last=output_costs(model, recomputes=recomputes).total)
 
 
 def _ranges(sizes: tuple[int, ...] | list[int]) -> list[range]:

@@ -35,7 +35,9 @@ def named(short_name: str) -> PipelineScheduleKind:
     for kind in registered():
         if kind.short_name == short_name:
             return kind
-    raise ValueError(f"no schedule is called `{short_name}`: known are {', '.join(k.short_name for k in registered())}")
+    raise ValueError(
+        f"no schedule is called `{short_name}`: use one of {', '.join(k.short_name for k in registered())}"
+    )
 
 
 def generate(short_name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:

@@ -51,13 +51,13 @@ class TimedSlot:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What running a schedule gave."""
+    """The timeline of a schedule."""
 
     timeline: tuple[tuple[TimedSlot, ...], ...]
     """Each rank's slots in order."""
     in_flight: tuple[int, ...]
-    """Most micro-batches that each rank holds at once, in all its stages, whose weights' gradients are not done: `held`
-    has them in bytes."""
+    """The most micro-batches of each rank, over all its stages, whose weight gradients are not complete.
+    `peak_memory` has their bytes."""
 
     @property
     def makespan(self) -> float:
@@ -66,9 +66,9 @@ class Simulation:
 
     @property
     def longest(self) -> float:
-        """Seconds of the rank that is at it longest, from its own first start to its own last end.
+        """Seconds of the rank that takes longest, from its first start to its last end.
 
-        The time per step where ranks need not meet at its end (arXiv 2401.10241, section 4).
+        The time per step if ranks do not synchronize at its end (arXiv 2401.10241, section 4).
         """
         return max(timed_slots[-1].end - timed_slots[0].start for timed_slots in self.timeline)
 
@@ -90,7 +90,7 @@ def simulate(
 
     Args:
         schedule: a valid one.
-        costs: of every stage alike, or one for each stage of the model.
+        costs: of every stage, or one for each stage of the model.
         hop: seconds to send to another rank.
         overlap: part of the shorter action of an overlapped pair that disappears behind the longer one.
 

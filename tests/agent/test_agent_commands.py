@@ -49,7 +49,7 @@ async def reported(coordinator: Coordinator, state: AgentState, generation: int,
 
 
 @pytest.mark.slow
-async def test_two_pods_meet_and_complete(coordinator: Coordinator, start_agent: StartAgent) -> None:
+async def test_two_pods_start_and_complete(coordinator: Coordinator, start_agent: StartAgent) -> None:
     agents = [start_agent(worker) for worker in range(2)]
     await start_generation(coordinator, 1, ALL_REDUCE, workers=2)
     assert [await agent.exit_code(60) for agent in agents] == [0, 0]
@@ -92,7 +92,7 @@ async def test_the_message_is_the_exception(coordinator: Coordinator, start_agen
     assert report.message == "rank 0 exited with code 1: KeyError: 'weights'"
 
 
-async def test_a_command_that_does_not_exist_says_so(coordinator: Coordinator, start_agent: StartAgent) -> None:
+async def test_a_command_that_does_not_exist_is_reported(coordinator: Coordinator, start_agent: StartAgent) -> None:
     start_agent()
     hellos = await coordinator.gang(1)
     coordinator.announce(mesh(1, command_run(["no-such-program"], 1), hellos, 1))
@@ -172,7 +172,9 @@ async def test_stopped_elsewhere_means_idle(coordinator: Coordinator, start_agen
     assert await agent.exit_code() == 0
 
 
-async def test_ranks_go_on_while_the_coordinator_is_away(coordinator: Coordinator, start_agent: StartAgent) -> None:
+async def test_ranks_continue_while_the_coordinator_is_unavailable(
+    coordinator: Coordinator, start_agent: StartAgent
+) -> None:
     agent = start_agent()
     ticks = "import time\nfor i in range(600): print('tick', i, flush=True); time.sleep(0.1)"
     await start_generation(coordinator, 1, ticks, ranks_each=1)
@@ -202,14 +204,14 @@ async def test_superseded(coordinator: Coordinator, start_agent: StartAgent, *, 
 
 
 @pytest.mark.parametrize("status", [401, 404])
-async def test_refused_for_long(coordinator: Coordinator, start_agent: StartAgent, status: int) -> None:
+async def test_rejected_for_long(coordinator: Coordinator, start_agent: StartAgent, status: int) -> None:
     coordinator.answer_all(status)
     agent = start_agent(MESHWRIGHT_REJECT_SECONDS="1.5")
     assert await agent.exit_code(15) == 1
-    assert f"refused this pod for 1.5 s: {status}" in agent.log
+    assert f"rejected this pod for 1.5 s: {status}" in agent.log
 
 
-async def test_refused_for_a_moment(coordinator: Coordinator, start_agent: StartAgent) -> None:
+async def test_rejected_for_a_moment(coordinator: Coordinator, start_agent: StartAgent) -> None:
     coordinator.answer_all(404)
     agent = start_agent(MESHWRIGHT_REJECT_SECONDS="10")
     await asyncio.sleep(1.5)

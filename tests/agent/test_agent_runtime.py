@@ -160,7 +160,7 @@ async def test_nothing_survives_a_killed_agent(coordinator: Coordinator, start_a
     await announce(coordinator, 1, LONG)
     await until(lambda: step_of(coordinator, 1) >= 1, 150, lambda: agents[0].log)
     family = agents[0].processes()
-    assert len(family) == 1 + 1 + 2  # the agent, the rank server, two ranks
+    assert len(family) == 1 + 1 + 2  # the agent, the fork server, two ranks
     agents[0].process.kill()
     await until(lambda: not any(alive(pid) for pid in family), 5)
     await until(lambda: coordinator.states(1)[-1] is AgentState.FAILED, 10, lambda: agents[1].log)

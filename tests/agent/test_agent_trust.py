@@ -76,7 +76,9 @@ async def test_another_version_ends_a_pod_that_waits_and_no_ranks_that_run(
         assert await agent.exit_code(10) == 1
         assert "426" in agent.log
         return
-    await until(lambda: "ranks go on without the coordinator: 426" in agent.log, 10, lambda: agent.log)
+    await until(
+        lambda: "the coordinator rejected the poll; ranks keep running: 426" in agent.log, 10, lambda: agent.log
+    )
     await asyncio.sleep(2.0)
     assert agent.process.poll() is None
     coordinator.answer_all(None)

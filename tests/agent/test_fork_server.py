@@ -1,4 +1,4 @@
-"""The rank server as a real process that forks real ranks."""
+"""The fork server as a real process that forks real ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ MODULE = "tests.agent.scripted_runtime"
 
 @pytest_asyncio.fixture
 async def server() -> AsyncIterator[ForkServerClient]:
-    rank_server = ForkServerClient(ENVIRONMENT, MODULE)
-    await rank_server.start()
-    yield rank_server
-    await rank_server.stop()
+    fork_server = ForkServerClient(ENVIRONMENT, MODULE)
+    await fork_server.start()
+    yield fork_server
+    await fork_server.stop()
 
 
 def task(what: str, rank: int = 0) -> RankTask:
@@ -75,7 +75,7 @@ async def test_events_come_in_order_and_the_end_comes_last(server: ForkServerCli
     ("what", "message"),
     [("raise", "rank 2: LookupError: no such weight"), ("base-exception", "rank 2: KeyboardInterrupt")],
 )
-async def test_an_exception_is_told(server: ForkServerClient, what: str, message: str) -> None:
+async def test_an_exception_is_reported(server: ForkServerClient, what: str, message: str) -> None:
     life = Life(await fork(server, what, rank=2))
     *told, end = await life.events()
     assert [event.message for event in told if isinstance(event, RankMessageReceived)] == [
@@ -99,7 +99,7 @@ async def test_sigterm_stops_but_never_kills(server: ForkServerClient) -> None:
         assert told[-1].message == messages.Finished(Outcome.STOPPED)
 
 
-async def test_kill_and_silent_exit_are_told_by_their_codes(server: ForkServerClient) -> None:
+async def test_kill_and_silent_exit_are_reported_by_their_codes(server: ForkServerClient) -> None:
     killed = Life(await fork(server, "until-stopped"))
     killed.live.kill()
     end = (await killed.events())[-1]
@@ -118,14 +118,14 @@ async def test_a_child_that_keeps_the_pipes_does_not_hold_up_the_end(server: For
 
 async def test_a_server_that_cannot_load_the_runtime_says_why() -> None:
     broken = ForkServerClient(ENVIRONMENT, "tests.agent.broken_runtime")
-    with pytest.raises(ForkServerError, match=r"the rank server ended: OSError: libcudart\.so\.12: cannot open"):
+    with pytest.raises(ForkServerError, match=r"the fork server exited: OSError: libcudart\.so\.12: cannot open"):
         await broken.ready()
     await broken.stop()
 
 
 async def test_a_server_that_never_begins_says_how_it_ended() -> None:
     unable = ForkServerClient({**ENVIRONMENT, "PYTHONPATH": "/nowhere", "PYTHONHOME": "/nowhere"}, MODULE)
-    with pytest.raises(ForkServerError, match="the rank server ended: exit code 1"):
+    with pytest.raises(ForkServerError, match="the fork server exited: exit code 1"):
         await unable.ready()
     await unable.stop()
 

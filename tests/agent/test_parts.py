@@ -57,8 +57,8 @@ def test_settings_and_their_defaults() -> None:
     ("name", "value", "says"),
     [
         *((name, "", "is not set") for name in ENVIRONMENT),
-        (labels.ENV_WORKER_INDEX, "-1", "whole number"),
-        (labels.ENV_INCARNATION, "x", "whole number"),
+        (labels.ENV_WORKER_INDEX, "-1", "integer"),
+        (labels.ENV_INCARNATION, "x", "integer"),
         (labels.ENV_POD_IP, "pod", "IP address"),
         (labels.ENV_COORDINATOR_URL, "operator:9470", "http"),
         (labels.ENV_METRICS_PORT, "70000", "65535"),
@@ -122,7 +122,7 @@ def test_what_processes_inherit() -> None:
     assert process_environment({"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
 
 
-def test_a_fork_request_travels_whole() -> None:
+def test_a_fork_request_arrives_complete() -> None:
     hello = MeshRequest(worker=1, incarnation=2, address="10.0.0.7", store_port=21000)
     run = training_run(5, data_parallel=2)
     document = mesh(1, run, [hello], 2)
@@ -159,7 +159,7 @@ def test_a_loss_that_is_no_number_survives_the_pipe() -> None:
 
 
 @pytest.mark.parametrize("line", [b"", b"{}", b"not json", b'{"kind": "exec"}', b'{"kind": "running", "step": "x"}'])
-def test_what_is_no_message_is_refused(line: bytes) -> None:
+def test_what_is_not_a_message_is_rejected(line: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - any of the two parsers may refuse
         messages.decode(line)
 
@@ -210,7 +210,7 @@ def test_long_messages_are_cut() -> None:
     assert len(failures.describe_exit(1, 1, ["y" * 9999])) <= failures.MAX_MESSAGE
 
 
-def test_output_is_whole_lines_with_the_rank() -> None:
+def test_output_is_complete_lines_with_the_rank() -> None:
     lines: list[str] = []
     pump = OutputPump(3, lines.append)
     for chunk in (b"one\ntw", b"o\r\n\n 10%\r 20%\r", b"\xff end"):
@@ -236,7 +236,7 @@ def test_a_line_without_an_end_is_broken() -> None:
     assert sum(line.count("x") for line in lines) == 10 * MAX_LINE
 
 
-def test_a_held_port_is_free_once_released() -> None:
+def test_a_reserved_port_is_free_once_released() -> None:
     ports = [ReservedPort() for _ in range(8)]
     assert len({port.number for port in ports}) == 8
     for port in ports:

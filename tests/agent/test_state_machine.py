@@ -156,7 +156,7 @@ def test_an_error_ends_the_other_ranks_at_once(driver: Driver) -> None:
     assert [process.exit_code for process in report.ranks] == [-9, -9]
 
 
-def test_a_refusal_ends_the_other_ranks_at_once_and_says_so(driver: Driver) -> None:
+def test_a_refusal_stops_the_other_ranks_at_once_and_is_reported(driver: Driver) -> None:
     driver.start(document())
     refusal = RankFailed(FailureKind.REFUSED, "rank 1: InvalidRunError: `training.precision: bf16` needs another GPU")
     driver.tell(0, PEER_LOST)
@@ -167,7 +167,7 @@ def test_a_refusal_ends_the_other_ranks_at_once_and_says_so(driver: Driver) -> N
     assert (report.failure, report.message) == (FailureKind.REFUSED, refusal.message)
 
 
-def test_a_lost_peer_waits_for_the_cause_in_its_own_pod(driver: Driver) -> None:
+def test_a_lost_peer_waits_for_the_cause_in_its_pod(driver: Driver) -> None:
     driver.start(document())
     assert driver.tell(0, PEER_LOST) == []
     assert driver.exit(0, 1) == []
@@ -177,7 +177,7 @@ def test_a_lost_peer_waits_for_the_cause_in_its_own_pod(driver: Driver) -> None:
     assert build_report(driver.state_machine).message == BUG.message
 
 
-def test_a_lost_peer_alone_ends_the_rest_after_a_second(driver: Driver) -> None:
+def test_a_lost_peer_without_another_cause_stops_the_rest_after_a_second(driver: Driver) -> None:
     driver.start(document())
     driver.tell(0, PEER_LOST)
     driver.exit(0, 1)
@@ -215,7 +215,7 @@ def test_a_failed_generation_is_followed_by_a_new_one(driver: Driver) -> None:
         (True, 1, ("RuntimeError: Connection closed by peer",), AgentState.FAILED, FailureKind.PEER_LOST, "closed"),
         (True, -9, ("Connection closed by peer",), AgentState.FAILED, FailureKind.ERROR, "SIGKILL"),
         (True, -15, (), AgentState.FAILED, FailureKind.ERROR, "SIGTERM"),
-        (False, 0, (), AgentState.FAILED, FailureKind.ERROR, "rank 0 ended without finishing the run"),
+        (False, 0, (), AgentState.FAILED, FailureKind.ERROR, "rank 0 exited without finishing the run"),
         (False, 143, (), AgentState.FAILED, FailureKind.ERROR, "exited with code 143"),
         (False, -6, ("what(): Connection reset by peer", ""), AgentState.FAILED, FailureKind.PEER_LOST, "SIGABRT"),
         (False, -11, (), AgentState.FAILED, FailureKind.ERROR, "SIGSEGV"),
@@ -344,7 +344,7 @@ def test_only_the_worker_of_rank_zero_reports_progress() -> None:
         assert [phase.name for phase in report.phases] == (["spawn", "load"] if worker == 0 else [])
 
 
-def test_the_newest_evaluation_is_reported_by_the_worker_of_rank_0_alone() -> None:
+def test_the_newest_evaluation_is_reported_only_by_the_worker_of_rank_0() -> None:
     for worker in (0, 1):
         driver = Driver(worker)
         driver.start(document(workers=2))

@@ -31,8 +31,8 @@ ALLOWED = {
 DROPPED: dict[str, Any] = {"deprecated": True, "examples": ["a"]}
 
 
-class Colour(StrEnum):
-    """A colour."""
+class Color(StrEnum):
+    """A color."""
 
     RED = "Red"
     BLUE = "Blue"
@@ -96,8 +96,8 @@ def field_schema(annotation: Any, default: Any = ...) -> dict[str, Any]:
         ),
         (Literal["a"], {"type": "string", "enum": ["a"]}),
         (Literal[0, 2], {"type": "integer", "enum": [0, 2], "format": "int32"}),
-        (Colour, {"type": "string", "enum": ["Red", "Blue"]}),
-        (Colour | None, {"type": "string", "enum": ["Red", "Blue"]}),
+        (Color, {"type": "string", "enum": ["Red", "Blue"]}),
+        (Color | None, {"type": "string", "enum": ["Red", "Blue"]}),
         (bool, {"type": "boolean"}),
         (
             Annotated[list[Annotated[str, Field(max_length=3)]], Field(max_length=4)],
@@ -204,7 +204,7 @@ def test_what_stands_beside_a_reference_wins_and_defaults_stay() -> None:
     assert "default" not in optional
     assert "nullable" not in optional
     assert field_schema(Annotated[int, Field(ge=0, le=9)], 4)["default"] == 4
-    assert field_schema(Colour, Colour.BLUE)["default"] == "Blue"
+    assert field_schema(Color, Color.BLUE)["default"] == "Blue"
     assert field_schema(Named, Named(name="a"))["default"] == {}, "an object's members bring their own defaults"
 
 

@@ -43,7 +43,7 @@ async def text_of(log):
     return log.read_text()
 
 
-async def test_leaving_stops_the_whole_process_group(tmp_path):
+async def test_leaving_stops_the_entire_process_group(tmp_path):
     log = tmp_path / "family.log"
     async with Programs() as programs:
         program = await programs.start("family", [sys.executable, "-c", FAMILY], log)
@@ -62,7 +62,7 @@ async def test_a_program_that_ended_is_reported_with_its_log(tmp_path):
             programs.check()
 
 
-async def test_output_is_stdout_alone(tmp_path):
+async def test_output_is_only_stdout(tmp_path):
     async with Programs() as programs:
         code = "import sys; print('text'); print('noise', file=sys.stderr)"
         assert await programs.output("writer", [sys.executable, "-c", code], tmp_path / "log") == "text\n"
@@ -127,7 +127,7 @@ def test_demo_directory_that_cannot_be_written(tmp_path):
         ("apiVersion: v1\nkind: Pod\nmetadata: {name: x}\n---\nkind: Pod\n", "document 2 has no `apiVersion`"),
     ],
 )
-def test_a_bad_manifest_is_refused_by_name(tmp_path, text, message):
+def test_an_invalid_manifest_is_rejected_by_name(tmp_path, text, message):
     path = tmp_path / "job.yaml"
     path.write_text(text)
     with pytest.raises(manifest.ManifestError, match=message):

@@ -32,7 +32,7 @@ def test_tokenize_verify_show(text: Path, tmp_path: Path) -> None:
     assert shown["tokens"] == list(b"wor")
 
 
-def test_damage_is_told(text: Path, tmp_path: Path) -> None:
+def test_damage_is_reported(text: Path, tmp_path: Path) -> None:
     target = tmp_path / "tokens"
     run("tokenize", text, target, "--format", "JSONLines", "--field", "body")
     shard = target / "00000.tokens"
@@ -95,7 +95,7 @@ def test_what_the_system_refuses_is_one_line(text: Path, tmp_path: Path) -> None
         assert found.output.count("\n") == 1
 
 
-def test_the_tokenizers_own_file_is_no_text(text: Path, tmp_path: Path, bpe_file: Path) -> None:
+def test_the_tokenizers_file_is_not_text(text: Path, tmp_path: Path, bpe_file: Path) -> None:
     (text / "tokenizer.json").write_bytes(bpe_file.read_bytes())
     options = ("--tokenizer", "BPE", "--tokenizer-file", text / "tokenizer.json")
     assert "1 documents" in run("tokenize", text, tmp_path / "tokens", *options).output

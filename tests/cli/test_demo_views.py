@@ -112,7 +112,7 @@ def test_snapshot_keeps_events_of_this_very_job_in_order():
     assert (now.state, now.step, now.total_steps, now.generation) == ("Running", 3, 100, 1)
 
 
-def test_snapshot_of_a_job_that_nobody_has_seen_yet():
+def test_snapshot_of_a_job_that_was_not_observed_yet():
     now = snapshot(job(), [], [])
     assert (now.state, now.step, now.loss, now.generation) == ("Pending", 0, None, 0)
     assert "Pending" in rendered(render_live_view(now, LossCurve(), 1.0, datetime.now(UTC), "hint"))
@@ -221,7 +221,7 @@ def recovered_fault():
     return fault
 
 
-def test_evidence_of_a_good_run():
+def test_evidence_of_a_successful_run():
     assert checks.failed_checks(completed(), recovered_fault(), SAVED, 1600) == []
     assert checks.failed_checks(completed(generation=1, restarts=0), None, SAVED, 1600) == []
 
@@ -244,7 +244,7 @@ def test_evidence_names_what_is_missing(end, fault, saved, word):
     assert any(word in problem for problem in problems), problems
 
 
-def test_summary_tells_the_whole_story():
+def test_summary_has_every_part():
     curve = LossCurve({1: 5.75, 100: 1.9})
     ending = DemoResult(completed(), curve, recovered_fault(), SAVED, "def ", "def f():", 150.0)
     text = rendered(summary(ending))

@@ -51,7 +51,7 @@ def test_what_the_example_says(tmp_path: Path) -> None:
     }
 
 
-def test_what_is_not_built_is_refused_and_counted(tmp_path: Path) -> None:
+def test_what_is_not_supported_is_rejected_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     config = {**config_from_architecture(PRESETS["llama-2-7b"]), "model_type": "mistral", "sliding_window": 4096}
     path.write_text(json.dumps(config))
@@ -60,16 +60,16 @@ def test_what_is_not_built_is_refused_and_counted(tmp_path: Path) -> None:
     assert "(`sliding_window: 4096`) is not supported" in refused.output
     assert "(it has 6,738,415,616 parameters)" in refused.output
     path.write_text("{")
-    assert "config.json: no JSON" in run(path).output
+    assert "config.json: not valid JSON" in run(path).output
     assert run(tmp_path / "none.json").exit_code == 2
     path.unlink()
     assert "config.json cannot be read" in run(tmp_path).output
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [('{"model_type": ["x"]}', "must be a text, not ['x']"), ("[" * 100000, "no JSON")]
+    ("text", "told"), [('{"model_type": ["x"]}', "must be a string, got ['x']"), ("[" * 100000, "not valid JSON")]
 )
-def test_what_is_no_configuration_is_told_of(tmp_path: Path, text: str, told: str) -> None:
+def test_what_is_not_a_configuration_is_reported(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
     refused = run(path)

@@ -60,7 +60,7 @@ def run(*words: object) -> Result:
     ["metadata: {creationTimestamp: 2020-13-41}", f"spec: {{replicas: {'9' * 5000}}}", "[" * 500],
     ids=["no such day", "digits", "depth"],
 )
-def test_yaml_that_python_cannot_hold_is_told_of(tmp_path: Path, text: str) -> None:
+def test_yaml_that_python_cannot_represent_is_reported(tmp_path: Path, text: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(f"kind: ParallelTrainingJob\n{text}\n" if text[0] != "[" else text)
     for words in (("-f", path), ("-f", ROOT / "examples/planner-chooses.yaml", "--inventory", path)):
@@ -187,7 +187,7 @@ def test_a_wrong_inventory_names_entry_and_field(manifest: Path, tmp_path: Path,
     [
         ({"replicas": 0}, "spec.replicas"),
         ({"parallelism": {"pipeline": 2, "layerSplit": [1, 2]}}, "spec.parallelism.layerSplit: must add up"),
-        ({"model": {"huggingFace": '{"model_type": ["x"]}'}}, "`model_type` must be a text"),
+        ({"model": {"huggingFace": '{"model_type": ["x"]}'}}, "`model_type` must be a string"),
         ({"parallelism": {"zeroStage": 1}, **MUON}, "spec.parallelism.zeroStage: "),
         ({"parallelism": {"tensor": 3}}, "tensor"),
         ({"model": {"preset": "llama-9"}}, "llama-9"),

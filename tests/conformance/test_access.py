@@ -51,12 +51,12 @@ async def grant(api, rules, kind="Role", subject="op"):
     assert (await api.call("POST", f"{where}/{kind.lower()}bindings", binding))[0] == 201
 
 
-async def test_wrong_tokens_are_refused(api):
+async def test_wrong_tokens_are_rejected(api):
     code, status = await as_user(api, "GET", api.maps, token="wrong")
     assert (code, status["reason"]) == (401, "Unauthorized")
 
 
-async def test_nobody_sees_health_and_no_more(api):
+async def test_anonymous_users_see_health_and_no_more(api):
     code, _ = await as_user(api, "GET", "/version")
     assert code == 200
     code, _ = await as_user(api, "GET", api.maps)
@@ -105,7 +105,7 @@ async def test_cluster_roles(api):
     assert (await as_user(api, "GET", "/api/v1/nodes", token=token))[0] == 403
 
 
-async def test_a_deleted_account_is_nobody(api):
+async def test_a_deleted_account_is_unknown(api):
     token = await account(api)
     await api.call("DELETE", f"/api/v1/namespaces/{api.namespace}/serviceaccounts/op")
     code, _ = await as_user(api, "GET", "/apis", token=token)

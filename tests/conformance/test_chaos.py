@@ -237,6 +237,6 @@ async def test_probability(kit):
     assert 5 < codes.count(503) < 55
 
 
-def test_rules_of_the_wrong_kind_are_refused_in_process():
+def test_rules_of_the_wrong_kind_are_rejected_in_process():
     with contextlib.closing(asyncio.new_event_loop()), pytest.raises(ApiError, match="effect"):
         ApiServer(None).chaos.replace([{"match": {}}])

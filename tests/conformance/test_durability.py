@@ -123,7 +123,7 @@ async def ignoring_loss(work):
         await work
 
 
-async def test_watch_from_before_a_restart_is_told_to_list_anew(tmp_path):
+async def test_watch_from_before_a_restart_must_list_again(tmp_path):
     server = ApiServer(tmp_path)
     await server.start()
     await server.stop()

@@ -148,7 +148,7 @@ async def test_a_node_with_a_foreign_certificate(kit):
     await runner.cleanup()
 
 
-async def test_clients_trust_this_server_alone(kit):
+async def test_clients_trust_only_this_server(kit):
     foreign = certificates.client_context(certificates.create_authority("another").pem)
     async with aiohttp.ClientSession() as session:
         with pytest.raises((aiohttp.ClientConnectorCertificateError, ssl.SSLError)):

@@ -43,7 +43,7 @@ def place(field):
         ),
     ],
 )
-async def test_defaults_are_held_to_bounds(api, field, below, message):
+async def test_defaults_are_checked_against_bounds(api, field, below, message):
     """A definition whose bound wraps cannot have a default: it is refused, where and in the words of the server."""
     code, status = await api.call("POST", CRDS, definition("bounds", "Bound", schema=place(field)))
     where = f"spec.validation.openAPIV3Schema.properties[spec].properties[a].default{below}"
@@ -63,7 +63,7 @@ async def test_defaults_are_held_to_bounds(api, field, below, message):
         {"type": "integer", "maximum": 9223372036854774784, "default": 16},
     ],
 )
-async def test_bounds_that_no_default_meets_are_taken(api, field):
+async def test_bounds_that_no_default_meets_are_accepted(api, field):
     code, crd = await api.call("POST", f"{CRDS}?dryRun=All", definition("bounds", "Bound", schema=place(field)))
     assert code == 201, crd
 

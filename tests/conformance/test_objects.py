@@ -70,7 +70,7 @@ async def test_dry_run_leaves_nothing(api):
     assert (await api.call("POST", api.maps, api.config_map("c2"), dryRun="Some"))[0] == 422
 
 
-async def test_wrong_types_are_refused(api):
+async def test_wrong_types_are_rejected(api):
     code, status = await api.call("POST", api.maps, {**api.config_map("x"), "data": {"k": 5}})
     assert (code, status["reason"]) == (400, "BadRequest")
 

@@ -73,7 +73,7 @@ async def test_requests_and_limits(api):
     await api.until(201, "POST", api.pods, second)
 
 
-async def test_what_is_counted_must_be_said(api):
+async def test_what_is_counted_must_be_specified(api):
     await quota(api, {"cpu": "2", "limits.memory": "4Gi"})
     body = asking(api, "p", {"cpu": "1"})
     assert await refused(api, body) == 'pods "p" is forbidden: failed quota: q: must specify limits.memory for: a'

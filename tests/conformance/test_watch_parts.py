@@ -50,7 +50,7 @@ class Client:
         return [event["type"] for event in self.events]
 
 
-async def test_a_client_that_falls_behind_is_told_to_list_anew(store):
+async def test_a_client_that_falls_behind_must_list_again(store):
     client = Client()
     task = asyncio.create_task(watch(store, resourceVersion=str(store.revision)).run(client.send))
     await asyncio.sleep(0)

@@ -30,7 +30,7 @@ async def test_from_a_list_on_only_news(api):
     assert [(e["type"], e["object"]["data"]["w"]) for e in own(api, events)] == [("MODIFIED", "1")]
 
 
-async def test_missed_events_are_told(api):
+async def test_missed_events_are_delivered(api):
     since = await revision(api)
     await api.call("POST", api.maps, api.config_map("c1"))
     await api.call("PATCH", f"{api.maps}/c1", {"data": {"w": "1"}}, MERGE)

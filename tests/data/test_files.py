@@ -52,7 +52,7 @@ def test_folders_are_read_through_links_once(tmp_path: Path) -> None:
     assert names(open_folder(str(tmp_path))) == ["sub/a.txt"]
 
 
-def test_a_link_to_nothing_is_refused_where_it_is_to_be_read(tmp_path: Path) -> None:
+def test_a_link_without_a_target_is_rejected_where_it_is_to_be_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.md").symlink_to("/nonexistent")
     folder = open_folder(str(tmp_path))

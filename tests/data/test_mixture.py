@@ -34,7 +34,7 @@ def test_each_corpus_gives_its_samples_in_order_without_a_gap(parts: list[float]
         used[pick.corpus] += 1
 
 
-def test_a_number_decides_its_pick_whatever_was_asked_before() -> None:
+def test_a_number_determines_its_pick_in_any_order_of_requests() -> None:
     one, other = Mixture([1, 2], 3), Mixture([1, 2], 3)
     numbers = [5, 9999, 0, 123_456_789, 5]
     want = [one.pick(number) for number in numbers]

@@ -60,7 +60,7 @@ def test_every_row_of_parquet_is_a_document(tmp_path: Path) -> None:
         (b'{"text": "\xed\xa0\x80"}', "half a surrogate pair at character 0"),
     ],
 )
-def test_a_corrupt_line_fails_or_is_told(tmp_path: Path, bad: bytes, reason: str) -> None:
+def test_a_corrupt_line_fails_or_is_reported(tmp_path: Path, bad: bytes, reason: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines({"text": "good"}) + bad + b"\n" + lines({"text": "after"}))
     with pytest.raises(CorruptRecordError, match=rf"a\.jsonl:2: {reason}"):
         read(tmp_path / "a.jsonl", DataFormat.JSON_LINES)
@@ -76,7 +76,7 @@ def test_a_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [pyarrow.binary(), pyarrow.large_binary(), pyarrow.string()], ids=str)
-def test_a_corrupt_cell_fails_or_is_told(tmp_path: Path, kind: pyarrow.DataType) -> None:
+def test_a_corrupt_cell_fails_or_is_reported(tmp_path: Path, kind: pyarrow.DataType) -> None:
     cells = pyarrow.array([b"good", b"ab\xff", "nach: ü".encode()], pyarrow.binary())
     if pyarrow.types.is_string(kind):
         # As a writer does that does not look: Parquet's own readers take such columns.

@@ -128,7 +128,7 @@ def test_a_flipped_bit_is_an_error_when_its_block_is_read_and_not_before(tmp_pat
             shards.tokens(start, stop)
 
 
-def test_folders_without_checksums_of_blocks_are_checked_by_whole_shards(tmp_path: Path) -> None:
+def test_directories_without_checksums_of_blocks_are_checked_by_shard(tmp_path: Path) -> None:
     write(tmp_path, [[1, 2, 3], [4, 5, 6], [7]], shard=4)
     manifest = json.loads((tmp_path / MANIFEST).read_text())
     for shard in manifest["shards"]:
@@ -145,7 +145,7 @@ def test_folders_without_checksums_of_blocks_are_checked_by_whole_shards(tmp_pat
         open_shards(tmp_path)
 
 
-def test_a_manifest_whose_checksums_of_blocks_are_wrong_is_not_called_whole(tmp_path: Path) -> None:
+def test_a_manifest_whose_checksums_of_blocks_are_wrong_is_not_called_intact(tmp_path: Path) -> None:
     write(tmp_path, [[1] * BLOCK])
     manifest = json.loads((tmp_path / MANIFEST).read_text())
     manifest["shards"][0]["blockCrc32"][1] ^= 1
@@ -225,7 +225,7 @@ def test_libraries_tokens_come_back_as_text(
 
 
 @pytest.mark.parametrize("kind", [Tokenizer.BPE, Tokenizer.SENTENCE_PIECE])
-def test_a_file_that_is_no_tokenizer(tmp_path: Path, kind: Tokenizer) -> None:
+def test_a_file_that_is_not_a_tokenizer(tmp_path: Path, kind: Tokenizer) -> None:
     (tmp_path / "x").write_text("{}")
     with pytest.raises(DataError, match="is no"):
         open_tokenizer(kind, tmp_path / "x")

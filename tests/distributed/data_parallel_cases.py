@@ -41,7 +41,7 @@ def reductions_under_way(task: RankTask) -> tuple[int, int]:
         with Counting() as counting:
             trainer._executor.run(batch.chunk(task.run.micro_batches))
             early = counting.traffic.calls["all-reduce", 2]
-            gradients = trainer.replicas.reduce()
+            gradients = trainer.data_parallel.reduce()
         assert len(gradients) == len(trainer.shards)
         return early, counting.traffic.calls["all-reduce", 2]
 

@@ -72,9 +72,9 @@ def four_ranks(name: str, **more: Any) -> NativeRun:
 def test_every_rank_holds_as_many_activations_as_its_schedule_says(pool: RankPool, name: str) -> None:
     run = four_ranks(name)
     job, kept = job_of(run), kept_in_stages(run)
-    division = pipeline_layout(run.parallelism, 4, run.micro_batches, job.architecture, run.training.sequence_length)
+    pipeline = pipeline_layout(run.parallelism, 4, run.micro_batches, job.architecture, run.training.sequence_length)
     measured = pool.run(most_activations, run)
-    assert measured == pytest.approx(peak_memory(division.schedule, kept), rel=0.01)
+    assert measured == pytest.approx(peak_memory(pipeline.schedule, kept), rel=0.01)
     plan = planned(run)
     if name in ROUGH:
         assert max(measured) == pytest.approx(max(plan), rel=0.05)

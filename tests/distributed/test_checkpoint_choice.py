@@ -134,7 +134,7 @@ def test_a_file_that_cannot_be_read_fails_the_start_and_damages_nothing(
     assert chosen(pool, directory.root, directory.root) == (30, [])
 
 
-def test_a_checkpoint_of_another_version_is_refused_and_stays(pool: RankPool, directory: CheckpointDirectory) -> None:
+def test_a_checkpoint_of_another_version_is_rejected_and_stays(pool: RankPool, directory: CheckpointDirectory) -> None:
     path = directory.path(30) / MANIFEST
     path.write_text(json.dumps({**json.loads(path.read_text()), "fromTomorrow": 1}))
     error, _ = chosen(pool, directory.root, directory.root)
@@ -152,22 +152,22 @@ def test_a_rank_with_another_volume_is_named(pool: RankPool, directory: Checkpoi
     assert directory.steps() == [30, 20, 10]
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_kept(pool: RankPool, directory: CheckpointDirectory) -> None:
+def test_a_damaged_checkpoint_is_renamed_and_retained(pool: RankPool, directory: CheckpointDirectory) -> None:
     (directory.path(30) / "b").write_bytes(b"31")
     step, (warning,) = chosen(pool, directory.root, directory.root)
     assert step == 20
-    assert "step-00000030/b is damaged: its checksum is not that of what was written" in warning
+    assert "step-00000030/b is damaged: its checksum differs from the manifest" in warning
     chosen(pool, directory.root, directory.root)
     assert names(directory) == [".damaged-step-00000030", "step-00000010", "step-00000020"]
 
 
-def test_a_run_that_lost_every_checkpoint_says_so(pool: RankPool, directory: CheckpointDirectory) -> None:
+def test_a_run_that_lost_every_checkpoint_warns(pool: RankPool, directory: CheckpointDirectory) -> None:
     for step in directory.steps():
         (directory.path(step) / "a").unlink()
     step, warnings = chosen(pool, directory.root, directory.root)
     assert step == 0
-    assert "EVERY checkpoint" in warnings[-1]
-    assert "(steps 30, 20, 10): the run begins at step 0" in warnings[-1]
+    assert "every checkpoint" in warnings[-1]
+    assert "(steps 30, 20, 10): starting at step 0" in warnings[-1]
     assert all(name.startswith(".damaged-") for name in names(directory))
 
 

@@ -70,7 +70,7 @@ def train_traced(task: RankTask, steps: int) -> Trained:
 
 
 @pytest.mark.parametrize("name", mostly_long(list(LAYOUTS), lambda name: name == "ZeRO-3"))
-def test_compiled_layers_train_alike(pool: RankPool, name: str) -> None:
+def test_compiled_layers_train_in_the_same_way(pool: RankPool, name: str) -> None:
     options = {"precision": Precision.FP64, "layers": 2, **LAYOUTS[name]}
     training = options.pop("training", {})
     plain = small_run(**options, training=training)

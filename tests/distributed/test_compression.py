@@ -88,7 +88,7 @@ def test_what_is_left_out_comes_later(pool: RankPool, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("name", mostly_long(["Int8", "TopK", "PowerSGD"], lambda name: name == "PowerSGD"))
-def test_a_resume_goes_on_with_what_was_left_out_to_the_bit(
+def test_a_resume_continues_with_the_error_feedback_bit_for_bit(
     pool: RankPool, tmp_path: Path, text: Path, name: str
 ) -> None:
     replicas = {"compression": name, "compression_density": 0.1, "bucket_elements": 4000}

@@ -151,7 +151,7 @@ def test_the_mix_has_shorter_rings_than_a_ring_and_smaller_exchanges_than_ulysse
     assert numbers == (four / 2 + pair, four / 2 + pair + 2 * pair)
 
 
-def test_a_run_goes_on_when_its_ranks_share_sequences(pool: RankPool, tmp_path: Path, text: Path) -> None:
+def test_a_run_resumes_when_its_ranks_share_sequences(pool: RankPool, tmp_path: Path, text: Path) -> None:
     """Samples and digest are those of any other layout, and so, but for rounding, is the loss."""
     straight, moved = tmp_path / "straight", tmp_path / "moved"
     ((_, recorder), *_) = pool.run(train_fully, small_run(data=2), checkpoint_dir=straight, data_dir=text)

@@ -100,7 +100,7 @@ def test_every_layout_trains_as_one_process(pool: RankPool, alone: Ran, layout: 
         assert ran.held < (0.8 if layout.get("tensor") else 1.01) * alone.held
 
 
-def test_a_checkpoint_goes_on_in_any_layout(pool: RankPool, alone: Ran, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_in_any_layout(pool: RankPool, alone: Ran, tmp_path: Path) -> None:
     layouts = [({"tensor": 2, "data": 2}, 2), ({"data": 2}, 1), ({"tensor": 2}, 0)]
     for step, (layout, zero) in zip(STEPS, layouts, strict=True):
         run = small_run(**layout)
@@ -109,7 +109,7 @@ def test_a_checkpoint_goes_on_in_any_layout(pool: RankPool, alone: Ran, tmp_path
         check(ran, alone, gradients=False)
 
 
-def test_a_checkpoint_of_another_module_is_refused(pool: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_module_is_rejected(pool: RankPool, tmp_path: Path) -> None:
     modules: list[dict[str, Any]] = [{"rare": True, "batch_norm": False}, {"batch_norm": False}]
     pool.run(train_tangle, small_run(), 0, range(1, 2), modules[0], PLAN, torch.float64, 7, checkpoint_dir=tmp_path)
     with pytest.raises(RankFailedError, match="it has `model.rare.bias`, `model.rare.weight`"):
@@ -134,7 +134,7 @@ def test_heads_of_different_ranks_drop_different_numbers(pool: RankPool) -> None
     assert first.losses == second.losses
 
 
-def test_a_part_that_one_replica_uses_alone(pool: RankPool) -> None:
+def test_a_part_that_only_one_replica_uses(pool: RankPool) -> None:
     module = {"rare": True, "batch_norm": False}
     (alone,) = pool.run(train_tangle, small_run(), 0, STEPS, module, PLAN, torch.float64, 7)
     for zero in (0, 1):
@@ -142,17 +142,17 @@ def test_a_part_that_one_replica_uses_alone(pool: RankPool) -> None:
             check(ran, alone)
 
 
-def test_what_would_be_wrong_is_refused_on_every_rank_alike(pool: RankPool) -> None:
+def test_what_would_be_wrong_is_rejected_on_every_rank(pool: RankPool) -> None:
     first, second = pool.run(try_what_is_wrong, small_run(tensor=2))
     assert first == second
     assert "not the same on every rank: call `torch.manual_seed`" in first["weights"]
     assert "computed different losses of one batch" in first["batch"]
-    assert "as many micro-batches" in first["count"]
+    assert "the same number of micro-batches" in first["count"]
     assert "at least one micro-batch" in first["none"]
     assert "out of range" in first["token"]
     assert "the buffer `mine` is no longer the same" in first["buffer"]
     assert "no gradient was computed for rare.weight, rare.bias" in first["unused"]
-    assert "fixed.weight, fixed.bias was frozen when the trainer was made" in first["thawed"]
+    assert "fixed.weight, fixed.bias was frozen when the trainer was created" in first["thawed"]
     assert first["changed"] == ""
 
 

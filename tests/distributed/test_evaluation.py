@@ -52,7 +52,7 @@ def alone(pool: RankPool, text: Path) -> list[StepReport]:
     ),
     ids=str,
 )
-def test_every_layout_evaluates_alike(
+def test_every_layout_has_the_same_evaluation(
     pool: RankPool, text: Path, alone: list[StepReport], layout: dict[str, Any]
 ) -> None:
     assert [report.step for report in alone if report.evaluation_loss is not None] == [2, 4, 5]
@@ -86,12 +86,12 @@ def test_evaluation_leaves_no_trace_in_delayed_scales(pool: RankPool, text: Path
     assert [report.loss for report in without] == [report.loss for report in evaluated]
 
 
-def test_what_is_held_out_is_whole_documents_at_the_end(text: Path) -> None:
+def test_the_last_documents_are_held_out(text: Path) -> None:
     corpus = open_corpus(DataSpec(claim_name="text", pattern="**/*.py"), str(text))
     trained, held = split_held_out(corpus, 0.3)
     assert len(trained) + len(held) == len(corpus)
     assert 0 < len(held) <= 0.3 * len(corpus) + 1
     assert trained.tokens(len(trained) - 1, len(trained))[0] == corpus.separator
     assert bytes(held.tokens(0, 14).astype("uint8")) == b"def function_6"
-    with pytest.raises(CorpusError, match="`data.heldOut: 0.0001` holds out nothing"):
+    with pytest.raises(CorpusError, match="`data.heldOut: 0.0001` holds out no document"):
         split_held_out(corpus, 0.0001)

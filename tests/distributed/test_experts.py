@@ -50,7 +50,7 @@ def router_gradient(task: RankTask, predicted: int) -> torch.Tensor:
 
             def keep(found: list[torch.Tensor], rate: float, trainer: Any = trainer, seen: Any = seen) -> None:
                 seen.update((shard.name, one.clone()) for shard, one in zip(trainer.shards, found, strict=True))
-                trainer.optimizer.forget()
+                trainer.optimizer.clear_gradients()
 
             trainer.optimizer.step = keep
             batch = Batch.of(samples_of(1, BATCH // run.data_parallel, LENGTH, model.vocab_size))
@@ -62,7 +62,7 @@ def router_gradient(task: RankTask, predicted: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", [{}, {"data": 2}], ids=str)
-def test_balancing_counts_every_token_whatever_is_predicted(pool: RankPool, layout: dict[str, int]) -> None:
+def test_balancing_counts_every_token_with_any_targets(pool: RankPool, layout: dict[str, int]) -> None:
     run = small_run(mixture="Mixtral", precision=Precision.FP64, clip=0.0, packing=Packing.DOCUMENTS, **layout)
     whole, *others = [pool.run(router_gradient, run, predicted)[0] for predicted in (LENGTH, 4, 0)]
     assert float(whole.abs().max()) > 0
@@ -96,14 +96,14 @@ def test_only_the_gradients_of_other_parameters_are_summed_over_replicas(pool: R
         assert traffic.payload["all-reduce", 2] == FP32 * others + AGREEMENT + TALLIES
 
 
-def test_experts_on_several_ranks_are_summed_over_those_alone(pool: RankPool) -> None:
+def test_experts_on_several_ranks_are_summed_over_only_those(pool: RankPool) -> None:
     experts, others = parameters()
     for traffic in measured(pool, data=4, expert=2):
         assert traffic.payload["all-reduce", 4] == FP32 * others + AGREEMENT + TALLIES
         assert traffic.payload["all-reduce", 2] == FP32 * experts // 2
 
 
-def test_no_row_is_lost_and_sequence_parallel_ranks_send_their_own_alone(pool: RankPool) -> None:
+def test_no_row_is_lost_and_sequence_parallel_ranks_send_only_their_own(pool: RankPool) -> None:
     """DeepSpeed-TED, arXiv 2303.06318, section 5.1: without its split every rank of a tensor group sends every row."""
     choices = 2 * LENGTH * PER_TOKEN
     whole = pool.run(routed_rows, small_run(data=2, expert=2, tensor=2, sequence=False, mixture="Mixtral"))
@@ -184,7 +184,7 @@ def test_a_checkpoint_of_spread_experts_loads_in_any_layout(pool: RankPool, tmp_
         assert all(torch.equal(got[name], want[name]) for name in want), reader
 
 
-def test_training_goes_on_in_another_layout_as_it_would_have(pool: RankPool, tmp_path: Path, text: Path) -> None:
+def test_training_resumes_in_another_layout_with_the_same_results(pool: RankPool, tmp_path: Path, text: Path) -> None:
     first = small_run(mixture="DeepSeek-V3", steps=2, every=2, data=2, expert=2)
     straight = small_run(mixture="DeepSeek-V3", steps=4, every=4)
     ((_, want),) = pool.run(train_fully, straight, checkpoint_dir=tmp_path / "straight", data_dir=text)

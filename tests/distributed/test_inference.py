@@ -186,7 +186,7 @@ def test_no_token_of_a_prompt_is_dropped_however_it_is_cut(mixed: Path) -> None:
         ({"pipeline": 4}, "`--pipeline 4` needs a layer a stage; at most 3"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused_before_ranks_meet(layout: dict[str, int], named: str) -> None:
+def test_a_layout_that_does_not_fit_is_rejected_before_ranks_connect(layout: dict[str, int], named: str) -> None:
     run = small_run(**layout)
     model = small_run(mixture="Mixtral").architecture
     assert model is not None

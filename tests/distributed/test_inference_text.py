@@ -90,7 +90,7 @@ def test_split_models_write_the_text_of_one_process(
     tokenizer = tokenizer_for(manifest, None)
     (prompt,) = tokenizer.encode([PROMPT])
     written = sample(model, prompt, 200, 5.0, 1, vocabulary=tokenizer.vocabulary)
-    # A model that has hardly learnt takes nearly any token, those at the end of the vocabulary too, and none beyond.
+    # A model that has hardly learned takes nearly any token, those at the end of the vocabulary too, and none beyond.
     assert tokenizer.vocabulary - 15 < max(written) < tokenizer.vocabulary < manifest.architecture.vocab_size
     model.clear()
     end = written[150]
@@ -114,14 +114,14 @@ def test_a_tokenizer_is_that_of_the_run(
 
     moved = manifest.tokenizer.model_copy(update={"file": str(tmp_path / "gone" / "words")})
     elsewhere = manifest.model_copy(update={"tokenizer": moved})
-    with pytest.raises(DataError, match=r"gone is not a directory.*name it with `--tokenizer FILE`"):
+    with pytest.raises(DataError, match=r"gone is not a directory.*pass it with `--tokenizer FILE`"):
         tokenizer_for(elsewhere, None)
     assert tokenizer_for(elsewhere, str(own)).identity == manifest.tokenizer.identity
-    with pytest.raises(DataError, match=r"is `byte`, but the checkpoint was trained on"):
+    with pytest.raises(DataError, match=r"is `byte`, but the checkpoint was trained with"):
         tokenizer_for(manifest, "byte")
 
     unknown = manifest.model_copy(update={"tokenizer": None})
-    with pytest.raises(DataError, match="does not say what its text is written in: .*--tokenizer byte"):
+    with pytest.raises(DataError, match="does not record its tokenizer: .*--tokenizer byte"):
         tokenizer_for(unknown, None)
     assert tokenizer_for(unknown, str(own)).identity == manifest.tokenizer.identity
     if not is_bpe:
@@ -134,6 +134,6 @@ def test_a_tokenizer_is_that_of_the_run(
     (old / MANIFEST).write_text(raw.model_dump_json(by_alias=True))
     with pytest.raises(SystemExit):
         command(capsys, monkeypatch, "--checkpoint", str(old))
-    assert "does not say what its text is written in" in capsys.readouterr().err
+    assert "does not record its tokenizer" in capsys.readouterr().err
     options = ["--checkpoint", str(old), "--prompt", PROMPT, "--tokens", "3"]
     assert command(capsys, monkeypatch, *options, "--tokenizer", str(own)).startswith(PROMPT)

@@ -103,7 +103,7 @@ def test_asynchronous_updates_are_those_of_the_recorded_order(
 
 
 @pytest.mark.parametrize("method", mostly_long(["LocalSGD", "DiLoCo", "AsyncSGD"], lambda method: method != "LocalSGD"))
-def test_a_run_of_islands_goes_on_from_its_checkpoint(pool: RankPool, tmp_path: Path, text: Path, method: str) -> None:
+def test_a_run_of_islands_resumes_from_its_checkpoint(pool: RankPool, tmp_path: Path, text: Path, method: str) -> None:
     # A bound of 0 makes the order of an asynchronous run depend on who reads first alone; its sums still differ.
     outer = {"method": method, "every_steps": 2, "staleness": 0}
     run = small_run(data=2, steps=6, every=2, keep=9, outer=outer)
@@ -128,7 +128,7 @@ def test_islands_become_plain_replicas_and_the_other_way_round(pool: RankPool, t
         assert (outcome, recorder.began_at) == (Outcome.COMPLETE, 2 * number)
 
 
-def test_federated_islands_read_their_own_files_alone(pool: RankPool, tmp_path: Path, text: Path) -> None:
+def test_federated_islands_read_only_their_own_files(pool: RankPool, tmp_path: Path, text: Path) -> None:
     for island, files in enumerate((["part0.py", "part1.py", "part2.py"], ["part3.py"])):
         folder = tmp_path / "data" / f"island-{island}"
         folder.mkdir(parents=True)

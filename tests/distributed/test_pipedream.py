@@ -162,7 +162,7 @@ def versions_on_the_way(task: RankTask) -> Trained:
         return Trained([], {}, {}, versions)
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(pool: RankPool, tmp_path: Any, text: Any) -> None:
+def test_training_resumes_from_a_checkpoint_as_if_it_had_not_stopped(pool: RankPool, tmp_path: Any, text: Any) -> None:
     run = stale_run("PipeDream2BW", pipeline=2, micro_batches=2, every=4, steps=12)
     whole = pool.run(train_fully, run, checkpoint_dir=tmp_path / "whole", data_dir=text)
     pool.run(train_fully, run, -1, None, 12, checkpoint_dir=tmp_path / "cut", data_dir=text)
@@ -175,7 +175,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(pool: RankP
     assert all(report.seconds > 0 for report in whole[0][1].reports)
 
 
-def test_a_wish_to_stop_is_heard_when_checkpoints_come_before_results(pool: RankPool, tmp_path: Any, text: Any) -> None:
+def test_a_stop_request_is_seen_when_checkpoints_come_before_results(pool: RankPool, tmp_path: Any, text: Any) -> None:
     # Every checkpoint drains the pipeline before it is long enough under way to tell anything.
     run = stale_run("PipeDream", pipeline=2, micro_batches=1, every=3, steps=12)
     for outcome, recorder in pool.run(train_fully, run, 1, 2, checkpoint_dir=tmp_path, data_dir=text):

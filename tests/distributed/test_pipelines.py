@@ -119,7 +119,7 @@ def fail_in_a_stage(task: RankTask) -> None:
         trainer.step(1, batch)
 
 
-def test_a_failing_stage_is_told_with_its_place_in_the_schedule(pool: RankPool) -> None:
+def test_a_failing_stage_is_reported_with_its_place_in_the_schedule(pool: RankPool) -> None:
     with pytest.raises(RankFailedError) as failure:
         pool.run(fail_in_a_stage, run_of("1F1B"))
     text = str(failure.value)

@@ -215,7 +215,7 @@ def test_unfinished_checkpoints_are_invisible_and_removed(pool: RankPool, tmp_pa
     assert not unfinished.exists()
 
 
-def test_a_checkpoint_of_another_model_or_text_is_refused(pool: RankPool, tmp_path: Path, text: Path) -> None:
+def test_a_checkpoint_of_another_model_or_text_is_rejected(pool: RankPool, tmp_path: Path, text: Path) -> None:
     complete(pool, small_run(steps=2), tmp_path, text)
     with pytest.raises(RankFailedError, match=r"another model \(`layers` 3 there, 2 here\)"):
         complete(pool, small_run(steps=4, layers=2), tmp_path, text)
@@ -223,7 +223,7 @@ def test_a_checkpoint_of_another_model_or_text_is_refused(pool: RankPool, tmp_pa
         complete(pool, small_run(steps=4, seed=5), tmp_path, text)
 
 
-def test_ranks_that_see_different_texts_are_refused(pool: RankPool, tmp_path: Path) -> None:
+def test_ranks_that_see_different_texts_are_rejected(pool: RankPool, tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "text.py").write_text("x = 1\n" * (50 + rank))
@@ -236,7 +236,7 @@ def test_ranks_that_see_different_texts_are_refused(pool: RankPool, tmp_path: Pa
     [((2, 1, 1, 0), 0), ((1, 2, 1, 0), 0), ((1, 2, 1, 0), 1), ((1, 1, 2, 0), 1), ((1, 1, 2, 3), 0), ((2, 2, 1, 0), 3)],
     ids=str,
 )
-def test_a_lost_rank_is_nobody_elses_fault(
+def test_a_lost_rank_is_not_attributed_to_others(
     pool: RankPool, tmp_path: Path, text: Path, layout: tuple[int, int, int, int], lost: int
 ) -> None:
     tensor, pipeline, data, zero = layout

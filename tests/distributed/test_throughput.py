@@ -43,7 +43,7 @@ def test_a_verdict_is_certain_or_none(factor: float, verdict: str) -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [([1.0] * 5, [1.0] * 5), ([1.0] * 8, [1.0] * 7), ([1.0] * 8, [0.0] * 8)])
-def test_too_few_or_impossible_times_are_refused(ours: list[float], theirs: list[float]) -> None:
+def test_too_few_or_impossible_times_are_rejected(ours: list[float], theirs: list[float]) -> None:
     with pytest.raises(ValueError, match="times"):
         ratio_of(ours, theirs)
 
@@ -76,7 +76,7 @@ def test_a_shape_is_trained_and_timed(pool: RankPool, plain: bool) -> None:
     (taken,) = pool.run(train_for, run, 2, plain)
     assert taken is not None
     assert len(taken.seconds) == len(taken.losses) == 2
-    # No device with known peak: no utilisation is made up.
+    # No device with known peak: no utilization is made up.
     assert (taken.memory, taken.mfu, taken.hfu) == (None, None, None)
 
 

@@ -68,7 +68,7 @@ def test_zero_2_sends_as_much_as_replicas(pool: RankPool) -> None:
         assert traffic.sent() == size + AGREEMENT
 
 
-def test_a_second_gather_from_neighbours_alone(pool: RankPool) -> None:
+def test_a_second_gather_only_from_neighbors(pool: RankPool) -> None:
     """ZeRO++, arXiv 2306.10209, section 3.2 (hpZ): the backward pass gathers within `reshardSize` ranks."""
     size = FP32 * parameters()
     for traffic in measured(pool, data=4, zero=3, replicas={"reshard_size": 2}, micro_batches=1):
@@ -131,7 +131,7 @@ def test_sequence_parallelism_sends_the_same_in_other_collectives(pool: RankPool
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_asynchronous_tensor_parallelism_sends_the_same_to_neighbours(pool: RankPool, tensor: int) -> None:
+def test_asynchronous_tensor_parallelism_sends_the_same_to_neighbors(pool: RankPool, tensor: int) -> None:
     """ASPLOS 2023, 10.1145/3567955.3567959: rings of n - 1 messages take the place of collectives, beside all products.
     Those of the embedding, which has none, stay."""
     micro_batches, heads = 2, {"kv_heads": 4}

@@ -43,7 +43,7 @@ kubectl get ptj NAME -o jsonpath='{.status | a; b}'
         "docker build -f operator/Dockerfile -t a:1 .",
     ],
 )
-def test_what_exists_is_no_problem(command: str) -> None:
+def test_what_exists_is_not_a_problem(command: str) -> None:
     assert problems(command) == []
 
 

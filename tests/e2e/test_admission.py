@@ -75,7 +75,7 @@ async def dry_run(client, spec, name="bad"):
 
 
 @pytest.mark.parametrize(("field", "changes"), MALFORMED, ids=[f"{n}-{f}" for n, (f, _) in enumerate(MALFORMED)])
-async def test_what_the_schema_forbids_is_refused_with_its_field(stage, field, changes):
+async def test_what_the_schema_forbids_is_rejected_with_its_field(stage, field, changes):
     with pytest.raises(ApiError) as refusal:
         await dry_run(stage.client, changed(GOOD, changes))
     assert refusal.value.status in (400, 422, 500), refusal.value
@@ -86,7 +86,7 @@ async def test_what_the_schema_forbids_is_refused_with_its_field(stage, field, c
 @pytest.mark.parametrize(
     ("base", "changes", "field"), CASES, ids=[f"{n}-{field}" for n, (_, _, field) in enumerate(CASES)]
 )
-async def test_what_contradicts_itself_is_refused_with_field_and_fix(stage, base, changes, field):
+async def test_what_contradicts_itself_is_rejected_with_field_and_fix(stage, base, changes, field):
     with pytest.raises(ApiError) as refusal:
         await dry_run(stage.client, changed(base, changes))
     assert refusal.value.status == 422, refusal.value
@@ -94,12 +94,12 @@ async def test_what_contradicts_itself_is_refused_with_field_and_fix(stage, base
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_name_that_pods_cannot_carry_is_refused(stage, name):
+async def test_a_name_that_pods_cannot_have_is_rejected(stage, name):
     with pytest.raises(ApiError, match="metadata.name"):
         await dry_run(stage.client, GOOD, name)
 
 
-async def test_a_good_job_passes_and_the_table_is_long(stage):
+async def test_a_valid_job_passes_and_the_table_is_long(stage):
     await dry_run(stage.client, GOOD)
     await dry_run(stage.client, COMMAND)
     assert len(MALFORMED) + len(CASES) + len(NAMES) + len(REFUSED_EDITS) >= 120

@@ -25,7 +25,7 @@ async def test_planner_chooses_the_degrees_and_says_why(stage):
     await stage.delete(name)
 
 
-async def test_a_users_own_ddp_script_survives_the_loss_of_a_pod(stage):
+async def test_a_users_ddp_script_survives_the_loss_of_a_pod(stage):
     path = EXAMPLES / "torch-ddp.yaml"
     name, items = job_name(path), manifest.read(path)
     # A rank in each of two pods: every rank of a script imports torch for itself.

@@ -52,7 +52,7 @@ async def test_ranks_that_share_sequences_train_on_the_same_samples(stage, refer
     await stage.delete("shared")
 
 
-async def test_suspend_gives_the_pods_back_and_resume_goes_on(stage, reference):
+async def test_suspend_deletes_the_pods_and_resume_continues(stage, reference):
     await stage.apply(tiny("pause"))
     uid = (await stage.client.get(JOBS, "pause", NAMESPACE))["metadata"]["uid"]
     await stage.trained("pause", 15)

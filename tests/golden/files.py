@@ -1,4 +1,4 @@
-"""Golden files: recorded behaviour that a change either keeps, or changes in the same commit with a reason.
+"""Golden files: recorded behavior that a change either keeps, or changes in the same commit with a reason.
 
 `check("planner/plans.jsonl", cases)` compares a value with a committed file next to this module. The suffix decides the
 form: `.jsonl` holds a mapping, one line a case, so that a diff shows the cases that changed; `.json` holds one value;

@@ -120,7 +120,7 @@ async def until(look, seconds=10.0):
             await asyncio.sleep(0.01)
 
 
-async def test_a_failing_listener_stops_nobody(tmp_path, caplog):
+async def test_a_failing_listener_stops_no_other(tmp_path, caplog):
     seen = []
     async with server(tmp_path) as connection, ApiClient(connection) as client:
         reflector = Reflector(client, NAMESPACES)

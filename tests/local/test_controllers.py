@@ -93,7 +93,7 @@ async def test_one_solid_owner_is_enough(kit):
     await gone(kit, "shared")
 
 
-async def test_an_owner_of_another_uid_is_no_owner(kit):
+async def test_an_owner_of_another_uid_is_not_an_owner(kit):
     owner = await make(kit, "again")
     await kit.client.delete(CONFIG_MAPS, "again", "default")
     await make(kit, "again")
@@ -193,7 +193,7 @@ async def test_a_claim_is_bound_and_shared_between_nodes(kit):
     assert kit.log_of(await kit.ended("reader")) == "there\n"
 
 
-async def test_a_claim_in_use_is_kept_and_its_data_goes_with_it(kit):
+async def test_a_claim_in_use_is_retained_and_its_data_is_deleted_with_it(kit):
     kit.needs_own_nodes()
     await kit.client.create(CLAIMS, claim("busy"), "default")
     spec = {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "busy"}}]}

@@ -216,14 +216,14 @@ def test_rules_reach_the_api_server(tmp_path):
         (["--provider=kubeconfig"], "needs --existing FILE"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(tmp_path, monkeypatch, words, message):
+def test_incompatible_options_are_rejected(tmp_path, monkeypatch, words, message):
     monkeypatch.delenv("KUBECONFIG", raising=False)
     refused = CliRunner().invoke(local, ["up", "--directory", str(tmp_path), *words])
     assert refused.exit_code == 2
     assert message in refused.output
 
 
-def test_a_bad_shape_is_refused(tmp_path):
+def test_an_invalid_shape_is_rejected(tmp_path):
     refused = subprocess.run(
         [sys.executable, "-m", "meshwright_local.daemon", "--directory", str(tmp_path), "--racks=0"],
         capture_output=True,

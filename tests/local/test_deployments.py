@@ -158,7 +158,7 @@ async def test_a_lost_pod_is_replaced(kit):
     await kit.client.delete(DEPLOYMENTS, "kept", "default", propagation="Background")
 
 
-async def test_progress_that_ends_is_said(kit):
+async def test_the_end_of_progress_is_reported(kit):
     body = deployment("stuck", replicas=1, progressDeadlineSeconds=2)
     body["spec"]["template"]["spec"]["nodeSelector"] = {"kubernetes.io/hostname": "nowhere"}
     await kit.client.create(DEPLOYMENTS, body, "default")

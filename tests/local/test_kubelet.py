@@ -142,7 +142,7 @@ async def test_exec_dies_with_the_connection_and_with_the_container(kit):
     await asyncio.wait_for(asyncio.gather(other, return_exceptions=True), 5)
 
 
-async def test_strangers_are_refused(kit):
+async def test_unauthenticated_clients_are_rejected(kit):
     node = await kit.client.get(NODES, "rack0-node0")
     port = node["status"]["daemonEndpoints"]["kubeletEndpoint"]["Port"]
     url = f"https://127.0.0.1:{port}/containerLogs/default/x/main"

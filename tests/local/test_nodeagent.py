@@ -166,7 +166,7 @@ async def test_pods_do_not_see_each_others_files(station, mounted):
     assert not exists("/tmp/meshwright-mark")
 
 
-async def test_commands_beside_see_what_the_container_sees(station, mounted):
+async def test_commands_of_exec_see_what_the_container_sees(station, mounted):
     probe = {"exec": {"command": ["sh", "-c", "test -e /scratch-x/ready && test $(hostname) = beside"]}}
     await station.pod(
         "beside", "touch /scratch-x/ready; sleep 60", readinessProbe={**probe, "periodSeconds": 1},

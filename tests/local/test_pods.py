@@ -274,7 +274,7 @@ async def test_memory_limit(kit):
     assert (await kit.ended("modest"))["status"]["phase"] == "Succeeded"
 
 
-async def test_a_pod_forced_onto_a_full_node_is_refused(kit):
+async def test_a_pod_forced_onto_a_full_node_is_rejected(kit):
     resources = {"limits": {"nvidia.com/gpu": "3"}, "requests": {"nvidia.com/gpu": "3"}}
     await kit.pod("forced", "echo", resources=resources, spec={"nodeName": "rack0-node0"})
     pod = await kit.ended("forced")

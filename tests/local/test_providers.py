@@ -110,7 +110,7 @@ async def test_real_binaries(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["nodes_per_rack", "cpus_per_node", "pods_per_node"])
-def test_a_shape_without_nodes_is_refused(field):
+def test_a_shape_without_nodes_is_rejected(field):
     with pytest.raises(ValueError, match=f"{field}: must be at least 1"):
         ClusterShape(**{field: 0}).nodes()
 

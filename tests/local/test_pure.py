@@ -102,7 +102,7 @@ def test_quantities(text, value):
     assert milli_value(text) == value
 
 
-def test_whole_quantities_round_up():
+def test_integer_quantities_round_up():
     assert integer_value("100m") == 1
     assert integer_value("1.5Gi") == 3 * 2**29
 

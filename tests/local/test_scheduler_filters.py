@@ -106,7 +106,7 @@ def test_taints(tolerations, fine):
     assert reasons == ([] if fine else ["node(s) had untolerated taint {gpu: yes}"])
 
 
-def test_a_preference_against_is_no_refusal():
+def test_a_preference_against_a_node_does_not_exclude_it():
     assert why(pod("p"), [node("a", taints=[{**TAINT, "effect": "PreferNoSchedule"}])])["a"] == []
 
 
@@ -134,7 +134,7 @@ def test_several_resources_are_named():
     assert why(pod("p", requests={"example.com/x": "1"}), [node("a")])["a"] == ["Insufficient example.com/x"]
 
 
-def test_requests_of_a_whole_pod():
+def test_requests_of_a_pod():
     body = pod("p", requests={"cpu": "500m", "memory": "1Gi"})
     body["spec"]["containers"].append({"name": "d", "resources": {"limits": {"cpu": "1", "nvidia.com/gpu": "1"}}})
     body["spec"]["initContainers"] = [{"name": "i", "resources": {"requests": {"cpu": "4", "memory": "512Mi"}}}]

@@ -146,7 +146,7 @@ def test_a_presets_mixture_does_not_contradict_itself(architecture: Architecture
     assert [rule.message for rule in (*MODEL_RULES, *MIXTURE_RULES) if not rule.holds(facts)] == []
 
 
-def test_what_the_planner_knows_and_the_runtime_does_not_build_is_refused_with_the_reason() -> None:
+def test_what_only_the_planner_supports_is_rejected_with_the_reason() -> None:
     assert set(PUBLISHED) == {*PRESETS, "mistral-7b"}
     (reason,) = not_buildable(PUBLISHED["mistral-7b"])
     with pytest.raises(UnknownModelError) as caught:

@@ -76,7 +76,7 @@ def test_a_family_has_the_rounded_number_of_its_paper(name: str, billions: float
 
 
 @pytest.mark.parametrize("architecture", PRESETS.values(), ids=lambda a: a.name)
-def test_presets_count_alike_by_part_and_as_a_whole(architecture: Architecture) -> None:
+def test_presets_have_equal_counts_by_part_and_in_total(architecture: Architecture) -> None:
     mixtures = architecture.count_mixtures(0, architecture.layers)
     dense, mixed = layer_counts(architecture, False), layer_counts(architecture, True)
     layers = (architecture.layers - mixtures) * dense.total + mixtures * mixed.total
@@ -254,7 +254,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     [
         ({"model_type": "bert"}, "`model_type` 'bert'"),
         ({"hidden_size": None}, "`hidden_size` is missing"),
-        ({"hidden_size": "4096"}, "`hidden_size` must be a whole number"),
+        ({"hidden_size": "4096"}, "`hidden_size` must be an integer"),
         ({"hidden_size": True}, "`hidden_size`"),
         ({"tie_word_embeddings": "yes"}, "`tie_word_embeddings`"),
     ],
@@ -265,10 +265,10 @@ def test_a_broken_configuration_names_the_field(change: dict[str, Any], named: s
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "\xff"])
-def test_a_file_that_holds_no_object_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_without_an_object_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ConfigError, match="no JSON|JSON object"):
+    with pytest.raises(ConfigError, match="not valid JSON|JSON object"):
         read_architecture(path)
 
 
@@ -285,7 +285,7 @@ QWEN_MOE = {
 }
 
 
-def test_dense_layers_between_mixtures_are_refused() -> None:
+def test_dense_layers_between_mixtures_are_rejected() -> None:
     with pytest.raises(ConfigError, match="mlp_only_layers"):
         published_architecture({**QWEN_MOE, "mlp_only_layers": [3]})
     with pytest.raises(ConfigError, match="moe_layer_freq"):
@@ -303,7 +303,7 @@ def test_dense_layers_between_mixtures_are_refused() -> None:
     ],
     ids=["shared gate", "mistral", "mixtral", "quantized"],
 )
-def test_what_is_published_and_not_built_is_counted_and_refused(
+def test_what_is_published_and_not_supported_is_counted_and_rejected(
     config: dict[str, Any], count: int, reason: str
 ) -> None:
     assert published_architecture(config).parameters == count

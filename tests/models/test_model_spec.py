@@ -46,7 +46,7 @@ def test_a_configuration_is_the_preset_that_it_is_written_from(name: str) -> Non
 
 
 @pytest.mark.parametrize("config", [LLAMA, MIXTRAL, QWEN, GPT2], ids=lambda config: config["model_type"])
-def test_worker_and_planner_count_a_configuration_alike(config: dict[str, Any]) -> None:
+def test_worker_and_planner_count_a_configuration_in_the_same_way(config: dict[str, Any]) -> None:
     built = resolve(ModelSpec(hugging_face=json.dumps(config)))
     assert built.parameters == published_architecture(config).parameters
 
@@ -54,9 +54,9 @@ def test_worker_and_planner_count_a_configuration_alike(config: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ('{"model_type": "llama"', "no JSON: "),
-        ("[" * 30_000, "no JSON: "),
-        ('["model_type"]', "must be a JSON object, not list"),
+        ('{"model_type": "llama"', "not valid JSON: "),
+        ("[" * 30_000, "not valid JSON: "),
+        ('["model_type"]', "must be a JSON object, got list"),
         (
             json.dumps({**LLAMA, "model_type": "mamba"}),
             "`model_type` 'mamba' is not supported: use one of gpt2",

@@ -281,10 +281,10 @@ async def test_a_pod_that_loses_its_label_gets_it_back_and_is_not_replaced(
     before = {pod["metadata"]["uid"] for pod in await api.pods("train")}
     await api.patch(f"{PODS}/train-w1-0", {"metadata": {"labels": {LABEL_JOB: None}}})
 
-    async def labelled() -> bool:
+    async def labeled() -> bool:
         return {pod["metadata"]["uid"] for pod in await api.pods("train")} == before
 
-    await until(labelled, "the pod carries its label again", 60)
+    await until(labeled, "the pod carries its label again", 60)
     status = await settled("train")
     assert status["mesh"]["generation"] == 1
     assert {pod["metadata"]["uid"] for pod in await api.items(PODS)} == before

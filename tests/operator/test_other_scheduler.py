@@ -202,7 +202,7 @@ class Volcano:
 
 @pytest_asyncio.fixture
 async def volcano(api: Api) -> AsyncIterator[Volcano]:
-    """Eight pods of one GPU: neighbours in index land in different nodes, and in different racks."""
+    """Eight pods of one GPU: neighbors in index land in different nodes, and in different racks."""
     scheduler = Volcano(api, ["n0", "n2", "n1", "n3", "n0", "n2", "n1", "n3"])
     task = asyncio.create_task(scheduler.run())
     yield scheduler

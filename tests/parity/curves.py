@@ -21,7 +21,7 @@ from tests.distributed.rank_pool import RankPool
 STEPS = 300
 LIMIT = 0.01
 """Largest difference of any step's loss, relative to one process."""
-LEARNT = 0.75
+LEARNED = 0.75
 """The last losses are at most this part of the first ones: a curve that stays flat shows nothing."""
 
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
@@ -64,7 +64,7 @@ def largest_difference(curve: list[float], reference: list[float]) -> float:
     return max(abs(got - want) / want for got, want in zip(curve, reference, strict=True))
 
 
-def learnt(curve: list[float]) -> float:
+def learned(curve: list[float]) -> float:
     """The mean of the last ten losses relative to that of the first ten."""
     return sum(curve[-10:]) / sum(curve[:10])
 

@@ -158,7 +158,7 @@ def _catch(
     rate: float,
 ) -> None:
     taken[index] = [gradient.clone() for gradient in gradients], rate
-    island.trainer.optimizer.forget()
+    island.trainer.optimizer.clear_gradients()
 
 
 def _mean(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:

@@ -16,5 +16,5 @@ def test_a_layout_learns_as_one_process_does() -> None:
         curve = curves.losses(pool, **curves.LAYOUTS["tensor x ZeRO-3"])
     finally:
         pool.close()
-    assert curves.learnt(reference) < curves.LEARNT
+    assert curves.learned(reference) < curves.LEARNED
     assert curves.largest_difference(curve, reference) < curves.LIMIT

@@ -77,7 +77,7 @@ def test_rows_that_follow_the_clock_are_not_compared() -> None:
     assert compare(stored(), fresh).empty
 
 
-def test_rows_of_one_side_alone_are_differences() -> None:
+def test_rows_of_only_one_side_are_differences() -> None:
     fresh = stored()
     row = fresh["rows"].pop("tensor parallelism tensor=4")
     assert compare(stored(), fresh).missing == ["tensor parallelism tensor=4"]
@@ -108,7 +108,7 @@ def test_a_run_in_parts_is_the_run() -> None:
     assert list(joined(found, {**stored(), "rows": {"of no case": {}}}, order)["rows"]) == list(stored()["rows"])
 
 
-def test_another_text_of_a_refusal_is_listed_and_no_failure() -> None:
+def test_another_message_of_a_rejection_is_listed_and_not_a_failure() -> None:
     fresh = stored()
     fresh["refused"]["experts tensor=3"]["text"] = "4 is not divisible by 3"
     found = compare(stored(), fresh)

@@ -16,7 +16,7 @@ ROWS_OF_PAIRS = [case for case in all_cases() if case.together]
 LEGAL = [case for case in ROWS_OF_PAIRS if case.refused is None]
 
 
-def test_every_pair_is_in_a_row_or_refused() -> None:
+def test_every_pair_is_in_a_row_or_rejected() -> None:
     refused = {frozenset(case.together) for case in ROWS_OF_PAIRS if case.refused is not None}
     rows = [frozenset(case.together) for case in LEGAL]
     missing = [

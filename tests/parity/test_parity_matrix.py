@@ -53,7 +53,7 @@ def test_equals_one_process(pool: RankPool, oracle: Oracle, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.refused], ids=lambda c: c.name)
-def test_illegal_combinations_are_refused(case: Case) -> None:
+def test_illegal_combinations_are_rejected(case: Case) -> None:
     check_refused(case)
 
 

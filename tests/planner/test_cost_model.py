@@ -79,8 +79,8 @@ def test_the_next_plan_reflects_what_a_job_measures() -> None:
     before = make_plan(spec(), H100S)
     assert before.estimate is not None
     slow = StepMeasurement(cost_model(), before.strategy, 2 * before.estimate.seconds, 500)
-    learnt = recalibrate(Calibration(), [slow])
-    after = make_plan(spec(), H100S, calibration=learnt)
+    learned = recalibrate(Calibration(), [slow])
+    after = make_plan(spec(), H100S, calibration=learned)
     assert after.estimate is not None
     assert after.estimate.seconds == pytest.approx(2 * before.estimate.seconds, rel=0.1)
     assert after.to_status().estimated_step_milliseconds != before.to_status().estimated_step_milliseconds
@@ -117,15 +117,15 @@ def test_several_layouts_tell_slow_links_from_slow_kernels() -> None:
     truth = Constants(start.compute, 3 * start.communication, start.host)
     layouts = ((8, 1, 4, 1), (8, 1, 4, 4), (8, 2, 4, 4), (4, 1, 4, 2), (2, 4, 4, 8), (1, 8, 4, 8), (1, 1, 4, 16))
     jobs = [measured(truth, Layout(t, p, d), m) for t, p, d, m in layouts]
-    learnt = recalibrate(Calibration(), jobs).constants["H100-SXM5-80GB"]
-    assert learnt.communication / start.communication > 2.5
-    assert learnt.compute / start.compute == pytest.approx(1, rel=0.1)
+    learned = recalibrate(Calibration(), jobs).constants["H100-SXM5-80GB"]
+    assert learned.communication / start.communication > 2.5
+    assert learned.compute / start.compute == pytest.approx(1, rel=0.1)
 
 
 def test_a_job_as_estimated_changes_nothing() -> None:
     start = cost_model().machine.constants
-    learnt = recalibrate(Calibration(), [measured(start, Layout(8, 1, 4), 2)]).constants["H100-SXM5-80GB"]
-    assert learnt.compute == pytest.approx(start.compute, rel=1e-6)
+    learned = recalibrate(Calibration(), [measured(start, Layout(8, 1, 4), 2)]).constants["H100-SXM5-80GB"]
+    assert learned.compute == pytest.approx(start.compute, rel=1e-6)
 
 
 def test_warming_up_counts_for_nothing() -> None:
@@ -138,8 +138,8 @@ def test_one_broken_measurement_among_many_moves_little() -> None:
     random = Random(3)
     good = [measured(truth, Layout(8, 1, 4), m, noise=random.uniform(0.98, 1.02)) for m in (1, 2, 4, 8, 16)]
     odd = measured(truth, Layout(8, 1, 4), 2, noise=20.0)
-    learnt = recalibrate(Calibration(), [*good, odd]).constants["H100-SXM5-80GB"]
-    assert learnt.compute / truth.compute < 1.25
+    learned = recalibrate(Calibration(), [*good, odd]).constants["H100-SXM5-80GB"]
+    assert learned.compute / truth.compute < 1.25
 
 
 def test_the_order_of_jobs_does_not_matter() -> None:

@@ -119,7 +119,7 @@ def gpt2(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> torc
 
 
 def deepseek(weights: Weights, config: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
-    """DeepSeek-V2 and V3: neighbours are turned as complex numbers."""
+    """DeepSeek-V2 and V3: neighbors are turned as complex numbers."""
     nope, rope, width = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     eps, rank = config["rms_norm_eps"], config["kv_lora_rank"]
     batch, length = tokens.shape

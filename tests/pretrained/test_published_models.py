@@ -119,7 +119,7 @@ def test_a_preset_survives_both_directions(name: str) -> None:
         ("gpt2", 512, None),
     ],
 )
-def test_a_configuration_tells_the_longest_sequence(name: str, length: int, told: int | None) -> None:
+def test_a_configuration_has_the_longest_sequence(name: str, length: int, told: int | None) -> None:
     assert config_from_architecture(PRESETS[name], length).get("max_position_embeddings") == told
 
 
@@ -144,7 +144,7 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
         ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, 1e6),
     ],
 )
-def test_the_rotary_base_is_found_wherever_it_stands(rotary: dict[str, Any], theta: float) -> None:
+def test_the_rotary_base_is_read_from_any_field(rotary: dict[str, Any], theta: float) -> None:
     plain = {name: value for name, value in LLAMA.items() if not name.startswith("rope_")}
     assert architecture_from_config({**plain, **rotary}).rope_theta == theta
 
@@ -178,7 +178,7 @@ def test_what_a_configuration_leaves_out_is_what_its_type_says() -> None:
         ({"rms_norm_eps": "tiny"}, "`rms_norm_eps` must be a number"),
     ],
 )
-def test_what_the_runtime_does_not_build_is_refused(change: dict[str, Any], named: str) -> None:
+def test_what_the_runtime_does_not_support_is_rejected(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         architecture_from_config({**LLAMA, **change})
 
@@ -194,7 +194,7 @@ def test_what_the_runtime_does_not_build_is_refused(change: dict[str, Any], name
         ({"rope_interleave": False}, "`rope_interleave: false`"),
     ],
 )
-def test_a_deepseek_that_the_runtime_does_not_build_is_refused(change: dict[str, Any], named: str) -> None:
+def test_a_deepseek_that_the_runtime_does_not_support_is_rejected(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         architecture_from_config({**DEEPSEEK_V3, **change})
 
@@ -226,7 +226,7 @@ def test_weights_chosen_by_biases_need_a_model_with_biases(tmp_path: Path) -> No
         load_pretrained([], model.model_copy(update={"mixture": without}), directory)
 
 
-def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_rejected(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model", LLAMA, random_weights(LLAMA))
     with pytest.raises(PretrainedError, match=r"`layers` 3 there, 5 in `model`"):
         loaded(directory, {**LLAMA, "num_hidden_layers": 5})
@@ -267,7 +267,7 @@ def test_a_tensor_with_more_rows_than_the_model_is_not_cut(tmp_path: Path, confi
 
 
 @pytest.mark.parametrize("damage", ["short", "garbage", "empty"])
-def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_rejected(tmp_path: Path, damage: str) -> None:
     directory = write_model(tmp_path / "model", LLAMA, random_weights(LLAMA))
     file = directory / "model.safetensors"
     content = {"short": file.read_bytes()[:-100], "garbage": b"\x10" + bytes(7) + b"x" * 64, "empty": b""}[damage]
@@ -280,5 +280,5 @@ def test_an_index_may_not_lead_out_of_its_directory(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model", LLAMA, random_weights(LLAMA), files=2)
     index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../model-00001-of-00002.safetensors"}}))
-    with pytest.raises(PretrainedError, match="no file of its own directory"):
+    with pytest.raises(PretrainedError, match="not a file in its directory"):
         TensorFiles(directory)

@@ -52,7 +52,7 @@ def test_any_costs_give_an_order_that_runs_within_its_limit_in_micro_batches_ord
 
 @settings(max_examples=15, deadline=None)
 @given(stages, st.integers(0, 9), st.integers(1, 12), seconds)
-def test_an_order_for_own_costs_is_no_worse_than_that_for_even_ones(
+def test_an_order_for_uneven_costs_is_no_worse_than_that_for_even_ones(
     costs: list[ActionCosts], more: int, limit: int, hop: float
 ) -> None:
     times = round_times(PipelineTimes(tuple(costs), hop))
@@ -78,7 +78,7 @@ def test_skewed_stages_gain_by_an_order_of_their_own(skewed: list[ActionCosts], 
     assert after < part * before
 
 
-def test_an_order_is_kept_where_none_is_found_that_ends_sooner() -> None:
+def test_an_order_stays_if_no_shorter_one_exists() -> None:
     kept = generate("zb-h1", 4, 8)
     even = PipelineTimes((UNIT_COSTS,) * 4, 0.0)
     assert simulate(automatic(4, 8, 4)).makespan == simulate(kept).makespan
@@ -113,7 +113,7 @@ def test_ranks_agree_on_the_median_of_each_stage() -> None:
         median_times(reports, 3)
 
 
-def test_rounding_takes_noise_away_and_leaves_what_differs() -> None:
+def test_rounding_removes_noise_and_preserves_differences() -> None:
     noisy = PipelineTimes((ActionCosts(1.01e-3, 0.99e-3, 1.0e-3), ActionCosts(0.98e-3, 1.02e-3, 1.0e-3)), 0.26e-3)
     assert round_times(noisy) == PipelineTimes((UNIT_COSTS, UNIT_COSTS), 0.25)
     frozen = round_times(PipelineTimes((ActionCosts(1e-3, 2e-3, 3e-3), ActionCosts(2e-3, 2e-3, 2e-9)), 0.0))
@@ -131,6 +131,6 @@ def test_rounding_takes_noise_away_and_leaves_what_differs() -> None:
         ([UNIT_COSTS, UNIT_COSTS], float("inf")),
     ],
 )
-def test_costs_that_are_no_lengths_of_time_are_refused(costs: list[ActionCosts], hop: float) -> None:
+def test_costs_that_are_not_durations_are_rejected(costs: list[ActionCosts], hop: float) -> None:
     with pytest.raises(ValueError, match="finite and at least 0"):
         automatic(2, 4, 2, costs, hop)

@@ -153,8 +153,8 @@ def test_pipelines_with_two_stages_a_rank_end_sooner(schedule: PipelineSchedule)
 
     def ends(balance: StageBalance, dense: int) -> float:
         model = half_dense(16, dense)
-        division = pipeline_layout(ParallelismSpec(schedule=schedule, stage_balance=balance), 4, 16, model, LENGTH)
-        return simulate(division.schedule, stage_costs(model, LENGTH, division.layers)).makespan
+        pipeline = pipeline_layout(ParallelismSpec(schedule=schedule, stage_balance=balance), 4, 16, model, LENGTH)
+        return simulate(pipeline.schedule, stage_costs(model, LENGTH, pipeline.layers)).makespan
 
     of_equal_layers, of_equal_work = (
         sum(ends(balance, dense) for dense in range(2, 12, 3)) for balance in (StageBalance.LAYERS, StageBalance.FLOPS)
@@ -171,7 +171,7 @@ def test_the_planner_counts_the_layers_that_ranks_hold(
     model = HALF_DENSE if name == "half" else PRESETS[name]
     parallelism = ParallelismSpec(schedule=schedule, stage_balance=balance)
     ranks = 4
-    division = pipeline_layout(parallelism, ranks, 1 if schedule is PipelineSchedule.PIPEDREAM else 16, model, LENGTH)
+    pipeline = pipeline_layout(parallelism, ranks, 1 if schedule is PipelineSchedule.PIPEDREAM else 16, model, LENGTH)
     strategy = Strategy(
         pipeline=ranks,
         schedule=schedule,
@@ -179,11 +179,11 @@ def test_the_planner_counts_the_layers_that_ranks_hold(
         layer_split=layer_split(parallelism, ranks, model, LENGTH),
     )
     for rank, own in enumerate(strategy.layers_of(model.layers)):
-        held = division.stages(rank)
+        held = pipeline.stages(rank)
         if schedule is PipelineSchedule.DUAL_PIPE:
             # Two ranks hold each stage: the planner counts the one that a rank has in the pipeline's order, twice.
             held = [rank]
-        assert list(own) == [division.layers[stage] for stage in held]
+        assert list(own) == [pipeline.layers[stage] for stage in held]
 
 
 @settings(max_examples=20)

@@ -197,7 +197,7 @@ def test_waits_are_named() -> None:
     assert idle_intervals(run, 0) == [(2.0, 5.0, Action(ActionKind.BACKWARD, 0, 0))]
 
 
-def test_interleaving_takes_whole_rounds() -> None:
+def test_interleaving_takes_complete_rounds() -> None:
     with pytest.raises(ValueError, match="multiple of 4 micro-batches"):
         generate("interleaved", 4, 6, 2)
 
@@ -210,10 +210,10 @@ def test_interleaving_takes_whole_rounds() -> None:
         ("dualpipe-v", 4, 6, "at least 8"),
         ("1f1b", 0, 4, "at least one rank"),
         ("gpipe", 2, 0, "at least one"),
-        ("zero-bubble", 2, 2, "known are"),
+        ("zero-bubble", 2, 2, "use one of"),
     ],
 )
-def test_impossible_schedules_are_refused(name: str, ranks: int, micro_batches: int, text: str) -> None:
+def test_impossible_schedules_are_rejected(name: str, ranks: int, micro_batches: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         generate(name, ranks, micro_batches)
 
@@ -286,16 +286,16 @@ def test_the_automatic_schedule_of_a_model_is_searched_with_its_own_costs(
         schedule=PipelineSchedule.AUTOMATIC, activation_limit=limit, stage_balance=StageBalance.FLOPS
     )
     model = PRESETS[name]
-    division = pipeline_layout(asked, ranks, micro_batches, model, length)
-    assert schedule_problems(division.schedule) == []
-    costs = stage_costs(model, length, division.layers)
-    found = simulate(division.schedule, costs)
+    pipeline = pipeline_layout(asked, ranks, micro_batches, model, length)
+    assert schedule_problems(pipeline.schedule) == []
+    costs = stage_costs(model, length, pipeline.layers)
+    found = simulate(pipeline.schedule, costs)
     assert max(found.in_flight) <= limit
     blind = simulate(schedule_of(asked, ranks, micro_batches), costs)
     assert found.makespan < part * blind.makespan
     # What every rank makes by itself, without what it remembers.
     _search.cache_clear()
-    assert pipeline_layout(asked, ranks, micro_batches, model, length) == division
+    assert pipeline_layout(asked, ranks, micro_batches, model, length) == pipeline
 
 
 def test_a_stages_costs_are_the_operations_of_its_layers() -> None:
@@ -331,7 +331,7 @@ def test_costs_of_the_automatic_schedule_must_be_of_every_stage() -> None:
         automatic(2, 4, 2, [ActionCosts()])
 
 
-def test_a_limit_of_nothing_is_refused() -> None:
+def test_a_limit_of_zero_is_rejected() -> None:
     with pytest.raises(ValueError, match="`limit`"):
         automatic(2, 2, 0)
 

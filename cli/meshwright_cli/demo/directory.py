@@ -23,7 +23,7 @@ def demo_directory(path: Path) -> Iterator[Path]:
     keeps a second one out.
 
     Raises:
-        DirectoryError: another demo runs there, it holds somebody's files, or it cannot be written.
+        DirectoryError: another demo uses it, it contains files of another program, or it cannot be written.
     """
     path = path.absolute()
     try:

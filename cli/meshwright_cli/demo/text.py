@@ -1,4 +1,4 @@
-"""Numbers and moments in words, alike in the live view, the plain lines and the summary."""
+"""Formats durations and times, in the same way in the live view, the line view and the summary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def clock(seconds: float) -> str:
 
 
 def format_age(time: str, now: datetime) -> str:
-    """How long ago an RFC 3339 time was, such as `4 s ago`; empty where the text is no such time."""
+    """How long ago an RFC 3339 time was, such as `4 s ago`; empty if `time` is not one."""
     try:
         then = datetime.fromisoformat(time)
     except ValueError:

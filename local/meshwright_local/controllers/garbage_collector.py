@@ -150,13 +150,13 @@ class GarbageCollector(Controller):
     async def _drop_owners(self, node: Node, uids: frozenset[str]) -> None:
         live = await self._live(node)
         owners = (live["metadata"].get("ownerReferences") or []) if live else []
-        kept = [owner for owner in owners if owner["uid"] not in uids]
-        if live and len(kept) != len(owners):
-            await self._patch_metadata(node, live, {"ownerReferences": kept or None})
+        remaining = [owner for owner in owners if owner["uid"] not in uids]
+        if live and len(remaining) != len(owners):
+            await self._patch_metadata(node, live, {"ownerReferences": remaining or None})
 
     async def _remove_finalizer(self, node: Node, live: KubeObject, name: str) -> None:
-        kept = [item for item in live["metadata"].get("finalizers") or () if item != name]
-        await self._patch_metadata(node, live, {"finalizers": kept or None})
+        remaining = [item for item in live["metadata"].get("finalizers") or () if item != name]
+        await self._patch_metadata(node, live, {"finalizers": remaining or None})
 
     async def _patch_metadata(self, node: Node, live: KubeObject, fields: KubeObject) -> None:
         exact = {"uid": node.uid, "resourceVersion": live["metadata"]["resourceVersion"], **fields}
@@ -164,5 +164,5 @@ class GarbageCollector(Controller):
 
 
 def _metadata_only(item: KubeObject) -> KubeObject:
-    kept = ("namespace", "name", "uid", "resourceVersion", "ownerReferences", "finalizers", "deletionTimestamp")
-    return {"metadata": {field: item["metadata"][field] for field in kept if field in item["metadata"]}}
+    fields = ("namespace", "name", "uid", "resourceVersion", "ownerReferences", "finalizers", "deletionTimestamp")
+    return {"metadata": {field: item["metadata"][field] for field in fields if field in item["metadata"]}}

@@ -115,8 +115,8 @@ class ClaimController(Controller):
         for pod in (await self.client.list(PODS, space)).items:
             if not has_ended(pod) and name in _claims_of(pod):
                 return
-        kept = [item for item in finalizers if item != _CLAIM_PROTECTION]
-        body = {"metadata": {"resourceVersion": metadata["resourceVersion"], "finalizers": kept or None}}
+        remaining = [item for item in finalizers if item != _CLAIM_PROTECTION]
+        body = {"metadata": {"resourceVersion": metadata["resourceVersion"], "finalizers": remaining or None}}
         await self.client.patch(CLAIMS, name, body, space)
 
     async def _reclaim(self, volume: KubeObject) -> None:
@@ -129,8 +129,8 @@ class ClaimController(Controller):
             await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
         await self.client.delete(VOLUMES, metadata["name"], uid=metadata["uid"])
         if _VOLUME_PROTECTION in (metadata.get("finalizers") or ()):
-            kept = [item for item in metadata["finalizers"] if item != _VOLUME_PROTECTION]
-            await self.client.patch(VOLUMES, metadata["name"], {"metadata": {"finalizers": kept or None}})
+            remaining = [item for item in metadata["finalizers"] if item != _VOLUME_PROTECTION]
+            await self.client.patch(VOLUMES, metadata["name"], {"metadata": {"finalizers": remaining or None}})
 
 
 def _claims_of(pod: KubeObject) -> list[str]:

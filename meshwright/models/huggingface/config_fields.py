@@ -24,7 +24,7 @@ class ConfigFields:
                 raise ConfigError(f"`{name}` is missing")
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ConfigError(f"`{name}` must be a whole number, not {value!r}")
+            raise ConfigError(f"`{name}` must be an integer, got {value!r}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -33,7 +33,7 @@ class ConfigFields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise ConfigError(f"`{name}` must be true or false, not {value!r}")
+            raise ConfigError(f"`{name}` must be true or false, got {value!r}")
         return value
 
     def real(self, name: str, default: float) -> float:
@@ -42,7 +42,7 @@ class ConfigFields:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"`{name}` must be a number, not {value!r}")
+            raise ConfigError(f"`{name}` must be a number, got {value!r}")
         return float(value)
 
     def text(self, name: str) -> str:
@@ -53,14 +53,14 @@ class ConfigFields:
         """Return one of the `known` strings. The first if it is left out."""
         value = self.text(name) or known[0]
         if value not in known:
-            raise ConfigError(f"`{name}` {value!r} is not supported here: use one of {', '.join(known)}")
+            raise ConfigError(f"`{name}` {value!r} is not supported: use one of {', '.join(known)}")
         return value
 
     def listed(self, name: str) -> list[Any]:
         """Return a list. Empty if it is left out."""
         value = self._config.get(name)
         if value is not None and not isinstance(value, list):
-            raise ConfigError(f"`{name}` must be a list, not {value!r}")
+            raise ConfigError(f"`{name}` must be a list, got {value!r}")
         return value or []
 
     def section(self, *names: str) -> ConfigFields | None:

@@ -22,7 +22,7 @@ def _read(fields: ConfigFields, *, mixture: Callable[[ConfigFields], MixtureSpec
     if fields.flag("attention_bias", False):
         raise ConfigError("`attention_bias` is not supported for this model type")
     if not fields.flag("rope_interleave", True):
-        raise ConfigError("`rope_interleave: false` is not read by this runtime: DeepSeek's weights turn neighbours")
+        raise ConfigError("`rope_interleave: false` is not supported: DeepSeek's weights rotate neighboring elements")
     numbers = read_numbers(fields, latent=True)
     return Architecture(
         **numbers,
@@ -43,7 +43,7 @@ def _second(fields: ConfigFields) -> MixtureSpec:
     method = fields.choice("topk_method", "greedy", "group_limited_greedy")
     fields.choice("scoring_func", "softmax")
     if fields.flag("norm_topk_prob", False):
-        raise ConfigError("`norm_topk_prob: true` of deepseek_v2 is not supported: its scaling is left out")
+        raise ConfigError("`norm_topk_prob: true` of deepseek_v2 is not supported: its scaling is missing")
     limited = method == "group_limited_greedy"
     return MixtureSpec(
         **_experts(fields, scaling=1.0),
@@ -85,7 +85,7 @@ def _experts(fields: ConfigFields, *, scaling: float) -> dict[str, Any]:
 def _write(model: Architecture) -> dict[str, Any]:
     latent = model.latent
     if latent is None or not model.gated or model.norm is not Norm.RMS_NORM:
-        raise ConfigError("no Hugging Face model type has `latent` and this shape; DeepSeek-V2 is the nearest")
+        raise ConfigError("no Hugging Face model type has `latent` and this shape; the most similar is DeepSeek-V2")
     dense = {"first_k_dense_replace": model.layers}
     return {
         **write_numbers(model),
@@ -104,8 +104,8 @@ def _write_mixture(mixture: MixtureSpec) -> dict[str, Any]:
     biased = mixture.balancing is Balancing.BIAS
     if rest or mixture.every != 1 or mixture.capacity_factor is not None or biased != third:
         raise ConfigError(
-            "no Hugging Face model type has `latent` and this mixture; the nearest are DeepSeek-V2 (`router: Softmax`) "
-            "and V3 (`router: Sigmoid`, `balancing: Bias`), both with `every: 1`, no `capacityFactor` and a "
+            "no Hugging Face model type has `latent` and this mixture; the most similar are DeepSeek-V2 (`router: "
+            "Softmax`) and V3 (`router: Sigmoid`, `balancing: Bias`), both with `every: 1`, no `capacityFactor` and a "
             "`sharedIntermediateSize` of whole experts"
         )
     if not third and mixture.renormalize:

@@ -34,7 +34,7 @@ def _read(fields: ConfigFields) -> Architecture:
 def _write(model: Architecture) -> dict[str, Any]:
     full_heads = model.kv_heads == model.heads and model.head_size * model.heads == model.hidden_size
     if model.gated or not model.biases or not model.positions or not full_heads or model.value_size != model.head_size:
-        raise ConfigError("no Hugging Face model type has `LayerNorm` and this shape; GPT-2 is the nearest")
+        raise ConfigError("no Hugging Face model type has `LayerNorm` and this shape; the most similar is GPT-2")
     return {
         "n_layer": model.layers,
         "n_embd": model.hidden_size,

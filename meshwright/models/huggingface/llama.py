@@ -60,7 +60,7 @@ def _mixtral(fields: ConfigFields) -> MixtureSpec:
 
 def _qwen(fields: ConfigFields, *, shared: bool = False) -> MixtureSpec:
     if fields.listed("mlp_only_layers"):
-        raise ConfigError("`mlp_only_layers` is not supported: dense layers must come before all mixtures")
+        raise ConfigError("`mlp_only_layers` is not supported: dense layers must be before all mixtures")
     return MixtureSpec(
         experts=fields.number("num_experts"),
         per_token=fields.number("num_experts_per_tok"),
@@ -88,7 +88,9 @@ def _write_mixtral(model: Architecture) -> dict[str, Any]:
     numbers, mixture = _write(model), _mixture_of(model)
     check_mixture_fields(mixture, "Mixtral", {"experts", "per_token", "intermediate_size"})
     if model.attention_biases or mixture.intermediate_size != model.intermediate_size:
-        raise ConfigError("no Hugging Face model type that is written has this mixture; Mixtral is the nearest")
+        raise ConfigError(
+            "no Hugging Face model type that can be written has this mixture; the most similar is Mixtral"
+        )
     return {
         **numbers,
         "num_local_experts": mixture.experts,

@@ -141,4 +141,6 @@ def check_mixture_fields(mixture: MixtureSpec, name: str, fields: set[str]) -> N
     plain = MixtureSpec(**mixture.model_dump(include=fields))
     unlike = plain.model_dump(exclude=TRAINING_FIELDS) != mixture.model_dump(exclude=TRAINING_FIELDS)
     if unlike or mixture.balancing is Balancing.BIAS:
-        raise ConfigError(f"no Hugging Face model type that is written has this mixture; {name} is the nearest")
+        raise ConfigError(
+            f"no Hugging Face model type that can be written has this mixture; the most similar is {name}"
+        )

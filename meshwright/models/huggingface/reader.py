@@ -32,7 +32,7 @@ def published_architecture(config: Mapping[str, Any]) -> Architecture:
     """
     name = config.get("model_type")
     if name is not None and not isinstance(name, str):
-        raise ConfigError(f"`model_type` must be a text, not {str(name)[:80]}")
+        raise ConfigError(f"`model_type` must be a string, got {str(name)[:80]}")
     model_type = MODEL_TYPES.get(str(name))
     if model_type is None:
         built = ", ".join(each.name for each in MODEL_TYPES.values() if each.built)
@@ -57,7 +57,7 @@ def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
         ConfigError: as `published_architecture`, or the runtime does not build or read such a model.
     """
     if config.get("quantization_config"):
-        raise ConfigError("`quantization_config` is not read by this runtime: name weights in fp32, bf16 or fp16")
+        raise ConfigError("`quantization_config` is not supported: use weights in fp32, bf16 or fp16")
     model = published_architecture(config).model_copy(update={"prediction_layers": 0})
     if reasons := not_buildable(model):
         raise ConfigError("; ".join(reasons))
@@ -73,9 +73,9 @@ def parse_config(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"no JSON: {error}") from None
+        raise ConfigError(f"not valid JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"must be a JSON object, not {type(config).__name__}")
+        raise ConfigError(f"must be a JSON object, got {type(config).__name__}")
     return config
 
 
@@ -98,7 +98,7 @@ def read_architecture(path: Path) -> Architecture:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"no JSON: {error}") from None
+        raise ConfigError(f"not valid JSON: {error}") from None
     return architecture_from_json(text)
 
 

@@ -41,7 +41,7 @@ def test_a_model_in_several_files_has_the_recorded_index(pool: RankPool, tmp_pat
 
 
 @pytest.mark.long
-def test_adapters_are_saved_alone_and_exported_merged(pool: RankPool, tmp_path: Path, corpus: Path) -> None:
+def test_only_adapters_are_saved_and_they_are_exported_merged(pool: RankPool, tmp_path: Path, corpus: Path) -> None:
     config = {**LLAMA, "num_hidden_layers": 1}
     model = write_model(tmp_path / "model", config, random_weights(config))
     training = {"initial_weights": str(model), "lora": {"rank": 3, "targets": ["Query", "Down"]}}

@@ -108,7 +108,7 @@ def _presets() -> Iterator[tuple[str, Case]]:
 
 
 def _accelerators() -> Iterator[tuple[str, Case]]:
-    """Every GPU of the catalogue, with a dense model and a mixture."""
+    """Every GPU of the catalog, with a dense model and a mixture."""
     for name, gpu in ACCELERATORS.items():
         for model in ("llama-3-8b", "deepseek-v2-lite"):
             count = Draws(f"{name} {model}").choice((2, 4, 8))

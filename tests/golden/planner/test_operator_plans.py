@@ -113,22 +113,22 @@ def _happens(
 
     yield "given nodes", attempt(mapped)
     if cost_model is not None and plan.estimate is not None:
-        yield "slower than estimated", attempt(lambda: _learnt(spec, inventory, first))
+        yield "slower than estimated", attempt(lambda: _learned(spec, inventory, first))
 
 
-def _learnt(spec: Any, inventory: Inventory, first: Placement) -> tuple[Any, Any]:
+def _learned(spec: Any, inventory: Inventory, first: Placement) -> tuple[Any, Any]:
     """The plan when this one took 1.3 times as long as estimated."""
     plan, shipped = first.plan, Calibration()
     cost_model = cost_model_for(spec, plan.architecture, inventory)
     assert cost_model is not None
     assert plan.estimate is not None
     measured = StepMeasurement(cost_model, plan.strategy, 1.3 * plan.estimate.seconds, 200)
-    learnt = recalibrate(shipped, [measured])
+    learned = recalibrate(shipped, [measured])
     constants = {
         gpu: [round(value, 9) for value in (one.compute, one.communication, one.host)]
-        for gpu, one in learnt.constants.items()
+        for gpu, one in learned.constants.items()
     }
-    chosen, _ = choose_plan(spec, inventory, learnt)
+    chosen, _ = choose_plan(spec, inventory, learned)
     decided = {key: value for key, value in plan_record(chosen).items() if "estimate" not in key}
     return {"constants": constants, "plan": decided}, None
 

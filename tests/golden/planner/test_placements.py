@@ -29,7 +29,7 @@ QUICK = PlacingOptions(effort=20_000)
 
 
 def cluster(draws: Draws) -> Inventory:
-    """Racks of unequal size, some nodes unlabelled, some partly taken, some not usable."""
+    """Racks of unequal size, some nodes unlabeled, some partly taken, some not usable."""
     wide, spines = draws.below(3) == 0, draws.below(3) == 0
     objects: list[dict[str, Any]] = []
     pods: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
 """What `meshwright plan -o json` decides, counts and says, for every preset, GPU, field, inventory and objective.
 
-The command makes the operator's own plan and placement, compares the plan with its neighbours, and searches the whole
+The command makes the operator's own plan and placement, compares the plan with its neighbors, and searches the whole
 cluster with every degree free. Recorded through the command alone, so that no internal name stands between.
 """
 

@@ -209,7 +209,7 @@ def test_fabric_labels_of_every_generation(labels: dict[str, str], domain: str, 
     assert (place.domain, place.rack) == (domain, rack)
 
 
-def test_unlabelled_nodes_share_nothing_and_are_warned_of() -> None:
+def test_unlabeled_nodes_share_nothing_and_are_warned_of() -> None:
     found = inventory(*(node(f"n{i}", rack=None) for i in range(3)), node("n3"))
     assert len({n.place.rack for n in found.usable}) == 4
     assert found.warnings == ("3 of 4 GPU nodes carry no rack label: each NVLink domain of theirs counts as a rack",)
@@ -252,11 +252,11 @@ def test_zones_count_only_where_someone_names_them() -> None:
         ("", None),
     ],
 )
-def test_the_catalogue_knows_memory_by_whole_words(product: str, gib: float | None) -> None:
+def test_the_catalog_knows_memory_by_whole_words(product: str, gib: float | None) -> None:
     assert gpu_memory_bytes(product) == (None if gib is None else int(gib * 2**30))
 
 
-def test_the_memory_label_wins_over_the_catalogue() -> None:
+def test_the_memory_label_wins_over_the_catalog() -> None:
     labels = {"nvidia.com/gpu.product": "NVIDIA-H200"}
     assert inventory(node("n", memory_mib=1024, labels=labels)).nodes["n"].gpu_memory_bytes == 1 << 30
     assert inventory(node("n", memory_mib=None, labels=labels)).nodes["n"].gpu_memory_bytes == int(140.4 * 2**30)

@@ -187,9 +187,9 @@ def test_reasons_name_every_dimension_and_neighbors_their_cost() -> None:
     told = " ".join(reasons(result))
     for word in ("TP ", "PP ", "DP ", "EP ", "a step spends", "is fullest"):
         assert word in told
-    neighbours = alternatives_of(result.request, result.best)
-    assert neighbours
-    for one in neighbours:
+    neighbors = alternatives_of(result.request, result.best)
+    assert neighbors
+    for one in neighbors:
         assert one.slower is None or one.slower >= 1 / TIE_TOLERANCE - 1e-9, one.sentence
 
 

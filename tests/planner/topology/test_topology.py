@@ -83,8 +83,8 @@ def test_one_declaration_of_a_label_set_places_a_job_by_it() -> None:
     assert {at.at("spine") for at in placement.places.values()} == {"y"}
     pair = place(plan_of(8, 1, 2, 8), found)
     assert set(pair.nodes.values()) == {"by", "y-too"}
-    unlabelled = inventory(*nodes)
-    assert len({at.rack for at in place(plan_of(8, 1, 2, 8), unlabelled).places.values()}) == 2
+    unlabeled = inventory(*nodes)
+    assert len({at.rack for at in place(plan_of(8, 1, 2, 8), unlabeled).places.values()}) == 2
 
 
 def test_an_earlier_label_set_counts_first() -> None:

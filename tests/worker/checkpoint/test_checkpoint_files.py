@@ -78,15 +78,15 @@ def test_the_file_is_what_the_safetensors_format_says(tmp_path: Path) -> None:
     assert struct.unpack("<ffq", content[8 + length :]) == (1.0, 2.0, 3)
 
 
-def test_what_has_no_name_in_the_format_is_refused() -> None:
+def test_what_has_no_name_in_the_format_is_rejected() -> None:
     with pytest.raises(ValueError, match="complex64"):
         dtype_name(torch.complex64)
-    with pytest.raises(ValueError, match="tensors alone"):
+    with pytest.raises(ValueError, match="contains only tensors"):
         encode(Metadata({"x": BytesStorageMetadata()}), {})
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{", b'{"a": {}}', b'{"a": 3}', b"\x80\x04."])
-def test_what_is_no_index_is_refused(content: bytes) -> None:
+def test_what_is_not_an_index_is_rejected(content: bytes) -> None:
     with pytest.raises(ValueError, match="not an index of tensors"):
         decode(content)
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_is_invisible_until_it_is_committed(tmp_path: Path) -> None
     assert read_manifest(directory.path(5)) == manifest_at(5)
 
 
-def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_directory_without_a_manifest_is_not_a_checkpoint(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path)
     directory.path(7).mkdir()
     (tmp_path / "step-x").mkdir()
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_something_else_is_not_taken_for_a_damaged_one(
     assert read_manifest_as(tmp_path, type(other)) == other
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_the_newest_are_retained(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path)
     for step in (3, 20, 100, 100_000_000):
         save(directory, step)
@@ -180,7 +180,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_step_before_those_that_are_there_is_refused(tmp_path: Path) -> None:
+def test_a_step_before_the_existing_ones_is_rejected(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path)
     for step in (100, 200):
         save(directory, step)

@@ -89,7 +89,7 @@ def test_what_is_in_two_places_is_named_once() -> None:
         ({"vocabulary": ("tabel",)}, "no module is called `tabel`; there is `table`"),
         ({"row": ("norm",)}, "`row`: `norm` is a LayerNorm, not a Linear"),
         ({"blocks": ("stacks.*",)}, "`blocks`: `stacks.0` is a ModuleList"),
-        ({"partial": ("norm",)}, "`partial`: `norm.weight` is in no region"),
+        ({"partial": ("norm",)}, "`partial`: `norm.weight` is outside of regions"),
         ({"partial": ("nothing",)}, "`partial`: no module or parameter is called `nothing`"),
         ({"partial": ("stacks.*.*.up",)}, "`partial`: `stacks.0.0.up.weight` is split by another entry"),
         ({"regions": ("stacks.0.*",)}, "`column`: `stacks.1.0.up` is in no region"),
@@ -101,7 +101,7 @@ def test_what_is_in_two_places_is_named_once() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_plan_that_does_not_fit_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_a_plan_that_does_not_fit_is_rejected(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError) as error:
         resolve(Model(), replace(SPLIT, **changes))
     assert said in str(error.value)
@@ -136,14 +136,14 @@ def with_norm_in_and_out(model: Model) -> None:
     ("change", "said"),
     [
         (with_scale, "`stacks.0.3.scale` is in the region `stacks.0.3`"),
-        (with_odd_layer, "`head` is a Odd that computes in a way of its own"),
-        (with_norm_of_weights, "`head` is a ParametrizedLinear that computes"),
+        (with_odd_layer, "`head` is a Odd whose own computation a split"),
+        (with_norm_of_weights, "`head` is a ParametrizedLinear whose own computation"),
         (with_sparse_table, "`table` has `sparse`"),
         (with_tie_of_rows_and_columns, "`stacks.0.0.down.weight` and `head.weight` are one parameter"),
-        (with_norm_in_and_out, "`partial`: `norm.weight` is in no region"),
+        (with_norm_in_and_out, "`partial`: `norm.weight` is outside of regions"),
     ],
 )
-def test_a_module_that_a_plan_cannot_split_is_refused(change: Any, said: str) -> None:
+def test_a_module_that_a_plan_cannot_split_is_rejected(change: Any, said: str) -> None:
     model = Model()
     change(model)
     plan = replace(SPLIT, partial=("stacks.*.*.norm", "norm")) if change is with_norm_in_and_out else SPLIT
@@ -152,7 +152,7 @@ def test_a_module_that_a_plan_cannot_split_is_refused(change: Any, said: str) ->
     assert said in str(error.value)
 
 
-def test_a_tie_that_is_split_in_one_place_alone_is_refused() -> None:
+def test_a_tie_that_is_split_in_only_one_place_is_rejected() -> None:
     model = Model()
     model.head.weight = model.table.weight
     resolve(model, SPLIT)
@@ -163,7 +163,7 @@ def test_a_tie_that_is_split_in_one_place_alone_is_refused() -> None:
 def test_zero_units_do_not_share_parameters() -> None:
     model = Model()
     model.stacks[0][1].up.weight = model.stacks[0][0].up.weight
-    with pytest.raises(PlanError, match=r"`stacks.0.0.up.weight` and `stacks.0.1.up.weight` are one parameter, but in"):
+    with pytest.raises(PlanError, match=r"`stacks.0.0.up.weight` and `stacks.0.1.up.weight` are one parameter, in"):
         check_fsdp_units(model, resolve(model, SPLIT))
     check_fsdp_units(model, resolve(model, replace(SPLIT, blocks=("stacks.1.*",))))
     model.register_parameter("scalar", nn.Parameter(torch.tensor(1.0)))
@@ -201,15 +201,15 @@ def mesh_of(islands: object = None, **layout: int) -> Mesh:
 @pytest.mark.parametrize(
     ("mesh", "zero", "said"),
     [
-        (mesh_of(pipeline=2), 0, "`pipeline`, `context` and `expert` are 1, not 2, 1 and 1"),
-        (mesh_of(context=2), 0, "tensor and data dimensions alone"),
-        (mesh_of(islands=object()), 0, "leave out `training.outer`"),
-        (mesh_of(), 4, "`zero_stage` is one of 0, 1, 2, 3, not 4"),
+        (mesh_of(pipeline=2), 0, "`pipeline`, `context` and `expert` must be 1, got 2, 1 and 1"),
+        (mesh_of(context=2), 0, "tensor and data dimensions only"),
+        (mesh_of(islands=object()), 0, "`training.outer` is not supported"),
+        (mesh_of(), 4, "`zero_stage` must be one of 0, 1, 2, 3, got 4"),
         (mesh_of(tensor=5), 0, "do not divide over 5 ranks"),
     ],
     ids=["pipeline", "context", "islands", "stage", "sizes"],
 )
-def test_a_mesh_or_stage_that_does_not_fit_is_refused(mesh: Mesh, zero: int, said: str) -> None:
+def test_a_mesh_or_stage_that_does_not_fit_is_rejected(mesh: Mesh, zero: int, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check_plan(Model(), SPLIT, mesh, zero)
 
@@ -222,13 +222,13 @@ def test_formats_are_one_that_can_be_trained() -> None:
         check_plan(mixed, SPLIT, mesh_of(), 0)
     mixed.norm.requires_grad_(False)
     check_plan(mixed, SPLIT, mesh_of(), 0)
-    with pytest.raises(ValueError, match=r"is torch.float16: parameters that are trained are fp64, fp32 or bf16"):
+    with pytest.raises(ValueError, match=r"is torch.float16: trained parameters must be fp64, fp32 or bf16"):
         check_plan(Model().half(), SPLIT, mesh_of(), 0)
     with pytest.raises(ValueError, match="all are frozen"):
         check_plan(Model().requires_grad_(False), SPLIT, mesh_of(), 0)
 
 
-def test_scalars_are_refused_by_zero_alone() -> None:
+def test_scalars_are_rejected_only_by_zero() -> None:
     model = Model()
     model.register_parameter("scalar", nn.Parameter(torch.tensor(1.0)))
     check_plan(model, SPLIT, mesh_of(), 0)
@@ -237,7 +237,7 @@ def test_scalars_are_refused_by_zero_alone() -> None:
             check_plan(model, SPLIT, mesh_of(), stage)
 
 
-def test_gradients_that_parts_would_not_get_are_refused() -> None:
+def test_gradients_that_parts_would_not_get_are_rejected() -> None:
     model = Model()
     model.norm.weight.register_hook(lambda gradient: gradient * 2)
     with pytest.raises(ValueError, match=r"`norm.weight` has a hook on its gradient"):

@@ -92,6 +92,6 @@ def test_rows_of_long_and_short_documents_even_out() -> None:
     assert max(dealt) / (sum(costs) / 4) < 1.2
 
 
-def test_rows_that_do_not_divide_are_refused() -> None:
+def test_rows_that_do_not_divide_are_rejected() -> None:
     with pytest.raises(ValueError, match="do not divide"):
         assign_rows([1, 2, 3], 2, 1)

@@ -97,17 +97,17 @@ def test_tokens_written_before_are_the_same_row(volume: Path) -> None:
     assert row(volume, remote) == want("a") + want("b")
 
 
-def test_tokens_of_another_tokenizer_are_refused(volume: Path, bpe_file: Path) -> None:
+def test_tokens_of_another_tokenizer_are_rejected(volume: Path, bpe_file: Path) -> None:
     tokens = volume.parent / "tokens"
     tokenize(TextSource(open_folder(str(volume)), kind=DataFormat.JSON_LINES), ByteTokenizer(), tokens)
     (tokens / "tokenizer.json").write_bytes(bpe_file.read_bytes())
     spec = DataSpec(claim_name="v", format=DataFormat.TOKENS, tokenizer=Tokenizer.BPE, tokenizer_file="tokenizer.json")
-    with pytest.raises(DataError, match=r"holds tokens of `byte`, not of `bpe/"):
+    with pytest.raises(DataError, match=r"contains tokens of `byte`, not of `bpe/"):
         open_corpus(spec, str(tokens))
 
 
 @pytest.mark.parametrize("where", ["volume", "uri"])
-def test_a_tokenizer_beside_the_data(volume: Path, bpe_file: Path, where: str) -> None:
+def test_a_tokenizer_next_to_the_data(volume: Path, bpe_file: Path, where: str) -> None:
     (volume / "tokenizer.json").write_bytes(bpe_file.read_bytes())
     place = {"claim_name": "v"} if where == "volume" else {"uri": f"local://{volume}"}
     spec = DataSpec(
@@ -123,13 +123,13 @@ def test_a_tokenizer_beside_the_data(volume: Path, bpe_file: Path, where: str) -
     assert len(found) < len(want("a"))
 
 
-def test_a_corrupt_record_ends_the_start_or_is_told(volume: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_corrupt_record_fails_the_start_or_is_reported(volume: Path, caplog: pytest.LogCaptureFixture) -> None:
     with (volume / "a" / "part.jsonl").open("a") as file:
         file.write("\nbroken\n")
     with pytest.raises(CorruptRecordError, match=r"a/part\.jsonl:13"):
         open_corpus(records(), str(volume))
     assert row(volume, records(on_corrupt_record=OnCorrupt.SKIP)) == want("a") + want("b")
-    assert any("left out: a/part.jsonl:13" in record.message for record in caplog.records)
+    assert any("skipped: a/part.jsonl:13" in record.message for record in caplog.records)
 
 
 def test_a_mixture_takes_samples_by_weight(volume: Path) -> None:
@@ -173,7 +173,7 @@ def test_tokens_are_those_of_the_folder_and_of_the_files_as_they_are(volume: Pat
 
 @pytest.mark.parametrize("kind", [DataFormat.TEXT, DataFormat.JSON_LINES])
 @pytest.mark.parametrize("path", [None, "a"])
-def test_the_tokenizers_own_file_is_no_text(volume: Path, bpe_file: Path, kind: DataFormat, path: str | None) -> None:
+def test_the_tokenizers_file_is_not_text(volume: Path, bpe_file: Path, kind: DataFormat, path: str | None) -> None:
     (volume / "a" / "tokenizer.json").write_bytes(bpe_file.read_bytes())
     bpe = {"tokenizer": Tokenizer.BPE, "tokenizer_file": "a/./tokenizer.json"}
     found = [
@@ -214,7 +214,7 @@ def spoil(volume: Path) -> None:
     [
         (shorten, {}, "`training.sequenceLength` may be at most 1"),
         (spoil, {}, r"part\.jsonl:1: not JSON"),
-        (shorten, {"held_out": 0.1}, "`data.heldOut: 0.1` holds out nothing"),
+        (shorten, {"held_out": 0.1}, "`data.heldOut: 0.1` holds out no document"),
     ],
 )
 def test_errors_say_which_corpus_of_a_mixture(
@@ -235,7 +235,7 @@ def test_a_mixture_inside_an_archive(volume: Path) -> None:
     assert row(volume, spec, "b") == want("b")
 
 
-def test_an_empty_file_beside_tables_is_no_table(volume: Path) -> None:
+def test_an_empty_file_next_to_tables_is_not_a_table(volume: Path) -> None:
     parquet.write_table(pyarrow.table({"text": ["one"]}), volume / "part.parquet")
     (volume / "_SUCCESS").touch()
     spec = DataSpec(claim_name="v", format=DataFormat.PARQUET, pattern="*")

@@ -40,7 +40,7 @@ def test_the_next_samples_are_read_without_being_asked_for() -> None:
     assert threading.current_thread().name not in threads
 
 
-def test_what_cannot_be_read_is_told_when_its_step_begins() -> None:
+def test_what_cannot_be_read_is_reported_when_its_step_begins() -> None:
     def broken(first: int) -> StepSamples:
         if first == 2:
             raise OSError("shard 3 is damaged")

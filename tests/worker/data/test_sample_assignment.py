@@ -38,7 +38,7 @@ def test_islands_of_one_text_share_out_each_step(islands: int, replicas: int, ba
 
 @pytest.mark.parametrize("balance", [False, True])
 @pytest.mark.parametrize(("islands", "replicas"), LAYOUTS)
-def test_islands_of_own_texts_leave_nothing_out(islands: int, replicas: int, balance: bool) -> None:
+def test_islands_with_separate_texts_use_every_sample(islands: int, replicas: int, balance: bool) -> None:
     steps = [range(first, first + BATCH) for first in range(0, 10 * BATCH, BATCH)]
     for own in places(islands, replicas, separate_data=True):
         found = Counter(sample for step in steps for place in own for sample in taken(place, step, balance))

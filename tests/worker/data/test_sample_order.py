@@ -76,7 +76,7 @@ def test_patterns(folder: Path, pattern: str, names: set[str]) -> None:
     contents = {str(number): content for number, content in enumerate(CONTENTS)} | {"deep": "more"}
     spec = DataSpec(claim_name="text", pattern=pattern)
     if not names:
-        with pytest.raises(CorpusError, match=r"`data.pattern: \[0\].py` matches no file; there are 0.py, 1.py"):
+        with pytest.raises(CorpusError, match=r"`data.pattern: \[0\].py` matches no file; files there: 0.py, 1.py"):
             open_corpus(spec, str(folder))
         return
     corpus = open_corpus(spec, str(folder))

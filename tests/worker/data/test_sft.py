@@ -1,4 +1,4 @@
-"""Prompts with completions: what is predicted, what is refused, and that nothing else is learnt from."""
+"""Prompts with completions: what is predicted, what is refused, and that nothing else is learned from."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_records_are_held_out(tmp_path: Path, data: DataSpec) -> None:
         (json.dumps({"prompt": "x" * 13, "completion": "y"}), r"a.jsonl:2: the prompt's 13 tokens .* of 12"),
     ],
 )
-def test_a_corrupt_record_fails_or_is_told(
+def test_a_corrupt_record_fails_or_is_reported(
     tmp_path: Path, line: str, named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = json.dumps(RECORDS[0])
@@ -79,7 +79,7 @@ def test_a_corrupt_record_fails_or_is_told(
         open_stream(data, str(tmp_path / "v"), 12, 0)
     skipping = data.model_copy(update={"on_corrupt_record": OnCorrupt.SKIP})
     assert len(open_stream(skipping, str(tmp_path / "v"), 12, 0).batch(0, 3)) == 3
-    assert "1 records were left out" in caplog.text
+    assert "skipped 1 records" in caplog.text
 
 
 def test_records_in_an_archive(tmp_path: Path, data: DataSpec) -> None:
@@ -95,16 +95,16 @@ def test_records_in_an_archive(tmp_path: Path, data: DataSpec) -> None:
 
 
 def test_no_record_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match=r"`data.pattern: \*\*/\*` matches empty files alone"):
+    with pytest.raises(CorpusError, match=r"`data.pattern: \*\*/\*` matches only empty files"):
         open_stream(data_of(tmp_path / "v", [""]), str(tmp_path / "v"), 12, 0)
 
 
-def test_samples_without_complements_are_predicted_whole() -> None:
+def test_samples_without_complements_are_predicted_in_full() -> None:
     samples = torch.arange(6).view(1, 6)
     assert torch.equal(Batch.of(samples).targets, samples[:, 1:])
 
 
-def test_the_tokenizers_own_file_is_no_record(tmp_path: Path, data: DataSpec, bpe_file: Path) -> None:
+def test_the_tokenizers_file_is_not_a_record(tmp_path: Path, data: DataSpec, bpe_file: Path) -> None:
     (tmp_path / "v" / "tokenizer.json").write_bytes(bpe_file.read_bytes())
     bpe = data.model_copy(update={"tokenizer": Tokenizer.BPE, "tokenizer_file": "tokenizer.json"})
     assert isinstance(open_stream(bpe, str(tmp_path / "v"), 12, 0), PromptCompletionStream)

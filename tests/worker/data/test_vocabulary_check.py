@@ -69,7 +69,7 @@ def volume(tmp_path: Path, bpe_file: Path, sentencepiece_file: Path) -> Path:
     ],
     ids=["text", "records", "instruction", "tokens", "mixture"],
 )
-def test_too_few_rows_are_refused_before_ranks_meet(volume: Path, data: dict[str, Any]) -> None:
+def test_too_few_rows_are_rejected_before_ranks_connect(volume: Path, data: dict[str, Any]) -> None:
     message = (
         r"`model.vocabSize: 288` must be at least 300 for the ids of `data.tokenizerFile: tokenizer.json`, and "
         r"divisible by `parallelism.tensor: 2`; nearest: 300"

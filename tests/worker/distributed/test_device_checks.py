@@ -53,7 +53,7 @@ def test_what_a_device_takes(
         assert "This GPU has" in problems[0]
 
 
-def test_each_problem_is_told() -> None:
+def test_each_problem_is_reported() -> None:
     problems = [*device_problems(DeviceProperties(TURING, "T4", 4), Precision.BF16, fp8=True)]
     assert [problem.split("`")[1] for problem in problems] == ["training.precision: bf16", "training.fp8"]
 
@@ -80,7 +80,7 @@ def test_a_gpu_tells_its_capability() -> None:
     )
 
 
-def test_a_rank_asks_before_it_meets_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_checks_its_device_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[object] = []
     joined: Callable[[object], None] = met.append
     monkeypatch.setattr(training_loop, "join_mesh", joined)

@@ -33,7 +33,7 @@ def test_a_full_memory_is_read_again_from_its_half() -> None:
 
 @pytest.mark.parametrize("cut", [[12], [1] * 12, [5, 1, 6]])
 @pytest.mark.parametrize("model", [MODEL, *FAMILIES_BUILT], ids=["llama", "gpt", "qwen", "latent"])
-def test_cached_logits_are_those_of_the_whole_text(model: Architecture, cut: list[int]) -> None:
+def test_cached_logits_are_those_of_the_full_text(model: Architecture, cut: list[int]) -> None:
     tokens = torch.randint(0, model.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
     whole = built(model)(tokens)
     cached = CachedModel(built(model), model, 12)
@@ -44,8 +44,8 @@ def test_cached_logits_are_those_of_the_whole_text(model: Architecture, cut: lis
 
 
 @pytest.mark.long
-def test_generate_without_a_checkpoint_says_so(tmp_path: object) -> None:
+def test_generate_without_a_checkpoint_is_an_error(tmp_path: object) -> None:
     command = [sys.executable, "-m", "meshwright_worker.generate", "--checkpoint", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONPATH": "worker:."})
     assert ended.returncode == 2
-    assert "holds no complete checkpoint" in ended.stderr
+    assert "contains no complete checkpoint" in ended.stderr

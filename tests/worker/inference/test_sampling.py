@@ -34,6 +34,6 @@ def test_a_small_temperature_takes_the_likeliest_token(model: CachedModel, tempe
 
 
 @pytest.mark.parametrize("temperature", [-1.0, math.nan, math.inf])
-def test_what_is_no_temperature_is_refused(model: CachedModel, temperature: float) -> None:
+def test_what_is_not_a_temperature_is_rejected(model: CachedModel, temperature: float) -> None:
     with pytest.raises(ValueError, match=f"`--temperature {temperature}` must be 0"):
         sample(model, PROMPT, 6, temperature, 1)

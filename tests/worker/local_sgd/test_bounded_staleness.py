@@ -12,7 +12,7 @@ from meshwright_worker.local_sgd.bounded_staleness import StalenessGate
 @pytest.mark.parametrize("bound", [0, 1, 2, 5])
 @pytest.mark.parametrize("islands", [1, 2, 3, 6])
 @pytest.mark.parametrize("seed", range(10))
-def test_no_gradient_is_staler_than_the_bound_and_somebody_can_always_go_on(
+def test_no_gradient_is_staler_than_the_bound_and_an_island_can_always_continue(
     bound: int, islands: int, seed: int
 ) -> None:
     chance = random.Random(seed)

@@ -129,7 +129,7 @@ def test_gradients_are_the_same_bits(how: HOW, offload: bool) -> None:
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
-def test_whole_logits_never_exist_in_a_chunked_loss() -> None:
+def test_full_logits_never_exist_in_a_chunked_loss() -> None:
     largest = []
     for chunk in (None, 16):
         stage = stage_with()

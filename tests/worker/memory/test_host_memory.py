@@ -97,7 +97,7 @@ def test_a_copy_to_write_is_in_main_memory_and_used_again(gpus: DeviceMesh) -> N
     assert float(again.to_local().sum()) == 0.0
 
 
-def test_a_part_of_another_format_says_so(gpus: DeviceMesh) -> None:
+def test_a_part_of_another_format_is_an_error(gpus: DeviceMesh) -> None:
     whole = as_distributed(offloaded(gpus, torch.zeros(2, 3)), torch.zeros(2, 3, dtype=torch.bfloat16))
     assert whole.dtype == torch.bfloat16
 
@@ -114,7 +114,7 @@ def test_what_is_summed_of_offloaded_gradients_is_summed_on_the_gpu(
     assert summed_on == ["cuda", "cuda"]
 
 
-def test_islands_meet_on_the_gpu(gpus: DeviceMesh, summed_on: list[str], pretended: FakeTensorMode) -> None:
+def test_islands_synchronize_on_the_gpu(gpus: DeviceMesh, summed_on: list[str], pretended: FakeTensorMode) -> None:
     mesh = SimpleNamespace(group=lambda _: gpus.get_group(), device=GPU)
     with pretended:
         outer = DiLoCo([offloaded(gpus, torch.ones(2, 3))], None, mesh, OuterSpec(method="DiLoCo"))  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def test_islands_meet_on_the_gpu(gpus: DeviceMesh, summed_on: list[str], pretend
     assert summed_on == ["cuda", "cuda"]
 
 
-def test_muon_orthogonalises_offloaded_matrices_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_orthogonalizes_offloaded_matrices_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     where: list[str] = []
 
     def observed(matrix: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ def test_a_token_sees_no_later_one() -> None:
     assert not torch.equal(before[:, 8:], after[:, 8:])
 
 
-def test_rotary_attention_depends_on_distance_alone() -> None:
+def test_rotary_attention_depends_only_on_distance() -> None:
     rotary = RotaryEmbedding(8, 10000.0)
     query, key = torch.randn(8), torch.randn(8)
     queries, keys = rotary(query.expand(1, 10, 1, 8)), rotary(key.expand(1, 10, 1, 8))

@@ -164,7 +164,7 @@ def test_a_capacity_is_rounded_up_from_the_factor_as_written(
     assert capacity(mixture_of(experts=experts, per_token=per_token, capacity_factor=factor), length) == want
 
 
-def test_balancing_biases_move_by_small_steps_whatever_parameters_are() -> None:
+def test_balancing_biases_move_by_small_steps_with_any_parameters() -> None:
     spec = mixture_of(balancing=Balancing.BIAS)
     model = Architecture(
         layers=1, hidden_size=HIDDEN, intermediate_size=16, heads=2, kv_heads=2, vocab_size=257, mixture=spec

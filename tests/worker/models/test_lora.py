@@ -59,7 +59,7 @@ def test_what_is_counted_is_what_is_built(name: str, lora: LoraSpec) -> None:
 
 @pytest.mark.parametrize("target", LoraTarget)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_layer_without_adapters_is_refused_before_ranks_start(name: str, target: LoraTarget) -> None:
+def test_a_layer_without_adapters_is_rejected_before_ranks_start(name: str, target: LoraTarget) -> None:
     lora, model = LoraSpec(targets=[target]), PRESETS[name]
     try:
         adapted_stage(name, lora)
@@ -76,7 +76,7 @@ def test_a_layer_without_adapters_is_refused_before_ranks_start(name: str, targe
     assert ("training.lora.targets" not in {problem.field for problem in check_spec(spec)}) is builds
 
 
-def test_what_gets_no_adapter_is_told() -> None:
+def test_what_gets_no_adapter_is_reported() -> None:
     assert skipped_targets(EVERY, PRESETS["tiny"]) is None
     assert skipped_targets(EVERY, PRESETS["tiny-gpt"]) == "`training.lora.targets`: no adapter for Gate in any layer"
     deepseek = skipped_targets(EVERY, PRESETS["tiny-deepseek"])

@@ -54,10 +54,10 @@ def test_bits_are_uniform_and_a_function_of_key_and_counter() -> None:
     assert 1 - 1e-3 < float(drawn.max()) < 1
     assert float(drawn.mean()) == pytest.approx(0.5, abs=3e-3)
     assert float(drawn.var()) == pytest.approx(1 / 12, rel=1e-2)
-    neighbours = torch.corrcoef(
+    neighbors = torch.corrcoef(
         torch.stack([drawn[:-1], drawn[1:], uniform(random_bits(numbers[1:], stream_key(1, "b")))])
     )
-    assert float((neighbours - torch.eye(3)).abs().max()) < 1e-2
+    assert float((neighbors - torch.eye(3)).abs().max()) < 1e-2
     assert torch.equal(uniform(random_bits(numbers[500:600], stream_key(1, "a"))), drawn[500:600])
 
 
@@ -71,7 +71,7 @@ def test_stochastic_rounding_is_right_on_average_and_exact_where_it_can_be() -> 
     assert torch.equal(kept.nan_to_num(7.0), exact.nan_to_num(7.0))
 
 
-def test_a_part_of_a_tensor_is_rounded_as_it_is_in_the_whole() -> None:
+def test_a_part_of_a_tensor_is_rounded_as_in_the_full_tensor() -> None:
     whole = torch.randn(8, 6)
     numbers = element_numbers(8, 6, 6, 0, CPU)
     assert torch.equal(numbers.flatten(), torch.arange(48))
@@ -91,7 +91,9 @@ def test_a_part_of_a_tensor_is_rounded_as_it_is_in_the_whole() -> None:
         ((slice(1, 3), slice(0, 3), slice(0, 2), slice(0, 2)), (4, 3, 2, 2), 1),
     ],
 )
-def test_every_part_knows_its_place_in_the_whole(box: tuple[slice, ...], shape: tuple[int, ...], count: int) -> None:
+def test_every_part_knows_its_place_in_the_full_tensor(
+    box: tuple[slice, ...], shape: tuple[int, ...], count: int
+) -> None:
     want = torch.arange(math.prod(shape)).view(shape)[box].contiguous()
     found = matrices(box, shape)
     assert len(found) == count
@@ -160,7 +162,7 @@ def test_muon_takes_the_layers_matrices_and_no_table() -> None:
     }
 
 
-def test_a_full_disk_is_told_with_its_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_with_its_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, offset: int, size: int) -> None:
         assert size == 4 * (6 * 4 + 4 + 9 * 4)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -47,7 +47,7 @@ def run(*, compiled: bool) -> list[torch.Tensor]:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_compiled_layer_computes_no_product_that_it_is_told_to_keep_again() -> None:
+def test_a_compiled_layer_recomputes_no_product_that_it_must_save() -> None:
     """Inductor runs `mm.out`, which a policy outside of compiled code does not know. Calls are counted."""
     model = MODEL.model_copy(update={"layers": 1})
     products = {}
@@ -92,7 +92,7 @@ def test_a_layer_that_breaks_its_graph_is_not_compiled_selectively(graphs: Graph
         ({"pipeline": 2, "parallelism": {"schedule": "ZBH1"}}, "`parallelism.schedule: ZBH1`"),
     ],
 )
-def test_selective_checkpointing_of_layers_in_pieces_is_refused(changes: dict[str, Any], named: str) -> None:
+def test_selective_checkpointing_of_layers_in_pieces_is_rejected(changes: dict[str, Any], named: str) -> None:
     changes = dict(changes)
     training = {"activation_checkpointing": "Selective", "compile": True, "fp8": changes.pop("fp8", None)}
     with pytest.raises(InvalidRunError, match=re.escape(named) + ".*`compile: false`"):

@@ -47,7 +47,7 @@ def test_every_token_is_dealt_once_in_parts_of_the_unit(deal: SequenceSharding, 
 
 @given(DEALS)
 @settings(max_examples=50, deadline=None)
-def test_a_row_that_is_too_short_is_refused(deal: SequenceSharding) -> None:
+def test_a_row_that_is_too_short_is_rejected(deal: SequenceSharding) -> None:
     with pytest.raises(ValueError, match="does not split"):
         deal.slices(deal.min_length - deal.unit)
 
@@ -143,7 +143,7 @@ def test_packed_attention_of_one_rank_equals_a_mask() -> None:
             torch.testing.assert_close(got, want)
 
 
-def test_a_slice_keeps_positions_targets_and_the_whole_rows_documents() -> None:
+def test_a_slice_has_positions_targets_and_the_documents_of_the_full_row() -> None:
     tokens = torch.arange(24).view(2, 12)
     batch = Batch(tokens, tokens + 1, documents=tokens // 6)
     own = context_slice(batch, SequenceSharding(ContextMethod.RING_ZIG_ZAG, 3), 1)

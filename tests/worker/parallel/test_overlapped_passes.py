@@ -43,7 +43,7 @@ def test_one_computes_while_the_other_waits() -> None:
     ]
 
 
-def test_the_longer_one_goes_on_alone() -> None:
+def test_the_longer_one_continues_alone() -> None:
     trace: list[str] = []
     run_overlapped(layers(trace, "F", 0), layers(trace, "B", 2))
     assert trace == ["B0 computes", "B0 starts", "B0 ends", "B1 computes", "B1 starts", "B1 ends"]
@@ -63,7 +63,7 @@ def failing(trace: list[str], name: str) -> Callable[[], None]:
     return run
 
 
-def test_an_error_of_either_is_told_and_the_other_given_up() -> None:
+def test_an_error_of_either_is_raised_and_the_other_stops() -> None:
     trace: list[str] = []
     with pytest.raises(ArithmeticError, match="F"):
         run_overlapped(failing(trace, "F"), layers(trace, "B", 3))

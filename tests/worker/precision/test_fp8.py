@@ -163,7 +163,7 @@ def test_the_grouped_kernel_takes_what_it_is_given() -> None:
 
 
 @pytest.mark.parametrize(("width", "told"), [(48, ""), (50, "50x32"), (24, "24x32 and 32x24")])
-def test_sizes_that_a_gpu_would_emulate_are_told(
+def test_sizes_that_a_gpu_would_emulate_are_reported(
     width: int, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(linear, "has_fp8_matmul", lambda: True)

@@ -72,9 +72,9 @@ def volume(tmp_path: Path) -> Path:
     ("fields", "says"),
     [
         ({"pattern": "**/*.cc"}, ["`data.pattern: **/*.cc` matches no file", "code/a.py, web/a.py"]),
-        ({"pattern": "*.txt"}, ["`data.pattern: *.txt` matches empty files alone", "code/a.py"]),
+        ({"pattern": "*.txt"}, ["`data.pattern: *.txt` matches only empty files", "code/a.py"]),
         ({"mixture": [{"path": "code"}, {"path": "wbe"}]}, ["`data.mixture` with `path: wbe`", "there: code, web"]),
-        ({"held_out": 0.00001}, ["`data.heldOut: 1e-05` holds out nothing", "a larger share"]),
+        ({"held_out": 0.00001}, ["`data.heldOut: 1e-05` holds out no document", "a larger share"]),
         ({"format": DataFormat.TOKENS}, ["`data.format: Tokens`", "`meshwright data tokenize` wrote"]),
         ({"format": DataFormat.JSON_LINES}, ["code/a.py:1: not JSON"]),
         ({"format": DataFormat.PROMPT_COMPLETION}, ["code/a.py:1: not JSON"]),
@@ -90,14 +90,14 @@ def test_data_that_will_not_do(volume: Path, fields: dict[str, Any], says: list[
     assert all(part in said for part in says), said
 
 
-def test_good_data_is_accepted(volume: Path) -> None:
+def test_valid_data_is_accepted(volume: Path) -> None:
     accepted(with_data(small_run(data=2)), volume)
 
 
 def test_a_volume_that_is_not_there(volume: Path) -> None:
     said = refused(small_run(data=2), volume.parent / "other")
     assert "`data.claimName`" in said
-    assert "folders there: volume" in said
+    assert "directories there: volume" in said
 
 
 def test_a_text_too_short_names_the_longest_sequence(volume: Path) -> None:
@@ -110,7 +110,7 @@ def test_an_island_without_a_folder_of_its_own(volume: Path) -> None:
     accepted(run, volume, rank=0)
     said = refused(run, volume, rank=1)
     assert "island-1 is not a directory" in said
-    assert "folders there: island-0, web" in said
+    assert "directories there: island-0, web" in said
 
 
 def test_a_vocabulary_larger_than_the_models(volume: Path, bpe_file: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_corrupt_shard(volume: Path, damage: Callable[[Path], None], says: str
     assert says in said
 
 
-def test_a_flipped_bit_among_what_is_held_out(volume: Path) -> None:
+def test_a_flipped_bit_in_held_out_documents(volume: Path) -> None:
     tokens = tokens_of(volume)
     evaluated = {"evaluation": {"every_steps": 1, "samples": 1}}
     run = with_data(small_run(data=2, training=evaluated), format=DataFormat.TOKENS, held_out=0.5)
@@ -176,7 +176,7 @@ def from_weights(directory: Path, **config: Any) -> NativeRun:
 def test_weights_to_begin_from(volume: Path, published: Path) -> None:
     accepted(from_weights(published), volume)
     assert "cannot be read" in refused(from_weights(published.parent / "nothing"), volume)
-    assert "holds another model: `layers` 3 there, 2 in `model`" in refused(
+    assert "contains another model: `layers` 3 there, 2 in `model`" in refused(
         from_weights(published, num_hidden_layers=2), volume
     )
 
@@ -202,7 +202,7 @@ def drop_tensor(directory: Path) -> str:
 
 
 @pytest.mark.parametrize("damage", [drop_file, cut_file, drop_tensor])
-def test_weights_that_are_not_whole(volume: Path, published: Path, damage: Callable[[Path], str]) -> None:
+def test_weights_that_are_incomplete(volume: Path, published: Path, damage: Callable[[Path], str]) -> None:
     says = damage(published)
     assert says in refused(from_weights(published), volume)
 

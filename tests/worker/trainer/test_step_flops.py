@@ -42,7 +42,7 @@ def test_flops_of_a_step_are_the_published_ones() -> None:
     assert selective.hardware == selective.model
 
 
-def test_utilisation_is_told_where_the_peak_is_known() -> None:
+def test_utilization_is_reported_where_the_peak_is_known() -> None:
     for peak, told in ((None, False), (4e12, True)):
         metrics = WorkerMetrics("team-a", "job")
         metrics.step(0, StepReport(1, 1.0, 1.0, 1e-3, 10, 1, 0.5, 0.0, 1e12, 1.5e12, peak))

@@ -80,7 +80,7 @@ class Agent:
                     "exit code=%d state=%s last-report=%s",
                     code,
                     self._state_machine.state,
-                    "heard" if delivered else "lost",
+                    "delivered" if delivered else "lost",
                 )
                 return code
         finally:
@@ -197,13 +197,13 @@ class Agent:
                 self._record_message(generation, rank, message, now)
                 return actions
             case RankExited(generation=generation, rank=rank, code=code, tail=tail):
-                log.info("rank ended rank=%d generation=%d code=%d", rank, generation, code)
+                log.info("rank exited rank=%d generation=%d code=%d", rank, generation, code)
                 self._launcher.remove(rank)
                 self._metrics.rank_up(rank, up=False)
                 return self._state_machine.on_exit(generation, rank, code, tail, now)
             case ShutdownRequested(code=code, reason=reason):
                 if self._state_machine.exit_code_on_shutdown is None:
-                    log.info("leaving: %s", reason)
+                    log.info("shutting down: %s", reason)
                 return self._state_machine.on_shutdown(code, now)
             case BackgroundTaskFailed(error=error):
                 raise error

@@ -94,22 +94,22 @@ class MeshPoll:
                 # them.
                 has_running_ranks = isinstance(error, IncompatibleError) and self._build_mesh_request().generation > 0
                 if not has_running_ranks and time.monotonic() - rejected_since >= self._reject_seconds:
-                    reason = f"the coordinator refused this pod for {self._reject_seconds:g} s: {error}"
+                    reason = f"the coordinator rejected this pod for {self._reject_seconds:g} s: {error}"
                     self._event_queue.put_nowait(ShutdownRequested(EXIT_REJECTED, reason))
                     return
                 if has_running_ranks and not unreachable:
-                    log.warning("ranks go on without the coordinator: %s", error)
+                    log.warning("the coordinator rejected the poll; ranks keep running: %s", error)
                 unreachable = unreachable or has_running_ranks
                 await self._pause(backoff.delay())
                 continue
             except UnavailableError as error:
                 if not unreachable:
-                    log.warning("the coordinator is away, ranks go on: %s", error)
+                    log.warning("the coordinator is unavailable; ranks keep running: %s", error)
                 unreachable, rejected_since = True, None
                 await self._pause(backoff.delay(error.retry_after))
                 continue
             if unreachable:
-                log.info("the coordinator is back")
+                log.info("the coordinator is available again")
             unreachable, rejected_since = False, None
             backoff.reset()
             if document is not None:

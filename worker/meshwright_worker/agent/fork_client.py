@@ -103,7 +103,9 @@ class ForkServerClient:
                     pid = await self._fork_reply
             except (TimeoutError, OSError) as error:
                 await self.stop()
-                raise ForkServerError(f"cannot fork rank {task.rank}: {error or 'the rank server is stuck'}") from error
+                raise ForkServerError(
+                    f"cannot fork rank {task.rank}: {error or 'the fork server does not answer'}"
+                ) from error
             cleanup.pop_all()
         return self._handle_for(task.rank, pid, output, events)
 
@@ -170,7 +172,7 @@ class ForkServerClient:
                     case {"failed": text}:
                         error_text = text
         # The server exited, and the kernel has killed every rank with it.
-        error = ForkServerError(f"the rank server ended: {error_text or await self._exit_reason()}")
+        error = ForkServerError(f"the fork server exited: {error_text or await self._exit_reason()}")
         for waiting in (ready, self._fork_reply):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(error)

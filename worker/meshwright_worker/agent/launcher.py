@@ -63,7 +63,7 @@ class Launcher:
             try:
                 await self._server.ready()
             except (ForkServerError, OSError) as error:
-                raise LaunchError(f"the rank server does not start: {error}") from error
+                raise LaunchError(f"the fork server did not start: {error}") from error
         else:
             await self._server.stop()
         if start.member.first_rank == 0 and start.document.master_port == self._port.number:

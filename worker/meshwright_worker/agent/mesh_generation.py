@@ -242,7 +242,7 @@ class MeshGeneration:
 
 def _describe_exit(rank: int, code: int, tail: Sequence[str]) -> str:
     # A command that exits with 0 is done. Only a rank of the built-in runtime can exit with 0 without finishing.
-    return failures.describe_exit(rank, code, tail) if code else f"rank {rank} ended without finishing the run"
+    return failures.describe_exit(rank, code, tail) if code else f"rank {rank} exited without finishing the run"
 
 
 def _kind_of_exit(code: int, tail: Sequence[str]) -> FailureKind:

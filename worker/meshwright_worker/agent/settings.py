@@ -62,7 +62,7 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
     """
     url = _text(environment, labels.ENV_COORDINATOR_URL)
     if not url.startswith(("http://", "https://")):
-        raise SettingsError(f"{labels.ENV_COORDINATOR_URL} must be an http:// or https:// URL, not {url!r}")
+        raise SettingsError(f"{labels.ENV_COORDINATOR_URL} must be an http:// or https:// URL, got {url!r}")
     return Settings(
         namespace=_text(environment, labels.ENV_JOB_NAMESPACE),
         job=_text(environment, labels.ENV_JOB_NAME),
@@ -92,14 +92,14 @@ def _text(environment: Mapping[str, str], name: str) -> str:
 def _count(environment: Mapping[str, str], name: str) -> int:
     value = _text(environment, name)
     if not value.isascii() or not value.isdigit():
-        raise SettingsError(f"{name} must be a whole number of at least 0, not {value!r}")
+        raise SettingsError(f"{name} must be an integer of at least 0, got {value!r}")
     return int(value)
 
 
 def _port(environment: Mapping[str, str], name: str, default: int) -> int:
     port = _count(environment, name) if environment.get(name) else default
     if port > 65535:
-        raise SettingsError(f"{name} must be a port of at most 65535, not {port}")
+        raise SettingsError(f"{name} must be a port of at most 65535, got {port}")
     return port
 
 
@@ -108,7 +108,7 @@ def _address(environment: Mapping[str, str], name: str) -> str:
     try:
         return str(ipaddress.ip_address(value))
     except ValueError:
-        raise SettingsError(f"{name} must be an IP address, not {value!r}") from None
+        raise SettingsError(f"{name} must be an IP address, got {value!r}") from None
 
 
 def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
@@ -120,5 +120,5 @@ def _seconds(environment: Mapping[str, str], name: str, default: float) -> float
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise SettingsError(f"{name} must be a number of seconds above 0, not {value!r}")
+        raise SettingsError(f"{name} must be a number of seconds above 0, got {value!r}")
     return seconds

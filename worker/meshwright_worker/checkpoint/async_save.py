@@ -53,7 +53,7 @@ class AsyncCheckpointer:
     def begin(self, tensors: dict[str, torch.Tensor], manifest: BaseManifest) -> None:
         """Start to save; returns once a copy is staged. Collective. Call `take_finished` before and between."""
         if self._thread is not None:
-            raise CheckpointError("a save is still under way")
+            raise CheckpointError("a save is still in progress")
         staged = stage_copy(tensors, self._staged)
         self._thread = threading.Thread(target=self._run, args=(staged, manifest), name="checkpoint", daemon=True)
         self._thread.start()

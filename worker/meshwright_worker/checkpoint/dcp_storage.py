@@ -109,7 +109,7 @@ class CheckpointReader(StorageReader):
             stored: StoredChunk = self._metadata.storage_data[item.storage_index]
             entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
             if not isinstance(entry, TensorStorageMetadata):
-                raise ValueError(f"{item.storage_index.fqn} is no tensor")
+                raise ValueError(f"{item.storage_index.fqn} is not a tensor")
             chunk = next(chunk for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
             box = map_tensor(self._directory / stored.file, stored.offset, entry.properties.dtype, chunk.sizes)
             for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -140,7 +140,7 @@ def _chunk_name(item: WriteItem) -> str:
     # A tensor that was not split keeps its plain name, so that other tools find it.
     data = item.tensor_data
     if data is None:
-        raise ValueError(f"{item.index.fqn} is no tensor; checkpoints hold tensors alone")
+        raise ValueError(f"{item.index.fqn} is not a tensor: a checkpoint contains only tensors")
     if data.chunk.sizes == data.size:
         return item.index.fqn
     return f"{item.index.fqn}@{','.join(str(offset) for offset in data.chunk.offsets)}"
@@ -149,7 +149,7 @@ def _chunk_name(item: WriteItem) -> str:
 def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     data = planner.resolve_data(item)
     if not isinstance(data, torch.Tensor):
-        raise TypeError(f"{item.index.fqn} is no tensor; checkpoints hold tensors alone")
+        raise TypeError(f"{item.index.fqn} is not a tensor: a checkpoint contains only tensors")
     return data
 
 

@@ -50,12 +50,12 @@ def first_intact(checkpoints: Sequence[Path], read: Callable[[Path], Manifest]) 
         try:
             manifest = read(checkpoint)
         except FileNotFoundError:
-            raise FileNotFoundError(f"`--checkpoint {checkpoint}` holds no complete checkpoint") from None
+            raise FileNotFoundError(f"`--checkpoint {checkpoint}` contains no complete checkpoint") from None
         except DamagedCheckpointError as error:
             damages.append(str(error))
             continue
         for damage in damages:
-            log.warning("%s; the checkpoint of step %d is taken", damage, manifest.state.step)
+            log.warning("%s; using the checkpoint of step %d", damage, manifest.state.step)
         return checkpoint, manifest
     raise DamagedCheckpointError("; ".join(damages))
 

@@ -58,12 +58,12 @@ def newest_intact(directory: CheckpointDirectory, mesh: Mesh, manifest_type: typ
             return read_intact(directory.path(step), mesh, manifest_type)
         except DamagedCheckpointError as error:
             if mesh.rank == 0:
-                log.warning("%s; trying the checkpoint before it", error)
+                log.warning("%s; trying the previous checkpoint", error)
         on_first_rank(partial(directory.quarantine, step), mesh)
     if listed[0] and mesh.rank == 0:
         log.warning(
-            "EVERY checkpoint in %s is damaged (steps %s): the run begins at step 0. The damaged ones stay there under "
-            "hidden names until its first checkpoint is saved",
+            "every checkpoint in %s is damaged (steps %s): starting at step 0; the damaged ones are retained under "
+            "hidden names until the first checkpoint is saved",
             directory.root,
             ", ".join(map(str, listed[0])),
         )
@@ -125,7 +125,7 @@ def check_same_run(actual: Manifest, expected: Manifest) -> None:
     differing = [f"`{field}` {old[field]} there, {new[field]} here" for field in old if old[field] != new[field]]
     fix = "use an empty `checkpoint.claimName`, or the old settings"
     if differing:
-        raise CheckpointMismatchError(f"the checkpoint holds another model ({'; '.join(differing)}): {fix}")
+        raise CheckpointMismatchError(f"the checkpoint contains another model ({'; '.join(differing)}): {fix}")
     if (actual.lora, actual.initial_weights) != (expected.lora, expected.initial_weights):
         raise CheckpointMismatchError(
             "the checkpoint has other adapters, or adapters of another model: `training.lora` or "
@@ -133,7 +133,7 @@ def check_same_run(actual: Manifest, expected: Manifest) -> None:
         )
     if actual.stream != expected.stream:
         raise CheckpointMismatchError(
-            "the checkpoint was trained on another stream of samples, so its position means nothing here: `data`, "
+            "the checkpoint was trained on another stream of samples, in which its position has no meaning: `data`, "
             f"`training.sequenceLength` or `training.seed` differ: {fix}"
         )
 

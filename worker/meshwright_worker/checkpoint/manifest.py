@@ -138,7 +138,7 @@ def read_manifest_as(directory: Path, manifest_type: type[ManifestType]) -> Mani
     except ValueError:
         fields = None
     if not isinstance(fields, dict):
-        raise DamagedCheckpointError(f"{directory / MANIFEST} is damaged: it is no JSON object")
+        raise DamagedCheckpointError(f"{directory / MANIFEST} is damaged: it is not a JSON object")
     if fields.get("format", FORMAT) != FORMAT:
         raise _foreign_version_error(directory, f"its format is {fields['format']}, this version reads {FORMAT}")
     try:
@@ -157,7 +157,7 @@ def read_manifest_as(directory: Path, manifest_type: type[ManifestType]) -> Mani
 
 _NAMES: dict[type[BaseManifest], str] = {
     Manifest: "one of the runtime's models",
-    ModuleManifest: "a module of one's own",
+    ModuleManifest: "a custom module",
 }
 
 
@@ -172,7 +172,7 @@ def _validates_as(content: bytes, manifest_type: type[BaseManifest]) -> bool:
 def _foreign_version_error(directory: Path, reason: str) -> ForeignCheckpointError:
     return ForeignCheckpointError(
         f"{directory} was written by another version of Meshwright ({reason}): use that version's image, or move the "
-        "checkpoint away to go on from the one before it"
+        "checkpoint away to continue from the previous one"
     )
 
 
@@ -198,6 +198,6 @@ def check_file(path: Path, record: FileRecord) -> None:
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{path} is damaged: the file is missing") from None
     if actual[0] != record.size:
-        raise DamagedCheckpointError(f"{path} is damaged: it has {actual[0]} bytes where {record.size} were written")
+        raise DamagedCheckpointError(f"{path} is damaged: it has {actual[0]} bytes, expected {record.size}")
     if actual[1] != record.crc32:
-        raise DamagedCheckpointError(f"{path} is damaged: its checksum is not that of what was written")
+        raise DamagedCheckpointError(f"{path} is damaged: its checksum differs from the manifest")

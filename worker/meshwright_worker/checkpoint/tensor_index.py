@@ -39,7 +39,7 @@ def encode(metadata: Metadata, boxes: dict[MetadataIndex, StoredChunk]) -> bytes
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise ValueError(f"{name} is no tensor; checkpoints hold tensors alone")
+            raise ValueError(f"{name} is not a tensor: a checkpoint contains only tensors")
         chunks = []
         for chunk in entry.chunks:
             box = boxes[MetadataIndex(name, chunk.offsets)]

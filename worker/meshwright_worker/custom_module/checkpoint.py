@@ -40,12 +40,11 @@ def load(parallel_module: ParallelModule, mesh: Mesh, root: Path) -> int:
     unexpected = sorted(tensor_names(path) - tensors.keys())
     if unexpected:
         raise CheckpointMismatchError(
-            f"{path} is of another module: it has `{'`, `'.join(unexpected[:3])}`, which this one has not. Load "
-            "it with the "
-            "module that it was saved from, with the same parameters tied and frozen"
+            f"{path} belongs to another module: it has `{'`, `'.join(unexpected[:3])}`, which this module does not "
+            "have: load it with the module that it was saved from, with the same parameters tied and frozen"
         )
     load_tensors(tensors, path, mesh.checkpoint_group)
-    parallel_module.replicas.sync_parameters()
+    parallel_module.data_parallel.sync_parameters()
     parallel_module.optimizer.set_step_count(newest_manifest.state.step)
     return newest_manifest.state.step
 
@@ -54,6 +53,6 @@ def _tensors(parallel_module: ParallelModule) -> dict[str, torch.Tensor]:
     persistent_names = parallel_module.module.state_dict().keys()
     buffers = {name: buffer for name, buffer in parallel_module.module.named_buffers() if name in persistent_names}
     return {
-        **checkpoint_tensors(parallel_module.replicas.shards, parallel_module.optimizer, buffers),
+        **checkpoint_tensors(parallel_module.data_parallel.shards, parallel_module.optimizer, buffers),
         **model_tensors(parallel_module.frozen),
     }

@@ -53,10 +53,9 @@ def check_fsdp_units(module: nn.Module, parts: ResolvedPlan) -> None:
         other, other_unit = first.setdefault(id(parameter), (name, unit))
         if other_unit != unit:
             raise PlanError(
-                f"`blocks`: `{other}` and `{name}` are one parameter, but in {_describe_unit(other_unit)} and "
-                f"{_describe_unit(unit)}, of "
-                "which ZeRO stages 2 and 3 would make two: leave such blocks out of `blocks`, name one that has both "
-                "in it, or use ZeRO stage 0 or 1"
+                f"`blocks`: `{other}` and `{name}` are one parameter, in {_describe_unit(other_unit)} and in "
+                f"{_describe_unit(unit)}; ZeRO stages 2 and 3 would make it two: remove these blocks from `blocks`, "
+                "name one block that contains both, or use ZeRO stage 0 or 1"
             )
 
 
@@ -64,10 +63,10 @@ def check_shardable(name: str, parameter: nn.Parameter) -> None:
     """Raise `PlanError` for a parameter that cannot be sharded."""
     if not parameter.ndim or not parameter.shape[0]:
         raise PlanError(
-            f"`{name}` has the shape {list(parameter.shape)}, of which ZeRO has nothing to shard: give it one "
-            "dimension of at least one element"
+            f"`{name}` has the shape {list(parameter.shape)}, which ZeRO cannot shard: give it at least one "
+            "dimension, of at least one element"
         )
 
 
 def _describe_unit(unit: str) -> str:
-    return f"the block `{unit}`" if unit else "none of the blocks"
+    return f"the block `{unit}`" if unit else "no block"

@@ -49,7 +49,7 @@ class ParallelModule:
     """For every trained parameter, the part that this rank computes a gradient of."""
     frozen: list[ParameterShard]
     """The same for every other parameter."""
-    replicas: DataParallel
+    data_parallel: DataParallel
     optimizer: Optimizer
     zero_stage: int
     gathers_parameters: bool
@@ -87,15 +87,15 @@ def parallelize(
         _shard(name, p, whole.get(name), parts, mesh, gathers_parameters) for name, p in module.named_parameters()
     ]
     trained_shards = [one for one in shards if one.parameter.requires_grad]
-    replicas: DataParallel = NoReduction(trained_shards)
+    data_parallel: DataParallel = NoReduction(trained_shards)
     if has_replicas and zero_stage == 0:
         # The caller decides the number of micro-batches per step, so gradients are summed after the last one.
-        replicas = BucketedAllReduce(trained_shards, mesh, DataParallelSpec(), 1, overlap=False)
+        data_parallel = BucketedAllReduce(trained_shards, mesh, DataParallelSpec(), 1, overlap=False)
     elif has_replicas and zero_stage == 1:
-        replicas = ZeroShards(trained_shards, mesh, ParallelismSpec(zero_stage=1), 1, watch=False)
-    optimizer = _optimizer(replicas, spec, seed)
+        data_parallel = ZeroShards(trained_shards, mesh, ParallelismSpec(zero_stage=1), 1, watch=False)
+    optimizer = _optimizer(data_parallel, spec, seed)
     frozen = [one for one in shards if not one.parameter.requires_grad]
-    return ParallelModule(module, trained_shards, frozen, replicas, optimizer, zero_stage, gathers_parameters)
+    return ParallelModule(module, trained_shards, frozen, data_parallel, optimizer, zero_stage, gathers_parameters)
 
 
 def check_plan(module: nn.Module, plan: ParallelPlan, mesh: Mesh, zero_stage: int) -> ResolvedPlan:
@@ -108,13 +108,13 @@ def check_plan(module: nn.Module, plan: ParallelPlan, mesh: Mesh, zero_stage: in
     layout = mesh.layout
     if layout.pipeline > 1 or layout.context > 1 or layout.expert > 1:
         raise ValueError(
-            "a module of one's own is split over tensor and data dimensions alone: `pipeline`, `context` and `expert` "
-            f"are 1, not {layout.pipeline}, {layout.context} and {layout.expert}"
+            "a custom module is split over the tensor and data dimensions only: `pipeline`, `context` and `expert` "
+            f"must be 1, got {layout.pipeline}, {layout.context} and {layout.expert}"
         )
     if mesh.islands is not None:
-        raise ValueError("replicas of a module of one's own take every step together: leave out `training.outer`")
+        raise ValueError("`training.outer` is not supported with a custom module: leave it out")
     if zero_stage not in ZERO_STAGES:
-        raise ValueError(f"`zero_stage` is one of {', '.join(map(str, ZERO_STAGES))}, not {zero_stage}")
+        raise ValueError(f"`zero_stage` must be one of {', '.join(map(str, ZERO_STAGES))}, got {zero_stage}")
     _check_formats(module)
     _check_gradients(module)
     parts = resolve(module, plan)
@@ -135,24 +135,24 @@ def _check_formats(module: nn.Module) -> None:
     for name, parameter in trained.items():
         if parameter.dtype not in FORMATS:
             raise ValueError(
-                f"`{name}` is {parameter.dtype}: parameters that are trained are fp64, fp32 or bf16; use `.to()` of "
+                f"`{name}` is {parameter.dtype}: trained parameters must be fp64, fp32 or bf16: use `.to()` with "
                 "one of them, and autocast in `forward` to compute in another"
             )
         if parameter.dtype is not expected:
             raise ValueError(
-                f"`{first}` is {expected} and `{name}` is {parameter.dtype}: bring what is trained to one format by "
-                "`.to()`, and use autocast in `forward` to compute in another"
+                f"`{first}` is {expected} and `{name}` is {parameter.dtype}: convert trained parameters to one format "
+                "with `.to()`, and use autocast in `forward` to compute in another"
             )
 
 
 def _check_gradients(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if getattr(part, "sparse", False) is True:
-            raise ValueError(f"`{name}` has sparse gradients, which are not summed over ranks: leave out `sparse=True`")
+            raise ValueError(f"`{name}` has sparse gradients, which cannot be summed over ranks: remove `sparse=True`")
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(
-                f"`{name}` has a hook on its gradient, which the parts that ranks hold would not have: remove it, and "
+                f"`{name}` has a hook on its gradient, which the parts on the ranks would not have: remove it, and "
                 "change what `forward` computes instead"
             )
 
@@ -176,11 +176,11 @@ def _shard(
     return ParameterShard(name, parameter, local_part(parameter), whole, counted, partial, not gathers_parameters)
 
 
-def _optimizer(replicas: DataParallel, spec: OptimizerSpec, seed: int) -> Optimizer:
-    if replicas.shards[0].local.dtype is torch.bfloat16:
+def _optimizer(data_parallel: DataParallel, spec: OptimizerSpec, seed: int) -> Optimizer:
+    if data_parallel.shards[0].local.dtype is torch.bfloat16:
         # In bf16, updates of less than a 256th of a weight would be lost.
-        return BF16AdamW(replicas.shards, spec, seed)
-    return AdamW(replicas.shards, spec)
+        return BF16AdamW(data_parallel.shards, spec, seed)
+    return AdamW(data_parallel.shards, spec)
 
 
 def first_mismatch(tensors: Mapping[str, torch.Tensor], device: torch.device) -> str | None:

@@ -21,9 +21,11 @@ Part = TypeVar("Part", bound=nn.Module)
 
 
 class Role(Enum):
-    """What a rank of a tensor group has of a parameter and of its gradient; the value reads on from "the plan"."""
+    """What a rank of a tensor group has of a parameter and of its gradient. The value completes a sentence that begins
+    with "the plan".
+    """
 
-    WHOLE = "leaves whole"
+    WHOLE = "does not split"
     ROWS = "splits by rows"
     COLUMNS = "splits by columns"
     PARTIAL = "has summed from parts (`partial`, or the bias of a `row` layer)"
@@ -66,7 +68,9 @@ def resolve(module: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
     _check_split(modules, {"column": column, "row": row, "gathered": gathered, "vocabulary": vocabulary})
     for name, block in blocks.items():
         if type(block).forward is nn.Module.forward:
-            raise PlanError(f"`blocks`: `{name}` is a {type(block).__name__}, never called itself: name what it holds")
+            raise PlanError(
+                f"`blocks`: `{name}` is a {type(block).__name__}, which is never called itself: name the modules in it"
+            )
     by_rows, by_columns = {**column, **gathered, **vocabulary}, row
     roles = _roles(module, _partial(module, modules, plan.partial), by_rows, by_columns, region_index)
     _check_ties(module, roles)
@@ -109,7 +113,9 @@ class _RegionIndex:
                 if must_be_inside and region is None:
                     raise PlanError(f"`{field}`: `{name}` is in no region: name the sub-layer it is in under `regions`")
                 if region is not None and not must_be_inside:
-                    raise PlanError(f"`{field}`: `{name}` is in the region `{region}`: only what is in none can be it")
+                    raise PlanError(
+                        f"`{field}`: `{name}` is in the region `{region}`: name only modules outside of regions"
+                    )
 
 
 def _match_modules(
@@ -167,11 +173,11 @@ def _check_split(modules: Mapping[str, nn.Module], entries: Mapping[str, Mapping
         for name, part in matched.items():
             other = field_of.setdefault(id(part), field)
             if other != field:
-                raise PlanError(f"`{name}` is named by `{other}` and by `{field}`: it can be split one way alone")
+                raise PlanError(f"`{name}` is named by `{other}` and by `{field}`: it can be split in only one way")
             if type(part).forward is not kind.forward or "forward" in vars(part) or "weight" not in part._parameters:
                 raise PlanError(
-                    f"`{field}`: `{name}` is a {type(part).__name__} that computes in a way of its own, which a split "
-                    f"{kind.__name__} would not: use a plain {kind.__name__}, or leave it whole"
+                    f"`{field}`: `{name}` is a {type(part).__name__} whose own computation a split "
+                    f"{kind.__name__} would not do: use a plain {kind.__name__}, or do not split it"
                 )
             _check_parent(modules, name, field)
             if isinstance(part, nn.Embedding):
@@ -191,7 +197,9 @@ def _check_parent(modules: Mapping[str, nn.Module], name: str, field: str) -> No
 def _check_table(name: str, table: nn.Embedding) -> None:
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(table, option):
-            raise PlanError(f"`vocabulary`: `{name}` has `{option}`, which a split table has not: leave it whole")
+            raise PlanError(
+                f"`vocabulary`: `{name}` has `{option}`, which a split table does not support: do not split it"
+            )
 
 
 def _partial(module: nn.Module, modules: Mapping[str, nn.Module], patterns: tuple[str, ...]) -> set[str]:
@@ -221,14 +229,18 @@ def _roles(
         owner, region = id(module.get_submodule(path)), region_index.region_of(name)
         if owner in rows or owner in columns:
             if name in partial:
-                raise PlanError(f"`partial`: `{name}` is split by another entry: name what is beside it alone")
+                raise PlanError(
+                    f"`partial`: `{name}` is split by another entry: name only parameters that no entry splits"
+                )
             if owner in rows:
                 roles[name] = Role.ROWS
             else:
                 roles[name] = Role.COLUMNS if leaf == "weight" else Role.PARTIAL
         elif name in partial:
             if region is None:
-                raise PlanError(f"`partial`: `{name}` is in no region, where gradients are whole already: leave it out")
+                raise PlanError(
+                    f"`partial`: `{name}` is outside of regions, where gradients are already complete: leave it out"
+                )
             roles[name] = Role.PARTIAL
         elif region is not None and parameter.requires_grad:
             raise PlanError(
@@ -247,6 +259,6 @@ def _check_ties(module: nn.Module, roles: Mapping[str, Role]) -> None:
         if roles[name] is not roles[other]:
             raise PlanError(
                 f"`{other}` and `{name}` are one parameter, which the plan {roles[other].value} in the first place and "
-                f"{roles[name].value} in the second: name both modules by entries that split alike (`vocabulary`, "
-                "`gathered` and `column` split by rows), or make them two parameters"
+                f"{roles[name].value} in the second: name both modules in entries that split in the same way "
+                "(`vocabulary`, `gathered` and `column` split by rows), or make them two parameters"
             )

@@ -77,7 +77,7 @@ class CustomModuleTrainer:
     @property
     def shards(self) -> Sequence[ParameterShard]:
         """What this rank updates."""
-        return self._parallel_module.replicas.shards
+        return self._parallel_module.data_parallel.shards
 
     def step(self, number: int, batches: Sequence[Any]) -> float:
         """Train on this replica's micro-batches of step `number` (from 1); return the mean loss, the same on every
@@ -103,11 +103,11 @@ class CustomModuleTrainer:
         self._check_used(users)
         mean, norm = loss_sum / max(1.0, targets), math.sqrt(squares) / max(1.0, targets)
         if not math.isfinite(mean + norm):
-            self._parallel_module.optimizer.forget()
+            self._parallel_module.optimizer.clear_gradients()
             raise DivergedError(f"step {number}: loss {mean}, gradient norm {norm}")
         scale_and_clip(gradients, 1.0 / max(1.0, targets), norm, self._spec.gradient_clip)
         self._parallel_module.optimizer.step(gradients, learning_rate(number, self._steps, self._spec))
-        self._parallel_module.replicas.sync_parameters()
+        self._parallel_module.data_parallel.sync_parameters()
         return mean
 
     def evaluate(self, batches: Sequence[Any]) -> float:
@@ -131,7 +131,7 @@ class CustomModuleTrainer:
         reshard(self.module)
         loss_sum, _, targets = self._sum(total, predicted, torch.zeros_like(total), [])
         if not targets:
-            raise ValueError("nothing was predicted in the batches of `evaluate`")
+            raise ValueError("the batches of `evaluate` have no targets")
         return loss_sum / targets
 
     def save(self, root: str | Path, step: int, *, keep: int = 2) -> Path:
@@ -160,13 +160,15 @@ class CustomModuleTrainer:
         """Return the complete gradients of `shards`, and for which parameters this rank has computed one."""
         unfrozen = [shard.name for shard in self._parallel_module.frozen if shard.parameter.requires_grad]
         if unfrozen:
-            raise ValueError(f"{', '.join(unfrozen)} was frozen when the trainer was made: make a new one to train it")
+            raise ValueError(
+                f"{', '.join(unfrozen)} was frozen when the trainer was created: create a new trainer to train it"
+            )
         used = [float(shard.parameter.grad is not None) for shard in self._parallel_module.trained_shards]
         for shard in self._parallel_module.trained_shards:
             # This replica's batches do not use that part of the module; other replicas' batches may.
             if shard.parameter.grad is None:
                 shard.parameter.grad = torch.zeros_like(shard.parameter)
-        gradients = self._parallel_module.replicas.reduce()
+        gradients = self._parallel_module.data_parallel.reduce()
         if self._mesh.layout.tensor > 1:
             all_reduce_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)
         return gradients, used
@@ -190,9 +192,9 @@ class CustomModuleTrainer:
         # Not bitwise: on GPUs some sums have no fixed order.
         if abs(loss_over_ranks - ranks * loss) > _SAME * scale:
             raise ValueError(
-                "the ranks of a tensor group computed different losses of one batch: give them the same batch, draw "
-                "random numbers with torch alone, and use the weights of layers that the plan splits nowhere but in "
-                "the layers themselves"
+                "the ranks of a tensor group computed different losses of one batch: give them the same batch, "
+                "draw random numbers only with torch, and use the weights of layers that the plan splits only in these "
+                "layers"
             )
         return [loss, *others]
 
@@ -201,18 +203,20 @@ class CustomModuleTrainer:
             shard.name for shard, ranks in zip(self._parallel_module.trained_shards, users, strict=True) if not ranks
         ]
         if unused:
-            self._parallel_module.optimizer.forget()
+            self._parallel_module.optimizer.clear_gradients()
             raise ValueError(
-                f"no gradient was computed for {', '.join(unused)}: freeze what the loss does not use by "
-                "`requires_grad_(False)` before the trainer is made"
+                f"no gradient was computed for {', '.join(unused)}: freeze parameters that the loss does not use "
+                "with `requires_grad_(False)` before you create the trainer"
             )
 
     def _check_count(self, batches: Sequence[Any]) -> None:
-        alike = self._mesh.layout.tensor > 1 or self._parallel_module.gathers_parameters
-        if alike and not is_same_on_all_ranks(str(len(batches)), self._mesh):
-            raise ValueError("every rank must have as many micro-batches: they compute each of them together")
+        runs_together = self._mesh.layout.tensor > 1 or self._parallel_module.gathers_parameters
+        if runs_together and not is_same_on_all_ranks(str(len(batches)), self._mesh):
+            raise ValueError(
+                "every rank must have the same number of micro-batches: the ranks compute each of them together"
+            )
         if not batches:
-            raise ValueError("a step or an evaluation has at least one micro-batch on every rank")
+            raise ValueError("a step or an evaluation must have at least one micro-batch on every rank")
 
     def _check_buffers(self) -> None:
         if self._checked:
@@ -221,6 +225,6 @@ class CustomModuleTrainer:
         name = first_mismatch(dict(self.module.named_buffers()), self._mesh.device)
         if name is not None:
             raise ValueError(
-                f"the buffer `{name}` is no longer the same on every rank after a forward pass: let it depend on "
-                "nothing that ranks have different, such as their batches"
+                f"the buffer `{name}` is no longer the same on every rank after a forward pass: it must not "
+                "depend on values that differ between ranks, such as their batches"
             )

@@ -121,8 +121,8 @@ class TextCorpus:
             raw = file.read(length)
         if len(raw) != length:
             raise CorpusError(
-                f"{join_uri(self._folder.where, document.name)} became shorter while it is trained on; `data` must not "
-                "change during a run"
+                f"{join_uri(self._folder.where, document.name)} became shorter during the run: the files of `data` "
+                "must not change while a job runs"
             )
         return np.frombuffer(raw, dtype=np.uint8)
 
@@ -184,8 +184,8 @@ def split_held_out(corpus: Corpus, share: float) -> tuple[CorpusSlice, CorpusSli
     begin = _next_document(corpus, cut)
     if not 0 < begin < len(corpus):
         raise CorpusError(
-            f"`data.heldOut: {share}` holds out nothing: no document begins in the last {len(corpus) - cut} tokens; "
-            "a larger share, or more and shorter documents, would"
+            f"`data.heldOut: {share}` holds out no document, because none begins in the last {len(corpus) - cut} "
+            "tokens: use a larger share, or more and shorter documents"
         )
     return CorpusSlice(corpus, 0, begin), CorpusSlice(corpus, begin, len(corpus))
 

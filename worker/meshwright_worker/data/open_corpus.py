@@ -37,8 +37,8 @@ def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -
         expected = open_data_tokenizer(data, root).identity
         if shards.manifest.tokenizer != expected:
             raise CorpusError(
-                f"{path or root} holds tokens of `{shards.manifest.tokenizer}`, not of `{expected}`: `data.tokenizer` "
-                "and `data.tokenizerFile` must be what wrote them"
+                f"{path or root} contains tokens of `{shards.manifest.tokenizer}`, not of `{expected}`: set "
+                "`data.tokenizer` and `data.tokenizerFile` to the tokenizer that wrote them"
             )
         return shards
     source = data_source(data, folder, path)
@@ -58,11 +58,11 @@ def matching_files(source: TextSource) -> list[FileEntry]:
     if any(entry.size for entry in entries):
         return entries
     existing = [entry.name for entry in source.folder.files() if entry.size and entry.name != source.without]
-    problem = f"`data.pattern: {source.pattern}` matches {'empty files alone' if entries else 'no file'}"
+    problem = f"`data.pattern: {source.pattern}` matches {'only empty files' if entries else 'no file'}"
     if not existing:
-        raise CorpusError(f"{problem}: there is none with any content")
+        raise CorpusError(f"{problem}: the directory has no file with content")
     more = f" and {len(existing) - _MAX_NAMED} more" if len(existing) > _MAX_NAMED else ""
-    raise CorpusError(f"{problem}; there are {', '.join(existing[:_MAX_NAMED])}{more}")
+    raise CorpusError(f"{problem}; files there: {', '.join(existing[:_MAX_NAMED])}{more}")
 
 
 def read_tokens_manifest(folder: Folder) -> TokensManifest:
@@ -99,7 +99,9 @@ def open_data_folder(data: DataSpec, data_dir: str | None, path: str | None = No
         parent = Path(root) if path else Path(root).parent
         existing = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
         field = f"`data.mixture` with `path: {path}`" if path else "`data.claimName`"
-        raise CorpusError(f"{field}: {error}; folders there: {', '.join(existing[:_MAX_NAMED]) or 'none'}") from error
+        raise CorpusError(
+            f"{field}: {error}; directories there: {', '.join(existing[:_MAX_NAMED]) or 'none'}"
+        ) from error
 
 
 def data_root(data: DataSpec, data_dir: str | None) -> str:

@@ -107,11 +107,11 @@ def read_pairs(source: TextSource, tokenizer: Tokenizer, length: int) -> list[Pa
                 else:
                     skipped.add(str(found))
     for example in skipped.examples:
-        log.warning("left out: %s", example)
+        log.warning("skipped: %s", example)
     if skipped.count:
-        log.warning("%d records were left out (`data.onCorruptRecord: Skip`)", skipped.count)
+        log.warning("skipped %d records (`data.onCorruptRecord: Skip`)", skipped.count)
     if not pairs:
-        raise CorpusError(f"no record can be used of what `data.pattern: {source.pattern}` matches")
+        raise CorpusError(f"the files that `data.pattern: {source.pattern}` matches have no usable record")
     return pairs
 
 

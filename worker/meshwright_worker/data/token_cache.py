@@ -77,7 +77,7 @@ def tokenized_shards(source: TextSource, tokenizer: Tokenizer) -> Folder:
     base = Path(os.environ.get(ENV_CACHE_DIR) or tempfile.gettempdir()) / f"meshwright-tokens-{os.getuid()}"
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     if base.stat().st_uid != os.getuid():
-        raise DataError(f"{base} belongs to somebody else: set {ENV_CACHE_DIR} to a folder of this user")
+        raise DataError(f"{base} belongs to another user: set {ENV_CACHE_DIR} to a directory of this user")
     target = base / _key(source, tokenizer)
     with (base / f"{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -100,9 +100,9 @@ def _tokenize(source: TextSource, tokenizer: Tokenizer, target: Path) -> None:
     started = time.monotonic()
     manifest, skipped = tokenize(source, tokenizer, target)
     for example in skipped.examples:
-        log.warning("left out: %s", example)
+        log.warning("skipped: %s", example)
     if skipped.count:
-        log.warning("%d records were left out (`data.onCorruptRecord: Skip`)", skipped.count)
+        log.warning("skipped %d records (`data.onCorruptRecord: Skip`)", skipped.count)
     seconds = time.monotonic() - started
     log.info("tokenized %d documents, %d tokens, in %.1f s", manifest.documents, manifest.tokens, seconds)
 

@@ -220,7 +220,7 @@ def _pin_interface(address: str) -> None:
     """Make collectives use the interface that has the pod's address, unless the environment already names one."""
     interface = find_interface(address)
     if interface is None:
-        log.debug("no interface holds %s; the collective libraries choose one", address)
+        log.debug("no interface has the address %s; the collective libraries choose one", address)
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)

@@ -29,14 +29,14 @@ def tokenizer_for(manifest: Manifest, option: str | None) -> Tokenizer:
     tokenizer = _recorded_tokenizer(record) if option is None else _tokenizer_from_option(option, record)
     if record is not None and tokenizer.identity != record.identity:
         raise DataError(
-            f"{option or record.file} is `{tokenizer.identity}`, but the checkpoint was trained on "
-            f"`{record.identity}`: its ids mean other text; name the run's own file with `--tokenizer FILE`"
+            f"{option or record.file} is `{tokenizer.identity}`, but the checkpoint was trained with "
+            f"`{record.identity}`: pass that tokenizer's file with `--tokenizer FILE`"
         )
     rows = manifest.architecture.vocab_size
     if tokenizer.vocabulary > rows:
         raise DataError(
             f"`--tokenizer {option}` has ids up to {tokenizer.vocabulary - 1}, but the model has rows up to {rows - 1}"
-            ": it is not what the checkpoint was trained on"
+            ": the checkpoint was trained with another tokenizer"
         )
     return tokenizer
 
@@ -44,8 +44,8 @@ def tokenizer_for(manifest: Manifest, option: str | None) -> Tokenizer:
 def _recorded_tokenizer(record: TokenizerRecord | None) -> Tokenizer:
     if record is None:
         raise DataError(
-            "the checkpoint does not say what its text is written in: name the file with `--tokenizer FILE`, or bytes "
-            f"with `--tokenizer {BYTES}`"
+            "the checkpoint does not record its tokenizer: pass its file with `--tokenizer FILE`, or "
+            f"`--tokenizer {BYTES}`"
         )
     if record.file is None:
         return open_tokenizer(record.kind, None)
@@ -54,7 +54,7 @@ def _recorded_tokenizer(record: TokenizerRecord | None) -> Tokenizer:
         return open_tokenizer_at(record.kind, folder, name)
     except (DataError, OSError) as error:
         raise DataError(
-            f"the run's tokenizer cannot be opened where the run had it ({error}): name it with `--tokenizer FILE`"
+            f"the run's tokenizer file cannot be opened at its recorded path ({error}): pass it with `--tokenizer FILE`"
         ) from error
 
 

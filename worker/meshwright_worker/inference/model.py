@@ -160,7 +160,7 @@ class CachedModel:
         mesh = self._mesh
         if mesh is None:
             if logits is None:
-                raise RuntimeError("a whole model returned no logits")
+                raise RuntimeError("a model of one stage returned no logits")
             return logits.float()
         ranks, vocabulary = mesh.layout.tensor, self._model.vocab_size
         whole = torch.empty(batch, length, vocabulary, device=self._device)

@@ -13,24 +13,26 @@ from meshwright_worker.parallel.data.data_parallel import DataParallel
 
 
 def build_outer_optimizer(
-    spec: OuterSpec, training: TrainingSpec, replicas: DataParallel, optimizer: Optimizer, mesh: Mesh, samples: int
+    spec: OuterSpec, training: TrainingSpec, data_parallel: DataParallel, optimizer: Optimizer, mesh: Mesh, samples: int
 ) -> OuterOptimizer:
     """Build the method that synchronizes the islands of `mesh`. Collective.
 
     Args:
         spec: the method.
         training: settings of an asynchronous server's optimizer.
-        replicas: this rank's shards.
+        data_parallel: has this rank's shards.
         optimizer: of this island.
         mesh: with islands.
         samples: number of samples in this island's corpus, for `FedAvg`.
     """
     match spec.method:
         case OuterMethod.LOCAL_SGD:
-            return ParameterAveraging(replicas.shards, optimizer, mesh)
+            return ParameterAveraging(data_parallel.shards, optimizer, mesh)
         case OuterMethod.FED_AVG:
-            return ParameterAveraging(replicas.shards, optimizer, mesh, samples)
+            return ParameterAveraging(data_parallel.shards, optimizer, mesh, samples)
         case OuterMethod.DILOCO:
-            return DiLoCo(replicas.shards, optimizer, mesh, spec)
+            return DiLoCo(data_parallel.shards, optimizer, mesh, spec)
         case OuterMethod.ASYNC_SGD:
-            return AsynchronousSGD(replicas.shards, training.optimizer, mesh, spec.staleness, replicas.sync_parameters)
+            return AsynchronousSGD(
+                data_parallel.shards, training.optimizer, mesh, spec.staleness, data_parallel.sync_parameters
+            )

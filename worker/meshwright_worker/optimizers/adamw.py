@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.api.training import OptimizerSpec
-from meshwright_worker.optimizers.optimizer import EPSILON, MOMENTS, applies_weight_decay, forget
+from meshwright_worker.optimizers.optimizer import EPSILON, MOMENTS, applies_weight_decay, clear_gradients
 from meshwright_worker.parallel.shards import ParameterShard
 
 
@@ -39,11 +39,11 @@ class AdamW:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
-        self.forget()
+        self.clear_gradients()
 
-    def forget(self) -> None:
-        """See `Optimizer.forget`."""
-        forget(self._shards)
+    def clear_gradients(self) -> None:
+        """See `Optimizer.clear_gradients`."""
+        clear_gradients(self._shards)
 
     def moments(self, shard: ParameterShard) -> dict[str, torch.Tensor]:
         """See `Optimizer.moments`."""

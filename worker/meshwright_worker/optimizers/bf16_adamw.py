@@ -21,7 +21,7 @@ import torch
 
 from meshwright.api.training import OptimizerSpec
 from meshwright_worker.counter_rng import random_bits, stream_key
-from meshwright_worker.optimizers.optimizer import EPSILON, MOMENTS, applies_weight_decay, forget
+from meshwright_worker.optimizers.optimizer import EPSILON, MOMENTS, applies_weight_decay, clear_gradients
 from meshwright_worker.parallel.shards import ParameterShard
 
 _LOW_HALF = 0xFFFF
@@ -114,11 +114,11 @@ class BF16AdamW:
         self._steps += 1
         for shard, gradient in zip(self._shards, gradients, strict=True):
             self._update(shard, gradient, rate)
-        self.forget()
+        self.clear_gradients()
 
-    def forget(self) -> None:
-        """See `Optimizer.forget`."""
-        forget(self._shards)
+    def clear_gradients(self) -> None:
+        """See `Optimizer.clear_gradients`."""
+        clear_gradients(self._shards)
 
     def moments(self, shard: ParameterShard) -> dict[str, torch.Tensor]:
         """See `Optimizer.moments`."""

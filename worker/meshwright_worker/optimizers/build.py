@@ -17,14 +17,14 @@ from meshwright_worker.optimizers.offloaded_state import FileMomentState, HostMo
 from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.shards import ParameterShard
 
-_ORTHOGONALISES_IN = {Precision.FP64: torch.float64, Precision.FP32: torch.float32}
+_ORTHOGONALIZES_IN = {Precision.FP64: torch.float64, Precision.FP32: torch.float32}
 
 
 def build_optimizer(shards: Sequence[ParameterShard], training: TrainingSpec, mesh: Mesh) -> Optimizer:
     """Build the optimizer of this rank's shards. Validation has already rejected unsupported combinations."""
     spec = training.optimizer
     if spec.name is OptimizerName.MUON:
-        return Muon(shards, spec, _ORTHOGONALISES_IN.get(training.precision, torch.bfloat16), mesh.device)
+        return Muon(shards, spec, _ORTHOGONALIZES_IN.get(training.precision, torch.bfloat16), mesh.device)
     if not training.master_weights:
         return BF16AdamW(shards, spec, training.seed, compiled=training.compile)
     if spec.offload is OptimizerOffload.NONE:

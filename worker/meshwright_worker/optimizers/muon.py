@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from meshwright.api.training import OptimizerSpec
 from meshwright_worker.optimizers.adamw import AdamW
-from meshwright_worker.optimizers.optimizer import forget
+from meshwright_worker.optimizers.optimizer import clear_gradients
 from meshwright_worker.parallel.shards import ParameterShard
 
 MOMENTUM = "momentum"
@@ -60,11 +60,11 @@ class Muon:
                 rest.append(gradient)
         if self._adamw is not None:
             self._adamw.step(rest, rate)
-        self.forget()
+        self.clear_gradients()
 
-    def forget(self) -> None:
-        """See `Optimizer.forget`."""
-        forget(self._shards)
+    def clear_gradients(self) -> None:
+        """See `Optimizer.clear_gradients`."""
+        clear_gradients(self._shards)
 
     def moments(self, shard: ParameterShard) -> dict[str, torch.Tensor]:
         """See `Optimizer.moments`."""

@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 from meshwright.api.training import OptimizerSpec
 from meshwright_worker.memory.host_memory import CopyStreams
 from meshwright_worker.optimizers.offloaded_state import MomentState
-from meshwright_worker.optimizers.optimizer import EPSILON, applies_weight_decay, forget
+from meshwright_worker.optimizers.optimizer import EPSILON, applies_weight_decay, clear_gradients
 from meshwright_worker.parallel.shards import ParameterShard
 
 
@@ -45,11 +45,11 @@ class OffloadAdamW:
             self._state.write_back(number)
         self._transfer.finish()
         self._steps += 1
-        self.forget()
+        self.clear_gradients()
 
-    def forget(self) -> None:
-        """See `Optimizer.forget`."""
-        forget(self._shards)
+    def clear_gradients(self) -> None:
+        """See `Optimizer.clear_gradients`."""
+        clear_gradients(self._shards)
 
     def moments(self, shard: ParameterShard) -> dict[str, torch.Tensor]:
         """See `Optimizer.moments`."""

@@ -21,7 +21,7 @@ class Optimizer(Protocol):
     def step(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
         """Update every shard with its gradient, and drop the gradients."""
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         """Drop the gradients of a step."""
 
     def moments(self, shard: ParameterShard) -> dict[str, torch.Tensor]:
@@ -36,7 +36,7 @@ def applies_weight_decay(shard: ParameterShard) -> bool:
     return shard.parameter.ndim > 1
 
 
-def forget(shards: Sequence[ParameterShard]) -> None:
+def clear_gradients(shards: Sequence[ParameterShard]) -> None:
     """Drop the shards' gradients."""
     for shard in shards:
         shard.local.grad = None

@@ -66,18 +66,18 @@ class LocalStage:
 
 def build_stages(run: ModelRun, mesh: Mesh) -> list[LocalStage]:
     """Build this rank's shards of its stages, with initial weights."""
-    division = pipeline_division(run)
-    stages = len(division.layers)
+    pipeline = pipeline_layout_of(run)
+    stages = len(pipeline.layers)
     # Once for all stages: creating groups is collective, and ranks may have different numbers of stages.
     context_groups = build_context_groups(SequenceSharding.of(run), mesh)
     return [
-        _build_stage(run, mesh, context_groups, index, stages, division.layers[index])
-        for index in division.stages(mesh.coordinates.pipeline)
+        _build_stage(run, mesh, context_groups, index, stages, pipeline.layers[index])
+        for index in pipeline.stages(mesh.coordinates.pipeline)
     ]
 
 
-def pipeline_division(run: ModelRun) -> PipelineLayout:
-    """Return the run's pipeline division: its schedule, and the stages and layers of each rank."""
+def pipeline_layout_of(run: ModelRun) -> PipelineLayout:
+    """Return the run's pipeline layout: its schedule, and the stages and layers of each rank."""
     length = run.training.sequence_length
     return pipeline_layout(run.parallelism, run.pipeline, run.micro_batches, run.architecture, length)
 

@@ -57,7 +57,7 @@ def export(
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     if output.exists() and any(output.iterdir()):
-        raise FileExistsError(f"`--output {output}` is not empty: name a new directory")
+        raise FileExistsError(f"`--output {output}` is not empty: choose a new directory")
     output.mkdir(parents=True, exist_ok=True)
     shapes = _shapes(model)
     groups = _groups(model)

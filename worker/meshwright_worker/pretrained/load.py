@@ -49,7 +49,7 @@ def load_pretrained(
     sources_by_name = parameter_sources(model)
     for shard in shards:
         if shard.name not in sources_by_name:
-            raise PretrainedError(f"published weights have nothing for the parameter `{shard.name}`")
+            raise PretrainedError(f"the published weights have no tensor for the parameter `{shard.name}`")
         whole = shard.local if shard.whole is None else shard.whole
         _, box = local_shard(whole)
         load_part(shard.local, sources_by_name[shard.name], files, tuple(whole.shape), box)
@@ -103,7 +103,7 @@ def check_architecture(model: Architecture, directory: Path) -> Architecture:
     differing = [f"`{n}` {there[n]} there, {here[n]} in `model`" for n in there if _differ(there, here, n)]
     if differing:
         raise PretrainedError(
-            f"`training.initialWeights: {directory}` holds another model: {'; '.join(differing)}; say so in `model`"
+            f"`training.initialWeights: {directory}` contains another model: {'; '.join(differing)}: change `model`"
         )
     return found
 
@@ -155,7 +155,7 @@ def check_pretrained(model: Architecture, directory: Path) -> None:
     for name, tensor in tensors.items():
         source = sources_by_name.get(name)
         if source is None:
-            raise PretrainedError(f"published weights have nothing for the parameter `{name}`")
+            raise PretrainedError(f"the published weights have no tensor for the parameter `{name}`")
         if isinstance(source, TensorSource):
             check_shape(source, files.find(source.tensor).shape, tuple(tensor.shape))
             continue

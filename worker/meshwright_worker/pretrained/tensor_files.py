@@ -70,21 +70,21 @@ class TensorFiles:
             found = self._tensors.get(prefix + name)
             if found is not None:
                 return found
-        raise PretrainedError(f"{self._directory} has no tensor `{name}`: its `config.json` says that there is one")
+        raise PretrainedError(f"{self._directory} has no tensor `{name}`, which its `config.json` requires")
 
     def _files(self) -> list[str]:
         index = self._directory / INDEX
         if not index.is_file():
             if not (self._directory / SINGLE).is_file():
-                raise PretrainedError(f"{self._directory} holds neither `{INDEX}` nor `{SINGLE}`")
+                raise PretrainedError(f"{self._directory} contains neither `{INDEX}` nor `{SINGLE}`")
             return [SINGLE]
         try:
             files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PretrainedError(f"{index} is no index of safetensors files: {error!r}") from None
+            raise PretrainedError(f"{index} is not an index of safetensors files: {error!r}") from None
         foreign = [file for file in files if not isinstance(file, str) or Path(file).name != file]
         if foreign:
-            raise PretrainedError(f"{index} names {foreign[0]!r}, which is no file of its own directory")
+            raise PretrainedError(f"{index} names {foreign[0]!r}, which is not a file in its directory")
         return files
 
 
@@ -93,7 +93,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > _LARGEST_HEADER:
-                raise PretrainedError(f"{path} is no safetensors file: its header would be {length} bytes long")
+                raise PretrainedError(f"{path} is not a safetensors file: its header would have {length} bytes")
             header: dict[str, Any] = json.loads(file.read(length))
         size = path.stat().st_size
         found = {}
@@ -103,12 +103,12 @@ def _header(path: Path) -> dict[str, StoredTensor]:
             begin, end = entry["data_offsets"]
             dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
             if not 0 <= begin <= end <= size - 8 - length or end - begin != shape.numel() * dtype.itemsize:
-                raise PretrainedError(f"{path} is shorter than its header says, at `{name}`: fetch it again")
+                raise PretrainedError(f"{path} is shorter than its header says, at `{name}`: download it again")
             found[name] = StoredTensor(path, 8 + length + begin, dtype, shape)
     except OSError as error:
         raise PretrainedError(f"{path} cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, PretrainedError):
             raise
-        raise PretrainedError(f"{path} is no safetensors file of known formats: {error!r}") from None
+        raise PretrainedError(f"{path} is not a safetensors file with supported formats: {error!r}") from None
     return found

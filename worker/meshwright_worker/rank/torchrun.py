@@ -44,7 +44,7 @@ def task_from_environment(run: RunT) -> RankTask[RunT]:
 
 
 def _own_address(master: str) -> str:
-    """Return the address of this machine's interface towards the master. Sends no packet."""
+    """Return the address of this machine's interface toward the master. Sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master, 9))
         return str(probe.getsockname()[0])

@@ -45,10 +45,12 @@ class AsyncPipelineTrainer:
         (stage,) = self.stages
         self._micro_batches = MicroBatches(run, mesh)
         shards = parameter_shards(stage.module, stage.distributed, run, mesh)
-        self._replicas = build_data_parallel(run, [shard for shard in shards if shard.parameter.requires_grad], mesh)
-        self.shards: Sequence[ParameterShard] = self._replicas.shards
+        self._data_parallel = build_data_parallel(
+            run, [shard for shard in shards if shard.parameter.requires_grad], mesh
+        )
+        self.shards: Sequence[ParameterShard] = self._data_parallel.shards
         self.outer: OuterOptimizer | None = None
-        self.compression_state = self._replicas.compression_state
+        self.compression_state = self._data_parallel.compression_state
         self.frozen: list[ParameterShard] = [shard for shard in shards if not shard.parameter.requires_grad]
         self.buffers: dict[str, torch.Tensor] = {}
         self.optimizer = build_optimizer(self.shards, training, mesh)
@@ -139,7 +141,7 @@ class AsyncPipelineTrainer:
 
     def _update(self, number: int, loss: torch.Tensor) -> None:
         """Update this stage's weights, once its gradients of a step are complete."""
-        gradients = self._replicas.reduce()
+        gradients = self._data_parallel.reduce()
         if self._mesh.layout.tensor > 1:
             all_reduce_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)
         correction = self._corrections.pop(number)
@@ -182,7 +184,7 @@ class AsyncPipelineTrainer:
         if not math.isfinite(loss + norm):
             raise DivergedError(
                 f"step {number}: loss {loss}, gradient norm {norm}; a lower `training.optimizer.learningRate` or "
-                "longer `warmupSteps` may help: stale weights bear less than fresh ones"
+                "longer `warmupSteps` may help: stale weights need smaller steps"
             )
         rate = learning_rate(number, self._training.steps, self._training.optimizer)
         token_counts = TokenCounts(*(int(one) for one in token_numbers)) if self._micro_batches.padded else None

@@ -75,9 +75,9 @@ class Trainer:
         shards = [
             (s.index, shard) for s in self.stages for shard in parameter_shards(s.module, s.distributed, run, mesh)
         ]
-        held = self._shared_weights.deduplicate([s for s in shards if s[1].parameter.requires_grad])
-        self.replicas = build_data_parallel(run, held, mesh)
-        self.shards, self.compression_state = self.replicas.shards, self.replicas.compression_state
+        trained = self._shared_weights.deduplicate([s for s in shards if s[1].parameter.requires_grad])
+        self.data_parallel = build_data_parallel(run, trained, mesh)
+        self.shards, self.compression_state = self.data_parallel.shards, self.data_parallel.compression_state
         self.frozen: list[ParameterShard] = [shard for _, shard in shards if not shard.parameter.requires_grad]
         self.buffers = {name: buffer for stage in self.stages for name, buffer in stage_buffers(stage.module).items()}
         self._loads = ExpertLoads(
@@ -92,11 +92,13 @@ class Trainer:
         self._rounds = RoundSchedule(training.outer.every_steps if training.outer else 1, training.steps)
         self.outer: OuterOptimizer | None = None
         if training.outer is not None:
-            self.outer = build_outer_optimizer(training.outer, training, self.replicas, self.optimizer, mesh, samples)
+            self.outer = build_outer_optimizer(
+                training.outer, training, self.data_parallel, self.optimizer, mesh, samples
+            )
 
     def on_parameters_loaded(self, step: int) -> None:
         """Synchronize after loading the checkpoint of `step`, or after initializing parameters. Collective."""
-        self.replicas.sync_parameters()
+        self.data_parallel.sync_parameters()
         if self.outer is not None:
             self.outer.on_parameters_loaded(step)
 
@@ -136,37 +138,56 @@ class Trainer:
         loss, correction = loss * correction, correction / self.loss_scale.value
         norm *= correction
         rate = learning_rate(number, self._training.steps, self._training.optimizer)
-        scale = self.loss_scale.value
         if not math.isfinite(loss + norm):
-            if self.loss_scale.record_overflow():
-                self.optimizer.forget()
-                self._rescale(residuals, scale)
-                return StepResult(number, loss, norm, rate, stopping, loads, skipped=True, token_counts=token_counts)
+            self._skip_update(number, loss, norm, residuals)
+            return StepResult(number, loss, norm, rate, stopping, loads, skipped=True, token_counts=token_counts)
+        scale_and_clip(gradients, correction, norm, self._training.optimizer.gradient_clip)
+        stopping = self._update(number, gradients, rate, expert_counts, stop=stopping)
+        return StepResult(
+            number, loss, norm, rate, stopping, loads, bubble=self._executor.bubble, token_counts=token_counts
+        )
+
+    def _skip_update(self, number: int, loss: float, norm: float, residuals: Mapping[str, torch.Tensor] | None) -> None:
+        """Drop gradients that overflowed fp16, and restore the compression residuals from before the step.
+
+        Raises:
+            DivergedError: the loss scale does not explain it, or is as low as it may be.
+        """
+        scale = self.loss_scale.value
+        if not self.loss_scale.record_overflow():
             raise DivergedError(
                 f"step {number}: loss {loss}, gradient norm {norm}; a lower `training.optimizer.learningRate`, longer "
                 "`warmupSteps` or a smaller `gradientClip` may help"
             )
-        optimizer = self._training.optimizer
-        scale_and_clip(gradients, correction, norm, optimizer.gradient_clip)
+        self.optimizer.clear_gradients()
+        self._rescale(residuals, scale)
+
+    def _update(
+        self, number: int, gradients: list[torch.Tensor], rate: float, expert_counts: torch.Tensor, *, stop: bool
+    ) -> bool:
+        """Update parameters, loss scale and router biases; at the end of a round, synchronize the islands.
+
+        Returns:
+            Whether to stop after this step.
+        """
         if self.outer is None:
             self.optimizer.step(gradients, rate)
         else:
             self.outer.update(gradients, rate)
             # Only this island knows of the stop request until the round ends, so stop there.
-            stopping = self._rounds.ends_round(number) and self.outer.synchronize(stop=stopping)
+            stop = self._rounds.ends_round(number) and self.outer.synchronize(stop=stop)
+        scale = self.loss_scale.value
         self.loss_scale.record_success()
         if self.loss_scale.value != scale and self.compression_state is not None:
             self._rescale(self.compression_state.tensors(), scale)
-        self.replicas.sync_parameters()
+        self.data_parallel.sync_parameters()
         self._loads.move_biases(expert_counts)
         if self.outer is not None and self._rounds.ends_round(number):
             # Router biases have just been moved, by each island's own expert loads.
             average_over_islands(
                 list(self.buffers.values()), self.outer.weight, self._mesh.group(ISLAND), self._mesh.device
             )
-        return StepResult(
-            number, loss, norm, rate, stopping, loads, bubble=self._executor.bubble, token_counts=token_counts
-        )
+        return stop
 
     def _target_share(self, micro_batches: Sequence[Batch]) -> torch.Tensor | float:
         """Return the share of this step's tokens that have a target, fp64 [].
@@ -194,7 +215,7 @@ class Trainer:
             )
 
     def _gradients(self) -> list[torch.Tensor]:
-        gradients = self.replicas.reduce()
+        gradients = self.data_parallel.reduce()
         # Both are sums. The sums over replicas come first, since they may overlap the backward pass.
         self._shared_weights.sum_gradients()
         if self._mesh.layout.tensor > 1:
@@ -206,7 +227,7 @@ class Trainer:
         value.
         """
         loss = mean_loss(self._executor.evaluate, (self._micro_batches.of(batch) for batch in batches), self._mesh)
-        self._fp8.forget()
+        self._fp8.discard_observed()
         return loss
 
     def _token_counts(self, batch: Batch) -> TokenCounts | None:
@@ -258,7 +279,7 @@ class Trainer:
         sums = torch.cat([local_sums, self._loads.take()])
         all_reduce_sum(sums, self._mesh.island_group)
         total_loss, total_squares, tokens, stops, *rest = sums.tolist()
-        held, expert_counts = rest[: len(reported_numbers) - 1], rest[len(reported_numbers) - 1 :]
-        total = TokenCounts(*(int(number) for number in held)) if held else None
+        token_sums, expert_counts = rest[: len(reported_numbers) - 1], rest[len(reported_numbers) - 1 :]
+        total = TokenCounts(*(int(number) for number in token_sums)) if token_sums else None
         agreed = total_loss, math.sqrt(total_squares), tokens, stops > 0
         return agreed, total, sums[len(local_sums) :], self._loads.to_reports(expert_counts)

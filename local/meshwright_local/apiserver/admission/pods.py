@@ -64,8 +64,8 @@ class PodRules(Rules):
 
     def update(self, new: KubeObject, old: KubeObject, subresource: str) -> None:
         """Restore fields that admission has set and the client left out; set `podIP` to the first of `podIPs`."""
-        kept = {key: old["spec"][key] for key in ("priority", "preemptionPolicy") if key in old["spec"]}
-        new["spec"] = {**kept, **new["spec"]}
+        assigned = {key: old["spec"][key] for key in ("priority", "preemptionPolicy") if key in old["spec"]}
+        new["spec"] = {**assigned, **new["spec"]}
         status = new.get("status") or {}
         first = next((address.get("ip") for address in status.get("podIPs") or ()), None)
         if status.get("podIP") and status["podIP"] != first:
@@ -241,10 +241,10 @@ def _check_change(spec: KubeObject, was: KubeObject) -> list[Cause]:
 def _frozen(spec: KubeObject, *, gated: bool) -> KubeObject:
     """Return the immutable part of a spec. While a pod is gated, its node selection may still change."""
     free = (*_MUTABLE, "nodeSelector", "affinity") if gated else _MUTABLE
-    kept: KubeObject = {key: value for key, value in spec.items() if key not in free}
+    fixed: KubeObject = {key: value for key, value in spec.items() if key not in free}
     for key in ("containers", "initContainers"):
-        kept[key] = [{k: v for k, v in c.items() if k != "image"} for c in spec.get(key) or ()]
-    return kept
+        fixed[key] = [{k: v for k, v in c.items() if k != "image"} for c in spec.get(key) or ()]
+    return fixed
 
 
 def qos_class(spec: KubeObject) -> str:

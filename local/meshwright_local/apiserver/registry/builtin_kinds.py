@@ -82,8 +82,8 @@ class _Services(Rules):
         spec["clusterIPs"] = [spec["clusterIP"]]
 
     def update(self, new: KubeObject, old: KubeObject, subresource: str) -> None:
-        kept = {key: old["spec"][key] for key in ("clusterIP", "clusterIPs") if key in old["spec"]}
-        new["spec"] = {**kept, **new["spec"]}
+        assigned = {key: old["spec"][key] for key in ("clusterIP", "clusterIPs") if key in old["spec"]}
+        new["spec"] = {**assigned, **new["spec"]}
 
     def check(self, obj: KubeObject, old: KubeObject | None, subresource: str) -> list[Cause]:
         spec, causes = obj["spec"], []

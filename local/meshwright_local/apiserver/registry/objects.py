@@ -260,8 +260,8 @@ class Objects:
 def _restricted(resource: Resource, old: KubeObject, new: KubeObject, subresource: str) -> KubeObject:
     """Return the new object, with every field restored that this kind of write may not change."""
     metadata, was = new["metadata"], old["metadata"]
-    kept = {key: value for key, value in metadata.items() if key not in _FIXED}
-    new["metadata"] = kept | {key: was[key] for key in _FIXED if key in was}
+    editable = {key: value for key, value in metadata.items() if key not in _FIXED}
+    new["metadata"] = editable | {key: was[key] for key in _FIXED if key in was}
     copy = orjson.loads(orjson.dumps(old))
     if subresource == "status":
         copy["metadata"]["managedFields"] = metadata.get("managedFields")

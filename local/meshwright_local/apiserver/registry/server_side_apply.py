@@ -108,16 +108,16 @@ def _manager_entry(managers: list[Manager], writer: Writer, operation: str) -> M
 
 def _store_managers(obj: KubeObject, managers: Iterable[Manager]) -> None:
     """Write the entries into an object, without empty ones. Beyond a limit, merge the oldest updates into one."""
-    kept = sorted((m for m in managers if m.fields), key=lambda m: (m.operation, m.time, m.name))
-    updates = [m for m in kept if m.operation == "Update" and not m.subresource]
+    remaining = sorted((m for m in managers if m.fields), key=lambda m: (m.operation, m.time, m.name))
+    updates = [m for m in remaining if m.operation == "Update" and not m.subresource]
     surplus = updates[: max(0, len(updates) - MAX_UPDATE_MANAGERS)]
     if surplus:
         last = surplus[-1]
         last.name, last.fields = "ancient-changes", set().union(*(m.fields for m in surplus))
-        kept = [m for m in kept if m not in surplus[:-1]]
+        remaining = [m for m in remaining if m not in surplus[:-1]]
     obj["metadata"].pop("managedFields", None)
-    if kept:
-        obj["metadata"]["managedFields"] = [m.wire() for m in kept]
+    if remaining:
+        obj["metadata"]["managedFields"] = [m.wire() for m in remaining]
 
 
 def track_update(node: SchemaNode, old: KubeObject | None, new: KubeObject, writer: Writer, *, custom: bool) -> None:

@@ -63,7 +63,7 @@ class SchemaNode:
     """Schema of keys that are not in `properties`; None: no other keys."""
     items: SchemaNode | None = None
     free: bool = False
-    """Whether unknown keys are kept (`x-kubernetes-preserve-unknown-fields`, and types without fields)."""
+    """Whether unknown keys are preserved (`x-kubernetes-preserve-unknown-fields`, and types without fields)."""
     nullable: bool = False
     int_or_string: bool = False
     quantity: bool = False

@@ -33,14 +33,13 @@ def context_slice(batch: Batch, deal: SequenceSharding, rank: int) -> Batch:
     """
     if batch.row_length is not None:
         return batch
-    whole = replace(batch, row_documents=batch.documents)
     if deal.ranks == 1:
-        return whole
+        return replace(batch, row_documents=batch.documents)
     length = batch.tokens.shape[1]
-    held = torch.cat([torch.arange(part.start, part.stop) for part in deal.slices(length)[rank]])
-    own = batch.each(lambda tensor: tensor[:, held])
-    positions = held.expand(len(batch.tokens), -1) if own.positions is None else own.positions
-    return replace(own, positions=positions, row_length=length, row_documents=batch.documents)
+    columns = torch.cat([torch.arange(part.start, part.stop) for part in deal.slices(length)[rank]])
+    part_of_rank = batch.each(lambda tensor: tensor[:, columns])
+    positions = columns.expand(len(batch.tokens), -1) if part_of_rank.positions is None else part_of_rank.positions
+    return replace(part_of_rank, positions=positions, row_length=length, row_documents=batch.documents)
 
 
 def install_context_attention(model: nn.Module, deal: SequenceSharding, groups: ContextGroups) -> None:
@@ -55,8 +54,8 @@ def install_context_attention(model: nn.Module, deal: SequenceSharding, groups: 
         kind = (core.causal, core.scale)
         if kind not in shared:
             shared[kind] = _build_core(deal, groups, core)
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, shared[kind])
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, shared[kind])
 
 
 @dataclass(frozen=True)
@@ -183,13 +182,13 @@ class UlyssesAttentionCore(AttentionCore):
 
 def _row_length(token_metadata: TokenMetadata) -> int:
     if token_metadata.row_length is None:
-        raise ValueError("a batch that is not sliced went into a model that shares rows: call `context_slice` first")
+        raise ValueError("the batch is not sliced over the context group: call `context_slice` first")
     return token_metadata.row_length
 
 
 def _check(query: torch.Tensor, own: TokenSlice) -> None:
     if query.shape[1] != size(own):
-        raise ValueError(f"attention got {query.shape[1]} tokens of a row, and this rank's slice of it has {size(own)}")
+        raise ValueError(f"attention got {query.shape[1]} tokens of a row, but this rank's slice has {size(own)}")
 
 
 class _BlockCache:

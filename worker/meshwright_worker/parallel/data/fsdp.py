@@ -143,7 +143,7 @@ def _parameter_groups(state: Any, workaround: str) -> list[Any]:
     if groups is not None:
         return list(groups)
     if not hasattr(state, "_fsdp_param_group"):
-        raise RuntimeError(f"FSDP of this version of torch keeps its parameters elsewhere: {workaround}")
+        raise RuntimeError(f"FSDP of this version of torch stores its parameters in another attribute: {workaround}")
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 

@@ -21,7 +21,7 @@ from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.parallel.data.fsdp import reshard
-from meshwright_worker.parallel.parallelize import LocalStage, pipeline_division
+from meshwright_worker.parallel.parallelize import LocalStage, pipeline_layout_of
 from meshwright_worker.parallel.pipeline.auto_schedule import AutoScheduleExecutor, Stopwatch, TimedStage
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels
 from meshwright_worker.parallel.pipeline.rank_program import p2p_pairs
@@ -112,15 +112,15 @@ class Pipeline:
 
 def build_executor(stages: Sequence[LocalStage], run: NativeRun, mesh: Mesh) -> Pipeline:
     """Build the executor for a run's schedule. Collective over the world."""
-    division, rank, tied = pipeline_division(run), mesh.coordinates.pipeline, run.architecture.tie_embeddings
+    pipeline, rank, tied = pipeline_layout_of(run), mesh.coordinates.pipeline, run.architecture.tie_embeddings
     tokens = tokens_of_step(run.training)
     if run.pipeline == 1 and len(stages) == 1 and not run.parallelism.rematerialize:
         executor = GradientAccumulation(stages[0].module, tokens)
-        return Pipeline(executor, SharedWeights(division, rank, None, tied=tied))
-    p2p_channels = P2PChannels(mesh, p2p_pairs(division.schedule) | shared_weight_pairs(division, tied=tied))
+        return Pipeline(executor, SharedWeights(pipeline, rank, None, tied=tied))
+    p2p_channels = P2PChannels(mesh, p2p_pairs(pipeline.schedule) | shared_weight_pairs(pipeline, tied=tied))
     return Pipeline(
-        _build_schedule_executor(stages, run, mesh, division.schedule, p2p_channels, tokens),
-        SharedWeights(division, rank, p2p_channels, tied=tied),
+        _build_schedule_executor(stages, run, mesh, pipeline.schedule, p2p_channels, tokens),
+        SharedWeights(pipeline, rank, p2p_channels, tied=tied),
     )
 
 

@@ -46,7 +46,7 @@ def run_overlapped(first: Callable[[], First], second: Callable[[], Second]) -> 
     """
     global _pair
     if _pair is not None:
-        raise RuntimeError("a pair of passes runs already")
+        raise RuntimeError("a pair of passes is already running")
     _pair = pair = _Pair()
     results: list[Second] = []
     helper = threading.Thread(target=_run_second, args=(pair, second, results), name="overlapped pass", daemon=True)

@@ -92,5 +92,5 @@ class PendingReceive:
 
 def _checked(work: dist.Work | None) -> dist.Work:
     if work is None:
-        raise RuntimeError("this rank is not in its own pipeline's group")
+        raise RuntimeError("this rank is not in its pipeline's group")
     return work

@@ -24,38 +24,38 @@ class SharedWeights:
     """The shards of one rank that have copies on other ranks.
 
     Args:
-        division: which ranks have which stages.
+        pipeline: which ranks have which stages.
         rank: this rank's index in the pipeline.
         tied: whether the model ties embeddings.
         channels: to the other ranks; None in a pipeline of one.
     """
 
-    def __init__(self, division: PipelineLayout, rank: int, channels: P2PChannels | None, *, tied: bool) -> None:
+    def __init__(self, pipeline: PipelineLayout, rank: int, channels: P2PChannels | None, *, tied: bool) -> None:
         self._rank = rank
         self._channels = channels
-        self._holders = [division.ranks_of_stage(stage) for stage in range(len(division.layers))]
-        self._tied = sorted({*self._holders[0], *self._holders[-1]}) if tied else None
+        self._ranks_of_stage = [pipeline.ranks_of_stage(stage) for stage in range(len(pipeline.layers))]
+        self._tied = sorted({*self._ranks_of_stage[0], *self._ranks_of_stage[-1]}) if tied else None
         self._groups: list[tuple[int | None, list[list[ParameterShard]]]] = []
 
     def deduplicate(self, shards: Sequence[tuple[int, ParameterShard]]) -> list[ParameterShard]:
         """Return the shards of (stage, shard) pairs, marked with whether they are the copy that counts; remember the
         copies.
         """
-        settled: list[ParameterShard] = []
+        deduplicated: list[ParameterShard] = []
         by_name: dict[str, list[ParameterShard]] = {}
         partners: dict[str, int | None] = {}
         for stage, shard in shards:
-            ranks_of_stage = self._tied if shard.name == TIED and self._tied else self._holders[stage]
+            ranks_of_stage = self._tied if shard.name == TIED and self._tied else self._ranks_of_stage[stage]
             first = ranks_of_stage[0] == self._rank and shard.name not in by_name
-            settled.append(replace(shard, counted=shard.counted and first))
-            by_name.setdefault(shard.name, []).append(settled[-1])
+            deduplicated.append(replace(shard, counted=shard.counted and first))
+            by_name.setdefault(shard.name, []).append(deduplicated[-1])
             partners[shard.name] = next((rank for rank in ranks_of_stage if rank != self._rank), None)
         for partner in sorted({*partners.values()}, key=lambda rank: -1 if rank is None else rank):
             group = [by_name[name] for name in sorted(by_name) if partners[name] == partner]
             group = [copies for copies in group if partner is not None or len(copies) > 1]
             if group:
                 self._groups.append((partner, group))
-        return settled
+        return deduplicated
 
     def sum_gradients(self) -> None:
         """Replace the gradient of every copy by the sum over all copies."""
@@ -72,9 +72,9 @@ class SharedWeights:
                     shard.gradient().copy_(total)
 
 
-def shared_weight_pairs(division: PipelineLayout, *, tied: bool) -> set[tuple[int, int]]:
+def shared_weight_pairs(pipeline: PipelineLayout, *, tied: bool) -> set[tuple[int, int]]:
     """Return every (source, target) of ranks that sum gradients of copies."""
-    ranks_of_stage = [division.ranks_of_stage(stage) for stage in range(len(division.layers))]
+    ranks_of_stage = [pipeline.ranks_of_stage(stage) for stage in range(len(pipeline.layers))]
     if tied:
         ranks_of_stage.append(sorted({*ranks_of_stage[0], *ranks_of_stage[-1]}))
     return {(one, other) for ranks in ranks_of_stage for one in ranks for other in ranks if one != other}

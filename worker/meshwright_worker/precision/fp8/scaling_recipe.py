@@ -102,7 +102,7 @@ class DelayedScaling:
         length = self._products[0].spec.history if self._products else 1
         self._steps: deque[torch.Tensor] = deque(maxlen=length)
 
-    def forget(self) -> None:
+    def discard_observed(self) -> None:
         """Drop the maxima since the last step: they come from computation that is not training."""
         for product in self._products:
             product.observed_amax = None
