@@ -115,7 +115,7 @@ def in_rank_order(workers: Sequence[WorkerPlacement]) -> list[WorkerPlacement]:
     read = [(ranks, entry) for entry in workers if (ranks := parse_ranks(entry.ranks)) is not None]
     ordered = sorted(read, key=lambda pair: pair[0].start)
     size = len(ordered[0][0]) if ordered else 0
-    whole = all(ranks == range(slot * size, (slot + 1) * size) for slot, (ranks, _) in enumerate(ordered))
+    whole = all(ranks == range(index * size, (index + 1) * size) for index, (ranks, _) in enumerate(ordered))
     return [entry for _, entry in ordered] if whole and len(read) == len(workers) else []
 
 

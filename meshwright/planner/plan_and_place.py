@@ -107,8 +107,8 @@ def map_plan_ranks(
     if cost_model is None:
         return map_ranks(plan, inventory, pods, stay)
     weights = weights_for(cost_model, plan.strategy, plan.gpus_per_worker, inventory.levels)
-    placement, slots = map_ranks(plan, inventory, pods, stay, PlacingOptions(weights))
-    return replace(placement, plan=replace(plan, estimate=estimate_placed(placement, cost_model))), slots
+    placement, plan_workers = map_ranks(plan, inventory, pods, stay, PlacingOptions(weights))
+    return replace(placement, plan=replace(plan, estimate=estimate_placed(placement, cost_model))), plan_workers
 
 
 def _could_be_fastest(plan: Plan, placed: Sequence[Placement]) -> bool:

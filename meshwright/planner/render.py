@@ -14,9 +14,9 @@ _FREE = "·"
 def render_placement(
     plan: PlanStatus, placement: PlacementStatus, gpus_by_node: Mapping[str, int] | None = None
 ) -> list[str]:
-    """Return the lines of a tree, rack -> node -> one slot per GPU, from a job's status.
+    """Return the lines of a tree, rack -> node -> one cell per GPU, from a job's status.
 
-    A slot is `rank d0p1t0`: data, pipeline and tensor coordinate, or `d0p1c0t0` with the context coordinate if the
+    A cell is `rank d0p1t0`: data, pipeline and tensor coordinate, or `d0p1c0t0` with the context coordinate if the
     context degree is above 1. `gpus_by_node` adds the GPUs that the job does not use, as `·`.
     """
     layout = Layout(max(1, plan.tensor), max(1, plan.pipeline), max(1, plan.data), max(1, plan.context))
@@ -30,10 +30,10 @@ def render_placement(
         lines.append(rack or "(no rack label)")
         for position, (node, workers) in enumerate(nodes.items()):
             branch = "└─" if position == len(nodes) - 1 else "├─"
-            slots = [_slot(layout, rank, width) for worker in workers for rank in _ranks(worker)]
-            unused = (gpus_by_node or {}).get(node, 0) - len(slots)
+            cells = [_cell(layout, rank, width) for worker in workers for rank in _ranks(worker)]
+            unused = (gpus_by_node or {}).get(node, 0) - len(cells)
             pods = ",".join(f"w{worker.worker}" for worker in workers)
-            text = " ".join(f"[{slot}]" for slot in _pad_free(slots, unused))
+            text = " ".join(f"[{cell}]" for cell in _pad_free(cells, unused))
             lines.append(f"{branch} {node:<{max(names)}} {pods:<4} {text}{_domain(workers)}")
     return lines
 
@@ -57,14 +57,14 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _slot(layout: Layout, rank: int, width: int) -> str:
+def _cell(layout: Layout, rank: int, width: int) -> str:
     at = layout.coordinates(rank)
     context = f"c{at.context}" if layout.context > 1 else ""
     return f"{rank:>{width}} d{at.data}p{at.pipeline}{context}t{at.tensor}"
 
 
-def _pad_free(slots: list[str], unused: int) -> Iterable[str]:
-    return [*slots, *[_FREE] * max(0, unused)]
+def _pad_free(cells: list[str], unused: int) -> Iterable[str]:
+    return [*cells, *[_FREE] * max(0, unused)]
 
 
 def _ranks(worker: WorkerPlacement) -> range:

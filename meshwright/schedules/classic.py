@@ -141,7 +141,7 @@ class OneForwardOneBackward(PipelineScheduleKind):
 
     name = PipelineSchedule.ONE_F_ONE_B
     short_name = "1f1b"
-    candidate_rank = 0
+    candidate_order = 0
 
     def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
         """As `one_f_one_b`."""
@@ -162,7 +162,7 @@ class Interleaved(PipelineScheduleKind):
     short_name = "interleaved"
     virtual_stages = True
     whole_rounds = True
-    candidate_rank = 1
+    candidate_order = 1
 
     def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
         """As `interleaved`."""

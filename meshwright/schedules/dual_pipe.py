@@ -161,7 +161,7 @@ class DualPipe(PipelineScheduleKind):
     splits_backward = True
     micro_batches_per_rank = 2
     even = True
-    candidate_rank = 6
+    candidate_order = 6
 
     def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
         """As `dual_pipe`."""
@@ -183,7 +183,7 @@ class DualPipeV(PipelineScheduleKind):
     v_shaped = True
     splits_backward = True
     micro_batches_per_rank = 2
-    candidate_rank = 5
+    candidate_order = 5
 
     def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
         """As `dual_pipe_v`."""

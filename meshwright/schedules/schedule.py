@@ -96,7 +96,7 @@ class PipelineScheduleKind(ABC):
 
     searched: ClassVar[bool] = True
     """Whether a search over all layouts tries it."""
-    candidate_rank: ClassVar[int | None] = None
+    candidate_order: ClassVar[int | None] = None
     """Its place among the schedules that the planner tries for a job that names none, the simplest first; None for a
     schedule that it never chooses."""
 

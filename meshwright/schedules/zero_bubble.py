@@ -146,7 +146,7 @@ class ZeroBubbleH1(_Handcrafted):
 
     name = PipelineSchedule.ZB_H1
     short_name = "zb-h1"
-    candidate_rank = 2
+    candidate_order = 2
     depth = 1
 
 
@@ -155,7 +155,7 @@ class ZeroBubbleH2(_Handcrafted):
 
     name = PipelineSchedule.ZB_H2
     short_name = "zb-h2"
-    candidate_rank = 4
+    candidate_order = 4
     depth = 2
 
 
@@ -167,7 +167,7 @@ class ZeroBubbleV(PipelineScheduleKind):
     v_shaped = True
     splits_backward = True
     splits_at_peak = True
-    candidate_rank = 3
+    candidate_order = 3
 
     def generate(self, shape: PipelineShape, costs: ActionCosts | Sequence[ActionCosts] = UNIT_COSTS) -> Schedule:
         """As `zb_v`."""

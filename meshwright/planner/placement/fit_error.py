@@ -79,13 +79,15 @@ def _per_rack(capacity: FreeCapacity, shape: GangShape) -> str:
 
 
 def _other_resources(plan: Plan, inventory: Inventory, needed: int, workers_that_fit: int) -> list[str]:
-    """A hint if GPUs are free but CPU, memory or pod slots are not."""
+    """A hint if GPUs are free but CPU, memory or the number of pods is not."""
     only_gpus = replace(plan, worker_request=Resources(gpus=plan.gpus_per_worker))
     shape = GangShape(plan)
     by_gpus = FreeCapacity(only_gpus, inventory, {}).total_blocks() * shape.block_workers
     if by_gpus <= workers_that_fit or workers_that_fit >= needed:
         return []
-    return [f"Counting only GPUs, {by_gpus} workers fit: CPU, memory or pod slots are missing, see `workers.resources`"]
+    return [
+        f"Counting only GPUs, {by_gpus} workers fit: CPU, memory or pod capacity is missing, see `workers.resources`"
+    ]
 
 
 def _skipped_nodes(plan: Plan, inventory: Inventory) -> list[str]:

@@ -33,7 +33,9 @@ def group_spans_of_status(
 ) -> GroupSpans | None:
     """The group spans of a running job from its status. None if the status does not have enough information."""
     entries = in_rank_order(placement.workers) if placement is not None else []
-    places = {slot: Location((entry.domain, entry.rack), (DOMAIN, RACK)) for slot, entry in enumerate(entries)}
+    places = {
+        plan_worker: Location((entry.domain, entry.rack), (DOMAIN, RACK)) for plan_worker, entry in enumerate(entries)
+    }
     if not places or len(places) * gpus_per_worker != layout.world_size:
         return None
     if not all(place.domain for place in places.values()):

@@ -83,22 +83,21 @@ def map_ranks(
     Returns:
         The placement of the plan's workers, and pod's index -> worker of the plan. A pod becomes the worker with its
             own index if the cost is the same.
-        own index if that is as good.
 
     Raises:
         ValueError: as `remap_ranks`.
     """
-    slots = dict(stay)
+    plan_workers = dict(stay)
     taken = set(stay.values())
-    slots |= {pod: pod for pod in pods if pod not in slots and pod not in taken}
-    free_slots = iter(sorted(set(range(len(pods))) - set(slots.values())))
-    slots |= {pod: next(free_slots) for pod in sorted(pods) if pod not in slots}
-    given = {slot: pods[pod] for pod, slot in slots.items() if pod in pods}
+    plan_workers |= {pod: pod for pod in pods if pod not in plan_workers and pod not in taken}
+    free_plan_workers = iter(sorted(set(range(len(pods))) - set(plan_workers.values())))
+    plan_workers |= {pod: next(free_plan_workers) for pod in sorted(pods) if pod not in plan_workers}
+    given = {plan_worker: pods[pod] for pod, plan_worker in plan_workers.items() if pod in pods}
     placement = remap_ranks(plan, inventory, given, options, taken)
-    fixed = {pod: slot for pod, slot in slots.items() if placement.nodes[slot] == pods[pod]}
+    fixed = {pod: plan_worker for pod, plan_worker in plan_workers.items() if placement.nodes[plan_worker] == pods[pod]}
     free: defaultdict[str, list[int]] = defaultdict(list)
-    for slot in sorted(set(slots.values()) - set(fixed.values()), reverse=True):
-        free[placement.nodes[slot]].append(slot)
+    for plan_worker in sorted(set(plan_workers.values()) - set(fixed.values()), reverse=True):
+        free[placement.nodes[plan_worker]].append(plan_worker)
     return placement, fixed | {pod: free[pods[pod]].pop() for pod in sorted(pods) if pod not in fixed}
 
 

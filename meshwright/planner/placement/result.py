@@ -45,28 +45,28 @@ class Placement:
         return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
 
     def to_status(
-        self, job: str, incarnations: Mapping[int, int], slots: Mapping[int, int] | None = None
+        self, job: str, incarnations: Mapping[int, int], plan_workers: Mapping[int, int] | None = None
     ) -> PlacementStatus:
         """The placement as `status.placement`.
 
         Args:
             job: the job's name.
             incarnations: worker -> incarnation; a worker without an entry is in its first, 0.
-            slots: worker -> the plan's worker that it is, if its index is another one.
+            plan_workers: worker -> plan worker, if they differ.
         """
-        given = slots or {worker: worker for worker in self.nodes}
+        given = plan_workers or {worker: worker for worker in self.nodes}
         return PlacementStatus(
             workers=[
                 WorkerPlacement(
                     worker=worker,
                     incarnation=incarnations.get(worker, 0),
                     pod=pod_name(job, worker, incarnations.get(worker, 0)),
-                    node=self.nodes[slot],
-                    ranks=format_ranks(self.plan.workers[slot]),
-                    domain=self.places[slot].domain,
-                    rack=self.places[slot].rack,
+                    node=self.nodes[plan_worker],
+                    ranks=format_ranks(self.plan.workers[plan_worker]),
+                    domain=self.places[plan_worker].domain,
+                    rack=self.places[plan_worker].rack,
                 )
-                for worker, slot in sorted(given.items())
+                for worker, plan_worker in sorted(given.items())
             ],
             tensor=self.plan.layout.tensor,
             pipeline=self.plan.layout.pipeline,

@@ -39,12 +39,12 @@ def spare_nodes(placement: Placement, inventory: Inventory, count: int) -> list[
         raise ValueError(f"`count` is {count}: it must be 0 or more")
     plan = placement.plan
     workers_by_node = Counter(placement.nodes.values())
-    free_slots = {
+    workers_that_fit = {
         node.name: node.free.fits(plan.worker_request)
         for node in inventory.usable
         if not workers_by_node[node.name] and not why_too_small(plan, node)
     }
-    candidates = [name for name, places in free_slots.items() if places > 0]
+    candidates = [name for name, count_that_fits in workers_that_fit.items() if count_that_fits > 0]
     levels = inventory.levels
     workers = Counter((level, place.at(level)) for place in placement.places.values() for level in levels)
     spares: Counter[tuple[str, str]] = Counter()
@@ -52,7 +52,7 @@ def spare_nodes(placement: Placement, inventory: Inventory, count: int) -> list[
 
     def usefulness(name: str) -> tuple[tuple[float, ...], int, str]:
         at = [(level, inventory.nodes[name].place.at(level)) for level in levels]
-        return tuple(-workers[key] / (spares[key] + 1) for key in at), free_slots[name], name
+        return tuple(-workers[key] / (spares[key] + 1) for key in at), workers_that_fit[name], name
 
     while candidates and len(chosen) < count:
         best = min(candidates, key=usefulness)

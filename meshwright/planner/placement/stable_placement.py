@@ -48,7 +48,7 @@ class PreviousPlacement:
         gpus = len(ranks)
         if len(workers) * gpus % (placement.tensor * placement.pipeline * placement.data):
             return None
-        nodes = {slot: entry.node for slot, entry in enumerate(workers)}
+        nodes = {plan_worker: entry.node for plan_worker, entry in enumerate(workers)}
         return cls(placement.tensor, placement.pipeline, placement.data, gpus, nodes)
 
     def plan_like(self, plan: Plan) -> Plan | None:

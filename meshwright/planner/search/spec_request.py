@@ -112,8 +112,8 @@ def pinned_request(
 
 CANDIDATE_SCHEDULES = tuple(
     sorted(
-        schedules_where(lambda kind: kind.candidate_rank is not None),
-        key=lambda order: kind_of(order).candidate_rank or 0,
+        schedules_where(lambda kind: kind.candidate_order is not None),
+        key=lambda order: kind_of(order).candidate_order or 0,
     )
 )
 """Synchronous schedules to choose from, the simplest first. The others need more memory and have the same bubble."""

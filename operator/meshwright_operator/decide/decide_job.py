@@ -226,14 +226,14 @@ def _start_generation(decision: Decision) -> None:
             decision, gang_actions.EndAttempt(observed.rejection.reason, observed.rejection.message)
         )
         return
-    step = gang.next_action(observed, cause)
+    action = gang.next_action(observed, cause)
     if (
-        isinstance(step, gang_actions.Place | gang_actions.Wait | gang_actions.EndAttempt)
+        isinstance(action, gang_actions.Place | gang_actions.Wait | gang_actions.EndAttempt)
         and (pause := placement_outcome.retry_left(decision)) > 0
     ):
         placement_outcome.wait_for_retry(decision, pause)
         return
-    match step:
+    match action:
         case gang_actions.Delete(pods, why):
             decision.delete += [pod for pod in pods if pod not in decision.delete]
             decision.starting(f"Deleting {counted(len(pods), 'pod')}, because {why}")
@@ -242,13 +242,13 @@ def _start_generation(decision: Decision) -> None:
             decision.requeue_within(seconds)
         case gang_actions.Place():
             if mesh_generation.uses_external_scheduler(observed):
-                placement_outcome.create_unbound_pods(decision, step)
+                placement_outcome.create_unbound_pods(decision, action)
             else:
-                decision.place = step
+                decision.place = action
         case gang_actions.MapRanks():
-            decision.map_ranks = step
+            decision.map_ranks = action
         case gang_actions.EndAttempt():
-            placement_outcome.end_attempt(decision, step)
+            placement_outcome.end_attempt(decision, action)
         case gang_actions.Ungate(pods):
             decision.ungate += pods
             count = len(observed.workers)

@@ -1,4 +1,4 @@
-"""The gang's next step toward a mesh generation: all workers start together, or none does.
+"""The gang's next action toward a mesh generation: all workers start together, or none does.
 
 The order is the policy. First delete obsolete pods and wait until they are gone. Then place all missing workers
 together. Then remove all scheduling gates. When every agent polls, form the generation. Every wait has a time limit,
@@ -40,7 +40,7 @@ SILENT_GANG_SECONDS = 600.0
 
 
 def next_action(observed: Observed, pending_cause: str) -> GangAction:
-    """The gang's next step toward a generation."""
+    """The gang's next action toward a generation."""
     if obsolete := _obsolete_pods(observed):
         return Delete(tuple(pod for pod, _ in obsolete), obsolete[0][1])
     ending = [w for w in observed.workers if w.state is PodState.ENDING or w.older_pods]

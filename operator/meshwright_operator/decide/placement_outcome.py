@@ -148,7 +148,7 @@ def _apply_no_placement(decision: Decision, grant: NotGranted) -> None:
         decision.requeue_within(RETAINED_RETRY_SECONDS)
 
 
-def end_attempt(decision: Decision, step: EndAttempt) -> None:
+def end_attempt(decision: Decision, action: EndAttempt) -> None:
     """Ends this attempt to start the gang: reports why, deletes its pods, and schedules the next attempt."""
     observed, mesh = decision.observed, decision.mesh
     mesh.attempts += 1
@@ -157,12 +157,12 @@ def end_attempt(decision: Decision, step: EndAttempt) -> None:
     mesh.retry_time = format_time(retry)
     if mesh.pending_since is None:
         mesh.pending_since = format_time(observed.now)
-    text = sentences(step.message, f"Retrying at {mesh.retry_time} (attempt {mesh.attempts + 1})")
+    text = sentences(action.message, f"Retrying at {mesh.retry_time} (attempt {mesh.attempts + 1})")
     decision.add_event("GangReleased" if observed.live_pods else "PlacementFailed", text, WARNING)
-    decision.condition(names.PLACED, False, step.reason, text)
-    decision.job_state(step.reason, text, stalled=step.reason in NEEDS_USER_ACTION)
-    decision.avoid |= step.avoid
-    _release_pods(decision, step.pods)
+    decision.condition(names.PLACED, False, action.reason, text)
+    decision.job_state(action.reason, text, stalled=action.reason in NEEDS_USER_ACTION)
+    decision.avoid |= action.avoid
+    _release_pods(decision, action.pods)
     decision.requeue_within(min(pause, RETAINED_RETRY_SECONDS) if observed.live_pods else pause)
 
 
@@ -243,11 +243,11 @@ def apply_move(decision: Decision) -> None:
     decision.starting(message)
 
 
-def create_unbound_pods(decision: Decision, step: Place) -> None:
+def create_unbound_pods(decision: Decision, action: Place) -> None:
     """Creates pods for the workers that have none. Their nodes and ranks are known once they are bound."""
     observed, status = decision.observed, decision.status
-    incarnations = new_incarnations(decision, step.workers)
-    new = {worker.index for worker in step.workers}
+    incarnations = new_incarnations(decision, action.workers)
+    new = {worker.index for worker in action.workers}
     known = {entry.worker: entry for entry in (status.placement.workers if status.placement else [])}
     workers = [
         known[worker.index]

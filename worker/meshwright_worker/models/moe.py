@@ -121,8 +121,8 @@ class RoutedTokens:
 
     rows: torch.Tensor
     """[rows, hidden]: a copy of a token for each of its experts, sorted by expert; dropped copies are missing."""
-    slots: torch.Tensor
-    """int64 [rows]: the index of each row among the batch x positions x per_token assignments."""
+    choices: torch.Tensor
+    """int64 [rows]: the index of each row among the batch x positions x per_token choices."""
     weights: torch.Tensor
     """[batch x positions, per_token]."""
     dispatch_plan: DispatchPlan
@@ -181,28 +181,28 @@ class MixtureOfExperts(nn.Module):
         experts = routing.experts if within_capacity is None else routing.experts.masked_fill(~within_capacity, count)
         order = experts.flatten().argsort(stable=True)
         counts = _histogram(experts.flatten(), count + 1)[:count]
-        dispatch_plan, slots = self.dispatcher.plan(counts), order
+        dispatch_plan, choices = self.dispatcher.plan(counts), order
         if within_capacity is not None:
-            slots = order[: int(counts.sum()) if dispatch_plan.sent_rows is None else dispatch_plan.sent_rows]
+            choices = order[: int(counts.sum()) if dispatch_plan.sent_rows is None else dispatch_plan.sent_rows]
         copied = x.flatten(0, 1).unsqueeze(1).expand(-1, per_token, -1).reshape(-1, x.shape[-1])
         auxiliary, z = self.load_balancer.losses(routing)
         balancing_loss = self.mixture.balance_weight * auxiliary + self.mixture.z_loss_weight * z
         return RoutedTokens(
-            rows=copied.index_select(0, slots),
-            slots=slots,
+            rows=copied.index_select(0, choices),
+            choices=choices,
             weights=routing.weights.flatten(0, 1),
             dispatch_plan=dispatch_plan,
             balancing_loss=balancing_loss,
             routing_stats=self.routing_stats.entry(
-                _histogram(routing.experts.flatten(), count), len(order) - len(slots), auxiliary, z
+                _histogram(routing.experts.flatten(), count), len(order) - len(choices), auxiliary, z
             ),
         )
 
     def finish(self, x: torch.Tensor, routed: RoutedTokens, rows: torch.Tensor) -> torch.Tensor:
         """Sum the rows that the experts returned for `routed`, and the shared experts' output."""
         tokens, per_token = routed.weights.shape
-        slots = rows.new_zeros(tokens * per_token, rows.shape[-1]).index_copy(0, routed.slots, rows)
-        mixed = torch.bmm(routed.weights.to(rows.dtype).unsqueeze(1), slots.view(tokens, per_token, -1))
+        by_choice = rows.new_zeros(tokens * per_token, rows.shape[-1]).index_copy(0, routed.choices, rows)
+        mixed = torch.bmm(routed.weights.to(rows.dtype).unsqueeze(1), by_choice.view(tokens, per_token, -1))
         y = mixed.view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)

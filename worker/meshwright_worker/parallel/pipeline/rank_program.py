@@ -35,8 +35,8 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramStep:
-    """One slot of a rank."""
+class ScheduledSlot:
+    """One slot of a rank, with its messages."""
 
     slot: Slot
     receive: tuple[Message, ...]
@@ -45,8 +45,8 @@ class ProgramStep:
     """The message that each action of the slot produces for another rank, or for another stage of this rank."""
 
 
-def rank_program(schedule: Schedule, rank: int) -> list[ProgramStep]:
-    """Return a rank's program steps in order."""
+def rank_program(schedule: Schedule, rank: int) -> list[ScheduledSlot]:
+    """Return a rank's slots in order."""
     forward_ranks = _forward_ranks(schedule)
     outputs = [[_outputs_of(slot, schedule, forward_ranks) for slot in slots] for slots in schedule.ranks]
     consumed_at = {
@@ -65,7 +65,7 @@ def rank_program(schedule: Schedule, rank: int) -> list[ProgramStep]:
             turn = min(turn, consumed_at[message.key])
             posts[max(0, turn - _RECEIVE_AHEAD)].insert(0, message)
     slots = zip(schedule.ranks[rank], posts, outputs[rank], strict=True)
-    return [ProgramStep(slot, tuple(receive), sent) for slot, receive, sent in slots]
+    return [ScheduledSlot(slot, tuple(receive), sent) for slot, receive, sent in slots]
 
 
 def forward_only(schedule: Schedule) -> Schedule:

@@ -23,7 +23,7 @@ from meshwright_worker.parallel.data.fsdp import (
 )
 from meshwright_worker.parallel.pipeline.overlapped_passes import run_overlapped
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels, PendingReceive
-from meshwright_worker.parallel.pipeline.rank_program import Message, ProgramStep, forward_only, rank_program
+from meshwright_worker.parallel.pipeline.rank_program import Message, ScheduledSlot, forward_only, rank_program
 from meshwright_worker.parallel.pipeline.stage import PipelineStage
 
 log = logging.getLogger(__name__)
@@ -90,13 +90,13 @@ class ScheduleExecutor:
             reshard(pipeline_stage.stage.module)
         return total
 
-    def _run_program(self, program_steps: Sequence[ProgramStep], micro_batches: Sequence[Batch]) -> torch.Tensor:
+    def _run_program(self, scheduled_slots: Sequence[ScheduledSlot], micro_batches: Sequence[Batch]) -> torch.Tensor:
         step = _Step(self, micro_batches)
-        for index, turn in enumerate(program_steps):
+        for index, turn in enumerate(scheduled_slots):
             try:
-                step.turn(turn, training=program_steps is self._train_program)
+                step.turn(turn, training=scheduled_slots is self._train_program)
             except BaseException as error:
-                error.add_note(_describe_position(program_steps, index, self.schedule.name))
+                error.add_note(_describe_position(scheduled_slots, index, self.schedule.name))
                 raise
         self._channels.flush()
         return step.total
@@ -112,7 +112,7 @@ class _Step:
         self._local_outputs: dict[Key, torch.Tensor] = {}
         self.total = torch.zeros((), device=micro_batches[0].tokens.device)
 
-    def turn(self, turn: ProgramStep, *, training: bool) -> None:
+    def turn(self, turn: ScheduledSlot, *, training: bool) -> None:
         """Run one slot."""
         for coming in turn.receive:
             self._post(coming)
@@ -127,7 +127,7 @@ class _Step:
     def _run_action(
         self,
         run: Callable[[Action], torch.Tensor | None],
-        turn: ProgramStep,
+        turn: ScheduledSlot,
         outputs: dict[Action, torch.Tensor | None],
         action: Action,
     ) -> None:
@@ -192,9 +192,9 @@ class _Step:
         return pending.wait() if pending is not None else None
 
 
-def _describe_position(program_steps: Sequence[ProgramStep], index: int, name: str) -> str:
+def _describe_position(scheduled_slots: Sequence[ScheduledSlot], index: int, name: str) -> str:
     """Describe the rank's current action in its sequence of actions."""
-    texts = ["+".join(str(action) for action in turn.slot) for turn in program_steps]
+    texts = ["+".join(str(action) for action in turn.slot) for turn in scheduled_slots]
     texts[index] = f">>> {texts[index]} <<<"
     first, last = max(0, index - 4), index + 5
-    return f"in schedule `{name}`, slot {index + 1} of {len(program_steps)}: {' '.join(texts[first:last])}"
+    return f"in schedule `{name}`, slot {index + 1} of {len(scheduled_slots)}: {' '.join(texts[first:last])}"
