@@ -1,1 +1,1 @@
-"""Training text, from files to rows of tokens: what the worker reads and `meshwright data` prepares. Knows no torch."""
+"""Training text, from files to rows of tokens: read by the runtime, prepared by `meshwright data`. Imports no torch."""

@@ -1,4 +1,4 @@
-"""The sizes of a decoder: the planner counts with them, the worker builds the model from them."""
+"""The sizes of a decoder: the planner counts with them, the runtime builds the model from them."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _ranks(worker: WorkerPlacement) -> range:
 
 
 def _domain(workers: list[WorkerPlacement]) -> str:
-    """The NVLink domain, if it is larger than the host."""
+    """The NVLink domain, if it is larger than the node."""
     domain = workers[0].domain
-    host_names = ("", workers[0].node, f"host/{workers[0].node}")
-    return "" if domain in host_names else f"  NVLink {domain}"
+    node_names = ("", workers[0].node, f"host/{workers[0].node}")
+    return "" if domain in node_names else f"  NVLink {domain}"

@@ -129,15 +129,15 @@ class AgentState(StrEnum):
 
 
 class FailureKind(StrEnum):
-    """Whose fault a rank's failure looks like, from where it happened."""
+    """The kind of a rank's failure, as far as its agent can tell."""
 
     PEER_LOST = "PeerLost"
     """A connection to another rank broke: the cause is elsewhere."""
     ERROR = "Error"
     """The rank itself raised, was killed or exited with a code."""
     REFUSED = "Refused"
-    """The rank found, before it met any other, that this runtime or device cannot execute the run as it is written:
-    another try would end the same."""
+    """The rank rejected the run before it contacted any other rank, because this runtime or GPU cannot execute it as it
+    is written. Another attempt would end the same way."""
 
 
 class RankProcess(ApiModel):
@@ -154,7 +154,7 @@ class RankProcess(ApiModel):
     phase: Annotated[str, Field(max_length=32)] = ""
     """Last phase of the start it finished; empty before the first, and for a user's command."""
     idle_seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0
-    """Time since its last report: a start, a completed phase or step, or a saved checkpoint."""
+    """Time since its last progress: a start, a completed phase or step, or a saved checkpoint."""
     state: Annotated[str, Field(max_length=1)] = ""
     """State letter of the process (proc(5)) if it has been idle for a while, such as `T` for stopped."""
 

@@ -1,1 +1,1 @@
-"""Pipeline schedules: what each rank does in which order. Pure: the planner simulates what the worker executes."""
+"""Pipeline schedules: what each rank does in which order. Pure: the planner simulates what the runtime executes."""

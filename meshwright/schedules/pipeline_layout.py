@@ -127,7 +127,7 @@ def pipeline_layout(
     parallelism: ParallelismSpec, ranks: int, micro_batches: int, model: Architecture, length: int
 ) -> PipelineLayout:
     """The pipeline of a run. `Automatic` is searched with the counted operations of the model's stages. This order is
-    used until the worker has measured their times (`schedules.measured_costs`).
+    used until the ranks have measured their times (`schedules.measured_costs`).
 
     Raises:
         ValueError: the layers cannot be split, or the schedule cannot be made for these numbers.

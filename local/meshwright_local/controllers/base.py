@@ -1,6 +1,6 @@
 """Base of every controller and the scheduler: watched resources, a queue of keys, and `reconcile`.
 
-A change of a watched object is mapped to keys. Each key is queued at most once and processed by one worker at a time.
+A change of a watched object is mapped to keys. Each key is queued at most once and processed by one task at a time.
 `reconcile(key)` compares the actual state with the desired one, so it may be called at any time and any number of
 times. If it raises, the key is retried after a delay that doubles with each consecutive failure.
 """

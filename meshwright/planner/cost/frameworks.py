@@ -61,8 +61,8 @@ class Framework:
     gathers_stage_once: bool = False
     """Whether ZeRO-3 in a pipeline gathers an entire stage per step instead of one layer at a time."""
     stores_masters: bool = False
-    """Whether parameters are stored as masters and cast for each micro-batch, and `MemoryOptions` matter: this worker.
-    """
+    """Whether parameters are stored as masters and cast for each micro-batch, and `MemoryOptions` matter. Only
+    Meshwright's runtime does this."""
     keeps_normed: bool = False
     """Whether a norm also stores its output, in the compute format, and one statistic per token."""
     frees_halfway: bool = False

@@ -1,7 +1,7 @@
 """Bytes of parameters, gradients and optimizer state on a rank (ZeRO, arXiv 1910.02054, section 3).
 
 There are two estimates. Frameworks of published runs store parameters in the compute format, and master weights and
-moments in addition. This repository's worker stores parameters once, in fp32 if there are master weights; copies in the
+moments in addition. Meshwright's runtime stores parameters once, in fp32 if there are master weights; copies in the
 compute format are cast for each micro-batch or gathered layer by layer.
 """
 

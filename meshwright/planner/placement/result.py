@@ -110,6 +110,6 @@ def _over_pcie(product: str) -> str:
     if gpu is None or gpu.domain > 1:
         return ""
     return (
-        f"tensor-parallel groups run over PCIe inside a host: {gpu.link / GB:.0f} GB/s for a {product}, where NVLink "
+        f"tensor-parallel groups run over PCIe inside a node: {gpu.link / GB:.0f} GB/s for a {product}, where NVLink "
         f"of an H100 carries {_NVLINK}; a smaller `parallelism.tensor` communicates less"
     )

@@ -180,7 +180,7 @@ def preferred_strategies(request: SearchRequest, layout: Layout) -> Iterator[tup
 
 
 def _preferred_schedules(request: SearchRequest, layout: Layout) -> list[PipelineSchedule]:
-    """Return the job's schedule or, if the job leaves it open, those that the worker runs with its other fields."""
+    """Return the job's schedule or, if the job leaves it open, those that the runtime runs with its other fields."""
     job = request.pinned_job
     if request.pins.schedule is not None or layout.pipeline == 1 or request.machine is None:
         return [job.parallelism.order]

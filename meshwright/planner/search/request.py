@@ -70,7 +70,7 @@ MESHWRIGHT_TECHNIQUES = Techniques(
     replicates_kv_heads=False,
     runs=rules_of_worker(),
 )
-"""What Meshwright's worker runs. Offload to files is not searched: it needs a path, which the user sets."""
+"""What Meshwright's runtime runs. Offload to files is not searched: it needs a path, which the user sets."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Asks the rule book (`meshwright/rules`) whether Meshwright's worker runs a candidate of a search.
+"""Asks the rule book (`meshwright/rules`) whether Meshwright's runtime runs a candidate of a search.
 
 A candidate is checked as the spec that it would become. `parallelism_of` and `training_of` make the parts of that spec,
 so the API's fields bound every number, and `apply_strategy` writes what was checked.
@@ -97,7 +97,7 @@ def training_of(
 
 
 def rules_of_worker(stated: ParallelismSpec | None = None, training: TrainingSpec | None = None) -> AllowsStrategy:
-    """Return the check whether Meshwright's worker runs a strategy.
+    """Return the check whether Meshwright's runtime runs a strategy.
 
     Args:
         stated: the job's `spec.parallelism`; the API's defaults if there is no job.

@@ -80,7 +80,7 @@ def pinned_request(
         job: its model and training.
         machine: the hardware; None if no GPU is in the catalog.
         limits: the GPUs by memory and the largest NVLink domain. Defaults to those of `machine`.
-        techniques: the techniques to choose from. Defaults to those of the worker that the job allows.
+        techniques: the techniques to choose from. Defaults to those of the runtime that the job allows.
     """
     stated, workers = spec.parallelism, spec.workers
     return SearchRequest(
@@ -139,7 +139,7 @@ def _only_context(job: TrainingJob, stated: ParallelismSpec) -> int | None:
 
 
 def techniques_for(job: TrainingJob, techniques: Techniques = MESHWRIGHT_TECHNIQUES) -> Techniques:
-    """Return the worker's techniques for a job.
+    """Return the runtime's techniques for a job.
 
     The rule book decides about each candidate. A technique that it rejects in every layout is not tried at all.
     """

@@ -17,7 +17,7 @@ ZONE = "zone"
 REGION = "region"
 
 LEVELS = (DOMAIN, RACK, SPINE, CORE, ZONE, REGION)
-"""NVLink domains (GPUs that reach each other without the network; a host without a label is its own domain), racks
+"""NVLink domains (GPUs that reach each other without the network; a node without a label is its own domain), racks
 (nodes under one leaf switch), the switch layers above, zones and regions."""
 ALWAYS = frozenset({DOMAIN, RACK})
 """Levels that exist even if no node names them. Each location of the level below then counts as a separate location."""

@@ -1,6 +1,6 @@
 """Bandwidth between locations of each level, per GPU.
 
-Inside a location of the closest level NVLink carries traffic (or PCIe, on hosts without it). Between two locations the
+Inside a location of the closest level NVLink carries traffic (or PCIe, on nodes without it). Between two locations the
 network cards carry it. Switch layers above may be oversubscribed.
 """
 

@@ -234,7 +234,7 @@ def test_tensor_groups_without_nvlink_are_said_with_what_that_costs() -> None:
     found = inventory(*(node(f"n{i}", labels=label) for i in range(2)))
     notes = place(plan_of(4, 1, 2, 4), found).notes
     assert len(notes) == 1
-    assert "over PCIe inside a host: 24 GB/s for a NVIDIA-L40S" in notes[0]
+    assert "over PCIe inside a node: 24 GB/s for a NVIDIA-L40S" in notes[0]
     assert place(plan_of(1, 1, 2, 1), found).notes == ()
 
 

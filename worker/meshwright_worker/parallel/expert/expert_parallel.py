@@ -1,7 +1,7 @@
 """Expert parallelism: a mixture's experts are distributed over the ranks that have the same dense parameters.
 
 Each rank of the expert group has experts / group of them; rows are sent there and back (`parallel/expert/dispatch`).
-Experts with the same index on other ranks are replicas of each other: their gradients are summed over `EXPERT_REPLICA`.
+Experts with the same index on other ranks are copies of each other: their gradients are summed over `EXPERT_REPLICA`.
 
 Tensor parallelism splits the experts' widths (DeepSpeed-TED, arXiv 2303.06318). Either every rank of a tensor group
 routes all of its tokens and adds its part of their experts' outputs, between the same collectives as a dense layer. Or,
