@@ -40,9 +40,9 @@ QUICK = 8
 
 
 def default_data() -> Path | None:
-    """`shared/data/published_training_runs.json` in the checkout or a folder above it."""
-    for folder in HERE.parents:
-        found = folder / "shared" / "data" / "published_training_runs.json"
+    """`shared/data/published_training_runs.json` in the checkout or a directory above it."""
+    for directory in HERE.parents:
+        found = directory / "shared" / "data" / "published_training_runs.json"
         if found.is_file():
             return found
     return None

@@ -46,8 +46,8 @@ class Kinds(LoadScopeScheduling):
 
 def kind_of(path: str) -> str:
     """What the tests of a file, relative to the root, run together with."""
-    folder = path.partition("/")[2].rpartition("/")[0]
-    return TOGETHER.get(folder, path)
+    directory = path.partition("/")[2].rpartition("/")[0]
+    return TOGETHER.get(directory, path)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Kinds:

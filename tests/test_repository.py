@@ -1,4 +1,4 @@
-"""Rules for the repository as a whole: its folders, its modules and its files."""
+"""Rules for the repository as a whole: its directories, its modules and its files."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.conflicts import ROOT, conflict_markers, repository_files
 from tests.conflicts import main as conflicts_main
 
 
-@pytest.mark.parametrize("folder", ["operator", "worker"])
-def test_the_directories_of_packages_are_not_packages(folder: str) -> None:
-    assert (ROOT / folder).is_dir()
-    assert not (ROOT / folder / "__init__.py").exists(), f"{folder}/ would hide a module of that name"
+@pytest.mark.parametrize("directory", ["operator", "worker"])
+def test_the_directories_of_packages_are_not_packages(directory: str) -> None:
+    assert (ROOT / directory).is_dir()
+    assert not (ROOT / directory / "__init__.py").exists(), f"{directory}/ would hide a module of that name"
 
 
 def test_operator_is_the_standard_library_here_and_from_the_root() -> None:
@@ -36,7 +36,7 @@ def test_operator_is_the_standard_library_here_and_from_the_root() -> None:
 
 def python_files() -> list[Path]:
     """Every Python file of the product."""
-    return [p for folder in ("meshwright", "operator", "worker") for p in sorted((ROOT / folder).rglob("*.py"))]
+    return [p for directory in ("meshwright", "operator", "worker") for p in sorted((ROOT / directory).rglob("*.py"))]
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))

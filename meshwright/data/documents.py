@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from meshwright.api.data import DataFormat, OnCorrupt
 from meshwright.data.errors import CorruptRecordError, DataError
-from meshwright.data.files import FileEntry, Folder
+from meshwright.data.files import Directory, FileEntry
 
 MAX_EXAMPLES = 20
 """Number of skipped records that are reported one by one."""
@@ -38,12 +38,12 @@ class SkippedRecords:
 
 
 def documents(
-    folder: Folder, entry: FileEntry, kind: DataFormat, key: str, on_corrupt: OnCorrupt, skipped: SkippedRecords
+    directory: Directory, entry: FileEntry, kind: DataFormat, key: str, on_corrupt: OnCorrupt, skipped: SkippedRecords
 ) -> Iterator[str]:
     """The documents of one file, in order, without empty ones.
 
     Args:
-        folder: where the file is.
+        directory: where the file is.
         entry: the file.
         kind: its format, any but `Tokens`.
         key: the field or column that holds the text; not used for text files.
@@ -55,7 +55,7 @@ def documents(
         DataError: the file is not of this format at all.
     """
     readers = {DataFormat.TEXT: _text, DataFormat.JSON_LINES: _json_lines, DataFormat.PARQUET: _parquet}
-    with folder.open(entry.name) as file:
+    with directory.open(entry.name) as file:
         for found in readers[kind](file, entry.name, key):
             if isinstance(found, CorruptRecordError):
                 if on_corrupt is OnCorrupt.FAIL:

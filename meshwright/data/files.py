@@ -38,7 +38,7 @@ class FileEntry:
     """Why the file cannot be read, such as a dangling link, and what to do. Empty if it can be read."""
 
 
-class Folder(Protocol):
+class Directory(Protocol):
     """A directory of files."""
 
     @property
@@ -55,7 +55,7 @@ class Folder(Protocol):
         """The path of the file on this machine, or None if it is elsewhere."""
 
 
-class LocalFolder:
+class LocalDirectory:
     """A directory of this machine.
 
     Raises:
@@ -70,11 +70,11 @@ class LocalFolder:
 
     @property
     def where(self) -> str:
-        """See `Folder.where`."""
+        """See `Directory.where`."""
         return str(self.root.resolve())
 
     def files(self) -> list[FileEntry]:
-        """See `Folder.files`. Follows links, except those to a directory that contains them.
+        """See `Directory.files`. Follows links, except those to a directory that contains them.
 
         Skipped directories are never entered, because every rank walks the tree at every start.
 
@@ -85,16 +85,16 @@ class LocalFolder:
         found = self._below(str(self.root), "", frozenset({(entry_stat.st_dev, entry_stat.st_ino)}))
         return sorted(found, key=lambda entry: entry.name)
 
-    def _below(self, folder: str, prefix: str, ancestors: frozenset[tuple[int, int]]) -> Iterator[FileEntry]:
+    def _below(self, directory: str, prefix: str, ancestors: frozenset[tuple[int, int]]) -> Iterator[FileEntry]:
         """The files of a directory, with `prefix` before their names. `ancestors` are the directories that contain it,
         including itself.
         """
         try:
-            with os.scandir(folder) as found:
+            with os.scandir(directory) as found:
                 entries = [entry for entry in found if not entry.name.startswith(".")]
         except OSError as error:
             raise DataError(
-                f"directory {folder} cannot be read ({error.strerror}): let uid {os.geteuid()} read it, "
+                f"directory {directory} cannot be read ({error.strerror}): let uid {os.geteuid()} read it, "
                 "or move it out of the data directory"
             ) from error
         for entry in entries:
@@ -116,15 +116,15 @@ class LocalFolder:
                     yield from self._below(entry.path, f"{prefix}{entry.name}/", ancestors | {identity})
 
     def open(self, name: str) -> IO[bytes]:
-        """See `Folder.open`."""
+        """See `Directory.open`."""
         return (self.root / name).open("rb")
 
     def local(self, name: str) -> Path | None:
-        """See `Folder.local`."""
+        """See `Directory.local`."""
         return self.root / name
 
 
-class RemoteFolder:
+class RemoteDirectory:
     """A directory behind a URI.
 
     Raises:
@@ -144,11 +144,11 @@ class RemoteFolder:
 
     @property
     def where(self) -> str:
-        """See `Folder.where`."""
+        """See `Directory.where`."""
         return self._uri
 
     def files(self) -> list[FileEntry]:
-        """See `Folder.files`. The list is cached, because a page of links takes a request per link.
+        """See `Directory.files`. The list is cached, because a page of links takes a request per link.
 
         Raises:
             DataError: the URI cannot be listed, or is a file.
@@ -189,7 +189,7 @@ class RemoteFolder:
         return FileEntry(name, int(found["size"]), stamp)
 
     def open(self, name: str) -> IO[bytes]:
-        """See `Folder.open`."""
+        """See `Directory.open`."""
         try:
             opened: IO[bytes] = self._files.open(f"{self._root}/{name}", "rb")
         except Exception as error:  # a back end raises what it likes
@@ -197,11 +197,11 @@ class RemoteFolder:
         return opened
 
     def local(self, name: str) -> Path | None:
-        """See `Folder.local`."""
+        """See `Directory.local`."""
         return None
 
 
-def open_folder(where: str) -> Folder:
+def open_directory(where: str) -> Directory:
     """The directory at a path or a URI.
 
     Raises:
@@ -209,7 +209,7 @@ def open_folder(where: str) -> Folder:
     """
     if where.startswith("file://"):
         where = where.removeprefix("file://")
-    return RemoteFolder(where) if "://" in where else LocalFolder(Path(where))
+    return RemoteDirectory(where) if "://" in where else LocalDirectory(Path(where))
 
 
 def join_uri(where: str, path: str) -> str:
@@ -226,18 +226,18 @@ def join_uri(where: str, path: str) -> str:
 def split_uri(where: str) -> tuple[str, str]:
     """Split the path or URI of a file into directory and name. `join_uri` joins them."""
     head, link, rest = where.partition("::") if "://" in where else (where, "", "")
-    folder, _, name = head.rpartition("/")
-    return f"{folder}{'/' if folder.endswith(':/') else ''}{link}{rest}", name
+    directory, _, name = head.rpartition("/")
+    return f"{directory}{'/' if directory.endswith(':/') else ''}{link}{rest}", name
 
 
-def matching_files(folder: Folder, pattern: str) -> Iterator[FileEntry]:
+def matching_files(directory: Directory, pattern: str) -> Iterator[FileEntry]:
     """The files whose names match a pattern: `**` matches any number of directories, `*` and `?` within one name.
 
     Raises:
         DataError: the directory cannot be listed, or a matching file cannot be read.
     """
     pattern_regex = _glob(pattern)
-    for entry in folder.files():
+    for entry in directory.files():
         if not pattern_regex.fullmatch(entry.name):
             continue
         if entry.problem:

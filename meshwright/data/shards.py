@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from meshwright.api.base import ApiModel
 from meshwright.data.checksums import BLOCK, BlockChecker, FileChecksums, block_sums
 from meshwright.data.errors import DataError
-from meshwright.data.files import Folder, LocalFolder
+from meshwright.data.files import Directory, LocalDirectory
 
 MANIFEST = "meshwright-tokens.json"
 FORMAT = 1
@@ -88,14 +88,14 @@ class ShardWriter:
     """
 
     def __init__(
-        self, folder: Path, tokenizer: str, vocabulary: int, separator: int, shard: int = SHARD_TOKENS
+        self, directory: Path, tokenizer: str, vocabulary: int, separator: int, shard: int = SHARD_TOKENS
     ) -> None:
-        if (folder / MANIFEST).exists():
-            raise DataError(f"{folder} already contains tokens: choose an empty directory")
-        if folder.exists() and not folder.is_dir():
-            raise DataError(f"{folder} is a file: choose a new directory")
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._limit = folder, shard
+        if (directory / MANIFEST).exists():
+            raise DataError(f"{directory} already contains tokens: choose an empty directory")
+        if directory.exists() and not directory.is_dir():
+            raise DataError(f"{directory} is a file: choose a new directory")
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._limit = directory, shard
         self._dtype = np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
         self._blank = TokensManifest(
             tokenizer=tokenizer,
@@ -133,12 +133,12 @@ class ShardWriter:
         manifest = self._blank.model_copy(
             update={"documents": self._documents, "skipped": skipped, "shards": self._shards}
         )
-        temporary = self._folder / f".{MANIFEST}"
+        temporary = self._directory / f".{MANIFEST}"
         with temporary.open("w") as file:
             file.write(manifest.model_dump_json(by_alias=True, indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(self._folder / MANIFEST)
+        temporary.replace(self._directory / MANIFEST)
         return manifest
 
     def _flush(self) -> None:
@@ -148,7 +148,7 @@ class ShardWriter:
         content = np.concatenate(self._pending).view(np.uint8).data
         self._pending = []
         name = f"{len(self._shards):05}.tokens"
-        with (self._folder / name).open("wb") as file:
+        with (self._directory / name).open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -164,13 +164,13 @@ class TokenShards:
         DataError: the directory does not contain complete tokens, or a shard's size differs from the manifest.
     """
 
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
-        self.manifest = read_manifest(folder)
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self.manifest = read_manifest(directory)
         self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self._ends = list(accumulate(shard.tokens for shard in self.manifest.shards))
         self._maps: dict[int, npt.NDArray[np.uint8]] = {}
-        sizes = {entry.name: entry.size for entry in folder.files()}
+        sizes = {entry.name: entry.size for entry in directory.files()}
         for shard in self.manifest.shards:
             if sizes.get(shard.file) != shard.tokens * self._dtype.itemsize:
                 raise DataError(
@@ -215,7 +215,7 @@ class TokenShards:
         return np.frombuffer(self._bytes(index, offset * size, (offset + count) * size), dtype=self._dtype)
 
     def _sums(self, shard: ShardRecord) -> FileChecksums:
-        size, name = shard.tokens * self._dtype.itemsize, str(self._folder.local(shard.file) or shard.file)
+        size, name = shard.tokens * self._dtype.itemsize, str(self._directory.local(shard.file) or shard.file)
         if shard.block_crc32:
             return FileChecksums(name, size, BLOCK, shard.block_crc32)
         return FileChecksums(name, size, size, [shard.crc32])
@@ -223,12 +223,12 @@ class TokenShards:
     def _bytes(self, index: int, first: int, last: int) -> memoryview:
         """The bytes `first` to `last - 1` of a shard."""
         name = self.manifest.shards[index].file
-        path = self._folder.local(name)
+        path = self._directory.local(name)
         if path is not None:
             if index not in self._maps:
                 self._maps[index] = np.memmap(path, dtype=np.uint8, mode="r")
             return self._maps[index][first:last].data
-        with self._folder.open(name) as file:
+        with self._directory.open(name) as file:
             file.seek(first)
             raw = file.read(last - first)
         if len(raw) != last - first:
@@ -236,14 +236,14 @@ class TokenShards:
         return memoryview(raw)
 
 
-def read_manifest(folder: Folder) -> TokensManifest:
+def read_manifest(directory: Directory) -> TokensManifest:
     """The manifest of a directory of tokens.
 
     Raises:
         DataError: it is missing, damaged, or of an unknown version.
     """
     try:
-        with folder.open(MANIFEST) as file:
+        with directory.open(MANIFEST) as file:
             manifest = TokensManifest.model_validate_json(file.read())
     except (OSError, DataError) as error:
         raise DataError(
@@ -266,4 +266,4 @@ def open_shards(where: Path) -> TokenShards:
     Raises:
         DataError: it does not contain tokens.
     """
-    return TokenShards(LocalFolder(where))
+    return TokenShards(LocalDirectory(where))

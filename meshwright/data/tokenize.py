@@ -10,7 +10,7 @@ from pathlib import Path
 from meshwright.api.data import DataFormat, OnCorrupt
 from meshwright.data.documents import SkippedRecords, documents
 from meshwright.data.errors import DataError
-from meshwright.data.files import FileEntry, Folder, matching_files
+from meshwright.data.files import Directory, FileEntry, matching_files
 from meshwright.data.shards import SHARD_TOKENS, ShardWriter, TokensManifest
 from meshwright.data.tokenizers import Tokenizer
 
@@ -21,7 +21,7 @@ _BATCH = 256
 class TextSource:
     """What to read."""
 
-    folder: Folder
+    directory: Directory
     pattern: str = "**/*"
     kind: DataFormat = DataFormat.TEXT
     key: str = "text"
@@ -34,9 +34,9 @@ class TextSource:
         """The files to read, by name.
 
         Raises:
-            DataError: the folder, or one of them, cannot be read.
+            DataError: the directory, or one of them, cannot be read.
         """
-        return [entry for entry in matching_files(self.folder, self.pattern) if entry.name != self.without]
+        return [entry for entry in matching_files(self.directory, self.pattern) if entry.name != self.without]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def tokenize(
     skipped = SkippedRecords()
     for number, entry in enumerate(entries):
         report_progress(Progress(entry.name, number, len(entries), skipped))
-        texts = documents(source.folder, entry, source.kind, source.key, source.on_corrupt, skipped)
+        texts = documents(source.directory, entry, source.kind, source.key, source.on_corrupt, skipped)
         while batch := list(islice(texts, _BATCH)):
             writer.add(_not_empty(tokenizer.encode(batch, special=False)))
     manifest = writer.close(skipped.count)

@@ -9,23 +9,23 @@ import numpy as np
 
 from meshwright.data.checksums import BLOCK, block_sums
 from meshwright.data.errors import DataError
-from meshwright.data.files import Folder
+from meshwright.data.files import Directory
 from meshwright.data.shards import MANIFEST, ShardRecord, TokensManifest, read_manifest
 
 _READ = 16 * BLOCK
 
 
-def verify(folder: Folder) -> tuple[TokensManifest, list[str]]:
+def verify(directory: Directory) -> tuple[TokensManifest, list[str]]:
     """Read every shard and compare it with the manifest. Returns the problems by shard.
 
     Raises:
-        DataError: the folder holds no manifest.
+        DataError: the directory holds no manifest.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(directory)
     problems = []
     for shard in manifest.shards:
         try:
-            with folder.open(shard.file) as file:
+            with directory.open(shard.file) as file:
                 problems += _problems(file, shard, manifest)
         except (OSError, DataError) as error:
             problems.append(f"{shard.file}: cannot be read: {error}")

@@ -15,10 +15,10 @@ def run(*arguments: object) -> Result:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    (folder / "a.jsonl").write_text('{"body": "hello"}\n{"body": "world"}\n')
-    return folder
+    directory = tmp_path / "text"
+    directory.mkdir()
+    (directory / "a.jsonl").write_text('{"body": "hello"}\n{"body": "world"}\n')
+    return directory
 
 
 def test_tokenize_verify_show(text: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The files of a folder or a URI: none is passed over in silence, and none is read twice."""
+"""The files of a directory or a URI: none is passed over in silence, and none is read twice."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.data.errors import DataError
-from meshwright.data.files import FileEntry, Folder, join_uri, matching_files, open_folder, split_uri
+from meshwright.data.files import Directory, FileEntry, join_uri, matching_files, open_directory, split_uri
 
 
-def names(folder: Folder) -> list[str]:
-    return [entry.name for entry in folder.files()]
+def names(directory: Directory) -> list[str]:
+    return [entry.name for entry in directory.files()]
 
 
 @contextmanager
@@ -41,34 +41,34 @@ def public() -> Iterator[Path]:
         yield Path(place)
 
 
-def test_folders_are_read_through_links_once(tmp_path: Path) -> None:
-    """As Kubernetes projects a config map, and with a link to a folder that the link lies in."""
+def test_directories_are_read_through_links_once(tmp_path: Path) -> None:
+    """As Kubernetes projects a config map, and with a link to a directory that the link lies in."""
     (tmp_path / "..2026" / "sub").mkdir(parents=True)
     (tmp_path / "..2026" / "sub" / "a.txt").write_text("a")
     (tmp_path / "..data").symlink_to("..2026")
     (tmp_path / "sub").symlink_to("..data/sub")
     (tmp_path / "..2026" / "sub" / "again").symlink_to(tmp_path)
     (tmp_path / "..2026" / "sub" / "itself").symlink_to(".")
-    assert names(open_folder(str(tmp_path))) == ["sub/a.txt"]
+    assert names(open_directory(str(tmp_path))) == ["sub/a.txt"]
 
 
 def test_a_link_without_a_target_is_rejected_where_it_is_to_be_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.md").symlink_to("/nonexistent")
-    folder = open_folder(str(tmp_path))
-    assert [entry.name for entry in matching_files(folder, "*.txt")] == ["a.txt"]
+    directory = open_directory(str(tmp_path))
+    assert [entry.name for entry in matching_files(directory, "*.txt")] == ["a.txt"]
     with pytest.raises(DataError, match=r"b\.md cannot be read: No such file.*; mount .*`data.pattern`"):
-        list(matching_files(folder, "**/*"))
+        list(matching_files(directory, "**/*"))
 
 
-def test_a_folder_that_cannot_be_read_is_an_error(public: Path) -> None:
+def test_a_directory_that_cannot_be_read_is_an_error(public: Path) -> None:
     (public / "a.txt").write_text("a")
     (public / "lost+found").mkdir(mode=0o000)
     with somebody():
-        assert names(open_folder(str(public))) == ["a.txt"]
+        assert names(open_directory(str(public))) == ["a.txt"]
     (public / "no").mkdir(mode=0o000)
     with somebody(), pytest.raises(DataError, match=r"directory .*/no cannot be read \(Permission denied\): let uid"):
-        open_folder(str(public)).files()
+        open_directory(str(public)).files()
 
 
 class Site(http.server.SimpleHTTPRequestHandler):
@@ -105,42 +105,42 @@ def test_files_behind_links_of_a_page(tmp_path: Path) -> None:
     links = ("?C=N;O=D", "../", "a.txt", "gone.md", "sub/")  # the first one is the same page in another order
     (tmp_path / "index.html").write_text("".join(f'<a href="{link}">{link}</a>' for link in links))
     with served(tmp_path) as site:
-        folder = open_folder(site)
-        found = list(matching_files(folder, "**/*.txt"))
+        directory = open_directory(site)
+        found = list(matching_files(directory, "**/*.txt"))
         assert found == [FileEntry("a.txt", 5), FileEntry("sub/b.txt", 1)]
         assert all(entry.stamp for entry in found)
         with pytest.raises(DataError, match=r"^gone\.md cannot be read: `data.uri` lists it, but FileNotFoundError"):
-            list(matching_files(folder, "**/*"))
+            list(matching_files(directory, "**/*"))
         with pytest.raises(
             DataError, match=r"a\.txt` is a file: set the URI of its directory, and its name in `data.pattern`"
         ):
-            open_folder(f"{site}/a.txt").files()
+            open_directory(f"{site}/a.txt").files()
     says = r"^a\.txt cannot be read: `data.uri` does not report its size"
     with served(tmp_path, tells_sizes=False) as site, pytest.raises(DataError, match=says):
-        list(matching_files(open_folder(site), "*.txt"))
+        list(matching_files(open_directory(site), "*.txt"))
 
 
 @pytest.mark.parametrize("uri", ["github://x", "zip://::file:///nonexistent.zip"])
 def test_a_back_end_that_cannot_begin(uri: str) -> None:
     with pytest.raises(DataError, match=r"`data.uri: .*` cannot be opened"):
-        open_folder(uri)
+        open_directory(uri)
 
 
 def test_a_uri_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(DataError, match=r"a\.txt` is a file: set the URI of its directory"):
-        open_folder(f"local://{tmp_path}/a.txt").files()
+        open_directory(f"local://{tmp_path}/a.txt").files()
 
 
 def test_another_stamp_when_a_file_changes(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("old")
     places = (str(tmp_path), f"local://{tmp_path}")
-    before = [open_folder(place).files() for place in places]
+    before = [open_directory(place).files() for place in places]
     file.write_text("new")
     os.utime(file, ns=(1, 1))
     for place, (entry,) in zip(places, before, strict=True):
-        (now,) = open_folder(place).files()
+        (now,) = open_directory(place).files()
         assert now == entry
         assert now.stamp != entry.stamp
 
@@ -159,17 +159,17 @@ def test_another_stamp_when_a_file_changes(tmp_path: Path) -> None:
 )
 def test_paths_below(where: str, together: str) -> None:
     assert join_uri(where, "web") == together
-    folder, name = split_uri(together)
-    assert (join_uri(folder, name), name) == (together, "web")
+    directory, name = split_uri(together)
+    assert (join_uri(directory, name), name) == (together, "web")
 
 
-def test_a_folder_inside_an_archive(tmp_path: Path) -> None:
+def test_a_directory_inside_an_archive(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "z.zip", "w") as archive:
         archive.writestr("web/a.txt", "hello")
         archive.writestr("b.txt", "b")
-    folder = open_folder(join_uri(f"zip://::file://{tmp_path}/z.zip", "web"))
-    (entry,) = folder.files()
+    directory = open_directory(join_uri(f"zip://::file://{tmp_path}/z.zip", "web"))
+    (entry,) = directory.files()
     assert entry == FileEntry("a.txt", 5)
     assert entry.stamp
-    with folder.open("a.txt") as file:
+    with directory.open("a.txt") as file:
         assert file.read() == b"hello"

@@ -13,7 +13,7 @@ from pyarrow import parquet
 from meshwright.api.data import DataFormat, OnCorrupt
 from meshwright.data.documents import MAX_EXAMPLES, SkippedRecords, documents
 from meshwright.data.errors import CorruptRecordError, DataError
-from meshwright.data.files import FileEntry, LocalFolder, matching_files, open_folder
+from meshwright.data.files import FileEntry, LocalDirectory, matching_files, open_directory
 
 TEXTS = ["one", "two\nlines", "", "drei: ü"]
 
@@ -23,7 +23,7 @@ def read(
 ) -> tuple[list[str], SkippedRecords]:
     skipped = SkippedRecords()
     entry = FileEntry(path.name, path.stat().st_size)
-    return list(documents(LocalFolder(path.parent), entry, kind, key, on_corrupt, skipped)), skipped
+    return list(documents(LocalDirectory(path.parent), entry, kind, key, on_corrupt, skipped)), skipped
 
 
 def lines(*records: object) -> bytes:
@@ -117,21 +117,21 @@ def test_a_broken_archive_and_a_broken_table_are_never_skipped(tmp_path: Path) -
         read(tmp_path / "a.parquet", DataFormat.PARQUET, OnCorrupt.SKIP)
 
 
-def test_a_folder_behind_a_uri_is_the_same_folder(tmp_path: Path) -> None:
+def test_a_directory_behind_a_uri_is_the_same_directory(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.txt").write_text("abc")
     (tmp_path / ".hidden").write_text("x")
     (tmp_path / "b.md").write_text("b")
-    local = open_folder(str(tmp_path))
-    remote = open_folder(f"local://{tmp_path}")
+    local = open_directory(str(tmp_path))
+    remote = open_directory(f"local://{tmp_path}")
     assert local.files() == remote.files() == [FileEntry("b.md", 1), FileEntry("deep/a.txt", 3)]
     assert [entry.name for entry in matching_files(remote, "**/*.txt")] == ["deep/a.txt"]
     with remote.open("deep/a.txt") as file:
         assert file.read() == b"abc"
-    assert open_folder(f"file://{tmp_path}").local("b.md") == tmp_path / "b.md"
+    assert open_directory(f"file://{tmp_path}").local("b.md") == tmp_path / "b.md"
 
 
-@pytest.mark.parametrize("where", ["nosuch://bucket/x", "/no/such/folder"])
-def test_a_folder_that_cannot_be_opened(where: str) -> None:
-    with pytest.raises(DataError, match="nosuch|/no/such/folder is not a directory"):
-        open_folder(where)
+@pytest.mark.parametrize("where", ["nosuch://bucket/x", "/no/such/directory"])
+def test_a_directory_that_cannot_be_opened(where: str) -> None:
+    with pytest.raises(DataError, match="nosuch|/no/such/directory is not a directory"):
+        open_directory(where)

@@ -16,15 +16,15 @@ from tokenizers import models
 from meshwright.api.data import DataFormat, OnCorrupt, Tokenizer
 from meshwright.data.checksums import BLOCK
 from meshwright.data.errors import DataError
-from meshwright.data.files import open_folder
+from meshwright.data.files import open_directory
 from meshwright.data.shards import MANIFEST, ShardWriter, TokenShards, open_shards
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import ByteTokenizer, open_tokenizer
 from meshwright.data.verify_shards import verify
 
 
-def write(folder: Path, documents: list[list[int]], shard: int = 7, vocabulary: int = 300) -> None:
-    writer = ShardWriter(folder, "test", vocabulary, 256, shard)
+def write(directory: Path, documents: list[list[int]], shard: int = 7, vocabulary: int = 300) -> None:
+    writer = ShardWriter(directory, "test", vocabulary, 256, shard)
     writer.add(documents)
     writer.close()
 
@@ -34,24 +34,24 @@ def write(folder: Path, documents: list[list[int]], shard: int = 7, vocabulary: 
 def test_any_slice_of_any_shards(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     tokens = st.lists(st.integers(0, 299), max_size=12)
     documents = data.draw(st.lists(tokens, min_size=1, max_size=8))
-    folder = tmp_path_factory.mktemp("shards")
+    directory = tmp_path_factory.mktemp("shards")
     vocabulary = data.draw(st.sampled_from([300, 70_000]))
-    write(folder, documents, data.draw(st.integers(1, 40)), vocabulary)
+    write(directory, documents, data.draw(st.integers(1, 40)), vocabulary)
     row = [token for document in documents for token in [*document, 256]]
     start = data.draw(st.integers(0, len(row)))
     stop = data.draw(st.integers(start, len(row)))
-    for where in (str(folder), f"local://{folder}"):
-        shards = TokenShards(open_folder(where))
+    for where in (str(directory), f"local://{directory}"):
+        shards = TokenShards(open_directory(where))
         assert len(shards) == len(row)
         assert shards.tokens(start, stop).tolist() == row[start:stop]
-    assert verify(open_folder(str(folder)))[1] == []
+    assert verify(open_directory(str(directory)))[1] == []
 
 
 def test_the_same_text_gives_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     for number in range(5):
         (tmp_path / "text" / f"{number}.txt").write_text("word " * number)
-    source = TextSource(open_folder(str(tmp_path / "text")))
+    source = TextSource(open_directory(str(tmp_path / "text")))
     (one, _), (other, _) = (tokenize(source, ByteTokenizer(), tmp_path / name, shard=8) for name in ("a", "b"))
     assert one == other
     assert one.fingerprint == other.fingerprint
@@ -76,7 +76,7 @@ def test_a_vocabulary_counts_holes_between_ids(tmp_path: Path) -> None:
     assert tokenizer.vocabulary == 70_001
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a").write_text("ab")
-    tokenize(TextSource(open_folder(str(tmp_path / "text"))), tokenizer, tmp_path / "tokens")
+    tokenize(TextSource(open_directory(str(tmp_path / "text"))), tokenizer, tmp_path / "tokens")
     assert open_shards(tmp_path / "tokens").tokens(0, 3).tolist() == [0, 70_000, 5]
 
 
@@ -94,17 +94,17 @@ def test_damage_is_found(tmp_path: Path) -> None:
     flipped = bytearray(whole)
     flipped[2] ^= 1
     target.write_bytes(bytes(flipped))
-    assert ["CRC-32" in problem and "00001.tokens" in problem for problem in verify(open_folder(str(tmp_path)))[1]] == [
-        True
-    ]
+    assert [
+        "CRC-32" in problem and "00001.tokens" in problem for problem in verify(open_directory(str(tmp_path)))[1]
+    ] == [True]
     target.write_bytes(whole[:-2])
-    assert "expected 8 bytes, found 6" in verify(open_folder(str(tmp_path)))[1][0]
+    assert "expected 8 bytes, found 6" in verify(open_directory(str(tmp_path)))[1][0]
     with pytest.raises(DataError, match="00001.tokens has 6 bytes, but the manifest has 8"):
         open_shards(tmp_path)
     target.unlink()
     with pytest.raises(DataError, match="00001.tokens has no bytes"):
         open_shards(tmp_path)
-    assert "cannot be read" in verify(open_folder(str(tmp_path)))[1][0]
+    assert "cannot be read" in verify(open_directory(str(tmp_path)))[1][0]
 
 
 def flip(path: Path, byte: int) -> None:
@@ -118,7 +118,7 @@ def test_a_flipped_bit_is_an_error_when_its_block_is_read_and_not_before(tmp_pat
     tokens = BLOCK // 2
     write(tmp_path, [[1] * (2 * tokens + tokens // 2)], shard=1 << 30)
     flip(tmp_path / "00000.tokens", BLOCK + 77)
-    shards = TokenShards(open_folder(f"{scheme}{tmp_path}"))
+    shards = TokenShards(open_directory(f"{scheme}{tmp_path}"))
     assert shards.tokens(tokens - 1, tokens).tolist() == [1]
     assert shards.tokens(2 * tokens, len(shards))[-1] == 256
     for start, stop in ((tokens - 1, tokens + 1), (2 * tokens - 1, 2 * tokens), (0, len(shards))):
@@ -150,7 +150,7 @@ def test_a_manifest_whose_checksums_of_blocks_are_wrong_is_not_called_intact(tmp
     manifest = json.loads((tmp_path / MANIFEST).read_text())
     manifest["shards"][0]["blockCrc32"][1] ^= 1
     (tmp_path / MANIFEST).write_text(json.dumps(manifest))
-    assert f"00000.tokens: intact, but {MANIFEST} is damaged" in verify(open_folder(str(tmp_path)))[1][0]
+    assert f"00000.tokens: intact, but {MANIFEST} is damaged" in verify(open_directory(str(tmp_path)))[1][0]
 
 
 def test_a_writer_holds_two_shards_in_memory_and_not_three(tmp_path: Path) -> None:
@@ -164,14 +164,16 @@ def test_a_writer_holds_two_shards_in_memory_and_not_three(tmp_path: Path) -> No
     finally:
         tracemalloc.stop()
     writer.close()
-    assert verify(open_folder(str(tmp_path)))[1] == []
+    assert verify(open_directory(str(tmp_path)))[1] == []
 
 
 def test_the_name_of_a_special_token_in_a_document_is_text(tmp_path: Path, bpe_file: Path) -> None:
     tokenizer = open_tokenizer(Tokenizer.BPE, bpe_file)
     text = "GPT-2 writes <|endoftext|> between documents"
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
-    tokenize(TextSource(open_folder(str(tmp_path)), "*.jsonl", DataFormat.JSON_LINES), tokenizer, tmp_path / "tokens")
+    tokenize(
+        TextSource(open_directory(str(tmp_path)), "*.jsonl", DataFormat.JSON_LINES), tokenizer, tmp_path / "tokens"
+    )
     shards = open_shards(tmp_path / "tokens")
     row = shards.tokens(0, len(shards)).tolist()
     assert [token == tokenizer.separator for token in row] == [False] * (len(row) - 1) + [True]
@@ -182,10 +184,10 @@ def test_the_name_of_a_special_token_in_a_document_is_text(tmp_path: Path, bpe_f
 
 def test_tokens_outside_the_vocabulary_are_found(tmp_path: Path) -> None:
     write(tmp_path, [[299]], vocabulary=299)
-    assert "token 299 is outside the vocabulary of 299" in verify(open_folder(str(tmp_path)))[1][0]
+    assert "token 299 is outside the vocabulary of 299" in verify(open_directory(str(tmp_path)))[1][0]
 
 
-def test_a_folder_without_or_with_a_broken_manifest(tmp_path: Path) -> None:
+def test_a_directory_without_or_with_a_broken_manifest(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="meshwright data tokenize"):
         open_shards(tmp_path)
     (tmp_path / MANIFEST).write_text("{")
@@ -202,7 +204,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 def test_no_text_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     with pytest.raises(DataError, match=r"no file matches `data.pattern: \*\*/\*`"):
-        tokenize(TextSource(open_folder(str(tmp_path / "text"))), ByteTokenizer(), tmp_path / "out")
+        tokenize(TextSource(open_directory(str(tmp_path / "text"))), ByteTokenizer(), tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", [Tokenizer.BPE, Tokenizer.SENTENCE_PIECE])
@@ -211,7 +213,7 @@ def test_libraries_tokens_come_back_as_text(
 ) -> None:
     tokenizer = open_tokenizer(kind, bpe_file if kind is Tokenizer.BPE else sentencepiece_file)
     (tmp_path / "text.jsonl").write_text('{"text": "the quick brown fox"}\n{"text": "the lazy dog"}\n')
-    source = TextSource(open_folder(str(tmp_path)), "*.jsonl", DataFormat.JSON_LINES, "text", OnCorrupt.FAIL)
+    source = TextSource(open_directory(str(tmp_path)), "*.jsonl", DataFormat.JSON_LINES, "text", OnCorrupt.FAIL)
     manifest, _ = tokenize(source, tokenizer, tmp_path / "tokens")
     shards = open_shards(tmp_path / "tokens")
     row = shards.tokens(0, len(shards))

@@ -200,7 +200,7 @@ def train_fully(
 
 
 def train_on_own_text(task: RankTask) -> Outcome:
-    """Each rank with a folder of its own below the data volume."""
+    """Each rank with a directory of its own below the data volume."""
     return train(replace(task, data_dir=f"{task.data_dir}/{task.rank}"), Recorder())
 
 

@@ -20,7 +20,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of some files to train on, enough for several epochs' difference."""
+    """A directory of some files to train on, enough for several epochs' difference."""
     root = tmp_path_factory.mktemp("text")
     for number in range(7):
         lines = (f"def function_{number}_{line}(x):\n    return x * {line * number}\n" for line in range(20 + number))

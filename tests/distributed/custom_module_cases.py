@@ -165,7 +165,7 @@ def train_tangle(
     dtype: torch.dtype = torch.float64,
     rare_in: int | None = None,
 ) -> Ran:
-    """Some steps in four micro-batches, after loading what is in the checkpoint folder, if there is one."""
+    """Some steps in four micro-batches, after loading what is in the checkpoint directory, if there is one."""
     ran = Ran()
     with kept_mesh(task) as mesh:
         trainer = trainer_of(mesh, lambda: Tangle(**module).to(dtype), plan, zero)

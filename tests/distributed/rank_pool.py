@@ -131,11 +131,11 @@ class RankPool:
         if self._runs > RUNS_OF_A_RANK:
             self.close()
             self._runs = 1
-        keeps, folders = (
+        keeps, directories = (
             keeps_meshes(function),
-            [str(folder) if folder else None for folder in (checkpoint_dir, data_dir)],
+            [str(directory) if directory else None for directory in (checkpoint_dir, data_dir)],
         )
-        tasks = tasks_of(run, *folders, port=self._port(run, keeps=keeps))
+        tasks = tasks_of(run, *directories, port=self._port(run, keeps=keeps))
         while len(self._ranks) < len(tasks):
             self._start()
         for task, (_, connection) in zip(tasks, self._ranks, strict=False):

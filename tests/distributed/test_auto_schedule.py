@@ -140,9 +140,9 @@ def train_by_clock(task: RankTask, clocks: Sequence[Seconds], die_after: int | N
 
 def test_a_resumed_run_repeats_the_bits_in_another_order(pool: RankPool, tmp_path: Path, text: Path) -> None:
     run = run_of(steps=6, every=2)
-    folders = {"data_dir": text, "checkpoint_dir": tmp_path}
-    pool.run(train_by_clock, run, SKEWED[0], 5, **folders)
-    resumed, *_ = pool.run(train_by_clock, run, SKEWED[1], None, **folders)
+    directories = {"data_dir": text, "checkpoint_dir": tmp_path}
+    pool.run(train_by_clock, run, SKEWED[0], 5, **directories)
+    resumed, *_ = pool.run(train_by_clock, run, SKEWED[1], None, **directories)
     straight, *_ = pool.run(train_by_clock, run, SKEWED[0], None, data_dir=text, checkpoint_dir=tmp_path / "straight")
     assert resumed[0].step in (3, 5)  # the save of step 4 was perhaps not durable yet
     for report, other in zip(reversed(resumed), reversed(straight), strict=False):

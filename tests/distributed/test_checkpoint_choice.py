@@ -67,7 +67,10 @@ class _Warnings(logging.Handler):
 
 @uses_kept_mesh
 def choose(task: RankTask, roots: list[str]) -> tuple[int | str, list[str]]:
-    """The step that this rank would go on from, or the error; and the warnings. Each rank has its own folder, `DIR`."""
+    """The step from which this rank would continue, or the error, and the warnings.
+
+    Each rank has its own directory, `DIR`.
+    """
     warnings = _Warnings()
     logging.getLogger("meshwright_worker").addHandler(warnings)
     try:

@@ -130,32 +130,32 @@ def test_islands_become_plain_replicas_and_the_other_way_round(pool: RankPool, t
 
 def test_federated_islands_read_only_their_own_files(pool: RankPool, tmp_path: Path, text: Path) -> None:
     for island, files in enumerate((["part0.py", "part1.py", "part2.py"], ["part3.py"])):
-        folder = tmp_path / "data" / f"island-{island}"
-        folder.mkdir(parents=True)
+        directory = tmp_path / "data" / f"island-{island}"
+        directory.mkdir(parents=True)
         for name in files:
-            (folder / name).write_bytes((text / name).read_bytes())
+            (directory / name).write_bytes((text / name).read_bytes())
     run = small_run(data=2, steps=4, every=2, outer={"method": "FedAvg", "every_steps": 2})
     answers = pool.run(train_fully, run, checkpoint_dir=tmp_path / "saved", data_dir=tmp_path / "data", timeout=240)
     assert [outcome for outcome, _ in answers] == [Outcome.COMPLETE] * 2
     assert losses(answers[0][1])[1] != losses(answers[1][1])[1]
 
 
-def held_out_targets(folder: Path, run: NativeRun, samples: int) -> int:
-    stream = open_stream(run.data, str(folder), run.training.sequence_length, run.training.seed, held_out=True)
+def held_out_targets(directory: Path, run: NativeRun, samples: int) -> int:
+    stream = open_stream(run.data, str(directory), run.training.sequence_length, run.training.seed, held_out=True)
     batch = make_batch(stream.batch(0, samples), run.data, stream.separator)
     return int((batch.targets != IGNORED).sum())
 
 
 def test_federated_islands_evaluate_on_their_own_held_out_documents(pool: RankPool, tmp_path: Path, text: Path) -> None:
     for island in range(2):
-        folder = tmp_path / f"island-{island}"
-        folder.mkdir()
+        directory = tmp_path / f"island-{island}"
+        directory.mkdir()
         for number in range(3):
             # Documents of other lengths: the islands predict different numbers of tokens.
             source = (text / f"part{3 * island + number}.py").read_text().splitlines(keepends=True)
             for part, first in enumerate(range(0, len(source), 4 - 3 * island)):
                 lines = source[first : first + 4 - 3 * island]
-                (folder / f"{number}-{part:02}.py").write_text("".join(lines))
+                (directory / f"{number}-{part:02}.py").write_text("".join(lines))
     (tmp_path / "nobodys.py").write_text("nobody reads this " * 100)
 
     def run_of(samples: int, **options: Any) -> NativeRun:
@@ -168,9 +168,9 @@ def test_federated_islands_evaluate_on_their_own_held_out_documents(pool: RankPo
 
     own = []
     for island in range(2):
-        run, folder = run_of(4), tmp_path / f"island-{island}"
-        ((_, recorder),) = pool.run(train_fully, run, data_dir=folder, timeout=240)
-        own.append((recorder.reports[-1].evaluation_loss, held_out_targets(folder, run, 4)))
+        run, directory = run_of(4), tmp_path / f"island-{island}"
+        ((_, recorder),) = pool.run(train_fully, run, data_dir=directory, timeout=240)
+        own.append((recorder.reports[-1].evaluation_loss, held_out_targets(directory, run, 4)))
     assert own[0][1] != own[1][1]
     together = pool.run(
         train_fully, run_of(8, data=2, outer={"method": "FedAvg", "every_steps": 2}), data_dir=tmp_path, timeout=240
@@ -200,10 +200,10 @@ def weight_of_records(task: RankTask) -> tuple[float, int]:
 
 def test_federated_islands_of_records_count_by_their_records(pool: RankPool, tmp_path: Path) -> None:
     for island, records in enumerate((30, 10)):
-        folder = tmp_path / f"island-{island}"
-        folder.mkdir()
+        directory = tmp_path / f"island-{island}"
+        directory.mkdir()
         lines = (json.dumps({"prompt": f"{n}?", "completion": f"{n + island}!"}) for n in range(records))
-        (folder / "a.jsonl").write_text("\n".join(lines))
+        (directory / "a.jsonl").write_text("\n".join(lines))
     run = small_run(data=2, steps=2, every=2, outer={"method": "FedAvg", "every_steps": 2})
     data = DataSpec(claim_name="v", pattern="*.jsonl", format=DataFormat.PROMPT_COMPLETION)
     answers = pool.run(weight_of_records, run.model_copy(update={"data": data}), data_dir=tmp_path, timeout=240)

@@ -81,9 +81,11 @@ def test_what_compression_left_out_follows_the_loss_scale(pool: RankPool) -> Non
 def test_fp16_resumes_with_its_scale(pool: RankPool, tmp_path: Path, text: Path) -> None:
     run = small_run(tensor=2, steps=8, every=3, **OVERFLOWS)
     losses = []
-    for folder, deaths in (("straight", [None]), ("broken", [7, None])):
+    for directory, deaths in (("straight", [None]), ("broken", [7, None])):
         for die_after in deaths:
-            answers = pool.run(train_fully, run, -1, None, die_after, checkpoint_dir=tmp_path / folder, data_dir=text)
+            answers = pool.run(
+                train_fully, run, -1, None, die_after, checkpoint_dir=tmp_path / directory, data_dir=text
+            )
         losses.append({report.step: report.loss for report in answers[0][1].reports})
     assert {step: losses[0][step] for step in losses[1]} == losses[1]
 

@@ -12,7 +12,7 @@ import torch
 
 from meshwright.api.data import DataFormat, DataSpec
 from meshwright.api.precision import Precision
-from meshwright.data.files import open_folder
+from meshwright.data.files import open_directory
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import ByteTokenizer
 from meshwright.protocol.messages import FailureKind
@@ -138,7 +138,7 @@ def test_a_finished_run_is_complete_at_once(pool: RankPool, tmp_path: Path, text
 
 def test_a_flipped_bit_ends_the_run_before_it_is_trained_on(pool: RankPool, tmp_path: Path, text: Path) -> None:
     tokens = tmp_path / "tokens"
-    tokenize(TextSource(open_folder(str(text)), "**/*.py"), ByteTokenizer(), tokens)
+    tokenize(TextSource(open_directory(str(text)), "**/*.py"), ByteTokenizer(), tokens)
     run = small_run(steps=2)
     run = run.model_copy(update={"data": DataSpec(claim_name="v", format=DataFormat.TOKENS)})
     ((outcome, _),) = pool.run(train_fully, run, data_dir=tokens)

@@ -85,7 +85,7 @@ class Block:
 def pages() -> list[Path]:
     """Every page whose blocks are checked."""
     here = [path for path in ROOT.glob("*.md") if path.name not in NOT_CHECKED]
-    return sorted([*here, *(path for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*.md"))])
+    return sorted([*here, *(path for directory in ("docs", "examples") for path in (ROOT / directory).rglob("*.md"))])
 
 
 def all_blocks() -> list[Block]:

@@ -119,7 +119,7 @@ def _parsed(text: str) -> Any:
 
 @contextmanager
 def _file(content: Any) -> Iterator[Path]:
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "shown.yaml"
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "shown.yaml"
         path.write_text(json.dumps(content))
         yield path

@@ -24,9 +24,9 @@ LINES = [f"the quick brown fox jumps over {number} lazy dogs" for number in rang
 
 async def text(sandbox: Sandbox) -> AsyncIterator[None]:
     """`./text` with lines of JSON, and `tokenizer.json`."""
-    folder = sandbox.checkout / "text"
-    folder.mkdir()
-    (folder / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES))
+    directory = sandbox.checkout / "text"
+    directory.mkdir()
+    (directory / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -41,9 +41,9 @@ async def text(sandbox: Sandbox) -> AsyncIterator[None]:
 
 async def llama(sandbox: Sandbox) -> AsyncIterator[None]:
     """`./llama-3.1-8b` with a config.json."""
-    folder = sandbox.checkout / "llama-3.1-8b"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config_from_architecture(PRESETS[folder.name])))
+    directory = sandbox.checkout / "llama-3.1-8b"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config_from_architecture(PRESETS[directory.name])))
     yield
 
 

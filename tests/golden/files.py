@@ -25,7 +25,7 @@ MAX_SHOWN = 12
 
 
 def check(path: str, value: Any) -> None:
-    """Compare `value` with the golden file at `path`, relative to this folder.
+    """Compare `value` with the golden file at `path`, relative to this directory.
 
     Raises:
         AssertionError: they differ, or there is no such file. The message names the cases and fields that changed.

@@ -8,7 +8,7 @@ from tests.golden import files
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def directory(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "ROOT", tmp_path)
     monkeypatch.delenv(files.RECORD, raising=False)
     return tmp_path
@@ -29,9 +29,9 @@ def test_what_was_recorded_is_accepted(monkeypatch, path, value):
     files.check(path, value)
 
 
-def test_a_case_is_a_line_and_keys_are_sorted(monkeypatch, folder):
+def test_a_case_is_a_line_and_keys_are_sorted(monkeypatch, directory):
     record(monkeypatch, "a.jsonl", {"two": 2, "one": {"z": 1, "a": (1.5, "ü")}})
-    assert (folder / "a.jsonl").read_text("utf-8") == '{"one":{"a":[1.5,"ü"],"z":1}}\n{"two":2}\n'
+    assert (directory / "a.jsonl").read_text("utf-8") == '{"one":{"a":[1.5,"ü"],"z":1}}\n{"two":2}\n'
 
 
 def test_a_file_that_is_not_recorded_fails():

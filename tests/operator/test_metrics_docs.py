@@ -76,10 +76,10 @@ def test_every_metric_that_is_scraped_is_on_the_page() -> None:
     assert undeclared_samples(text, (*OperatorMetrics.metrics, *JobMetrics.metrics)) == []
 
 
-@pytest.mark.parametrize("folder", ["docs", "helm", "examples", "cli", "benchmarks", "tests/e2e"])
-def test_every_metric_named_elsewhere_is_declared(folder: str) -> None:
+@pytest.mark.parametrize("directory", ["docs", "helm", "examples", "cli", "benchmarks", "tests/e2e"])
+def test_every_metric_named_elsewhere_is_declared(directory: str) -> None:
     declared = (*OperatorMetrics.metrics, *JobMetrics.metrics, *WorkerMetrics.metrics)
-    files = [path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in {".md", ".py", ".yaml", ".json"}]
+    files = [path for path in sorted((ROOT / directory).rglob("*")) if path.suffix in {".md", ".py", ".yaml", ".json"}]
     assert files
     problems = {str(path): undeclared_references(path.read_text(), declared) for path in files}
     assert {path: found for path, found in problems.items() if found} == {}

@@ -65,7 +65,7 @@ class Oracle:
 
     def __init__(self) -> None:
         self._pool = RankPool(timeout=600)
-        self._folder = TemporaryDirectory(prefix="parity-")
+        self._directory = TemporaryDirectory(prefix="parity-")
         self._known: dict[str, Path] = {}
 
     def of(self, case: Case, steps: Mapping[Precision, int], events: Events | None = None) -> Path:
@@ -78,7 +78,7 @@ class Oracle:
         definition = layout.model_dump(mode="json") if case.defined_by_layout else None
         key = json.dumps([run.model_dump(mode="json"), steps, definition], sort_keys=True)
         if events is not None or key not in self._known:
-            path = Path(self._folder.name) / f"{len(self._known)}.pt"
+            path = Path(self._directory.name) / f"{len(self._known)}.pt"
             self._pool.run(train_as_reference, run, steps, path, layout, events)
             self._known[key] = path
         return self._known[key]
@@ -86,7 +86,7 @@ class Oracle:
     def close(self) -> None:
         """End its rank and delete the files."""
         self._pool.close()
-        self._folder.cleanup()
+        self._directory.cleanup()
 
 
 def steps_in(precisions: Sequence[Precision]) -> dict[Precision, int]:

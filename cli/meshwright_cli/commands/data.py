@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from meshwright.api.data import DataFormat, OnCorrupt, Tokenizer
 from meshwright.data.documents import SkippedRecords
 from meshwright.data.errors import DataError
-from meshwright.data.files import Folder, open_folder
+from meshwright.data.files import Directory, open_directory
 from meshwright.data.shards import SHARD_TOKENS, TokenShards, TokensManifest
 from meshwright.data.tokenize import Progress as Done
 from meshwright.data.tokenize import TextSource, tokenize
@@ -92,9 +92,9 @@ def tokenize_command(
     with _errors():
         tokenizer = open_tokenizer(Tokenizer(kind_of_tokenizer), tokenizer_file)
         policy = OnCorrupt.SKIP if skip_corrupt else OnCorrupt.FAIL
-        folder = open_folder(source)
+        directory = open_directory(source)
         token_source = TextSource(
-            folder, pattern, DataFormat(kind), field, policy, _relative_name(folder, tokenizer_file)
+            directory, pattern, DataFormat(kind), field, policy, _relative_name(directory, tokenizer_file)
         )
         with _progress(console) as bar:
             task = bar.add_task("tokenizing", total=None)
@@ -108,21 +108,21 @@ def tokenize_command(
 
 
 @data.command("verify")
-@click.argument("folder")
-def verify_command(folder: str) -> None:
+@click.argument("directory")
+def verify_command(directory: str) -> None:
     """Verify the checksums of all token shards.
 
-    FOLDER is a directory or a URI with token shards. Exits with 1 if a shard is damaged.
+    DIRECTORY is a local directory or a URI with token shards. Exits with 1 if a shard is damaged.
     """
     with _errors():
-        manifest, problems = verify(open_folder(folder))
+        manifest, problems = verify(open_directory(directory))
     if problems:
         raise click.ClickException("\n  ".join([f"{len(problems)} shards are damaged:", *problems]))
     click.echo(f"intact: {_summary(manifest)}")
 
 
 @data.command("show")
-@click.argument("folder")
+@click.argument("directory")
 @click.option("--start", type=click.IntRange(0), default=0, show_default=True, help="Position of the first token.")
 @click.option("--count", type=click.IntRange(1), default=_SHOWN_TOKENS, show_default=True, help="Number of tokens.")
 @click.option(
@@ -133,13 +133,13 @@ def verify_command(folder: str) -> None:
 @click.option(
     "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output format."
 )
-def show_command(folder: str, start: int, count: int, tokenizer_file: Path | None, output: str) -> None:
+def show_command(directory: str, start: int, count: int, tokenizer_file: Path | None, output: str) -> None:
     """Print tokens as text.
 
-    FOLDER is a directory or a URI with token shards.
+    DIRECTORY is a local directory or a URI with token shards.
     """
     with _errors():
-        shards = TokenShards(open_folder(folder))
+        shards = TokenShards(open_directory(directory))
         if start >= len(shards):
             raise click.ClickException(f"--start must be less than the number of tokens ({len(shards)}), got {start}")
         tokens = shards.tokens(start, min(len(shards), start + count)).tolist()
@@ -191,9 +191,9 @@ def _as_options(message: str) -> str:
     return re.sub(rf"`data\.(?P<name>{'|'.join(_OPTIONS)})(?:: (?P<value>[^`]*))?`", option, message)
 
 
-def _relative_name(folder: Folder, file: Path | None) -> str | None:
+def _relative_name(directory: Directory, file: Path | None) -> str | None:
     """The path of a file in a directory, if it is there: the tokenizer's own file is not read as text."""
-    root = folder.local("")
+    root = directory.local("")
     if file is None or root is None:
         return None
     resolved = file.parent.resolve() / file.name

@@ -68,10 +68,10 @@ VALUES: Mapping[str, dict[str, Any]] = {
 RELEASES: Mapping[str, tuple[str, str]] = {"digest": ("meshwright", "meshwright-system")}
 
 
-def rendered(name: str, values: dict[str, Any], folder: Path) -> dict[str, Any]:
+def rendered(name: str, values: dict[str, Any], directory: Path) -> dict[str, Any]:
     """The chart's objects by kind, namespace and name."""
     assert HELM is not None
-    file = folder / "values.yaml"
+    file = directory / "values.yaml"
     file.write_text(yaml.safe_dump(values))
     release, namespace = RELEASES.get(name, ("mw", "ops"))
     words = [HELM, "template", release, str(CHART), "-n", namespace, "--kube-version", "1.31.0", "-f", str(file)]

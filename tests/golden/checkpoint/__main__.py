@@ -43,10 +43,10 @@ def main() -> int:
 def _sums(cases: list[Case]) -> Sums:
     pool, sums = RankPool(timeout=600), {}
     try:
-        with TemporaryDirectory() as folder:
-            text = write_corpus(Path(folder) / "text")
+        with TemporaryDirectory() as directory:
+            text = write_corpus(Path(directory) / "text")
             for case in cases:
-                root = Path(folder) / case.name
+                root = Path(directory) / case.name
                 train(case, pool, root, text)
                 sums[case.name] = _of(root)
                 sys.stdout.write(f"[{len(sums)}/{len(cases)}] {case.name}\n")

@@ -60,12 +60,12 @@ def train(case: Case, pool: RankPool, root: Path, text: Path) -> None:
 
 
 def write_corpus(root: Path) -> Path:
-    """A text for everyone, and the same again for each island that reads a folder of its own."""
-    for folder in (root, root / "island-0", root / "island-1"):
-        folder.mkdir(parents=True, exist_ok=True)
+    """A text for everyone, and the same again for each island that reads a directory of its own."""
+    for directory in (root, root / "island-0", root / "island-1"):
+        directory.mkdir(parents=True, exist_ok=True)
         for number in range(3):
             lines = (f"def function_{number}_{line}(x):\n    return x * {line * number}\n" for line in range(20))
-            (folder / f"part{number}.py").write_text("".join(lines))
+            (directory / f"part{number}.py").write_text("".join(lines))
     return root
 
 

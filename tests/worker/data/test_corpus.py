@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from meshwright.api.data import DataFormat, DataSpec, MixturePart, OnCorrupt, Tokenizer
 from meshwright.data.errors import CorruptRecordError, DataError
-from meshwright.data.files import open_folder
+from meshwright.data.files import open_directory
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import BYTE_SEPARATOR, ByteTokenizer
 from meshwright_worker.data.mixture import MixtureStream, open_stream
@@ -89,7 +89,7 @@ def test_an_interrupted_tokenizing_is_done_again(volume: Path, cache: Path) -> N
 
 def test_tokens_written_before_are_the_same_row(volume: Path) -> None:
     tokenize(
-        TextSource(open_folder(str(volume)), kind=DataFormat.JSON_LINES), ByteTokenizer(), volume.parent / "tokens"
+        TextSource(open_directory(str(volume)), kind=DataFormat.JSON_LINES), ByteTokenizer(), volume.parent / "tokens"
     )
     spec = DataSpec(claim_name="v", format=DataFormat.TOKENS)
     assert row(volume.parent / "tokens", spec) == want("a") + want("b")
@@ -99,7 +99,7 @@ def test_tokens_written_before_are_the_same_row(volume: Path) -> None:
 
 def test_tokens_of_another_tokenizer_are_rejected(volume: Path, bpe_file: Path) -> None:
     tokens = volume.parent / "tokens"
-    tokenize(TextSource(open_folder(str(volume)), kind=DataFormat.JSON_LINES), ByteTokenizer(), tokens)
+    tokenize(TextSource(open_directory(str(volume)), kind=DataFormat.JSON_LINES), ByteTokenizer(), tokens)
     (tokens / "tokenizer.json").write_bytes(bpe_file.read_bytes())
     spec = DataSpec(claim_name="v", format=DataFormat.TOKENS, tokenizer=Tokenizer.BPE, tokenizer_file="tokenizer.json")
     with pytest.raises(DataError, match=r"contains tokens of `byte`, not of `bpe/"):
@@ -159,7 +159,7 @@ def test_a_weight_too_small_names_the_field(volume: Path) -> None:
         open_stream(records(mixture=parts), str(volume), 8, 0)
 
 
-def test_tokens_are_those_of_the_folder_and_of_the_files_as_they_are(volume: Path) -> None:
+def test_tokens_are_those_of_the_directory_and_of_the_files_as_they_are(volume: Path) -> None:
     """`a` and `b` have files of equal names and sizes, as shards of corpora and of islands may."""
     assert row(volume, records(), "a") == want("a")
     assert row(volume, records(), "b") == want("b")

@@ -21,7 +21,7 @@ CONTENTS = ["def f():\n    pass\n", "x = 1\n" * 40, "", "naïve = 'ü'\n", "# en
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def directory(tmp_path: Path) -> Path:
     for number, content in enumerate(CONTENTS):
         (tmp_path / f"{number}.py").write_text(content)
     (tmp_path / "deep").mkdir()
@@ -32,8 +32,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def corpus(folder: Path) -> Corpus:
-    return open_corpus(DataSpec(claim_name="text", pattern="*.py"), str(folder))
+def corpus(directory: Path) -> Corpus:
+    return open_corpus(DataSpec(claim_name="text", pattern="*.py"), str(directory))
 
 
 def row_of(contents: list[str]) -> list[int]:
@@ -71,15 +71,15 @@ def test_any_slice_of_a_corpus(tmp_path_factory: pytest.TempPathFactory, data: s
         ("?.py", {"0", "1", "3", "4"}),
     ],
 )
-def test_patterns(folder: Path, pattern: str, names: set[str]) -> None:
+def test_patterns(directory: Path, pattern: str, names: set[str]) -> None:
     """Hidden entries never match; a bracket is a letter like any other."""
     contents = {str(number): content for number, content in enumerate(CONTENTS)} | {"deep": "more"}
     spec = DataSpec(claim_name="text", pattern=pattern)
     if not names:
         with pytest.raises(CorpusError, match=r"`data.pattern: \[0\].py` matches no file; files there: 0.py, 1.py"):
-            open_corpus(spec, str(folder))
+            open_corpus(spec, str(directory))
         return
-    corpus = open_corpus(spec, str(folder))
+    corpus = open_corpus(spec, str(directory))
     assert corpus.tokens(0, len(corpus)).tolist() == row_of([contents[name] for name in sorted(names)])
 
 
@@ -89,8 +89,8 @@ def test_the_standard_library_is_python_source() -> None:
     assert "import" in ByteTokenizer().decode(corpus.tokens(0, 20000).tolist())
 
 
-def test_a_file_that_shrinks_is_noticed(folder: Path, corpus: Corpus) -> None:
-    (folder / "1.py").write_text("x")
+def test_a_file_that_shrinks_is_noticed(directory: Path, corpus: Corpus) -> None:
+    (directory / "1.py").write_text("x")
     with pytest.raises(CorpusError, match="became shorter"):
         corpus.tokens(0, len(corpus))
 
@@ -102,8 +102,8 @@ def test_missing_text_names_the_field(tmp_path: Path, corpus: Corpus) -> None:
         SampleStream(corpus, len(corpus), 0)
 
 
-def test_identity_names_text_length_and_seed(folder: Path, corpus: Corpus) -> None:
-    other = open_corpus(DataSpec(claim_name="text", pattern="1.py"), str(folder))
+def test_identity_names_text_length_and_seed(directory: Path, corpus: Corpus) -> None:
+    other = open_corpus(DataSpec(claim_name="text", pattern="1.py"), str(directory))
     identities = [SampleStream(c, n, s).identity for c, n, s in [(corpus, 8, 0), (corpus, 9, 0), (corpus, 8, 1)]]
     assert len({*identities, SampleStream(other, 8, 0).identity}) == 4
     assert SampleStream(corpus, 8, 0).identity == identities[0]

@@ -19,9 +19,9 @@ from meshwright_worker.data.sft import PromptCompletionStream
 RECORDS = [{"prompt": f"{number}+{number}=", "completion": str(2 * number)} for number in range(20)]
 
 
-def data_of(folder: Path, lines: list[str], **fields: object) -> DataSpec:
-    folder.mkdir(exist_ok=True)
-    (folder / "a.jsonl").write_text("\n".join(lines))
+def data_of(directory: Path, lines: list[str], **fields: object) -> DataSpec:
+    directory.mkdir(exist_ok=True)
+    (directory / "a.jsonl").write_text("\n".join(lines))
     return DataSpec.model_validate({"claim_name": "v", "format": DataFormat.PROMPT_COMPLETION, **fields})
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.api.data import DataFormat, DataSpec, MixturePart, Tokenizer
-from meshwright.data.files import open_folder
+from meshwright.data.files import open_directory
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import open_tokenizer
 from meshwright_worker.data.corpus import CorpusError
@@ -51,7 +51,7 @@ def volume(tmp_path: Path, bpe_file: Path, sentencepiece_file: Path) -> Path:
     for name in ("a", "b"):
         (root / name).mkdir(parents=True)
         (root / name / "part.jsonl").write_text(json.dumps({"text": "the quick brown fox", "prompt": "a"}) + "\n")
-        source = TextSource(open_folder(str(root / name)), kind=DataFormat.JSON_LINES)
+        source = TextSource(open_directory(str(root / name)), kind=DataFormat.JSON_LINES)
         tokenize(source, open_tokenizer(Tokenizer.BPE, bpe_file), root / f"tokens-{name}")
     shutil.copy(bpe_file, root / "tokenizer.json")
     shutil.copy(sentencepiece_file, root / "text.model")

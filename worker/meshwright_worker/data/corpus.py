@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.data.errors import DataError
-from meshwright.data.files import FileEntry, Folder, join_uri
+from meshwright.data.files import Directory, FileEntry, join_uri
 from meshwright.data.shards import Tokens, TokenShards
 from meshwright.data.tokenizers import BYTE_SEPARATOR
 
@@ -78,8 +78,8 @@ class TextCorpus:
 
     separator = BYTE_SEPARATOR
 
-    def __init__(self, folder: Folder, documents: Iterable[FileEntry]) -> None:
-        self._folder = folder
+    def __init__(self, directory: Directory, documents: Iterable[FileEntry]) -> None:
+        self._directory = directory
         self._documents = [document for document in documents if document.size]
         if not self._documents:
             raise CorpusError("no text to train on: no file matches `data.pattern`, or all of them are empty")
@@ -116,12 +116,12 @@ class TextCorpus:
         return row
 
     def _read(self, document: FileEntry, offset: int, length: int) -> npt.NDArray[np.uint8]:
-        with self._folder.open(document.name) as file:
+        with self._directory.open(document.name) as file:
             file.seek(offset)
             raw = file.read(length)
         if len(raw) != length:
             raise CorpusError(
-                f"{join_uri(self._folder.where, document.name)} became shorter during the run: the files of `data` "
+                f"{join_uri(self._directory.where, document.name)} became shorter during the run: the files of `data` "
                 "must not change while a job runs"
             )
         return np.frombuffer(raw, dtype=np.uint8)

@@ -10,7 +10,7 @@ import torch
 from meshwright.api.data import DataFormat, DataSpec
 from meshwright.data.corpus_mixture import Mixture
 from meshwright_worker.data.corpus import Corpus, CorpusError, naming_corpus, split_held_out
-from meshwright_worker.data.open_corpus import data_root, open_corpus, open_data_folder
+from meshwright_worker.data.open_corpus import data_root, open_corpus, open_data_directory
 from meshwright_worker.data.sample_order import SampleStream
 from meshwright_worker.data.sft import PromptCompletionStream, read_pairs, select_split
 from meshwright_worker.data.token_cache import data_source, open_data_tokenizer
@@ -65,7 +65,7 @@ def open_stream(
         if data.format is DataFormat.PROMPT_COMPLETION:
             tokenizer = open_data_tokenizer(data, data_root(data, data_dir))
             pairs = read_pairs(
-                data_source(data, open_data_folder(data, data_dir, path), path), tokenizer, sequence_length
+                data_source(data, open_data_directory(data, data_dir, path), path), tokenizer, sequence_length
             )
             split_pairs = select_split(pairs, data.held_out, held_out=held_out)
             return PromptCompletionStream(split_pairs, sequence_length, seed, tokenizer.separator)

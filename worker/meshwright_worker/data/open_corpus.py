@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshwright.api.data import DataFormat, DataSource, DataSpec, Tokenizer
 from meshwright.data.errors import DataError
-from meshwright.data.files import FileEntry, Folder, LocalFolder, join_uri, open_folder
+from meshwright.data.files import Directory, FileEntry, LocalDirectory, join_uri, open_directory
 from meshwright.data.shards import TokensManifest, read_manifest
 from meshwright.data.tokenize import TextSource
 from meshwright_worker.data.corpus import Corpus, CorpusError, ShardCorpus, TextCorpus
@@ -28,12 +28,12 @@ def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -
         DataError: there is no volume, no file matches, or the corpus cannot be read.
     """
     if data.source is DataSource.PYTHON_STDLIB:
-        library = LocalFolder(Path(sysconfig.get_path("stdlib")), _EXCLUDED_FOLDERS)
+        library = LocalDirectory(Path(sysconfig.get_path("stdlib")), _EXCLUDED_FOLDERS)
         return TextCorpus(library, (entry for entry in library.files() if entry.name.endswith(".py")))
     root = data_root(data, data_dir)
-    folder = open_data_folder(data, data_dir, path)
+    directory = open_data_directory(data, data_dir, path)
     if data.format is DataFormat.TOKENS:
-        shards = _open_shards(folder)
+        shards = _open_shards(directory)
         expected = open_data_tokenizer(data, root).identity
         if shards.manifest.tokenizer != expected:
             raise CorpusError(
@@ -41,10 +41,10 @@ def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -
                 "`data.tokenizer` and `data.tokenizerFile` to the tokenizer that wrote them"
             )
         return shards
-    source = data_source(data, folder, path)
+    source = data_source(data, directory, path)
     entries = matching_files(source)
     if data.format is DataFormat.TEXT and data.tokenizer is Tokenizer.BYTE:
-        return TextCorpus(folder, entries)
+        return TextCorpus(directory, entries)
     return ShardCorpus(tokenized_shards(source, open_data_tokenizer(data, root)))
 
 
@@ -57,7 +57,7 @@ def matching_files(source: TextSource) -> list[FileEntry]:
     entries = source.files()
     if any(entry.size for entry in entries):
         return entries
-    existing = [entry.name for entry in source.folder.files() if entry.size and entry.name != source.without]
+    existing = [entry.name for entry in source.directory.files() if entry.size and entry.name != source.without]
     problem = f"`data.pattern: {source.pattern}` matches {'only empty files' if entries else 'no file'}"
     if not existing:
         raise CorpusError(f"{problem}: the directory has no file with content")
@@ -65,26 +65,26 @@ def matching_files(source: TextSource) -> list[FileEntry]:
     raise CorpusError(f"{problem}; files there: {', '.join(existing[:_MAX_NAMED])}{more}")
 
 
-def read_tokens_manifest(folder: Folder) -> TokensManifest:
+def read_tokens_manifest(directory: Directory) -> TokensManifest:
     """Read the manifest in the directory of a tokenized corpus.
 
     Raises:
         CorpusError: it is missing or cannot be read.
     """
     try:
-        return read_manifest(folder)
+        return read_manifest(directory)
     except DataError as error:
         raise CorpusError(f"`data.format: Tokens`: {error}") from error
 
 
-def _open_shards(folder: Folder) -> ShardCorpus:
+def _open_shards(directory: Directory) -> ShardCorpus:
     try:
-        return ShardCorpus(folder)
+        return ShardCorpus(directory)
     except DataError as error:
         raise CorpusError(f"`data.format: Tokens`: {error}") from error
 
 
-def open_data_folder(data: DataSpec, data_dir: str | None, path: str | None = None) -> Folder:
+def open_data_directory(data: DataSpec, data_dir: str | None, path: str | None = None) -> Directory:
     """Open the directory of the corpus, or of the mixture's corpus at `path`.
 
     Raises:
@@ -92,7 +92,7 @@ def open_data_folder(data: DataSpec, data_dir: str | None, path: str | None = No
     """
     root = data_root(data, data_dir)
     try:
-        return open_folder(join_uri(root, path) if path else root)
+        return open_directory(join_uri(root, path) if path else root)
     except DataError as error:
         if data.uri is not None:
             raise

@@ -97,7 +97,7 @@ def read_pairs(source: TextSource, tokenizer: Tokenizer, length: int) -> list[Pa
     skipped = SkippedRecords()
     pairs: list[Pair] = []
     for entry in matching_files(source):
-        with source.folder.open(entry.name) as file:
+        with source.directory.open(entry.name) as file:
             for where, line in lines(file, entry.name):
                 found = _pair(line, where, tokenizer, length)
                 if not isinstance(found, CorruptRecordError):

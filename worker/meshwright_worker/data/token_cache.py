@@ -19,7 +19,7 @@ from pathlib import Path
 from meshwright.api.data import DataSpec
 from meshwright.api.data import Tokenizer as Kind
 from meshwright.data.errors import DataError
-from meshwright.data.files import Folder, LocalFolder, open_folder
+from meshwright.data.files import Directory, LocalDirectory, open_directory
 from meshwright.data.shards import TokenShards
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import Tokenizer, open_tokenizer
@@ -49,25 +49,25 @@ def open_tokenizer_at(kind: Kind, root: str, file: str) -> Tokenizer:
     Raises:
         DataError: it cannot be opened.
     """
-    folder = open_folder(root)
-    path = folder.local(file)
+    directory = open_directory(root)
+    path = directory.local(file)
     if path is not None:
         return open_tokenizer(kind, path)
-    with tempfile.TemporaryDirectory() as scratch, folder.open(file) as content:
+    with tempfile.TemporaryDirectory() as scratch, directory.open(file) as content:
         copy = Path(scratch) / "tokenizer"
         copy.write_bytes(content.read())
         return open_tokenizer(kind, copy)
 
 
-def data_source(data: DataSpec, folder: Folder, path: str | None = None) -> TextSource:
+def data_source(data: DataSpec, directory: Directory, path: str | None = None) -> TextSource:
     """Return which files of a directory to read; with a mixture, those of the corpus at `path`. Excludes the
     tokenizer's file.
     """
     file = data.tokenizer_file and posixpath.relpath(f"/{data.tokenizer_file}", f"/{path or ''}")
-    return TextSource(folder, data.pattern, data.format, data.field, data.on_corrupt_record, file)
+    return TextSource(directory, data.pattern, data.format, data.field, data.on_corrupt_record, file)
 
 
-def tokenized_shards(source: TextSource, tokenizer: Tokenizer) -> Folder:
+def tokenized_shards(source: TextSource, tokenizer: Tokenizer) -> Directory:
     """Return the directory of shards with the tokens of `source`; creates it unless a rank of this pod already has.
 
     Raises:
@@ -84,13 +84,13 @@ def tokenized_shards(source: TextSource, tokenizer: Tokenizer) -> Folder:
         if not _is_complete(target):
             shutil.rmtree(target, ignore_errors=True)
             _tokenize(source, tokenizer, target)
-    return LocalFolder(target)
+    return LocalDirectory(target)
 
 
 def _is_complete(target: Path) -> bool:
     """Return whether all tokens are there: a cache on a volume may outlive the process that writes it."""
     try:
-        TokenShards(LocalFolder(target))
+        TokenShards(LocalDirectory(target))
     except DataError:
         return False
     return True
@@ -108,7 +108,7 @@ def _tokenize(source: TextSource, tokenizer: Tokenizer, target: Path) -> None:
 
 
 def _key(source: TextSource, tokenizer: Tokenizer) -> str:
-    parts = [_VERSION, tokenizer.identity, source.kind, source.key, source.on_corrupt, source.folder.where]
+    parts = [_VERSION, tokenizer.identity, source.kind, source.key, source.on_corrupt, source.directory.where]
     parts += [f"{entry.name}\0{entry.size}\0{entry.stamp}" for entry in source.files()]
     # A name need not be valid UTF-8, and neither need a directory's.
     return hashlib.sha256("\n".join(parts).encode(errors="surrogateescape")).hexdigest()[:32]

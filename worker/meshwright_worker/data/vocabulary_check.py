@@ -14,7 +14,7 @@ from meshwright.data.files import join_uri
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.manifest import TokenizerRecord
 from meshwright_worker.data.corpus import naming_corpus
-from meshwright_worker.data.open_corpus import data_root, open_data_folder, read_tokens_manifest
+from meshwright_worker.data.open_corpus import data_root, open_data_directory, read_tokens_manifest
 from meshwright_worker.data.sample_assignment import island_data_dir
 from meshwright_worker.data.token_cache import open_data_tokenizer
 from meshwright_worker.rank.failures import InvalidRunError
@@ -50,5 +50,5 @@ def _manifests(data: DataSpec, root: str | None) -> Iterator[tuple[str, int]]:
         paths: Iterable[str | None] = (part.path for part in data.mixture) if data.mixture else [None]
         for path in paths:
             with naming_corpus(path):
-                manifest = read_tokens_manifest(open_data_folder(data, root, path))
+                manifest = read_tokens_manifest(open_data_directory(data, root, path))
             yield f"the tokens in {path or data_root(data, root)}", manifest.vocabulary

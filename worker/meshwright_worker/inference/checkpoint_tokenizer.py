@@ -49,9 +49,9 @@ def _recorded_tokenizer(record: TokenizerRecord | None) -> Tokenizer:
         )
     if record.file is None:
         return open_tokenizer(record.kind, None)
-    folder, name = split_uri(record.file)
+    directory, name = split_uri(record.file)
     try:
-        return open_tokenizer_at(record.kind, folder, name)
+        return open_tokenizer_at(record.kind, directory, name)
     except (DataError, OSError) as error:
         raise DataError(
             f"the run's tokenizer file cannot be opened at its recorded path ({error}): pass it with `--tokenizer FILE`"
