@@ -143,7 +143,7 @@ class ParallelTrainingJobSpec(ApiModel):
     priority: Annotated[int, Field(ge=-1000000000, le=1000000000)] = 0
     """Priority in the queue of waiting jobs: higher first, then older. Running jobs are never stopped for others."""
     suspend: bool = False
-    """Whether the job is suspended: its pods are deleted. When this is set to false, it resumes from the last
+    """Whether the job is suspended: its pods are deleted. When this is set to false, it resumes from the latest
     checkpoint."""
     active_deadline_seconds: Annotated[int, Field(ge=1, le=2147483647)] | None = None
     """Time after the first start, without suspended time, after which the job fails."""

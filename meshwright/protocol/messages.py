@@ -225,7 +225,7 @@ class WorkerReport(ApiModel):
     progress: Progress | None = None
     """From the worker of rank 0."""
     checkpoint: CheckpointCommit | None = None
-    """Newest complete checkpoint; from the worker of rank 0."""
+    """Latest complete checkpoint; from the worker of rank 0."""
     evaluation: Evaluation | None = None
     """Newest evaluation of this generation; from the worker of rank 0, with `training.evaluation`."""
     phases: Annotated[list[Phase], Field(max_length=16)] = []

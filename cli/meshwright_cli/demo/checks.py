@@ -11,7 +11,7 @@ from meshwright_cli.demo.snapshot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord:
-    """The training state in the manifest of the last checkpoint."""
+    """The training state in the manifest of the latest checkpoint."""
 
     step: int
     samples: int
@@ -24,7 +24,7 @@ def failed_checks(end: Snapshot, fault: Fault | None, record: CheckpointRecord |
     Args:
         end: the job at the end.
         fault: the fault; None when the demo was to have none.
-        record: manifest of the last checkpoint; None when there is none.
+        record: manifest of the latest checkpoint; None when there is none.
         samples: sequences that the whole run must have consumed.
     """
     problems = []
@@ -36,7 +36,7 @@ def failed_checks(end: Snapshot, fault: Fault | None, record: CheckpointRecord |
         problems.append("there is no checkpoint")
     elif (record.step, record.samples) != (end.total_steps, samples):
         problems.append(
-            f"the last checkpoint has step {record.step} and {record.samples} samples, "
+            f"the latest checkpoint has step {record.step} and {record.samples} samples, "
             f"expected step {end.total_steps} and {samples} samples"
         )
     if fault is not None:

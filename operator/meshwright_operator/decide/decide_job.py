@@ -126,7 +126,7 @@ def _suspend(decision: Decision) -> None:
 
 def _suspended_message(decision: Decision) -> str:
     checkpoint = decision.status.checkpoint
-    saved = f"Newest checkpoint: step {checkpoint.step}" if checkpoint else ""
+    saved = f"Latest checkpoint: step {checkpoint.step}" if checkpoint else ""
     return sentences("All pods have exited", saved)
 
 

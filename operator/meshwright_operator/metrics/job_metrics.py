@@ -156,7 +156,7 @@ def _seconds_by_phase(record: JobRecord) -> Iterable[Sample]:
 
 
 def _checkpoint(record: JobRecord) -> tuple[int, float] | None:
-    """The step of the newest checkpoint, and its time in seconds since 1970."""
+    """The step of the latest checkpoint, and its time in seconds since 1970."""
     checkpoint = record.status.checkpoint
     moment = parse_time(checkpoint.time) if checkpoint is not None else None
     return (checkpoint.step, moment.timestamp()) if checkpoint is not None and moment is not None else None

@@ -41,7 +41,7 @@ class CheckpointMismatchError(ValueError):
 
 
 def newest_intact(directory: CheckpointDirectory, mesh: Mesh, manifest_type: type[ManifestType]) -> ManifestType | None:
-    """Return the newest complete checkpoint with intact files; None if there is none. Collective.
+    """Return the latest complete checkpoint with intact files; None if there is none. Collective.
 
     Raises:
         CheckpointVolumeError: a rank cannot read the checkpoints, or does not see them; none is set aside in this case.

@@ -3,7 +3,7 @@
 1. data: opens the inputs; invalid data, device or configuration is rejected here;
 2. rendezvous: creates the process groups of the mesh generation;
 3. build: creates this rank's shard of the model and its optimizer;
-4. load: reads the newest complete checkpoint, in whatever layout it was written;
+4. load: reads the latest complete checkpoint, in whatever layout it was written;
 5. steps: each is reported; checkpoints are written in the background at every interval (`training_loop`);
 6. final checkpoint: written before the rank reports that it is done.
 
