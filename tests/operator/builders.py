@@ -142,7 +142,7 @@ def observed(
     now: datetime = NOW,
     **fields: Any,
 ) -> Observed:
-    """A job that trains in generation 1 with four pods, unless told otherwise."""
+    """A job that trains in generation 1 with four pods by default."""
     wanted = spec(**fields)
     revision = revision_of(wanted)
     if status is None:

@@ -1,4 +1,4 @@
-"""The job's own policies: exit codes, budgets, success, and edits that are held back."""
+"""The job's own policies: exit codes, restart limits, success, and edits that are blocked."""
 
 from __future__ import annotations
 

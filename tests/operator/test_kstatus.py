@@ -57,7 +57,7 @@ class History(RuleBasedStateMachine):
         self.received = True
         self.halted_seconds = 20.0
         self.trained = False
-        """Whether all ranks trained when the agents were heard last."""
+        """Whether all ranks trained according to the last reports of the agents."""
         self.truth = IN_PROGRESS
 
     # --- what the owner does

@@ -241,7 +241,7 @@ def test_requests_are_counted_by_resource(path: str, resource: str) -> None:
 
 
 class Server:
-    """Answers what it was told to, one after the other, and remembers what it was asked."""
+    """Sends scripted responses one after the other, and records the requests."""
 
     def __init__(self, *answers: tuple[int, Any]) -> None:
         self.answers = list(answers)

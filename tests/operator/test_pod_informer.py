@@ -1,4 +1,4 @@
-"""The watch of pods against a server that says what it is told: nothing is missed, listed twice or asked in vain."""
+"""The watch of pods with a scripted server: no event is missed, nothing is listed twice, no request is wasted."""
 
 from __future__ import annotations
 

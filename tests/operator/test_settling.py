@@ -62,7 +62,7 @@ class Cluster:
         return self.loop.run_until_complete(run())
 
     def put_node(self, obj: KubeObject) -> None:
-        """A node as it is now, told to every operator that listens."""
+        """Sends a node, as it is now, to every operator that watches."""
         self.world.nodes[obj["metadata"]["name"]] = obj
         for operator in self.world.operators:
             if not operator.blind:

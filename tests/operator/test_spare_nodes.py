@@ -1,4 +1,4 @@
-"""Spare nodes: kept from other jobs while theirs runs, taken when it loses a node, given back when it ends."""
+"""Spare nodes: reserved while their job runs, used when it loses a node, released when it finishes."""
 
 from __future__ import annotations
 

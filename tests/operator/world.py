@@ -110,7 +110,7 @@ class Operator:
         world.cluster.watchers.append(self.see)
 
     def notify(self, key: JobKey, urgent: bool) -> None:
-        """An agent told something."""
+        """An agent sent a report."""
         if urgent:
             self.queue.add(key)
         else:
@@ -316,7 +316,7 @@ class World:
         self._check_pods()
 
     async def evict(self, name: str) -> None:
-        """The pod is told to go; it takes its time."""
+        """The pod gets SIGTERM, and takes its time to exit."""
         path = f"{PODS}/{name}"
         await self.cluster.delete(path, self.cluster.objects[path]["metadata"]["uid"])
 

@@ -1,14 +1,14 @@
-"""`make parity`: the whole matrix, docs/parity.md and its JSON. Ends with code 1 when a row is over its limit.
+"""`make parity`: runs every row of the parity matrix, and writes docs/parity.md and a JSON file with the numbers.
 
-The numbers are written after every row. With `--resume` rows whose numbers stand in the file are not run again, so the
-matrix can be run in parts, also of one that was changed: a row is known by its name, which has all of its options. A
-row without numbers stands in the page as not measured.
+Exits with 1 if a row exceeds its limit. The numbers are written after every row. With `--resume`, rows that have
+numbers in the file are not run again, so the matrix can be run in parts, also after a change: a row is identified by
+its name, which contains all of its options. The page shows a row without numbers as not measured.
 
-`--losses FILE` also records what every row computed, exactly: losses as hexadecimal floats and SHA-256 sums of
-gradients and parameters. `--against FILE` runs the rows and compares them with such a file, bit for bit: it lists the
-rows that differ and ends with code 1 if there are any. With either, no page is written, and no JSON unless `--json`
-names a file; with `--resume`, rows that the file of `--losses` has are not run again. Rows of an asynchronous parameter
-server follow the clock: they are marked in the file and not compared.
+`--losses FILE` also records the exact results of every row: losses as hexadecimal floats, and SHA-256 sums of gradients
+and parameters. `--against FILE` runs the rows and compares them with such a file, bit for bit. It lists the rows that
+differ, and exits with 1 if there are any. With either option no page is written, and no JSON unless `--json` names a
+file. With `--resume`, rows that are in the file of `--losses` are not run again. Results of an asynchronous parameter
+server depend on timing: these rows are marked in the file and not compared.
 """
 
 from __future__ import annotations
@@ -73,12 +73,14 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
-    parser.add_argument("-k", default="", help="run only cases whose name holds this; writes no page")
-    parser.add_argument("--json", type=Path, help=f"where the numbers are kept: {NUMBERS.relative_to(ROOT)}")
-    parser.add_argument("--resume", action="store_true", help="keep the numbers that are there")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after so long")
-    parser.add_argument("--losses", type=Path, metavar="FILE", help="record the exact losses of every row; no page")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with recorded losses; no page")
+    parser.add_argument("-k", default="", help="run only cases whose name contains this; write no page")
+    parser.add_argument("--json", type=Path, help=f"file of the numbers (default: {NUMBERS.relative_to(ROOT)})")
+    parser.add_argument("--resume", action="store_true", help="do not run rows again that have numbers")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no row after this time")
+    parser.add_argument(
+        "--losses", type=Path, metavar="FILE", help="record the exact losses of every row; write no page"
+    )
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with recorded losses; write no page")
     arguments = parser.parse_args()
     if arguments.resume and arguments.against and not arguments.losses:
         parser.error("--resume with --against needs --losses FILE, which has the rows that ran before")

@@ -1,4 +1,4 @@
-"""A row of the parity matrix: a technique in a layout, held to one process with the same seed and samples."""
+"""A row of the parity matrix: a technique in a layout, compared with one process with the same seed and samples."""
 
 from __future__ import annotations
 

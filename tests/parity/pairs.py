@@ -1,6 +1,6 @@
-"""Which pairs of techniques are legal, and the rows that hold them: `python -m tests.parity.pairs` writes pairs.txt.
+"""The supported pairs of techniques, and the rows that cover them: `python -m tests.parity.pairs` writes pairs.txt.
 
-A line is a row, techniques joined by ` + `; behind ` : ` stands what an illegal pair's error says.
+A line is a row: techniques joined by ` + `. For an unsupported pair, ` : ` and its error follow.
 """
 
 from __future__ import annotations
@@ -16,48 +16,49 @@ from tests.parity.covering_array import Pair, Row, cover, pairs_of
 from tests.parity.techniques import TECHNIQUES
 
 ROWS = Path(__file__).with_name("pairs.txt")
-_AND, _REFUSED = " + ", " : "
+_AND, _REJECTED = " + ", " : "
 _ROUNDING = frozenset(technique.name for technique in TECHNIQUES if technique.tolerance is not None)
 
 
 def factors() -> dict[str, list[str]]:
-    """The techniques by what they exclude each other in."""
-    found: dict[str, list[str]] = {}
+    """The techniques by factor: techniques of one factor exclude each other."""
+    by_factor: dict[str, list[str]] = {}
     for technique in TECHNIQUES:
-        found.setdefault(technique.factor, []).append(technique.name)
-    return found
+        by_factor.setdefault(technique.factor, []).append(technique.name)
+    return by_factor
 
 
 def stored() -> list[Case]:
     """The cases of the file."""
-    lines = [line.partition(_REFUSED) for line in ROWS.read_text().splitlines()]
-    return [case_of(names.split(_AND), refused or None) for names, _, refused in lines]
+    lines = [line.partition(_REJECTED) for line in ROWS.read_text().splitlines()]
+    return [case_of(names.split(_AND), error or None) for names, _, error in lines]
 
 
-def holds(row: Row, pair: Pair) -> bool:
-    """Whether a row holds a pair to what the pair would be held to alone: what rounds hides the errors of the rest."""
+def covers(row: Row, pair: Pair) -> bool:
+    """Whether a row tests a pair with the tolerance of the pair: a technique that rounds hides errors of the others."""
     return pair <= row and row & _ROUNDING == pair & _ROUNDING
 
 
 def generate() -> str:
-    """The file, from what validation says of every pair."""
+    """The content of the file, from the validation of every pair."""
     pairs = pairs_of(factors())
-    said = {pair: verdict(pair) for pair in pairs}
-    illegal = {pair for pair, problem in said.items() if problem}
+    errors = {pair: verdict(pair) for pair in pairs}
+    unsupported = {pair for pair, error in errors.items() if error}
 
     @cache
     def together(row: Row) -> bool:
-        return all(frozenset(two) not in illegal for two in combinations(row, 2)) and verdict(row) is None
+        return all(frozenset(two) not in unsupported for two in combinations(row, 2)) and verdict(row) is None
 
     ranks, rows = cache(ranks_of), []
-    left = [pair for pair in pairs if pair not in illegal]
-    # A technique more costs a row of eight ranks four times what it costs one of four, so those hold only what must be.
+    left = [pair for pair in pairs if pair not in unsupported]
+    # Another technique costs a row of eight ranks four times as much as a row of four. Rows of eight ranks therefore
+    # have only the pairs that need them.
     for most in (FEW_RANKS, RANKS):
         small = [pair for pair in left if ranks(pair) <= most]
-        rows += cover(factors(), small, lambda row, most=most: ranks(row) <= most and together(row), holds, _cost)
-        left = [pair for pair in left if not any(holds(row, pair) for row in rows)]
-    refused = [f"{_line(pair)}{_REFUSED}{_first(problem)}" for pair, problem in said.items() if problem]
-    return "\n".join([*map(_line, rows), *refused]) + "\n"
+        rows += cover(factors(), small, lambda row, most=most: ranks(row) <= most and together(row), covers, _cost)
+        left = [pair for pair in left if not any(covers(row, pair) for row in rows)]
+    rejected = [f"{_line(pair)}{_REJECTED}{_first(error)}" for pair, error in errors.items() if error]
+    return "\n".join([*map(_line, rows), *rejected]) + "\n"
 
 
 def _line(row: Row) -> str:
@@ -65,12 +66,12 @@ def _line(row: Row) -> str:
 
 
 def _first(problems: str) -> str:
-    """The first of the problems; they begin with a field."""
+    """The first of the problems, each of which begins with a field."""
     return problems.partition("; `")[0]
 
 
 def _cost(row: Row) -> float:
-    # Of little weight: many cheap rows cost more than few dear ones.
+    # The exponent gives the cost little weight, because many small rows cost more than a few large ones.
     layout = case_of(row).layout
     split, sharded, shared = layout.get("tensor", 1) > 1, layout.get("zero", 0) > 1, layout.get("context", 1) > 1
     of_rank = 1 + 0.4 * split + 0.5 * sharded + 0.3 * shared

@@ -10,7 +10,7 @@ from meshwright_worker.trainer.train import validate_run
 from tests.parity.combination import RANKS
 from tests.parity.covering_array import cover, pairs_of
 from tests.parity.matrix import all_cases
-from tests.parity.pairs import ROWS, factors, generate, holds
+from tests.parity.pairs import ROWS, covers, factors, generate
 
 ROWS_OF_PAIRS = [case for case in all_cases() if case.together]
 LEGAL = [case for case in ROWS_OF_PAIRS if case.refused is None]
@@ -22,7 +22,7 @@ def test_every_pair_is_in_a_row_or_rejected() -> None:
     missing = [
         sorted(pair)
         for pair in pairs_of(factors())
-        if pair not in refused and not any(holds(row, pair) for row in rows)
+        if pair not in refused and not any(covers(row, pair) for row in rows)
     ]
     assert not missing, "run `python -m tests.parity.pairs`"
 
@@ -37,8 +37,8 @@ def test_rows_can_be_run() -> None:
 
 
 def test_what_rounds_does_not_hide_another_techniques_errors() -> None:
-    assert not holds(frozenset({"ZeRO-1", "GPT", "fp8, static"}), frozenset({"ZeRO-1", "GPT"}))
-    assert holds(frozenset({"ZeRO-1", "GPT", "fp8, static"}), frozenset({"GPT", "fp8, static"}))
+    assert not covers(frozenset({"ZeRO-1", "GPT", "fp8, static"}), frozenset({"ZeRO-1", "GPT"}))
+    assert covers(frozenset({"ZeRO-1", "GPT", "fp8, static"}), frozenset({"GPT", "fp8, static"}))
 
 
 def test_a_cover_holds_every_pair_in_legal_rows() -> None:

@@ -1,4 +1,4 @@
-"""What the planner decides is what ranks run: a layout that they would refuse is not chosen, and told of before."""
+"""The planner chooses only layouts that ranks run. It reports a layout that they would reject before a pod exists."""
 
 from __future__ import annotations
 

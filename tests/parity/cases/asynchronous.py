@@ -1,4 +1,4 @@
-"""Techniques that do not take the steps of one process, each held to its written semantics; see `definitions`."""
+"""Techniques whose steps differ from those of one process, compared with their published definition: `definitions`."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _SAVED: list[tuple[str, dict[str, Any]]] = [
 
 
 def _exact(technique: str, training: dict[str, Any], smoke: set[int]) -> list[Case]:
-    """The technique in every layout, held to one process that does without it."""
+    """The technique in every layout, compared with one process that does not use it."""
     return [
         Case(f"{technique}, {name}", {**layout, "training": training}, smoke=number in smoke)
         for number, (name, layout) in enumerate([("one process", {}), *_LAYOUTS])
