@@ -75,7 +75,7 @@ async def test_a_killed_rank_fails_the_generation_and_the_next_one_works(
     assert "rank 1 was killed by SIGKILL" in report.message
     assert {process.rank for process in report.ranks} == {0, 1}
     assert all(process.exit_code is not None for process in report.ranks)
-    await until(lambda: not any(alive(pid) for pid in below - {agent.process.pid}), 5)
+    await until(lambda: not any(alive(pid) for pid in below - {agent.process.pid}), 60)
     assert not alive(first)
 
     await start_generation(coordinator, 2, "print('done')")
@@ -107,11 +107,11 @@ async def test_nothing_survives_a_killed_agent(coordinator: Coordinator, start_a
     # A child in a session of its own, such as a daemon has, is no reason to stay.
     nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}], start_new_session=True)"
     await start_generation(coordinator, 1, nested)
-    await until(lambda: agent.log.count("asleep") == 2, 20, lambda: agent.log)
+    await until(lambda: agent.log.count("asleep") == 2, 60, lambda: agent.log)
     family = agent.processes()
     assert len(family) == 1 + 2 * 3  # per rank: the guard, the command, the command's child
     agent.process.kill()
-    await until(lambda: not any(alive(pid) for pid in family), 5)
+    await until(lambda: not any(alive(pid) for pid in family), 60)
 
 
 async def test_what_a_finished_command_leaves_behind_is_ended(
@@ -128,7 +128,7 @@ async def test_a_new_generation_replaces_ranks_that_hang(coordinator: Coordinato
     agent = start_agent()
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP
     await start_generation(coordinator, 1, deaf, ranks_each=1)
-    await until(lambda: "asleep" in agent.log, 20)
+    await until(lambda: "asleep" in agent.log, 60)
     old = agent.processes() - {agent.process.pid}
     await start_generation(coordinator, 2, SLEEP, ranks_each=1)
     await reported(coordinator, AgentState.RUNNING, 2)
@@ -147,7 +147,7 @@ signal.signal(signal.SIGTERM, save)
         + SLEEP
     )
     await start_generation(coordinator, 1, saves)
-    await until(lambda: agent.log.count("asleep") == 2, 20)
+    await until(lambda: agent.log.count("asleep") == 2, 60)
     agent.terminate()
     agent.terminate()
     assert await agent.exit_code() == 143
@@ -159,7 +159,7 @@ async def test_a_drain_ends_before_the_grace_period(coordinator: Coordinator, st
     agent = start_agent(MESHWRIGHT_GRACE_SECONDS="6")
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP
     await start_generation(coordinator, 1, deaf, ranks_each=1)
-    await until(lambda: "asleep" in agent.log, 20)
+    await until(lambda: "asleep" in agent.log, 60)
     agent.terminate()
     assert await agent.exit_code(6.0) == 143
 
@@ -184,7 +184,7 @@ async def test_ranks_continue_while_the_coordinator_is_unavailable(
     await asyncio.sleep(2.5)
     assert agent.log.count("tick") > seen + 10
     await coordinator.start()
-    await until(lambda: len(coordinator.reports) > heard, 5)
+    await until(lambda: len(coordinator.reports) > heard, 60)
     assert len(agent.ranks_started()) == 1
     await start_generation(coordinator, 2, "print('done')", ranks_each=1)
     assert await agent.exit_code() == 0
@@ -196,11 +196,11 @@ async def test_superseded(coordinator: Coordinator, start_agent: StartAgent, *, 
     await coordinator.gang(1)
     if with_ranks:
         await start_generation(coordinator, 1, SLEEP)
-        await until(lambda: agent.log.count("asleep") == 2, 20)
+        await until(lambda: agent.log.count("asleep") == 2, 60)
     family = agent.processes()
     coordinator.answer_all(410)
     assert await agent.exit_code(10) == 143
-    await until(lambda: not any(alive(pid) for pid in family), 5)
+    await until(lambda: not any(alive(pid) for pid in family), 60)
 
 
 @pytest.mark.parametrize("status", [401, 404])
@@ -226,12 +226,12 @@ async def test_a_report_that_was_overtaken_is_followed_by_the_newest_state(
     """409 is what the coordinator says to a request that a later one of the same pod overtook: ranks go on."""
     agent = start_agent()
     await start_generation(coordinator, 1, SLEEP, ranks_each=1)
-    await until(lambda: agent.log.count("asleep") == 1, 20)
+    await until(lambda: agent.log.count("asleep") == 1, 60)
     coordinator.answer_all(409)
     await asyncio.sleep(0.5)
     coordinator.answer_all(None)
     heard = len(coordinator.reports)
-    await until(lambda: len(coordinator.reports) > heard, 10)
+    await until(lambda: len(coordinator.reports) > heard, 60)
     assert len(agent.ranks_started()) == 1
     assert coordinator.problems == [], "and none is older than one before it"
 

@@ -25,7 +25,7 @@ async def test_a_stopped_rank_shows_and_is_replaced(coordinator: Coordinator, st
     agents = [start_agent(worker) for worker in range(2)]
     await announce(coordinator, 1, LONG)
     await until(lambda: step_of(coordinator, 1) >= 2, 150, lambda: agents[0].log)
-    await until(lambda: len(ranks_of(coordinator, 1)) == 4, 10)
+    await until(lambda: len(ranks_of(coordinator, 1)) == 4, 60)
     assert all(process.idle_seconds < 5 and not process.state for process in ranks_of(coordinator, 1).values())
     victim = next(pid for rank, _, pid in agents[1].ranks_started() if rank == 3)
     os.kill(victim, signal.SIGSTOP)
@@ -35,7 +35,7 @@ async def test_a_stopped_rank_shows_and_is_replaced(coordinator: Coordinator, st
         return len(ranks) == 4 and all(process.idle_seconds >= 6 for process in ranks.values())
 
     await until(hangs, 60, lambda: str(ranks_of(coordinator, 1)))
-    await until(lambda: ranks_of(coordinator, 1)[3].state == "T", 5, lambda: str(ranks_of(coordinator, 1)))
+    await until(lambda: ranks_of(coordinator, 1)[3].state == "T", 60, lambda: str(ranks_of(coordinator, 1)))
     ranks = ranks_of(coordinator, 1)
     assert [process.rank for process in ranks.values() if process.state == "T"] == [3]
     assert all(process.step is not None for process in ranks.values())

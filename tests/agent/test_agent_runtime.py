@@ -73,16 +73,16 @@ async def test_train_lose_a_rank_drain_and_complete(coordinator: Coordinator, st
     await announce(coordinator, 1, LONG, every_steps=5)
     await until(lambda: step_of(coordinator, 1) >= 5, 150, lambda: first.log)
     for worker in (0, 1):
-        await until(lambda w=worker: coordinator.states(w)[-1] is AgentState.RUNNING, 10)
+        await until(lambda w=worker: coordinator.states(w)[-1] is AgentState.RUNNING, 60)
         assert AgentState.STARTING in coordinator.states(worker)
-    await until(lambda: (report := coordinator.last(0)) is not None and report.checkpoint is not None, 10)
+    await until(lambda: (report := coordinator.last(0)) is not None and report.checkpoint is not None, 60)
     await check_report_and_metrics(coordinator, port)
 
     # A killed rank: its own pod tells the cause, and either pod stops; the next generation starts from a checkpoint.
     victim = next(pid for rank, _, pid in second.ranks_started() if rank == 3)
     os.kill(victim, signal.SIGKILL)
     for worker in (0, 1):
-        await until(lambda w=worker: coordinator.states(w)[-1] is AgentState.FAILED, 10, lambda: first.log)
+        await until(lambda w=worker: coordinator.states(w)[-1] is AgentState.FAILED, 60, lambda: first.log)
     report = coordinator.last(1)
     assert report is not None
     assert "rank 3 was killed by SIGKILL" in report.message
@@ -97,7 +97,7 @@ async def test_train_lose_a_rank_drain_and_complete(coordinator: Coordinator, st
     # One pod drains: all ranks of both pods stop after the same step, which is saved.
     second.terminate()
     assert await second.exit_code() == 143
-    await until(lambda: coordinator.states(0)[-1] is AgentState.IDLE, 10, lambda: first.log)
+    await until(lambda: coordinator.states(0)[-1] is AgentState.IDLE, 60, lambda: first.log)
     saved = (report := coordinator.last(0)) and report.checkpoint and report.checkpoint.step
     assert saved == step_of(coordinator, 2)
 
@@ -151,7 +151,7 @@ async def test_a_rank_that_refuses_its_data_says_why_and_its_peers_do_not_hang(
     assert alive(waiting)
     (tmp_path / "bad" / "a.py").write_text("def one():\n    return 1\n" * 20)
     coordinator.announce(mesh(2, run, await coordinator.gang(2, above=1), 1))
-    await until(lambda: not alive(waiting), 5)
+    await until(lambda: not alive(waiting), 60)
     assert [await agent.exit_code(60) for agent in agents] == [0, 0]
 
 
@@ -162,8 +162,8 @@ async def test_nothing_survives_a_killed_agent(coordinator: Coordinator, start_a
     family = agents[0].processes()
     assert len(family) == 1 + 1 + 2  # the agent, the fork server, two ranks
     agents[0].process.kill()
-    await until(lambda: not any(alive(pid) for pid in family), 5)
-    await until(lambda: coordinator.states(1)[-1] is AgentState.FAILED, 10, lambda: agents[1].log)
+    await until(lambda: not any(alive(pid) for pid in family), 60)
+    await until(lambda: coordinator.states(1)[-1] is AgentState.FAILED, 60, lambda: agents[1].log)
     report = coordinator.last(1)
     assert report is not None
     assert report.failure == "PeerLost"

@@ -55,7 +55,7 @@ class Life:
         self._task = asyncio.create_task(supervise(live, 1, self.inbox, self.lines.append))
 
     async def events(self) -> list[Event]:
-        await asyncio.wait_for(self._task, 20)
+        await asyncio.wait_for(self._task, 60)
         return [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]
 
     async def told(self) -> list[messages.RankMessage]:
@@ -137,14 +137,14 @@ async def test_ranks_die_with_a_killed_server_and_the_next_one_works(server: For
         end = (await life.events())[-1]
         assert isinstance(end, RankExited)
         assert end.code == -signal.SIGKILL
-    await until(lambda: not any(alive(life.live.pid) for life in lives), 5)
+    await until(lambda: not any(alive(life.live.pid) for life in lives), 60)
     assert (await Life(await fork(server, "complete")).told())[-1] == messages.Finished(Outcome.COMPLETE)
 
 
 async def test_a_stopped_server_leaves_nothing(server: ForkServerClient) -> None:
     lives = [Life(await fork(server, "until-stopped", rank)) for rank in range(2)]
     await server.stop()
-    await until(lambda: not any(alive(life.live.pid) for life in lives), 5)
+    await until(lambda: not any(alive(life.live.pid) for life in lives), 60)
 
 
 async def test_everything_dies_with_a_killed_owner(tmp_path: Path) -> None:
@@ -162,9 +162,9 @@ async def main():
 asyncio.run(main())
 """
     owner = await asyncio.create_subprocess_exec(sys.executable, "-c", script, env=ENVIRONMENT, cwd=ROOT)
-    await until((tmp_path / "pids").exists, 20)
+    await until((tmp_path / "pids").exists, 60)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert all(alive(pid) for pid in pids)
     owner.kill()
     await owner.wait()
-    await until(lambda: not any(alive(pid) for pid in pids), 5)
+    await until(lambda: not any(alive(pid) for pid in pids), 60)

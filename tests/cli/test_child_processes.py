@@ -37,7 +37,7 @@ def wait_until(holds, seconds=10.0):
 
 
 async def text_of(log):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (log.exists() and log.read_text().endswith("\n")):  # noqa: ASYNC110 - files give no events
             await asyncio.sleep(0.02)
     return log.read_text()

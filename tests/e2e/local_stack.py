@@ -52,7 +52,7 @@ def holds(condition: str) -> Test:
     return lambda status: conditions.is_true(status.conditions, condition)
 
 
-async def eventually(what: str, probe: Callable[[], Awaitable[T]], seconds: float = 30) -> T:
+async def eventually(what: str, probe: Callable[[], Awaitable[T]], seconds: float = 120) -> T:
     """Ask until the answer is true-ish, and return it; fail when it is not in time."""
     deadline = time.monotonic() + seconds
     while not (answer := await probe()):
@@ -107,7 +107,7 @@ class Stage:
         """The job's status now."""
         return parse_status(await self.client.get(JOBS, name, NAMESPACE))
 
-    async def until(self, name: str, test: Test, what: str, seconds: float = 60) -> ParallelTrainingJobStatus:
+    async def until(self, name: str, test: Test, what: str, seconds: float = 150) -> ParallelTrainingJobStatus:
         """Wait until the job's status is so; fail with the status and the logs when it is not in time."""
         deadline = time.monotonic() + seconds
         while True:

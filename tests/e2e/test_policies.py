@@ -34,14 +34,14 @@ async def test_an_exit_code_fails_the_job_at_once(stage: Stage) -> None:
     async def failed() -> bool:
         return is_true((await stage.status("damaged")).conditions, conditions.FAILED)
 
-    await eventually("it has failed", failed, 60)
+    await eventually("it has failed", failed, 150)
     status = await stage.status("damaged")
     condition = find(status.conditions, conditions.FAILED)
     assert condition is not None
     assert condition.reason == "FailurePolicy"
     assert "rank 3 exited with code 64" in condition.message
     assert (status.restart_count, status.mesh and status.mesh.generation) == (0, 1)
-    await eventually("its pods are gone", lambda: none(stage, "damaged"), 60)
+    await eventually("its pods are gone", lambda: none(stage, "damaged"), 150)
 
 
 async def none(stage: Stage, name: str) -> bool:
@@ -57,7 +57,7 @@ async def test_an_ignored_exit_code_is_tried_again_without_end_and_a_counted_one
     async def failed() -> bool:
         return is_true((await stage.status("flaky")).conditions, conditions.FAILED)
 
-    await eventually("it has failed", failed, 120)
+    await eventually("it has failed", failed, 150)
     status = await stage.status("flaky")
     condition = find(status.conditions, conditions.FAILED)
     assert condition is not None
@@ -77,7 +77,7 @@ async def test_the_first_worker_can_complete_the_run(stage: Stage) -> None:
     async def only_the_first() -> bool:
         return [pod["status"]["phase"] for pod in await stage.pods("led")] == ["Succeeded"]
 
-    await eventually("the others are stopped", only_the_first, 60)
+    await eventually("the others are stopped", only_the_first, 150)
 
 
 async def test_an_edit_restarts_ranks_and_an_impossible_one_does_not(stage: Stage) -> None:

@@ -102,7 +102,7 @@ async def test_a_job_that_always_fails_ends_failed_with_the_reason(stage):
     async def given_up():
         return condition(await stage.status("broken"), "Failed")
 
-    failed = await eventually("the job has failed", given_up, 60)
+    failed = await eventually("the job has failed", given_up, 150)
     assert "no such dataset" in failed.message or "exit" in failed.message, failed
     status = await stage.status("broken")
     assert status.restarts_toward_limit == 1

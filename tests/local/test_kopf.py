@@ -75,7 +75,7 @@ def handlers(connection, calls):
 
 
 async def until(look, what):
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while True:
             if found := await look():
                 return found
@@ -125,7 +125,7 @@ async def test_create_update_status_finalizer_and_delete():
                 registry=registry, standalone=True, namespaces=["default"], stop_flag=stop, ready_flag=ready
             )
             operator = asyncio.create_task(running)
-            await asyncio.wait_for(ready.wait(), 30)
+            await asyncio.wait_for(ready.wait(), 90)
             await scenario(cluster.client)
     finally:
         stop.set()

@@ -13,22 +13,24 @@ from meshwright.api.status import ParallelTrainingJobStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """Progress from rank 0's metrics. They are newer than the status, which is written every 10 s."""
-
-    step: int
-    loss: float
-
-
-@dataclass(frozen=True, slots=True)
 class PodView:
     """The main properties of a worker pod."""
 
     worker: int
     name: str
     node: str
+    """Empty until the pod has a node."""
     state: str
     address: str
+    """IP address; empty until the kubelet reports one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Progress from rank 0's metrics. They are newer than the status, which is written every 10 s."""
+
+    step: int
+    loss: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ class Accelerator:
     """A GPU product in its usual node."""
 
     name: str
+    """The product, such as `H100-SXM5-80GB`."""
     half: float
     """Peak of fp16 and bf16 products, FLOP/s."""
     fp8: float

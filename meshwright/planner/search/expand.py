@@ -84,16 +84,15 @@ def schedules_of(request: SearchRequest, layout: Layout) -> Iterator[tuple[Pipel
     if layout.pipeline == 1:
         yield pinned.schedule or PipelineSchedule.ONE_F_ONE_B, 1
         return
-    layers = request.work.model.layers
     for schedule in (pinned.schedule,) if pinned.schedule else techniques.schedules:
         kind = kind_of(schedule)
         if kind.virtual_stages:
             counts = (pinned.virtual_stages,) if pinned.virtual_stages else techniques.virtual_stages
-            yield from ((schedule, chunks) for chunks in counts if layers >= chunks * layout.pipeline)
-        elif not kind.folded:
-            yield schedule, 1
-        elif layers >= 2 * layout.pipeline:
-            yield schedule, 2
+        else:
+            counts = (2,) if kind.folded else (1,)
+        for chunks in counts:
+            if request.work.model.layers >= kind.stages_per_rank(chunks) * layout.pipeline:
+                yield schedule, chunks
 
 
 def _context_methods(request: SearchRequest, layout: Layout) -> Iterator[ContextMethod]:

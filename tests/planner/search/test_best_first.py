@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from meshwright.api.mixture import MixtureSpec
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
+from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.estimate import estimate, machine_for, memory_of
@@ -21,6 +22,7 @@ from meshwright.planner.search.alternatives import alternatives_of
 from meshwright.planner.search.best_first import TIE_TOLERANCE, search
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.errors import NothingFitsError
+from meshwright.planner.search.expand import schedules_of
 from meshwright.planner.search.explain import reasons
 from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques
 from meshwright.planner.search.search_space import layouts, micro_batch_sizes
@@ -101,6 +103,18 @@ def test_nothing_better_is_missed(
     assert result.best.score(objective) <= least * TIE_TOLERANCE * (1 + 1e-9)
     assert min(one.score(objective) for one in result.ranked) == pytest.approx(least, rel=1e-3)
     assert result.estimated < len(tried) or len(tried) < 50
+
+
+def test_a_schedule_is_tried_if_each_of_its_stages_has_a_layer() -> None:
+    def tried(layers: int) -> set[PipelineSchedule]:
+        model = DENSE.model_copy(update={"layers": layers})
+        return {schedule for schedule, _ in schedules_of(SearchRequest(Workload(model, 4096, 64), MACHINE, 4), layout)}
+
+    layout = Layout(tensor=1, pipeline=4, data=1)
+    # DualPipe has as many stages as ranks, each on two of them; in a V a rank has two stages of its own.
+    assert {PipelineSchedule.DUAL_PIPE, PipelineSchedule.ZB_H1} <= tried(4)
+    assert not {PipelineSchedule.DUAL_PIPE_V, PipelineSchedule.ZB_V, PipelineSchedule.INTERLEAVED} & tried(4)
+    assert {PipelineSchedule.DUAL_PIPE_V, PipelineSchedule.ZB_V, PipelineSchedule.INTERLEAVED} <= tried(8)
 
 
 def test_among_equals_the_simplest_wins() -> None:

@@ -56,6 +56,7 @@ class ExpertLoad:
     """Load of the experts of one layer in one step, over all tokens of the global batch."""
 
     layer: int
+    """Index of the layer in the model."""
     imbalance: float
     """Assignments to the busiest expert, divided by the mean; 1 when balanced."""
     dropped: float
@@ -74,6 +75,7 @@ class StepReport:
     loss: float
     """Mean loss per token over the global batch."""
     gradient_norm: float
+    """L2 norm of the gradients of all parameters, before clipping."""
     learning_rate: float
     tokens: int
     """Tokens of the global batch, without padding."""
