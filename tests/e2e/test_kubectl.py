@@ -26,7 +26,7 @@ async def test_apply_watch_and_delete_as_a_new_user_types_them(stage, tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump_all(tiny("typed", training={"steps": 20})))
     assert "typed created" in await kubectl(stage, "apply", "-f", str(path))
-    waited = await kubectl(stage, "wait", "--for=condition=Complete", "ptj/typed", "--timeout=90s")
+    waited = await kubectl(stage, "wait", "--for=condition=Complete", "ptj/typed", "--timeout=180s")
     assert "typed condition met" in waited
     table = (await kubectl(stage, "get", "ptj")).splitlines()
     assert table[0].split()[:3] == ["NAME", "READY", "STATUS"]
@@ -54,7 +54,7 @@ async def test_explain_describes_the_fields(stage):
 async def test_apply_server_side_and_again_changes_nothing(stage):
     path = str(EXAMPLES / "ten-line.yaml")
     assert "serverside-applied" in await kubectl(stage, "apply", "--server-side", "-f", path)
-    await kubectl(stage, "wait", "--for=condition=Complete", "ptj/ten-line", "--timeout=90s")
+    await kubectl(stage, "wait", "--for=condition=Complete", "ptj/ten-line", "--timeout=180s")
     before = await kubectl(stage, "get", "ptj", "ten-line", "-o", "jsonpath={.metadata.generation}")
     await kubectl(stage, "apply", "--server-side", "-f", path)
     assert await kubectl(stage, "get", "ptj", "ten-line", "-o", "jsonpath={.metadata.generation}") == before

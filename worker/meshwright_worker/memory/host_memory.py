@@ -46,7 +46,7 @@ def mmap_zeros(directory: str, elements: int, dtype: torch.dtype, prefix: str, o
             os.close(descriptor)
             os.unlink(name)
     except OSError as error:
-        raise OSError(error.errno, f"`{option}: {directory}` cannot allocate a file there: {error.strerror}") from error
+        raise OSError(error.errno, f"`{option}: {directory}`: cannot create a file there: {error.strerror}") from error
 
 
 @dataclass
