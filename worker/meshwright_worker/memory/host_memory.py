@@ -46,7 +46,8 @@ def mmap_zeros(directory: str, elements: int, dtype: torch.dtype, prefix: str, o
             os.close(descriptor)
             os.unlink(name)
     except OSError as error:
-        raise OSError(error.errno, f"`{option}: {directory}` cannot allocate a file there: {error.strerror}") from error
+        problem = f"`{option}: {directory}`: cannot create the directory, or allocate a file in it: {error.strerror}"
+        raise OSError(error.errno, problem) from error
 
 
 @dataclass
