@@ -208,7 +208,7 @@ def completed(generation=2, restarts=1, step=100):
             restartCount=restarts, checkpoint={"step": 100, "time": TIME, "path": "/c"}, plan=PLAN, placement=PLACEMENT,
         ),
         [],
-        [event("Recovered", "recovered in 6.1 s: replace pod 2.0")],
+        [event("Recovered", "Training again after 6.1 s: replace pod 2.0")],
     )  # fmt: skip
 
 
@@ -248,7 +248,14 @@ def test_summary_has_every_part():
     curve = LossCurve({1: 5.75, 100: 1.9})
     ending = DemoResult(completed(), curve, recovered_fault(), SAVED, "def ", "def f():", 150.0)
     text = rendered(summary(ending))
-    for expected in ("5.7500 (step 1)", "1.9000 (step 100)", "lm-w1-0", "recovered in 6.1 s", "1,600 samples", "2:30"):
+    for expected in (
+        "5.7500 (step 1)",
+        "1.9000 (step 100)",
+        "lm-w1-0",
+        "Training again after 6.1 s",
+        "1,600 samples",
+        "2:30",
+    ):
         assert expected in text, expected
     assert "[0 d0p0t0] [1 d0p0t1]" in text
     assert "def f():" in text

@@ -64,7 +64,7 @@ async def test_demo_loses_a_worker_recovers_and_tells_it(tmp_path, job):
         "FAULT: deleting worker pod short-w1-0",
         "RECOVERED",
         "short-w1-1",
-        "recovered in",
+        "Training again after",
         "placement",
         "def ",
     ):

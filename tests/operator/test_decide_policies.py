@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.api.conditions import find
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.placement import place
@@ -190,6 +191,20 @@ def test_an_edit_that_is_held_back_is_told_once_and_stops_nobody() -> None:
     second = blocked_edit(status=first.status)
     assert second.status == first.status
     assert second.events == []
+
+
+def test_a_blocked_edit_of_a_suspended_job_does_not_claim_that_ranks_run() -> None:
+    decision = blocked_edit(pods=[], suspend=True)
+    ready = find(decision.status.conditions, "Ready")
+    assert ready is not None
+    assert "stays in effect (Suspended): `spec.suspend` is true" in ready.message
+
+
+def test_a_blocked_edit_whose_message_ends_with_a_period_is_reported_once() -> None:
+    edit = BlockedEdit("InvalidSpec", "spec.x: must be y.", retryable=False)
+    first = decide(replace(observed(), blocked_edit=edit))
+    assert [event.reason for event in first.events] == ["InvalidSpec"]
+    assert decide(replace(observed(status=first.status), blocked_edit=edit)).events == []
 
 
 def test_the_time_of_ranks_that_train_behind_a_held_edit_counts_as_training() -> None:

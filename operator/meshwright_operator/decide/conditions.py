@@ -49,7 +49,8 @@ def blocked_job_state(blocked_edit: BlockedEdit, revision: str, running: JobStat
 
     It is never Ready, because the spec that the user asked for does not run.
     """
-    effect = "keeps running" if running.ready else f"stays in effect ({running.reason})"
+    # A suspended job is ready too, but runs nothing.
+    effect = "keeps running" if running.reason == "Running" else f"stays in effect ({running.reason})"
     message = sentences(blocked_edit.message, f"Revision {revision} {effect}: {running.message}")
     return replace(
         running, reason=blocked_edit.reason, message=message, ready=False, stalled=not blocked_edit.retryable

@@ -212,7 +212,7 @@ def _report_blocked_edit(decision: Decision) -> None:
     if blocked_edit is None:
         return
     ready = find(decision.observed.status.conditions, names.READY)
-    if ready is None or ready.reason != blocked_edit.reason or blocked_edit.message not in ready.message:
+    if ready is None or ready.reason != blocked_edit.reason or sentences(blocked_edit.message) not in ready.message:
         decision.add_event(blocked_edit.reason, blocked_edit.message, WARNING)
     if blocked_edit.retryable:
         decision.requeue_within(placement_outcome.RETRY_PLACEMENT_SECONDS)

@@ -152,8 +152,7 @@ def stuck_agents(observed: Observed) -> Interruption | None:
     if not stuck:
         return None
     named = ", ".join(f"worker {worker.index} on {worker.node}" for worker in stuck[:3])
-    problem = f"Ranks of an older generation than {observed.mesh.generation} do not exit: {named}"
-    message = sentences(problem, _replacing(len(stuck)))
+    message = f"Ranks of an older generation than {observed.mesh.generation} do not exit: {named}"
     return Interruption(HANG, message, lost=tuple(stuck))
 
 

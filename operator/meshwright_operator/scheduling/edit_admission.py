@@ -53,9 +53,7 @@ class EditAdmission:
         result = await self._try_placement(key, job, observed)
         if isinstance(result, Plan):
             return replace(observed, plan=result)
-        return replace(
-            running, blocked_edit=BlockedEdit(DOES_NOT_FIT, f"The edit does not fit: {result}", retryable=True)
-        )
+        return replace(running, blocked_edit=BlockedEdit(DOES_NOT_FIT, result, retryable=True))
 
     def forget(self, uid: str) -> None:
         """Drops the state of a deleted job."""

@@ -133,7 +133,7 @@ class JobScheduler:
             return isinstance(await self._place(request), Granted)
 
     async def try_edit(self, request: PlacementRequest) -> Plan | str:
-        """The plan with which an edited job fits, or the reason why it does not. If it fits, the job is queued at once.
+        """The plan with which an edited job can restart, or a message why it cannot yet. With a plan the job is queued.
 
         Raises:
             ApiError: Foreign pods could not be listed.
@@ -141,7 +141,9 @@ class JobScheduler:
         async with self._lock:
             grant = await self._place(request)
             if isinstance(grant, NotGranted):
-                return grant.message
+                if grant.waits_for_turn:
+                    return sentences("The edit waits for its turn", grant.message)
+                return f"The edit does not fit: {grant.message}"
             self._queue.add(replace(request, plan=grant.placement.plan, other_plans=()))
             return grant.placement.plan
 

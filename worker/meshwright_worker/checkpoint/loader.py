@@ -133,8 +133,8 @@ def check_same_run(actual: Manifest, expected: Manifest) -> None:
         )
     if actual.stream != expected.stream:
         raise CheckpointMismatchError(
-            "the checkpoint was trained on another stream of samples, in which its position has no meaning: `data`, "
-            f"`training.sequenceLength` or `training.seed` differ: {fix}"
+            "the checkpoint was trained on another stream of samples, so its position is not valid in this one: "
+            f"`data`, `training.sequenceLength` or `training.seed` differ: {fix}"
         )
 
 
