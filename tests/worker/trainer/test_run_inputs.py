@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.api.data import DataFormat, DataSource, DataSpec
-from meshwright.data.files import open_folder
+from meshwright.data.files import open_directory
 from meshwright.data.shards import MANIFEST
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import ByteTokenizer
@@ -122,7 +122,7 @@ def test_a_vocabulary_larger_than_the_models(volume: Path, bpe_file: Path) -> No
 
 def tokens_of(volume: Path) -> Path:
     target = volume.parent / "tokens"
-    tokenize(TextSource(open_folder(str(volume)), "**/*.py"), ByteTokenizer(), target)
+    tokenize(TextSource(open_directory(str(volume)), "**/*.py"), ByteTokenizer(), target)
     return target
 
 
