@@ -157,8 +157,8 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "training.lora.targets",
         "must contain a matrix that every layer has: add `Query` or `Output`. Layers have `Key` and `Value` "
-        "without `model.latent`, `Up` and `Down` without `model.mixture`, and `Gate` like these unless "
-        "`model.gated: false`",
+        "without `model.latent`, `Up` and `Down` without `model.mixture`, and `Gate` without `model.mixture` if "
+        "`model.gated` is true",
         "!has(self.training) || !has(self.training.lora) || !has(self.model)"
         " || self.training.lora.targets.exists(t, t in ['Query', 'Output']"
         " || (t in ['Key', 'Value'] && !has(self.model.latent))"

@@ -28,7 +28,7 @@ def dependencies(action: Action, stages: int) -> list[tuple[tuple[ActionKind, ..
 
 def _missing_or_repeated(schedule: Schedule) -> list[str]:
     counts = Counter(action for rank in range(len(schedule.ranks)) for action in schedule.actions(rank))
-    problems_found = [f"{action} stands {times} times" for action, times in counts.items() if times > 1]
+    problems_found = [f"{action} occurs {times} times" for action, times in counts.items() if times > 1]
     for stage in range(schedule.stages):
         for m in range(schedule.micro_batches):
             if not counts[Action(ActionKind.FORWARD, stage, m)]:

@@ -13,8 +13,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def capitalized(text: str) -> str:
-    """The text with a capital first letter."""
-    return text[:1].upper() + text[1:]
+    """The text with a capital first letter; unchanged if it begins with the path of a field."""
+    return text if text.startswith("spec") else text[:1].upper() + text[1:]
 
 
 def sentences(*parts: str) -> str:

@@ -221,7 +221,7 @@ def test_impossible_schedules_are_rejected(name: str, ranks: int, micro_batches:
 def test_a_repeated_action_is_found() -> None:
     good = generate("1f1b", 2, 2)
     broken = replace(good, ranks=(good.ranks[0] + good.ranks[0][:1], good.ranks[1]))
-    assert schedule_problems(broken) == ["F0.0 stands 2 times"]
+    assert schedule_problems(broken) == ["F0.0 occurs 2 times"]
 
 
 def test_a_missing_action_is_found() -> None:

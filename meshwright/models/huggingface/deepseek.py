@@ -43,7 +43,7 @@ def _second(fields: ConfigFields) -> MixtureSpec:
     method = fields.choice("topk_method", "greedy", "group_limited_greedy")
     fields.choice("scoring_func", "softmax")
     if fields.flag("norm_topk_prob", False):
-        raise ConfigError("`norm_topk_prob: true` of deepseek_v2 is not supported: its scaling is missing")
+        raise ConfigError("`norm_topk_prob: true` of deepseek_v2 is not supported: leave it out, or set it to false")
     limited = method == "group_limited_greedy"
     return MixtureSpec(
         **_experts(fields, scaling=1.0),

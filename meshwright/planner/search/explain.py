@@ -185,12 +185,12 @@ def _expert(request: SearchRequest, used: Strategy, estimate: Estimate | None) -
     # In a free search `parallelism.expert` has no effect, so it is not named for a degree of 1.
     if request.pins.expert is not None and (expert > 1 or request.order_of_preference):
         return _set_by(f"EP {expert}", "parallelism.expert")
-    held = f"{mixture.experts // expert} of {mixture.experts} experts a rank"
+    experts = f"{mixture.experts // expert} of {mixture.experts} experts a rank"
     if expert == 1:
-        return f"EP 1: every replica has all experts, and no token travels ({held})"
+        return f"EP 1: every replica has all experts, so no token is sent to another rank ({experts})"
     if estimate is None:
-        return f"EP {expert}: {held}; fewer parts need more memory or take longer"
-    return f"EP {expert}: {held}; the all-to-all takes {_part(estimate.time.expert, estimate):.0%} of a step"
+        return f"EP {expert}: {experts}; fewer parts need more memory or take longer"
+    return f"EP {expert}: {experts}; the all-to-all takes {_part(estimate.time.expert, estimate):.0%} of a step"
 
 
 def _schedule(request: SearchRequest, used: Strategy) -> str:

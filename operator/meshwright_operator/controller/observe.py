@@ -26,7 +26,7 @@ from meshwright_operator.decide.observed import Observed, Rejection, Worker, has
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.scheduling.scheduler import JobScheduler
-from meshwright_operator.text import with_warnings
+from meshwright_operator.text import capitalized, with_warnings
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ def _plans(
         depends_on_nodes = error.depends_on_cluster and running_plan is None
         node_warnings = scheduler.inventory(spec).warnings if depends_on_nodes else ()
         raise JobRejectedError(
-            error.reason, with_warnings(str(error), node_warnings), retryable=error.depends_on_cluster
+            error.reason, with_warnings(capitalized(str(error)), node_warnings), retryable=error.depends_on_cluster
         ) from None
     except (ValueError, ArithmeticError, LookupError, TypeError) as error:
         # A bug in the planner: report it on the job. A running revision keeps running.

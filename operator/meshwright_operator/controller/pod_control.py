@@ -115,7 +115,10 @@ class PodControl:
             pod = read_pod(obj)
             if pod is None or pod.owner != context.uid:
                 name = body["metadata"]["name"]
-                message = f"Pod {name} already exists and this job does not own it. Delete it, or rename the job"
+                message = (
+                    f"Pod {name} already exists and this job does not own it. "
+                    "Delete it, or create the job under another name"
+                )
                 raise ForeignObjectError(message) from None
         self._metrics.pod_operations.labels("create").inc()
         self._cache_pod(obj)

@@ -4,7 +4,7 @@ Every input method returns the resulting actions; the agent executes them in ord
 
 - A new generation's ranks start only when every process of the previous one has exited.
 - Once a rank fails, the pod's other ranks are stopped. If the failure is a lost peer, the agent waits first
-  (`PEER_LOST_SETTLE_SECONDS`): if the cause is in this pod too, that rank's own error arrives meanwhile and is reported
+  (`PEER_LOST_WAIT_SECONDS`): if the cause is in this pod too, that rank's own error arrives meanwhile and is reported
   instead.
 - A pod that stops (SIGTERM, or superseded) lets its ranks save and stop within the grace period, then exits.
 """
@@ -27,7 +27,7 @@ from meshwright_worker.agent.mesh_generation import EXIT_STOPPED, MeshGeneration
 from meshwright_worker.rank import messages
 
 # A peer's death breaks every connection within milliseconds: one second is enough for the other local ranks to fail.
-PEER_LOST_SETTLE_SECONDS = 1.0
+PEER_LOST_WAIT_SECONDS = 1.0
 # Time between SIGTERM and SIGKILL for the user's command when its generation is over.
 COMMAND_STOP_SECONDS = 2.0
 
@@ -164,7 +164,7 @@ class AgentStateMachine:
             return None
         due = [] if self._kill_at is None or self._kill_sent else [self._kill_at]
         if current.failed_at is not None and self._kill_at is None:
-            due.append(current.failed_at + PEER_LOST_SETTLE_SECONDS)
+            due.append(current.failed_at + PEER_LOST_WAIT_SECONDS)
         return min(due, default=None)
 
     @property
@@ -198,7 +198,7 @@ class AgentStateMachine:
         if current.failed_at is None or self._kill_sent:
             return
         has_root_cause = any(failure.kind is not FailureKind.PEER_LOST for failure in current.failures)
-        if has_root_cause or now >= current.failed_at + PEER_LOST_SETTLE_SECONDS:
+        if has_root_cause or now >= current.failed_at + PEER_LOST_WAIT_SECONDS:
             self._schedule_kill(now + (0.0 if current.uses_builtin_runtime else COMMAND_STOP_SECONDS))
 
     def _schedule_kill(self, kill_at: float) -> None:

@@ -48,7 +48,7 @@ class Container:
         self._process: Process | None = None
         self._template = ProcessSpec([], {}, sandbox.home)
         self._mounts: list[Mount] = []
-        self._beside: set[Process] = set()
+        self._exec_processes: set[Process] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._out_of_memory = ""
 
@@ -109,13 +109,13 @@ class Container:
         """Kill it at once, including commands started by exec. It is not restarted."""
         self._stopping.set()
         self._killed = True
-        for process in (self._process, *self._beside):
+        for process in (self._process, *self._exec_processes):
             if process is not None:
                 process.kill()
 
     async def gone(self) -> None:
         """Wait until none of its processes is left."""
-        for process in (self._process, *self._beside):
+        for process in (self._process, *self._exec_processes):
             if process is not None:
                 await process.wait()
 
@@ -131,8 +131,8 @@ class Container:
             raise StartError(f"container {self.name} is not running")
         join = self._process.pid if self._sandbox.host.isolated else None
         process = await Process.start(self._spec(command_line, tty=tty, join=join), streams)
-        self._beside.add(process)
-        process.ended.add_done_callback(lambda _: self._beside.discard(process))
+        self._exec_processes.add(process)
+        process.ended.add_done_callback(lambda _: self._exec_processes.discard(process))
         return process
 
     async def _run_once(self) -> KubeObject | None:
@@ -166,7 +166,7 @@ class Container:
         code = await process.wait()
         for task in self._tasks:
             task.cancel()
-        for other in list(self._beside):
+        for other in list(self._exec_processes):
             other.kill()
             await other.wait()
         if self._out_of_memory:
