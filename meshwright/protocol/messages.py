@@ -135,7 +135,7 @@ class FailureKind(StrEnum):
     """A connection to another rank broke: the cause is elsewhere."""
     ERROR = "Error"
     """The rank itself raised, was killed or exited with a code."""
-    REFUSED = "Refused"
+    REJECTED = "Rejected"
     """The rank rejected the run before it contacted any other rank, because this runtime or GPU cannot execute it as it
     is written. Another attempt would end the same way."""
 

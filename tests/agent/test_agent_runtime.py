@@ -62,7 +62,7 @@ async def test_a_run_that_cannot_be_executed_is_reported_as_refused(
     await until(lambda: coordinator.states(0)[-1:] == [AgentState.FAILED], 60, lambda: agent.log)
     report = coordinator.last(0)
     assert report is not None
-    assert report.failure is FailureKind.REFUSED
+    assert report.failure is FailureKind.REJECTED
     assert "`model.vocabSize: 130`" in report.message
 
 

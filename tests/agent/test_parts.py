@@ -180,7 +180,7 @@ class DistNetworkError(RuntimeError):
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), FailureKind.ERROR),
         (ValueError("connection closed"), FailureKind.ERROR),
         (MemoryError(), FailureKind.ERROR),
-        (InvalidRunError("`training.precision: fp16`: the socket timeout of the device"), FailureKind.REFUSED),
+        (InvalidRunError("`training.precision: fp16`: the socket timeout of the device"), FailureKind.REJECTED),
         (KeyboardInterrupt(), FailureKind.ERROR),
     ],
 )

@@ -158,13 +158,13 @@ def test_an_error_ends_the_other_ranks_at_once(driver: Driver) -> None:
 
 def test_a_refusal_stops_the_other_ranks_at_once_and_is_reported(driver: Driver) -> None:
     driver.start(document())
-    refusal = RankFailed(FailureKind.REFUSED, "rank 1: InvalidRunError: `training.precision: bf16` needs another GPU")
+    refusal = RankFailed(FailureKind.REJECTED, "rank 1: InvalidRunError: `training.precision: bf16` needs another GPU")
     driver.tell(0, PEER_LOST)
     assert driver.tell(1, refusal) == [KillRanks((0, 1))]
     driver.exit(0, -9)
     driver.exit(1, 1)
     report = build_report(driver.state_machine)
-    assert (report.failure, report.message) == (FailureKind.REFUSED, refusal.message)
+    assert (report.failure, report.message) == (FailureKind.REJECTED, refusal.message)
 
 
 def test_a_lost_peer_waits_for_the_cause_in_its_pod(driver: Driver) -> None:

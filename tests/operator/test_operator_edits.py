@@ -201,7 +201,7 @@ async def test_a_job_made_again_under_its_name_takes_nothing_over(
     await api.create(JOBS, job("again"))
 
     async def refused() -> bool:
-        return "ActionRefused" in await api.reasons("again") or "PlacementFailed" in await api.reasons("again")
+        return "RequestRejected" in await api.reasons("again") or "PlacementFailed" in await api.reasons("again")
 
     await until(refused, "the old job's pods are in the way", 25)
     status = await api.status("again")

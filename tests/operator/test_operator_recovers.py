@@ -118,10 +118,10 @@ async def test_a_run_that_ranks_refuse_fails_the_job(
     await start_operator()
     await api.create(JOBS, job("refused"))
     await settled("refused")
-    await kubelet.of("refused")[2].fail(FailureKind.REFUSED, "`training.fp8` needs another GPU")
+    await kubelet.of("refused")[2].fail(FailureKind.REJECTED, "`training.fp8` needs another GPU")
 
     status = await failed(api, "refused")
-    assert condition(status, "Failed")["reason"] == "RunRefused"
+    assert condition(status, "Failed")["reason"] == "RunRejected"
     assert condition(status, "Failed")["message"] == "Worker 2: `training.fp8` needs another GPU"
     assert status.get("restartCount", 0) == 0
 

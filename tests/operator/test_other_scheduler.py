@@ -80,7 +80,7 @@ def test_pods_are_made_without_nodes_or_ranks() -> None:
     assert decision.status.placement is not None
     assert [(e.node, e.ranks, e.incarnation) for e in decision.status.placement.workers] == [("", "", 0)] * 4
     placed = next(c for c in decision.status.conditions if c.type == "Placed")
-    assert (placed.status, placed.reason) == ("False", "WaitsForScheduler")
+    assert (placed.status, placed.reason) == ("False", "WaitingForScheduler")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ async def test_ranks_follow_the_nodes_that_another_scheduler_gave(
     assert placement["gap"] == "0"
     assert float(placement["cost"]) >= 0
     assert condition(status, "Placed")["status"] == "True"
-    await api.posted("theirs", "WaitsForScheduler", "RanksMapped")
+    await api.posted("theirs", "WaitingForScheduler", "RanksMapped")
 
     told = kubelet.of("theirs")[0].documents[-1]
     assert [m.first_rank for m in told.members] == list(range(8))

@@ -106,9 +106,9 @@ class JobReporter:
         if isinstance(error, StatusRejectedError) and job["metadata"]["uid"] in self._events_without_status:
             return
         if isinstance(error, ApiError):
-            event = JobEvent("ActionRefused", f"The API server rejected a request: {error}", WARNING)
+            event = JobEvent("RequestRejected", f"The API server rejected a request: {error}", WARNING)
         elif isinstance(error, ForeignObjectError):
-            event = JobEvent("ActionRefused", str(error), WARNING)
+            event = JobEvent("RequestRejected", str(error), WARNING)
         else:
             message = f"Retrying with backoff after an error: {type(error).__name__}: {error}"
             event = JobEvent("ReconcileFailed", message, WARNING)

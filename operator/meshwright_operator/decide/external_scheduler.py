@@ -21,7 +21,7 @@ PARTIAL_BINDING_SECONDS = 300.0
 UNBOUND_SECONDS = 1800.0
 """Age of the pods at which the attempt ends if the scheduler has bound none: the gang may be in its queue."""
 
-WAITS_FOR_SCHEDULER = "WaitsForScheduler"
+WAITING_FOR_SCHEDULER = "WaitingForScheduler"
 NOT_SCHEDULED = "NotScheduled"
 
 
@@ -50,5 +50,5 @@ def _wait_for_binding(observed: Observed, pods: list[Pod], unbound: list[Pod]) -
     if waited >= limit:
         return EndAttempt(NOT_SCHEDULED, sentences(f"{text}, and no more within {limit:.0f} s", problem), tuple(pods))
     return Wait(
-        sentences(text, problem), WAITS_FOR_SCHEDULER if waited >= PROBLEM_AFTER_SECONDS else "", limit - waited
+        sentences(text, problem), WAITING_FOR_SCHEDULER if waited >= PROBLEM_AFTER_SECONDS else "", limit - waited
     )

@@ -75,13 +75,13 @@ def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
     # A rejected run fails the job, so name it. Otherwise name the earliest root failure.
     worker, received = max(
         failing.items(),
-        key=lambda item: (item[1].report.failure is FailureKind.REFUSED, item[1] in root, item[1].halted_seconds),
+        key=lambda item: (item[1].report.failure is FailureKind.REJECTED, item[1] in root, item[1].halted_seconds),
     )
     return Interruption(
         RANK_FAILURE,
         f"Worker {worker}: {received.report.message or 'a rank failed'}",
         detected_in=oldest,
-        job_failure="RunRefused" if received.report.failure is FailureKind.REFUSED else "",
+        job_failure="RunRejected" if received.report.failure is FailureKind.REJECTED else "",
     )
 
 

@@ -18,7 +18,7 @@ from meshwright.planner.placement import Placement
 from meshwright_operator.decide import failure_detection, lifecycle, restart_policy
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
-from meshwright_operator.decide.external_scheduler import WAITS_FOR_SCHEDULER
+from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
 from meshwright_operator.decide.gang_actions import EndAttempt, Place
 from meshwright_operator.decide.observed import Observed, PodState, Worker, has_started
 from meshwright_operator.kube.cache import JobKey
@@ -26,7 +26,7 @@ from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.text import counted, sentences, with_warnings
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 
-WAITS_FOR_TURN = "WaitsForTurn"
+QUEUED = "Queued"
 DOES_NOT_FIT = "DoesNotFit"
 
 RETRY_PLACEMENT_SECONDS = 15.0
@@ -133,10 +133,10 @@ def new_incarnations(decision: Decision, workers: Sequence[Worker]) -> dict[int,
 def _apply_no_placement(decision: Decision, grant: NotGranted) -> None:
     """Records that the gang does not fit, and deletes pods that occupy GPUs which other jobs could use."""
     observed = decision.observed
-    reason = WAITS_FOR_TURN if grant.waits_for_turn else DOES_NOT_FIT
+    reason = QUEUED if grant.waits_for_turn else DOES_NOT_FIT
     message = with_warnings(grant.message, grant.warnings)
     old = find(observed.status.conditions, names.PLACED)
-    if old is None or old.status != "False" or old.reason not in (WAITS_FOR_TURN, DOES_NOT_FIT):
+    if old is None or old.status != "False" or old.reason not in (QUEUED, DOES_NOT_FIT):
         decision.add_event("PlacementFailed", message, WARNING)
     decision.condition(names.PLACED, False, reason, message)
     decision.job_state("Placing", message)
@@ -263,8 +263,8 @@ def create_unbound_pods(decision: Decision, action: Place) -> None:
     lifecycle.begin(status, observed.now)
     pods = counted(len(new), "pod")
     text = f"Waiting for scheduler {observed.spec.workers.scheduler_name} to bind {pods}"
-    decision.condition(names.PLACED, False, WAITS_FOR_SCHEDULER, text)
-    decision.add_event(WAITS_FOR_SCHEDULER, text)
+    decision.condition(names.PLACED, False, WAITING_FOR_SCHEDULER, text)
+    decision.add_event(WAITING_FOR_SCHEDULER, text)
     decision.starting(f"Creating {pods}")
 
 

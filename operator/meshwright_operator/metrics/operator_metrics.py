@@ -77,7 +77,7 @@ class OperatorMetrics(Exporter):
         DURATION_BUCKETS,
     )
     placement_attempts = CounterMetric(
-        "ptj_placement_attempts_total", "Placements, by result.", Label("result", ("placed", "no_room", "error"))
+        "ptj_placement_attempts_total", "Placements, by result.", Label("result", ("placed", "does_not_fit", "error"))
     )
     placement_cost = HistogramMetric(
         "ptj_placement_cost",

@@ -50,7 +50,7 @@ MAX_INVENTORIES = 64
 NodeRequirements = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]
 
 
-class _WaitsForTurnError(Exception):
+class _QueuedError(Exception):
     """The job fits, but a job ahead of it in the queue fits too and gets the nodes."""
 
     def __init__(self, ahead: PlacementRequest) -> None:
@@ -181,14 +181,14 @@ class JobScheduler:
         result = "error"
         try:
             snapshot = await self._snapshot(request)
-            result = "no_room"
+            result = "does_not_fit"
             placement = await asyncio.to_thread(snapshot.place, request)
             result = "placed"
             self._metrics.placement_cost.observe(placement.cost)
             return Granted(placement, snapshot.warnings)
         except DoesNotFitError as error:
             return NotGranted(str(error), snapshot.warnings, blocked_by_kept_workers=error.blocked_by_kept_workers)
-        except _WaitsForTurnError as error:
+        except _QueuedError as error:
             return NotGranted(str(error), waits_for_turn=True, wake=(error.ahead,))
         finally:
             self._metrics.placement_attempts.labels(result).inc()
@@ -260,7 +260,7 @@ class _Snapshot:
 
         Raises:
             DoesNotFitError: The job does not fit now. The message names what is missing and what would have to end.
-            _WaitsForTurnError: The job fits, but a job ahead of it in the queue gets the nodes.
+            _QueuedError: The job fits, but a job ahead of it in the queue gets the nodes.
         """
         if request.restarts:
             # Its own pods are deleted first, and then a job ahead of it could take their GPUs.
@@ -277,7 +277,7 @@ class _Snapshot:
             return with_spares(placement_for(request, rest, self._calibration), rest, request.spec.recovery.spare_nodes)
         except DoesNotFitError as error:
             if ahead_claims.blocked_by is not None and nodes_for(request, free, self._calibration):
-                raise _WaitsForTurnError(ahead_claims.blocked_by) from None
+                raise _QueuedError(ahead_claims.blocked_by) from None
             largest_first = occupants(self._pod_requests, request.spec.workers.gpu_resource, request.uid)
             hint = capacity_hint(
                 largest_first, free, lambda freed: any(has_capacity(plan, freed) for plan in request.plans)

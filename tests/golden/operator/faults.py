@@ -88,7 +88,7 @@ class Faults:
 
     def refuse_run(self) -> str | None:
         """Fails a rank that cannot execute the run."""
-        return self._fail_rank(FailureKind.REFUSED, 78)
+        return self._fail_rank(FailureKind.REJECTED, 78)
 
     def lose_peer(self) -> str | None:
         """Breaks a connection between ranks whose pods all live."""

@@ -44,7 +44,7 @@ def refused(run: NativeRun, data_dir: Path, rank: int = 1) -> str:
         training_loop.train(task, Recorder())
     assert not isinstance(caught.value, MetOthersError), "it was not refused"
     final = isinstance(caught.value, InvalidRunError)
-    assert classify(caught.value) is (FailureKind.REFUSED if final else FailureKind.ERROR)
+    assert classify(caught.value) is (FailureKind.REJECTED if final else FailureKind.ERROR)
     return describe(caught.value)
 
 

@@ -60,7 +60,7 @@ def classify(error: BaseException) -> FailureKind:
     interpreter's `ConnectionError`. Other types are never classified as a lost peer, whatever their message.
     """
     if isinstance(error, InvalidRunError):
-        return FailureKind.REFUSED
+        return FailureKind.REJECTED
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"RuntimeError", "ConnectionError", "TimeoutError"}:
         return classify_output(describe(error))
