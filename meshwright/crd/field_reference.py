@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.api import labels
 from meshwright.crd.structural_schema import Schema
-from meshwright.rules.edits import LIVE, NEXT_START, REFUSED, Effect
+from meshwright.rules.edits import IMMUTABLE_PATHS, LIVE, NEXT_START, Effect
 
 
 def api_reference(definition: dict[str, Any]) -> str:
@@ -59,7 +59,7 @@ def _field_of(rule: dict[str, Any]) -> str:
 def _edits() -> Iterator[str]:
     yield "| edit of | what it does |"
     yield "|---|---|"
-    for effect, fields in ((Effect.LIVE, LIVE), (Effect.NEXT_START, NEXT_START), (Effect.REFUSED, REFUSED)):
+    for effect, fields in ((Effect.LIVE, LIVE), (Effect.NEXT_START, NEXT_START), (Effect.REJECTED, IMMUTABLE_PATHS)):
         yield f"| {', '.join(f'`{field}`' for field in fields)} | {effect.value} |"
     yield f"| everything else | {Effect.RESTART.value} |"
 

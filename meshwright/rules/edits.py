@@ -27,7 +27,7 @@ class Effect(StrEnum):
     LIVE = "takes effect at once"
     NEXT_START = "takes effect when ranks start next"
     RESTART = "restarts the gang from a checkpoint"
-    REFUSED = "rejected once the job has started; `managedBy` always"
+    REJECTED = "rejected once the job has started; `managedBy` always"
 
 
 LIVE = (
@@ -148,7 +148,7 @@ IMMUTABLE = (
 )
 """Every field that an edit must not change."""
 
-REFUSED = tuple(path for immutable in IMMUTABLE for path in immutable.paths)
+IMMUTABLE_PATHS = tuple(path for immutable in IMMUTABLE for path in immutable.paths)
 """The paths of `IMMUTABLE`."""
 
 FORMER_DEFAULTS = {
@@ -164,7 +164,7 @@ They are history, not what rules assume today: if an assumption changes, the rev
 
 def effect_of(path: str) -> Effect:
     """The effect of editing the field at a dotted path below `spec`."""
-    for effect, table in ((Effect.REFUSED, REFUSED), (Effect.LIVE, LIVE), (Effect.NEXT_START, NEXT_START)):
+    for effect, table in ((Effect.REJECTED, IMMUTABLE_PATHS), (Effect.LIVE, LIVE), (Effect.NEXT_START, NEXT_START)):
         if any(path == entry or path.startswith(f"{entry}.") for entry in table):
             return effect
     return Effect.RESTART

@@ -12,9 +12,9 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.crd.definition import custom_resource_definition
 from meshwright.rules.edits import (
     IMMUTABLE,
+    IMMUTABLE_PATHS,
     LIVE,
     NEXT_START,
-    REFUSED,
     Effect,
     effect_of,
     restarting_parts,
@@ -122,7 +122,7 @@ def spec_schema() -> dict[str, Any]:
 
 def test_the_table_names_only_fields_that_exist() -> None:
     paths = list(leaves(spec_schema()))
-    for entry in (*LIVE, *NEXT_START, *REFUSED):
+    for entry in (*LIVE, *NEXT_START, *IMMUTABLE_PATHS):
         assert any(path == entry or path.startswith(f"{entry}.") for path in paths), entry
 
 
@@ -145,9 +145,9 @@ def test_the_table_names_only_fields_that_exist() -> None:
         ({"parallelism.tensor": 1}, Effect.RESTART),
         ({"replicas": 1}, Effect.RESTART),
         ({"priorityClassName": "high"}, Effect.RESTART),
-        ({"model.layers": 8}, Effect.REFUSED),
-        ({"training.seed": 8}, Effect.REFUSED),
-        ({"managedBy": "example.com/other"}, Effect.REFUSED),
+        ({"model.layers": 8}, Effect.REJECTED),
+        ({"training.seed": 8}, Effect.REJECTED),
+        ({"managedBy": "example.com/other"}, Effect.REJECTED),
     ],
 )
 def test_an_edit_restarts_the_gang_just_where_the_table_says(edit: dict[str, Any], effect: Effect) -> None:
@@ -155,7 +155,7 @@ def test_an_edit_restarts_the_gang_just_where_the_table_says(edit: dict[str, Any
     new = ParallelTrainingJobSpec.model_validate(changed(changed(GOOD, CHECKPOINT), edit))
     (path,) = edit
     assert effect_of(path) is effect
-    if effect is not Effect.REFUSED:
+    if effect is not Effect.REJECTED:
         assert (restarting_parts(old) != restarting_parts(new)) == (effect is Effect.RESTART)
 
 

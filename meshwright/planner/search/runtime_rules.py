@@ -141,15 +141,9 @@ def allowed_schedules(
     job: TrainingJob, layout: Layout, schedules: Iterable[PipelineSchedule]
 ) -> list[PipelineSchedule]:
     """Return the schedules that break no rule which the job's layout keeps with the schedule assumed by default."""
-    stated = job.parallelism.model_copy(
-        update={
-            "tensor": layout.tensor,
-            "pipeline": layout.pipeline,
-            "context": layout.context,
-            "expert": layout.expert,
-        }
-    )
-    facts = ResolvedFacts(layout.data, stated, job.architecture, None, job.training, runtime=_RUNTIME)
+    stated = ResolvedFacts(layout.data, job.parallelism, job.architecture, None, job.training, runtime=_RUNTIME)
+    degrees = {name: getattr(layout, name) for name in ("tensor", "pipeline", "context", "expert")}
+    facts = _with(stated, **degrees)
     rules = [rule for rule in _rules_that_read("parallelism.schedule") if rule.holds(facts)]
     return [schedule for schedule in schedules if is_allowed(_with(facts, schedule=schedule), rules)]
 
