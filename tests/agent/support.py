@@ -31,6 +31,7 @@ from meshwright.protocol.messages import (
     WorkerReport,
 )
 from meshwright.protocol.run_config import CommandRun, NativeRun
+from tests.patience import patient
 from tests.runs import native_run
 
 TOKEN = "t0ken-that-must-never-show"
@@ -157,7 +158,7 @@ class Coordinator:
 
 async def until(condition: Callable[[], object], seconds: float, why: Callable[[], str] = str) -> None:
     """Wait for a condition, looking often."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patient(seconds)
     while not condition():
         if time.monotonic() > end:
             raise AssertionError(f"not within {seconds} s; {why()}")

@@ -16,6 +16,7 @@ from meshwright.api import labels
 from meshwright.api.objects import KubeObject
 from meshwright_operator.controller.manager import run
 from meshwright_operator.settings import Address, Settings
+from tests.patience import patient
 
 ROOT = Path(__file__).parent.parent.parent
 JOBS = f"/apis/{labels.GROUP}/{labels.VERSION}/namespaces/default/{labels.PLURAL}"
@@ -86,7 +87,7 @@ class Api:
 
 async def until(check: Callable[[], Awaitable[Any]], what: str, seconds: float = 30.0) -> Any:
     """Waits until `check` gives something true, and gives that."""
-    deadline = asyncio.get_running_loop().time() + seconds
+    deadline = asyncio.get_running_loop().time() + patient(seconds)
     while True:
         if found := await check():
             return found

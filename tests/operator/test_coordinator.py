@@ -23,6 +23,7 @@ from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 from tests.operator.builders import observed, report
+from tests.patience import patient
 
 KEY = JobKey("default", "train")
 WORKERS = {0: 0, 1: 0, 2: 1, 3: 0}
@@ -124,7 +125,7 @@ async def test_a_poll_is_answered_when_the_generation_is_announced(stage: Stage)
     await asyncio.sleep(0.1)
     assert set(stage.registry.agents().waiting_agents) == {0}
     await stage.registry.publish(mesh_document(), WORKERS, generation=1)
-    status, body = await asyncio.wait_for(waiting, 1)
+    status, body = await asyncio.wait_for(waiting, patient(1))
     assert status == 200
     assert MeshDocument.model_validate(body) == mesh_document()
     assert stage.registry.agents().waiting_agents == {}, "its store port is in use now"
@@ -142,7 +143,7 @@ async def test_agents_of_an_older_incarnation_are_told_to_go(stage: Stage) -> No
     waiting = asyncio.create_task(stage.poll(worker=2, incarnation=0, wait=10))
     await asyncio.sleep(0.1)
     await stage.registry.publish(None, WORKERS)
-    assert (await asyncio.wait_for(waiting, 1))[0] == 410
+    assert (await asyncio.wait_for(waiting, patient(1)))[0] == 410
     assert (await stage.poll(worker=2, incarnation=1, wait=0.1))[0] == 204
     assert (await stage.poll(worker=9, incarnation=0))[0] == 410
     status, _ = await stage.post("report", report(2, AgentState.RUNNING, incarnation=0).wire())
@@ -197,7 +198,7 @@ async def test_a_job_that_is_gone_lets_its_agents_go(stage: Stage) -> None:
     waiting = asyncio.create_task(stage.poll(wait=10))
     await asyncio.sleep(0.1)
     await stage.coordinator.forget("u1")
-    assert (await asyncio.wait_for(waiting, 1))[0] == 410
+    assert (await asyncio.wait_for(waiting, patient(1)))[0] == 410
 
 
 async def test_a_request_that_was_changed_on_its_way_is_refused(stage: Stage) -> None:
