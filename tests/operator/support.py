@@ -209,13 +209,13 @@ class OperatorThread:
     async def start(self, wait: bool = True) -> OperatorThread:
         self._thread.start()
         if wait:
-            assert await asyncio.to_thread(self.ready.wait, 20), self.failure
+            assert await asyncio.to_thread(self.ready.wait, patient(20)), self.failure
         return self
 
     async def stop(self) -> None:
         if self._loop is not None and self._stop is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
-        await asyncio.to_thread(self._thread.join, 15)
+        await asyncio.to_thread(self._thread.join, patient(15))
         assert not self._thread.is_alive()
 
     def _main(self) -> None:
