@@ -96,11 +96,15 @@ class MemoryCluster(KubeClient):
         obj.setdefault("status", {"phase": "Pending"} if "/pods/" in path else {})
         return self.update(path, obj, "ADDED")
 
+    def stamp(self, obj: KubeObject) -> None:
+        """Give the object a new version."""
+        self._version += 1
+        obj["metadata"]["resourceVersion"] = str(self._version)
+
     def update(self, path: str, obj: KubeObject, kind: str = "MODIFIED") -> KubeObject:
         """The object as it is now, in a new version."""
-        self._version += 1
+        self.stamp(obj)
         self.writes += 1
-        obj["metadata"]["resourceVersion"] = str(self._version)
         self.objects[path] = obj
         self._tell(kind, path, obj)
         return copy.deepcopy(obj)

@@ -212,6 +212,11 @@ class OperatorThread:
             assert await asyncio.to_thread(self.ready.wait, patient(20)), self.failure
         return self
 
+    @property
+    def alive(self) -> bool:
+        """Whether it has not exited."""
+        return self._thread.is_alive()
+
     async def stop(self) -> None:
         if self._loop is not None and self._stop is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)

@@ -7,7 +7,8 @@ and worker agents, which call the agent registry instead of HTTP. Whatever must 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -88,7 +89,12 @@ class Operator:
         self.blind = False
         """While set, no watch event reaches the cache."""
         self.missed = False
-        """Whether an event ever passed it by."""
+        """Whether an event ever passed it by, or came late."""
+        self.lag = timedelta(0)
+        """How late its watches are. The events of one resource keep their order."""
+        self.clock_error = timedelta(0)
+        """How far its clock is ahead of the cluster's."""
+        self._late: dict[str, list[tuple[datetime, str, KubeObject]]] = defaultdict(list)
         self.metrics, self.jobs, tokens = OperatorMetrics(), JobMetrics(), Tokens(b"k" * 32)
         self.cluster = world.connect(self.metrics)
         self.coordinator = Coordinator(self.cache, tokens, self.metrics, self.notify, world.seconds)
@@ -100,14 +106,18 @@ class Operator:
             queue=self.queue,
             coordinator=self.coordinator,
             tokens=tokens,
-            reporter=JobReporter(writer, self.notes, self.metrics, self.jobs, lambda: world.now),
+            reporter=JobReporter(writer, self.notes, self.metrics, self.jobs, self.now),
             metrics=self.metrics,
             scheduler=self.scheduler,
             coordinator_url=lambda: "http://coordinator",
-            now=lambda: world.now,
+            now=self.now,
         )
         self.relist()
         world.cluster.watchers.append(self.see)
+
+    def now(self) -> datetime:
+        """The time, as this process knows it."""
+        return self.world.now + self.clock_error
 
     def notify(self, key: JobKey, urgent: bool) -> None:
         """An agent sent a report."""
@@ -135,6 +145,33 @@ class Operator:
         if self.blind:
             self.missed = True
             return
+        late = self._late[str(obj.get("kind"))]
+        if self.lag or late:
+            self.missed = True
+            due = max([self.world.now + self.lag, *(when for when, _, _ in late[-1:])])
+            late.append((due, kind, obj))
+            return
+        self._take(kind, obj)
+
+    def take_late_events(self) -> None:
+        """The events whose time has come."""
+        for late in self._late.values():
+            while late and late[0][0] <= self.world.now:
+                _, kind, obj = late.pop(0)
+                if not self.blind:
+                    self._take(kind, obj)
+
+    def take_list(self, objects: Sequence[KubeObject]) -> None:
+        """A page of a list, maybe older than what the watches told."""
+        for obj in objects:
+            if obj.get("kind") == "Node":
+                self.cache.put_node(obj)
+            elif obj.get("kind") != "Pod":
+                self.cache.put_job(obj)
+            elif (pod := read_pod(obj)) is not None:
+                self.cache.put_pod(pod)
+
+    def _take(self, kind: str, obj: KubeObject) -> None:
         if obj.get("kind") != "Pod":
             self.cache.remove_job(obj) if kind == "DELETED" else self.cache.put_job(obj)
             self.queue.add(key_of(obj))
@@ -243,6 +280,9 @@ class World:
         self.cluster = MemoryCluster(lambda: self.now)
         self.cluster.on_pod_change = self._check_change
         self.nodes = {f"n{n}": node(f"n{n}", "r0", gpus) for n in range(nodes)}
+        for name, obj in self.nodes.items():
+            obj["metadata"]["uid"] = f"uid-of-{name}"
+            self.cluster.stamp(obj)
         self.gpus = gpus
         self.work = work
         self.agents: dict[str, Agent] = {}
@@ -310,6 +350,7 @@ class World:
                 self.started.append((agent.uid, agent.generation, agent.pod.worker, agent.pod.incarnation))
                 self._check_start(agent)
         for operator in self.operators:
+            operator.take_late_events()
             for _ in range(20):
                 if not await operator.run_due(self.random):
                     break
