@@ -22,7 +22,7 @@ class BlockShape(NamedTuple):
 
     request: Resources
     block_workers: int
-    rank_memory: int | None
+    rank_memory: float | None
 
     @classmethod
     def of(cls, plan: Plan) -> BlockShape:
