@@ -57,7 +57,7 @@ class NoForeignPods(KubeClient):
 
 
 class Cluster:
-    """A full cluster: every GPU has a pod of a running job."""
+    """A full cluster: all GPUs but 32 have a pod of a running job."""
 
     def __init__(self, nodes: int) -> None:
         self.cache = Cache()
@@ -145,19 +145,19 @@ class Cluster:
 async def measure(nodes: int, waiting: int) -> dict[str, float]:
     """The numbers of one cluster."""
     cluster = Cluster(nodes)
-    await cluster.ask(cluster.request("first", 32))
+    await cluster.ask(cluster.request("first", 48))
     cluster.scheduler.withdraw("uid-first")
     alone, behind = [], []
     for number in range(REPEATS):
-        seconds, answer = await cluster.ask(cluster.request(f"alone-{number}", 32))
+        seconds, answer = await cluster.ask(cluster.request(f"alone-{number}", 48))
         assert isinstance(answer, NotGranted)
         alone.append(seconds)
         cluster.scheduler.withdraw(f"uid-alone-{number}")
     for number in range(waiting):
-        await cluster.ask(cluster.request(f"queue-{number:03d}", 32))
+        await cluster.ask(cluster.request(f"queue-{number:03d}", 48))
     await cluster.scheduler.idle()
     for number in range(REPEATS):
-        seconds, answer = await cluster.ask(cluster.request(f"zz-behind-{number}", 32))
+        seconds, answer = await cluster.ask(cluster.request(f"zz-behind-{number}", 48))
         assert isinstance(answer, NotGranted)
         behind.append(seconds)
     started = time.perf_counter()
