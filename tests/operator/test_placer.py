@@ -14,7 +14,7 @@ from meshwright_operator.scheduling.placer import LATER
 from tests.operator.queueing import Attempts, Tenants
 from tests.operator.support import node
 from tests.operator.test_gang_races import small
-from tests.operator.world import JOBS, World
+from tests.operator.world import JOBS, PODS, World
 
 
 async def test_a_gang_that_lost_a_pod_is_looked_at_before_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,3 +152,28 @@ async def test_an_edit_that_waits_is_applied_when_nodes_come_not_after_a_while()
     await world.run(40)
     assert world.true("grows", "Ready")
     assert len(world.status("grows")["placement"]["workers"]) == 3
+
+
+async def test_waiting_jobs_and_edits_see_that_a_foreign_pod_ended() -> None:
+    world = World(6, nodes=4, work=10**6)
+    for name in ("n2", "n3"):
+        container = {"name": "c", "resources": {"requests": {"nvidia.com/gpu": "1"}}}
+        world.cluster.put(
+            f"{PODS}/notebook-{name}",
+            {"metadata": {"name": f"notebook-{name}"}, "spec": {"nodeName": name, "containers": [container]}},
+        )
+    world.submit(small("grows", 2))
+    await world.run(30)
+    edited: dict[str, Any] = dict(world.cluster.objects[f"{JOBS}/grows"])
+    edited["spec"] = {**edited["spec"], "replicas": 3}
+    edited["metadata"] = {**edited["metadata"], "generation": 2}
+    world.cluster.update(f"{JOBS}/grows", edited)
+    world.submit(small("waits", 1))
+    await world.run(3)
+    assert world.condition("grows", "Ready")["reason"] == "EditDoesNotFit"
+    assert "pod default/notebook-n3 (1 GPU) ends" in world.condition("waits", "Placed")["message"]
+    world.cluster.remove(f"{PODS}/notebook-n2")
+    world.cluster.remove(f"{PODS}/notebook-n3")
+    await world.run(60)
+    assert world.true("waits", "Ready")
+    assert world.true("grows", "Ready")

@@ -200,7 +200,7 @@ class Placer:
         """An answer that was found meanwhile, or that is still right."""
         if purpose is Purpose.EDIT and (trial := self._trials.get(request.uid)) is not None:
             age = (request.requested_at - trial.request.requested_at).total_seconds()
-            if trial.request.same_as(request) and (trial.attempted == self._freed or 0 <= age < FIRST_RETRY_SECONDS):
+            if trial.request.same_as(request) and 0 <= age < FIRST_RETRY_SECONDS:
                 return trial.answer
         if purpose is Purpose.PLACE and (member := self.queue.get(request.uid)) is not None and member.undelivered:
             member.undelivered = False
@@ -372,6 +372,11 @@ class Placer:
         if call.purpose is Purpose.PLACE:
             return await self._place(call)
         request = call.request
+        trial = self._trials.get(request.uid) if call.purpose is Purpose.EDIT else None
+        if trial is not None and trial.attempted == self._freed and trial.request.same_as(request):
+            # Foreign pods were listed, and nothing became free.
+            trial.request = request
+            return trial.answer
         outcome = await self._attempt(request, explain=call.purpose is Purpose.EDIT)
         excess = self._excess(request)
         if call.purpose is Purpose.MOVE or (outcome.placement is not None and not excess):

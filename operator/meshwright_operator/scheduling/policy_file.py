@@ -38,11 +38,11 @@ class PolicyFile:
             PolicyError: The file cannot be read, or the document is invalid. Without any valid policy to fall back on,
                 the process must not start: it would run without the administrator's bounds.
         """
+        self._metrics.policy_valid.set(1)
         if self._path is None:
             return
         text = self._read(self._path)
         policy = self._parse(text)
-        self._metrics.policy_valid.set(1)
         self._text = text
         self._apply(policy)
 
