@@ -14,6 +14,7 @@ from meshwright_operator import logging_config, settings
 from meshwright_operator.controller.manager import run
 from meshwright_operator.coordinator.tokens import KeyFileError
 from meshwright_operator.kube.config import KubeConfigError
+from meshwright_operator.scheduling.policy import PolicyError
 
 log = logging.getLogger("meshwright_operator")
 
@@ -28,7 +29,7 @@ def main() -> None:
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
         asyncio.run(_main(chosen))
-    except (KubeConfigError, KeyFileError) as error:
+    except (KubeConfigError, KeyFileError, PolicyError) as error:
         log.error(str(error))
         sys.exit(2)
     except BaseExceptionGroup as group:

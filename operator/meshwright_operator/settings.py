@@ -54,6 +54,8 @@ class Settings:
     """URL at which worker pods reach the coordinator; derived from `coordinator_listen` if None."""
     key_file: Path = Path("coordinator.key")
     """File with the key from which the jobs' tokens are derived; created with mode 0600 if it does not exist."""
+    policy_file: Path | None = None
+    """File with the administrator's policy; no bounds if None."""
     metrics_listen: Address = Address("", 9471)
     """Address on which /metrics, /healthz and /readyz are served."""
     lease_name: str = "meshwright-operator"
@@ -122,6 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--coordinator-url", "URL", str, None, text)
     text = "Path of the key from which the jobs' tokens are derived. Created if it does not exist."
     add("--key-file", "FILE", Path, default.key_file, text)
+    text = "Path of the administrator's policy, read again when it changes. Default: no bounds."
+    add("--policy-file", "FILE", Path, None, text)
     text = "Address on which /metrics, /healthz and /readyz are served."
     add("--metrics-listen", "HOST:PORT", Address.parse, default.metrics_listen, text)
     add("--lease-name", "NAME", str, default.lease_name, "Name of the leader's Lease.")

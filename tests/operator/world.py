@@ -34,7 +34,7 @@ from meshwright_operator.kube.cache import Cache, JobKey, key_of
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.kube.recorder import EventRecorder
-from meshwright_operator.kube.watches import awaits_placement
+from meshwright_operator.kube.watches import awaits_layout
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
@@ -98,7 +98,7 @@ class Operator:
         self.metrics, self.jobs, tokens = OperatorMetrics(), JobMetrics(), Tokens(b"k" * 32)
         self.cluster = world.connect(self.metrics)
         self.coordinator = Coordinator(self.cache, tokens, self.metrics, self.notify, world.seconds)
-        self.scheduler = JobScheduler(self.cluster, self.cache, self.metrics, ())
+        self.scheduler = JobScheduler(self.cluster, self.cache, self.metrics, (), self.queue.add)
         writer = StatusWriter(self.cluster, self.cache, self.queue)
         self.reconciler = Reconciler(
             cluster=self.cluster,
@@ -181,16 +181,16 @@ class Operator:
             return
         self.cache.remove_pod(pod) if kind == "DELETED" else self.cache.put_pod(pod)
         self.queue.add(JobKey(pod.namespace, pod.job))
-        if kind == "DELETED":
-            self.room_changed()
 
-    def room_changed(self) -> None:
+    def nodes_changed(self) -> None:
+        """What a watch event of a node does, once the cache has it."""
         for key, job in self.cache.jobs.items():
-            if awaits_placement(job):
+            if awaits_layout(job):
                 self.queue.add(key)
 
     async def run_due(self, random: random.Random) -> int:
         """Reconciles every key that is due, in any order; how many."""
+        await self.scheduler.idle()
         due = [key for key, when in self.queue.due.items() if when <= self.world.now]
         random.shuffle(due)
         for key in due:

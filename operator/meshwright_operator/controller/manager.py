@@ -29,6 +29,7 @@ from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.calibration import CalibrationLoop
+from meshwright_operator.scheduling.policy_file import PolicyFile
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.settings import Settings
 
@@ -49,6 +50,7 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
     Raises:
         KubeConfigError: No configuration of the cluster can be read.
         KeyFileError: The key file cannot be used.
+        PolicyError: The administrator's policy cannot be read, or is invalid.
         BaseExceptionGroup: A part failed for good, such as the lease or a watch. The process must exit.
     """
     manager = await Manager.build(settings)
@@ -90,7 +92,9 @@ class Manager:
         self._resync = Resync(cluster, self._cache, self._queue, metrics, settings.namespaces, settings.resync_seconds)
         self._url = settings.coordinator_url or ""
         self._leading = False
-        scheduler = JobScheduler(cluster, self._cache, metrics, settings.namespaces)
+        scheduler = JobScheduler(cluster, self._cache, metrics, settings.namespaces, self._queue.add)
+        self._policy_file = PolicyFile(settings.policy_file, metrics, scheduler.set_policy)
+        self._policy_file.load()
         self._calibration_loop = CalibrationLoop(self._cache, scheduler)
         jobs = JobMetrics()
         metrics.registry.register(jobs)
@@ -157,6 +161,7 @@ class Manager:
                 group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
                 group.create_task(self._resync.run(), name="resync")
                 group.create_task(self._calibration_loop.run(), name="learning")
+                group.create_task(self._policy_file.run(), name="policy")
                 for namespace in namespaces or (None,):
                     group.create_task(self._pods(watch, namespace).run(), name=f"pods-{namespace or 'all'}")
                 # Start the watches last: kopf cancels every task that was started after it.

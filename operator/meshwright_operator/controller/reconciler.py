@@ -19,6 +19,7 @@ from meshwright_operator import logging_config
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.observe import JobRejectedError, managed_here, observe_job
 from meshwright_operator.controller.pod_control import PodControl, PodsRejectedError
+from meshwright_operator.controller.policy_check import check_policy
 from meshwright_operator.controller.status_patch import ConflictError
 from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.coordinator.server import Coordinator
@@ -27,7 +28,7 @@ from meshwright_operator.decide import decide_job, lifecycle, placement_outcome
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document, uses_external_scheduler
 from meshwright_operator.decide.observed import Observed, PodState, Rejection
-from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS
+from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS, WAITING_RETRY_SECONDS
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
@@ -37,6 +38,7 @@ from meshwright_operator.manifests.worker_pod import PodContext
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.edit_admission import EditAdmission
 from meshwright_operator.scheduling.job_queue import PlacementRequest
+from meshwright_operator.scheduling.placer import Later
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.timestamps import utc_now
 
@@ -99,6 +101,7 @@ class Reconciler:
         if self._uids.get(key, uid) != uid:
             await self._forget(key)
         if job is None or job["metadata"].get("deletionTimestamp") or not managed_here(job):
+            self._leave_queue(uid)
             return
         self._uids[key] = uid
         registry = self._coordinator.registry(uid)
@@ -107,8 +110,10 @@ class Reconciler:
         try:
             observed = self._observe(key, job, registry)
             observed = await self._confirm_missing_pods(key, job, registry, observed)
+            observed = check_policy(observed, key.namespace, self._scheduler.bounds(key.namespace))
             observed = await self._edit_admission.admit(key, job, observed)
         except JobRejectedError as rejection:
+            self._leave_queue(uid)
             if rejection.retryable and not lifecycle.finished(parse_status(job)):
                 self._queue.add_after(key, RETRY_PLACEMENT_SECONDS)
             await self._reporter.report_rejected(key, job, rejection)
@@ -120,12 +125,16 @@ class Reconciler:
         # 4. Place if needed, write the status, then act.
         if draft.place is not None:
             async with self._scheduler.grant(PlacementRequest.of_decision(key, job, draft, draft.place)) as grant:
+                if isinstance(grant, Later):
+                    self._queue.add_after(key, WAITING_RETRY_SECONDS)
+                    return
                 for other in grant.wake:
                     self._queue.add(other)
                 placement_outcome.apply_grant(draft, grant)
                 await self._execute(key, job, registry, draft)
             return
-        if draft.mesh.pending_cause != SPEC_CHANGED.name:
+        restarts = draft.mesh.pending_cause == SPEC_CHANGED.name
+        if not restarts or observed.spec.suspend or lifecycle.finished(draft.status):
             self._scheduler.withdraw(uid)
         if draft.move is not None:
             request = PlacementRequest.of_decision(key, job, draft, draft.move)
@@ -210,12 +219,16 @@ class Reconciler:
             None if over else current, incarnations, generation=mesh.generation, closed=closed, pods=pods
         )
 
+    def _leave_queue(self, uid: str) -> None:
+        """Withdraw the requests of a job that cannot be placed now."""
+        self._scheduler.withdraw(uid)
+        self._scheduler.withdraw_edit(uid)
+
     async def _forget(self, key: JobKey) -> None:
         """Drop the state of a deleted job."""
         uid = self._uids.pop(key, "")
-        self._edit_admission.forget(uid)
         self._rejections.pop(uid, None)
-        self._scheduler.forget(uid)
+        self._scheduler.forget(key, uid)
         self._reporter.forget(key, uid)
         self._queue.forget(key)
         await self._coordinator.forget(uid)

@@ -219,7 +219,6 @@ def _report_blocked_edit(decision: Decision) -> None:
 
 
 def _start_generation(decision: Decision) -> None:
-    decision.requeue_within(REQUEUE_SECONDS)
     observed, cause = decision.observed, decision.mesh.pending_cause
     if observed.rejection is not None:
         placement_outcome.end_attempt(
@@ -227,6 +226,8 @@ def _start_generation(decision: Decision) -> None:
         )
         return
     action = gang.next_action(observed, cause)
+    if not isinstance(action, gang_actions.Place) or mesh_generation.uses_external_scheduler(observed):
+        decision.requeue_within(REQUEUE_SECONDS)
     if (
         isinstance(action, gang_actions.Place | gang_actions.Wait | gang_actions.EndAttempt)
         and (pause := placement_outcome.retry_left(decision)) > 0

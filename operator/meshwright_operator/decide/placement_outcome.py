@@ -30,7 +30,8 @@ QUEUED = "Queued"
 DOES_NOT_FIT = "DoesNotFit"
 
 RETRY_PLACEMENT_SECONDS = 15.0
-TURN_RETRY_SECONDS = 3.0
+WAITING_RETRY_SECONDS = 120.0
+"""Time after which a waiting job asks for nodes again, even if nothing woke it."""
 RETAIN_PODS_SECONDS = 30.0
 RETAINED_RETRY_SECONDS = 3.0
 FIRST_RETRY_SECONDS = 15.0
@@ -68,6 +69,10 @@ class NotGranted:
     """Whether the gang would fit if all its workers were placed again."""
     waits_for_turn: bool = False
     """Whether the gang fits, but a job ahead of it in the queue gets the nodes."""
+    reason: str = ""
+    """Reason of the condition, if it is neither the capacity nor the queue."""
+    retry_seconds: float = WAITING_RETRY_SECONDS
+    """Time after which the job asks again. It is woken earlier if it fits."""
     wake: tuple[JobKey, ...] = ()
     """Jobs to reconcile again now."""
 
@@ -133,15 +138,16 @@ def new_incarnations(decision: Decision, workers: Sequence[Worker]) -> dict[int,
 def _apply_no_placement(decision: Decision, grant: NotGranted) -> None:
     """Records that the gang does not fit, and deletes pods that occupy GPUs which other jobs could use."""
     observed = decision.observed
-    reason = QUEUED if grant.waits_for_turn else DOES_NOT_FIT
+    reason = grant.reason or (QUEUED if grant.waits_for_turn else DOES_NOT_FIT)
     message = with_warnings(grant.message, grant.warnings)
     old = find(observed.status.conditions, names.PLACED)
-    if old is None or old.status != "False" or old.reason not in (QUEUED, DOES_NOT_FIT):
-        decision.add_event("PlacementFailed", message, WARNING)
+    same = (reason,) if grant.reason else (QUEUED, DOES_NOT_FIT)
+    if old is None or old.status != "False" or old.reason not in same:
+        decision.add_event(grant.reason or "PlacementFailed", message, WARNING)
     decision.condition(names.PLACED, False, reason, message)
     decision.job_state("Placing", message)
     if not observed.live_pods:
-        decision.requeue_within(TURN_RETRY_SECONDS if grant.waits_for_turn else RETRY_PLACEMENT_SECONDS)
+        decision.requeue_within(grant.retry_seconds)
     elif grant.blocked_by_kept_workers or _retention_expired(decision):
         decision.delete_live_pods()
     else:

@@ -8,6 +8,9 @@ from meshwright.api import conditions as names
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_operator.decide.conditions import JobState, set_condition, set_job_state, update_observed_generation
 
+NO_LAYOUT = "NoLayout"
+"""Reason of a job for which no layout fits the cluster's nodes."""
+
 
 def rejected(
     old: ParallelTrainingJobStatus, generation: int, now: datetime, reason: str, message: str
@@ -25,7 +28,7 @@ def unplannable(
     """The status of a job for which no layout fits the cluster now. New nodes may change that."""
     status = old.model_copy(deep=True)
     status.observed_generation = generation
-    set_condition(status, names.PLACED, "False", "NoLayout", message, generation, now)
+    set_condition(status, names.PLACED, "False", NO_LAYOUT, message, generation, now)
     reason = "SuspendedByUser" if suspended else "NotSuspended"
     set_condition(status, names.SUSPENDED, str(suspended), reason, "", generation, now)
     job_state = JobState("Suspended", message, ready=True) if suspended else JobState("Placing", message)

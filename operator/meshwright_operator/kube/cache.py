@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from meshwright.api.objects import KubeObject
 from meshwright_operator.kube.pod_info import Pod
@@ -25,6 +25,16 @@ class JobKey(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
 
+class CapacityListener(Protocol):
+    """Follows what pods request and which nodes exist, so that nobody has to collect it from all pods again."""
+
+    def pod_changed(self, uid: str, request: PodRequest | None) -> None:
+        """A pod requests this now; None if it requests nothing any more."""
+
+    def nodes_changed(self) -> None:
+        """A node changed in a way that matters for placement."""
+
+
 class Cache:
     """The operator's view of the cluster. Used from one event loop only."""
 
@@ -36,6 +46,7 @@ class Cache:
         self._deleted_versions: dict[str, int] = {}
         self.nodes_version = 0
         """Changes whenever a node changes in a way that matters for placement."""
+        self.capacity_listener: CapacityListener | None = None
 
     def put_job(self, obj: KubeObject) -> None:
         """Store a job, unless a newer version is stored."""
@@ -58,8 +69,11 @@ class Cache:
             return False
         if old is not None and old.uid == pod.uid and old.version > pod.version:
             return False
+        if old is not None and old.uid != pod.uid:
+            self._note_request(old.uid, None)
         self._pods[key][pod.name] = pod
         self._unowned_pods.pop(pod.uid, None)
+        self._note_request(pod.uid, _request_of(pod))
         return old != pod
 
     def remove_pod(self, pod: Pod) -> None:
@@ -70,6 +84,7 @@ class Cache:
             del pods[pod.name]
         if not pods:
             self._pods.pop(key, None)
+        self._note_request(pod.uid, None)
         self._deleted_versions[pod.uid] = pod.version
         while len(self._deleted_versions) > 4096:
             del self._deleted_versions[next(iter(self._deleted_versions))]
@@ -81,24 +96,26 @@ class Cache:
             self._unowned_pods[_uid(obj)] = pod_request
         else:
             self._unowned_pods.pop(_uid(obj), None)
+        self._note_request(_uid(obj), pod_request)
 
     def remove_unowned_pod(self, uid: str) -> None:
         """Remove such a pod."""
         self._unowned_pods.pop(uid, None)
+        self._note_request(uid, None)
 
     def unowned_pods(self, namespace: str | None) -> set[str]:
         """The uids of such pods in a namespace, or in all if it is None."""
         return {uid for uid, pod_request in self._unowned_pods.items() if namespace in (None, pod_request.namespace)}
 
-    def pod_requests(self) -> list[PodRequest]:
-        """The requests of all pods with the job label."""
-        own = [
-            PodRequest(pod.name, pod.namespace, pod.node, pod.request_json, pod.job, pod.owner)
+    def pod_requests(self) -> dict[str, PodRequest]:
+        """The requests of all pods with the job label, by the pods' uids."""
+        own = {
+            pod.uid: request
             for pods in self._pods.values()
             for pod in pods.values()
-            if pod.node and not pod.terminal
-        ]
-        return [*own, *self._unowned_pods.values()]
+            if (request := _request_of(pod)) is not None
+        }
+        return own | self._unowned_pods
 
     def remove_unlabeled_pod(self, uid: str) -> JobKey | None:
         """Remove a pod that lost the job label, so that the watch no longer selects it. Return its job's key."""
@@ -106,6 +123,7 @@ class Cache:
             for pod in pods.values():
                 if pod.uid == uid:
                     del pods[pod.name]
+                    self._note_request(uid, None)
                     if not pods:
                         del self._pods[key]
                     return key
@@ -130,13 +148,28 @@ class Cache:
         changed = self.nodes.get(name) != trimmed
         self.nodes[name] = trimmed
         self.nodes_version += changed
+        if changed and self.capacity_listener is not None:
+            self.capacity_listener.nodes_changed()
         return changed
 
     def remove_node(self, name: str) -> bool:
         """Remove a node. Return whether it was stored."""
         gone = self.nodes.pop(name, None) is not None
         self.nodes_version += gone
+        if gone and self.capacity_listener is not None:
+            self.capacity_listener.nodes_changed()
         return gone
+
+    def _note_request(self, uid: str, request: PodRequest | None) -> None:
+        if self.capacity_listener is not None:
+            self.capacity_listener.pod_changed(uid, request)
+
+
+def _request_of(pod: Pod) -> PodRequest | None:
+    """What the pod requests on its node; None if it has no node, or requests nothing any more."""
+    if not pod.node or pod.terminal:
+        return None
+    return PodRequest(pod.name, pod.namespace, pod.node, pod.request_json, pod.job, pod.owner)
 
 
 def key_of(obj: Mapping[str, Any]) -> JobKey:

@@ -19,6 +19,7 @@ from kubernetes.aio.client.rest import RESTClientObject
 
 from meshwright.api.labels import FIELD_MANAGER, GROUP, PLURAL, VERSION
 from meshwright.api.objects import KubeObject
+from meshwright_operator.decide.rejected_job import NO_LAYOUT
 from meshwright_operator.kube.cache import Cache, JobKey, key_of
 from meshwright_operator.kube.client import IDENTITY_ENCODING, PAGE_SIZE
 from meshwright_operator.kube.paths import core_path, jobs_path, pods_path
@@ -68,7 +69,6 @@ class EventHandlers:
             return
         if event["type"] == DELETED:
             self._cache.remove_pod(pod)
-            self._requeue_waiting_jobs()
         elif not self._cache.put_pod(pod):
             # The event repeats what the operator wrote or listed itself, as thousands do after every start.
             return
@@ -86,25 +86,25 @@ class EventHandlers:
         else:
             changed = self._cache.put_node(obj)
         if changed:
-            self._requeue_waiting_jobs()
+            self._requeue_unplanned_jobs()
             for pod in self._cache.all_pods():
                 if pod.node == name:
                     self._queue.add(JobKey(pod.namespace, pod.job))
 
-    def _requeue_waiting_jobs(self) -> None:
-        """Queue the jobs that wait for nodes."""
+    def _requeue_unplanned_jobs(self) -> None:
+        """Queue the jobs that other nodes may help. The placer wakes the jobs that wait for free nodes."""
         for key, job in self._cache.jobs.items():
-            if awaits_placement(job):
+            if awaits_layout(job):
                 self._queue.add(key)
 
 
-def awaits_placement(job: dict[str, Any]) -> bool:
-    """Whether the job could not be placed at its last reconcile."""
+def awaits_layout(job: dict[str, Any]) -> bool:
+    """Whether no layout of the job fitted the cluster's nodes at its last reconcile."""
     status = job.get("status")
     conditions = status.get("conditions") if isinstance(status, dict) else None
     for condition in conditions if isinstance(conditions, list) else ():
         if isinstance(condition, dict) and condition.get("type") == "Placed":
-            return condition.get("status") == "False"
+            return condition.get("status") == "False" and condition.get("reason") == NO_LAYOUT
     return False
 
 

@@ -84,6 +84,10 @@ class OperatorMetrics(Exporter):
         "Cost of placements: milliseconds per step for network crossings, or a relative number if GPUs are unknown.",
         COST_BUCKETS,
     )
+    policy_valid = GaugeMetric(
+        "ptj_policy_valid",
+        "1 if the administrator's policy is valid, 0 if its file has an error and an earlier version is in effect.",
+    )
     pod_operations = CounterMetric(
         "ptj_pod_operations_total",
         "Pods created, ungated and deleted.",
