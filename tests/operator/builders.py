@@ -151,7 +151,10 @@ def observed(
     plan = make_plan(wanted, Inventory(), kept or plan_status())
     if pods is None:
         pods = [pod(worker) for worker in range(4)]
-    workers, excess_pods = observe_workers(len(plan.workers), status, pods, down or NODES, refused or {})
+    received = received if received is not None else agents()
+    workers, excess_pods = observe_workers(
+        len(plan.workers), status, pods, down or NODES, refused or {}, agents=received
+    )
     return Observed(
         now=now,
         name=JOB,
@@ -163,5 +166,5 @@ def observed(
         plan=plan,
         workers=workers,
         excess_pods=excess_pods,
-        agents=received if received is not None else agents(),
+        agents=received,
     )

@@ -120,7 +120,7 @@ class _JobObserver:
         revision = revision_of(spec)
         plan, *others = _plans(spec, self.status, revision, self.scheduler)
         pods = self.cache.pods(self.key, metadata["uid"])
-        workers, excess_pods = _workers(spec, plan, self.status, pods, self.cache, self.scheduler)
+        workers, excess_pods = _workers(spec, plan, self.status, pods, self.cache, self.scheduler, self.agents)
         return Observed(
             now=self.now,
             name=self.key.name,
@@ -223,6 +223,7 @@ def _workers(
     pods: Sequence[Pod],
     cache: Cache,
     scheduler: JobScheduler,
+    agents: Agents,
 ) -> tuple[list[Worker], list[Pod]]:
     named = {entry.node for entry in (status.placement.workers if status.placement else [])}
     down = {name: not _is_ready(cache.nodes[name]) for name in named | {p.node for p in pods} if name in cache.nodes}
@@ -230,7 +231,7 @@ def _workers(
     bound = [pod.node for pod in pods if pod.bound and _may_be_draining(cache.nodes.get(pod.node))]
     rejecting = scheduler.unusable_nodes(spec, [*unbound, *bound]) if unbound or bound else {}
     draining = {name: why for name in bound if _is_draining(why := rejecting.get(name, ""))}
-    return observe_workers(len(plan.workers), status, pods, down, rejecting, draining)
+    return observe_workers(len(plan.workers), status, pods, down, rejecting, draining, agents)
 
 
 def _may_be_draining(node: KubeObject | None) -> bool:

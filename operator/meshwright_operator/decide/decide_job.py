@@ -25,6 +25,7 @@ from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.mesh_generation import next_generation
 from meshwright_operator.decide.observed import Observed, PodState, has_started
 from meshwright_operator.decide.restart_policy import Interruption, Undetermined
+from meshwright_operator.decide.succeeded_workers import format_workers
 from meshwright_operator.text import counted, sentences
 from meshwright_operator.timestamps import format_time, seconds_since
 
@@ -51,6 +52,7 @@ def decide(observed: Observed) -> Decision:
     _report_blocked_edit(decision)
     restart_policy.drop_expired(decision.status, observed.spec.recovery, observed.now)
     progress.update_progress(observed, decision.status)
+    _record_succeeded_workers(decision)
     if observed.spec.suspend:
         _suspend(decision)
     elif lifecycle.succeeded(observed):
@@ -97,6 +99,16 @@ def _adopt_plan(decision: Decision) -> None:
         )
     elif changed and observed.mesh.generation > 0:
         decision.mesh.pending_cause = restart_policy.SPEC_CHANGED.name
+
+
+def _record_succeeded_workers(decision: Decision) -> None:
+    """Writes to status which workers have succeeded in the current generation, before anything is done about it."""
+    observed = decision.observed
+    if observed.mesh.generation > 0 and not decision.mesh.pending_cause:
+        succeeded = (worker.index for worker in observed.workers if worker.completed)
+        decision.mesh.succeeded_workers = format_workers(succeeded)
+    elif decision.status.mesh is not None:
+        decision.mesh.succeeded_workers = ""
 
 
 def _suspend(decision: Decision) -> None:

@@ -131,3 +131,4 @@ class Decision:
         if self.status.mesh is not None:
             self.mesh.pending_cause = ""
             self.mesh.pending_since = None
+            self.mesh.succeeded_workers = ""

@@ -43,8 +43,11 @@ def detect(observed: Observed) -> Interruption | Undetermined | None:
 
 
 def lost_pods(observed: Observed) -> Interruption | None:
-    """Pods that were deleted, evicted, preempted or lost with their node, or are being deleted."""
-    gone = [worker for worker in observed.workers if worker.state in GONE]
+    """Pods that were deleted, evicted, preempted or lost with their node, or are being deleted.
+
+    A worker that has completed the run needs its pod no more.
+    """
+    gone = [worker for worker in observed.workers if worker.state in GONE and not worker.completed]
     if not gone:
         return None
     causes = [_cause(worker) for worker in gone]

@@ -14,6 +14,7 @@ from meshwright.protocol.messages import AgentState
 from meshwright.protocol.run_config import RunConfig
 from meshwright_operator.decide.agents import Agents, ReceivedReport
 from meshwright_operator.decide.conditions import BlockedEdit
+from meshwright_operator.decide.succeeded_workers import completed_in_reports, stored_workers
 from meshwright_operator.kube.pod_info import Pod
 
 
@@ -28,6 +29,7 @@ class PodState(StrEnum):
     ENDING = "Ending"
     """The pod is being deleted. Its processes may still run."""
     SUCCEEDED = "Succeeded"
+    """The container exited with code 0, or the worker completed the run before its pod was lost."""
     CRASHED = "Crashed"
     """The container exited with an error."""
     DISRUPTED = "Disrupted"
@@ -36,6 +38,8 @@ class PodState(StrEnum):
     """The pod is being deleted on a node that is down, so the deletion will not finish."""
 
 
+LOST_WITH_POD = frozenset({PodState.MISSING, PodState.DISRUPTED, PodState.LOST})
+"""States that do not matter to a worker that has completed the run."""
 ENDED = frozenset({PodState.MISSING, PodState.SUCCEEDED, PodState.CRASHED, PodState.DISRUPTED, PodState.LOST})
 LIVE = frozenset({PodState.PENDING, PodState.RUNNING})
 
@@ -59,6 +63,8 @@ class Worker:
     """Why its node is draining, such as `cordoned`."""
     older_pods: tuple[Pod, ...] = ()
     """Pods of earlier incarnations that may still run."""
+    completed: bool = False
+    """Whether it has completed the run in the current generation, by status or by its agent's last report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +148,7 @@ def observe_workers(
     down: Mapping[str, bool],
     rejecting: Mapping[str, str],
     draining: Mapping[str, str] | None = None,
+    agents: Agents | None = None,
 ) -> tuple[list[Worker], list[Pod]]:
     """The plan's `count` workers in their current state, and live pods that belong to no worker of the plan.
 
@@ -155,7 +162,10 @@ def observe_workers(
         down: Node -> whether it is not ready. A node that is missing here is gone.
         rejecting: Node -> why it does not accept pods of this job. A node that is missing here accepts them.
         draining: Node -> why it is draining.
+        agents: The state of the job's agents.
     """
+    stored = stored_workers(status.mesh)
+    reported = completed_in_reports(status.mesh, agents or Agents())
     placed = {entry.worker: entry for entry in (status.placement.workers if status.placement else [])}
     by_worker: dict[int, list[Pod]] = {}
     for pod in pods:
@@ -171,12 +181,14 @@ def observe_workers(
         older_pods = tuple(
             p for p in worker_pods if p.incarnation < incarnation and not p.terminal and not _lost(p, down)
         )
+        completed = index in stored or reported.get(index) == incarnation
+        state = _state(current, down)
         pinned = current is not None and bool(node) and not current.bound and not current.terminal
         workers.append(
             Worker(
                 index=index,
                 incarnation=incarnation,
-                state=_state(current, down),
+                state=PodState.SUCCEEDED if completed and state in LOST_WITH_POD else state,
                 pod=current,
                 node=node,
                 node_down=is_down,
@@ -185,6 +197,7 @@ def observe_workers(
                 else "",
                 node_drain_reason=(draining or {}).get(node, "") if current is not None and current.bound else "",
                 older_pods=older_pods,
+                completed=completed or state is PodState.SUCCEEDED,
             )
         )
     excess_pods = [
