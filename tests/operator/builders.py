@@ -22,6 +22,7 @@ from meshwright.protocol.messages import AgentState, FailureKind, Progress, Work
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
 from meshwright_operator.decide.applied_spec import revision_of
 from meshwright_operator.decide.observed import Observed, observe_workers
+from meshwright_operator.decide.stuck_pods import stuck_pods
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.timestamps import format_time
 from tests.operator.support import job
@@ -153,7 +154,7 @@ def observed(
         pods = [pod(worker) for worker in range(4)]
     received = received if received is not None else agents()
     workers, excess_pods = observe_workers(
-        len(plan.workers), status, pods, down or NODES, refused or {}, agents=received
+        len(plan.workers), status, pods, down or NODES, refused or {}, agents=received, now=now
     )
     return Observed(
         now=now,
@@ -167,4 +168,5 @@ def observed(
         workers=workers,
         excess_pods=excess_pods,
         agents=received,
+        stuck_pods=stuck_pods(pods, down or NODES, now),
     )

@@ -13,24 +13,8 @@ from meshwright_operator.decide.failure_detection import detect
 from meshwright_operator.decide.observed import PodState
 from meshwright_operator.decide.succeeded_workers import MAX_TEXT, format_workers, parse_workers
 from tests.operator.builders import NODES, agents, ago, observed, pod, report, running_status
-from tests.operator.support import job
-from tests.operator.test_gang_races import small
+from tests.operator.test_gang_races import command, small
 from tests.operator.world import World
-
-COMMAND: dict[str, Any] = {
-    "runtime": {"command": ["python", "train.py"]},
-    "model": None,
-    "data": None,
-    "training": None,
-    "parallelism": {"tensor": 2, "pipeline": 1},
-}
-
-
-def command(name: str, workers: int, **fields: Any) -> dict[str, Any]:
-    """A job that runs the user's command in so many pods."""
-    body = job(name, replicas=workers, **COMMAND, **fields)
-    body["spec"] = {key: value for key, value in body["spec"].items() if value is not None}
-    return body
 
 
 def mesh(**fields: Any) -> MeshStatus:

@@ -162,11 +162,11 @@ class JobScheduler:
         """Removes the job from the queue, because it needs no more nodes."""
         self._queue.remove(uid)
 
-    def avoid(self, uid: str, nodes: Mapping[str, str]) -> None:
-        """Excludes these nodes (name -> reason) for the job with this uid, for `AVOID_SECONDS`."""
+    def avoid(self, uid: str, nodes: Mapping[str, str], seconds: float | None = None) -> None:
+        """Excludes these nodes (name -> reason) for the job with this uid, for `seconds` or `AVOID_SECONDS`."""
         if not nodes:
             return
-        until = time.monotonic() + AVOID_SECONDS
+        until = time.monotonic() + (AVOID_SECONDS if seconds is None else seconds)
         self._avoided.setdefault(uid, {}).update({name: (until, why) for name, why in nodes.items()})
 
     def forget(self, uid: str) -> None:
