@@ -265,7 +265,9 @@ def _start_generation(decision: Decision) -> None:
         case gang_actions.Delete(pods, why):
             decision.delete += [pod for pod in pods if pod not in decision.delete]
             decision.avoid |= action.avoid
-            decision.mesh.agent_replacements += action.replaces_agents
+            if action.replaces_agents:
+                decision.mesh.agent_replacements += 1
+                decision.avoid_seconds = placement_outcome.AVOID_FAILED_NODE_SECONDS
             decision.starting(f"Deleting {counted(len(pods), 'pod')}, because {why}")
         case gang_actions.Wait(message, reason, seconds):
             decision.starting(message, reason)

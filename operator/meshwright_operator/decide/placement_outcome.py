@@ -35,8 +35,8 @@ RETAIN_PODS_SECONDS = 30.0
 RETAINED_RETRY_SECONDS = 3.0
 FIRST_RETRY_SECONDS = 15.0
 LONGEST_RETRY_SECONDS = 600.0
-AVOID_REJECTING_NODE_SECONDS = 120.0
-"""How long a job avoids a node whose kubelet rejected its pod. Doubled by each further attempt."""
+AVOID_FAILED_NODE_SECONDS = 120.0
+"""How long a job avoids a node that rejected its pod, or from which its agent did not poll. Doubled by each attempt."""
 LONGEST_AVOID_SECONDS = 900.0
 
 NEEDS_USER_ACTION = frozenset(
@@ -173,9 +173,9 @@ def end_attempt(decision: Decision, action: EndAttempt) -> None:
     decision.condition(names.PLACED, False, action.reason, text)
     decision.job_state(action.reason, text, stalled=action.reason in NEEDS_USER_ACTION)
     decision.avoid |= action.avoid
-    if action.reason == "PodRejected":  # the device or disk may be available again soon
+    if action.reason in ("PodRejected", "AgentsMissing"):  # the node may be usable again soon
         decision.avoid_seconds = min(
-            AVOID_REJECTING_NODE_SECONDS * 2.0 ** min(mesh.attempts - 1, 8), LONGEST_AVOID_SECONDS
+            AVOID_FAILED_NODE_SECONDS * 2.0 ** min(mesh.attempts - 1, 8), LONGEST_AVOID_SECONDS
         )
     _release_pods(decision, action.pods)
     decision.requeue_within(min(pause, RETAINED_RETRY_SECONDS) if observed.live_pods else pause)
