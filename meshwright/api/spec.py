@@ -93,7 +93,8 @@ class RecoverySpec(ApiModel):
     hang_timeout_seconds: Annotated[int, Field(ge=1, le=604800)] | None = None
     """Time without a completed step after which a rank of Meshwright's runtime counts as hanging: all ranks are killed
     and restarted. Defaults to ten times the recent step time, and at least 300 seconds. Before the first step of a
-    generation it is at least 900 seconds."""
+    generation it is at least 900 seconds. With `runtime.command`, the time in which no rank writes to its standard
+    output or error, and no default: without this field, a command does not count as hanging."""
     cordoned_nodes: CordonedNodes = CordonedNodes.MOVE
     """What happens to workers on a node that is cordoned, or has a taint that they do not tolerate. `Move`: they save a
     checkpoint and move as soon as they fit on another node. `Stay`: they keep running until they are evicted."""

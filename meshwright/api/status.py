@@ -19,6 +19,7 @@ Count = Annotated[int, Field(ge=0, le=MAX_SAFE_INTEGER)]
 
 MAX_APPLIED_SPEC = 131072
 MAX_RESTART_TIMES = 128
+MAX_SUCCEEDED_WORKERS = 32768
 
 
 class Condition(ApiModel):
@@ -168,6 +169,11 @@ class MeshStatus(ApiModel):
     failures: Count = 0
     """Number of consecutive failures of the job's processes, including those that do not count toward
     `recovery.maxRestarts`. It determines the delay before the next start. Ten minutes of training reset it."""
+    succeeded_workers: Annotated[str, Field(max_length=MAX_SUCCEEDED_WORKERS)] = ""
+    """Workers that have completed the run in this generation, as ranges such as `0-3,7`. They stay complete if their
+    pods are deleted."""
+    agent_replacements: Count = 0
+    """Number of pods that were replaced since the gang last ran, because their agents did not reach the operator."""
 
 
 class EvaluationStatus(ApiModel):

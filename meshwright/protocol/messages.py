@@ -138,6 +138,9 @@ class FailureKind(StrEnum):
     REJECTED = "Rejected"
     """The rank rejected the run before it contacted any other rank, because this runtime or GPU cannot execute it as it
     is written. Another attempt would end the same way."""
+    CHECKPOINT_INCOMPATIBLE = "CheckpointIncompatible"
+    """The latest checkpoint is intact, but of another version, model or stream of samples. Another attempt would end
+    the same way."""
 
 
 class RankProcess(ApiModel):
@@ -154,7 +157,8 @@ class RankProcess(ApiModel):
     phase: Annotated[str, Field(max_length=32)] = ""
     """Last phase of the start it finished; empty before the first, and for a user's command."""
     idle_seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0
-    """Time since its last progress: a start, a completed phase or step, or a saved checkpoint."""
+    """Time since its last progress: a start, a completed phase or step, or a saved checkpoint. For a user's command,
+    time since it last wrote to its standard output or error."""
     state: Annotated[str, Field(max_length=1)] = ""
     """State letter of the process (proc(5)) if it has been idle for a while, such as `T` for stopped."""
 

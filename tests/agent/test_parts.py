@@ -21,6 +21,11 @@ from meshwright_worker.agent.rank_environment import (
 )
 from meshwright_worker.agent.rank_process import MAX_LINE, OutputPump
 from meshwright_worker.agent.settings import Settings, SettingsError, from_environment
+from meshwright_worker.checkpoint.errors import (
+    CheckpointMismatchError,
+    CheckpointVolumeError,
+    ForeignCheckpointError,
+)
 from meshwright_worker.rank import failures, messages
 from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.fork_server import decode_request, encode_request
@@ -181,6 +186,9 @@ class DistNetworkError(RuntimeError):
         (ValueError("connection closed"), FailureKind.ERROR),
         (MemoryError(), FailureKind.ERROR),
         (InvalidRunError("`training.precision: fp16`: the socket timeout of the device"), FailureKind.REJECTED),
+        (ForeignCheckpointError("another version"), FailureKind.CHECKPOINT_INCOMPATIBLE),
+        (CheckpointMismatchError("another model"), FailureKind.CHECKPOINT_INCOMPATIBLE),
+        (CheckpointVolumeError("Input/output error"), FailureKind.ERROR),
         (KeyboardInterrupt(), FailureKind.ERROR),
     ],
 )

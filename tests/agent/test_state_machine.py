@@ -379,3 +379,13 @@ def test_a_loss_that_is_no_number_does_not_break_the_report(driver: Driver) -> N
     driver.start(document())
     driver.tell(0, step(1, loss=float("nan")))
     assert build_report(driver.state_machine).progress is None
+
+
+def test_a_command_is_idle_since_its_last_output(driver: Driver) -> None:
+    driver.start(document(command=True))
+    driver.after(30.0)
+    assert driver.state_machine.on_output(1, 0, driver.now) == []
+    assert driver.state_machine.on_output(9, 1, driver.now) == [], "of another generation"
+    driver.after(12.0)
+    report = build_report(driver.state_machine, driver.now, lambda _: "T")
+    assert [(process.idle_seconds, process.state) for process in report.ranks] == [(12.0, "T"), (42.0, "T")]

@@ -25,6 +25,9 @@ from meshwright.protocol.signing import Signer
 from meshwright_operator.timestamps import format_time, utc_now
 from tests.operator.support import PODS, Api
 
+REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=10)
+"""As a real agent's: an operator that dies may leave a connection open that nobody reads."""
+
 
 class FakeAgent:
     """One pod's agent: says hello, takes mesh documents, reports; trains by counting."""
@@ -128,14 +131,14 @@ class FakeAgent:
             url = f"{self.base}/{endpoint}"
             data = json.dumps(body).encode()
             headers = self._signer.request("POST", f"{self.path}/{endpoint}", data)
-            async with self._session.post(url, data=data, headers=headers) as response:
+            async with self._session.post(url, data=data, headers=headers, timeout=REQUEST_TIMEOUT) as response:
                 if response.status == 200:
                     answer: KubeObject = await response.json()
                     return answer
                 if response.status != 204:
                     self.refused.append(response.status)
                     await asyncio.sleep(0.1)
-        except aiohttp.ClientError:
+        except (aiohttp.ClientError, TimeoutError):
             await asyncio.sleep(0.1)
         return None
 

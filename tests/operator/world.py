@@ -288,6 +288,10 @@ class World:
         self.agents: dict[str, Agent] = {}
         self.unschedulable: set[str] = set()
         """Nodes that the scheduler refuses, whatever the operator believes."""
+        self.rejecting: dict[str, str] = {}
+        """Node -> reason for which its kubelet rejects pods."""
+        self.stuck: set[str] = set()
+        """Pods whose processes no kubelet can kill."""
         self.broken_image = False
         self.mute = False
         """While set, agents of new pods reach no coordinator."""
@@ -378,7 +382,7 @@ class World:
             return
         if pod.deleting:
             deleted = parse_time(metadata["deletionTimestamp"])
-            if deleted is not None and self.now - deleted >= timedelta(seconds=2):
+            if pod.name not in self.stuck and deleted is not None and self.now - deleted >= timedelta(seconds=2):
                 self.crash(pod.name)
         elif not pod.gates and not pod.bound:
             if self._schedule(pod):
@@ -403,6 +407,10 @@ class World:
         return free
 
     def _start(self, path: str, obj: KubeObject, pod: Pod) -> None:
+        if (reason := self.rejecting.get(pod.node)) is not None:
+            obj["status"] = {"phase": "Failed", "reason": reason, "message": "Pod was rejected"}
+            self.cluster.update(path, obj)
+            return
         if self.broken_image:
             waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
             if not pod.problem:
@@ -446,6 +454,6 @@ class World:
         """At most one live pod per worker, whatever its incarnation."""
         live: dict[tuple[str, int], str] = {}
         for pod in self.pods():
-            if not pod.terminal:
+            if not pod.terminal and pod.name not in self.stuck:
                 other = live.setdefault((pod.owner, pod.worker), pod.name)
                 assert other == pod.name, f"{other} and {pod.name} live at once"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
@@ -22,7 +22,8 @@ from meshwright_operator.decide import lifecycle
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import revision_of, running_spec
 from meshwright_operator.decide.conditions import BlockedEdit
-from meshwright_operator.decide.observed import Observed, Rejection, Worker, has_started, observe_workers
+from meshwright_operator.decide.observed import Observed, Rejection, has_started, observe_workers
+from meshwright_operator.decide.stuck_pods import stuck_pods
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.scheduling.scheduler import JobScheduler
@@ -120,7 +121,11 @@ class _JobObserver:
         revision = revision_of(spec)
         plan, *others = _plans(spec, self.status, revision, self.scheduler)
         pods = self.cache.pods(self.key, metadata["uid"])
-        workers, excess_pods = _workers(spec, plan, self.status, pods, self.cache, self.scheduler)
+        down = _down_nodes(self.status, pods, self.cache)
+        rejecting, draining = _rejecting_nodes(spec, pods, self.cache, self.scheduler)
+        workers, excess_pods = observe_workers(
+            len(plan.workers), self.status, pods, down, rejecting, draining, self.agents, self.now
+        )
         return Observed(
             now=self.now,
             name=self.key.name,
@@ -133,6 +138,7 @@ class _JobObserver:
             workers=workers,
             other_plans=others,
             excess_pods=excess_pods,
+            stuck_pods=stuck_pods(pods, down, self.now),
             agents=self.agents,
             rejection=self.rejection,
         )
@@ -216,21 +222,20 @@ def _running(spec: str, running_plan: str) -> Plan:
     )
 
 
-def _workers(
-    spec: ParallelTrainingJobSpec,
-    plan: Plan,
-    status: ParallelTrainingJobStatus,
-    pods: Sequence[Pod],
-    cache: Cache,
-    scheduler: JobScheduler,
-) -> tuple[list[Worker], list[Pod]]:
+def _down_nodes(status: ParallelTrainingJobStatus, pods: Sequence[Pod], cache: Cache) -> dict[str, bool]:
+    """Node -> whether it is not ready, of the nodes that the job uses. A node that is missing is gone."""
     named = {entry.node for entry in (status.placement.workers if status.placement else [])}
-    down = {name: not _is_ready(cache.nodes[name]) for name in named | {p.node for p in pods} if name in cache.nodes}
+    return {name: not _is_ready(cache.nodes[name]) for name in named | {p.node for p in pods} if name in cache.nodes}
+
+
+def _rejecting_nodes(
+    spec: ParallelTrainingJobSpec, pods: Sequence[Pod], cache: Cache, scheduler: JobScheduler
+) -> tuple[Mapping[str, str], dict[str, str]]:
+    """Node -> why it does not accept the job's pods, and node -> why it is draining."""
     unbound = [pod.node for pod in pods if not pod.bound and not pod.terminal]
     bound = [pod.node for pod in pods if pod.bound and _may_be_draining(cache.nodes.get(pod.node))]
     rejecting = scheduler.unusable_nodes(spec, [*unbound, *bound]) if unbound or bound else {}
-    draining = {name: why for name in bound if _is_draining(why := rejecting.get(name, ""))}
-    return observe_workers(len(plan.workers), status, pods, down, rejecting, draining)
+    return rejecting, {name: why for name in bound if _is_draining(why := rejecting.get(name, ""))}
 
 
 def _may_be_draining(node: KubeObject | None) -> bool:

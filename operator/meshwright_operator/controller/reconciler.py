@@ -30,6 +30,7 @@ from meshwright_operator.decide.mesh_generation import document, uses_external_s
 from meshwright_operator.decide.observed import Observed, PodState, Rejection
 from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS, WAITING_RETRY_SECONDS
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
+from meshwright_operator.decide.stuck_pods import seconds_until_stuck
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.paths import jobs_path
@@ -41,6 +42,9 @@ from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.placer import Later
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.timestamps import utc_now
+
+ORPHAN_FINALIZER = "orphan"
+"""The API server's finalizer of `kubectl delete --cascade=orphan`."""
 
 
 class Reconciler:
@@ -100,11 +104,14 @@ class Reconciler:
         uid = job["metadata"]["uid"] if job is not None else ""
         if self._uids.get(key, uid) != uid:
             await self._forget(key)
-        if job is None or job["metadata"].get("deletionTimestamp") or not managed_here(job):
+        if job is None or not managed_here(job):
             self._leave_queue(uid)
             return
         self._uids[key] = uid
         registry = self._coordinator.registry(uid)
+        if job["metadata"].get("deletionTimestamp"):
+            await self._terminate(key, job, registry)
+            return
 
         # 2. Observe.
         try:
@@ -121,6 +128,7 @@ class Reconciler:
 
         # 3. Decide.
         draft = decide_job.decide(observed)
+        self._scheduler.avoid(uid, draft.avoid, draft.avoid_seconds)
 
         # 4. Place if needed, write the status, then act.
         if draft.place is not None:
@@ -168,7 +176,6 @@ class Reconciler:
         # Status now contains the rejection, so a later one is a new rejection.
         if observed.rejection is not None:
             self._rejections.pop(observed.uid, None)
-        self._scheduler.avoid(observed.uid, draft.avoid)
         await self._publish(registry, draft)
         self._reporter.report(key, job, draft)
         if draft.delete_job:
@@ -223,6 +230,26 @@ class Reconciler:
         """Withdraw the requests of a job that cannot be placed now."""
         self._scheduler.withdraw(uid)
         self._scheduler.withdraw_edit(uid)
+
+    async def _terminate(self, key: JobKey, job: KubeObject, registry: AgentRegistry) -> None:
+        """Delete the pods of a job that is being deleted: its finalizers may keep the object for any length of time.
+
+        The deletion is persisted in the object, so the pods are deleted before the status is written.
+        """
+        finalizers = [name for name in job["metadata"].get("finalizers") or () if isinstance(name, str)]
+        if ORPHAN_FINALIZER in finalizers:
+            return  # the user keeps the pods
+        uid = job["metadata"]["uid"]
+        self._scheduler.forget(uid)
+        self._edit_admission.forget(uid)
+        pods = self._cache.pods(key, uid)
+        live = [pod for pod in pods if not pod.terminal]
+        incarnations = {pod.worker: pod.incarnation for pod in sorted(live, key=lambda pod: pod.incarnation)}
+        await registry.publish(None, incarnations, generation=registry.generation, closed=not live)
+        await self._pod_control.delete([pod for pod in pods if not pod.deleting])
+        await self._reporter.report_terminating(key, job, live_pods=live, finalizers=finalizers)
+        if left := [seconds for pod in live if (seconds := seconds_until_stuck(pod, self._now()))]:
+            self._queue.add_after(key, min(left))
 
     async def _forget(self, key: JobKey) -> None:
         """Drop the state of a deleted job."""

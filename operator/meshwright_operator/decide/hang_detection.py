@@ -8,16 +8,18 @@ advance, the silent worker's ranks must be alive, and only its connection to the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from meshwright.protocol.messages import AgentState, RankProcess
-from meshwright.protocol.run_config import NativeRun
+from meshwright.protocol.run_config import CommandRun, NativeRun
 from meshwright_operator.decide.agents import ReceivedReport
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, PodState, Worker
 from meshwright_operator.decide.restart_policy import HANG, POD_LOST, Interruption
 from meshwright_operator.text import counted, sentences
-from meshwright_operator.timestamps import seconds_since
+from meshwright_operator.timestamps import parse_time, seconds_since
 
 MIN_TIMEOUT_SECONDS = 300.0
 """Shortest default timeout: saving a large checkpoint or a slow volume is not a hang."""
@@ -66,7 +68,7 @@ class HangRule:
 
     @property
     def applies(self) -> bool:
-        """Whether ranks are checked for hangs. A user's command reports no steps."""
+        """Whether ranks report steps. For a user's command, which does not, see `hung_command`."""
         return isinstance(self.observed.run, NativeRun)
 
     def timeout(self, started: bool) -> float:
@@ -127,6 +129,33 @@ def _describe(rank: IdleRank) -> str:
     )
 
 
+def hung_command(observed: Observed) -> Interruption | None:
+    """A user's command of which no rank writes output within `recovery.hangTimeoutSeconds`, if that is set.
+
+    Often only rank 0 writes output, so one rank that does shows that all make progress. All agents must report.
+    """
+    timeout, ranks = observed.spec.recovery.hang_timeout_seconds, idle_commands(observed)
+    if timeout is None or len(ranks) < observed.plan.layout.world_size or min(r.seconds for r in ranks) < timeout:
+        return None
+    seconds = min(rank.seconds for rank in ranks)
+    message = sentences(f"No rank has written output for {seconds:.0f} s", describe_stuck_process(ranks))
+    return Interruption(HANG, message, detected_in=seconds)
+
+
+def idle_commands(observed: Observed) -> list[IdleRank]:
+    """The live ranks of a user's command with recent reports, and the time since they last wrote output."""
+    return _fresh_ranks(observed) if isinstance(observed.run, CommandRun) else []
+
+
+def describe_stuck_process(ranks: Sequence[IdleRank]) -> str:
+    """The first rank whose process cannot continue, such as a stopped one; empty if there is none."""
+    rank = next((rank for rank in ranks if rank.process.state in STUCK_PROCESS_STATES), None)
+    if rank is None:
+        return ""
+    state = STUCK_PROCESS_STATES[rank.process.state]
+    return f"Rank {rank.process.rank} (worker {rank.worker.index} on {rank.worker.node}) is {state}"
+
+
 def silent_agents(observed: Observed) -> Interruption | None:
     """Agents that do not report while training has stopped."""
     rule, ranks = HangRule(observed), _live_ranks(observed)
@@ -140,6 +169,42 @@ def silent_agents(observed: Observed) -> Interruption | None:
     missing = f"No heartbeat from {named}, and no rank has completed a step since"
     message = sentences(missing, _replacing(len(silent)))
     return Interruption(POD_LOST, message, detected_in=silent[0][1], lost=tuple(worker for worker, _ in silent))
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """Which agents of the workers that run have not reported for `SILENT_SECONDS`."""
+
+    agents: int
+    """Number of workers that run."""
+    silent: frozenset[int]
+    """Those whose agents are silent."""
+    oldest_seconds: float | None
+    """Longest time without a report from one of them. None if no worker runs."""
+    next_seconds: float | None
+    """Seconds until the next agent is silent, if it does not report before. None if all are."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether no agent reports."""
+        return bool(self.silent) and len(self.silent) == self.agents
+
+
+def silence(observed: Observed) -> Silence:
+    """Which agents are silent. In the first `SILENT_SECONDS` after a start of the operator, nobody is."""
+    rule, started = HangRule(observed), parse_time(observed.mesh.started_time)
+    # The agent of a new pod may send its first report after the generation is formed.
+    formed = (observed.now - started).total_seconds() if started is not None and started <= observed.now else inf
+    running = [worker for worker in observed.workers if worker.state is PodState.RUNNING]
+    seconds = {worker.index: min(formed, rule.silence(worker)) for worker in running}
+    silent = frozenset(index for index, age in seconds.items() if age >= SILENT_SECONDS)
+    audible = [age for index, age in seconds.items() if index not in silent]
+    return Silence(
+        agents=len(seconds),
+        silent=silent,
+        oldest_seconds=max(seconds.values(), default=None),
+        next_seconds=SILENT_SECONDS - max(audible) if audible else None,
+    )
 
 
 def stuck_agents(observed: Observed) -> Interruption | None:
@@ -162,8 +227,10 @@ def _replacing(count: int) -> str:
 
 def _live_ranks(observed: Observed) -> list[IdleRank]:
     """Live ranks of the current generation with recent reports. Empty if the hang rule does not apply."""
-    if not HangRule(observed).applies:
-        return []
+    return _fresh_ranks(observed) if HangRule(observed).applies else []
+
+
+def _fresh_ranks(observed: Observed) -> list[IdleRank]:
     ranks = []
     reports = observed.reports_in(AgentState.RUNNING) | observed.reports_in(AgentState.STARTING)
     for worker in observed.workers:

@@ -15,7 +15,7 @@ from meshwright.api.conditions import find
 from meshwright.api.objects import pod_name
 from meshwright.api.status import PlacementStatus, WorkerPlacement
 from meshwright.planner.placement import Placement
-from meshwright_operator.decide import failure_detection, lifecycle, restart_policy
+from meshwright_operator.decide import failure_detection, lifecycle, restart_policy, stuck_pods
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
@@ -36,11 +36,15 @@ RETAIN_PODS_SECONDS = 30.0
 RETAINED_RETRY_SECONDS = 3.0
 FIRST_RETRY_SECONDS = 15.0
 LONGEST_RETRY_SECONDS = 600.0
+AVOID_FAILED_NODE_SECONDS = 120.0
+"""How long a job avoids a node that rejected its pod, or from which its agent did not poll. Doubled by each attempt."""
+LONGEST_AVOID_SECONDS = 900.0
 
 NEEDS_USER_ACTION = frozenset(
     {
         *("AdmissionDenied", "PodsForbidden", "PodsInvalid"),
         *("InvalidImageName", "ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff"),
+        "AgentsMissing",
         *("CreateContainerConfigError", "CreateContainerError", "RunContainerError"),
     }
 )
@@ -110,6 +114,9 @@ def _apply_placement(decision: Decision, grant: Granted) -> None:
     text = placement_text(status.placement)
     decision.condition(names.PLACED, True, "Placed", with_warnings(text, grant.warnings))
     decision.add_event("Placed", f"Placed {text}")
+    placed = {worker.pod for worker in decision.place.workers}
+    if stuck := [pod for pod in observed.stuck_pods if pod in placed]:
+        decision.add_event(stuck_pods.POD_STUCK_TERMINATING, stuck_pods.describe(stuck), WARNING)
     decision.starting(f"Creating {counted(len(decision.create), 'pod')}")
 
 
@@ -145,7 +152,11 @@ def _apply_no_placement(decision: Decision, grant: NotGranted) -> None:
     if old is None or old.status != "False" or old.reason not in same:
         decision.add_event(grant.reason or "PlacementFailed", message, WARNING)
     decision.condition(names.PLACED, False, reason, message)
-    decision.job_state("Placing", message)
+    if observed.stuck_pods:
+        text = sentences(stuck_pods.describe(observed.stuck_pods), message)
+        decision.job_state(stuck_pods.POD_STUCK_TERMINATING, text, stalled=True)
+    else:
+        decision.job_state("Placing", message)
     if not observed.live_pods:
         decision.requeue_within(grant.retry_seconds)
     elif grant.blocked_by_kept_workers or _retention_expired(decision):
@@ -168,6 +179,10 @@ def end_attempt(decision: Decision, action: EndAttempt) -> None:
     decision.condition(names.PLACED, False, action.reason, text)
     decision.job_state(action.reason, text, stalled=action.reason in NEEDS_USER_ACTION)
     decision.avoid |= action.avoid
+    if action.reason in ("PodRejected", "AgentsMissing"):  # the node may be usable again soon
+        decision.avoid_seconds = min(
+            AVOID_FAILED_NODE_SECONDS * 2.0 ** min(mesh.attempts - 1, 8), LONGEST_AVOID_SECONDS
+        )
     _release_pods(decision, action.pods)
     decision.requeue_within(min(pause, RETAINED_RETRY_SECONDS) if observed.live_pods else pause)
 
@@ -195,6 +210,7 @@ def reset_attempts(decision: Decision) -> None:
     """Forgets failed attempts, because the spec has changed or the job was resumed."""
     if decision.status.mesh is not None:
         decision.mesh.attempts, decision.mesh.retry_time, decision.mesh.failures = 0, None, 0
+        decision.mesh.agent_replacements = 0
 
 
 def retry_pause(attempts: int) -> float:

@@ -28,6 +28,8 @@ DISRUPTION_REASONS = frozenset(
     }
 )
 SIGTERM_EXIT = 143
+# Reasons of a Failed pod without a container that do not come from the kubelet's admission.
+NOT_REJECTIONS = frozenset({"Evicted", "Preempting", "Preempted", "Terminated", "NodeLost", "NodeShutdown", "Shutdown"})
 
 # Reasons of the DisruptionTarget condition, and of a Failed pod's status, by cause.
 PREEMPTIONS = frozenset({"PreemptionByScheduler", "Preempting", "Preempted"})
@@ -74,6 +76,10 @@ class Pod:
     """When it was bound; None before that, or if the scheduler does not report it."""
     disruption: str = ""
     """Why it is stopped from outside, such as `PreemptionByScheduler`; empty if unknown."""
+    rejection: str = ""
+    """Why the kubelet rejected it before its container started, as `Reason: message`; empty if it did not."""
+    deletion_deadline: datetime | None = None
+    """When its grace period ends; None if it is not being deleted."""
     request_json: str = "{}"
     """Its resource requests, as `pod_requests.request_json_of` writes them."""
 
@@ -129,6 +135,8 @@ def _read(obj: Mapping[str, Any]) -> Pod | None:
         started=parse_time((_container(status).get("running") or {}).get("startedAt")),
         scheduled=_scheduled(status),
         disruption=_disruption(status),
+        rejection=_rejection(status),
+        deletion_deadline=parse_time(metadata.get("deletionTimestamp")),
         request_json=request_json_of(obj),
     )
 
@@ -157,7 +165,19 @@ def _disrupted(metadata: Mapping[str, Any], status: Mapping[str, Any], exit_code
     if status.get("phase") != "Failed":
         return False
     stop_requested = bool(metadata.get("deletionTimestamp")) or exit_code == SIGTERM_EXIT
-    return stop_requested or _is_target(status) or status.get("reason") in DISRUPTION_REASONS
+    disrupted = status.get("reason") in DISRUPTION_REASONS or bool(_rejection(status))
+    return stop_requested or _is_target(status) or disrupted
+
+
+def _rejection(status: Mapping[str, Any]) -> str:
+    """Why the kubelet rejected the pod: a reason, such as `OutOfcpu`, although its container never started."""
+    reason = str(status.get("reason") or "")
+    if status.get("phase") != "Failed" or not reason or reason in NOT_REJECTIONS:
+        return ""
+    started = _container(status).get("terminated") or _container(status).get("running")
+    return (
+        "" if started or _is_target(status) else f"{reason}: {status.get('message') or 'the kubelet rejected the pod'}"
+    )
 
 
 def _is_target(status: Mapping[str, Any]) -> bool:

@@ -166,11 +166,11 @@ class JobScheduler:
         """Forgets the job's edit that waits to fit."""
         self._placer.withdraw_edit(uid)
 
-    def avoid(self, uid: str, nodes: Mapping[str, str]) -> None:
-        """Excludes these nodes (name -> reason) for the job with this uid, for `AVOID_SECONDS`."""
+    def avoid(self, uid: str, nodes: Mapping[str, str], seconds: float | None = None) -> None:
+        """Excludes these nodes (name -> reason) for the job with this uid, for `seconds` or `AVOID_SECONDS`."""
         if not nodes:
             return
-        until = time.monotonic() + AVOID_SECONDS
+        until = time.monotonic() + (AVOID_SECONDS if seconds is None else seconds)
         self._avoided.setdefault(uid, {}).update({name: (until, why) for name, why in nodes.items()})
 
     def forget(self, key: JobKey, uid: str) -> None:

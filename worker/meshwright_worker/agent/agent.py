@@ -22,6 +22,7 @@ from meshwright_worker.agent.events import (
     Event,
     EventQueue,
     MeshReceived,
+    OutputWritten,
     RankExited,
     RankMessageReceived,
     ShutdownRequested,
@@ -29,7 +30,7 @@ from meshwright_worker.agent.events import (
 from meshwright_worker.agent.launcher import Launcher, LaunchError
 from meshwright_worker.agent.metrics import WorkerMetrics
 from meshwright_worker.agent.metrics_server import start_metrics_server
-from meshwright_worker.agent.rank_process import process_state
+from meshwright_worker.agent.rank_process import command_state, process_state
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import build_report
 from meshwright_worker.rank import messages
@@ -127,7 +128,10 @@ class Agent:
         )
 
     def _build_report(self) -> WorkerReport:
-        report = build_report(self._state_machine, time.monotonic(), process_state)
+        current = self._state_machine.current
+        runs_command = current is not None and not current.uses_builtin_runtime
+        read_state = command_state if runs_command else process_state
+        report = build_report(self._state_machine, time.monotonic(), read_state)
         return report.model_copy(update={"pod_uid": self._settings.pod_uid})
 
     def _on_generation_announced(self, generation: int) -> None:
@@ -196,6 +200,8 @@ class Agent:
                 actions = self._state_machine.on_message(generation, rank, message, now, _time_of_day())
                 self._record_message(generation, rank, message, now)
                 return actions
+            case OutputWritten(generation=generation, rank=rank):
+                return self._state_machine.on_output(generation, rank, now)
             case RankExited(generation=generation, rank=rank, code=code, tail=tail):
                 log.info("rank exited rank=%d generation=%d code=%d", rank, generation, code)
                 self._launcher.remove(rank)

@@ -72,7 +72,7 @@ class RankStatus:
     step: int | None = None
     phase: str = ""
     last_message_at: float = 0.0
-    """Time of its last message, or of its start."""
+    """Time of its last message, or of its start. For a user's command, of its last output."""
 
     @property
     def live(self) -> bool:
@@ -142,6 +142,10 @@ class MeshGeneration:
                 self.throughput.add(report.tokens, report.seconds)
                 self._record_evaluation(report)
 
+    def record_output(self, rank: int, now: float) -> None:
+        """Record that the command of `rank` wrote output, its only sign of progress."""
+        self.ranks[rank].last_message_at = now
+
     def _record_evaluation(self, report: StepReport) -> None:
         loss = report.evaluation_loss
         if self.first_rank == 0 and loss is not None and math.isfinite(loss):
@@ -209,7 +213,7 @@ class MeshGeneration:
         for view in self.ranks.values():
             if view.pid is None:
                 continue
-            idle = max(0.0, now - view.last_message_at) if view.live and self.uses_builtin_runtime else 0.0
+            idle = max(0.0, now - view.last_message_at) if view.live else 0.0
             processes_report.append(
                 RankProcess(
                     rank=view.rank,

@@ -122,6 +122,12 @@ class AgentStateMachine:
             self.checkpoint = current.checkpoint or self.checkpoint
         return self.on_tick(now)
 
+    def on_output(self, generation: int, rank: int, now: float) -> list[Action]:
+        """Handle output of the user's command."""
+        if (current := self._matching_generation(generation)) is not None:
+            current.record_output(rank, now)
+        return self.on_tick(now)
+
     def on_exit(self, generation: int, rank: int, code: int, tail: Sequence[str], now: float) -> list[Action]:
         """Handle the exit of a rank's process."""
         if (current := self._matching_generation(generation)) is not None:
