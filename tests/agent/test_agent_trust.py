@@ -47,14 +47,14 @@ async def test_an_agent_is_as_patient_as_it_is_asked_to_be(coordinator: Coordina
     await coordinator.gang(1)
     coordinator.headers = {"Retry-After": "2"}
     coordinator.answer_all(429)
-    before = len(coordinator._dates), time.monotonic()
+    before = len(coordinator.counters), time.monotonic()
     await until(lambda: "too many" in agent.log or "429" in agent.log, 10, lambda: agent.log)
     asked = 0
-    last = dict(coordinator._dates)
+    last = dict(coordinator.counters)
     while time.monotonic() < before[1] + 5:
         await asyncio.sleep(0.05)
-        asked += sum(coordinator._dates[key] != last.get(key) for key in coordinator._dates)
-        last = dict(coordinator._dates)
+        asked += sum(coordinator.counters[key] != last.get(key) for key in coordinator.counters)
+        last = dict(coordinator.counters)
     assert asked <= 6, "two conversations, each at most every two seconds"
     coordinator.headers = {}
     coordinator.answer_all(None)

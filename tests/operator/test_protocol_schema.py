@@ -17,7 +17,7 @@ from tests.operator.builders import report
 from tests.operator.test_coordinator import mesh_document
 
 SCHEMA: dict[str, Any] = json.loads(protocol_schema())
-HELLO = MeshRequest(worker=1, incarnation=0, address="10.0.0.1", store_port=20000)
+HELLO = MeshRequest(worker=1, incarnation=0, pod_uid="uid", address="10.0.0.1", store_port=20000)
 REPORT = report(0, AgentState.RUNNING)
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.protocol.messages import AgentState, RankProcess
+from meshwright.protocol.messages import DEFAULT_REPORT_SECONDS, AgentState, RankProcess
 from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide.agents import ReceivedReport
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, PodState, Worker
+from meshwright_operator.decide.report_interval import SILENT_SECONDS, is_silent, known_idle_seconds
 from meshwright_operator.decide.restart_policy import HANG, POD_LOST, Interruption
 from meshwright_operator.text import counted, sentences
 from meshwright_operator.timestamps import seconds_since
@@ -25,10 +26,6 @@ TIMEOUT_STEPS = 10
 """The default timeout, in steps."""
 FIRST_STEP_SECONDS = 900.0
 """Shortest timeout before the first step, in which ranks connect, load the checkpoint and compile."""
-FRESH_REPORT_SECONDS = 15.0
-"""Age above which a report is out of date."""
-SILENT_SECONDS = 60.0
-"""How long an agent may be silent. It reports about thirty times in this time."""
 SILENT_STEPS = 3.0
 """How long training must have stopped before a silent agent's pod is replaced, in steps."""
 ADOPT_GENERATION_SECONDS = 120.0
@@ -94,6 +91,11 @@ class HangRule:
         received, listening = _report(self.observed, worker), self.observed.agents.listening_seconds
         return min(received.age, listening) if received is not None else listening
 
+    def is_silent(self, worker: Worker) -> bool:
+        """Whether the worker's agent has missed several reports."""
+        received = _report(self.observed, worker)
+        return is_silent(self.silence(worker), received.interval if received is not None else DEFAULT_REPORT_SECONDS)
+
     def _step_seconds(self) -> float:
         received = self.observed.agents.reports.get(rank_zero_worker(self.observed))
         progress = received.report.progress if received is not None else None
@@ -131,7 +133,7 @@ def silent_agents(observed: Observed) -> Interruption | None:
     """Agents that do not report while training has stopped."""
     rule, ranks = HangRule(observed), _live_ranks(observed)
     running = [worker for worker in observed.workers if worker.state is PodState.RUNNING]
-    silent = [(worker, rule.silence(worker)) for worker in running if rule.silence(worker) >= SILENT_SECONDS]
+    silent = [(worker, rule.silence(worker)) for worker in running if rule.is_silent(worker)]
     # If no agent reports, the operator itself is disconnected.
     received = any(_has_fresh_report(observed, worker) for worker in running)
     if not silent or not received or not ranks or not all(rule.is_stalled(rank) for rank in ranks):
@@ -168,10 +170,13 @@ def _live_ranks(observed: Observed) -> list[IdleRank]:
     reports = observed.reports_in(AgentState.RUNNING) | observed.reports_in(AgentState.STARTING)
     for worker in observed.workers:
         received = reports.get(worker.index)
-        if received is None or received.age > FRESH_REPORT_SECONDS or worker.state is not PodState.RUNNING:
+        if received is None or not received.fresh or worker.state is not PodState.RUNNING:
             continue
         live = [process for process in received.report.ranks if process.exit_code is None]
-        ranks += [IdleRank(worker, process, process.idle_seconds + received.age) for process in live]
+        ranks += [
+            IdleRank(worker, process, known_idle_seconds(process.idle_seconds, received.age, received.interval))
+            for process in live
+        ]
     return ranks
 
 
@@ -182,10 +187,9 @@ def _report(observed: Observed, worker: Worker) -> ReceivedReport | None:
 
 def _has_fresh_report(observed: Observed, worker: Worker) -> bool:
     received = _report(observed, worker)
-    return received is not None and received.age <= FRESH_REPORT_SECONDS
+    return received is not None and received.fresh
 
 
 def _is_behind(observed: Observed, worker: Worker) -> bool:
     received = _report(observed, worker)
-    fresh = received is not None and received.age <= FRESH_REPORT_SECONDS
-    return fresh and received is not None and received.report.generation < observed.mesh.generation
+    return received is not None and received.fresh and received.report.generation < observed.mesh.generation

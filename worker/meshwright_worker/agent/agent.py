@@ -51,7 +51,9 @@ class Agent:
     def __init__(self, settings: Settings, environment: Mapping[str, str]) -> None:
         self._settings = settings
         self._event_queue: EventQueue = asyncio.Queue()
-        self._state_machine = decisions.AgentStateMachine(settings.worker, settings.incarnation, settings.drain_seconds)
+        self._state_machine = decisions.AgentStateMachine(
+            settings.worker, settings.incarnation, settings.pod_uid, settings.drain_seconds
+        )
         self._launcher = Launcher(settings, self._event_queue, environment)
         self._metrics = WorkerMetrics(settings.namespace, settings.job)
         self._training_log = TrainingLog(None)
@@ -127,8 +129,7 @@ class Agent:
         )
 
     def _build_report(self) -> WorkerReport:
-        report = build_report(self._state_machine, time.monotonic(), process_state)
-        return report.model_copy(update={"pod_uid": self._settings.pod_uid})
+        return build_report(self._state_machine, time.monotonic(), process_state)
 
     def _on_generation_announced(self, generation: int) -> None:
         if generation > self._state_machine.generation:

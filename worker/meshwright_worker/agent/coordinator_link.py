@@ -31,6 +31,7 @@ FIRST_RETRY_SECONDS = 0.25
 LAST_RETRY_SECONDS = 3.0
 # Limits the request rate if the coordinator answers every poll at once.
 POLL_PAUSE_SECONDS = 0.2
+LONGEST_REPORT_SECONDS = 60.0
 
 
 class Backoff:
@@ -127,7 +128,10 @@ class MeshPoll:
 
 
 class Heartbeat:
-    """Sends the agent's state every `interval` seconds, and at once when it changes."""
+    """Sends the agent's state at once when it changes, and else at the interval that the coordinator sets.
+
+    The first interval is `interval`, which is also the shortest.
+    """
 
     def __init__(
         self,
@@ -140,7 +144,7 @@ class Heartbeat:
         self._client = client
         self._build_report = report
         self._event_queue = event_queue
-        self._interval = interval
+        self._shortest = self._interval = interval
         self._on_generation_announced = on_generation_announced
         self._changed = asyncio.Event()
 
@@ -163,6 +167,8 @@ class Heartbeat:
                 await asyncio.sleep(backoff.delay(error.retry_after if isinstance(error, UnavailableError) else 0.0))
             else:
                 backoff.reset()
+                # A job of any size is heard within this time, whatever the answer says.
+                self._interval = min(max(self._shortest, reply.report_seconds), LONGEST_REPORT_SECONDS)
                 self._on_generation_announced(reply.generation)
                 await self._wait()
 
@@ -183,5 +189,5 @@ class Heartbeat:
 
     async def _wait(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._interval):
+            async with asyncio.timeout(self._interval * random.uniform(0.9, 1.0)):  # noqa: S311 - spreading, not secrecy
                 await self._changed.wait()

@@ -1,0 +1,45 @@
+"""How often agents report, and when a report is out of date. One source for the coordinator and for decisions.
+
+The coordinator sets each agent's interval in its answer to a report. It also stores the interval with the report, so
+that decisions use the interval that this agent follows.
+"""
+
+from __future__ import annotations
+
+from meshwright.protocol.messages import DEFAULT_REPORT_SECONDS
+
+MAX_REPORT_SECONDS = 20.0
+REPORTS_PER_SECOND_OF_JOB = 64.0
+"""A larger job reports less often."""
+REPORTS_PER_SECOND = 500.0
+"""Reports of all jobs. If there are more workers, all of them report less often."""
+FRESH_REPORT_SECONDS = 15.0
+"""Age above which a report is out of date, at the default interval."""
+SILENT_SECONDS = 60.0
+"""How long an agent may be silent, at the default interval. It reports about thirty times in this time."""
+FRESH_INTERVALS = 2.5
+SILENT_INTERVALS = 4.0
+
+
+def report_seconds(workers: int, all_workers: int) -> float:
+    """The interval of the agents of a job with this many workers, of all jobs' workers."""
+    wanted = max(workers / REPORTS_PER_SECOND_OF_JOB, all_workers / REPORTS_PER_SECOND)
+    return round(min(max(DEFAULT_REPORT_SECONDS, wanted), MAX_REPORT_SECONDS), 1)
+
+
+def is_fresh(age: float, interval: float) -> bool:
+    """Whether a report of this age is up to date, from an agent that follows this interval."""
+    return age <= max(FRESH_REPORT_SECONDS, FRESH_INTERVALS * interval)
+
+
+def is_silent(silence: float, interval: float) -> bool:
+    """Whether an agent that follows this interval has missed several reports."""
+    return silence >= max(SILENT_SECONDS, SILENT_INTERVALS * interval)
+
+
+def known_idle_seconds(idle: float, age: float, interval: float) -> float:
+    """For how long a rank is known to be idle, if its last report of this age said `idle`.
+
+    A rank that is reported rarely may have made progress since. Up to the interval, the age of the report says nothing.
+    """
+    return idle + max(0.0, age - (interval - DEFAULT_REPORT_SECONDS))
