@@ -84,3 +84,32 @@ async def test_another_version_ends_a_pod_that_waits_and_no_ranks_that_run(
     coordinator.answer_all(None)
     await start_generation(coordinator, 2, "print('done')", ranks_each=1)
     assert await agent.exit_code() == 0
+
+
+async def test_an_agent_follows_a_coordinator_that_restarts(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    agent = start_agent()
+    await coordinator.gang(1)
+    await until(lambda: coordinator.reports, 30, lambda: agent.log)
+    coordinator.session = "session-2"
+    coordinator.counters.clear()
+    coordinator.reports.clear()
+    await until(lambda: coordinator.reports, 30, lambda: agent.log)
+    assert coordinator.problems == []
+    assert "ranks keep running" not in agent.log, "the request is sent again at once"
+    await start_generation(coordinator, 1, "print('done')", ranks_each=1)
+    assert await agent.exit_code() == 0
+
+
+async def test_an_agent_reports_at_the_interval_of_the_coordinator(
+    coordinator: Coordinator, start_agent: StartAgent
+) -> None:
+    coordinator.extra = {"reportSeconds": 30.0}
+    agent = start_agent()
+    await coordinator.gang(1)
+    await until(lambda: coordinator.reports, 30, lambda: agent.log)
+    before = len(coordinator.reports)
+    await asyncio.sleep(3.0)  # six of the shortest intervals
+    assert len(coordinator.reports) <= before + 1
+    await start_generation(coordinator, 1, "print('done')", ranks_each=1)
+    assert await agent.exit_code() == 0
+    assert coordinator.states(0)[-1] is AgentState.COMPLETE, "a change is reported at once"

@@ -12,7 +12,7 @@ RESERVED_DESCRIPTORS = 512
 """Descriptors that connections of clients never use: for the API server, the lease, logs and key files."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
     """What the clients of one server may use. A connection is verified by its first request with a valid signature."""
 
@@ -39,6 +39,12 @@ class ConnectionLimits:
     idle_seconds: float = 75.0
     """Time between two requests, and for the client to read an answer."""
 
+
+CLOSE_REASONS = (
+    *("source_rate", "rate", "total", "exhausted", "evicted", "owner"),
+    *("head_timeout", "idle_timeout", "head_bytes", "handshake"),
+)
+"""Why a server refuses or closes connections."""
 
 HEALTH_LIMITS = ConnectionLimits(
     total=256,
