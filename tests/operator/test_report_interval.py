@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import aiohttp
@@ -22,7 +23,7 @@ from meshwright_operator.decide.report_interval import (
 from tests.operator.builders import pod, report
 from tests.operator.test_coordinator import mesh_document
 from tests.operator.test_hang_detection import observed, received, trains
-from tests.operator.test_hostile_clients import served
+from tests.operator.test_hostile_clients import served, until
 
 
 def test_the_interval_grows_with_the_job_and_with_all_jobs_and_is_bounded() -> None:
@@ -53,6 +54,24 @@ async def test_the_coordinator_sets_the_interval_and_stores_it_with_the_report(s
             assert reply == {"generation": 1, "reportSeconds": seconds}
         reports = stage.registry.agents().reports
         assert {worker: found.interval for worker, found in reports.items()} == expected
+
+
+async def test_the_agents_of_a_large_gang_that_arrive_together_cost_few_reconciles(
+    session: aiohttp.ClientSession,
+) -> None:
+    async with served(session) as (stage, _):
+        for worker in range(40):
+            stage.cache.put_pod(pod(worker, owner="u1"))
+        await stage.registry.publish(None, dict.fromkeys(range(100_000), 0))
+        polls = [asyncio.create_task(stage.poll(worker=worker, wait=30)) for worker in range(40)]
+        await until(lambda: len(stage.registry.agents().waiting_agents) == 40)
+        seen = len(stage.told)
+        assert seen < 40
+        await stage.post("report", report(0, AgentState.RUNNING).wire())
+        await until(lambda: len(stage.told) > seen)
+        assert all(urgent for _, urgent in stage.told), "the last of them is not forgotten"
+        for poll in polls:
+            poll.cancel()
 
 
 async def test_a_report_that_is_repeated_is_not_parsed_again(session: aiohttp.ClientSession) -> None:

@@ -26,7 +26,7 @@ from meshwright_operator.coordinator.authentication import (
 )
 from meshwright_operator.coordinator.rate_limit import MAX_OPEN_POLLS
 from meshwright_operator.coordinator.tokens import Tokens
-from meshwright_operator.decide.report_interval import report_seconds
+from meshwright_operator.decide.report_interval import report_seconds, urgent_spacing
 from meshwright_operator.http.limits import ByteBudget
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
@@ -36,6 +36,7 @@ BODY_BYTES_IN_FLIGHT = 16 << 20
 """Bytes of all bodies that are being received."""
 COUNT_WORKERS_SECONDS = 5.0
 MAX_REPLIES = 4096
+MAX_NOTIFIED = 4096
 MAX_PROBLEM_CHARACTERS = 2000
 CLIENT_CLOSED_REQUEST = 499
 """Code in metrics if the client disconnected before the answer."""
@@ -64,6 +65,9 @@ class Coordinator:
         self._body_budget = ByteBudget(BODY_BYTES_IN_FLIGHT)
         self._all_workers = 0
         self._counted_at = float("-inf")
+        self._notifying: set[JobKey] = set()
+        """Jobs with an urgent notification that is delayed."""
+        self._notified_at: dict[JobKey, float] = {}
         self._replies: dict[tuple[int, float], EncodedMessage] = {}
 
     @property
@@ -134,7 +138,7 @@ class Coordinator:
         new = registry.is_new(mesh_request)
         with registry.polling(mesh_request):
             if new:
-                self._notify(signed_request.key, True)
+                self._notify_urgently(signed_request.key, registry)
             document = await registry.wait_for_newer(mesh_request)
         if document is not None:
             return document
@@ -152,8 +156,28 @@ class Coordinator:
             report = _parse(WorkerReport, signed_request, body)
             if len(report.ranks) > signed_request.max_ranks:
                 raise web.HTTPBadRequest(text=f"ranks: a worker of this job has at most {signed_request.max_ranks}")
-            self._notify(key, registry.receive_report(report, head.digest, interval))
+            if registry.receive_report(report, head.digest, interval):
+                self._notify_urgently(key, registry)
+            else:
+                self._notify(key, False)
         return self._reply(registry.generation, interval)
+
+    def _notify_urgently(self, key: JobKey, registry: AgentRegistry) -> None:
+        """Have the job reconciled now; in a large job, once for all agents that report at the same time."""
+        spacing = urgent_spacing(registry.workers)
+        if spacing == 0.0:
+            self._notify(key, True)
+        elif key not in self._notifying:
+            wait = max(0.0, self._notified_at.get(key, float("-inf")) + spacing - self._clock())
+            self._notifying.add(key)
+            asyncio.get_running_loop().call_later(wait, self._notify_now, key)
+
+    def _notify_now(self, key: JobKey) -> None:
+        self._notifying.discard(key)
+        if len(self._notified_at) >= MAX_NOTIFIED:
+            self._notified_at.clear()
+        self._notified_at[key] = self._clock()
+        self._notify(key, True)
 
     async def _read(self, signed_request: SignedRequest, request: web.Request) -> bytes:
         """The body, which must be the one that was signed."""

@@ -17,6 +17,9 @@ FRESH_REPORT_SECONDS = 15.0
 """Age above which a report is out of date, at the default interval."""
 SILENT_SECONDS = 60.0
 """How long an agent may be silent, at the default interval. It reports about thirty times in this time."""
+SMALL_JOB_WORKERS = 64
+URGENT_SECONDS_PER_WORKER = 0.00025
+MAX_URGENT_SPACING_SECONDS = 0.5
 FRESH_INTERVALS = 2.5
 SILENT_INTERVALS = 4.0
 
@@ -25,6 +28,14 @@ def report_seconds(workers: int, all_workers: int) -> float:
     """The interval of the agents of a job with this many workers, of all jobs' workers."""
     wanted = max(workers / REPORTS_PER_SECOND_OF_JOB, all_workers / REPORTS_PER_SECOND)
     return round(min(max(DEFAULT_REPORT_SECONDS, wanted), MAX_REPORT_SECONDS), 1)
+
+
+def urgent_spacing(workers: int) -> float:
+    """Time between two urgent reconciles of a job. A reconcile costs as much as the job has workers.
+
+    Without it, a gang whose agents arrive one after the other would cost the square of its size.
+    """
+    return 0.0 if workers <= SMALL_JOB_WORKERS else min(workers * URGENT_SECONDS_PER_WORKER, MAX_URGENT_SPACING_SECONDS)
 
 
 def is_fresh(age: float, interval: float) -> bool:

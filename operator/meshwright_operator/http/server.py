@@ -39,7 +39,6 @@ LINGER_SECONDS = 1.0
 MAX_LINE_BYTES = 4096
 """Longest request line, and longest header."""
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +150,7 @@ class GuardedServer:
             try:
                 client, address = await self._loop.sock_accept(listener)
             except OSError as error:
-                if error.errno in EXHAUSTED:
+                if error.errno != errno.ECONNABORTED:  # out of descriptors or memory
                     self._count_closed("exhausted")
                     await asyncio.sleep(EXHAUSTED_PAUSE_SECONDS)
                 continue
