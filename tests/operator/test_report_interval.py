@@ -31,7 +31,7 @@ def test_the_interval_grows_with_the_job_and_with_all_jobs_and_is_bounded() -> N
     assert [report_seconds(1, every) for every in (1000, 5000, 100_000)] == [2, 10, MAX_REPORT_SECONDS]
     for workers in (1, 100, 1000, 10_000):
         reports = workers / report_seconds(workers, workers)
-        assert reports <= max(64.0, workers / MAX_REPORT_SECONDS), "a job's reports per second"
+        assert reports <= 1.01 * max(64.0, workers / MAX_REPORT_SECONDS), "rounded to tenths"
     assert 10_000 / report_seconds(8, 10_000) <= REPORTS_PER_SECOND
 
 
