@@ -7,9 +7,10 @@ request is signed with the job's token (`meshwright.protocol.signing`) and names
     POST .../mesh      MeshRequest  -> 200 MeshDocument | 204 nothing new within `wait_seconds` | 410 superseded
     POST .../report    WorkerReport -> 200 ReportReply  | 410 superseded
 
-401: not signed with the job's token. 404: no such job. 410: a newer incarnation of this worker exists, or the job needs
-no pods; the agent stops its ranks and exits. 426: the coordinator does not support the agent's version. All other
-responses are retried, 429 and 503 after `Retry-After`. Training continues while the coordinator is unavailable.
+401: not signed with the job's token. 404: no such job. 409: signed for another session of the coordinator, or not the
+sender's next request. 410: a newer incarnation of this worker exists, or the job needs no pods; the agent stops its
+ranks and exits. 426: the coordinator does not support the agent's version. All other responses are retried, 429 and 503
+after `Retry-After`. Training continues while the coordinator is unavailable.
 
 An agent ignores unknown fields, so that a newer operator may add some. The coordinator rejects unknown fields, because
 messages come from a user's pod. A field that changes what ranks compute needs a new version.
@@ -30,7 +31,22 @@ PROTOCOL_VERSION = 1
 VERSION_HEADER = "Meshwright-Protocol"
 """Names the version of a request; without it a request is of version 1."""
 
+MAX_GENERATION = 1 << 31
+DEFAULT_REPORT_SECONDS = 2.0
+"""Interval of reports until the coordinator sets another one."""
+
 Message = TypeVar("Message", bound=ApiModel)
+
+Worker = Annotated[int, Field(ge=0, le=65535)]
+"""Index of a worker."""
+Incarnation = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
+"""How often a worker's pod was replaced."""
+Generation = Annotated[int, Field(ge=0, le=MAX_GENERATION)]
+"""Number of a mesh generation."""
+PodUid = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9-]+$")]
+"""uid of a pod."""
+Int64 = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""A number from a user's pod. What it may be is decided where it is used."""
 
 
 def parse_message(kind: type[Message], body: bytes) -> Message:
@@ -63,19 +79,19 @@ def _drop(raw: Any, location: tuple[int | str, ...]) -> None:
 class MeshRequest(ApiModel):
     """An agent's long poll for a mesh generation that is newer than `generation`."""
 
-    worker: Annotated[int, Field(ge=0, le=65535)]
+    worker: Worker
     """Worker index."""
-    incarnation: Annotated[int, Field(ge=0)]
+    incarnation: Incarnation
     """Incarnation of the worker's pod."""
-    pod_uid: Annotated[str, Field(max_length=64)] = ""
-    """uid of the pod. Empty if the agent does not know it."""
-    generation: Annotated[int, Field(ge=0)] = 0
+    pod_uid: PodUid
+    """uid of the pod."""
+    generation: Generation = 0
     """The generation this agent runs or ran last; 0 before its first."""
-    address: Annotated[str, Field(min_length=1, max_length=64)]
+    address: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[0-9A-Fa-f:.]+$")]
     """IP address of the pod."""
     store_port: Annotated[int, Field(ge=1, le=65535)]
     """Port that this agent reserves for rank 0's store in the next generation."""
-    wait_seconds: Annotated[float, Field(ge=0, le=60)] = 25.0
+    wait_seconds: Annotated[float, Field(ge=0, le=60)] = 45.0
     """Time for which the coordinator may delay the response."""
 
 
@@ -146,13 +162,13 @@ class FailureKind(StrEnum):
 class RankProcess(ApiModel):
     """One rank's process."""
 
-    rank: int
+    rank: Int64
     """Global rank."""
-    pid: int
+    pid: Int64
     """Process id, as the agent sees it."""
-    exit_code: int | None = None
+    exit_code: Int64 | None = None
     """Exit code; minus the signal's number when killed; None while it lives."""
-    step: int | None = None
+    step: Int64 | None = None
     """Last step it finished in this generation; None before the first, and for a user's command."""
     phase: Annotated[str, Field(max_length=32)] = ""
     """Last phase of the start it finished; empty before the first, and for a user's command."""
@@ -166,7 +182,7 @@ class RankProcess(ApiModel):
 class Progress(ApiModel):
     """Progress of training, reported by the worker of rank 0."""
 
-    step: int
+    step: Int64
     """Last finished step."""
     loss: float
     """Mean loss per token of that step."""
@@ -174,14 +190,14 @@ class Progress(ApiModel):
     """Recent throughput of the job."""
     step_seconds: float = 0.0
     """Recent mean time of a step."""
-    samples: int = 0
+    samples: Int64 = 0
     """Sequences consumed since the beginning of the run."""
 
 
 class Evaluation(ApiModel):
     """What the last evaluation on documents that are never trained on came to."""
 
-    step: int
+    step: Int64
     """Step after which it was done."""
     loss: float
     """Mean loss per token."""
@@ -190,11 +206,11 @@ class Evaluation(ApiModel):
 class CheckpointCommit(ApiModel):
     """A checkpoint became complete."""
 
-    step: int
+    step: Int64
     """Step after which it was taken."""
-    time: str
+    time: Annotated[str, Field(max_length=64)]
     """When, RFC 3339."""
-    path: str
+    path: Annotated[str, Field(max_length=4096)]
     """Its directory, as the workers see it."""
 
 
@@ -208,15 +224,17 @@ class Phase(ApiModel):
 
 
 class WorkerReport(ApiModel):
-    """A heartbeat: sent every few seconds and at once when `state` changes or a checkpoint is committed."""
+    """A heartbeat: sent at the interval of `ReportReply`, and at once when `state` changes or a checkpoint is
+    committed.
+    """
 
-    worker: Annotated[int, Field(ge=0, le=65535)]
+    worker: Worker
     """Worker index."""
-    incarnation: Annotated[int, Field(ge=0)]
+    incarnation: Incarnation
     """Incarnation."""
-    pod_uid: Annotated[str, Field(max_length=64)] = ""
-    """uid of the pod. Empty if the agent does not know it."""
-    generation: Annotated[int, Field(ge=0)]
+    pod_uid: PodUid
+    """uid of the pod."""
+    generation: Generation
     """The generation the ranks below belong to."""
     state: AgentState
     """What the agent does."""
@@ -241,3 +259,5 @@ class ReportReply(ApiModel):
 
     generation: int
     """The newest announced generation."""
+    report_seconds: float = DEFAULT_REPORT_SECONDS
+    """Time until the agent's next report, unless its state changes before."""

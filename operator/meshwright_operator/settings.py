@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.api.labels import COORDINATOR_PORT
+from meshwright_operator.http.limits import ConnectionLimits
 from meshwright_operator.logging_config import FORMATS
 
 ENV_PREFIX = "MESHWRIGHT_OPERATOR_"
+BURST_SECONDS = 4.0
+"""A burst of connections has as many as come in this time at the rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,10 @@ class Settings:
     """Address on which the coordinator serves worker agents."""
     coordinator_url: str | None = None
     """URL at which worker pods reach the coordinator; derived from `coordinator_listen` if None."""
+    max_connections_per_source: int = ConnectionLimits.unverified_per_source
+    """Connections from one address that have not sent a request with a valid signature. Raise it for a gateway."""
+    connection_rate_per_source: float = ConnectionLimits.rate_per_source
+    """The same, new ones per second."""
     key_file: Path = Path("coordinator.key")
     """File with the key from which the jobs' tokens are derived; created with mode 0600 if it does not exist."""
     policy_file: Path | None = None
@@ -79,6 +86,15 @@ class Settings:
     log_format: str = "text"
     """text, or json with one object per line."""
 
+    @property
+    def connection_limits(self) -> ConnectionLimits:
+        """The limits of the coordinator's connections."""
+        return ConnectionLimits(
+            unverified_per_source=self.max_connections_per_source,
+            rate_per_source=self.connection_rate_per_source,
+            burst_per_source=BURST_SECONDS * self.connection_rate_per_source,
+        )
+
 
 def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
     """Settings from flags, else the environment, else defaults. Exits with a usage message if one is invalid."""
@@ -87,7 +103,14 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
     settings = vars(given)
     settings["namespaces"] = tuple(dict.fromkeys(name for name in settings["namespaces"] if name))
     settings["identity"] = settings["identity"] or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
-    for name, least in (("lease_seconds", 1), ("resync_seconds", 1), ("watch_idle_seconds", 1), ("workers", 1)):
+    for name, least in (
+        ("lease_seconds", 1),
+        ("resync_seconds", 1),
+        ("watch_idle_seconds", 1),
+        ("workers", 1),
+        ("max_connections_per_source", 1),
+        ("connection_rate_per_source", 1),
+    ):
         if settings[name] < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if given.drain_seconds < 0:
@@ -122,6 +145,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--coordinator-listen", "HOST:PORT", Address.parse, listen, "Address on which the coordinator serves agents.")
     text = "URL at which worker pods reach the coordinator. Default: from --coordinator-listen."
     add("--coordinator-url", "URL", str, None, text)
+    text = "Largest number of connections from one address without a valid signature."
+    count = default.max_connections_per_source
+    add("--max-connections-per-source", "COUNT", int, count, text)
+    text = "New connections per second from one address that do not send a valid signature."
+    add("--connection-rate-per-source", "RATE", float, default.connection_rate_per_source, text)
     text = "Path of the key from which the jobs' tokens are derived. Created if it does not exist."
     add("--key-file", "FILE", Path, default.key_file, text)
     text = "Path of the administrator's policy, read again when it changes. Default: no bounds."

@@ -39,6 +39,7 @@ ENVIRONMENT = {
     labels.ENV_JOB_UID: "0f3c",
     labels.ENV_WORKER_INDEX: "1",
     labels.ENV_INCARNATION: "2",
+    labels.ENV_POD_UID: "9a8b",
     labels.ENV_POD_IP: "10.0.0.7",
     labels.ENV_COORDINATOR_URL: "https://operator:9470/",
     labels.ENV_TOKEN: "secret",
@@ -86,7 +87,9 @@ def test_drain_leaves_time_in_any_grace_period() -> None:
 
 
 def test_the_environment_of_a_rank() -> None:
-    hellos = [MeshRequest(worker=w, incarnation=w, address=f"10.0.0.{w}", store_port=21000) for w in range(2)]
+    hellos = [
+        MeshRequest(worker=w, incarnation=w, pod_uid="uid", address=f"10.0.0.{w}", store_port=21000) for w in range(2)
+    ]
     run = command_run(["x"], 1).model_copy(update={"tensor": 2, "pipeline": 2})
     document = mesh(3, run, hellos, 2)
     got = rank_environment(document, document.members[1], 3, settings())
@@ -128,7 +131,7 @@ def test_what_processes_inherit() -> None:
 
 
 def test_a_fork_request_arrives_complete() -> None:
-    hello = MeshRequest(worker=1, incarnation=2, address="10.0.0.7", store_port=21000)
+    hello = MeshRequest(worker=1, incarnation=2, pod_uid="uid", address="10.0.0.7", store_port=21000)
     run = training_run(5, data_parallel=2)
     document = mesh(1, run, [hello], 2)
     task = rank_task(document, run, document.members[0], 1, settings())

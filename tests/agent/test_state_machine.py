@@ -38,7 +38,7 @@ BUG = RankFailed(FailureKind.ERROR, "rank 1: ValueError: bug")
 
 def document(generation: int = 1, *, command: bool = False, workers: int = 1, incarnation: int = 0) -> MeshDocument:
     hellos = [
-        MeshRequest(worker=worker, incarnation=incarnation, address=f"10.0.0.{worker}", store_port=20000)
+        MeshRequest(worker=worker, incarnation=incarnation, pod_uid="uid", address=f"10.0.0.{worker}", store_port=20000)
         for worker in range(workers)
     ]
     run = command_run(["x"], 2 * workers) if command else training_run(10, data_parallel=2 * workers)
@@ -49,7 +49,7 @@ class Driver:
     """A core and a clock; spawned ranks get the process id 100 + rank."""
 
     def __init__(self, worker: int = 0) -> None:
-        self.state_machine = AgentStateMachine(worker=worker, incarnation=0, drain_seconds=25.0)
+        self.state_machine = AgentStateMachine(worker=worker, incarnation=0, pod_uid="uid", drain_seconds=25.0)
         self.now = 100.0
 
     def start(self, doc: MeshDocument) -> list[Action]:

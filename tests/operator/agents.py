@@ -21,7 +21,7 @@ from meshwright.protocol.messages import (
     Progress,
     WorkerReport,
 )
-from meshwright.protocol.signing import Signer
+from meshwright.protocol.signing import Sender, Signer
 from meshwright_operator.timestamps import format_time, utc_now
 from tests.operator.support import PODS, Api
 
@@ -51,7 +51,8 @@ class FakeAgent:
         self.complete = asyncio.Event()
         self._session = session
         self._reporting = asyncio.Lock()
-        self._signer = Signer(token)
+        self.pod_uid = pod["metadata"]["uid"]
+        self._signer = Signer(token, Sender(self.worker, self.incarnation, self.pod_uid))
         uid = self.env[labels.ENV_JOB_UID]
         name, namespace = self.env[labels.ENV_JOB_NAME], self.env[labels.ENV_JOB_NAMESPACE]
         self.path = f"/v1/jobs/{namespace}/{name}/{uid}"
@@ -87,6 +88,7 @@ class FakeAgent:
         body = WorkerReport(
             worker=self.worker,
             incarnation=self.incarnation,
+            pod_uid=self.pod_uid,
             generation=self.generation,
             state=self.state,
             failure=self.failure,
@@ -105,6 +107,7 @@ class FakeAgent:
             hello = MeshRequest(
                 worker=self.worker,
                 incarnation=self.incarnation,
+                pod_uid=self.pod_uid,
                 generation=self.generation,
                 address=self.address,
                 store_port=20000 + self.worker * 100 + self.generation,
@@ -135,7 +138,9 @@ class FakeAgent:
                 if response.status == 200:
                     answer: KubeObject = await response.json()
                     return answer
-                if response.status != 204:
+                if response.status == 409:
+                    self._signer.follow(response.headers)
+                elif response.status != 204:
                     self.refused.append(response.status)
                     await asyncio.sleep(0.1)
         except (aiohttp.ClientError, TimeoutError):

@@ -90,7 +90,7 @@ def placement(incarnations: dict[int, int] | None = None, workers: int = 4) -> P
 
 def report(worker: int, state: AgentState, generation: int = 1, incarnation: int = 0, **fields: Any) -> WorkerReport:
     progress = Progress(step=7, loss=2.25, tokens_per_second=1000.4, step_seconds=0.5) if worker == 0 else None
-    fields = {"progress": progress, **fields}
+    fields = {"progress": progress, "pod_uid": f"uid-{worker}-{incarnation}", **fields}
     return WorkerReport(worker=worker, incarnation=incarnation, generation=generation, state=state, **fields)
 
 

@@ -17,7 +17,7 @@ from tests.operator.builders import report
 from tests.operator.test_coordinator import mesh_document
 
 SCHEMA: dict[str, Any] = json.loads(protocol_schema())
-HELLO = MeshRequest(worker=1, incarnation=0, address="10.0.0.1", store_port=20000)
+HELLO = MeshRequest(worker=1, incarnation=0, pod_uid="uid", address="10.0.0.1", store_port=20000)
 REPORT = report(0, AgentState.RUNNING)
 
 
@@ -95,7 +95,7 @@ def test_what_the_coordinator_receives_is_closed_and_what_agents_receive_is_open
 
 def test_the_documentation_names_every_message_and_answer() -> None:
     text = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
-    for word in ("MeshRequest", "MeshDocument", "WorkerReport", "ReportReply", "Meshwright-Date", "Retry-After"):
+    for word in ("MeshRequest", "MeshDocument", "WorkerReport", "ReportReply", "Meshwright-Counter", "Retry-After"):
         assert word in text
-    for code in (204, 400, 401, 404, 408, 409, 410, 413, 426, 429, 503):
+    for code in (204, 400, 401, 404, 408, 409, 410, 411, 413, 426, 429, 503):
         assert str(code) in text

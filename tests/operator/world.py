@@ -240,8 +240,10 @@ class Agent:
         if document is not None:
             self.generation, self.state, self.trained, self.idle = document.generation, AgentState.RUNNING, 0.0, 0.0
             self.failure, self.hung, self.document = None, False, document
+        new = registry.is_new(self._hello())
         with registry.polling(self._hello()):
-            operator.notify(key, urgent=True)
+            if new:
+                operator.notify(key, urgent=True)
         operator.notify(key, registry.receive_report(self.report()))
 
     def _hello(self) -> MeshRequest:
@@ -263,6 +265,7 @@ class Agent:
         return WorkerReport(
             worker=self.pod.worker,
             incarnation=self.pod.incarnation,
+            pod_uid=self.pod.uid,
             generation=self.generation,
             state=self.state,
             failure=self.failure,

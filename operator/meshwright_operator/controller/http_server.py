@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from aiohttp import web
 
+from meshwright_operator.http.limits import ConnectionLimits, connections_for_descriptors
+from meshwright_operator.http.server import GuardedServer, listening_sockets
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 
 
 @asynccontextmanager
-async def serve_application(application: web.Application, address: Address) -> AsyncIterator[int]:
+async def serve_application(
+    application: web.Application,
+    address: Address,
+    *,
+    limits: ConnectionLimits | None = None,
+    closed: Callable[[str], None] = lambda _: None,
+    tls: ssl.SSLContext | None = None,
+) -> AsyncIterator[int]:
     """Serves until the block ends, and yields the port in use.
 
-    A handler is cancelled when its client disconnects, so that a long poll never outlives its agent.
+    A handler is cancelled when its client disconnects, so that a long poll never outlives its agent. The connection is
+    closed after each request that the handler did not accept with `http.server.verify`.
+
+    Args:
+        application: The application.
+        address: The address to listen on.
+        limits: The limits of connections.
+        closed: Called with the reason for each connection that the server refuses or closes.
+        tls: The server's certificate; None serves plain HTTP.
     """
-    runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, address.host or None, address.port, reuse_address=True)
-        await site.start()
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
+    limits = limits or ConnectionLimits()
+    limits = replace(limits, total=connections_for_descriptors(limits.total))
+    listeners = listening_sockets(address.host, address.port)
+    async with GuardedServer(application, limits, closed, tls).serve(listeners):
+        yield listeners[0].getsockname()[1]
 
 
 def health_application(

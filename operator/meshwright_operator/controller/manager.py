@@ -15,6 +15,7 @@ from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.controller.status_patch import PROGRESS_SECONDS, StatusWriter
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens, load_key
+from meshwright_operator.http.limits import HEALTH_LIMITS
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.config import load_configuration
@@ -138,7 +139,13 @@ class Manager:
         application = health_application(
             self._metrics, lambda: not self._leading or self._resync.is_fresh(), self._not_ready
         )
-        async with serve_application(application, self._settings.metrics_listen):
+        health = serve_application(
+            application,
+            self._settings.metrics_listen,
+            limits=HEALTH_LIMITS,
+            closed=lambda reason: self._metrics.closed_connections.labels("health", reason).inc(),
+        )
+        async with health:
             await self._elector.acquire()
             self._leading = True
             self._metrics.leader.set(1)
@@ -149,7 +156,13 @@ class Manager:
     async def _lead(self, on_ready: Callable[[], None]) -> None:
         await self._resync.initial_list()
         listen = self._settings.coordinator_listen
-        async with serve_application(self._coordinator.application(), listen) as port:
+        coordinator = serve_application(
+            self._coordinator.application(),
+            listen,
+            limits=self._settings.connection_limits,
+            closed=lambda reason: self._metrics.closed_connections.labels("coordinator", reason).inc(),
+        )
+        async with coordinator as port:
             self._url = self._settings.coordinator_url or f"http://{listen.host}:{port}"
             self._coordinator.synced = True
             log.info("serving", extra={"coordinator": self._url, "jobs": len(self._cache.jobs)})

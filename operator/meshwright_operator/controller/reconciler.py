@@ -114,16 +114,8 @@ class Reconciler:
             return
 
         # 2. Observe.
-        try:
-            observed = self._observe(key, job, registry)
-            observed = await self._confirm_missing_pods(key, job, registry, observed)
-            observed = check_policy(observed, key.namespace, self._scheduler.bounds(key.namespace))
-            observed = await self._edit_admission.admit(key, job, observed)
-        except JobRejectedError as rejection:
-            self._leave_queue(uid)
-            if rejection.retryable and not lifecycle.finished(parse_status(job)):
-                self._queue.add_after(key, RETRY_PLACEMENT_SECONDS)
-            await self._reporter.report_rejected(key, job, rejection)
+        observed = await self._admitted(key, job, registry)
+        if observed is None:
             return
 
         # 3. Decide.
@@ -151,6 +143,21 @@ class Reconciler:
         if draft.map_ranks is not None:
             placement_outcome.apply_mapping(draft, await self._scheduler.map_ranks(observed, draft.map_ranks))
         await self._execute(key, job, registry, draft)
+
+    async def _admitted(self, key: JobKey, job: KubeObject, registry: AgentRegistry) -> Observed | None:
+        """The job as observed, with its edit if that fits. If the job cannot run, reports why, and returns None."""
+        uid = job["metadata"]["uid"]
+        try:
+            observed = self._observe(key, job, registry)
+            observed = await self._confirm_missing_pods(key, job, registry, observed)
+            observed = check_policy(observed, key.namespace, self._scheduler.bounds(key.namespace))
+            return await self._edit_admission.admit(key, job, observed)
+        except JobRejectedError as rejection:
+            self._leave_queue(uid)
+            if rejection.retryable and not lifecycle.finished(parse_status(job)):
+                self._queue.add_after(key, RETRY_PLACEMENT_SECONDS)
+            await self._reporter.report_rejected(key, job, rejection)
+            return None
 
     def _observe(self, key: JobKey, job: KubeObject, registry: AgentRegistry) -> Observed:
         rejection = self._rejections.get(job["metadata"]["uid"])
@@ -240,8 +247,7 @@ class Reconciler:
         if ORPHAN_FINALIZER in finalizers:
             return  # the user keeps the pods
         uid = job["metadata"]["uid"]
-        self._scheduler.forget(uid)
-        self._edit_admission.forget(uid)
+        self._scheduler.forget(key, uid)
         pods = self._cache.pods(key, uid)
         live = [pod for pod in pods if not pod.terminal]
         incarnations = {pod.worker: pod.incarnation for pod in sorted(live, key=lambda pod: pod.incarnation)}

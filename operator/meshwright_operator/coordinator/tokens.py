@@ -11,9 +11,11 @@ import hashlib
 import hmac
 import os
 import secrets
+from functools import lru_cache
 from pathlib import Path
 
 KEY_BYTES = 32
+CACHED_TOKENS = 1024
 
 
 class KeyFileError(Exception):
@@ -25,9 +27,14 @@ class Tokens:
 
     def __init__(self, key: bytes) -> None:
         self._key = key
+        # Every request needs its job's token.
+        self._cached = lru_cache(CACHED_TOKENS)(self._derive)
 
     def token(self, namespace: str, name: str, uid: str) -> str:
         """The token of this job: 43 URL-safe characters."""
+        return self._cached(namespace, name, uid)
+
+    def _derive(self, namespace: str, name: str, uid: str) -> str:
         message = "\0".join(("meshwright-coordinator-v1", namespace, name, uid)).encode()
         return base64.urlsafe_b64encode(hmac.digest(self._key, message, hashlib.sha256)).decode().rstrip("=")
 

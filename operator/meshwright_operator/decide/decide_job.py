@@ -262,6 +262,12 @@ def _start_generation(decision: Decision) -> None:
     ):
         placement_outcome.wait_for_retry(decision, pause)
         return
+    _take(decision, action)
+
+
+def _take(decision: Decision, action: gang_actions.GangAction) -> None:
+    """Decides what the gang's next action asks for."""
+    observed, cause = decision.observed, decision.mesh.pending_cause
     match action:
         case gang_actions.Delete(pods, why):
             decision.delete += [pod for pod in pods if pod not in decision.delete]

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from meshwright.protocol.messages import AgentState, RankProcess
+from meshwright.protocol.messages import DEFAULT_REPORT_SECONDS, AgentState, RankProcess
 from meshwright.protocol.run_config import CommandRun, NativeRun
 from meshwright_operator.decide.agents import ReceivedReport
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, PodState, Worker
+from meshwright_operator.decide.report_interval import SILENT_SECONDS, known_idle_seconds, silent_after
 from meshwright_operator.decide.restart_policy import HANG, POD_LOST, Interruption
 from meshwright_operator.text import counted, sentences
 from meshwright_operator.timestamps import parse_time, seconds_since
@@ -27,10 +28,6 @@ TIMEOUT_STEPS = 10
 """The default timeout, in steps."""
 FIRST_STEP_SECONDS = 900.0
 """Shortest timeout before the first step, in which ranks connect, load the checkpoint and compile."""
-FRESH_REPORT_SECONDS = 15.0
-"""Age above which a report is out of date."""
-SILENT_SECONDS = 60.0
-"""How long an agent may be silent. It reports about thirty times in this time."""
 SILENT_STEPS = 3.0
 """How long training must have stopped before a silent agent's pod is replaced, in steps."""
 ADOPT_GENERATION_SECONDS = 120.0
@@ -96,6 +93,15 @@ class HangRule:
         received, listening = _report(self.observed, worker), self.observed.agents.listening_seconds
         return min(received.age, listening) if received is not None else listening
 
+    def silent_after(self, worker: Worker) -> float:
+        """Seconds without a report after which the worker's agent counts as silent."""
+        received = _report(self.observed, worker)
+        return silent_after(received.interval if received is not None else DEFAULT_REPORT_SECONDS)
+
+    def is_silent(self, worker: Worker) -> bool:
+        """Whether the worker's agent has missed several reports."""
+        return self.silence(worker) >= self.silent_after(worker)
+
     def _step_seconds(self) -> float:
         received = self.observed.agents.reports.get(rank_zero_worker(self.observed))
         progress = received.report.progress if received is not None else None
@@ -160,7 +166,7 @@ def silent_agents(observed: Observed) -> Interruption | None:
     """Agents that do not report while training has stopped."""
     rule, ranks = HangRule(observed), _live_ranks(observed)
     running = [worker for worker in observed.workers if worker.state is PodState.RUNNING]
-    silent = [(worker, rule.silence(worker)) for worker in running if rule.silence(worker) >= SILENT_SECONDS]
+    silent = [(worker, rule.silence(worker)) for worker in running if rule.is_silent(worker)]
     # If no agent reports, the operator itself is disconnected.
     received = any(_has_fresh_report(observed, worker) for worker in running)
     if not silent or not received or not ranks or not all(rule.is_stalled(rank) for rank in ranks):
@@ -173,7 +179,7 @@ def silent_agents(observed: Observed) -> Interruption | None:
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """Which agents of the workers that run have not reported for `SILENT_SECONDS`."""
+    """Which agents of the workers that run have missed several reports."""
 
     agents: int
     """Number of workers that run."""
@@ -183,6 +189,8 @@ class Silence:
     """Longest time without a report from one of them. None if no worker runs."""
     next_seconds: float | None
     """Seconds until the next agent is silent, if it does not report before. None if all are."""
+    limit: float
+    """Seconds without a report after which all of them count as silent."""
 
     @property
     def complete(self) -> bool:
@@ -191,19 +199,21 @@ class Silence:
 
 
 def silence(observed: Observed) -> Silence:
-    """Which agents are silent. In the first `SILENT_SECONDS` after a start of the operator, nobody is."""
+    """Which agents are silent. In the first `SILENT_SECONDS` after a start of the operator, none is."""
     rule, started = HangRule(observed), parse_time(observed.mesh.started_time)
     # The agent of a new pod may send its first report after the generation is formed.
     formed = (observed.now - started).total_seconds() if started is not None and started <= observed.now else inf
     running = [worker for worker in observed.workers if worker.state is PodState.RUNNING]
     seconds = {worker.index: min(formed, rule.silence(worker)) for worker in running}
-    silent = frozenset(index for index, age in seconds.items() if age >= SILENT_SECONDS)
-    audible = [age for index, age in seconds.items() if index not in silent]
+    left = {worker.index: rule.silent_after(worker) - seconds[worker.index] for worker in running}
+    silent = frozenset(index for index, rest in left.items() if rest <= 0)
+    audible = [rest for index, rest in left.items() if index not in silent]
     return Silence(
         agents=len(seconds),
         silent=silent,
         oldest_seconds=max(seconds.values(), default=None),
-        next_seconds=SILENT_SECONDS - max(audible) if audible else None,
+        next_seconds=min(audible, default=None),
+        limit=max(map(rule.silent_after, running), default=SILENT_SECONDS),
     )
 
 
@@ -235,10 +245,13 @@ def _fresh_ranks(observed: Observed) -> list[IdleRank]:
     reports = observed.reports_in(AgentState.RUNNING) | observed.reports_in(AgentState.STARTING)
     for worker in observed.workers:
         received = reports.get(worker.index)
-        if received is None or received.age > FRESH_REPORT_SECONDS or worker.state is not PodState.RUNNING:
+        if received is None or not received.fresh or worker.state is not PodState.RUNNING:
             continue
         live = [process for process in received.report.ranks if process.exit_code is None]
-        ranks += [IdleRank(worker, process, process.idle_seconds + received.age) for process in live]
+        ranks += [
+            IdleRank(worker, process, known_idle_seconds(process.idle_seconds, received.age, received.interval))
+            for process in live
+        ]
     return ranks
 
 
@@ -249,10 +262,9 @@ def _report(observed: Observed, worker: Worker) -> ReceivedReport | None:
 
 def _has_fresh_report(observed: Observed, worker: Worker) -> bool:
     received = _report(observed, worker)
-    return received is not None and received.age <= FRESH_REPORT_SECONDS
+    return received is not None and received.fresh
 
 
 def _is_behind(observed: Observed, worker: Worker) -> bool:
     received = _report(observed, worker)
-    fresh = received is not None and received.age <= FRESH_REPORT_SECONDS
-    return fresh and received is not None and received.report.generation < observed.mesh.generation
+    return received is not None and received.fresh and received.report.generation < observed.mesh.generation

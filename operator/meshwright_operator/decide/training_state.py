@@ -93,7 +93,7 @@ def _silent_agents(silence: Silence) -> str:
     """How many agents are silent; empty if none is. Without times, because every change of a message is a write."""
     if not silence.silent:
         return ""
-    silent, total, wait = len(silence.silent), silence.agents, f"{hang_detection.SILENT_SECONDS:.0f} s"
+    silent, total, wait = len(silence.silent), silence.agents, f"{silence.limit:.0f} s"
     if silence.complete:
         none = "The agent has not" if total == 1 else f"None of the {total} agents has"
         return f"{none} reported for {wait}"

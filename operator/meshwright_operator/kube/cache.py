@@ -133,6 +133,10 @@ class Cache:
         """The pods that the job with this uid owns."""
         return [pod for pod in self._pods.get(key, {}).values() if pod.owner == uid]
 
+    def pod(self, key: JobKey, name: str) -> Pod | None:
+        """The pod with this name."""
+        return self._pods.get(key, {}).get(name)
+
     def count(self, key: JobKey) -> int:
         """The number of pods with the job's name."""
         return len(self._pods.get(key, ()))

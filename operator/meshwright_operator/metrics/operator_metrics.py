@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from meshwright.metrics.declaration import Label
 from meshwright.metrics.exporter import CounterMetric, Exporter, GaugeMetric, HistogramMetric
+from meshwright_operator.http.limits import CLOSE_REASONS
 
 DURATION_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 STARTUP_BUCKETS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
@@ -31,6 +32,12 @@ class OperatorMetrics(Exporter):
         "Requests of worker agents.",
         Label("endpoint", ("mesh", "report")),
         Label("code", meaning="HTTP status; 499 if the agent closed the connection"),
+    )
+    closed_connections = CounterMetric(
+        "ptj_http_connections_closed_total",
+        "Connections that a server refused or closed to stay within its limits.",
+        Label("server", ("coordinator", "health")),
+        Label("reason", CLOSE_REASONS),
     )
     reconcile_seconds = HistogramMetric(
         "ptj_reconcile_duration_seconds",

@@ -52,7 +52,9 @@ class Agent:
     def __init__(self, settings: Settings, environment: Mapping[str, str]) -> None:
         self._settings = settings
         self._event_queue: EventQueue = asyncio.Queue()
-        self._state_machine = decisions.AgentStateMachine(settings.worker, settings.incarnation, settings.drain_seconds)
+        self._state_machine = decisions.AgentStateMachine(
+            settings.worker, settings.incarnation, settings.pod_uid, settings.drain_seconds
+        )
         self._launcher = Launcher(settings, self._event_queue, environment)
         self._metrics = WorkerMetrics(settings.namespace, settings.job)
         self._training_log = TrainingLog(None)
@@ -131,8 +133,7 @@ class Agent:
         current = self._state_machine.current
         runs_command = current is not None and not current.uses_builtin_runtime
         read_state = command_state if runs_command else process_state
-        report = build_report(self._state_machine, time.monotonic(), read_state)
-        return report.model_copy(update={"pod_uid": self._settings.pod_uid})
+        return build_report(self._state_machine, time.monotonic(), read_state)
 
     def _on_generation_announced(self, generation: int) -> None:
         if generation > self._state_machine.generation:

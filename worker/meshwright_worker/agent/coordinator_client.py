@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from typing import TypeVar
@@ -51,6 +50,10 @@ class UnavailableError(Exception):
         """Seconds to wait before the next request."""
 
 
+class _OtherSessionError(Exception):
+    """409: the signer now follows the coordinator's session and counter. Send the request again."""
+
+
 class CoordinatorClient:
     """Typed calls of the coordinator. The token signs requests; it is never sent, nor part of an exception's
     message.
@@ -59,7 +62,8 @@ class CoordinatorClient:
     def __init__(self, settings: Settings) -> None:
         self._base = settings.coordinator_url
         self._path = f"/v1/jobs/{settings.namespace}/{settings.job}/{settings.uid}"
-        self._signer = signing.Signer(settings.token)
+        sender = signing.Sender(settings.worker, settings.incarnation, settings.pod_uid)
+        self._signer = signing.Signer(settings.token, sender)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> CoordinatorClient:
@@ -91,6 +95,16 @@ class CoordinatorClient:
         return _parse(ReportReply, body)
 
     async def _post(self, endpoint: str, message: WorkerReport | MeshRequest, seconds: float) -> bytes | None:
+        try:
+            return await self._send(endpoint, message, seconds)
+        except _OtherSessionError:
+            pass  # the coordinator has restarted, or this is the first request
+        try:
+            return await self._send(endpoint, message, seconds)
+        except _OtherSessionError as error:
+            raise UnavailableError(str(error)) from None
+
+    async def _send(self, endpoint: str, message: WorkerReport | MeshRequest, seconds: float) -> bytes | None:
         if self._session is None:
             raise RuntimeError("the client is used outside its context")
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=ANSWER_SECONDS)
@@ -110,7 +124,7 @@ class CoordinatorClient:
         self, source: str, status: int, sent: Mapping[str, str], received: Mapping[str, str], body: bytes
     ) -> bytes | None:
         """Return the body of a successful response. Only a signed response may start, stop or delay anything."""
-        if status in (200, 204, 410):
+        if status in (200, 204, 409, 410):
             self._verify_signature(source, status, sent, received, body)
         match status:
             case 200:
@@ -119,10 +133,10 @@ class CoordinatorClient:
                 return None
             case 410:
                 raise SupersededError
-            case 401:
-                self._adopt_coordinator_clock(status, sent, received, body)
-                raise RejectedError(f"{source}: {_text(body)}")
-            case 404:
+            case 409:
+                self._follow_session(source, received)
+                raise _OtherSessionError(f"{source}: {_text(body)}")
+            case 401 | 404:
                 raise RejectedError(f"{source}: {_text(body)}")
             case 426:
                 raise IncompatibleError(f"{source}: {_text(body)}")
@@ -137,19 +151,12 @@ class CoordinatorClient:
         except signing.SignatureError as error:
             raise UnavailableError(f"{source}: {error}") from None
 
-    def _adopt_coordinator_clock(
-        self, status: int, sent: Mapping[str, str], received: Mapping[str, str], body: bytes
-    ) -> None:
-        """Use the coordinator's clock from now on, if its signed rejection shows a different time.
-
-        Raises:
-            UnavailableError: the clock was the cause; retry.
-        """
-        with contextlib.suppress(signing.SignatureError):
-            coordinator_time = self._signer.check_answer(sent, status, received, body)
-            if abs(coordinator_time - int(sent[signing.DATE])) > signing.WINDOW_SECONDS * 1e6 / 2:
-                self._signer.set_clock(coordinator_time)
-                raise UnavailableError(f"{_text(body)}; following the coordinator's clock")
+    def _follow_session(self, source: str, received: Mapping[str, str]) -> None:
+        """Sign the next requests for the coordinator's session."""
+        try:
+            self._signer.follow(received)
+        except signing.SignatureError as error:
+            raise UnavailableError(f"{source}: {error}") from None
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:

@@ -76,6 +76,7 @@ class AgentStateMachine:
 
     worker: int
     incarnation: int
+    pod_uid: str
     drain_seconds: float
     generation: int = 0
     """Newest generation that was applied."""
@@ -240,6 +241,7 @@ def build_report(
         return WorkerReport(
             worker=state_machine.worker,
             incarnation=state_machine.incarnation,
+            pod_uid=state_machine.pod_uid,
             generation=state_machine.generation,
             state=state_machine.state,
         )
@@ -248,6 +250,7 @@ def build_report(
     return WorkerReport(
         worker=state_machine.worker,
         incarnation=state_machine.incarnation,
+        pod_uid=state_machine.pod_uid,
         generation=current.number,
         state=state_machine.state,
         ranks=current.processes(now, read_process_state),
