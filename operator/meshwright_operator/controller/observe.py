@@ -133,6 +133,7 @@ class _JobObserver:
             workers=workers,
             other_plans=others,
             excess_pods=excess_pods,
+            namesakes=self.cache.namesakes(self.key, metadata["uid"]),
             agents=self.agents,
             rejection=self.rejection,
         )

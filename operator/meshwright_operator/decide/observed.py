@@ -89,6 +89,8 @@ class Observed:
     """Before the job starts: equally good plans with the same number of workers. Placement chooses one."""
     excess_pods: Sequence[Pod] = ()
     """Live pods whose worker index is not in the plan."""
+    namesakes: Sequence[Pod] = ()
+    """Pods with the job's name that it does not own, such as those of a deleted job."""
     agents: Agents = field(default_factory=Agents)
     rejection: Rejection | None = None
     """The API server's rejection of the last attempt to create pods, if no decision has handled it yet."""
