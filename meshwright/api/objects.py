@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,6 @@ def secret_name(job: str, uid: str, data: Mapping[str, str]) -> str:
     token, so nobody else can compute the name before the Secret exists: a Secret with this name was created by the
     operator. Other contents, such as a token of a new key, are another Secret. Running pods keep theirs.
     """
-    text = "\0".join(part for item in sorted(data.items()) for part in item)
+    text = json.dumps(dict(data), sort_keys=True)
     digest = base64.b32encode(hashlib.sha256(text.encode()).digest()).decode().lower()
     return f"{job}-{uid[:UID_CHARACTERS]}-{digest[:DIGEST_CHARACTERS]}"

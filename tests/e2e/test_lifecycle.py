@@ -116,3 +116,16 @@ async def test_deletion_leaves_no_pod_service_secret_or_process(stage):
         return service is None and not (await stage.client.list(SECRETS, NAMESPACE, label_selector=owned)).items
 
     await eventually("service and secret are collected", collected)
+
+
+@pytest.mark.slow
+async def test_a_job_applied_at_once_after_its_deletion_trains(stage):
+    await stage.apply(tiny("twice", training={"steps": 100000}))
+    old = (await stage.client.get(JOBS, "twice", NAMESPACE))["metadata"]["uid"]
+    await stage.trained("twice", 2)
+    await stage.client.delete(JOBS, "twice", NAMESPACE)
+    await stage.apply(tiny("twice", training={"steps": 100000}))
+    assert (await stage.client.get(JOBS, "twice", NAMESPACE))["metadata"]["uid"] != old
+    await stage.until("twice", lambda status: is_true(status.conditions, conditions.READY), "trains")
+    assert not processes(old)
+    await stage.delete("twice")

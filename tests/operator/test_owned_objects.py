@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from meshwright.api.objects import KubeObject
+from meshwright.api.objects import KubeObject, secret_name, service_name
 from meshwright_operator.kube.pod_info import read_pod
 from tests.operator.support import JOBS, PODS
 from tests.operator.test_gang_races import small
@@ -17,6 +17,56 @@ SECRETS = "/api/v1/namespaces/default/secrets"
 def foreign(kind: str, name: str) -> KubeObject:
     """An object that a user made."""
     return {"apiVersion": "v1", "kind": kind, "metadata": {"name": name, "labels": {"app": "theirs"}}, "spec": {}}
+
+
+def same_uid_prefix(world: World, kind: str, path: str) -> None:
+    """An object with exactly the name that the job's own will have: its creator has seen the job's uid."""
+    world.cluster.put(path, foreign(kind, path.rsplit("/", 1)[1]))
+
+
+async def test_a_service_of_somebody_else_with_the_exact_name_is_reported_and_never_changed() -> None:
+    world = World(6, nodes=2)
+    world.submit(small("mine", 2))
+    uid = world.cluster.objects[f"{JOBS}/mine"]["metadata"]["uid"]
+    path = f"{SERVICES}/{service_name('mine', uid)}"
+    same_uid_prefix(world, "Service", path)
+    before = copy.deepcopy(world.cluster.objects[path])
+    await world.run(5)
+    placed = world.condition("mine", "Placed")
+    assert (placed["reason"], world.true("mine", "Stalled")) == ("NameTaken", True)
+    assert f"Service {service_name('mine', uid)} exists and does not belong to this job" in placed["message"]
+    assert world.cluster.objects[path] == before
+    assert not world.pods("mine")
+    world.cluster.remove(path)
+    await world.run(60)
+    assert world.true("mine", "Ready")
+
+
+def test_the_name_of_a_secret_states_its_contents() -> None:
+    first = secret_name("mine", "0f1e2d3c-0000", {"token": "a"})
+    assert first == secret_name("mine", "0f1e2d3c-0000", {"token": "a"})
+    others = [{"token": "b"}, {"token": "a", "ca.crt": "c"}, {"token": "a\0ca.crt\0c"}, {"tokena": ""}]
+    names = {secret_name("mine", "0f1e2d3c-0000", data) for data in others}
+    assert len(names | {first}) == 5
+
+
+async def test_a_secret_that_exists_under_the_jobs_name_is_the_jobs_own_and_is_not_written_again() -> None:
+    world = World(7, nodes=2)
+    world.submit(small("mine", 2))
+    await world.run(15)
+    (secret,) = [obj for path, obj in world.cluster.objects.items() if path.startswith(SECRETS)]
+    before = copy.deepcopy(secret)
+    world.crash("mine-w1-0")
+    await world.run(20)
+    assert world.true("mine", "Ready")
+    assert [obj for path, obj in world.cluster.objects.items() if path.startswith(SECRETS)] == [before]
+    names = [
+        entry["valueFrom"]["secretKeyRef"]["name"]
+        for obj in world.cluster.of("pods")
+        for entry in obj["spec"]["containers"][0]["env"]
+        if "secretKeyRef" in entry.get("valueFrom", {})
+    ]
+    assert set(names) == {before["metadata"]["name"]}
 
 
 def delete_job(world: World, name: str) -> None:

@@ -112,7 +112,7 @@ def _read(obj: Mapping[str, Any]) -> Pod | None:
         return None
     version = str(metadata.get("resourceVersion", ""))
     exit_code = _exit_code(status)
-    owner = next((r for r in metadata.get("ownerReferences") or () if r.get("controller")), {})
+    owner: Mapping[str, Any] = next((r for r in metadata.get("ownerReferences") or () if r.get("controller")), {})
     return Pod(
         name=metadata["name"],
         namespace=metadata.get("namespace", ""),
