@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.api import labels
 from meshwright.protocol.messages import FailureKind, MeshRequest
+from meshwright.rules.workers import VARIABLE_NAMES, VARIABLE_PREFIXES
 from meshwright_worker.agent.agent import TrainingLog
 from meshwright_worker.agent.launcher import FIRST_PORT, LAST_PORT, ReservedPort
 from meshwright_worker.agent.metrics import WorkerMetrics
@@ -122,6 +123,8 @@ def test_the_environment_of_a_rank() -> None:
     }
     with pytest.raises(ValueError, match="mesh has 5"):
         rank_environment(document.model_copy(update={"world_size": 5}), document.members[1], 3, settings())
+    reserved = [name for name in got if name in VARIABLE_NAMES or name.startswith(VARIABLE_PREFIXES)]
+    assert sorted(got) == sorted(reserved), "a job may not set what the agent sets"
 
 
 def test_what_processes_inherit() -> None:

@@ -16,7 +16,6 @@ from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import parse_status
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_operator.controller.observe import JobRejectedError, suspended_by_user
-from meshwright_operator.controller.pod_control import ForeignObjectError
 from meshwright_operator.controller.start_timeline import StartTimeline
 from meshwright_operator.controller.status_patch import StatusRejectedError, StatusWriter
 from meshwright_operator.decide import lifecycle, rejected_job
@@ -131,8 +130,6 @@ class JobReporter:
             return
         if isinstance(error, ApiError):
             event = JobEvent("RequestRejected", f"The API server rejected a request: {error}", WARNING)
-        elif isinstance(error, ForeignObjectError):
-            event = JobEvent("RequestRejected", str(error), WARNING)
         else:
             message = f"Retrying with backoff after an error: {type(error).__name__}: {error}"
             event = JobEvent("ReconcileFailed", message, WARNING)

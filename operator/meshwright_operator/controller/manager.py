@@ -10,7 +10,6 @@ from kubernetes.aio.client import Configuration
 
 from meshwright_operator.controller.http_server import health_application, serve_application
 from meshwright_operator.controller.job_reporter import JobReporter
-from meshwright_operator.controller.pod_control import ForeignObjectError
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.controller.status_patch import PROGRESS_SECONDS, StatusWriter
 from meshwright_operator.coordinator.server import Coordinator
@@ -82,7 +81,7 @@ class Manager:
         self._metrics = metrics
         self._liveness = WatchLiveness(metrics, STALE_PERIODS * settings.watch_idle_seconds)
         self._cache = Cache()
-        self._queue: WorkQueue[JobKey] = WorkQueue(metrics, expected_errors=(ApiError, ForeignObjectError))
+        self._queue: WorkQueue[JobKey] = WorkQueue(metrics, expected_errors=(ApiError,))
         metrics.queue_depth(lambda: len(self._queue))
         tokens = Tokens(key)
         self._coordinator = Coordinator(self._cache, tokens, metrics, self._notify)

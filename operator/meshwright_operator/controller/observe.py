@@ -139,6 +139,7 @@ class _JobObserver:
             other_plans=others,
             excess_pods=excess_pods,
             stuck_pods=stuck_pods(pods, down, self.now),
+            namesakes=self.cache.namesakes(self.key, metadata["uid"]),
             agents=self.agents,
             rejection=self.rejection,
         )

@@ -7,7 +7,6 @@ get them, pod names are functions of the persisted status, and every action is i
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -17,16 +16,18 @@ from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import parse_status
 from meshwright_operator import logging_config
 from meshwright_operator.controller.job_reporter import JobReporter
+from meshwright_operator.controller.missing_pods import Incarnation
 from meshwright_operator.controller.observe import JobRejectedError, managed_here, observe_job
 from meshwright_operator.controller.pod_control import PodControl, PodsRejectedError
 from meshwright_operator.controller.policy_check import check_policy
+from meshwright_operator.controller.stale_retries import StaleRetries
 from meshwright_operator.controller.status_patch import ConflictError
 from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide import decide_job, lifecycle, placement_outcome
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.mesh_generation import document, uses_external_scheduler
+from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed, PodState, Rejection
 from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS, WAITING_RETRY_SECONDS
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
@@ -35,6 +36,7 @@ from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.paths import jobs_path
 from meshwright_operator.kube.workqueue import WorkQueue
+from meshwright_operator.manifests.owned_objects import TOKEN_KEY, token_secret
 from meshwright_operator.manifests.worker_pod import PodContext
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.edit_admission import EditAdmission
@@ -75,6 +77,7 @@ class Reconciler:
         self._now = now
         self._pod_control = PodControl(cluster, cache, metrics)
         self._edit_admission = EditAdmission(scheduler)
+        self._stale_retries = StaleRetries()
         self._rejections: dict[str, Rejection] = {}
         self._uids: dict[JobKey, str] = {}
 
@@ -89,7 +92,7 @@ class Reconciler:
             result = "ok"
         except ConflictError:
             result = "stale"
-            self._queue.add(key)
+            self._queue.add_after(key, self._stale_retries.delay(key))
         except Exception as error:
             self._metrics.reconcile_errors.labels(type(error).__name__).inc()
             if (job := self._cache.jobs.get(key)) is not None:
@@ -166,15 +169,18 @@ class Reconciler:
     async def _confirm_missing_pods(
         self, key: JobKey, job: KubeObject, registry: AgentRegistry, observed: Observed
     ) -> Observed:
-        """Ask the API server for each pod that is missing from the cache, and observe the job again."""
+        """Ask the API server for pods that are missing from the cache, and observe the job again."""
         if lifecycle.finished(observed.status) or is_true(observed.status.conditions, SUSPENDED):
             return observed
-        missing = [w for w in observed.workers if w.state is PodState.MISSING and w.incarnation >= 0]
-        if not missing:
+        missing = [
+            Incarnation(w.index, w.incarnation)
+            for w in observed.workers
+            if w.state is PodState.MISSING and w.incarnation >= 0
+        ]
+        unconfirmed = self._pod_control.missing.unconfirmed(observed.uid, missing)
+        if not unconfirmed:
             return observed
-        await asyncio.gather(
-            *(self._pod_control.confirm_missing(key, observed.uid, w.index, w.incarnation) for w in missing)
-        )
+        await self._pod_control.missing.confirm(key, observed.uid, unconfirmed)
         return self._observe(key, job, registry)
 
     async def _execute(self, key: JobKey, job: KubeObject, registry: AgentRegistry, draft: Decision) -> None:
@@ -188,25 +194,28 @@ class Reconciler:
         if draft.delete_job:
             await self._client.delete(jobs_path(key.namespace, key.name), observed.uid)
             return
+        refused = 0
         try:
-            # Gated pods need neither Service nor Secret, so create the pods first. Both exist before any pod runs.
-            if draft.ungate or (draft.create and uses_external_scheduler(observed)):
-                token = self._tokens.token(key.namespace, key.name, observed.uid)
-                await self._pod_control.apply_owned_objects(key, observed.uid, token)
             if draft.create:
                 await self._create(key, draft)
-            await self._pod_control.ungate(draft.ungate)
+            refused = await self._pod_control.ungate(draft.ungate)
         except PodsRejectedError as error:
             self._rejections[observed.uid] = Rejection(error.reason, error.message)
         await self._pod_control.delete(draft.delete)
-        if draft.create or draft.ungate or draft.map_ranks or draft.status.mesh != observed.status.mesh:
-            self._queue.add(key)
+        if refused:
+            self._queue.add_after(key, self._stale_retries.delay(key))
+        else:
+            self._stale_retries.reset(key)
+            if draft.create or draft.ungate or draft.map_ranks or draft.status.mesh != observed.status.mesh:
+                self._queue.add(key)
         if draft.requeue_after is not None:
             self._queue.add_after(key, max(0.05, draft.requeue_after))
 
     async def _create(self, key: JobKey, draft: Decision) -> None:
         observed = draft.observed
         assert draft.status.placement is not None
+        token = self._tokens.token(key.namespace, key.name, observed.uid)
+        secret = token_secret(key.name, key.namespace, observed.uid, {TOKEN_KEY: token})
         context = PodContext(
             name=key.name,
             namespace=key.namespace,
@@ -214,9 +223,10 @@ class Reconciler:
             spec=observed.spec,
             revision=observed.revision,
             coordinator_url=self._coordinator_url(),
+            secret=secret["metadata"]["name"],
         )
         entries = [entry for entry in draft.status.placement.workers if entry.worker in draft.create]
-        await self._pod_control.create(context, entries)
+        await self._pod_control.create(context, secret, entries)
 
     async def _publish(self, registry: AgentRegistry, draft: Decision) -> None:
         """Publish the persisted generation to the agents."""
@@ -262,6 +272,8 @@ class Reconciler:
         uid = self._uids.pop(key, "")
         self._rejections.pop(uid, None)
         self._scheduler.forget(key, uid)
+        self._pod_control.missing.forget(uid)
+        self._stale_retries.reset(key)
         self._reporter.forget(key, uid)
         self._queue.forget(key)
         await self._coordinator.forget(uid)

@@ -19,6 +19,7 @@ from meshwright_operator.decide.gang_actions import (
     Ungate,
     Wait,
 )
+from meshwright_operator.decide.incarnations import taken_names
 from meshwright_operator.decide.mesh_generation import uses_external_scheduler
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState, Worker
 from meshwright_operator.kube.pod_info import Pod
@@ -58,6 +59,8 @@ def next_action(observed: Observed, pending_cause: str) -> GangAction:
         if (seconds := restart_policy.crash_backoff_left(observed, crashed)) > 0:
             backoff = f"Backing off before replacing {counted(len(missing), 'pod')}"
             return Wait(sentences(failure_detection.crash_message(crashed), backoff), seconds=seconds)
+        if (taken := taken_names(observed, pending_cause, missing)) is not None:
+            return taken
         return Place(missing, {w.index: w.node for w in observed.workers if w.state in LIVE})
     gated = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.gated)
     if gated:
@@ -183,7 +186,7 @@ def _running_seconds(observed: Observed, pod: Pod) -> float:
 
 
 def _condition_reason(text: str) -> str:
-    return text if text.isalnum() else "PodProblem"
+    return text if text.isalnum() and text.isascii() and text[0].isalpha() else "PodProblem"
 
 
 def _problem(observed: Observed, waiting: list[Worker]) -> Wait | None:

@@ -100,6 +100,8 @@ class Observed:
     """Live pods whose worker index is not in the plan."""
     stuck_pods: Sequence[Pod] = ()
     """Pods that do not terminate although their node is ready."""
+    namesakes: Sequence[Pod] = ()
+    """Pods with the job's name that it does not own, such as those of a deleted job."""
     agents: Agents = field(default_factory=Agents)
     rejection: Rejection | None = None
     """The API server's rejection of the last attempt to create pods, if no decision has handled it yet."""

@@ -20,7 +20,8 @@ from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
 from meshwright_operator.decide.gang_actions import EndAttempt, Place
-from meshwright_operator.decide.observed import Observed, PodState, Worker, has_started
+from meshwright_operator.decide.incarnations import NAME_TAKEN, next_incarnations
+from meshwright_operator.decide.observed import PodState, Worker, has_started
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.text import counted, sentences, with_warnings
@@ -42,7 +43,7 @@ LONGEST_AVOID_SECONDS = 900.0
 
 NEEDS_USER_ACTION = frozenset(
     {
-        *("AdmissionDenied", "PodsForbidden", "PodsInvalid"),
+        *("AdmissionDenied", "PodsForbidden", "PodsInvalid", NAME_TAKEN),
         *("InvalidImageName", "ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff"),
         "AgentsMissing",
         *("CreateContainerConfigError", "CreateContainerError", "RunContainerError"),
@@ -134,12 +135,7 @@ def new_incarnations(decision: Decision, workers: Sequence[Worker]) -> dict[int,
     if crashed or decision.mesh.pending_since is None:
         decision.mesh.pending_since = format_time(observed.now)
     decision.mesh.retry_time = None
-    incarnations = {worker.index: worker.incarnation for worker in observed.workers}
-    replaces_gang = restart_policy.cause_named(decision.mesh.pending_cause).replaces_gang
-    floor = _floor(observed) if replaces_gang else -1
-    for worker in workers:
-        incarnations[worker.index] = max(worker.incarnation, floor) + 1
-    return incarnations
+    return next_incarnations(observed, decision.mesh.pending_cause, workers)
 
 
 def _apply_no_placement(decision: Decision, grant: NotGranted) -> None:
@@ -230,13 +226,6 @@ def _release_pods(decision: Decision, failed_pods: Sequence[Pod]) -> None:
 
 def _retention_expired(decision: Decision) -> bool:
     return seconds_since(decision.mesh.pending_since, decision.observed.now) >= RETAIN_PODS_SECONDS
-
-
-def _floor(observed: Observed) -> int:
-    """The highest incarnation of any worker, also of an earlier plan: none may be used again."""
-    entries = observed.status.placement.workers if observed.status.placement else []
-    known = [entry.incarnation for entry in entries] + [worker.incarnation for worker in observed.workers]
-    return max(known, default=-1)
 
 
 def placement_text(placement: PlacementStatus) -> str:

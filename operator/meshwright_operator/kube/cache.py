@@ -137,6 +137,10 @@ class Cache:
         """The pod with this name."""
         return self._pods.get(key, {}).get(name)
 
+    def namesakes(self, key: JobKey, uid: str) -> list[Pod]:
+        """The pods with the job's name that the job with this uid does not own."""
+        return [pod for pod in self._pods.get(key, {}).values() if pod.owner != uid]
+
     def count(self, key: JobKey) -> int:
         """The number of pods with the job's name."""
         return len(self._pods.get(key, ()))
