@@ -18,7 +18,8 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from meshwright.protocol import signing
-from meshwright.protocol.messages import PROTOCOL_VERSION, VERSION_HEADER, MeshRequest, ReportReply, WorkerReport
+from meshwright.protocol.messages import MeshRequest, ReportReply, WorkerReport
+from meshwright.protocol.versions import VERSION_HEADER, VersionError, negotiate
 from meshwright_operator.coordinator.agent_registry import AgentRegistry, encode
 from meshwright_operator.coordinator.rate_limit import MAX_OPEN_POLLS
 from meshwright_operator.coordinator.tokens import Tokens
@@ -170,10 +171,10 @@ class Coordinator:
             raise _signed_error(web.HTTPUnauthorized(text=str(error)), token, request) from None
         except signing.SignatureError as error:
             raise web.HTTPUnauthorized(text=f"not signed with this job's token: {error}") from None
-        version = request.headers.get(VERSION_HEADER, "1")
-        if version != str(PROTOCOL_VERSION):
-            text = f"protocol version must be {PROTOCOL_VERSION}, got {version[:16]!r}"
-            raise web.HTTPUpgradeRequired(text=f"{text}: use a worker image of the operator's release")
+        try:
+            negotiate(request.headers.get(VERSION_HEADER))
+        except VersionError as error:
+            raise web.HTTPUpgradeRequired(text=str(error)) from None
         if not self.synced:
             raise web.HTTPServiceUnavailable(text="starting", headers={"Retry-After": "1"})
         key = JobKey(namespace, name)

@@ -51,8 +51,7 @@ class RunningSpec:
     @property
     def scheme(self) -> int:
         """The scheme to compare with: that of the revision, unless a later version defined it."""
-        scheme = scheme_of(self.revision)
-        return scheme if scheme in DEFAULTS else SCHEME
+        return _known_scheme(self.revision)
 
     def runs(self, requested: Mapping[str, Any]) -> bool:
         """Whether the workers run the spec of the object already, so that no restart is needed."""
@@ -94,8 +93,7 @@ def updated_applied_spec(status: ParallelTrainingJobStatus, spec: ParallelTraini
     """
     running = _decode(status.applied_spec, revision) if status.applied_spec else None
     if running is None:
-        scheme = scheme_of(revision)
-        return encode_spec(spec, scheme if scheme in DEFAULTS else SCHEME)
+        return encode_spec(spec, _known_scheme(revision))
     stored, wire = json.loads(status.applied_spec), spec.wire()
     before = json.dumps(stored)
     for path in (*LIVE, *NEXT_START):
@@ -130,6 +128,12 @@ def spec_at_start(
             except InvalidSpecError:
                 break
     return spec, revision_of(spec)
+
+
+def _known_scheme(revision: str) -> int:
+    """The scheme of a revision, or the newest one if this version does not know it."""
+    scheme = scheme_of(revision)
+    return scheme if scheme is not None and scheme in DEFAULTS else SCHEME
 
 
 def _envelope(scheme: int, fields: Mapping[str, Any]) -> str:
