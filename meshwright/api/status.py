@@ -75,7 +75,8 @@ class PlanStatus(ApiModel):
     reasons: Annotated[list[Text], Field(max_length=16)] = []
     """Why each degree was chosen."""
     revision: Annotated[str, Field(max_length=64)] = ""
-    """Hash of the parts of `spec` that determine the plan and the pods. If it changes, the workers restart."""
+    """Hash of the parts of `spec` that determine the plan and the pods, after the number of the scheme that computed
+    it. If an edit changes it, the workers restart."""
 
 
 class WorkerPlacement(ApiModel):
@@ -245,7 +246,8 @@ class ParallelTrainingJobStatus(ApiModel):
     restart_times: Annotated[list[Time], Field(max_length=MAX_RESTART_TIMES)] = []
     """Times of the restarts in the window `spec.recovery.restartWindowSeconds`, if it is set."""
     applied_spec: Annotated[str, Field(max_length=MAX_APPLIED_SPEC)] = ""
-    """The spec, as JSON, that the workers run. It stays in effect while an edit is invalid or does not fit."""
+    """The spec that the workers run, as JSON with its API version, the scheme of its revision and its defaults. It
+    stays in effect while an edit is invalid or does not fit."""
     replicas: Count = 0
     """Data-parallel replicas in effect."""
     selector: Annotated[str, Field(max_length=512)] = ""

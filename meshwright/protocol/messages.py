@@ -1,4 +1,4 @@
-"""The messages between a worker pod's agent and the operator's coordinator, version 1.
+"""The messages between a worker pod's agent and the operator's coordinator.
 
 Messages are JSON over HTTP. docs/protocol.md describes them for people, docs/protocol.schema.json for programs. Every
 request is signed with the job's token (`meshwright.protocol.signing`) and names its version. The paths are below
@@ -12,24 +12,25 @@ sender's next request. 410: a newer incarnation of this worker exists, or the jo
 ranks and exits. 426: the coordinator does not support the agent's version. All other responses are retried, 429 and 503
 after `Retry-After`. Training continues while the coordinator is unavailable.
 
-An agent ignores unknown fields, so that a newer operator may add some. The coordinator rejects unknown fields, because
-messages come from a user's pod. A field that changes what ranks compute needs a new version.
+Both sides ignore unknown fields, and read an unknown value as a safe one (`meshwright.protocol.versions`). A run that
+an older agent would compute differently has a higher `run_version`: that agent rejects it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from meshwright.api.base import ApiModel
-from meshwright.protocol.run_config import RunConfig
+from meshwright.api.parsing import parse_known_fields
+from meshwright.protocol.run_config import RunConfig, RunMessage, UnsupportedRun
 
-PROTOCOL_VERSION = 1
-VERSION_HEADER = "Meshwright-Protocol"
-"""Names the version of a request; without it a request is of version 1."""
+RUN_VERSION = 1
+"""The newest `run_version` that this release executes."""
 
 MAX_GENERATION = 1 << 31
 DEFAULT_REPORT_SECONDS = 2.0
@@ -55,28 +56,43 @@ def parse_message(kind: type[Message], body: bytes) -> Message:
     Raises:
         ValueError: `body` is not a valid message (pydantic's `ValidationError` is a ValueError).
     """
+    return parse_known_fields(kind, json.loads(body))
+
+
+def parse_mesh_document(body: bytes) -> MeshDocument:
+    """Parse a mesh document. A run that this release cannot execute becomes an `UnsupportedRun`.
+
+    Raises:
+        ValueError: `body` is not a mesh document.
+    """
     raw: Any = json.loads(body)
+    if not isinstance(raw, Mapping):
+        raise ValueError("a mesh document must be a JSON object")
+    version = raw.get("runVersion", 1)
     try:
-        return kind.model_validate(raw)
-    except ValidationError as error:
-        unknown = [e["loc"] for e in error.errors(include_url=False) if e["type"] == "extra_forbidden"]
-        if not unknown:
-            raise
-    try:
-        for location in unknown:
-            _drop(raw, location)
-    except (LookupError, TypeError):
-        raise ValueError(f"the fields {unknown[:3]} are not known and cannot be left out") from None
-    return kind.model_validate(raw)
+        if not isinstance(version, int) or version > RUN_VERSION:
+            raise ValueError(f"it has version {version}, and this image supports versions up to {RUN_VERSION}")
+        run: RunConfig = parse_known_fields(RunMessage, {"run": raw.get("run")}).run
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:1024]
+        text = f"this worker image cannot execute the run: {reason}. Use an image of the operator's release"
+        run = UnsupportedRun(reason=text)
+    return parse_known_fields(MeshDocument, {**raw, "run": run})
 
 
-def _drop(raw: Any, location: tuple[int | str, ...]) -> None:
-    for part in location[:-1]:
-        raw = raw[part]
-    del raw[location[-1]]
+def _known_or(kind: type[StrEnum], safe: StrEnum) -> Callable[[Any], Any]:
+    """A validator that reads values which only another version knows as `safe`."""
+    values = {member.value for member in kind}
+    return lambda value: safe if isinstance(value, str) and value not in values else value
 
 
-class MeshRequest(ApiModel):
+class OpenMessage(ApiModel):
+    """A message, or a part of one. Unknown fields are ignored: a newer version may have sent them."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class MeshRequest(OpenMessage):
     """An agent's long poll for a mesh generation that is newer than `generation`."""
 
     worker: Worker
@@ -95,7 +111,7 @@ class MeshRequest(ApiModel):
     """Time for which the coordinator may delay the response."""
 
 
-class MeshMember(ApiModel):
+class MeshMember(OpenMessage):
     """One worker of a generation."""
 
     worker: int
@@ -110,7 +126,7 @@ class MeshMember(ApiModel):
     """Number of consecutive ranks of the worker."""
 
 
-class MeshDocument(ApiModel):
+class MeshDocument(OpenMessage):
     """A mesh generation: who takes part, where they meet and what they run."""
 
     generation: int
@@ -123,6 +139,8 @@ class MeshDocument(ApiModel):
     """Port of the rendezvous store there."""
     members: list[MeshMember]
     """Every worker, by index."""
+    run_version: Annotated[int, Field(ge=1)] = 1
+    """Version of `run`. An agent that supports only earlier versions rejects the run."""
     run: RunConfig
     """What to run."""
 
@@ -159,7 +177,7 @@ class FailureKind(StrEnum):
     the same way."""
 
 
-class RankProcess(ApiModel):
+class RankProcess(OpenMessage):
     """One rank's process."""
 
     rank: Int64
@@ -179,7 +197,7 @@ class RankProcess(ApiModel):
     """State letter of the process (proc(5)) if it has been idle for a while, such as `T` for stopped."""
 
 
-class Progress(ApiModel):
+class Progress(OpenMessage):
     """Progress of training, reported by the worker of rank 0."""
 
     step: Int64
@@ -194,7 +212,7 @@ class Progress(ApiModel):
     """Sequences consumed since the beginning of the run."""
 
 
-class Evaluation(ApiModel):
+class Evaluation(OpenMessage):
     """What the last evaluation on documents that are never trained on came to."""
 
     step: Int64
@@ -203,7 +221,7 @@ class Evaluation(ApiModel):
     """Mean loss per token."""
 
 
-class CheckpointCommit(ApiModel):
+class CheckpointCommit(OpenMessage):
     """A checkpoint became complete."""
 
     step: Int64
@@ -214,7 +232,7 @@ class CheckpointCommit(ApiModel):
     """Its directory, as the workers see it."""
 
 
-class Phase(ApiModel):
+class Phase(OpenMessage):
     """Time spent in one phase of starting a generation, such as `spawn`, `rendezvous`, `load`, `first-step`."""
 
     name: Annotated[str, Field(max_length=32)]
@@ -223,7 +241,7 @@ class Phase(ApiModel):
     """How long it took."""
 
 
-class WorkerReport(ApiModel):
+class WorkerReport(OpenMessage):
     """A heartbeat: sent at the interval of `ReportReply`, and at once when `state` changes or a checkpoint is
     committed.
     """
@@ -236,12 +254,12 @@ class WorkerReport(ApiModel):
     """uid of the pod."""
     generation: Generation
     """The generation the ranks below belong to."""
-    state: AgentState
-    """What the agent does."""
+    state: Annotated[AgentState, BeforeValidator(_known_or(AgentState, AgentState.STARTING))]
+    """What the agent does. An unknown state counts as `Starting`, which restarts nothing."""
     ranks: Annotated[list[RankProcess], Field(max_length=1024)] = []
     """Its ranks' processes."""
-    failure: FailureKind | None = None
-    """Set when `state` is `Failed`."""
+    failure: Annotated[FailureKind | None, BeforeValidator(_known_or(FailureKind, FailureKind.ERROR))] = None
+    """Set when `state` is `Failed`. An unknown kind counts as `Error`."""
     message: Annotated[str, Field(max_length=2048)] = ""
     """The failure as a message: the last line of the exception, or the exit code."""
     progress: Progress | None = None
@@ -254,7 +272,7 @@ class WorkerReport(ApiModel):
     """Where the start of this generation spent its time; from the worker of rank 0."""
 
 
-class ReportReply(ApiModel):
+class ReportReply(OpenMessage):
     """The coordinator's answer to a report."""
 
     generation: int

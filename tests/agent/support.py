@@ -22,7 +22,6 @@ from meshwright.api.training import OptimizerSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import signing
 from meshwright.protocol.messages import (
-    VERSION_HEADER,
     AgentState,
     MeshDocument,
     MeshMember,
@@ -31,6 +30,7 @@ from meshwright.protocol.messages import (
     WorkerReport,
 )
 from meshwright.protocol.run_config import CommandRun, NativeRun
+from meshwright.protocol.versions import VERSION_HEADER
 from tests.patience import patient
 from tests.runs import native_run
 

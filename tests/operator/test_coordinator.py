@@ -247,7 +247,7 @@ async def test_another_version_of_the_protocol_is_refused_in_words(stage: Stage)
     headers = {**signer.request("POST", path, data), "Meshwright-Protocol": "9"}
     status, text = await stage.send(path, data, headers, signer)
     assert status == 426
-    assert "protocol version must be 1, got '9'" in text
+    assert "supports protocol version 9, the coordinator 1: upgrade the operator" in text
 
 
 async def test_an_agent_that_asks_too_often_waits_and_others_do_not(stage: Stage) -> None:

@@ -72,7 +72,6 @@ def broken(schema: dict[str, Any], value: Any, where: str) -> list[str]:
 
 
 def test_a_message_without_an_evaluation_is_that_of_an_older_agent() -> None:
-    # An operator that knows no evaluation refuses it, but only jobs that ask for one send it.
     assert "evaluation" not in REPORT.wire()
     assert errors("WorkerReport", report(0, AgentState.RUNNING, evaluation=Evaluation(step=1, loss=2.0)).wire()) == []
 
@@ -82,10 +81,10 @@ def test_messages_fit_their_schema(message: ApiModel) -> None:
     assert errors(type(message).__name__, message.wire()) == []
 
 
-def test_what_the_coordinator_receives_is_closed_and_what_agents_receive_is_open() -> None:
+def test_messages_are_open() -> None:
     new = {"newField": 1}
-    assert errors("WorkerReport", {**REPORT.wire(), **new})
-    assert errors("MeshRequest", {**HELLO.wire(), **new})
+    assert errors("WorkerReport", {**REPORT.wire(), **new}) == []
+    assert errors("MeshRequest", {**HELLO.wire(), **new}) == []
     assert errors("MeshRequest", {**HELLO.wire(), "worker": -1})
     document = mesh_document().wire()
     run = document["run"]

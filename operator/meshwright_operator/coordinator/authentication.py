@@ -15,8 +15,8 @@ from aiohttp import web
 
 from meshwright.api.objects import KubeObject, pod_name
 from meshwright.protocol import signing
-from meshwright.protocol.messages import PROTOCOL_VERSION, VERSION_HEADER
 from meshwright.protocol.signing import RequestHead, Sender
+from meshwright.protocol.versions import VERSION_HEADER, VersionError, negotiate
 from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.http.server import tolerate, verify
@@ -108,11 +108,10 @@ class Authenticator:
     def _check_signed(
         self, endpoint: str, request: web.Request, key: JobKey, uid: str, token: str, head: RequestHead
     ) -> SignedRequest:
-        version = request.headers.get(VERSION_HEADER, "1")
-        if version != str(PROTOCOL_VERSION):
-            tolerate(request)
-            text = f"protocol version must be {PROTOCOL_VERSION}, got {version[:16]!r}"
-            raise web.HTTPUpgradeRequired(text=f"{text}: use a worker image of the operator's release")
+        try:
+            negotiate(request.headers.get(VERSION_HEADER))
+        except VersionError as error:
+            raise web.HTTPUpgradeRequired(text=str(error)) from None
         if not self.synced:
             raise web.HTTPServiceUnavailable(text="starting", headers={"Retry-After": "1"})
         job = self._cache.jobs.get(key)

@@ -103,5 +103,11 @@ def set_job_state(status: ParallelTrainingJobStatus, job_state: JobState, genera
 
 
 def update_observed_generation(status: ParallelTrainingJobStatus, generation: int) -> None:
-    """Sets `observedGeneration` of all conditions, because they are true for this generation of the object too."""
-    status.conditions = [c.model_copy(update={"observed_generation": generation}) for c in status.conditions]
+    """Sets `observedGeneration` of all conditions, because they are true for this generation of the object too.
+
+    Conditions of other types are those of a later version, which alone knows when they are true.
+    """
+    status.conditions = [
+        c.model_copy(update={"observed_generation": generation}) if c.type in names.ALL else c
+        for c in status.conditions
+    ]

@@ -20,7 +20,7 @@ from meshwright_operator.decide import (
     stuck_pods,
     training_state,
 )
-from meshwright_operator.decide.applied_spec import encode_spec
+from meshwright_operator.decide.applied_spec import updated_applied_spec
 from meshwright_operator.decide.conditions import update_observed_generation
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
@@ -94,7 +94,7 @@ def _adopt_plan(decision: Decision) -> None:
         status.plan.revision = observed.revision
     if changed:
         placement_outcome.reset_attempts(decision)
-    status.applied_spec = encode_spec(observed.spec)
+    status.applied_spec = updated_applied_spec(observed.status, observed.spec, observed.revision)
     status.selector = f"{LABEL_JOB}={observed.name}"
     status.replicas = observed.plan.layout.data
     if changed and observed.mesh.generation > 0 and not observed.mesh.pending_cause and not observed.spec.suspend:

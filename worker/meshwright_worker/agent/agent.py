@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.perplexity import perplexity
 from meshwright.protocol.messages import MeshRequest, WorkerReport
-from meshwright.protocol.run_config import NativeRun
+from meshwright.protocol.run_config import NativeRun, UnsupportedRun
 from meshwright_worker.agent import state_machine as decisions
 from meshwright_worker.agent.coordinator_client import CoordinatorClient
 from meshwright_worker.agent.coordinator_link import Heartbeat, MeshPoll
@@ -222,6 +222,9 @@ class Agent:
         log.info(
             "generation %d: ranks %s of %d, store %s", document.generation, list(ranks), document.world_size, master
         )
+        if isinstance(document.run, UnsupportedRun):
+            log.error("%s", document.run.reason)
+            return self._state_machine.on_rejected_run(document.generation, document.run.reason, time.monotonic())
         self._training_log = TrainingLog(document.run.training.steps if isinstance(document.run, NativeRun) else None)
         self._metrics.generation(document.generation, ranks, restart=self._started_before)
         self._started_before = True

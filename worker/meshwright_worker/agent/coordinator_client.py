@@ -11,20 +11,20 @@ import aiohttp
 from meshwright.api.base import ApiModel
 from meshwright.protocol import signing
 from meshwright.protocol.messages import (
-    PROTOCOL_VERSION,
-    VERSION_HEADER,
     MeshDocument,
     MeshRequest,
     ReportReply,
     WorkerReport,
+    parse_mesh_document,
     parse_message,
 )
+from meshwright.protocol.versions import VERSION_HEADER, supported
 from meshwright_worker.agent.settings import Settings
 
 # Added to the coordinator's maximum poll time, for the response to travel.
 ANSWER_SECONDS = 10.0
 LONGEST_RETRY_AFTER = 60.0
-HEADERS = {"Content-Type": "application/json", VERSION_HEADER: str(PROTOCOL_VERSION)}
+HEADERS = {"Content-Type": "application/json", VERSION_HEADER: supported()}
 
 Model = TypeVar("Model", bound=ApiModel)
 
@@ -81,7 +81,12 @@ class CoordinatorClient:
             SupersededError, RejectedError, IncompatibleError, UnavailableError: see each class.
         """
         body = await self._post("mesh", request, request.wait_seconds + ANSWER_SECONDS)
-        return None if body is None else _parse(MeshDocument, body)
+        if body is None:
+            return None
+        try:
+            return parse_mesh_document(body)
+        except ValueError as error:
+            raise UnavailableError(f"cannot read the coordinator's MeshDocument: {error}") from error
 
     async def report(self, report: WorkerReport, seconds: float = ANSWER_SECONDS) -> ReportReply:
         """Send a heartbeat, with a timeout of `seconds`.

@@ -120,6 +120,10 @@ class MeshGeneration:
         """Record that the process of `rank` could not be started."""
         self._record_failure(Failure(rank, FailureKind.ERROR, message), now)
 
+    def record_rejected_run(self, message: str, now: float) -> None:
+        """Record that this image cannot execute the run, so that no rank is started."""
+        self._record_failure(Failure(self.first_rank, FailureKind.REJECTED, message), now)
+
     def record_message(self, rank: int, message: messages.RankMessage, now: float, time_of_day: str) -> None:
         """Record a message of `rank`. `time_of_day` is in RFC 3339 format."""
         view = self.ranks[rank]

@@ -114,6 +114,12 @@ class AgentStateMachine:
             current.record_spawn_failure(rank, message, now)
         return self.on_tick(now)
 
+    def on_rejected_run(self, generation: int, message: str, now: float) -> list[Action]:
+        """Handle a run that this image cannot execute; the generation starts no ranks."""
+        if (current := self._matching_generation(generation)) is not None:
+            current.record_rejected_run(message, now)
+        return self.on_tick(now)
+
     def on_message(
         self, generation: int, rank: int, message: messages.RankMessage, now: float, time_of_day: str
     ) -> list[Action]:
