@@ -1,9 +1,8 @@
 """Lists everything periodically, to repair what watches missed.
 
 kopf does not report objects that were deleted while a watch was disconnected, so they would stay in the cache. The
-watch of pods starts at the resourceVersion of a listing, and requests another listing if it is too far behind. Only
-objects that were in the cache before a listing began, and are missing from it, are removed: objects that appeared
-meanwhile are newer than the listing.
+watch of pods starts at the resourceVersion of a listing, and requests another listing if it is too far behind. The
+cache compares versions (`versioned_store`): a listing replaces and removes nothing that is newer than itself.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from meshwright.api.labels import LABEL_JOB
-from meshwright_operator.kube.cache import Cache, JobKey
+from meshwright_operator.kube.cache import Cache, JobKey, key_of, pod_key_of
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.paths import core_path, jobs_path, pods_path
 from meshwright_operator.kube.pod_info import read_pod
@@ -93,16 +92,16 @@ class Resync:
         self._metrics.last_resync.set_to_current_time()
 
     async def _nodes(self) -> None:
-        before = set(self._cache.nodes)
+        listing = self._cache.begin_nodes_listing()
         async for page in self._client.pages(core_path(None, "nodes")):
+            listing.start_page(page.version)
             for obj in page.items:
                 try:
+                    listing.add(obj["metadata"]["name"], str(obj["metadata"].get("uid", "")))
                     self._cache.put_node(obj)
-                    before.discard(obj["metadata"]["name"])
                 except (AttributeError, KeyError, TypeError):
                     log.warning("ignoring a malformed node object")
-        for name in before:
-            self._cache.remove_node(name)
+        self._cache.finish_nodes_listing(listing)
 
     def pods_version(self, namespace: str | None) -> str:
         """The resourceVersion of the last listing of pods, where a watch starts."""
@@ -123,32 +122,28 @@ class Resync:
             self._queue.add_unless_backing_off(key)
 
     async def _pods(self, namespace: str | None) -> str:
-        before = {pod.uid: pod for pod in self._cache.all_pods() if namespace in (None, pod.namespace)}
-        unowned_pods = self._cache.unowned_pods(namespace)
+        listing = self._cache.begin_pods_listing(namespace)
         version = ""
         async for page in self._client.pages(pods_path(namespace), labelSelector=LABEL_JOB):
             version = page.version
+            listing.start_page(version)
             for obj in page.items:
+                listing.add(pod_key_of(obj), str(obj["metadata"].get("uid", "")))
                 if (pod := read_pod(obj)) is not None:
                     self._cache.put_pod(pod)
-                    before.pop(pod.uid, None)
-                else:
-                    self._cache.put_unowned_pod(obj)
-                    unowned_pods.discard(str(obj["metadata"].get("uid", "")))
-        for pod in before.values():
-            self._cache.remove_pod(pod)
-        for uid in unowned_pods:
-            self._cache.remove_unowned_pod(uid)
+                elif (key := self._cache.put_unowned_pod(obj)) is not None:
+                    self._queue.add(key)
+        self._cache.finish_pods_listing(listing)
         self._pods_versions[namespace] = version
         return version
 
     async def _jobs(self) -> None:
-        before = dict(self._cache.jobs)
         for namespace in self._namespaces or (None,):
+            listing = self._cache.begin_jobs_listing(namespace)
             async for page in self._client.pages(jobs_path(namespace)):
+                listing.start_page(page.version)
                 for obj in page.items:
+                    listing.add(key_of(obj), str(obj["metadata"].get("uid", "")))
                     self._cache.put_job(obj)
-                    before.pop(JobKey(obj["metadata"].get("namespace", ""), obj["metadata"]["name"]), None)
-        for key, deleted_job in before.items():
-            self._cache.remove_job(deleted_job)
-            self._queue.add(key)
+            for key in self._cache.finish_jobs_listing(listing):
+                self._queue.add(key)
