@@ -221,7 +221,7 @@ def listed(cache: Cache, resource: str, history: History, at: int, pages: int) -
 
     It begins now. A list that begins after another one was complete is not older, because lists are consistent reads.
     """
-    begin = {
+    begin: dict[str, Callable[[], Any]] = {
         "nodes": cache.begin_nodes_listing,
         "jobs": lambda: cache.begin_jobs_listing(None),
         "pods": lambda: cache.begin_pods_listing(None),

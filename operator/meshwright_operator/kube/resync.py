@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from meshwright.api.labels import LABEL_JOB
 from meshwright_operator.kube.cache import Cache, JobKey, key_of, pod_key_of
-from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.client import ApiError, KubeClient, Page
 from meshwright_operator.kube.paths import core_path, jobs_path, pods_path
 from meshwright_operator.kube.pod_info import read_pod
 from meshwright_operator.kube.workqueue import WorkQueue
@@ -22,6 +22,8 @@ from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 
 FIRST_RETRY_SECONDS = 2.0
 FIRST_RESYNC_SECONDS = 3.0
+STUCK_SECONDS = 480.0
+"""Longer than one page can take: four attempts of 30 s, and three pauses of 66 s that the server asks for."""
 
 log = logging.getLogger(__name__)
 
@@ -45,22 +47,34 @@ class Resync:
         self._namespaces = namespaces
         self._period = period
         self._last: float | None = None
+        self._last_began = -1.0
+        self._last_progress = time.monotonic()
         self._pods_versions: dict[str | None, str] = {}
 
     def is_fresh(self) -> bool:
         """Whether a full listing succeeded within the last three periods."""
         return self._last is not None and time.monotonic() - self._last < 3 * self._period
 
-    async def initial_list(self) -> None:
-        """List everything, and retry until it succeeds. No decision may be made before that."""
-        while True:
+    def makes_progress(self) -> bool:
+        """Whether a page arrived, or a request failed, not too long ago. Only a defect in this process prevents both.
+
+        An API server that is slow or unavailable is not a reason to restart: the listing would begin again.
+        """
+        return time.monotonic() - self._last_progress < self._period + STUCK_SECONDS
+
+    async def ensure_listed_since(self, moment: float) -> None:
+        """List everything, and retry until it succeeds, unless a listing that began after `moment` has succeeded.
+
+        No decision may be made before that.
+        """
+        while self._last is None or self._last_began < moment:
             try:
                 await self.relist()
-                return
             except ApiError as error:
                 hint = "the CRD is not installed" if error.code == 404 else str(error)
                 log.warning("initial listing failed", extra={"error": hint})
                 await asyncio.sleep(FIRST_RETRY_SECONDS)
+        self._requeue_all()
 
     async def run(self) -> None:
         """List everything once per period, until cancelled.
@@ -83,17 +97,26 @@ class Resync:
         Raises:
             ApiError: A listing failed. Then only a part of the cache is up to date.
         """
-        await self._nodes()
-        for namespace in self._namespaces or (None,):
-            await self._pods(namespace)
-        await self._jobs()
+        began = time.monotonic()
+        try:
+            await self._nodes()
+            for namespace in self._namespaces or (None,):
+                await self._pods(namespace)
+            await self._jobs()
+        finally:
+            self._last_progress = time.monotonic()
         self._requeue_all()
-        self._last = time.monotonic()
+        self._last, self._last_began = time.monotonic(), began
         self._metrics.last_resync.set_to_current_time()
+
+    async def _pages(self, path: str, **query: str) -> AsyncIterator[Page]:
+        async for page in self._client.pages(path, **query):
+            self._last_progress = time.monotonic()
+            yield page
 
     async def _nodes(self) -> None:
         listing = self._cache.begin_nodes_listing()
-        async for page in self._client.pages(core_path(None, "nodes")):
+        async for page in self._pages(core_path(None, "nodes")):
             listing.start_page(page.version)
             for obj in page.items:
                 try:
@@ -124,7 +147,7 @@ class Resync:
     async def _pods(self, namespace: str | None) -> str:
         listing = self._cache.begin_pods_listing(namespace)
         version = ""
-        async for page in self._client.pages(pods_path(namespace), labelSelector=LABEL_JOB):
+        async for page in self._pages(pods_path(namespace), labelSelector=LABEL_JOB):
             version = page.version
             listing.start_page(version)
             for obj in page.items:
@@ -140,7 +163,7 @@ class Resync:
     async def _jobs(self) -> None:
         for namespace in self._namespaces or (None,):
             listing = self._cache.begin_jobs_listing(namespace)
-            async for page in self._client.pages(jobs_path(namespace)):
+            async for page in self._pages(jobs_path(namespace)):
                 listing.start_page(page.version)
                 for obj in page.items:
                     listing.add(key_of(obj), str(obj["metadata"].get("uid", "")))
