@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.addresses import split_host_port
 from meshwright.api.labels import COORDINATOR_PORT
 from meshwright_operator.http.limits import ConnectionLimits
 from meshwright_operator.logging_config import FORMATS
@@ -32,15 +33,16 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Parse `HOST:PORT` or `:PORT`.
+        """Parse `HOST:PORT`, `[IPV6]:PORT` or `:PORT`.
 
         Raises:
             ValueError: The text has another format.
         """
-        host, colon, port = text.rpartition(":")
-        if not colon or not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"`{text}` must be HOST:PORT, such as 127.0.0.1:{COORDINATOR_PORT}, or :PORT")
-        return cls(host.strip("[]"), int(port))
+        try:
+            return cls(*split_host_port(text))
+        except ValueError:
+            examples = f"127.0.0.1:{COORDINATOR_PORT} or [::1]:{COORDINATOR_PORT}"
+            raise ValueError(f"`{text}` must be HOST:PORT, such as {examples}, or :PORT") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,7 +149,6 @@ def test_the_operator_understands_its_arguments():
 @needs_helm
 def test_the_pod_is_restricted():
     spec = render()["Deployment", "mw-meshwright"]["spec"]
-    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -163,6 +162,22 @@ def test_the_pod_is_restricted():
     assert ports == {"coordinator": 9470, "metrics": 9471}
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
     assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "metrics"}
+
+
+@needs_helm
+def test_a_second_replica_is_ready_before_the_first_one_stops():
+    found = render()
+    spec = found["Deployment", "mw-meshwright"]["spec"]
+    assert spec["replicas"] == 2
+    assert spec["strategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+    spread = spec["template"]["spec"]["topologySpreadConstraints"]
+    assert {item["topologyKey"] for item in spread} == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}
+    selector = spec["selector"]
+    assert all(item["labelSelector"] == selector for item in spread)
+    budget = found["PodDisruptionBudget", "mw-meshwright"]["spec"]
+    assert budget == {"maxUnavailable": 1, "selector": selector}
+    assert not [kind for kind, _ in render("replicas=1") if kind == "PodDisruptionBudget"]
+    assert found["Service", "mw-meshwright"]["spec"]["ipFamilyPolicy"] == "PreferDualStack"
 
 
 @needs_helm
@@ -191,6 +206,7 @@ def test_network_policy_is_optional():
         ("imagee.tag=x", "imagee"),
         ("image.digest=latest", "digest"),
         ("coordinator.port=0", "port"),
+        ("replicas=0", "replicas"),
         ("operator.logLevel=loud", "logLevel"),
         ("watchNamespaces={Red}", "watchNamespaces"),
     ],

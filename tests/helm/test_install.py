@@ -109,11 +109,14 @@ def free_port() -> int:
 
 
 async def test_the_charts_operator_runs_with_the_rights_it_is_given(cluster):
-    """`--wait` returns when the Deployment is available, so when /readyz says that the operator leads and watches."""
+    """`--wait` returns when the Deployment is available, so when /readyz says that the operator watches.
+
+    One replica: the pods of the embedded cluster share this machine's ports.
+    """
     metrics = free_port()
     # Not by --create-namespace, which old releases of Helm validate against OpenAPI v2 whatever they are told.
     await cluster.client.create(NAMESPACES, {"metadata": {"name": "ops"}})
-    ports = f"metrics.port={metrics},coordinator.port={free_port()}"
+    ports = f"replicas=1,metrics.port={metrics},coordinator.port={free_port()}"
     out = await helm(
         cluster, "install", "mw", str(CHART), "-n", "ops", "--set", ports, "--wait", "--timeout=240s"
     )  # fmt: skip

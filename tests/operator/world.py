@@ -30,11 +30,10 @@ from meshwright_operator.controller.status_patch import StatusWriter
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.events import JobEvent
-from meshwright_operator.kube.cache import Cache, JobKey, key_of
+from meshwright_operator.kube.cache import Cache, JobKey, awaits_layout, key_of
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.kube.recorder import EventRecorder
-from meshwright_operator.kube.watches import awaits_layout
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics

@@ -48,9 +48,9 @@ def health_application(
 ) -> web.Application:
     """Serves /metrics, /healthz and /readyz.
 
-    The process is healthy if it waits for the lease, or if it listed everything within the last three resync periods.
-    It is ready if it leads, has listed everything, serves agents, and its watches are live. So a Service sends agents
-    only to the leader.
+    The process is healthy while it makes progress, however slow the API server is. It is ready if its cache is up to
+    date: it listed everything within the last three resync periods, and its watches are live. Whether it leads does not
+    matter, so that a rolling update does not wait for the lease; a replica that does not lead turns agents away.
 
     Args:
         metrics: The metrics to serve.
@@ -62,9 +62,7 @@ def health_application(
         return web.Response(body=metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def healthz(_: web.Request) -> web.Response:
-        return (
-            web.Response(text="ok") if healthy() else web.Response(status=503, text="the last full listing is too old")
-        )
+        return web.Response(text="ok") if healthy() else web.Response(status=503, text="no progress while listing")
 
     async def readyz(_: web.Request) -> web.Response:
         reason = not_ready()

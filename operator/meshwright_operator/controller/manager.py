@@ -1,17 +1,26 @@
-"""The operator's main sequence: serve health, wait for the lease, list everything, then reconcile until stopped."""
+"""The operator's main sequence.
+
+Every replica serves health, lists everything and watches. The one that holds the lease also reconciles and serves
+agents. The others are on standby: their caches are up to date, so they are ready, and take over within the duration of
+the lease. A replica that stops hands over: it finishes its reconciles, answers the open polls, and releases the lease.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from kubernetes.aio.client import Configuration
 
+from meshwright.addresses import join_host_port
 from meshwright_operator.controller.http_server import health_application, serve_application
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.controller.status_patch import PROGRESS_SECONDS, StatusWriter
+from meshwright_operator.coordinator.leadership_gate import LeadershipGate
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens, load_key
 from meshwright_operator.http.limits import HEALTH_LIMITS
@@ -44,7 +53,8 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
 
     Args:
         settings: The settings of the process.
-        stop: Set it for a clean exit: running reconciles finish, events are posted, and the lease is released.
+        stop: Set it for a clean exit: running reconciles finish, polls are answered, events are posted, and the lease
+            is released.
         on_ready: Called when the watches are connected.
 
     Raises:
@@ -91,7 +101,12 @@ class Manager:
         )
         self._resync = Resync(cluster, self._cache, self._queue, metrics, settings.namespaces, settings.resync_seconds)
         self._url = settings.coordinator_url or ""
-        self._leading = False
+        self._gate = LeadershipGate()
+        self._elected = asyncio.Event()
+        self._elected_at = 0.0
+        self._listed = asyncio.Event()
+        # On standby, nothing is reconciled.
+        self._queue.pause()
         scheduler = JobScheduler(cluster, self._cache, metrics, settings.namespaces, self._queue.add)
         self._policy_file = PolicyFile(settings.policy_file, metrics, scheduler.set_policy)
         self._policy_file.load()
@@ -119,82 +134,118 @@ class Manager:
         return cls(settings, configuration, metrics, key)
 
     async def drain(self) -> None:
-        """Waits for running and queued reconciles. Delayed ones are left to the next leader."""
+        """Hand over: finish running and queued reconciles, answer open polls, and release the lease.
+
+        Delayed reconciles are left to the next leader.
+        """
         if not await self._queue.drain(self._settings.drain_seconds):
             log.warning(
                 "reconciles still running after the drain period", extra={"seconds": self._settings.drain_seconds}
             )
+        self._gate.close()
+        await self._release()
 
     async def close(self) -> None:
         """Releases the lease and closes connections."""
-        if self._leading:
-            await self._events.flush(1.0)
-            await self._elector.release()
+        await self._release()
         self._queue.close()
         await self._client.close()
 
+    async def _release(self) -> None:
+        if self._elected.is_set():
+            await self._events.flush(1.0)
+            await self._elector.release()
+            self._metrics.leader.set(0)
+
     async def serve_and_lead(self, on_ready: Callable[[], None]) -> None:
-        """Serves health, waits for the lease, and runs everything until cancelled."""
-        application = health_application(
-            self._metrics, lambda: not self._leading or self._resync.is_fresh(), self._not_ready
-        )
+        """Serves health, watches, and leads whenever this process holds the lease, until cancelled."""
+        application = health_application(self._metrics, self._resync.makes_progress, self._not_ready)
         health = serve_application(
             application,
             self._settings.metrics_listen,
             limits=HEALTH_LIMITS,
             closed=lambda reason: self._metrics.closed_connections.labels("health", reason).inc(),
         )
-        async with health:
-            await self._elector.acquire()
-            self._leading = True
-            self._metrics.leader.set(1)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._elector.renew_until_lost(), name="lease")
-                group.create_task(self._lead(on_ready), name="lead")
+        async with (
+            health,
+            self._serve_agents(),
+            asyncio.TaskGroup() as group,
+        ):
+            group.create_task(self._elect(), name="lease")
+            group.create_task(self._lead(), name="lead")
+            group.create_task(self._watch(on_ready), name="watch")
 
-    async def _lead(self, on_ready: Callable[[], None]) -> None:
-        await self._resync.initial_list()
+    @asynccontextmanager
+    async def _serve_agents(self) -> AsyncIterator[None]:
         listen = self._settings.coordinator_listen
-        coordinator = serve_application(
-            self._coordinator.application(),
+        application = self._coordinator.application()
+        application.middlewares.append(self._gate.middleware)
+        serving = serve_application(
+            application,
             listen,
             limits=self._settings.connection_limits,
             closed=lambda reason: self._metrics.closed_connections.labels("coordinator", reason).inc(),
         )
-        async with coordinator as port:
-            self._url = self._settings.coordinator_url or f"http://{listen.host}:{port}"
-            self._coordinator.synced = True
-            log.info("serving", extra={"coordinator": self._url, "jobs": len(self._cache.jobs)})
-            watch = EventHandlers(self._cache, self._queue, self._metrics)
-            namespaces = self._settings.namespaces
-            self._liveness.track(watch_paths(namespaces))
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._events.run(), name="events")
-                group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
-                group.create_task(self._resync.run(), name="resync")
-                group.create_task(self._calibration_loop.run(), name="learning")
-                group.create_task(self._policy_file.run(), name="policy")
-                for namespace in namespaces or (None,):
-                    group.create_task(self._pods(watch, namespace).run(), name=f"pods-{namespace or 'all'}")
-                # Start the watches last: kopf cancels every task that was started after it.
-                await asyncio.sleep(0)
-                watching = run_watches(
-                    watch,
-                    self._configuration,
-                    namespaces,
-                    self._liveness,
-                    self._settings.watch_idle_seconds,
-                    on_ready,
-                )
-                group.create_task(watching, name="watches")
+        async with serving as port:
+            self._url = self._settings.coordinator_url or f"http://{join_host_port(listen.host, port)}"
+            yield
+
+    async def _elect(self) -> None:
+        await self._elector.acquire()
+        self._elected_at = time.monotonic()
+        self._metrics.leader.set(1)
+        self._elected.set()
+        await self._elector.renew_until_lost()
+
+    async def _lead(self) -> None:
+        await self._listed.wait()
+        await self._elected.wait()
+        # Agents may poll and report at once. Only a reconcile, which comes later, decides anything.
+        self._coordinator.synced = True
+        self._gate.open()
+        log.info("serving", extra={"coordinator": self._url, "jobs": len(self._cache.jobs)})
+        self._queue.resume()
+        # Watches may be a moment behind what the last leader wrote: a listing contains all of it.
+        await self._resync.ensure_listed_since(self._elected_at)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._events.run(), name="events")
+            group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
+            group.create_task(self._calibration_loop.run(), name="learning")
+            group.create_task(self._policy_file.run(), name="policy")
+
+    async def _watch(self, on_ready: Callable[[], None]) -> None:
+        # A process that leads at once lists only once.
+        await self._elector.attempted.wait()
+        await self._resync.ensure_listed_since(0.0)
+        self._listed.set()
+        watch = EventHandlers(self._cache, self._queue, self._metrics)
+        namespaces = self._settings.namespaces
+        self._liveness.track(watch_paths(namespaces))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._resync.run(), name="resync")
+            for namespace in namespaces or (None,):
+                group.create_task(self._pods(watch, namespace).run(), name=f"pods-{namespace or 'all'}")
+            # When kopf stops, it cancels every task that was started after it. By then, all of them must stop anyway.
+            await asyncio.sleep(0)
+            watching = run_watches(
+                watch,
+                self._configuration,
+                namespaces,
+                self._liveness,
+                self._settings.watch_idle_seconds,
+                on_ready,
+            )
+            group.create_task(watching, name="watches")
 
     def _pods(self, watch: EventHandlers, namespace: str | None) -> PodInformer:
         idle = self._settings.watch_idle_seconds
         return PodInformer(self._client, self._resync, watch, self._liveness, idle, namespace)
 
     def _not_ready(self) -> str:
-        if not self._coordinator.synced:
-            return "waiting for the lease, or for the first listing"
+        if not self._listed.is_set():
+            return "waiting for the first listing"
+        if not self._resync.is_fresh():
+            return "the last full listing is too old"
         stale = self._liveness.stale()
         return f"no data from watches: {', '.join(stale)}" if stale else ""
 

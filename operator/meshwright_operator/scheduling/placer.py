@@ -132,16 +132,16 @@ class Placer:
 
     # What happens around the placer.
 
-    def pod_changed(self, uid: str, request: PodRequest | None) -> None:
+    def pod_changed(self, pod: str, request: PodRequest | None) -> None:
         """A pod requests this now; None if it requests nothing any more."""
-        self._changes[uid] = request
+        self._changes[pod] = request
         self._changed += 1
         if request is None:
             self.capacity_freed()
 
-    def replaced(self, uid: str) -> None:
+    def replaced(self, pod: str) -> None:
         """An assumed pod exists now, so it no longer counts itself."""
-        self._changes[uid] = None
+        self._changes[pod] = None
         self._changed += 1
 
     def nodes_changed(self) -> None:

@@ -72,9 +72,9 @@ class JobScheduler:
             wake=wake,
         )
         self._placer = Placer(PodRequestLister(cluster, cache, namespaces), metrics, around)
-        for uid, request in cache.pod_requests().items():
-            self._placer.pod_changed(uid, request)
-        cache.capacity_listener = self._placer
+        for pod, request in cache.pod_requests().items():
+            self._placer.pod_changed(pod, request)
+        cache.set_capacity_listener(self._placer)
 
     def inventory(self, spec: ParallelTrainingJobSpec) -> Inventory:
         """The job's inventory, as if no pods ran: planning needs no more."""

@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from meshwright.addresses import join_host_port
 from meshwright.perplexity import perplexity
 from meshwright.protocol.messages import MeshRequest, WorkerReport
 from meshwright.protocol.run_config import NativeRun, UnsupportedRun
@@ -218,7 +219,7 @@ class Agent:
     async def _start(self, start: decisions.StartRanks) -> list[decisions.Action]:
         document, member = start.document, start.member
         ranks = range(member.first_rank, member.first_rank + member.ranks)
-        master = f"{document.master_address}:{document.master_port}"
+        master = join_host_port(document.master_address, document.master_port)
         log.info(
             "generation %d: ranks %s of %d, store %s", document.generation, list(ranks), document.world_size, master
         )
