@@ -57,7 +57,7 @@ def check_deadline() -> None:
 
 
 def deadline_message(spec: ParallelTrainingJobSpec, cpu_seconds: float) -> str:
-    """What to change in a spec whose plan takes more than `cpu_seconds`: degrees that it leaves out, if there are any."""
+    """What to change in a spec whose plan takes more than `cpu_seconds`: first the degrees that it leaves out."""
     asked = spec.parallelism
     degrees = {
         "tensor": asked.tensor,

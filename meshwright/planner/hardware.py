@@ -1,4 +1,4 @@
-"""What planning reads of a cluster: limits and a representative machine. A few numbers, however many nodes there are."""
+"""What planning reads of a cluster: limits and a representative machine, which are a few numbers for any cluster."""
 
 from __future__ import annotations
 

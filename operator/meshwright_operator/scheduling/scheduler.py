@@ -13,7 +13,7 @@ from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost_model import Calibration, cost_model_for
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement import Placement, with_spares
-from meshwright.planner.plan import Plan, make_plans
+from meshwright.planner.plan import Plan
 from meshwright.planner.plan_and_place import map_plan_ranks
 from meshwright_operator.decide.gang_actions import MapRanks
 from meshwright_operator.decide.observed import Observed
@@ -23,6 +23,7 @@ from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.pod_requests import PodRequest, request_json_for, requested_by_node
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.capacity_hint import capacity_hint, occupants
+from meshwright_operator.scheduling.inventories import Inventories, NodeRequirements
 from meshwright_operator.scheduling.job_queue import (
     JobQueue,
     PlacementRequest,
@@ -44,12 +45,6 @@ AVOID_SECONDS = 900.0
 """How long a job avoids a node that did not accept its pod: by then the cause may be gone."""
 
 
-MAX_INVENTORIES = 64
-"""Different node requirements for which an inventory is cached."""
-
-NodeRequirements = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]
-
-
 class _QueuedError(Exception):
     """The job fits, but a job ahead of it in the queue fits too and gets the nodes."""
 
@@ -65,10 +60,17 @@ class JobScheduler:
     From then on the pods themselves, gated but pinned to their nodes, occupy them.
     """
 
-    def __init__(self, cluster: KubeClient, cache: Cache, metrics: OperatorMetrics, namespaces: Sequence[str]) -> None:
+    def __init__(
+        self,
+        cluster: KubeClient,
+        cache: Cache,
+        metrics: OperatorMetrics,
+        namespaces: Sequence[str],
+        inventories: Inventories | None = None,
+    ) -> None:
         self._cache = cache
         self._pod_request_lister = PodRequestLister(cluster, cache, namespaces)
-        self._inventory_cache = _InventoryCache(cache)
+        self._inventories = inventories if inventories is not None else Inventories(cache)
         self._metrics = metrics
         self._lock = asyncio.Lock()
         """Held while a job is placed."""
@@ -81,15 +83,12 @@ class JobScheduler:
 
     def inventory(self, spec: ParallelTrainingJobSpec) -> Inventory:
         """The job's inventory, as if no pods ran: planning needs no more."""
-        return self._inventory_cache.empty(spec)
+        return self._inventories.empty(spec)
 
-    def plans(self, spec: ParallelTrainingJobSpec) -> list[Plan]:
-        """The plans to choose from, the best first.
-
-        Raises:
-            PlanError: No plan fits the job or the cluster.
-        """
-        return make_plans(spec, self.inventory(spec), self._calibration)
+    @property
+    def calibration(self) -> Calibration:
+        """The constants with which jobs are planned and placed."""
+        return self._calibration
 
     def recalibrate(self, calibration: Calibration) -> None:
         """Plans and places with these constants from now on."""
@@ -198,6 +197,8 @@ class JobScheduler:
         pod_requests = await self._pod_request_lister.pod_requests()
         pod_requests += [pod_request for assumed in self._assumed.values() for pod_request in assumed]
         ahead = self._queue.ahead_of(request)
+        for queued in (request, *ahead):
+            await self._inventories.prepare(queued.spec)
         return _Snapshot(
             ahead=ahead,
             avoided={queued.uid: self._avoided_now(queued.uid) for queued in (request, *ahead)},
@@ -303,7 +304,7 @@ class _Snapshot:
             kind: `free` counts all pods but those of the job `uid`, `without jobs` only foreign pods.
             uid: The job whose pods do not count; empty for none.
         """
-        key = (kind, uid, _node_requirements(queued.spec))
+        key = (kind, uid, NodeRequirements.of(queued.spec))
         if key not in self._known:
             if kind == "without jobs":
                 counted = [pod_request for pod_request in self._pod_requests if not pod_request.job_uid]
@@ -312,38 +313,3 @@ class _Snapshot:
             used, malformed = requested_by_node(counted, queued.spec.workers.gpu_resource)
             self._known[key] = self._empty[queued.uid].holding(used, malformed)
         return self._known[key]
-
-
-class _InventoryCache:
-    """Inventories of the cache's nodes without pods, one for all jobs with the same node requirements."""
-
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-        self._version = -1
-        self._known: dict[NodeRequirements, Inventory] = {}
-
-    def empty(self, spec: ParallelTrainingJobSpec) -> Inventory:
-        """The inventory of a job with this spec, as if no pods ran."""
-        version = self._cache.nodes_version
-        if version != self._version or len(self._known) > MAX_INVENTORIES:
-            self._known, self._version = {}, version
-        requirements = _node_requirements(spec)
-        inventory = self._known.get(requirements)
-        if inventory is None:
-            workers = spec.workers
-            inventory = Inventory.from_objects(
-                list(self._cache.nodes.values()),
-                (),
-                gpu_resource=workers.gpu_resource,
-                node_selector=workers.node_selector,
-                tolerations=workers.tolerations,
-            )
-            self._known[requirements] = inventory
-        return inventory
-
-
-def _node_requirements(spec: ParallelTrainingJobSpec) -> NodeRequirements:
-    """All requirements of a spec on nodes. Jobs with the same requirements have the same inventory."""
-    workers = spec.workers
-    tolerations = tuple(toleration.model_dump_json() for toleration in workers.tolerations)
-    return workers.gpu_resource, tuple(sorted(workers.node_selector.items())), tolerations
