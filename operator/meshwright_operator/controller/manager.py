@@ -12,6 +12,7 @@ from meshwright_operator.controller.http_server import health_application, serve
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.pod_control import ForeignObjectError
 from meshwright_operator.controller.reconciler import Reconciler
+from meshwright_operator.controller.stall_monitor import StallMonitor
 from meshwright_operator.controller.status_patch import PROGRESS_SECONDS, StatusWriter
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens, load_key
@@ -28,7 +29,9 @@ from meshwright_operator.kube.watches import EventHandlers, run_watches, watch_p
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.planning.planning_service import PlanningService
 from meshwright_operator.scheduling.calibration import CalibrationLoop
+from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.settings import Settings
 
@@ -90,7 +93,10 @@ class Manager:
         self._resync = Resync(cluster, self._cache, self._queue, metrics, settings.namespaces, settings.resync_seconds)
         self._url = settings.coordinator_url or ""
         self._leading = False
-        scheduler = JobScheduler(cluster, self._cache, metrics, settings.namespaces)
+        inventories = Inventories(self._cache)
+        scheduler = JobScheduler(cluster, self._cache, metrics, settings.namespaces, inventories)
+        self._planner = PlanningService(inventories, lambda: scheduler.calibration, metrics, self._queue.add)
+        self._stalls = StallMonitor(metrics)
         self._calibration_loop = CalibrationLoop(self._cache, scheduler)
         jobs = JobMetrics()
         metrics.registry.register(jobs)
@@ -103,6 +109,8 @@ class Manager:
             reporter=JobReporter(StatusWriter(cluster, self._cache, self._queue), self._events, metrics, jobs),
             metrics=metrics,
             scheduler=scheduler,
+            planner=self._planner,
+            inventories=inventories,
             coordinator_url=lambda: self._url,
         )
 
@@ -134,7 +142,7 @@ class Manager:
         application = health_application(
             self._metrics, lambda: not self._leading or self._resync.is_fresh(), self._not_ready
         )
-        async with serve_application(application, self._settings.metrics_listen):
+        async with serve_application(application, self._settings.metrics_listen), self._stalls.running():
             await self._elector.acquire()
             self._leading = True
             self._metrics.leader.set(1)
@@ -154,6 +162,7 @@ class Manager:
             self._liveness.track(watch_paths(namespaces))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._events.run(), name="events")
+                group.create_task(self._planner.run(), name="planner")
                 group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
                 group.create_task(self._resync.run(), name="resync")
                 group.create_task(self._calibration_loop.run(), name="learning")

@@ -8,16 +8,17 @@ get them, pod names are functions of the persisted status, and every action is i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from datetime import datetime
 
 from meshwright.api.conditions import SUSPENDED, is_true
 from meshwright.api.objects import KubeObject
-from meshwright.api.parsing import parse_status
+from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
 from meshwright_operator import logging_config
 from meshwright_operator.controller.job_reporter import JobReporter
-from meshwright_operator.controller.observe import JobRejectedError, managed_here, observe_job
+from meshwright_operator.controller.observe import PLANNING, JobRejectedError, managed_here, observe_job
 from meshwright_operator.controller.pod_control import PodControl, PodsRejectedError
 from meshwright_operator.controller.status_patch import ConflictError
 from meshwright_operator.coordinator.agent_registry import AgentRegistry
@@ -26,7 +27,7 @@ from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide import decide_job, lifecycle, placement_outcome
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document, uses_external_scheduler
-from meshwright_operator.decide.observed import Observed, PodState, Rejection
+from meshwright_operator.decide.observed import Observed, PodState, Rejection, has_started
 from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.kube.cache import Cache, JobKey
@@ -35,9 +36,12 @@ from meshwright_operator.kube.paths import jobs_path
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.manifests.worker_pod import PodContext
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.planning.planner import Planner, PlanPendingError
 from meshwright_operator.scheduling.edit_admission import EditAdmission
+from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.scheduler import JobScheduler
+from meshwright_operator.text import capitalized
 from meshwright_operator.timestamps import utc_now
 
 
@@ -54,6 +58,8 @@ class Reconciler:
         reporter: JobReporter,
         metrics: OperatorMetrics,
         scheduler: JobScheduler,
+        planner: Planner,
+        inventories: Inventories,
         coordinator_url: Callable[[], str],
         now: Callable[[], datetime] = utc_now,
     ) -> None:
@@ -65,6 +71,8 @@ class Reconciler:
         self._reporter = reporter
         self._metrics = metrics
         self._scheduler = scheduler
+        self._planner = planner
+        self._inventories = inventories
         self._coordinator_url = coordinator_url
         self._now = now
         self._pod_control = PodControl(cluster, cache, metrics)
@@ -105,6 +113,7 @@ class Reconciler:
 
         # 2. Observe.
         try:
+            await self._prepare_inventory(job)
             observed = self._observe(key, job, registry)
             observed = await self._confirm_missing_pods(key, job, registry, observed)
             observed = await self._edit_admission.admit(key, job, observed)
@@ -112,6 +121,9 @@ class Reconciler:
             if rejection.retryable and not lifecycle.finished(parse_status(job)):
                 self._queue.add_after(key, RETRY_PLACEMENT_SECONDS)
             await self._reporter.report_rejected(key, job, rejection)
+            return
+        except PlanPendingError as pending:
+            await self._report_pending(key, job, pending)
             return
 
         # 3. Decide.
@@ -137,7 +149,22 @@ class Reconciler:
 
     def _observe(self, key: JobKey, job: KubeObject, registry: AgentRegistry) -> Observed:
         rejection = self._rejections.get(job["metadata"]["uid"])
-        return observe_job(key, job, self._cache, self._scheduler, registry.agents(), self._now(), rejection)
+        return observe_job(
+            key, job, self._cache, self._scheduler, self._planner, registry.agents(), self._now(), rejection
+        )
+
+    async def _report_pending(self, key: JobKey, job: KubeObject, pending: PlanPendingError) -> None:
+        """Report that planning takes long. The planner adds the key to the queue. A running job keeps its status."""
+        if pending.slow and not has_started(parse_status(job)):
+            rejection = JobRejectedError("Planning", capitalized(PLANNING), retryable=True)
+            await self._reporter.report_rejected(key, job, rejection)
+
+    async def _prepare_inventory(self, job: KubeObject) -> None:
+        """Read changed nodes, which takes long in a large cluster, before the job is observed."""
+        if not self._inventories.need_preparation:
+            return
+        with contextlib.suppress(InvalidSpecError):
+            await self._inventories.prepare(parse_spec(job))
 
     async def _confirm_missing_pods(
         self, key: JobKey, job: KubeObject, registry: AgentRegistry, observed: Observed
@@ -216,6 +243,7 @@ class Reconciler:
         self._edit_admission.forget(uid)
         self._rejections.pop(uid, None)
         self._scheduler.forget(uid)
+        self._planner.forget(key)
         self._reporter.forget(key, uid)
         self._queue.forget(key)
         await self._coordinator.forget(uid)

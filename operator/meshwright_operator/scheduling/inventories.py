@@ -56,6 +56,11 @@ class Inventories:
         self._lock = asyncio.Lock()
         self._in_thread = False
 
+    @property
+    def need_preparation(self) -> bool:
+        """Whether the cluster is so large that `prepare` must be awaited."""
+        return len(self._cache.nodes) > INLINE_NODES
+
     async def prepare(self, spec: ParallelTrainingJobSpec) -> None:
         """Bring the inventory and the hardware of a spec up to date, in a thread if that takes long."""
         requirements, gpus = NodeRequirements.of(spec), spec.workers.gpus_per_worker
@@ -97,7 +102,7 @@ class Inventories:
 
     def _is_current(self, requirements: NodeRequirements, gpus: int) -> bool:
         """Whether nothing is left to do that takes long."""
-        if len(self._cache.nodes) <= INLINE_NODES:
+        if not self.need_preparation:
             return True
         view = self._views.get(requirements)
         return view is not None and view.version == self._cache.nodes_version and gpus in view.hardware_by_size
