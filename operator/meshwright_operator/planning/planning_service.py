@@ -1,7 +1,7 @@
 """Makes plans in two processes, so that no spec blocks the event loop, or keeps the plans of other jobs waiting.
 
 The first process takes every plan, but only for a short time. What takes longer continues in the second process, with
-the full deadline. A namespace with several such specs starts there, until they are some minutes ago.
+the full deadline. The plans of a namespace that used much CPU time recently start there.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from meshwright_operator.scheduling.inventories import Inventories
 QUICK_SECONDS = 1.0
 """CPU time of a plan in the first process."""
 SLOW_NICE = 5
-MAX_SLOW_SPECS = 3
-"""Slow specs after which the plans of a namespace start in the second process."""
-SLOW_HALF_LIFE_SECONDS = 300.0
+MAX_QUICK_USE = 3.0
+"""CPU seconds that a namespace may use of the first process before its plans start in the second."""
 RESTART_SECONDS = 1.0
 """Pause after no process could be started."""
 
@@ -49,8 +48,6 @@ class PlanningService(Planner):
         self._reconcile = reconcile
         self._quick, self._slow = Turns(), Turns()
         self._slow_specs: OrderedDict[bytes, None] = OrderedDict()
-        self._overruns: dict[str, tuple[float, float]] = {}
-        """Namespace -> number of slow specs, which decreases with time, and the time at which they were counted."""
 
     async def run(self) -> None:
         """Make plans until cancelled."""
@@ -64,7 +61,7 @@ class PlanningService(Planner):
         self._slow.discard(key)
 
     def _missing(self, key: JobKey, request: PlanRequest) -> Answer:
-        slow = not request.keep_json and self._overruns_of(key.namespace) >= MAX_SLOW_SPECS
+        slow = not request.keep_json and self._quick.used(key.namespace, time.monotonic()) >= MAX_QUICK_USE
         slow = slow or request.spec_digest in self._slow_specs or request.spec_digest in self._failures
         (self._slow if slow else self._quick).add(key, request)
         raise PlanPendingError(slow=slow)
@@ -97,22 +94,14 @@ class PlanningService(Planner):
         turns.count(key.namespace, used, time.monotonic())
         past = isinstance(answer, PlanFailure) and answer.reason == DEADLINE_EXCEEDED
         if past and turns is self._quick:
-            self._note_slow(key.namespace, request)
+            self._note_slow(request)
             return
         if past:
             self._metrics.planning_deadlines.inc()
         self._metrics.planning_seconds.observe(used)
         self._store(request, answer)
 
-    def _note_slow(self, namespace: str, request: PlanRequest) -> None:
+    def _note_slow(self, request: PlanRequest) -> None:
         self._slow_specs[request.spec_digest] = None
         while len(self._slow_specs) > MAX_ANSWERS:
             self._slow_specs.popitem(last=False)
-        now = time.monotonic()
-        self._overruns[namespace] = self._overruns_of(namespace) + 1.0, now
-        if len(self._overruns) > MAX_ANSWERS:
-            self._overruns = {name: one for name, one in self._overruns.items() if self._overruns_of(name) > 0.1}
-
-    def _overruns_of(self, namespace: str) -> float:
-        count, at = self._overruns.get(namespace, (0.0, 0.0))
-        return float(count * 0.5 ** ((time.monotonic() - at) / SLOW_HALF_LIFE_SECONDS))

@@ -45,7 +45,7 @@ class Turns:
             await self._waiting.wait()
         if self._running:
             return self._running.popitem(last=False)
-        namespace = min(self._by_namespace, key=lambda name: self._usage(name, now))
+        namespace = min(self._by_namespace, key=lambda name: self.used(name, now))
         jobs = self._by_namespace[namespace]
         taken = jobs.popitem(last=False)
         if not jobs:
@@ -54,9 +54,9 @@ class Turns:
 
     def count(self, namespace: str, cpu_seconds: float, now: float) -> None:
         """Count CPU time that a namespace's plan took."""
-        self._used[namespace] = self._usage(namespace, now) + cpu_seconds, now
+        self._used[namespace] = self.used(namespace, now) + cpu_seconds, now
         if len(self._used) > 4096:
-            self._used = {name: used for name, used in self._used.items() if self._usage(name, now) > 0.01}
+            self._used = {name: used for name, used in self._used.items() if self.used(name, now) > 0.01}
 
     def _put(self, key: JobKey, request: PlanRequest) -> None:
         if request.keep_json:
@@ -64,6 +64,7 @@ class Turns:
         else:
             self._by_namespace.setdefault(key.namespace, OrderedDict())[key] = request
 
-    def _usage(self, namespace: str, now: float) -> float:
+    def used(self, namespace: str, now: float) -> float:
+        """CPU seconds that a namespace used recently."""
         seconds, at = self._used.get(namespace, (0.0, now))
         return float(seconds * 0.5 ** ((now - at) / HALF_LIFE_SECONDS))
