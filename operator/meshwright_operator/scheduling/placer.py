@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -91,7 +91,7 @@ class _Trial:
 class Surroundings:
     """What the placer reads about the cluster and calls, besides pods."""
 
-    inventory: Callable[[ParallelTrainingJobSpec], Inventory]
+    inventory: Callable[[ParallelTrainingJobSpec], Awaitable[Inventory]]
     """The nodes of a job without pods."""
     spares: Callable[[Policy], Sequence[ReservedSpares]]
     """The spare nodes of all jobs."""
@@ -517,7 +517,7 @@ class Placer:
             claims, first = await self._claims_without(request.uid, ahead)
         reserving = {other.request.key.namespace for other in ahead if other.reserved}
         reserves = member is not None and _due(request) and request.key.namespace not in reserving
-        attempt = self._attempt_of(request, claims, explain=explain)
+        attempt = await self._attempt_of(request, claims, explain=explain)
         attempt = replace(
             attempt,
             blocked_by=first,
@@ -532,7 +532,7 @@ class Placer:
         claims: dict[str, str] = {}
         first: JobKey | None = None
         for other in ahead:
-            attempt = self._attempt_of(other.request, claims, explain=False, without_pods_of=uid)
+            attempt = await self._attempt_of(other.request, claims, explain=False, without_pods_of=uid)
             outcome = await asyncio.to_thread(run_attempt, attempt, self._view)
             if outcome.placement is not None:
                 first = first or other.request.key
@@ -542,14 +542,14 @@ class Placer:
                 claims |= {name: why for name, why in other.claims.items() if name not in claims}
         return claims, first
 
-    def _attempt_of(
+    async def _attempt_of(
         self, request: PlacementRequest, claims: Mapping[str, str], *, explain: bool, without_pods_of: str = ""
     ) -> Attempt:
         bounds = self.queue.policy.of(request.key.namespace)
         spares = spares_allowed(request.spec.recovery.spare_nodes, len(request.plan.workers), bounds)
         return Attempt(
             request=request,
-            empty=self._around.inventory(request.spec),
+            empty=await self._around.inventory(request.spec),
             kept_off={**reserved_for_others(self._spares, request.uid), **self._around.avoided(request.uid)},
             claims=claims,
             spares=spares,
