@@ -156,7 +156,7 @@ class Reconciler:
         await self._execute(key, job, registry, draft)
 
     async def _admitted(self, key: JobKey, job: KubeObject, registry: AgentRegistry) -> Observed | None:
-        """The job as observed, with its edit if that fits. None if it cannot run or is being planned: then reports it."""
+        """The job as observed, with its edit if that fits. None, which is reported, if it cannot run yet."""
         uid = job["metadata"]["uid"]
         try:
             await self._prepare_inventory(job)
