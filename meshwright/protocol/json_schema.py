@@ -12,10 +12,18 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from meshwright.protocol.messages import PROTOCOL_VERSION, MeshDocument, MeshRequest, ReportReply, WorkerReport
+from meshwright.protocol.messages import (
+    PROTOCOL_VERSION,
+    MeshDocument,
+    MeshRequest,
+    ReportReply,
+    TrustBundle,
+    TrustRequest,
+    WorkerReport,
+)
 
-RECEIVED_BY_COORDINATOR = (MeshRequest, WorkerReport)
-RECEIVED_BY_AGENTS = (MeshDocument, ReportReply)
+RECEIVED_BY_COORDINATOR = (MeshRequest, WorkerReport, TrustRequest)
+RECEIVED_BY_AGENTS = (MeshDocument, ReportReply, TrustBundle)
 PREFIX = "#/$defs/"
 
 

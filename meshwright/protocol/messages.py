@@ -6,6 +6,7 @@ request is signed with the job's token (`meshwright.protocol.signing`) and names
 
     POST .../mesh      MeshRequest  -> 200 MeshDocument | 204 nothing new within `wait_seconds` | 410 superseded
     POST .../report    WorkerReport -> 200 ReportReply  | 410 superseded
+    POST .../trust     TrustRequest -> 200 TrustBundle  | 410 superseded
 
 401: not signed with the job's token. 404: no such job. 410: a newer incarnation of this worker exists, or the job needs
 no pods; the agent stops its ranks and exits. 426: the coordinator does not support the agent's version. All other
@@ -25,6 +26,7 @@ from pydantic import Field, ValidationError
 
 from meshwright.api.base import ApiModel
 from meshwright.protocol.run_config import RunConfig
+from meshwright.protocol.trust import MAX_BUNDLE_BYTES
 
 PROTOCOL_VERSION = 1
 VERSION_HEADER = "Meshwright-Protocol"
@@ -237,3 +239,28 @@ class ReportReply(ApiModel):
 
     generation: int
     """The newest announced generation."""
+    trust: Annotated[str, Field(max_length=64)] | None = None
+    """Name of the CA bundle with which agents verify the coordinator (`meshwright.protocol.trust`). If an agent has
+    another bundle, it requests this one. Missing without TLS."""
+
+
+class TrustRequest(ApiModel):
+    """An agent's request for the CA bundle, with which it verifies the coordinator's certificate.
+
+    If the verification failed, an agent sends this request, and no other, without verification. The request contains no
+    secret, and the signature of the response shows that the bundle comes from the coordinator.
+    """
+
+    worker: Annotated[int, Field(ge=0, le=65535)]
+    """Worker index."""
+    incarnation: Annotated[int, Field(ge=0)]
+    """Incarnation of the worker's pod."""
+    pod_uid: Annotated[str, Field(max_length=64)] = ""
+    """uid of the pod. Empty if the agent does not know it."""
+
+
+class TrustBundle(ApiModel):
+    """The CA bundle of the coordinator."""
+
+    certificates: Annotated[str, Field(max_length=MAX_BUNDLE_BYTES)]
+    """CA certificates in PEM format. Empty without TLS."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import ssl
 
 import aiohttp
 
@@ -49,6 +50,12 @@ class FakeAgent:
         self._session = session
         self._reporting = asyncio.Lock()
         self._signer = Signer(token)
+        # As a worker's agent: only the CAs of the pod's environment are trusted.
+        authorities = self.env.get(labels.ENV_COORDINATOR_CA)
+        self._tls: ssl.SSLContext | bool = True
+        if authorities:
+            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            self._tls.load_verify_locations(cadata=authorities)
         uid = self.env[labels.ENV_JOB_UID]
         name, namespace = self.env[labels.ENV_JOB_NAME], self.env[labels.ENV_JOB_NAMESPACE]
         self.path = f"/v1/jobs/{namespace}/{name}/{uid}"
@@ -128,7 +135,7 @@ class FakeAgent:
             url = f"{self.base}/{endpoint}"
             data = json.dumps(body).encode()
             headers = self._signer.request("POST", f"{self.path}/{endpoint}", data)
-            async with self._session.post(url, data=data, headers=headers) as response:
+            async with self._session.post(url, data=data, headers=headers, ssl=self._tls) as response:
                 if response.status == 200:
                     answer: KubeObject = await response.json()
                     return answer

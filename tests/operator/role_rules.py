@@ -35,6 +35,7 @@ def objects(
     for namespace in namespaces:
         yield from _granted(rules("namespacedRules"), namespace, home, ACCOUNT)
     yield from _granted(rules("leaseRules", lease), home, home, f"{ACCOUNT}-lease")
+    yield from _granted(rules("credentialsRules", lease), home, home, f"{ACCOUNT}-credentials")
 
 
 def token_request(home: str = "default") -> tuple[str, KubeObject]:

@@ -12,6 +12,8 @@ from tests.operator import role_rules
 from tests.operator.agents import Kubelet
 from tests.operator.support import JOBS, PODS, Api, OperatorThread, condition, job, until, write_kubeconfig
 
+SECRETS = "/api/v1/namespaces/default/secrets"
+
 
 @pytest.mark.parametrize("namespaces", [(), ("default",)], ids=["cluster-wide", "one namespace"])
 async def test_the_role_is_enough_and_allows_no_secret_to_be_read(
@@ -28,8 +30,16 @@ async def test_the_role_is_enough_and_allows_no_secret_to_be_read(
     path, body = role_rules.token_request()
     token = (await api.create(path, body))["status"]["token"]
     kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, token)
+    if namespaces:  # Then the operator completes an empty Secret, else it creates one.
+        await api.create(SECRETS, {"metadata": {"name": f"{role_rules.ACCOUNT}-credentials"}})
     operator = OperatorThread(
-        kubeconfig, tmp_path, coordinator_port, namespaces=namespaces, metrics_listen=Address("127.0.0.1", free_port)
+        kubeconfig,
+        tmp_path,
+        coordinator_port,
+        namespaces=namespaces,
+        metrics_listen=Address("127.0.0.1", free_port),
+        tls="managed",
+        key_file=None,
     )
     await operator.start()
     try:
@@ -46,6 +56,7 @@ async def test_the_role_is_enough_and_allows_no_secret_to_be_read(
             return status["mesh"]["generation"] == 2 and condition(status, "Ready")["reason"] == "Running"
 
         await until(recovered, "it recovers", 20)
+        assert all(agent.base.startswith("https://") for agent in kubelet.of("rights"))
         for agent in kubelet.of("rights"):
             await agent.finish()
 
@@ -59,5 +70,8 @@ async def test_the_role_is_enough_and_allows_no_secret_to_be_read(
     finally:
         await operator.stop()
     secret = Api(api.url, token, session)
-    answer = await secret.call("GET", "/api/v1/namespaces/default/secrets/rights-coordinator", ok=False)
-    assert answer["reason"] == "Forbidden"
+    assert "coordinator.key" in (await secret.get(f"{SECRETS}/{role_rules.ACCOUNT}-credentials"))["data"]
+    await api.create(SECRETS, {"metadata": {"name": "somebody-elses"}})
+    for path in ("/somebody-elses", "/rights-coordinator", ""):
+        answer = await secret.call("GET", SECRETS + path, ok=False)
+        assert answer["reason"] == "Forbidden"

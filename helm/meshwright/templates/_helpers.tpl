@@ -51,6 +51,17 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
   verbs: [get, update]
 {{- end }}
 
+{{/* The operator's own Secret, the only one that it reads. A create cannot be limited to a name. */}}
+{{- define "meshwright.credentialsRules" -}}
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
+- apiGroups: [""]
+  resources: [secrets]
+  resourceNames: [{{ include "meshwright.name" . }}-credentials]
+  verbs: [get, update]
+{{- end }}
+
 {{/* What the operator does with jobs and their children, and nothing else. It writes token secrets and reads none. */}}
 {{- define "meshwright.namespacedRules" -}}
 - apiGroups: [meshwright.dev]

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from meshwright_operator.coordinator.tls_connection import with_tls
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 
 
 @asynccontextmanager
-async def serve_application(application: web.Application, address: Address) -> AsyncIterator[int]:
-    """Serves until the block ends, and yields the port in use.
+async def serve_application(
+    application: web.Application, address: Address, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
+    """Serves until the block ends, over TLS if there is a context, and yields the port in use.
 
     A handler is cancelled when its client disconnects, so that a long poll never outlives its agent.
     """
     runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
     await runner.setup()
+    assert runner.server is not None
     try:
-        site = web.TCPSite(runner, address.host or None, address.port, reuse_address=True)
-        await site.start()
-        yield runner.addresses[0][1]
+        server = await asyncio.get_running_loop().create_server(
+            with_tls(runner.server, tls), address.host or None, address.port, reuse_address=True
+        )
+        try:
+            yield server.sockets[0].getsockname()[1]
+        finally:
+            server.close()
     finally:
         await runner.cleanup()
 

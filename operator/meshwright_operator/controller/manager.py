@@ -13,8 +13,9 @@ from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.pod_control import ForeignObjectError
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.controller.status_patch import PROGRESS_SECONDS, StatusWriter
+from meshwright_operator.coordinator.access import CoordinatorAccess
 from meshwright_operator.coordinator.server import Coordinator
-from meshwright_operator.coordinator.tokens import Tokens, load_key
+from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.config import load_configuration
@@ -71,7 +72,7 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
 class Manager:
     """Creates all parts of the operator and runs them."""
 
-    def __init__(self, settings: Settings, configuration: Configuration, metrics: OperatorMetrics, key: bytes) -> None:
+    def __init__(self, settings: Settings, configuration: Configuration, metrics: OperatorMetrics) -> None:
         self._settings = settings
         self._configuration = configuration
         fence = Fence()
@@ -81,14 +82,14 @@ class Manager:
         self._cache = Cache()
         self._queue: WorkQueue[JobKey] = WorkQueue(metrics, expected_errors=(ApiError, ForeignObjectError))
         metrics.queue_depth(lambda: len(self._queue))
-        tokens = Tokens(key)
+        tokens = Tokens()
         self._coordinator = Coordinator(self._cache, tokens, metrics, self._notify)
         self._events = EventRecorder(cluster, settings.identity, metrics)
         self._elector = LeaderElector(
             cluster, fence, settings.lease_namespace, settings.lease_name, settings.identity, settings.lease_seconds
         )
         self._resync = Resync(cluster, self._cache, self._queue, metrics, settings.namespaces, settings.resync_seconds)
-        self._url = settings.coordinator_url or ""
+        self._access = CoordinatorAccess(settings, cluster, tokens, self._coordinator, metrics)
         self._leading = False
         scheduler = JobScheduler(cluster, self._cache, metrics, settings.namespaces)
         self._calibration_loop = CalibrationLoop(self._cache, scheduler)
@@ -103,16 +104,16 @@ class Manager:
             reporter=JobReporter(StatusWriter(cluster, self._cache, self._queue), self._events, metrics, jobs),
             metrics=metrics,
             scheduler=scheduler,
-            coordinator_url=lambda: self._url,
+            coordinator_url=lambda: self._access.url,
+            trust=lambda: self._access.trust,
         )
 
     @classmethod
     async def build(cls, settings: Settings) -> Manager:
         """Create the operator for these settings, without starting it."""
-        key = load_key(settings.key_file)
         metrics = OperatorMetrics()
         configuration = await load_configuration(settings.kubeconfig)
-        return cls(settings, configuration, metrics, key)
+        return cls(settings, configuration, metrics)
 
     async def drain(self) -> None:
         """Waits for running and queued reconciles. Delayed ones are left to the next leader."""
@@ -144,11 +145,12 @@ class Manager:
 
     async def _lead(self, on_ready: Callable[[], None]) -> None:
         await self._resync.initial_list()
+        await self._access.prepare()
         listen = self._settings.coordinator_listen
-        async with serve_application(self._coordinator.application(), listen) as port:
-            self._url = self._settings.coordinator_url or f"http://{listen.host}:{port}"
+        async with serve_application(self._coordinator.application(), listen, self._access.context) as port:
+            self._access.serving(port)
             self._coordinator.synced = True
-            log.info("serving", extra={"coordinator": self._url, "jobs": len(self._cache.jobs)})
+            log.info("serving", extra={"coordinator": self._access.url, "jobs": len(self._cache.jobs)})
             watch = EventHandlers(self._cache, self._queue, self._metrics)
             namespaces = self._settings.namespaces
             self._liveness.track(watch_paths(namespaces))
@@ -156,6 +158,7 @@ class Manager:
                 group.create_task(self._events.run(), name="events")
                 group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
                 group.create_task(self._resync.run(), name="resync")
+                group.create_task(self._access.run(), name="certificates")
                 group.create_task(self._calibration_loop.run(), name="learning")
                 for namespace in namespaces or (None,):
                     group.create_task(self._pods(watch, namespace).run(), name=f"pods-{namespace or 'all'}")

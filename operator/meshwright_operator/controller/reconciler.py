@@ -33,7 +33,7 @@ from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.paths import jobs_path
 from meshwright_operator.kube.workqueue import WorkQueue
-from meshwright_operator.manifests.worker_pod import PodContext
+from meshwright_operator.manifests.worker_pod import CoordinatorTrust, PodContext
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.edit_admission import EditAdmission
 from meshwright_operator.scheduling.job_queue import PlacementRequest
@@ -56,6 +56,7 @@ class Reconciler:
         scheduler: JobScheduler,
         coordinator_url: Callable[[], str],
         now: Callable[[], datetime] = utc_now,
+        trust: Callable[[], CoordinatorTrust] = CoordinatorTrust,
     ) -> None:
         self._client = cluster
         self._cache = cache
@@ -67,6 +68,7 @@ class Reconciler:
         self._scheduler = scheduler
         self._coordinator_url = coordinator_url
         self._now = now
+        self._trust = trust
         self._pod_control = PodControl(cluster, cache, metrics)
         self._edit_admission = EditAdmission(scheduler)
         self._rejections: dict[str, Rejection] = {}
@@ -191,6 +193,7 @@ class Reconciler:
             spec=observed.spec,
             revision=observed.revision,
             coordinator_url=self._coordinator_url(),
+            trust=self._trust(),
         )
         entries = [entry for entry in draft.status.placement.workers if entry.worker in draft.create]
         await self._pod_control.create(context, entries)

@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from meshwright.protocol.messages import AgentState, MeshDocument, MeshRequest, ReportReply, WorkerReport
+from meshwright.protocol.messages import (
+    AgentState,
+    MeshDocument,
+    MeshRequest,
+    ReportReply,
+    TrustBundle,
+    TrustRequest,
+    WorkerReport,
+)
 from meshwright_operator.coordinator.rate_limit import RateLimiter
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
 
@@ -93,7 +101,7 @@ class AgentRegistry:
         async with self._changed:
             self._changed.notify_all()
 
-    def superseded(self, sender: MeshRequest | WorkerReport) -> bool:
+    def superseded(self, sender: MeshRequest | WorkerReport | TrustRequest) -> bool:
         """Whether the sender's pod has been replaced, or does not belong to the job."""
         if not self._published:
             return False
@@ -189,7 +197,7 @@ class AgentRegistry:
         return Agents(waiting_agents, reports, self._newest, now - self._started_at)
 
 
-def encode(message: MeshDocument | ReportReply) -> bytes:
+def encode(message: MeshDocument | ReportReply | TrustBundle) -> bytes:
     """The message as compact JSON."""
     return json.dumps(message.wire(), separators=(",", ":")).encode()
 

@@ -18,7 +18,16 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from meshwright.protocol import signing
-from meshwright.protocol.messages import PROTOCOL_VERSION, VERSION_HEADER, MeshRequest, ReportReply, WorkerReport
+from meshwright.protocol.messages import (
+    PROTOCOL_VERSION,
+    VERSION_HEADER,
+    MeshRequest,
+    ReportReply,
+    TrustBundle,
+    TrustRequest,
+    WorkerReport,
+)
+from meshwright.protocol.trust import bundle_id
 from meshwright_operator.coordinator.agent_registry import AgentRegistry, encode
 from meshwright_operator.coordinator.rate_limit import MAX_OPEN_POLLS
 from meshwright_operator.coordinator.tokens import Tokens
@@ -30,7 +39,7 @@ BODY_SECONDS = 10.0
 CLIENT_CLOSED_REQUEST = 499
 """Code in metrics if the client disconnected before the answer."""
 
-Message = TypeVar("Message", MeshRequest, WorkerReport)
+Message = TypeVar("Message", MeshRequest, WorkerReport, TrustRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,12 @@ class Coordinator:
         self._registry_by_uid: dict[str, AgentRegistry] = {}
         self.synced = False
         """Whether the cache contains all jobs, so that a job that is not in it does not exist."""
+        self._trust = TrustBundle(certificates="")
+        self._trust_id: str | None = None
+
+    def trust(self, bundle: str) -> None:
+        """Set the CA bundle with which agents verify the coordinator; empty without TLS."""
+        self._trust, self._trust_id = TrustBundle(certificates=bundle), bundle_id(bundle) or None
 
     def registry(self, uid: str) -> AgentRegistry:
         """The registry of the job with this uid."""
@@ -89,6 +104,7 @@ class Coordinator:
         base = "/v1/jobs/{namespace}/{name}/{uid}"
         application.router.add_post(f"{base}/mesh", self._with_metrics("mesh", self._mesh))
         application.router.add_post(f"{base}/report", self._with_metrics("report", self._report))
+        application.router.add_post(f"{base}/trust", self._with_metrics("trust", self._send_trust))
         return application
 
     def _with_metrics(self, endpoint: str, handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -145,7 +161,11 @@ class Coordinator:
     async def _report(self, signed_request: SignedRequest) -> bytes:
         report = self._checked_message(signed_request, WorkerReport)
         self._notify(signed_request.key, signed_request.registry.receive_report(report))
-        return encode(ReportReply(generation=signed_request.registry.generation))
+        return encode(ReportReply(generation=signed_request.registry.generation, trust=self._trust_id))
+
+    async def _send_trust(self, signed_request: SignedRequest) -> bytes:
+        self._checked_message(signed_request, TrustRequest)
+        return encode(self._trust)
 
     def _checked_message(self, signed_request: SignedRequest, kind: type[Message]) -> Message:
         """The message, if its sender is a current pod of the job, is within its rate limit, and does not replay it."""

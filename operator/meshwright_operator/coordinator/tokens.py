@@ -1,7 +1,7 @@
 """Tokens of the coordinator: an HMAC of the job's identity, so that the operator stores none.
 
 Pods get the job's token from a Secret that the operator writes and never reads. A restarted operator with the same key
-file computes the same tokens.
+computes the same tokens. The key is in the operator's Secret (`credentials.py`), or in a file for local use.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ class KeyFileError(Exception):
 class Tokens:
     """Derives and checks the tokens of all jobs from one key."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes = b"") -> None:
+        self._key = key
+
+    def use(self, key: bytes) -> None:
+        """Set the key. A process reads it when it becomes the leader."""
         self._key = key
 
     def token(self, namespace: str, name: str, uid: str) -> str:
         """The token of this job: 43 URL-safe characters."""
+        if not self._key:
+            raise RuntimeError("tokens are used before their key was read")
         message = "\0".join(("meshwright-coordinator-v1", namespace, name, uid)).encode()
         return base64.urlsafe_b64encode(hmac.digest(self._key, message, hashlib.sha256)).decode().rstrip("=")
 

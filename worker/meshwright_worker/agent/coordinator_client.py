@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import ssl
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -17,9 +19,12 @@ from meshwright.protocol.messages import (
     MeshDocument,
     MeshRequest,
     ReportReply,
+    TrustBundle,
+    TrustRequest,
     WorkerReport,
     parse_message,
 )
+from meshwright_worker.agent.coordinator_trust import BundleError, CoordinatorTrust, unverified_context
 from meshwright_worker.agent.settings import Settings
 
 # Added to the coordinator's maximum poll time, for the response to travel.
@@ -28,6 +33,8 @@ LONGEST_RETRY_AFTER = 60.0
 HEADERS = {"Content-Type": "application/json", VERSION_HEADER: str(PROTOCOL_VERSION)}
 
 Model = TypeVar("Model", bound=ApiModel)
+
+log = logging.getLogger(__name__)
 
 
 class SupersededError(Exception):
@@ -51,6 +58,10 @@ class UnavailableError(Exception):
         """Seconds to wait before the next request."""
 
 
+class CertificateRejectedError(UnavailableError):
+    """The coordinator's certificate does not come from a CA that this agent trusts, has expired, or has other names."""
+
+
 class CoordinatorClient:
     """Typed calls of the coordinator. The token signs requests; it is never sent, nor part of an exception's
     message.
@@ -59,6 +70,11 @@ class CoordinatorClient:
     def __init__(self, settings: Settings) -> None:
         self._base = settings.coordinator_url
         self._path = f"/v1/jobs/{settings.namespace}/{settings.job}/{settings.uid}"
+        self._trust_request = TrustRequest(
+            worker=settings.worker, incarnation=settings.incarnation, pod_uid=settings.pod_uid
+        )
+        self._trust = CoordinatorTrust(settings.coordinator_ca)
+        self._server_name = settings.coordinator_name or None
         self._signer = signing.Signer(settings.token)
         self._session: aiohttp.ClientSession | None = None
 
@@ -88,9 +104,52 @@ class CoordinatorClient:
         body = await self._post("report", report, seconds)
         if body is None:
             raise UnavailableError("the coordinator answered a report with 204")
-        return _parse(ReportReply, body)
+        reply = _parse(ReportReply, body)
+        if self._trust.differs(reply.trust):
+            # Early: the certificate changes only after agents had time to ask. A later report asks again.
+            with contextlib.suppress(UnavailableError, SupersededError, RejectedError, IncompatibleError):
+                await self._renew_trust(self._trust.context)
+        return reply
 
     async def _post(self, endpoint: str, message: WorkerReport | MeshRequest, seconds: float) -> bytes | None:
+        """Send a request. If the coordinator's certificate is rejected, ask for its current CAs, and try again."""
+        try:
+            return await self._send(endpoint, message, seconds, self._trust.context)
+        except CertificateRejectedError as rejected:
+            try:
+                renewed = self._trust.pinned and await self._renew_trust(unverified_context())
+            except (RejectedError, IncompatibleError) as error:
+                # Anyone can send these without the token, so over this connection they must not stop the agent.
+                raise CertificateRejectedError(f"{rejected}; no signed CA bundle: {error}") from None
+            if not renewed:
+                raise
+        return await self._send(endpoint, message, seconds, self._trust.context)
+
+    async def _renew_trust(self, context: ssl.SSLContext | bool) -> bool:
+        """Replace the CA bundle by that of the coordinator. Return whether it was another one.
+
+        The connection may be unverified: nothing in the request is secret, and only who knows the job's token can sign
+        the response to it.
+
+        Raises:
+            SupersededError, RejectedError, IncompatibleError, UnavailableError: see each class.
+        """
+        body = await self._send("trust", self._trust_request, ANSWER_SECONDS, context)
+        try:
+            renewed = self._trust.replace(_parse(TrustBundle, body or b"").certificates)
+        except BundleError as error:
+            raise UnavailableError(f"the coordinator's CA bundle: {error}") from None
+        if renewed:
+            log.info("the coordinator has a new CA bundle; this agent uses it from now on")
+        return renewed
+
+    async def _send(
+        self,
+        endpoint: str,
+        message: WorkerReport | MeshRequest | TrustRequest,
+        seconds: float,
+        context: ssl.SSLContext | bool,
+    ) -> bytes | None:
         if self._session is None:
             raise RuntimeError("the client is used outside its context")
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=ANSWER_SECONDS)
@@ -99,9 +158,17 @@ class CoordinatorClient:
         url = f"{self._base}{self._path}/{endpoint}"
         try:
             async with self._session.post(
-                url, data=sent, headers={**HEADERS, **headers}, timeout=limit, allow_redirects=False
+                url,
+                data=sent,
+                headers={**HEADERS, **headers},
+                timeout=limit,
+                allow_redirects=False,
+                ssl=context,
+                server_hostname=self._server_name,
             ) as response:
                 body = await response.read()
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise CertificateRejectedError(f"certificate rejected: {error.certificate_error}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UnavailableError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         return self._handle_response(f"{response.status} from {url}", response.status, headers, response.headers, body)
