@@ -18,7 +18,7 @@ from meshwright.api.labels import COORDINATOR_PORT
 from meshwright_operator.logging_config import FORMATS
 
 ENV_PREFIX = "MESHWRIGHT_OPERATOR_"
-TLS_MODES = ("managed", "files", "off")
+TLS_MODES = ("managed", "files", "disabled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Settings:
     key_file: Path | None = None
     """File with the key of the jobs' tokens, instead of the Secret; created with mode 0600 if it does not exist."""
     tls: str = "managed"
-    """managed: certificates from the CA in the Secret. files: from the files below. off: plain HTTP."""
+    """managed: certificates from the CA in the Secret. files: from the files below. disabled: plain HTTP."""
     tls_names: tuple[str, ...] = ()
     """Host names and IP addresses in managed certificates, in addition to the host of `coordinator_url`."""
     tls_ca_days: float = 365.0
@@ -121,7 +121,7 @@ def _check_tls(parser: argparse.ArgumentParser, given: argparse.Namespace) -> No
         parser.error("--tls files requires --tls-cert-file, --tls-key-file and --tls-ca-file")
     if given.tls != "files" and any(files):
         parser.error(f"--tls-cert-file, --tls-key-file and --tls-ca-file require --tls files, got --tls {given.tls}")
-    scheme = "http" if given.tls == "off" else "https"
+    scheme = "http" if given.tls == "disabled" else "https"
     if given.coordinator_url is not None and not given.coordinator_url.startswith(f"{scheme}://"):
         parser.error(
             f"--coordinator-url must start with {scheme}:// with --tls {given.tls}, got {given.coordinator_url}"
@@ -183,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_tls(parser: argparse.ArgumentParser, add: Callable[..., None]) -> None:
     default = Settings()
-    text = "Certificates of the coordinator. managed: from a CA in the Secret. files: from files. off: plain HTTP."
+    text = "Certificates of the coordinator. managed: from a CA in the Secret. files: from files. disabled: plain HTTP."
     parser.add_argument("--tls", choices=TLS_MODES, default=default.tls, help=text)
     text = "Name or IP address in managed certificates, in addition to that of the URL. Repeat the option for several."
     parser.add_argument("--tls-name", dest="tls_names", metavar="NAME", action="append", default=[], help=text)

@@ -192,7 +192,7 @@ class OperatorThread:
             coordinator_listen=Address("127.0.0.1", coordinator_port),
             **{
                 "key_file": directory / "coordinator.key",
-                "tls": "off",
+                "tls": "disabled",
                 "metrics_listen": Address("127.0.0.1", 0),
                 "identity": "test",
                 "lease_seconds": 15.0,

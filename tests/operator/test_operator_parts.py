@@ -83,8 +83,8 @@ def test_flags_win_over_the_environment() -> None:
         (["--coordinator-url", "http://a", "--lease-seconds", "0.5"], "--lease-seconds must be"),
         (["--coordinator-url", "http://a"], "--coordinator-url must start with https:// with --tls managed"),
         (
-            ["--coordinator-url", "https://a", "--tls", "off"],
-            "--coordinator-url must start with http:// with --tls off",
+            ["--coordinator-url", "https://a", "--tls", "disabled"],
+            "--coordinator-url must start with http:// with --tls disabled",
         ),
         (["--coordinator-url", "https://a", "--tls", "files"], "--tls files requires --tls-cert-file"),
         (["--coordinator-url", "https://a", "--tls-ca-file", "ca"], "require --tls files, got --tls managed"),

@@ -25,8 +25,28 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end }}
 
-{{- define "meshwright.keySecret" -}}
-{{ .Values.coordinator.key.existingSecret | default (printf "%s-coordinator-key" (include "meshwright.name" .)) }}
+{{- define "meshwright.coordinatorUrl" -}}
+{{- $scheme := ternary "http" "https" (eq .Values.coordinator.tls.mode "disabled") -}}
+{{- $service := printf "%s://%s.%s.svc:%v" $scheme (include "meshwright.name" .) .Release.Namespace .Values.coordinator.port -}}
+{{ .Values.coordinator.url | default $service }}
+{{- end }}
+
+{{/* The names of the chart's Service, and those that the values add. */}}
+{{- define "meshwright.coordinatorNames" -}}
+{{- $service := printf "%s.%s" (include "meshwright.name" .) .Release.Namespace -}}
+{{- $own := list (printf "%s.svc" $service) $service (printf "%s.svc.%s" $service .Values.coordinator.tls.clusterDomain) -}}
+{{ toYaml (uniq (concat $own .Values.coordinator.tls.names)) }}
+{{- end }}
+
+{{/* The kubernetes.io/tls Secret with the serving certificate; empty if the operator issues it. */}}
+{{- define "meshwright.tlsSecret" -}}
+{{- with .Values.coordinator.tls -}}
+{{- if eq .mode "secret" -}}
+{{ required "coordinator.tls.secretName is required if coordinator.tls.mode is secret" .secretName }}
+{{- else if eq .mode "certManager" -}}
+{{ printf "%s-coordinator-tls" (include "meshwright.name" $) }}
+{{- end -}}
+{{- end -}}
 {{- end }}
 
 {{/* What the operator reads of the cluster. */}}

@@ -52,7 +52,7 @@ class CoordinatorAccess:
         )
         self._file_key = load_key(settings.key_file) if settings.key_file is not None else None
         self._tls: CoordinatorTls | None = None
-        if settings.tls != "off":
+        if settings.tls != "disabled":
             self._tls = CoordinatorTls(self._source(ca_lifetime), self._server_name(), metrics, self._publish)
 
     @property

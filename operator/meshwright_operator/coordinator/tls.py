@@ -16,6 +16,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Protocol
 
+from cryptography import x509
+
 from meshwright.protocol.trust import MAX_BUNDLE_BYTES
 from meshwright_operator.coordinator import certificates
 from meshwright_operator.coordinator.certificates import CertificateError, ServingCertificate
@@ -135,7 +137,7 @@ class CertificateFiles:
         except OSError as error:
             raise CredentialsError(f"cannot read {path}: {error.strerror}: mount the file, or name another") from None
 
-    def _certificates(self, path: Path, pem: str) -> Sequence[certificates.x509.Certificate]:
+    def _certificates(self, path: Path, pem: str) -> Sequence[x509.Certificate]:
         try:
             return certificates.read_certificates(pem.encode())
         except CertificateError as error:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 BUFFER_BYTES = 17 << 10
 """A TLS record: 16 KiB and its overhead (RFC 8446, section 5.2)."""
-HANDSHAKE_SECONDS = 10.0
-SHUTDOWN_SECONDS = 1.0
+HANDSHAKE_SECONDS = 10
+SHUTDOWN_SECONDS = 1
 
 
 class TlsConnection(SSLProtocol):
@@ -23,11 +23,12 @@ class TlsConnection(SSLProtocol):
     max_size = BUFFER_BYTES
 
     def __init__(self, connection: asyncio.Protocol, context: ssl.SSLContext) -> None:
+        loop = asyncio.get_running_loop()
         super().__init__(
-            asyncio.get_running_loop(),
+            loop,
             connection,
             context,
-            None,
+            loop.create_future(),
             server_side=True,
             ssl_handshake_timeout=HANDSHAKE_SECONDS,
             ssl_shutdown_timeout=SHUTDOWN_SECONDS,
