@@ -1,9 +1,10 @@
 """Signs requests to the coordinator and its responses. Both sides have the job's token, which is never sent.
 
-The connection is plain HTTP. Anyone on the network path could read and reuse a bearer token, and a forged mesh document
-could run any command in a pod. A request therefore carries an HMAC-SHA256 with the token over its method, path, time
-and body. The response carries one over the request's signature, its status, its time and its body. Nothing is
-encrypted. A request is valid for `WINDOW_SECONDS`. A receiver that stores the last time of each sender accepts it once.
+TLS verifies the coordinator, but can be disabled, and an agent whose CAs are outdated asks for new ones over a
+connection that it cannot verify. Anyone on the network path could then read and reuse a bearer token, and a forged mesh
+document could run any command in a pod. A request therefore carries an HMAC-SHA256 with the token over its method,
+path, time and body. The response carries one over the request's signature, its status, its time and its body. A request
+is valid for `WINDOW_SECONDS`. A receiver that stores the last time of each sender accepts it once.
 
 A request is good for `WINDOW_SECONDS` and, at a receiver that remembers the last time of each sender, once.
 """

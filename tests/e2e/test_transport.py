@@ -23,7 +23,7 @@ async def authorities(stage: Stage) -> str:
 
 async def test_a_job_trains_over_tls_and_a_new_ca_restarts_nothing(stage: Stage) -> None:
     """The hardest rotation: the old CA is gone at once, and agents know of the new one only by the token."""
-    await stage.apply(tiny("sealed", training={"steps": 400}))
+    await stage.apply(tiny("sealed", training={"steps": 150}))
     await stage.trained("sealed", 5)
     pods = {pod["metadata"]["uid"] for pod in await stage.pods("sealed")}
     environment = {entry["name"]: entry.get("value") for entry in pod_environment(await stage.pod("sealed", 0))}
@@ -39,7 +39,7 @@ async def test_a_job_trains_over_tls_and_a_new_ca_restarts_nothing(stage: Stage)
     await stage.client.patch(SECRETS, SECRET, gone, NAMESPACE)
     await stage.start_operator()
     assert await authorities(stage) != before
-    status = await stage.complete("sealed")
+    status = await stage.complete("sealed", 400)
     assert not status.restarts
     assert status.mesh is not None
     assert status.mesh.generation == 1
