@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
 
 # Each repair removes something. This is more than any damaged status needs.
 MAX_REPAIRS = 32
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class InvalidSpecError(ValueError):
@@ -31,6 +33,30 @@ def parse_spec(obj: Mapping[str, Any]) -> ParallelTrainingJobSpec:
         problems = [f"spec.{field_path(e['loc'])}: {e['msg']}" for e in error.errors(include_url=False)]
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise InvalidSpecError("; ".join(problems[:5]) + more) from None
+
+
+def parse_known_fields(model: type[Model], raw: Any) -> Model:
+    """Parse JSON that another version may have written: unknown fields are ignored.
+
+    Raises:
+        ValueError: a known field is invalid (pydantic's `ValidationError` is a ValueError).
+    """
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        unknown = [e["loc"] for e in error.errors(include_url=False) if e["type"] == "extra_forbidden"]
+        if not unknown:
+            raise
+    known = copy.deepcopy(raw)
+    try:
+        for location in unknown:
+            holder = known
+            for part in location[:-1]:
+                holder = holder[part]
+            del holder[location[-1]]
+    except (LookupError, TypeError):
+        raise ValueError(f"the fields {unknown[:3]} are unknown and cannot be ignored") from None
+    return model.model_validate(known)
 
 
 def parse_status(obj: Mapping[str, Any]) -> ParallelTrainingJobStatus:

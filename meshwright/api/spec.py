@@ -93,14 +93,16 @@ class RecoverySpec(ApiModel):
     hang_timeout_seconds: Annotated[int, Field(ge=1, le=604800)] | None = None
     """Time without a completed step after which a rank of Meshwright's runtime counts as hanging: all ranks are killed
     and restarted. Defaults to ten times the recent step time, and at least 300 seconds. Before the first step of a
-    generation it is at least 900 seconds."""
+    generation it is at least 900 seconds. With `runtime.command`, the time in which no rank writes to its standard
+    output or error, and no default: without this field, a command does not count as hanging."""
     cordoned_nodes: CordonedNodes = CordonedNodes.MOVE
     """What happens to workers on a node that is cordoned, or has a taint that they do not tolerate. `Move`: they save a
     checkpoint and move as soon as they fit on another node. `Stay`: they keep running until they are evicted."""
     spare_nodes: Annotated[int, Field(ge=0, le=64)] = 0
-    """Number of nodes to reserve for replacements while the job runs, close to the workers that they would replace.
-    Other jobs of this operator do not get them; other pods may use them. Fewer are reserved if fewer are free when
-    workers are placed. `status.placement.spares` lists them. An edit takes effect at the next placement."""
+    """Number of nodes to reserve for replacements while the job runs, close to the workers that they would replace; at
+    most one for each worker. Other jobs of this operator do not get them; other pods may use them. Fewer are reserved
+    if fewer are free when workers are placed. `status.placement.spares` lists them. An edit takes effect at the next
+    placement."""
     restart_window_seconds: Annotated[int, Field(ge=60, le=2592000)] | None = None
     """Time window in which restarts count toward `maxRestarts`, which may then be at most 100. Defaults to the whole
     run."""
@@ -141,7 +143,8 @@ class ParallelTrainingJobSpec(ApiModel):
     """`AllWorkers`: the job is complete when every worker has exited with code 0. `FirstWorker`: when the worker of
     rank 0 has; the others are then stopped. `FirstWorker` needs `runtime.command`."""
     priority: Annotated[int, Field(ge=-1000000000, le=1000000000)] = 0
-    """Priority in the queue of waiting jobs: higher first, then older. Running jobs are never stopped for others."""
+    """Priority in the queue of waiting jobs: higher first. The administrator's policy may bound it. Running jobs are
+    never stopped for others."""
     suspend: bool = False
     """Whether the job is suspended: its pods are deleted. When this is set to false, it resumes from the latest
     checkpoint."""

@@ -19,6 +19,7 @@ Count = Annotated[int, Field(ge=0, le=MAX_SAFE_INTEGER)]
 
 MAX_APPLIED_SPEC = 131072
 MAX_RESTART_TIMES = 128
+MAX_SUCCEEDED_WORKERS = 32768
 
 
 class Condition(ApiModel):
@@ -74,7 +75,8 @@ class PlanStatus(ApiModel):
     reasons: Annotated[list[Text], Field(max_length=16)] = []
     """Why each degree was chosen."""
     revision: Annotated[str, Field(max_length=64)] = ""
-    """Hash of the parts of `spec` that determine the plan and the pods. If it changes, the workers restart."""
+    """Hash of the parts of `spec` that determine the plan and the pods, after the number of the scheme that computed
+    it. If an edit changes it, the workers restart."""
 
 
 class WorkerPlacement(ApiModel):
@@ -168,6 +170,11 @@ class MeshStatus(ApiModel):
     failures: Count = 0
     """Number of consecutive failures of the job's processes, including those that do not count toward
     `recovery.maxRestarts`. It determines the delay before the next start. Ten minutes of training reset it."""
+    succeeded_workers: Annotated[str, Field(max_length=MAX_SUCCEEDED_WORKERS)] = ""
+    """Workers that have completed the run in this generation, as ranges such as `0-3,7`. They stay complete if their
+    pods are deleted."""
+    agent_replacements: Count = 0
+    """Number of pods that were replaced since the gang last ran, because their agents did not reach the operator."""
 
 
 class EvaluationStatus(ApiModel):
@@ -239,7 +246,8 @@ class ParallelTrainingJobStatus(ApiModel):
     restart_times: Annotated[list[Time], Field(max_length=MAX_RESTART_TIMES)] = []
     """Times of the restarts in the window `spec.recovery.restartWindowSeconds`, if it is set."""
     applied_spec: Annotated[str, Field(max_length=MAX_APPLIED_SPEC)] = ""
-    """The spec, as JSON, that the workers run. It stays in effect while an edit is invalid or does not fit."""
+    """The spec that the workers run, as JSON with its API version, the scheme of its revision and its defaults. It
+    stays in effect while an edit is invalid or does not fit."""
     replicas: Count = 0
     """Data-parallel replicas in effect."""
     selector: Annotated[str, Field(max_length=512)] = ""

@@ -6,12 +6,14 @@
 
 The manifest is written last, so a directory with a manifest is complete. Two runs of `meshwright data tokenize` on the
 same files give the same bytes on every machine. Bytes are verified before they are used, a mebibyte at a time: a
-flipped bit is an error, never another token.
+flipped bit is an error, never another token. The manifest has a checksum too. A reader ignores unknown fields in it,
+and rejects any other `format` than its own.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import zlib
 from bisect import bisect_right
@@ -21,12 +23,13 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from meshwright.api.base import ApiModel
 from meshwright.data.checksums import BLOCK, BlockChecker, FileChecksums, block_sums
 from meshwright.data.errors import DataError
 from meshwright.data.files import Directory, LocalDirectory
+from meshwright.manifest_checksum import checksum_error, with_checksum
 
 MANIFEST = "meshwright-tokens.json"
 FORMAT = 1
@@ -37,6 +40,8 @@ Tokens = npt.NDArray[np.int64]
 
 class ShardRecord(ApiModel):
     """A shard in the manifest."""
+
+    model_config = ConfigDict(extra="ignore")
 
     file: str
     """File name of the shard."""
@@ -49,7 +54,9 @@ class ShardRecord(ApiModel):
 
 
 class TokensManifest(ApiModel):
-    """The content of `meshwright-tokens.json`."""
+    """The content of `meshwright-tokens.json`, without its checksum."""
+
+    model_config = ConfigDict(extra="ignore")
 
     format: int = FORMAT
     """Version of the format."""
@@ -134,8 +141,9 @@ class ShardWriter:
             update={"documents": self._documents, "skipped": skipped, "shards": self._shards}
         )
         temporary = self._directory / f".{MANIFEST}"
-        with temporary.open("w") as file:
-            file.write(manifest.model_dump_json(by_alias=True, indent=1) + "\n")
+        with temporary.open("w", encoding="utf-8") as file:
+            fields = with_checksum(manifest.model_dump(mode="json", by_alias=True))
+            file.write(json.dumps(fields, indent=1, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self._directory / MANIFEST)
@@ -244,19 +252,39 @@ def read_manifest(directory: Directory) -> TokensManifest:
     """
     try:
         with directory.open(MANIFEST) as file:
-            manifest = TokensManifest.model_validate_json(file.read())
+            content = file.read()
     except (OSError, DataError) as error:
         raise DataError(
             f"no {MANIFEST}: expected a directory that `meshwright data tokenize` wrote ({error})"
         ) from error
-    except ValidationError as error:
-        raise DataError(f"{MANIFEST} is damaged: {error.errors(include_url=False)[0]['msg']}") from error
-    if manifest.format != FORMAT or manifest.dtype not in ("uint16", "uint32") or not manifest.shards:
-        raise DataError(f"{MANIFEST} has format {manifest.format}: this version reads format {FORMAT}")
+    manifest = _parsed(content)
     itemsize = np.dtype(manifest.dtype).itemsize
     for shard in manifest.shards:
         if len(shard.block_crc32) not in (0, -(-shard.tokens * itemsize // BLOCK)):
             raise DataError(f"{MANIFEST} is damaged: {shard.file} has {len(shard.block_crc32)} checksums of blocks")
+    return manifest
+
+
+def _parsed(content: bytes) -> TokensManifest:
+    try:
+        fields = json.loads(content)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise DataError(f"{MANIFEST} is damaged: it is not a JSON object")
+    if problem := checksum_error(fields):
+        raise DataError(f"{MANIFEST} is damaged: {problem}; copy the directory again, or tokenize again")
+    if fields.get("format") != FORMAT:
+        raise DataError(
+            f"{MANIFEST} has format {fields.get('format')}: this version reads format {FORMAT}; use the image of the "
+            "version that wrote it, or tokenize again"
+        )
+    try:
+        manifest = TokensManifest.model_validate(fields)
+    except ValidationError as error:
+        raise DataError(f"{MANIFEST} is damaged: {error.errors(include_url=False)[0]['msg']}") from error
+    if manifest.dtype not in ("uint16", "uint32") or not manifest.shards:
+        raise DataError(f"{MANIFEST} is damaged: no shards, or unknown type {manifest.dtype!r}")
     return manifest
 
 

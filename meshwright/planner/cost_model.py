@@ -5,6 +5,9 @@ If the catalog does not have a cluster's GPUs, there is no cost model, and plans
 A running job's estimate differs from its measured steps if the constants are wrong for this cluster: slower links,
 other kernels, a throttled GPU. `recalibrate` fits the constants to the measurements, with the shipped constants as
 prior. One unusual job therefore changes them little, and several jobs that agree change them fully.
+
+Measurements come from tenants, who may lie. Each namespace has one vote, however many jobs it has, and the median of
+the votes counts. One namespace moves a constant by at most `REACH_OF_ONE`, several that agree by at most `REACH`.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cluster.limits import ClusterLimits
 from meshwright.planner.cost.accelerators import Accelerator, accelerator
 from meshwright.planner.cost.comm_groups import GroupSpans
-from meshwright.planner.cost.constants import Constants, calibrate
+from meshwright.planner.cost.constants import Constants, agreed, calibrate
 from meshwright.planner.cost.estimate import Estimate, estimate, machine_for
 from meshwright.planner.cost.fabric import Fabric, FabricLevel
 from meshwright.planner.cost.machine import Machine
@@ -129,6 +132,8 @@ def _catalogued(name: str) -> Accelerator:
     return matched
 
 
+REACH_OF_ONE, REACH = 2.0, 4.0
+"""Largest factor by which the measurements of one namespace, and of several that agree, move a constant."""
 MIN_STEPS = 10
 """Number of steps before a job's step time counts, because the first steps are slower."""
 
@@ -144,6 +149,8 @@ class StepMeasurement:
     """Number of steps in the mean, which is the weight of the measurement."""
     groups: GroupSpans | None = None
     """Its groups as placed, so that a scattered placement is not attributed to a slow network."""
+    namespace: str = ""
+    """Whose job it is: all measurements of a namespace have one vote."""
 
     @property
     def is_warm(self) -> bool:
@@ -169,14 +176,22 @@ def recalibrate(shipped: Calibration, measurements: Iterable[StepMeasurement]) -
 
 
 def _fitted(measurements_of_gpu: Sequence[StepMeasurement], start: Constants) -> Constants:
-    measurements_of_gpu = sorted(
-        measurements_of_gpu, key=lambda measurement: (measurement.step_seconds, measurement.steps)
-    )
+    by_namespace: dict[str, list[StepMeasurement]] = {}
+    for measurement in measurements_of_gpu:
+        by_namespace.setdefault(measurement.namespace, []).append(measurement)
+    reach = REACH if len(by_namespace) > 1 else REACH_OF_ONE
+    return agreed([_vote(by_namespace[name], start, reach) for name in sorted(by_namespace)], start)
+
+
+def _vote(measurements_of_namespace: Sequence[StepMeasurement], start: Constants, reach: float) -> Constants:
+    """The constants that fit the jobs of one namespace."""
+    ordered = sorted(measurements_of_namespace, key=lambda measurement: (measurement.step_seconds, measurement.steps))
     return calibrate(
-        [_estimator(measurement) for measurement in measurements_of_gpu],
-        [measurement.step_seconds for measurement in measurements_of_gpu],
+        [_estimator(measurement) for measurement in ordered],
+        [measurement.step_seconds for measurement in ordered],
         prior=start,
-        weights=[min(1.0, measurement.steps / 100) for measurement in measurements_of_gpu],
+        weights=[min(1.0, measurement.steps / 100) for measurement in ordered],
+        reach=reach,
     )
 
 

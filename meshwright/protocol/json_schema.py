@@ -1,8 +1,7 @@
 """The written schema of the protocol: JSON Schema (2020-12) made from the messages that both sides use.
 
 Two definitions of one message would drift apart; this one is generated, and a test compares it with what is committed.
-What the coordinator receives is closed (`additionalProperties: false`); what an agent receives is open, since an agent
-ignores fields that a newer operator adds.
+Messages are open: each side ignores fields that a newer version of the other side adds.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from meshwright.protocol.messages import (
-    PROTOCOL_VERSION,
     MeshDocument,
     MeshRequest,
     ReportReply,
@@ -21,6 +19,7 @@ from meshwright.protocol.messages import (
     TrustRequest,
     WorkerReport,
 )
+from meshwright.protocol.versions import NEWEST
 
 RECEIVED_BY_COORDINATOR = (MeshRequest, WorkerReport, TrustRequest)
 RECEIVED_BY_AGENTS = (MeshDocument, ReportReply, TrustBundle)
@@ -32,11 +31,12 @@ def protocol_schema() -> str:
     messages = (*RECEIVED_BY_COORDINATOR, *RECEIVED_BY_AGENTS)
     _, schema = models_json_schema([(message, "validation") for message in messages], by_alias=True)
     definitions: dict[str, Any] = schema["$defs"]
-    for name in _transitive_references(definitions, [message.__name__ for message in RECEIVED_BY_AGENTS]):
-        definitions[name].pop("additionalProperties", None)
+    for definition in definitions.values():
+        if definition.get("additionalProperties") is False:
+            del definition["additionalProperties"]
     document = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"Meshwright's protocol between worker agents and the coordinator, version {PROTOCOL_VERSION}",
+        "title": f"Meshwright's protocol between worker agents and the coordinator, version {NEWEST}",
         "oneOf": [{"$ref": PREFIX + message.__name__} for message in messages],
         "$defs": _without_extensions(dict(sorted(definitions.items()))),
     }
@@ -48,28 +48,3 @@ def _without_extensions(schema: Any) -> Any:
     if isinstance(schema, dict):
         return {key: _without_extensions(value) for key, value in schema.items() if not key.startswith("x-")}
     return [_without_extensions(value) for value in schema] if isinstance(schema, list) else schema
-
-
-def _transitive_references(definitions: dict[str, Any], names: list[str]) -> set[str]:
-    """These definitions and all that they refer to."""
-    reached: set[str] = set()
-    while names:
-        name = names.pop()
-        if name not in reached:
-            reached.add(name)
-            names += _references(definitions[name])
-    return reached
-
-
-def _references(schema: Any) -> list[str]:
-    if isinstance(schema, dict):
-        reference = schema.get("$ref", "")
-        below = [name for value in schema.values() for name in _references(value)]
-        return (
-            [reference.removeprefix(PREFIX), *below]
-            if isinstance(reference, str) and reference.startswith(PREFIX)
-            else below
-        )
-    if isinstance(schema, list):
-        return [name for value in schema for name in _references(value)]
-    return []

@@ -1,4 +1,4 @@
-"""The messages between a worker pod's agent and the operator's coordinator, version 1.
+"""The messages between a worker pod's agent and the operator's coordinator.
 
 Messages are JSON over HTTP. docs/protocol.md describes them for people, docs/protocol.schema.json for programs. Every
 request is signed with the job's token (`meshwright.protocol.signing`) and names its version. The paths are below
@@ -8,31 +8,48 @@ request is signed with the job's token (`meshwright.protocol.signing`) and names
     POST .../report    WorkerReport -> 200 ReportReply  | 410 superseded
     POST .../trust     TrustRequest -> 200 TrustBundle  | 410 superseded
 
-401: not signed with the job's token. 404: no such job. 410: a newer incarnation of this worker exists, or the job needs
-no pods; the agent stops its ranks and exits. 426: the coordinator does not support the agent's version. All other
-responses are retried, 429 and 503 after `Retry-After`. Training continues while the coordinator is unavailable.
+401: not signed with the job's token. 404: no such job. 409: signed for another session of the coordinator, or not the
+sender's next request. 410: a newer incarnation of this worker exists, or the job needs no pods; the agent stops its
+ranks and exits. 426: the coordinator does not support the agent's version. All other responses are retried, 429 and 503
+after `Retry-After`. Training continues while the coordinator is unavailable.
 
-An agent ignores unknown fields, so that a newer operator may add some. The coordinator rejects unknown fields, because
-messages come from a user's pod. A field that changes what ranks compute needs a new version.
+Both sides ignore unknown fields, and read an unknown value as a safe one (`meshwright.protocol.versions`). A run that
+an older agent would compute differently has a higher `run_version`: that agent rejects it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from meshwright.api.base import ApiModel
-from meshwright.protocol.run_config import RunConfig
+from meshwright.api.parsing import parse_known_fields
+from meshwright.protocol.run_config import RunConfig, RunMessage, UnsupportedRun
 from meshwright.protocol.trust import MAX_BUNDLE_BYTES
 
-PROTOCOL_VERSION = 1
-VERSION_HEADER = "Meshwright-Protocol"
-"""Names the version of a request; without it a request is of version 1."""
+RUN_VERSION = 1
+"""The newest `run_version` that this release executes."""
+
+MAX_GENERATION = 1 << 31
+DEFAULT_REPORT_SECONDS = 2.0
+"""Interval of reports until the coordinator sets another one."""
 
 Message = TypeVar("Message", bound=ApiModel)
+
+Worker = Annotated[int, Field(ge=0, le=65535)]
+"""Index of a worker."""
+Incarnation = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
+"""How often a worker's pod was replaced."""
+Generation = Annotated[int, Field(ge=0, le=MAX_GENERATION)]
+"""Number of a mesh generation."""
+PodUid = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9-]+$")]
+"""uid of a pod."""
+Int64 = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""A number from a user's pod. What it may be is decided where it is used."""
 
 
 def parse_message(kind: type[Message], body: bytes) -> Message:
@@ -41,47 +58,62 @@ def parse_message(kind: type[Message], body: bytes) -> Message:
     Raises:
         ValueError: `body` is not a valid message (pydantic's `ValidationError` is a ValueError).
     """
+    return parse_known_fields(kind, json.loads(body))
+
+
+def parse_mesh_document(body: bytes) -> MeshDocument:
+    """Parse a mesh document. A run that this release cannot execute becomes an `UnsupportedRun`.
+
+    Raises:
+        ValueError: `body` is not a mesh document.
+    """
     raw: Any = json.loads(body)
+    if not isinstance(raw, Mapping):
+        raise ValueError("a mesh document must be a JSON object")
+    version = raw.get("runVersion", 1)
     try:
-        return kind.model_validate(raw)
-    except ValidationError as error:
-        unknown = [e["loc"] for e in error.errors(include_url=False) if e["type"] == "extra_forbidden"]
-        if not unknown:
-            raise
-    try:
-        for location in unknown:
-            _drop(raw, location)
-    except (LookupError, TypeError):
-        raise ValueError(f"the fields {unknown[:3]} are not known and cannot be left out") from None
-    return kind.model_validate(raw)
+        if not isinstance(version, int) or version > RUN_VERSION:
+            raise ValueError(f"it has version {version}, and this image supports versions up to {RUN_VERSION}")
+        run: RunConfig = parse_known_fields(RunMessage, {"run": raw.get("run")}).run
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:1024]
+        text = f"this worker image cannot execute the run: {reason}. Use an image of the operator's release"
+        run = UnsupportedRun(reason=text)
+    return parse_known_fields(MeshDocument, {**raw, "run": run})
 
 
-def _drop(raw: Any, location: tuple[int | str, ...]) -> None:
-    for part in location[:-1]:
-        raw = raw[part]
-    del raw[location[-1]]
+def _known_or(kind: type[StrEnum], safe: StrEnum) -> Callable[[Any], Any]:
+    """A validator that reads values which only another version knows as `safe`."""
+    values = {member.value for member in kind}
+    return lambda value: safe if isinstance(value, str) and value not in values else value
 
 
-class MeshRequest(ApiModel):
+class OpenMessage(ApiModel):
+    """A message, or a part of one. Unknown fields are ignored: a newer version may have sent them."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class MeshRequest(OpenMessage):
     """An agent's long poll for a mesh generation that is newer than `generation`."""
 
-    worker: Annotated[int, Field(ge=0, le=65535)]
+    worker: Worker
     """Worker index."""
-    incarnation: Annotated[int, Field(ge=0)]
+    incarnation: Incarnation
     """Incarnation of the worker's pod."""
-    pod_uid: Annotated[str, Field(max_length=64)] = ""
-    """uid of the pod. Empty if the agent does not know it."""
-    generation: Annotated[int, Field(ge=0)] = 0
+    pod_uid: PodUid
+    """uid of the pod."""
+    generation: Generation = 0
     """The generation this agent runs or ran last; 0 before its first."""
-    address: Annotated[str, Field(min_length=1, max_length=64)]
+    address: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[0-9A-Fa-f:.]+$")]
     """IP address of the pod."""
     store_port: Annotated[int, Field(ge=1, le=65535)]
     """Port that this agent reserves for rank 0's store in the next generation."""
-    wait_seconds: Annotated[float, Field(ge=0, le=60)] = 25.0
+    wait_seconds: Annotated[float, Field(ge=0, le=60)] = 45.0
     """Time for which the coordinator may delay the response."""
 
 
-class MeshMember(ApiModel):
+class MeshMember(OpenMessage):
     """One worker of a generation."""
 
     worker: int
@@ -96,7 +128,7 @@ class MeshMember(ApiModel):
     """Number of consecutive ranks of the worker."""
 
 
-class MeshDocument(ApiModel):
+class MeshDocument(OpenMessage):
     """A mesh generation: who takes part, where they meet and what they run."""
 
     generation: int
@@ -109,6 +141,8 @@ class MeshDocument(ApiModel):
     """Port of the rendezvous store there."""
     members: list[MeshMember]
     """Every worker, by index."""
+    run_version: Annotated[int, Field(ge=1)] = 1
+    """Version of `run`. An agent that supports only earlier versions rejects the run."""
     run: RunConfig
     """What to run."""
 
@@ -140,31 +174,35 @@ class FailureKind(StrEnum):
     REJECTED = "Rejected"
     """The rank rejected the run before it contacted any other rank, because this runtime or GPU cannot execute it as it
     is written. Another attempt would end the same way."""
+    CHECKPOINT_INCOMPATIBLE = "CheckpointIncompatible"
+    """The latest checkpoint is intact, but of another version, model or stream of samples. Another attempt would end
+    the same way."""
 
 
-class RankProcess(ApiModel):
+class RankProcess(OpenMessage):
     """One rank's process."""
 
-    rank: int
+    rank: Int64
     """Global rank."""
-    pid: int
+    pid: Int64
     """Process id, as the agent sees it."""
-    exit_code: int | None = None
+    exit_code: Int64 | None = None
     """Exit code; minus the signal's number when killed; None while it lives."""
-    step: int | None = None
+    step: Int64 | None = None
     """Last step it finished in this generation; None before the first, and for a user's command."""
     phase: Annotated[str, Field(max_length=32)] = ""
     """Last phase of the start it finished; empty before the first, and for a user's command."""
     idle_seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0
-    """Time since its last progress: a start, a completed phase or step, or a saved checkpoint."""
+    """Time since its last progress: a start, a completed phase or step, or a saved checkpoint. For a user's command,
+    time since it last wrote to its standard output or error."""
     state: Annotated[str, Field(max_length=1)] = ""
     """State letter of the process (proc(5)) if it has been idle for a while, such as `T` for stopped."""
 
 
-class Progress(ApiModel):
+class Progress(OpenMessage):
     """Progress of training, reported by the worker of rank 0."""
 
-    step: int
+    step: Int64
     """Last finished step."""
     loss: float
     """Mean loss per token of that step."""
@@ -172,31 +210,31 @@ class Progress(ApiModel):
     """Recent throughput of the job."""
     step_seconds: float = 0.0
     """Recent mean time of a step."""
-    samples: int = 0
+    samples: Int64 = 0
     """Sequences consumed since the beginning of the run."""
 
 
-class Evaluation(ApiModel):
+class Evaluation(OpenMessage):
     """What the last evaluation on documents that are never trained on came to."""
 
-    step: int
+    step: Int64
     """Step after which it was done."""
     loss: float
     """Mean loss per token."""
 
 
-class CheckpointCommit(ApiModel):
+class CheckpointCommit(OpenMessage):
     """A checkpoint became complete."""
 
-    step: int
+    step: Int64
     """Step after which it was taken."""
-    time: str
+    time: Annotated[str, Field(max_length=64)]
     """When, RFC 3339."""
-    path: str
+    path: Annotated[str, Field(max_length=4096)]
     """Its directory, as the workers see it."""
 
 
-class Phase(ApiModel):
+class Phase(OpenMessage):
     """Time spent in one phase of starting a generation, such as `spawn`, `rendezvous`, `load`, `first-step`."""
 
     name: Annotated[str, Field(max_length=32)]
@@ -205,23 +243,25 @@ class Phase(ApiModel):
     """How long it took."""
 
 
-class WorkerReport(ApiModel):
-    """A heartbeat: sent every few seconds and at once when `state` changes or a checkpoint is committed."""
+class WorkerReport(OpenMessage):
+    """A heartbeat: sent at the interval of `ReportReply`, and at once when `state` changes or a checkpoint is
+    committed.
+    """
 
-    worker: Annotated[int, Field(ge=0, le=65535)]
+    worker: Worker
     """Worker index."""
-    incarnation: Annotated[int, Field(ge=0)]
+    incarnation: Incarnation
     """Incarnation."""
-    pod_uid: Annotated[str, Field(max_length=64)] = ""
-    """uid of the pod. Empty if the agent does not know it."""
-    generation: Annotated[int, Field(ge=0)]
+    pod_uid: PodUid
+    """uid of the pod."""
+    generation: Generation
     """The generation the ranks below belong to."""
-    state: AgentState
-    """What the agent does."""
+    state: Annotated[AgentState, BeforeValidator(_known_or(AgentState, AgentState.STARTING))]
+    """What the agent does. An unknown state counts as `Starting`, which restarts nothing."""
     ranks: Annotated[list[RankProcess], Field(max_length=1024)] = []
     """Its ranks' processes."""
-    failure: FailureKind | None = None
-    """Set when `state` is `Failed`."""
+    failure: Annotated[FailureKind | None, BeforeValidator(_known_or(FailureKind, FailureKind.ERROR))] = None
+    """Set when `state` is `Failed`. An unknown kind counts as `Error`."""
     message: Annotated[str, Field(max_length=2048)] = ""
     """The failure as a message: the last line of the exception, or the exit code."""
     progress: Progress | None = None
@@ -234,32 +274,28 @@ class WorkerReport(ApiModel):
     """Where the start of this generation spent its time; from the worker of rank 0."""
 
 
-class ReportReply(ApiModel):
+class ReportReply(OpenMessage):
     """The coordinator's answer to a report."""
 
     generation: int
     """The newest announced generation."""
+    report_seconds: float = DEFAULT_REPORT_SECONDS
+    """Time until the agent's next report, unless its state changes before."""
     trust: Annotated[str, Field(max_length=64)] | None = None
     """Name of the CA bundle with which agents verify the coordinator (`meshwright.protocol.trust`). If an agent has
     another bundle, it requests this one. Missing without TLS."""
 
 
-class TrustRequest(ApiModel):
-    """An agent's request for the CA bundle, with which it verifies the coordinator's certificate.
+class TrustRequest(OpenMessage):
+    """An agent's request for the CA bundle, with which it verifies the coordinator's certificate. It has no fields: the
+    headers name the sender.
 
     If the verification failed, an agent sends this request, and no other, without verification. The request contains no
     secret, and the signature of the response shows that the bundle comes from the coordinator.
     """
 
-    worker: Annotated[int, Field(ge=0, le=65535)]
-    """Worker index."""
-    incarnation: Annotated[int, Field(ge=0)]
-    """Incarnation of the worker's pod."""
-    pod_uid: Annotated[str, Field(max_length=64)] = ""
-    """uid of the pod. Empty if the agent does not know it."""
 
-
-class TrustBundle(ApiModel):
+class TrustBundle(OpenMessage):
     """The CA bundle of the coordinator."""
 
     certificates: Annotated[str, Field(max_length=MAX_BUNDLE_BYTES)]

@@ -123,6 +123,19 @@ class CommandRun(Run):
     """The user's own command, run once per rank."""
 
 
+class UnsupportedRun(CommandRun):
+    """A run that this release cannot execute, because a later release sent it. Ranks are not started."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data_parallel: int = 1
+    micro_batches: int = 1
+    parallelism: ParallelismSpec = ParallelismSpec()
+    command: list[str] = []
+    reason: str
+    """What the release does not support."""
+
+
 def _parse_run(raw: Any) -> Any:
     """The run in a message: of the kind that has a command, or of the other."""
     if not isinstance(raw, Mapping):
@@ -132,3 +145,9 @@ def _parse_run(raw: Any) -> Any:
 
 RunConfig = Annotated[NativeRun | CommandRun, BeforeValidator(_parse_run)]
 """What a mesh document announces: a run of either kind."""
+
+
+class RunMessage(ApiModel):
+    """A run by itself, to parse it apart from its mesh document."""
+
+    run: RunConfig

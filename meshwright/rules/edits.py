@@ -8,7 +8,6 @@ which `self == oldSelf` on an optional field does not.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from enum import StrEnum
 from types import NoneType
@@ -17,6 +16,7 @@ from typing import get_args
 from pydantic import BaseModel
 
 from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.rules.revision import restarting_fields
 
 _STARTED = "has(oldSelf.status) && has(oldSelf.status.startTime)"
 
@@ -151,16 +151,6 @@ IMMUTABLE = (
 IMMUTABLE_PATHS = tuple(path for immutable in IMMUTABLE for path in immutable.paths)
 """The paths of `IMMUTABLE`."""
 
-FORMER_DEFAULTS = {
-    "parallelism.context": 1,
-    "parallelism.schedule": "1F1B",
-    "training.activationCheckpointing": "None",
-}
-"""Former defaults of fields that the planner now chooses. Stored objects contain them, with the same meaning.
-
-They are history, not what rules assume today: if an assumption changes, the revision of a running job must not.
-"""
-
 
 def effect_of(path: str) -> Effect:
     """The effect of editing the field at a dotted path below `spec`."""
@@ -172,28 +162,31 @@ def effect_of(path: str) -> Effect:
 
 def with_live_fields(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> ParallelTrainingJobSpec:
     """`running` with the fields of `wanted` that take effect at once."""
+    return _with_fields(running, wanted, LIVE)
+
+
+def with_later_fields(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> ParallelTrainingJobSpec:
+    """`running` with the fields of `wanted` that take effect at once or at the next start, without a restart."""
+    return _with_fields(running, wanted, (*LIVE, *NEXT_START))
+
+
+def _with_fields(
+    running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec, paths: tuple[str, ...]
+) -> ParallelTrainingJobSpec:
     names = _attributes(ParallelTrainingJobSpec)
-    return running.model_copy(update={names[entry]: getattr(wanted, names[entry]) for entry in LIVE})
+    update: dict[str, object] = {}
+    for path in paths:
+        field, _, member = path.partition(".")
+        name = names[field]
+        before, after = update.get(name, getattr(running, name)), getattr(wanted, name)
+        if not member:
+            update[name] = after
+        elif isinstance(before, BaseModel) and isinstance(after, BaseModel):
+            attribute = _attributes(type(before))[member]
+            update[name] = before.model_copy(update={attribute: getattr(after, attribute)})
+    return running.model_copy(update=update)
 
 
 def restarting_parts(spec: ParallelTrainingJobSpec) -> dict[str, object]:
-    """The fields that determine plan, pods and ranks, in the wire form.
-
-    Defaults are left out, so that a new field in an upgraded CRD restarts no job.
-    """
-    parts: dict[str, object] = json.loads(spec.model_dump_json(by_alias=True, exclude_defaults=True))
-    for entry in (*LIVE, *NEXT_START, "managedBy"):
-        _drop(parts, entry)
-    for entry, value in FORMER_DEFAULTS.items():
-        _drop(parts, entry, value)
-    return parts
-
-
-def _drop(parts: dict[str, object], path: str, value: object = None) -> None:
-    """Remove a field, or only if it has the given value."""
-    *parents, last = path.split(".")
-    holder: object = parts
-    for name in parents:
-        holder = holder.get(name) if isinstance(holder, dict) else None
-    if isinstance(holder, dict) and (value is None or holder.get(last) == value):
-        holder.pop(last, None)
+    """The fields that determine plan, pods and ranks, in the canonical form of a revision."""
+    return restarting_fields(spec.wire())

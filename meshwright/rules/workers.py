@@ -12,6 +12,12 @@ from meshwright.rules.rule import Rule
 # Reserved for the operator and the agent.
 LABEL_PREFIXES = ("meshwright.dev/", "app.kubernetes.io/")
 ANNOTATION_PREFIXES = ("meshwright.dev/", "prometheus.io/")
+# Annotations by which a pod leaves the restricted Pod Security Standard, on the Kubernetes versions that read them.
+ISOLATION_PREFIXES = (
+    "container.apparmor.security.beta.kubernetes.io/",
+    "container.seccomp.security.alpha.kubernetes.io/",
+    "seccomp.security.alpha.kubernetes.io/",
+)
 VOLUME_NAMES = ("shm", "checkpoints", "data", "scripts")
 VOLUME_PATHS = ("/meshwright", "/dev")
 VARIABLE_PREFIXES = ("MESHWRIGHT_", "TORCHELASTIC_")
@@ -21,12 +27,14 @@ VARIABLE_NAMES = (
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
     "GROUP_RANK",
+    "NODE_RANK",
     "GROUP_WORLD_SIZE",
     "ROLE_RANK",
     "ROLE_WORLD_SIZE",
     "ROLE_NAME",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
 )
 
 MAX_COUNTED_IN_WINDOW = 100
@@ -78,7 +86,7 @@ def _free_path(volume: VolumeSpec) -> bool:
 
 
 def _plain_path(volume: VolumeSpec) -> bool:
-    return ".." not in volume.mount_path.split("/")
+    return not {"", ".", ".."} & set(volume.mount_path.split("/")[1:])
 
 
 def _few_in_window(spec: Spec) -> bool:
@@ -103,6 +111,13 @@ WORKERS_RULES: tuple[Rule[Spec], ...] = (
         "operator: rename them",
         f"!self.workers.annotations.exists(k, {_starts_with('k', ANNOTATION_PREFIXES)})",
         lambda spec: not any(key.startswith(ANNOTATION_PREFIXES) for key in spec.workers.annotations),
+    ),
+    Rule(
+        "workers.annotations",
+        f"must not have keys that start with {' or '.join(ISOLATION_PREFIXES)}, which weaken the isolation of pods: "
+        "remove them",
+        f"!self.workers.annotations.exists(k, {_starts_with('k', ISOLATION_PREFIXES)})",
+        lambda spec: not any(key.startswith(ISOLATION_PREFIXES) for key in spec.workers.annotations),
     ),
     Rule(
         "recovery.spareNodes",
@@ -163,8 +178,8 @@ WORKERS_RULES: tuple[Rule[Spec], ...] = (
     ),
     Rule(
         "workers.volumes",
-        "must not have `..` in `mountPath`",
-        "!self.workers.volumes.exists(v, v.mountPath.matches('/[.][.](/|$)'))",
+        "must not have `//`, `.` or `..` in `mountPath`: write the path without them",
+        "!self.workers.volumes.exists(v, v.mountPath.matches('/[.]{0,2}(/|$)'))",
         lambda spec: all(_plain_path(v) for v in spec.workers.volumes),
     ),
     Rule(

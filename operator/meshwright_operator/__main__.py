@@ -12,8 +12,11 @@ import prometheus_client
 
 from meshwright_operator import logging_config, settings
 from meshwright_operator.controller.manager import run
+from meshwright_operator.coordinator.credentials import CredentialsError
 from meshwright_operator.coordinator.tokens import KeyFileError
+from meshwright_operator.http.limits import raise_descriptor_limit
 from meshwright_operator.kube.config import KubeConfigError
+from meshwright_operator.scheduling.policy import PolicyError
 
 log = logging.getLogger("meshwright_operator")
 
@@ -25,12 +28,16 @@ def main() -> None:
     # The thousands of objects that are parsed are trees without cycles: searching for cycles would take longer than
     # parsing.
     gc.set_threshold(100_000, 50, 100)
+    raise_descriptor_limit()
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
         asyncio.run(_main(chosen))
-    except (KubeConfigError, KeyFileError) as error:
+    except (KubeConfigError, KeyFileError, PolicyError) as error:
         log.error(str(error))
         sys.exit(2)
+    except CredentialsError as error:
+        log.error(str(error))
+        sys.exit(1)
     except BaseExceptionGroup as group:
         for leaf in _leaves(group):
             log.error("operator failed", extra={"error": f"{type(leaf).__name__}: {leaf}"})

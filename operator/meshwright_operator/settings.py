@@ -14,11 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.addresses import split_host_port
 from meshwright.api.labels import COORDINATOR_PORT
+from meshwright_operator.http.limits import ConnectionLimits
 from meshwright_operator.logging_config import FORMATS
 
 ENV_PREFIX = "MESHWRIGHT_OPERATOR_"
 TLS_MODES = ("managed", "files", "disabled")
+BURST_SECONDS = 4.0
+"""A burst of connections has as many as come in this time at the rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +34,16 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Parse `HOST:PORT` or `:PORT`.
+        """Parse `HOST:PORT`, `[IPV6]:PORT` or `:PORT`.
 
         Raises:
             ValueError: The text has another format.
         """
-        host, colon, port = text.rpartition(":")
-        if not colon or not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"`{text}` must be HOST:PORT, such as 127.0.0.1:{COORDINATOR_PORT}, or :PORT")
-        return cls(host.strip("[]"), int(port))
+        try:
+            return cls(*split_host_port(text))
+        except ValueError:
+            examples = f"127.0.0.1:{COORDINATOR_PORT} or [::1]:{COORDINATOR_PORT}"
+            raise ValueError(f"`{text}` must be HOST:PORT, such as {examples}, or :PORT") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,12 @@ class Settings:
     """CA certificates with which agents verify the serving certificate."""
     tls_server_name: str = ""
     """Name that agents verify; the host of `coordinator_url` if empty."""
+    max_connections_per_source: int = ConnectionLimits.unverified_per_source
+    """Connections from one address that have not sent a request with a valid signature. Raise it for a gateway."""
+    connection_rate_per_source: float = ConnectionLimits.rate_per_source
+    """The same, new ones per second."""
+    policy_file: Path | None = None
+    """File with the administrator's policy; no bounds if None."""
     metrics_listen: Address = Address("", 9471)
     """Address on which /metrics, /healthz and /readyz are served."""
     lease_name: str = "meshwright-operator"
@@ -94,6 +105,15 @@ class Settings:
     log_format: str = "text"
     """text, or json with one object per line."""
 
+    @property
+    def connection_limits(self) -> ConnectionLimits:
+        """The limits of the coordinator's connections."""
+        return ConnectionLimits(
+            unverified_per_source=self.max_connections_per_source,
+            rate_per_source=self.connection_rate_per_source,
+            burst_per_source=BURST_SECONDS * self.connection_rate_per_source,
+        )
+
 
 def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
     """Settings from flags, else the environment, else defaults. Exits with a usage message if one is invalid."""
@@ -103,7 +123,14 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
     for names in ("namespaces", "tls_names"):
         settings[names] = tuple(dict.fromkeys(name for name in settings[names] if name))
     settings["identity"] = settings["identity"] or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
-    for name, least in (("lease_seconds", 1), ("resync_seconds", 1), ("watch_idle_seconds", 1), ("workers", 1)):
+    for name, least in (
+        ("lease_seconds", 1),
+        ("resync_seconds", 1),
+        ("watch_idle_seconds", 1),
+        ("workers", 1),
+        ("max_connections_per_source", 1),
+        ("connection_rate_per_source", 1),
+    ):
         if settings[name] < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if given.drain_seconds < 0:
@@ -160,6 +187,13 @@ def _parser() -> argparse.ArgumentParser:
     text = "Path of the key of the jobs' tokens, for local use instead of the Secret. Created if it does not exist."
     add("--key-file", "FILE", Path, default.key_file, text)
     _add_tls(parser, add)
+    text = "Largest number of connections from one address without a valid signature."
+    count = default.max_connections_per_source
+    add("--max-connections-per-source", "COUNT", int, count, text)
+    text = "New connections per second from one address that do not send a valid signature."
+    add("--connection-rate-per-source", "RATE", float, default.connection_rate_per_source, text)
+    text = "Path of the administrator's policy, read again when it changes. Default: no bounds."
+    add("--policy-file", "FILE", Path, None, text)
     text = "Address on which /metrics, /healthz and /readyz are served."
     add("--metrics-listen", "HOST:PORT", Address.parse, default.metrics_listen, text)
     add("--lease-name", "NAME", str, default.lease_name, "Name of the leader's Lease.")

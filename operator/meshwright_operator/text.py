@@ -17,6 +17,11 @@ def capitalized(text: str) -> str:
     return text if text.startswith("spec") else text[:1].upper() + text[1:]
 
 
+def shortened(text: str, limit: int) -> str:
+    """The text with at most `limit` characters."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
 def sentences(*parts: str) -> str:
     """The parts that are not empty as sentences, without a period at the end."""
     return ". ".join(part.rstrip(". ") for part in parts if part)

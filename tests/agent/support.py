@@ -22,7 +22,6 @@ from meshwright.api.training import OptimizerSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import signing
 from meshwright.protocol.messages import (
-    VERSION_HEADER,
     AgentState,
     MeshDocument,
     MeshMember,
@@ -31,6 +30,8 @@ from meshwright.protocol.messages import (
     WorkerReport,
 )
 from meshwright.protocol.run_config import CommandRun, NativeRun
+from meshwright.protocol.versions import VERSION_HEADER
+from tests.patience import patient
 from tests.runs import native_run
 
 TOKEN = "t0ken-that-must-never-show"
@@ -57,7 +58,9 @@ class Coordinator:
     port: int = 0
     _runner: web.AppRunner | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _dates: dict[tuple[str, int], int] = field(default_factory=dict)
+    session: str = "session-1"
+    counters: dict[tuple[str, int], int] = field(default_factory=dict)
+    """The last counter of each path and worker."""
 
     @property
     def url(self) -> str:
@@ -103,18 +106,28 @@ class Coordinator:
     async def _serve(self, request: web.Request) -> web.Response:
         body = await request.read()
         try:
-            date, signature = signing.check_request(TOKEN, request.method, request.path, request.headers, body)
+            head = signing.check_request(TOKEN, request.method, request.path, request.headers)
         except signing.SignatureError as error:
             self.problems.append(str(error))
             return web.Response(status=401)
         sender = request.path, int(json.loads(body)["worker"])
-        if date <= self._dates.get(sender, 0):
+        if not head.matches(body) or head.sender.worker != sender[1]:
+            self.problems.append("a request has another body or sender than its headers say")
+        last = self.counters.get(sender, 0)
+        if head.session != self.session:
+            return self._signed(head, 409, b"another session", last)
+        if head.counter <= last:
             self.problems.append("a request is older than one before")
-        self._dates[sender] = date
+        self.counters[sender] = head.counter
         if request.headers[VERSION_HEADER] != "1":
             self.problems.append("wrong version")
         status, answer = await (self._mesh(body) if request.path.endswith("/mesh") else self._report(body))
-        headers = {**signing.answer_headers(TOKEN, signature, status, answer), **self.headers}
+        return self._signed(head, status, answer, head.counter)
+
+    def _signed(self, head: signing.RequestHead, status: int, answer: bytes, counter: int) -> web.Response:
+        digest = signing.digest_of(answer)
+        signed = signing.answer_headers(TOKEN, head.signature, status, digest, self.session, counter)
+        headers = {**signed, **self.headers}
         if self.forge:
             headers[signing.SIGNATURE] = "f" * 43
         return web.Response(status=status, body=answer, headers=headers)
@@ -143,7 +156,7 @@ class Coordinator:
             return self.answer, b""
         self.reports.append(WorkerReport.model_validate_json(body))
         generation = self.document.generation if self.document else 0
-        return 200, json.dumps({**ReportReply(generation=generation).wire(), **self.extra}).encode()
+        return 200, json.dumps({**ReportReply(generation=generation, report_seconds=0.5).wire(), **self.extra}).encode()
 
     async def gang(self, workers: int, *, above: int = 0) -> list[MeshRequest]:
         """Wait until every worker waits for a generation newer than `above`."""
@@ -157,7 +170,7 @@ class Coordinator:
 
 async def until(condition: Callable[[], object], seconds: float, why: Callable[[], str] = str) -> None:
     """Wait for a condition, looking often."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patient(seconds)
     while not condition():
         if time.monotonic() > end:
             raise AssertionError(f"not within {seconds} s; {why()}")
@@ -176,6 +189,7 @@ class AgentProcess:
             labels.ENV_JOB_UID: UID,
             labels.ENV_WORKER_INDEX: str(worker),
             labels.ENV_INCARNATION: "0",
+            labels.ENV_POD_UID: f"pod-{worker}",
             labels.ENV_POD_IP: f"127.0.0.{worker + 1}",
             labels.ENV_COORDINATOR_URL: coordinator.url,
             labels.ENV_TOKEN: TOKEN,

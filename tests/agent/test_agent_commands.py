@@ -13,6 +13,7 @@ import pytest
 
 from meshwright.protocol.messages import AgentState, FailureKind
 from tests.agent.support import AgentProcess, Coordinator, alive, mesh, until
+from tests.patience import patient
 from tests.runs import command_run
 
 StartAgent = Callable[..., AgentProcess]
@@ -245,5 +246,5 @@ async def test_sigterm_while_waiting_for_the_gang(coordinator: Coordinator, star
 
 def test_a_missing_variable_is_named(coordinator: Coordinator, start_agent: StartAgent, tmp_path: Path) -> None:
     agent = start_agent(MESHWRIGHT_JOB_UID="")
-    assert agent.process.wait(10) == 2
+    assert agent.process.wait(patient(10)) == 2
     assert agent.log == "MESHWRIGHT_JOB_UID is not set: the operator sets it in the worker pod's environment\n"

@@ -47,14 +47,14 @@ async def test_an_agent_is_as_patient_as_it_is_asked_to_be(coordinator: Coordina
     await coordinator.gang(1)
     coordinator.headers = {"Retry-After": "2"}
     coordinator.answer_all(429)
-    before = len(coordinator._dates), time.monotonic()
+    before = len(coordinator.counters), time.monotonic()
     await until(lambda: "too many" in agent.log or "429" in agent.log, 10, lambda: agent.log)
     asked = 0
-    last = dict(coordinator._dates)
+    last = dict(coordinator.counters)
     while time.monotonic() < before[1] + 5:
         await asyncio.sleep(0.05)
-        asked += sum(coordinator._dates[key] != last.get(key) for key in coordinator._dates)
-        last = dict(coordinator._dates)
+        asked += sum(coordinator.counters[key] != last.get(key) for key in coordinator.counters)
+        last = dict(coordinator.counters)
     assert asked <= 6, "two conversations, each at most every two seconds"
     coordinator.headers = {}
     coordinator.answer_all(None)
@@ -84,3 +84,32 @@ async def test_another_version_ends_a_pod_that_waits_and_no_ranks_that_run(
     coordinator.answer_all(None)
     await start_generation(coordinator, 2, "print('done')", ranks_each=1)
     assert await agent.exit_code() == 0
+
+
+async def test_an_agent_follows_a_coordinator_that_restarts(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    agent = start_agent()
+    await coordinator.gang(1)
+    await until(lambda: coordinator.reports, 30, lambda: agent.log)
+    coordinator.session = "session-2"
+    coordinator.counters.clear()
+    coordinator.reports.clear()
+    await until(lambda: coordinator.reports, 30, lambda: agent.log)
+    assert coordinator.problems == []
+    assert "ranks keep running" not in agent.log, "the request is sent again at once"
+    await start_generation(coordinator, 1, "print('done')", ranks_each=1)
+    assert await agent.exit_code() == 0
+
+
+async def test_an_agent_reports_at_the_interval_of_the_coordinator(
+    coordinator: Coordinator, start_agent: StartAgent
+) -> None:
+    coordinator.extra = {"reportSeconds": 30.0}
+    agent = start_agent()
+    await coordinator.gang(1)
+    await until(lambda: coordinator.reports, 30, lambda: agent.log)
+    before = len(coordinator.reports)
+    await asyncio.sleep(3.0)  # six of the shortest intervals
+    assert len(coordinator.reports) <= before + 1
+    await start_generation(coordinator, 1, "print('done')", ranks_each=1)
+    assert await agent.exit_code() == 0
+    assert coordinator.states(0)[-1] is AgentState.COMPLETE, "a change is reported at once"

@@ -20,6 +20,7 @@ from meshwright_worker.agent.rank_process import RankHandle, supervise
 from meshwright_worker.rank import messages
 from meshwright_worker.rank.task import Outcome, RankTask
 from tests.agent.support import ROOT, alive, training_run, until
+from tests.patience import patient
 
 ENVIRONMENT = {"PYTHONPATH": f"{ROOT}:{ROOT / 'worker'}", "PATH": os.environ["PATH"]}
 MODULE = "tests.agent.scripted_runtime"
@@ -55,7 +56,7 @@ class Life:
         self._task = asyncio.create_task(supervise(live, 1, self.inbox, self.lines.append))
 
     async def events(self) -> list[Event]:
-        await asyncio.wait_for(self._task, 60)
+        await asyncio.wait_for(self._task, patient(60))
         return [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]
 
     async def told(self) -> list[messages.RankMessage]:

@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.api import labels
 from meshwright.protocol.messages import FailureKind, MeshRequest
+from meshwright.rules.workers import VARIABLE_NAMES, VARIABLE_PREFIXES
 from meshwright_worker.agent.agent import TrainingLog
 from meshwright_worker.agent.launcher import FIRST_PORT, LAST_PORT, ReservedPort
 from meshwright_worker.agent.metrics import WorkerMetrics
@@ -21,6 +22,11 @@ from meshwright_worker.agent.rank_environment import (
 )
 from meshwright_worker.agent.rank_process import MAX_LINE, OutputPump
 from meshwright_worker.agent.settings import Settings, SettingsError, from_environment
+from meshwright_worker.checkpoint.errors import (
+    CheckpointMismatchError,
+    CheckpointVolumeError,
+    ForeignCheckpointError,
+)
 from meshwright_worker.rank import failures, messages
 from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.fork_server import decode_request, encode_request
@@ -34,6 +40,7 @@ ENVIRONMENT = {
     labels.ENV_JOB_UID: "0f3c",
     labels.ENV_WORKER_INDEX: "1",
     labels.ENV_INCARNATION: "2",
+    labels.ENV_POD_UID: "9a8b",
     labels.ENV_POD_IP: "10.0.0.7",
     labels.ENV_COORDINATOR_URL: "https://operator:9470/",
     labels.ENV_TOKEN: "secret",
@@ -81,7 +88,9 @@ def test_drain_leaves_time_in_any_grace_period() -> None:
 
 
 def test_the_environment_of_a_rank() -> None:
-    hellos = [MeshRequest(worker=w, incarnation=w, address=f"10.0.0.{w}", store_port=21000) for w in range(2)]
+    hellos = [
+        MeshRequest(worker=w, incarnation=w, pod_uid="uid", address=f"10.0.0.{w}", store_port=21000) for w in range(2)
+    ]
     run = command_run(["x"], 1).model_copy(update={"tensor": 2, "pipeline": 2})
     document = mesh(3, run, hellos, 2)
     got = rank_environment(document, document.members[1], 3, settings())
@@ -114,6 +123,8 @@ def test_the_environment_of_a_rank() -> None:
     }
     with pytest.raises(ValueError, match="mesh has 5"):
         rank_environment(document.model_copy(update={"world_size": 5}), document.members[1], 3, settings())
+    reserved = [name for name in got if name in VARIABLE_NAMES or name.startswith(VARIABLE_PREFIXES)]
+    assert sorted(got) == sorted(reserved), "a job may not set what the agent sets"
 
 
 def test_what_processes_inherit() -> None:
@@ -123,7 +134,7 @@ def test_what_processes_inherit() -> None:
 
 
 def test_a_fork_request_arrives_complete() -> None:
-    hello = MeshRequest(worker=1, incarnation=2, address="10.0.0.7", store_port=21000)
+    hello = MeshRequest(worker=1, incarnation=2, pod_uid="uid", address="10.0.0.7", store_port=21000)
     run = training_run(5, data_parallel=2)
     document = mesh(1, run, [hello], 2)
     task = rank_task(document, run, document.members[0], 1, settings())
@@ -181,6 +192,9 @@ class DistNetworkError(RuntimeError):
         (ValueError("connection closed"), FailureKind.ERROR),
         (MemoryError(), FailureKind.ERROR),
         (InvalidRunError("`training.precision: fp16`: the socket timeout of the device"), FailureKind.REJECTED),
+        (ForeignCheckpointError("another version"), FailureKind.CHECKPOINT_INCOMPATIBLE),
+        (CheckpointMismatchError("another model"), FailureKind.CHECKPOINT_INCOMPATIBLE),
+        (CheckpointVolumeError("Input/output error"), FailureKind.ERROR),
         (KeyboardInterrupt(), FailureKind.ERROR),
     ],
 )

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from meshwright_worker.agent.events import Event, RankExited, RankMessageReceived
-from meshwright_worker.agent.rank_process import RankHandle, open_pipe, supervise
+from meshwright_worker.agent.events import Event, OutputWritten, RankExited, RankMessageReceived
+from meshwright_worker.agent.rank_process import OutputPump, RankHandle, command_state, open_pipe, supervise
 from meshwright_worker.rank import messages
 from meshwright_worker.rank.task import ExpertLoad, Outcome, StepReport
 
@@ -59,3 +63,38 @@ async def test_a_child_that_keeps_the_output_open_keeps_no_descriptor_of_ours() 
     await asyncio.sleep(0)
     assert any("left" in line for line in lines)
     assert descriptors() <= before
+
+
+async def test_output_of_a_command_is_an_event() -> None:
+    inbox: asyncio.Queue[Event] = asyncio.Queue()
+    output, write = await open_pipe()
+    process = await asyncio.create_subprocess_exec("sh", "-c", "echo one; echo two", stdout=write, stderr=write)
+    os.close(write)
+    await supervise(RankHandle(3, process.pid, process.wait, nothing, nothing, output, None), 7, inbox, lambda _: None)
+    assert inbox.get_nowait() == OutputWritten(7, 3)
+
+
+def test_a_thousand_lines_are_one_event() -> None:
+    events: list[str] = []
+    pump = OutputPump(0, lambda _: None, lambda: events.append("output"))
+    for _ in range(1000):
+        pump.feed(b"x\n")
+    assert len(events) < 1000
+
+
+def test_the_state_of_a_command_is_that_of_the_child_of_its_guard() -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 600; true"]) as guard:
+        children = Path(f"/proc/{guard.pid}/task/{guard.pid}/children")
+        wait_for(lambda: bool(children.read_text().split()))
+        child = int(children.read_text().split()[0])
+        os.kill(child, signal.SIGSTOP)
+        wait_for(lambda: command_state(guard.pid) == "T")
+        os.kill(child, signal.SIGKILL)
+    assert command_state(guard.pid) == ""
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

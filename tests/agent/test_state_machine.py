@@ -38,7 +38,7 @@ BUG = RankFailed(FailureKind.ERROR, "rank 1: ValueError: bug")
 
 def document(generation: int = 1, *, command: bool = False, workers: int = 1, incarnation: int = 0) -> MeshDocument:
     hellos = [
-        MeshRequest(worker=worker, incarnation=incarnation, address=f"10.0.0.{worker}", store_port=20000)
+        MeshRequest(worker=worker, incarnation=incarnation, pod_uid="uid", address=f"10.0.0.{worker}", store_port=20000)
         for worker in range(workers)
     ]
     run = command_run(["x"], 2 * workers) if command else training_run(10, data_parallel=2 * workers)
@@ -49,7 +49,7 @@ class Driver:
     """A core and a clock; spawned ranks get the process id 100 + rank."""
 
     def __init__(self, worker: int = 0) -> None:
-        self.state_machine = AgentStateMachine(worker=worker, incarnation=0, drain_seconds=25.0)
+        self.state_machine = AgentStateMachine(worker=worker, incarnation=0, pod_uid="uid", drain_seconds=25.0)
         self.now = 100.0
 
     def start(self, doc: MeshDocument) -> list[Action]:
@@ -379,3 +379,13 @@ def test_a_loss_that_is_no_number_does_not_break_the_report(driver: Driver) -> N
     driver.start(document())
     driver.tell(0, step(1, loss=float("nan")))
     assert build_report(driver.state_machine).progress is None
+
+
+def test_a_command_is_idle_since_its_last_output(driver: Driver) -> None:
+    driver.start(document(command=True))
+    driver.after(30.0)
+    assert driver.state_machine.on_output(1, 0, driver.now) == []
+    assert driver.state_machine.on_output(9, 1, driver.now) == [], "of another generation"
+    driver.after(12.0)
+    report = build_report(driver.state_machine, driver.now, lambda _: "T")
+    assert [(process.idle_seconds, process.state) for process in report.ranks] == [(12.0, "T"), (42.0, "T")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from enum import StrEnum
 from functools import cache
@@ -14,7 +15,7 @@ import yaml
 from pydantic import Field, create_model
 
 from meshwright.api.base import ApiModel
-from meshwright.api.objects import MAX_JOB_NAME, pod_name
+from meshwright.api.objects import MAX_JOB_NAME, pod_name, secret_name, service_name
 from meshwright.crd.__main__ import CRD_FILE, generated_files
 from meshwright.crd.definition import custom_resource_definition
 from meshwright.crd.structural_schema import SchemaError, structural_schema
@@ -336,6 +337,14 @@ def test_names_that_pods_cannot_carry_are_refused(name: str, allowed: bool) -> N
 
 def test_the_longest_name_leaves_room_for_every_worker_and_incarnation() -> None:
     assert len(pod_name("a" * MAX_JOB_NAME, 65535, 999_999_999)) <= 63
+
+
+def test_the_longest_name_leaves_room_for_the_uid_in_every_owned_object() -> None:
+    job, uid = "a" * MAX_JOB_NAME, "0f1e2d3c-0000-4000-8000-000000000000"
+    for name in (service_name(job, uid), secret_name(job, uid, {"token": "t"})):
+        assert name.startswith(f"{job}-0f1e2d3c")
+        assert len(name) <= 63
+        assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name)
 
 
 def test_the_reference_lists_every_field() -> None:

@@ -13,6 +13,7 @@ import pytest
 from meshwright_cli import manifest
 from meshwright_cli.child_processes import ProgramEndedError, Programs
 from meshwright_cli.demo.directory import DirectoryError, demo_directory
+from tests.patience import patient
 
 FAMILY = """
 import subprocess, sys, time
@@ -30,14 +31,14 @@ def alive(pid):
 
 
 def wait_until(holds, seconds=10.0):
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patient(seconds)
     while not holds():
         assert time.monotonic() < deadline, "not in time"
         time.sleep(0.02)
 
 
 async def text_of(log):
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patient(60)):
         while not (log.exists() and log.read_text().endswith("\n")):  # noqa: ASYNC110 - files give no events
             await asyncio.sleep(0.02)
     return log.read_text()

@@ -28,6 +28,7 @@ from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.kubeconfig import Connection
 from meshwright_local.kube.reflector import Informers
 from meshwright_local.providers.embedded import EmbeddedProvider
+from tests.patience import patient
 
 GROUP = "conformance.example.com"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
@@ -174,7 +175,7 @@ class Api:
 
     async def until_gone(self, path: str, seconds: float = 10.0) -> bool:
         """Whether an object vanishes in time."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patient(seconds)
         while (await self.call("GET", path))[0] != 404:
             if time.monotonic() > deadline:
                 return False

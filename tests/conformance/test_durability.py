@@ -14,6 +14,7 @@ import pytest
 
 from meshwright_local.apiserver.rest.server import ApiServer
 from meshwright_local.apiserver.store import Store, StoreInUseError
+from tests.patience import patient
 from tests.randomness import first_seed, runs
 
 SERVE = """
@@ -42,7 +43,7 @@ class Running:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", SERVE, str(self.directory), stdout=asyncio.subprocess.PIPE
         )
-        line = await asyncio.wait_for(self.process.stdout.readline(), 60)
+        line = await asyncio.wait_for(self.process.stdout.readline(), patient(60))
         self.url, self.token = line.decode().split()
         context = ssl.create_default_context(cafile=self.directory / "pki" / "ca.crt")
         headers = {"Authorization": f"Bearer {self.token}"}

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from meshwright_local.kube.kubeconfig import Connection, write_kubeconfig
+from tests.patience import patient
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 
@@ -24,7 +25,7 @@ def kubectl(api, tmp_path):
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        out, _ = await asyncio.wait_for(process.communicate(stdin and stdin.encode()), 60)
+        out, _ = await asyncio.wait_for(process.communicate(stdin and stdin.encode()), patient(60))
         assert process.returncode == code, out.decode()
         return out.decode()
 
@@ -46,7 +47,7 @@ async def test_create_apply_get_delete(api, kubectl):
     assert "No resources found" in await kubectl("get", "cm", "-l", "a=nope")
     patch = '[{"op":"add","path":"/data/z","value":"1"}]'
     assert "patched" in await kubectl("patch", "cm", "c", "--type=json", "-p", patch)
-    assert "deleted" in await kubectl("delete", "cm", "c", "--timeout=10s")
+    assert "deleted" in await kubectl("delete", "cm", "c", "--timeout=200s")
 
 
 async def test_typed_commands_speak_protobuf(api, kubectl):
@@ -79,13 +80,13 @@ async def test_custom_resources(api, runs, kubectl):
     assert "Workers" in await kubectl("describe", "run", "demo")
     status = '{"status":{"phase":"Running"}}'
     assert "patched" in await kubectl("patch", "run", "demo", "--subresource=status", "--type=merge", "-p", status)
-    assert "met" in await kubectl("wait", "run/demo", "--for=jsonpath={.status.phase}=Running", "--timeout=10s")
+    assert "met" in await kubectl("wait", "run/demo", "--for=jsonpath={.status.phase}=Running", "--timeout=200s")
     assert "scaled" in await kubectl("scale", "run/demo", "--replicas=3")
     bad = manifest(api.run("bad", workers=0))
     assert "spec.workers: Invalid value: 0" in await kubectl("create", "--validate=false", "-f", "-", stdin=bad, code=1)
     unknown = manifest(api.run("bad", bogus=1))
     assert 'unknown field "spec.bogus"' in await kubectl("create", "-f", "-", stdin=unknown, code=1)
-    assert "deleted" in await kubectl("delete", "run", "demo", "--timeout=10s")
+    assert "deleted" in await kubectl("delete", "run", "demo", "--timeout=200s")
 
 
 async def test_pods(api, kubectl):
@@ -94,10 +95,10 @@ async def test_pods(api, kubectl):
     assert (await kubectl("get", "pods")).split()[:5] == ["NAME", "READY", "STATUS", "RESTARTS", "AGE"]
     assert "Pending" in await kubectl("get", "pod", "p1", "-o", "wide")
     assert "busybox" in await kubectl("describe", "pod", "p1")
-    assert "deleted" in await kubectl("delete", "pod", "p1", "--timeout=20s")
+    assert "deleted" in await kubectl("delete", "pod", "p1", "--timeout=200s")
 
 
 async def test_namespaces(api, kubectl):
     name = f"{api.namespace}-t"
     assert "created" in await kubectl("create", "ns", name)
-    assert "deleted" in await kubectl("delete", "ns", name, "--timeout=30s")
+    assert "deleted" in await kubectl("delete", "ns", name, "--timeout=200s")

@@ -11,6 +11,7 @@ from meshwright_local.apiserver.rest.list_watch import Watch
 from meshwright_local.apiserver.rest.printers import negotiate
 from meshwright_local.apiserver.rest.query_options import list_options
 from meshwright_local.apiserver.store import Store
+from tests.patience import patient
 
 KEY = ("", "configmaps")
 
@@ -60,7 +61,7 @@ async def test_a_client_that_falls_behind_must_list_again(store):
     for index in range(100):
         put(store, f"m{index}")
     client.reading.set()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, patient(5))
     assert client.types == ["ADDED", "ERROR"]
     assert client.events[-1]["object"]["code"] == 410
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from meshwright.data.shards import MANIFEST, ShardWriter, TokenShards, open_shar
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import ByteTokenizer, open_tokenizer
 from meshwright.data.verify_shards import verify
+from meshwright.manifest_checksum import with_checksum
 
 
 def write(directory: Path, documents: list[list[int]], shard: int = 7, vocabulary: int = 300) -> None:
@@ -133,14 +135,14 @@ def test_directories_without_checksums_of_blocks_are_checked_by_shard(tmp_path: 
     manifest = json.loads((tmp_path / MANIFEST).read_text())
     for shard in manifest["shards"]:
         del shard["blockCrc32"]
-    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    (tmp_path / MANIFEST).write_text(json.dumps(with_checksum(manifest)))
     flip(tmp_path / "00001.tokens", 0)
     shards = open_shards(tmp_path)
     assert shards.tokens(0, 4).tolist() == [1, 2, 3, 256]
     with pytest.raises(DataError, match="00001.tokens is damaged"):
         shards.tokens(7, 8)
     manifest["shards"][0]["blockCrc32"] = [1, 2]
-    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    (tmp_path / MANIFEST).write_text(json.dumps(with_checksum(manifest)))
     with pytest.raises(DataError, match="damaged: 00000.tokens has 2 checksums"):
         open_shards(tmp_path)
 
@@ -149,8 +151,37 @@ def test_a_manifest_whose_checksums_of_blocks_are_wrong_is_not_called_intact(tmp
     write(tmp_path, [[1] * BLOCK])
     manifest = json.loads((tmp_path / MANIFEST).read_text())
     manifest["shards"][0]["blockCrc32"][1] ^= 1
-    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    (tmp_path / MANIFEST).write_text(json.dumps(with_checksum(manifest)))
     assert f"00000.tokens: intact, but {MANIFEST} is damaged" in verify(open_directory(str(tmp_path)))[1][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace('"vocabulary": 300', '"vocabulary": 302'), "damaged: its content differs"),
+        (lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != "checksum"}), "no checksum"),
+        (lambda text: json.dumps(with_checksum({**json.loads(text), "format": 2})), "has format 2: this version reads"),
+        (lambda text: json.dumps(with_checksum({"format": 2, "index": []})), "has format 2: this version reads"),
+        (lambda text: text[: len(text) // 2], "damaged: it is not a JSON object"),
+    ],
+)
+def test_a_damaged_manifest_and_one_of_another_format_are_told_apart(
+    tmp_path: Path, change: Callable[[str], str], message: str
+) -> None:
+    write(tmp_path, [[1, 2, 3]])
+    before = (tmp_path / MANIFEST).read_text()
+    (tmp_path / MANIFEST).write_text(change(before))
+    assert (tmp_path / MANIFEST).read_text() != before
+    with pytest.raises(DataError, match=message):
+        open_shards(tmp_path)
+
+
+def test_what_a_later_version_adds_to_the_manifest_is_ignored(tmp_path: Path) -> None:
+    write(tmp_path, [[1, 2, 3]])
+    fields = json.loads((tmp_path / MANIFEST).read_text())
+    fields["shards"][0]["newField"] = fields["newField"] = [1]
+    (tmp_path / MANIFEST).write_text(json.dumps(with_checksum(fields)))
+    assert open_shards(tmp_path).tokens(0, 3).tolist() == [1, 2, 3]
 
 
 def test_a_writer_holds_two_shards_in_memory_and_not_three(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank.task import RankTask
 from tests.distributed.mesh_cache import can_be_kept, forget_sharding, keeps_meshes, leave
+from tests.patience import patient
 
 
 class RankFailedError(AssertionError):
@@ -144,7 +145,7 @@ class RankPool:
         for _, (_, connection) in zip(tasks, self._ranks, strict=False):
             # A rank whose peers failed may wait for them: once one has failed, the others get a little longer.
             failed = any(not good for good, _ in answers)
-            answers.append(_answer(connection, 2 if failed else timeout or self._timeout))
+            answers.append(_answer(connection, 2 if failed else patient(timeout or self._timeout)))
         self._forget([rank for (_, last), rank in zip(answers, self._ranks, strict=False) if isinstance(last, Last)])
         if SILENCE in answers or (keeps and any(not good or isinstance(answer, Last) for good, answer in answers)):
             self.close()

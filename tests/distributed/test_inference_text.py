@@ -13,7 +13,7 @@ from meshwright.api.precision import Precision
 from meshwright.data.errors import DataError
 from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.checkpoint.loader import find_checkpoint_on_mesh
-from meshwright_worker.checkpoint.manifest import MANIFEST, Manifest
+from meshwright_worker.checkpoint.manifest import MANIFEST, Manifest, encode_manifest
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.generate import continuation, main
 from meshwright_worker.inference.checkpoint_tokenizer import tokenizer_for
@@ -131,7 +131,7 @@ def test_a_tokenizer_is_that_of_the_run(
     old = tmp_path / "step-00000002"
     shutil.copytree(checkpoint, old)
     raw = Manifest.model_validate_json((old / MANIFEST).read_bytes()).model_copy(update={"tokenizer": None})
-    (old / MANIFEST).write_text(raw.model_dump_json(by_alias=True))
+    (old / MANIFEST).write_bytes(encode_manifest(raw))
     with pytest.raises(SystemExit):
         command(capsys, monkeypatch, "--checkpoint", str(old))
     assert "does not record its tokenizer" in capsys.readouterr().err

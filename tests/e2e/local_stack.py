@@ -29,6 +29,7 @@ from meshwright_local.kube.client import ApiClient, ApiError
 from meshwright_local.kube.kubeconfig import write_kubeconfig
 from meshwright_local.kube.resources import JOBS, PODS
 from tests.operator import role_rules
+from tests.patience import patient
 
 NAMESPACE = "default"
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -54,7 +55,7 @@ def holds(condition: str) -> Test:
 
 async def eventually(what: str, probe: Callable[[], Awaitable[T]], seconds: float = 120) -> T:
     """Ask until the answer is true-ish, and return it; fail when it is not in time."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patient(seconds)
     while not (answer := await probe()):
         assert time.monotonic() < deadline, f"not in {seconds:.0f} s: {what}"
         await asyncio.sleep(0.1)
@@ -109,7 +110,7 @@ class Stage:
 
     async def until(self, name: str, test: Test, what: str, seconds: float = 150) -> ParallelTrainingJobStatus:
         """Wait until the job's status is so; fail with the status and the logs when it is not in time."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patient(seconds)
         while True:
             status = await self.status(name)
             if test(status):
@@ -126,7 +127,7 @@ class Stage:
 
     async def trained(self, name: str, step: int, seconds: float = 150) -> int:
         """Wait until rank 0 has finished a step; the step it is at."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patient(seconds)
         while time.monotonic() < deadline:
             for pod in await self.pods(name):
                 address = pod.get("status", {}).get("podIP")

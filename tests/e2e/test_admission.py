@@ -164,7 +164,7 @@ async def test_worker_pods_with_every_option_are_taken_by_a_restricted_namespace
         ],
     }
     spec = changed(GOOD, {"workers": workers, "checkpoint": {"claimName": "c"}})
-    context = PodContext("job", "guarded", "uid", ParallelTrainingJobSpec.model_validate(spec), "r", "http://c:1")
+    context = PodContext("job", "guarded", "uid", ParallelTrainingJobSpec.model_validate(spec), "r", "http://c:1", "s")
     pod = worker_pod(context, WorkerPlacement(worker=0, incarnation=0, pod="job-w0-0", node="n", ranks="0-1"))
     del pod["metadata"]["ownerReferences"]
     path = PODS.path("guarded")

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.e2e.local_stack import eventually, tiny
+from tests.patience import patient
 
 DEMO = [sys.executable, "-c", "from meshwright_cli.main import main; main()", "demo"]
 
@@ -24,7 +25,7 @@ async def start(directory, *options):
 async def read_until(process, word):
     assert process.stdout is not None
     seen = []
-    async with asyncio.timeout(150):
+    async with asyncio.timeout(patient(150)):
         while not seen or word not in seen[-1]:
             line = await process.stdout.readline()
             assert line, "".join(seen)
@@ -58,7 +59,7 @@ def job(tmp_path):
 async def test_demo_loses_a_worker_recovers_and_tells_it(tmp_path, job):
     directory = tmp_path / "demo"
     process = await start(directory, "--manifest", str(job))
-    out = (await asyncio.wait_for(process.communicate(), 240))[0].decode()
+    out = (await asyncio.wait_for(process.communicate(), patient(240)))[0].decode()
     assert process.returncode == 0, out
     for word in (
         "FAULT: deleting worker pod short-w1-0",
@@ -87,7 +88,7 @@ async def test_a_stopped_demo_leaves_no_process_and_the_next_one_works(tmp_path,
         await read_until(process, "MeshFormed")
         assert len(connected(directory)) >= 4  # cluster, operator, two agents
         process.send_signal(number)
-        assert await asyncio.wait_for(process.wait(), 60) == code
+        assert await asyncio.wait_for(process.wait(), patient(60)) == code
         await eventually(f"every process of the demo is gone after {number.name}", gone, 60)
 
 
@@ -95,7 +96,7 @@ async def test_a_job_that_cannot_complete_is_a_failed_demo(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump_all(tiny("huge", replicas=64, training={"globalBatchSize": 128, "steps": 5})))
     process = await start(tmp_path / "demo", "--manifest", str(path), "--timeout", "3")
-    out = (await asyncio.wait_for(process.communicate(), 150))[0].decode()
+    out = (await asyncio.wait_for(process.communicate(), patient(150)))[0].decode()
     assert process.returncode == 1
     assert "did not finish within 3 s" in out
     assert "--- operator" in out

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from tests.e2e.local_stack import EXAMPLES, eventually, tiny
+from tests.patience import patient
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on the PATH")
 
@@ -17,7 +18,7 @@ async def kubectl(stage, *arguments, stdin=""):
         "kubectl", "--kubeconfig", str(stage.kubeconfig), *arguments,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
-    out, _ = await asyncio.wait_for(process.communicate(stdin.encode()), 120)
+    out, _ = await asyncio.wait_for(process.communicate(stdin.encode()), patient(120))
     assert process.returncode == 0, out.decode()
     return out.decode()
 
@@ -26,7 +27,7 @@ async def test_apply_watch_and_delete_as_a_new_user_types_them(stage, tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump_all(tiny("typed", training={"steps": 20})))
     assert "typed created" in await kubectl(stage, "apply", "-f", str(path))
-    waited = await kubectl(stage, "wait", "--for=condition=Complete", "ptj/typed", "--timeout=180s")
+    waited = await kubectl(stage, "wait", "--for=condition=Complete", "ptj/typed", "--timeout=240s")
     assert "typed condition met" in waited
     table = (await kubectl(stage, "get", "ptj")).splitlines()
     assert table[0].split()[:3] == ["NAME", "READY", "STATUS"]
@@ -54,7 +55,7 @@ async def test_explain_describes_the_fields(stage):
 async def test_apply_server_side_and_again_changes_nothing(stage):
     path = str(EXAMPLES / "ten-line.yaml")
     assert "serverside-applied" in await kubectl(stage, "apply", "--server-side", "-f", path)
-    await kubectl(stage, "wait", "--for=condition=Complete", "ptj/ten-line", "--timeout=180s")
+    await kubectl(stage, "wait", "--for=condition=Complete", "ptj/ten-line", "--timeout=240s")
     before = await kubectl(stage, "get", "ptj", "ten-line", "-o", "jsonpath={.metadata.generation}")
     await kubectl(stage, "apply", "--server-side", "-f", path)
     assert await kubectl(stage, "get", "ptj", "ten-line", "-o", "jsonpath={.metadata.generation}") == before

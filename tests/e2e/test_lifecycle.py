@@ -7,7 +7,8 @@ import pytest
 
 from meshwright.api import conditions
 from meshwright.api.conditions import find, is_true
-from meshwright.api.objects import service_name, token_secret_name
+from meshwright.api.labels import LABEL_JOB_UID
+from meshwright.api.objects import service_name
 from meshwright_local.kube.resources import JOBS, SECRETS, SERVICES
 from tests.e2e.local_stack import NAMESPACE, eventually, holds, processes, tiny
 
@@ -104,14 +105,27 @@ async def test_deletion_leaves_no_pod_service_secret_or_process(stage):
     uid = (await stage.client.get(JOBS, "brief", NAMESPACE))["metadata"]["uid"]
     await stage.trained("brief", 2)
     assert len(processes(uid)) >= 6  # an agent and two ranks in each of two pods
-    assert await stage.client.find(SERVICES, service_name("brief"), NAMESPACE)
-    assert await stage.client.find(SECRETS, token_secret_name("brief"), NAMESPACE)
+    owned = f"{LABEL_JOB_UID}={uid}"
+    assert await stage.client.find(SERVICES, service_name("brief", uid), NAMESPACE)
+    assert len((await stage.client.list(SECRETS, NAMESPACE, label_selector=owned)).items) == 1
     await stage.client.delete(JOBS, "brief", NAMESPACE)
     await stage.gone("brief", uid)
 
     async def collected():
-        service = await stage.client.find(SERVICES, service_name("brief"), NAMESPACE)
-        secret = await stage.client.find(SECRETS, token_secret_name("brief"), NAMESPACE)
-        return service is None and secret is None
+        service = await stage.client.find(SERVICES, service_name("brief", uid), NAMESPACE)
+        return service is None and not (await stage.client.list(SECRETS, NAMESPACE, label_selector=owned)).items
 
     await eventually("service and secret are collected", collected)
+
+
+@pytest.mark.slow
+async def test_a_job_applied_at_once_after_its_deletion_trains(stage):
+    await stage.apply(tiny("twice", training={"steps": 100000}))
+    old = (await stage.client.get(JOBS, "twice", NAMESPACE))["metadata"]["uid"]
+    await stage.trained("twice", 2)
+    await stage.client.delete(JOBS, "twice", NAMESPACE)
+    await stage.apply(tiny("twice", training={"steps": 100000}))
+    assert (await stage.client.get(JOBS, "twice", NAMESPACE))["metadata"]["uid"] != old
+    await stage.until("twice", lambda status: is_true(status.conditions, conditions.READY), "trains")
+    assert not processes(old)
+    await stage.delete("twice")

@@ -51,11 +51,11 @@ JOB_RULES = (
     | grants("meshwright.dev", "paralleltrainingjobs/status", "patch")
     | grants("meshwright.dev", "paralleltrainingjobs/finalizers", "update")
     | grants("", "pods", "get", "list", "watch", "create", "patch", "delete")
-    | grants("", "services", "create", "patch")
-    | grants("", "secrets", "create", "patch")
+    | grants("", "services", "create", "get")
+    | grants("", "secrets", "create")
     | grants("", "events", "create", "patch")
 )
-CLUSTER_RULES = grants("", "nodes", "get", "list", "watch") | grants("", "pods", "list")
+CLUSTER_RULES = grants("", "nodes", "list", "watch") | grants("", "pods", "list")
 
 
 def test_the_crd_in_the_chart_is_the_generated_file():
@@ -131,7 +131,7 @@ def test_no_wildcard_and_no_secret_is_read_but_the_operators_own(sets):
             for group, resource, verb, *names in rules(item):
                 assert "*" not in (group, resource, verb), name
                 own = names == ["mw-meshwright-credentials"] and kind == "Role"
-                assert resource != "secrets" or verb in ("create", "patch") or own, name
+                assert resource != "secrets" or verb == "create" or own, name
 
 
 def parsed(found):
@@ -162,7 +162,6 @@ def test_the_operator_understands_its_arguments():
 @needs_helm
 def test_the_pod_is_restricted():
     spec = render()["Deployment", "mw-meshwright"]["spec"]
-    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -228,6 +227,22 @@ def test_cert_managers_certificate_has_the_names_of_the_service():
 
 
 @needs_helm
+def test_a_second_replica_is_ready_before_the_first_one_stops():
+    found = render()
+    spec = found["Deployment", "mw-meshwright"]["spec"]
+    assert spec["replicas"] == 2
+    assert spec["strategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+    spread = spec["template"]["spec"]["topologySpreadConstraints"]
+    assert {item["topologyKey"] for item in spread} == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}
+    selector = spec["selector"]
+    assert all(item["labelSelector"] == selector for item in spread)
+    budget = found["PodDisruptionBudget", "mw-meshwright"]["spec"]
+    assert budget == {"maxUnavailable": 1, "selector": selector}
+    assert not [kind for kind, _ in render("replicas=1") if kind == "PodDisruptionBudget"]
+    assert found["Service", "mw-meshwright"]["spec"]["ipFamilyPolicy"] == "PreferDualStack"
+
+
+@needs_helm
 def test_network_policy_is_optional():
     assert not [kind for kind, _ in render() if kind == "NetworkPolicy"]
     policy = render("networkPolicy.enabled=true")["NetworkPolicy", "mw-meshwright"]
@@ -246,6 +261,7 @@ def test_network_policy_is_optional():
         ("coordinator.tls.mode=always", "mode"),
         ("coordinator.tls.mode=secret", "coordinator.tls.secretName is required"),
         ("coordinator.tls.mode=certManager", "coordinator.tls.issuer.name is required"),
+        ("replicas=0", "replicas"),
         ("operator.logLevel=loud", "logLevel"),
         ("watchNamespaces={Red}", "watchNamespaces"),
     ],

@@ -20,6 +20,7 @@ import yaml
 
 from meshwright_local.cluster import ClusterShape, LocalCluster
 from meshwright_local.kube.resources import CONFIG_MAPS, CRDS, DEPLOYMENTS, LEASES, NAMESPACES, PODS, Resource
+from tests.patience import patient
 
 CHART = Path(__file__).parents[2] / "helm" / "meshwright"
 HELM = os.environ.get("HELM") or shutil.which("helm")
@@ -70,7 +71,7 @@ async def helm(cluster, *words):
         HELM, "--kubeconfig", str(cluster.kubeconfig), *words, *validates,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
-    out = (await asyncio.wait_for(process.communicate(), 200))[0].decode()
+    out = (await asyncio.wait_for(process.communicate(), patient(300)))[0].decode()
     assert process.returncode == 0, out
     return out
 
@@ -84,19 +85,19 @@ async def test_install_upgrade_list_and_uninstall_of_a_small_chart(cluster, tmp_
     (tmp_path / "Chart.yaml").write_text(yaml.safe_dump({"apiVersion": "v2", "name": "small", "version": "1.0.0"}))
     (tmp_path / "values.yaml").write_text("greeting: hello\n")
     (tmp_path / "templates" / "all.yaml").write_text(TEMPLATE)
-    out = await helm(cluster, "install", "tiny", str(tmp_path), "--wait", "--timeout=90s")
+    out = await helm(cluster, "install", "tiny", str(tmp_path), "--wait", "--timeout=240s")
     assert "STATUS: deployed" in out
     assert (await cluster.client.get(CONFIG_MAPS, "tiny-config", "default"))["data"] == {"greeting": "hello"}
     assert (await cluster.client.get(DEPLOYMENTS, "tiny", "default"))["status"]["availableReplicas"] == 2
-    await helm(cluster, "upgrade", "tiny", str(tmp_path), "--set", "greeting=again", "--wait", "--timeout=90s")
+    await helm(cluster, "upgrade", "tiny", str(tmp_path), "--set", "greeting=again", "--wait", "--timeout=240s")
     assert (await cluster.client.get(CONFIG_MAPS, "tiny-config", "default"))["data"] == {"greeting": "again"}
     assert releases(await helm(cluster, "list", "-o", "json")) == {"tiny": ("deployed", "2")}
-    await helm(cluster, "rollback", "tiny", "1", "--wait", "--timeout=90s")
+    await helm(cluster, "rollback", "tiny", "1", "--wait", "--timeout=240s")
     assert (await cluster.client.get(CONFIG_MAPS, "tiny-config", "default"))["data"] == {"greeting": "hello"}
     await helm(cluster, "uninstall", "tiny")
     assert releases(await helm(cluster, "list", "-o", "json")) == {}
     assert await cluster.client.find(DEPLOYMENTS, "tiny", "default") is None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(patient(30)):
         while (await cluster.client.list(PODS, "default", label_selector="app=tiny")).items:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
@@ -108,13 +109,16 @@ def free_port() -> int:
 
 
 async def test_the_charts_operator_runs_with_the_rights_it_is_given(cluster):
-    """`--wait` returns when the Deployment is available, so when /readyz says that the operator leads and watches."""
+    """`--wait` returns when the Deployment is available, so when /readyz says that the operator watches.
+
+    One replica: the pods of the embedded cluster share this machine's ports.
+    """
     metrics = free_port()
     # Not by --create-namespace, which old releases of Helm validate against OpenAPI v2 whatever they are told.
     await cluster.client.create(NAMESPACES, {"metadata": {"name": "ops"}})
-    ports = f"metrics.port={metrics},coordinator.port={free_port()}"
+    ports = f"replicas=1,metrics.port={metrics},coordinator.port={free_port()}"
     out = await helm(
-        cluster, "install", "mw", str(CHART), "-n", "ops", "--set", ports, "--wait", "--timeout=150s"
+        cluster, "install", "mw", str(CHART), "-n", "ops", "--set", ports, "--wait", "--timeout=240s"
     )  # fmt: skip
     assert "STATUS: deployed" in out
     found = await cluster.client.get(DEPLOYMENTS, "mw-meshwright", "ops")

@@ -20,6 +20,7 @@ from meshwright_local.kube.resources import EVENTS, NODES, PODS
 from meshwright_local.providers.base import Provider
 from meshwright_local.providers.envtest import EnvtestProvider
 from meshwright_local.providers.existing import KubeconfigProvider
+from tests.patience import patient
 
 Check = Callable[[KubeObject | None], Any]
 
@@ -50,7 +51,7 @@ class Kit:
 
     async def until(self, look: Callable[[], Awaitable[Any]], seconds: float = 10.0, what: str = "") -> Any:
         """Repeat `look` until it gives something true."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patient(seconds)
         while True:
             found = await look()
             if found:

@@ -12,6 +12,7 @@ from meshwright_local.kube.kubeconfig import Connection, KubeconfigError, write_
 from meshwright_local.kube.reflector import ChangeType, Reflector
 from meshwright_local.kube.resources import CONFIG_MAPS, NAMESPACES
 from meshwright_local.providers.embedded import EmbeddedProvider
+from tests.patience import patient
 
 
 def test_paths():
@@ -113,7 +114,7 @@ async def test_reflector_over_an_outage(tmp_path):
 
 
 async def until(look, seconds=10.0):
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(patient(seconds)):
         while True:
             if look():
                 return

@@ -17,6 +17,7 @@ from meshwright_local.daemon import daemon_pid
 from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.kubeconfig import Connection
 from meshwright_local.kube.resources import NODES, PODS
+from tests.patience import patient
 
 POD = {
     "metadata": {"name": "p"},
@@ -34,7 +35,7 @@ POD = {
 
 
 def wait(look, seconds=20.0):
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patient(seconds)
     while not (found := look()):
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.02)
@@ -81,7 +82,7 @@ async def test_no_process_outlives_the_daemon(tmp_path, number):
         wait(lambda: list(tmp_path.glob("nodes/*/pods/*/home/pid")))
         wait(lambda: len(processes_below(tmp_path)) >= 2)
         daemon.send_signal(number)
-        assert daemon.wait(10) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+        assert daemon.wait(patient(10)) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
         wait(lambda: not processes_below(tmp_path), 2)
         assert daemon_pid(tmp_path) is None
         if number == signal.SIGTERM:
@@ -89,12 +90,12 @@ async def test_no_process_outlives_the_daemon(tmp_path, number):
         # The second start finds the pod that the first one lost.
         daemon = start(tmp_path)
         async with ApiClient(Connection.from_kubeconfig(tmp_path / "kubeconfig")) as client:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + patient(10)
             while (await client.get(PODS, "p", "default"))["status"].get("phase") != "Failed":
                 assert time.monotonic() < deadline
     finally:
         daemon.terminate()
-        daemon.wait(10)
+        daemon.wait(patient(10))
 
 
 def test_one_daemon_per_directory(tmp_path):
@@ -104,14 +105,14 @@ def test_one_daemon_per_directory(tmp_path):
             [sys.executable, "-m", "meshwright_local.daemon", "--directory", str(tmp_path)],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=patient(30),
             check=False,
         )
         assert second.returncode == 1
         assert f"pid {daemon.pid}" in second.stderr
     finally:
         daemon.terminate()
-        assert daemon.wait(10) == 0
+        assert daemon.wait(patient(10)) == 0
 
 
 def test_commands(tmp_path):
@@ -180,7 +181,7 @@ def test_nodes_fail_and_processes_are_killed_on_order(tmp_path):
         assert "no simulated node runs a pod default/q" in run("chaos", "kill", "q").output
     finally:
         daemon.terminate()
-        daemon.wait(10)
+        daemon.wait(patient(10))
 
 
 def test_rules_reach_the_api_server(tmp_path):
@@ -206,7 +207,7 @@ def test_rules_reach_the_api_server(tmp_path):
         assert run("list").output == ""
     finally:
         daemon.terminate()
-        daemon.wait(10)
+        daemon.wait(patient(10))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_an_invalid_shape_is_rejected(tmp_path):
         [sys.executable, "-m", "meshwright_local.daemon", "--directory", str(tmp_path), "--racks=0"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=patient(30),
         check=False,
     )
     assert refused.returncode == 2

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from meshwright_local.kube.resources import DEPLOYMENTS, PODS, REPLICA_SETS
+from tests.patience import patient
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -191,17 +192,17 @@ async def test_kubectl_follows_a_rollout(kit):
             "kubectl", "--kubeconfig", str(kit.cluster.kubeconfig), *words,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
-        out = (await asyncio.wait_for(process.communicate(), 60))[0].decode()
+        out = (await asyncio.wait_for(process.communicate(), patient(60)))[0].decode()
         assert process.returncode == 0, out
         return out
 
     await kit.client.create(DEPLOYMENTS, deployment("typed"), "default")
-    assert "successfully rolled out" in await kubectl("rollout", "status", "deployment/typed", "--timeout=40s")
+    assert "successfully rolled out" in await kubectl("rollout", "status", "deployment/typed", "--timeout=200s")
     await kubectl("rollout", "restart", "deployment/typed")
-    assert "successfully rolled out" in await kubectl("rollout", "status", "deployment/typed", "--timeout=40s")
+    assert "successfully rolled out" in await kubectl("rollout", "status", "deployment/typed", "--timeout=200s")
     assert "2" in await kubectl("rollout", "history", "deployment/typed")
     await kubectl("rollout", "undo", "deployment/typed")
-    assert "successfully rolled out" in await kubectl("rollout", "status", "deployment/typed", "--timeout=40s")
-    await kubectl("wait", "--for=condition=Available", "deployment/typed", "--timeout=20s")
+    assert "successfully rolled out" in await kubectl("rollout", "status", "deployment/typed", "--timeout=200s")
+    await kubectl("wait", "--for=condition=Available", "deployment/typed", "--timeout=200s")
     await kubectl("delete", "deployment", "typed", "--cascade=foreground")
     assert not await pods_of(kit, "typed")

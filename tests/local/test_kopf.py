@@ -6,6 +6,7 @@ import kopf
 
 from meshwright_local.cluster import ClusterShape, LocalCluster
 from meshwright_local.kube.resources import CRDS, EVENTS, PODS, Resource
+from tests.patience import patient
 
 RUNS = Resource("kopf.example.com", "v1", "runs", "Run")
 FINALIZER = "kopf.example.com/finalizer"
@@ -75,7 +76,7 @@ def handlers(connection, calls):
 
 
 async def until(look, what):
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(patient(90)):
         while True:
             if found := await look():
                 return found
@@ -125,10 +126,10 @@ async def test_create_update_status_finalizer_and_delete():
                 registry=registry, standalone=True, namespaces=["default"], stop_flag=stop, ready_flag=ready
             )
             operator = asyncio.create_task(running)
-            await asyncio.wait_for(ready.wait(), 90)
+            await asyncio.wait_for(ready.wait(), patient(90))
             await scenario(cluster.client)
     finally:
         stop.set()
         if operator is not None:
-            await asyncio.wait([operator], timeout=30)
+            await asyncio.wait([operator], timeout=patient(30))
     assert calls == [("create", "one"), ("update", "one", 2, 5, ["of-run"]), ("delete", "one")]

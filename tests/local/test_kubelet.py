@@ -10,6 +10,7 @@ import pytest
 
 from meshwright_local.kube.client import ApiError
 from meshwright_local.kube.resources import NODES, PODS
+from tests.patience import patient
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -139,7 +140,7 @@ async def test_exec_dies_with_the_connection_and_with_the_container(kit):
     other = asyncio.create_task(execute(kit, "frail", "sleep", "60"))
     await asyncio.sleep(0.3)
     await kit.delete("frail", grace_seconds=0)
-    await asyncio.wait_for(asyncio.gather(other, return_exceptions=True), 5)
+    await asyncio.wait_for(asyncio.gather(other, return_exceptions=True), patient(5))
 
 
 async def test_unauthenticated_clients_are_rejected(kit):

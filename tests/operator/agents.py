@@ -22,9 +22,12 @@ from meshwright.protocol.messages import (
     Progress,
     WorkerReport,
 )
-from meshwright.protocol.signing import Signer
+from meshwright.protocol.signing import Sender, Signer
 from meshwright_operator.timestamps import format_time, utc_now
 from tests.operator.support import PODS, Api
+
+REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=10)
+"""As a real agent's: an operator that dies may leave a connection open that nobody reads."""
 
 
 class FakeAgent:
@@ -49,13 +52,14 @@ class FakeAgent:
         self.complete = asyncio.Event()
         self._session = session
         self._reporting = asyncio.Lock()
-        self._signer = Signer(token)
         # As a worker's agent: only the CAs of the pod's environment are trusted.
         authorities = self.env.get(labels.ENV_COORDINATOR_CA)
         self._tls: ssl.SSLContext | bool = True
         if authorities:
             self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             self._tls.load_verify_locations(cadata=authorities)
+        self.pod_uid = pod["metadata"]["uid"]
+        self._signer = Signer(token, Sender(self.worker, self.incarnation, self.pod_uid))
         uid = self.env[labels.ENV_JOB_UID]
         name, namespace = self.env[labels.ENV_JOB_NAME], self.env[labels.ENV_JOB_NAMESPACE]
         self.path = f"/v1/jobs/{namespace}/{name}/{uid}"
@@ -91,6 +95,7 @@ class FakeAgent:
         body = WorkerReport(
             worker=self.worker,
             incarnation=self.incarnation,
+            pod_uid=self.pod_uid,
             generation=self.generation,
             state=self.state,
             failure=self.failure,
@@ -109,6 +114,7 @@ class FakeAgent:
             hello = MeshRequest(
                 worker=self.worker,
                 incarnation=self.incarnation,
+                pod_uid=self.pod_uid,
                 generation=self.generation,
                 address=self.address,
                 store_port=20000 + self.worker * 100 + self.generation,
@@ -135,14 +141,18 @@ class FakeAgent:
             url = f"{self.base}/{endpoint}"
             data = json.dumps(body).encode()
             headers = self._signer.request("POST", f"{self.path}/{endpoint}", data)
-            async with self._session.post(url, data=data, headers=headers, ssl=self._tls) as response:
+            async with self._session.post(
+                url, data=data, headers=headers, timeout=REQUEST_TIMEOUT, ssl=self._tls
+            ) as response:
                 if response.status == 200:
                     answer: KubeObject = await response.json()
                     return answer
-                if response.status != 204:
+                if response.status == 409:
+                    self._signer.follow(response.headers)
+                elif response.status != 204:
                     self.refused.append(response.status)
                     await asyncio.sleep(0.1)
-        except aiohttp.ClientError:
+        except (aiohttp.ClientError, TimeoutError):
             await asyncio.sleep(0.1)
         return None
 

@@ -22,6 +22,7 @@ from meshwright.protocol.messages import AgentState, FailureKind, Progress, Work
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
 from meshwright_operator.decide.applied_spec import revision_of
 from meshwright_operator.decide.observed import Observed, observe_workers
+from meshwright_operator.decide.stuck_pods import stuck_pods
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.timestamps import format_time
 from tests.operator.support import job
@@ -89,7 +90,7 @@ def placement(incarnations: dict[int, int] | None = None, workers: int = 4) -> P
 
 def report(worker: int, state: AgentState, generation: int = 1, incarnation: int = 0, **fields: Any) -> WorkerReport:
     progress = Progress(step=7, loss=2.25, tokens_per_second=1000.4, step_seconds=0.5) if worker == 0 else None
-    fields = {"progress": progress, **fields}
+    fields = {"progress": progress, "pod_uid": f"uid-{worker}-{incarnation}", **fields}
     return WorkerReport(worker=worker, incarnation=incarnation, generation=generation, state=state, **fields)
 
 
@@ -151,7 +152,10 @@ def observed(
     plan = make_plan(wanted, Inventory(), kept or plan_status())
     if pods is None:
         pods = [pod(worker) for worker in range(4)]
-    workers, excess_pods = observe_workers(len(plan.workers), status, pods, down or NODES, refused or {})
+    received = received if received is not None else agents()
+    workers, excess_pods = observe_workers(
+        len(plan.workers), status, pods, down or NODES, refused or {}, agents=received, now=now
+    )
     return Observed(
         now=now,
         name=JOB,
@@ -163,5 +167,6 @@ def observed(
         plan=plan,
         workers=workers,
         excess_pods=excess_pods,
-        agents=received if received is not None else agents(),
+        agents=received,
+        stuck_pods=stuck_pods(pods, down or NODES, now),
     )

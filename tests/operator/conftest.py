@@ -20,6 +20,7 @@ from meshwright_local.apiserver.rest.server import ApiServer
 from tests.operator import role_rules
 from tests.operator.agents import Kubelet
 from tests.operator.support import JOBS, ROOT, Api, OperatorThread, install, until, write_kubeconfig
+from tests.patience import patient
 
 StartOperator = Callable[..., Awaitable[OperatorThread]]
 Settled = Callable[[str], Awaitable[dict[str, Any]]]
@@ -42,7 +43,7 @@ def real_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     command = [sys.executable, "-m", "tests.operator.real_server", str(directory)]
     with subprocess.Popen(command, cwd=ROOT) as process:
         try:
-            deadline = time.monotonic() + 90
+            deadline = time.monotonic() + patient(90)
             while not (directory / "ready").exists():
                 assert process.poll() is None, "the API server did not start"
                 assert time.monotonic() < deadline, "the API server is not ready"
@@ -50,7 +51,7 @@ def real_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
             yield (directory / "ready").read_text()
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(patient(30))
 
 
 @pytest_asyncio.fixture

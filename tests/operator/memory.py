@@ -6,7 +6,7 @@ import copy
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import datetime
 
-from meshwright.api.labels import LABEL_JOB, PLURAL
+from meshwright.api.labels import PLURAL
 from meshwright.api.objects import KubeObject
 from meshwright_operator.kube.client import ApiError, KubeClient, Page
 from meshwright_operator.timestamps import format_time
@@ -26,36 +26,36 @@ class MemoryCluster(KubeClient):
         self.watchers: list[Callable[[str, KubeObject], None]] = []
         """Told (`ADDED` | `MODIFIED` | `DELETED`, object) of jobs and pods."""
         self.writes = 0
+        self.requests: list[tuple[str, str]] = []
+        """(verb, path) of every call, with the verbs of roles: get, list, create, patch and delete."""
         self.on_pod_change: Callable[[KubeObject, KubeObject], None] = lambda old, new: None
         """Told of every change of a pod by the operator, before it is visible."""
 
     async def get(self, path: str) -> KubeObject:
+        self.requests.append(("get", path))
         return copy.deepcopy(self._at(path))
 
     async def pages(self, path: str, **query: str) -> AsyncIterator[Page]:
+        self.requests.append(("list", path))
         resource = path.rsplit("/", 1)[1]
         found = list(self.of(resource))
         if "labelSelector" in query:
-            wanted = query["labelSelector"] == LABEL_JOB
-            found = [obj for obj in found if (LABEL_JOB in (obj["metadata"].get("labels") or {})) is wanted]
+            found = [obj for obj in found if _selected(obj["metadata"].get("labels") or {}, query["labelSelector"])]
         if "fieldSelector" in query:
             found = [obj for obj in found if obj["status"]["phase"] not in ("Succeeded", "Failed")]
         yield Page(found, "")
 
     async def create(self, path: str, body: KubeObject) -> KubeObject:
         where = f"{path}/{body['metadata']['name']}"
+        self.requests.append(("create", where))
         if (error := self.refuse(path, body)) is not None:
             raise error
         if where in self.objects:
             raise ApiError(409, "AlreadyExists", f"{where} exists")
         return self.put(where, body)
 
-    async def apply(self, path: str, body: KubeObject) -> KubeObject:
-        if (error := self.refuse(path.rsplit("/", 1)[0], body)) is not None:
-            raise error
-        return self.put(path, body)
-
     async def merge_patch(self, path: str, body: KubeObject) -> KubeObject:
+        self.requests.append(("patch", path))
         path = path.removesuffix("/status")
         old = self._at(path)
         metadata = body.get("metadata") or {}
@@ -63,15 +63,16 @@ class MemoryCluster(KubeClient):
         if wanted[0] != old["metadata"]["uid"] or wanted[1] not in (None, old["metadata"]["resourceVersion"]):
             raise ApiError(409, "Conflict", f"{path} has changed")
         new = copy.deepcopy(old)
-        _merge(new, {**body, "metadata": {}})
+        _merge(new, {**body, "metadata": {"labels": metadata.get("labels") or {}}})
         if "/pods/" in path:
             self.on_pod_change(old, new)
         return self.update(path, new)
 
-    async def delete(self, path: str, uid: str) -> None:
+    async def delete(self, path: str, uid: str) -> KubeObject | None:
+        self.requests.append(("delete", path))
         obj = self.objects.get(path)
         if obj is None or obj["metadata"]["uid"] != uid:
-            return
+            return None
         self.writes += 1
         if "/pods/" in path and obj["spec"].get("nodeName") and obj["status"]["phase"] in ("Pending", "Running"):
             if "deletionTimestamp" not in obj["metadata"]:
@@ -79,6 +80,7 @@ class MemoryCluster(KubeClient):
                 self.update(path, obj)
         else:
             self.remove(path)
+        return {}
 
     def of(self, resource: str) -> Iterator[KubeObject]:
         """Every object of a resource, such as `pods`."""
@@ -96,11 +98,15 @@ class MemoryCluster(KubeClient):
         obj.setdefault("status", {"phase": "Pending"} if "/pods/" in path else {})
         return self.update(path, obj, "ADDED")
 
+    def stamp(self, obj: KubeObject) -> None:
+        """Give the object a new version."""
+        self._version += 1
+        obj["metadata"]["resourceVersion"] = str(self._version)
+
     def update(self, path: str, obj: KubeObject, kind: str = "MODIFIED") -> KubeObject:
         """The object as it is now, in a new version."""
-        self._version += 1
+        self.stamp(obj)
         self.writes += 1
-        obj["metadata"]["resourceVersion"] = str(self._version)
         self.objects[path] = obj
         self._tell(kind, path, obj)
         return copy.deepcopy(obj)
@@ -118,6 +124,14 @@ class MemoryCluster(KubeClient):
         if path not in self.objects:
             raise ApiError(404, "NotFound", f"{path} is not there")
         return self.objects[path]
+
+
+def _selected(labels: dict[str, str], selector: str) -> bool:
+    """Whether labels match a selector of the forms `key`, `!key` and `key=value`."""
+    key, _, value = selector.partition("=")
+    if key.startswith("!"):
+        return key[1:] not in labels
+    return key in labels and value in ("", labels[key])
 
 
 def _merge(target: KubeObject, patch: KubeObject) -> None:

@@ -19,10 +19,24 @@ class Request:
 
     method: str
     path: str
+    watch: bool = False
 
     @property
     def writes(self) -> bool:
         return self.method != "GET"
+
+    @property
+    def right(self) -> tuple[str, str, str] | None:
+        """Group, resource and verb, as roles name them; None for what is not about a resource."""
+        parts = self.path.strip("/").split("/")
+        group, rest = ("", parts[2:]) if parts[0] == "api" else (parts[1] if len(parts) > 1 else "", parts[3:])
+        if rest[:1] == ["namespaces"] and len(rest) > 2:
+            rest = rest[2:]
+        if not rest:
+            return None
+        read = "watch" if self.watch else "get" if len(rest) > 1 else "list"
+        verb = {"GET": read, "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}[self.method]
+        return group, "/".join([rest[0], *rest[2:3]]), verb
 
 
 class Proxy:
@@ -36,6 +50,8 @@ class Proxy:
         self._target = target
         self._session = session
         self._era = 0
+        self.refuse_once = ""
+        """The end of a path: the next PATCH of it is answered with a conflict."""
 
     def freeze(self) -> None:
         """From now on watches are accepted and stay silent."""
@@ -63,8 +79,11 @@ class Proxy:
             await runner.cleanup()
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
-        self.requests.append(Request(request.method, request.path))
         watch, era = request.query.get("watch") == "true", self._era
+        self.requests.append(Request(request.method, request.path, watch))
+        if self.refuse_once and request.method == "PATCH" and request.path.endswith(self.refuse_once):
+            self.refuse_once = ""
+            return web.json_response({"reason": "Conflict", "message": "the object has been modified"}, status=409)
         if watch:
             await self._flowing.wait()
         headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP_BY_HOP}

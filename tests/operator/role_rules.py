@@ -24,6 +24,18 @@ def rules(name: str, lease: str = ACCOUNT) -> list[KubeObject]:
     return loaded
 
 
+def rights() -> set[tuple[str, str, str]]:
+    """Group, resource and verb of everything that the operator may do."""
+    return {
+        (group, resource, verb)
+        for name in ("clusterRules", "namespacedRules", "leaseRules", "credentialsRules")
+        for rule in rules(name)
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
 def objects(
     namespaces: Sequence[str] = (), home: str = "default", lease: str = ACCOUNT
 ) -> Iterator[tuple[str, KubeObject]]:

@@ -16,6 +16,7 @@ from meshwright.api import labels
 from meshwright.api.objects import KubeObject
 from meshwright_operator.controller.manager import run
 from meshwright_operator.settings import Address, Settings
+from tests.patience import patient
 
 ROOT = Path(__file__).parent.parent.parent
 JOBS = f"/apis/{labels.GROUP}/{labels.VERSION}/namespaces/default/{labels.PLURAL}"
@@ -86,7 +87,7 @@ class Api:
 
 async def until(check: Callable[[], Awaitable[Any]], what: str, seconds: float = 30.0) -> Any:
     """Waits until `check` gives something true, and gives that."""
-    deadline = asyncio.get_running_loop().time() + seconds
+    deadline = asyncio.get_running_loop().time() + patient(seconds)
     while True:
         if found := await check():
             return found
@@ -209,13 +210,18 @@ class OperatorThread:
     async def start(self, wait: bool = True) -> OperatorThread:
         self._thread.start()
         if wait:
-            assert await asyncio.to_thread(self.ready.wait, 20), self.failure
+            assert await asyncio.to_thread(self.ready.wait, patient(20)), self.failure
         return self
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not exited."""
+        return self._thread.is_alive()
 
     async def stop(self) -> None:
         if self._loop is not None and self._stop is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
-        await asyncio.to_thread(self._thread.join, 15)
+        await asyncio.to_thread(self._thread.join, patient(15))
         assert not self._thread.is_alive()
 
     def _main(self) -> None:

@@ -70,7 +70,7 @@ def test_a_promise_counts_as_the_pod_will() -> None:
 
 def test_nobody_else_touches_what_the_scheduler_owns() -> None:
     private = {name for name in vars(World(3, nodes=1).operators[0].scheduler) if name.startswith("_")}
-    assert {"_lock", "_queue", "_calibration", "_assumed"} <= private
+    assert {"_placer", "_calibration", "_assumed"} <= private
     (package,) = meshwright_operator.__path__
     touched = [
         (path.name, node.lineno, ast.unparse(node))

@@ -30,9 +30,9 @@ def nodes(count: int = 4) -> list[dict[str, Any]]:
     ]
 
 
-def job(name: str, **status: Any) -> dict[str, Any]:
+def job(name: str, namespace: str = "train", **status: Any) -> dict[str, Any]:
     return {
-        "metadata": {"name": name, "namespace": "train", "uid": name},
+        "metadata": {"name": name, "namespace": namespace, "uid": name},
         "spec": {
             "replicas": 4,
             "model": {"preset": "llama-3-8b"},
@@ -50,7 +50,7 @@ def learning(*jobs: dict[str, Any]) -> tuple[CalibrationLoop, JobScheduler]:
     for obj in nodes():
         cache.put_node(obj)
     for one in jobs:
-        cache.jobs[JobKey("train", one["metadata"]["name"])] = one
+        cache.jobs[JobKey(one["metadata"]["namespace"], one["metadata"]["name"])] = one
     scheduler = JobScheduler(None, cache, None, ())  # type: ignore[arg-type]  # nothing is placed here
     return CalibrationLoop(cache, scheduler), scheduler
 
@@ -74,6 +74,42 @@ async def test_live_steps_change_the_next_plan() -> None:
     assert after.estimate is not None
     assert after.estimate.tokens_per_second == pytest.approx(slow, rel=0.1)
     assert after.to_status().estimated_tokens_per_second == pytest.approx(slow, rel=0.1)
+
+
+def speeds(**by_namespace: list[float]) -> list[dict[str, Any]]:
+    """Jobs that run this many times as fast as estimated."""
+    before = planned()
+    status = before.to_status().model_dump(by_alias=True, exclude_none=True)
+    estimated = before.estimate.tokens_per_second
+    return [
+        job(f"{namespace}-{number}", namespace, plan=status, step=500, tokensPerSecond=round(factor * estimated))
+        for namespace, factors in by_namespace.items()
+        for number, factor in enumerate(factors)
+    ]
+
+
+async def learned_speed(**by_namespace: list[float]) -> float:
+    """How fast the next job's plan is, compared with what the data sheets say."""
+    learn, scheduler = learning(*speeds(**by_namespace))
+    await learn.refit()
+    return float(estimate(scheduler).tokens_per_second / planned().estimate.tokens_per_second)
+
+
+async def test_three_liars_in_one_namespace_do_not_outvote_two_honest_ones() -> None:
+    assert await learned_speed(liar=[0.01] * 3, one=[1.0], two=[1.0]) == pytest.approx(1.0, rel=0.02)
+    assert await learned_speed(liar=[50.0] * 30, one=[0.8], two=[0.8]) == pytest.approx(0.8, rel=0.05)
+
+
+async def test_one_namespace_moves_a_constant_only_a_little() -> None:
+    assert await learned_speed(liar=[0.001] * 9) >= 0.49
+    assert await learned_speed(liar=[1000.0] * 9) <= 2.05
+
+
+async def test_two_namespaces_move_it_as_far_as_both_say() -> None:
+    assert await learned_speed(liar=[0.001], honest=[1.0]) == pytest.approx(1.0, rel=0.05)
+    assert await learned_speed(liar=[0.001], honest=[0.8]) >= 0.75
+    assert await learned_speed(one=[0.3], two=[0.3], three=[0.3]) == pytest.approx(0.3, rel=0.2)
+    assert await learned_speed(one=[0.001], two=[0.001], three=[0.001]) >= 0.24
 
 
 async def test_a_restarted_operator_learns_the_same() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from meshwright.api import labels
 from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cluster.pod_resources import Resources
 from meshwright_operator.kube.pod_requests import PodRequest, read_pod_request, requested_by_node
-from meshwright_operator.scheduling.capacity_hint import capacity_hint, freed, occupants
+from meshwright_operator.scheduling.capacity_hint import capacity_hint, occupants
+from meshwright_operator.scheduling.cluster_view import ClusterView
 from tests.operator.support import node
 
 GPU = labels.GPU_RESOURCE
@@ -39,39 +42,46 @@ PODS = [
 NODES = Inventory.from_objects([node(f"n{n}", "r0") for n in range(4)], []).holding(requested_by_node(PODS, GPU)[0])
 
 
-def whole(inventory: Inventory) -> int:
-    """Nodes with both GPUs free."""
-    return sum(1 for found in inventory.nodes.values() if found.free.gpus >= 2)
+def seen(pods: list[PodRequest]) -> ClusterView:
+    view = ClusterView()
+    view.apply({one.name: one for one in pods})
+    return view
+
+
+def whole(freed: Mapping[str, Resources]) -> int:
+    """Nodes with both GPUs free once these amounts are."""
+    nodes = NODES.nodes.values()
+    return sum(1 for found in nodes if (found.free + freed.get(found.name, Resources())).gpus >= 2)
 
 
 def test_holders_are_jobs_and_pods_the_largest_first_without_the_one_who_asks() -> None:
-    assert [(h.name, h.gpus) for h in occupants(PODS, GPU, "")] == [
+    view = seen(PODS)
+    assert [(h.name, h.gpus) for h in occupants(view, GPU, "")] == [
         ("job team/big", 4), ("job team/small", 2), ("pod team/notebook", 1),
     ]  # fmt: skip
-    assert [h.name for h in occupants(PODS, GPU, "uid-big")] == ["job team/small", "pod team/notebook"]
+    assert [h.name for h in occupants(view, GPU, "uid-big")] == ["job team/small", "pod team/notebook"]
 
 
 def test_what_somebody_holds_is_free_when_he_is_gone() -> None:
-    assert whole(NODES) == 0
-    assert whole(freed(NODES, occupants(PODS, GPU, "")[:1])) == 2
-    assert whole(NODES) == 0, "the inventory itself is not changed"
+    assert whole({}) == 0
+    assert whole(occupants(seen(PODS), GPU, "")[0].requested) == 2
 
 
 def test_the_least_that_is_enough_is_named() -> None:
-    found = occupants(PODS, GPU, "")
-    assert capacity_hint(found, NODES, lambda i: whole(i) >= 1) == "Fits when pod team/notebook (1 GPU) ends"
-    assert capacity_hint(found, NODES, lambda i: whole(i) >= 2) == "Fits when job team/big (4 GPUs) ends"
-    assert capacity_hint(found, NODES, lambda i: whole(i) >= 3) == (
+    found = occupants(seen(PODS), GPU, "")
+    assert capacity_hint(found, lambda i: whole(i) >= 1) == "Fits when pod team/notebook (1 GPU) ends"
+    assert capacity_hint(found, lambda i: whole(i) >= 2) == "Fits when job team/big (4 GPUs) ends"
+    assert capacity_hint(found, lambda i: whole(i) >= 3) == (
         "Fits when job team/big (4 GPUs) and job team/small (2 GPUs) end"
     )
-    assert capacity_hint(found, NODES, lambda i: whole(i) >= 5) == ""
+    assert capacity_hint(found, lambda i: whole(i) >= 5) == ""
 
 
 def test_malformed_pods_hold_nothing() -> None:
     nothing: list[Any] = [{}, {"metadata": None}, {"metadata": {"name": "x"}, "spec": 7}, {"spec": {"nodeName": "n0"}}]
     assert [read_pod_request(obj, {}) for obj in nothing] == [None] * len(nothing)
     broken = [pod("odd", "n0", "many"), pod("none", "n0", None), replace(pod("null", "n0", "1"), request_json="null")]
-    assert occupants([*broken, *PODS], GPU, "") == occupants(PODS, GPU, "")
-    used, malformed = requested_by_node([*broken, *PODS], GPU)
-    assert used == requested_by_node(PODS, GPU)[0]
-    assert [text.split()[1] for text in malformed] == ["odd", "none", "null"]
+    view = seen([*broken, *PODS])
+    assert occupants(view, GPU, "") == occupants(seen(PODS), GPU, "")
+    assert view.use_of(GPU).by_node == requested_by_node(PODS, GPU)[0]
+    assert [text.split()[1] for text in view.use_of(GPU).malformed.values()] == ["odd", "none", "null"]

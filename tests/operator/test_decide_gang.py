@@ -176,11 +176,22 @@ def test_the_generation_follows_the_highest_any_agent_named() -> None:
     assert decide(observed(status=pending(), received=received)).mesh.generation == 42
 
 
+def test_an_ipv6_address_of_rank_0_is_written_in_brackets_and_read_without() -> None:
+    pods = [pod(worker, address=f"fd00::{worker + 1:x}") for worker in range(4)]
+    decision = decide(observed(pods, pending()))
+    assert decision.mesh.master == "[fd00::1]:2000"
+    told = document(decision.observed, decision.mesh)
+    assert told is not None
+    assert (told.master_address, told.master_port) == ("fd00::1", 2000)
+    assert [member.address for member in told.members] == ["fd00::1", "fd00::2", "fd00::3", "fd00::4"]
+
+
 def test_forming_a_generation_persists_master_and_cause() -> None:
     decision = decide(observed(status=pending()))
     assert decision.mesh.model_dump() == {
         "generation": 2, "master": "10.0.0.0:2000", "started_time": ago(0), "cause": "PodLost",
         "pending_cause": "", "pending_since": None, "attempts": 0, "retry_time": None, "failures": 0,
+            "succeeded_workers": "", "agent_replacements": 0,
     }  # fmt: skip
     told = document(decision.observed, decision.mesh)
     assert told is not None

@@ -118,6 +118,7 @@ class Life(RuleBasedStateMachine):
             self.reports[pod.worker] = WorkerReport(
                 worker=pod.worker,
                 incarnation=pod.incarnation,
+                pod_uid=pod.uid,
                 generation=self.generation,
                 state=state,
                 failure=failure,

@@ -91,6 +91,18 @@ def test_the_root_cause_is_told() -> None:
     assert verdict.message == "Worker 2: ZeroDivisionError"
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("Rejected", "RunRejected"), ("CheckpointIncompatible", "CheckpointIncompatible")]
+)
+def test_a_failure_that_would_repeat_fails_the_job_at_once(kind: str, reason: str) -> None:
+    received = agents([failed(0, ERROR, "x"), failed(2, FailureKind(kind), "use another image")], halted_seconds=3)
+    decision = decide(observed(received=received))
+    found = {c.type: (c.status, c.reason) for c in decision.status.conditions}
+    assert found["Failed"] == ("True", reason)
+    assert decision.status.restart_count == 0
+    assert "use another image" in next(c.message for c in decision.status.conditions if c.type == "Failed")
+
+
 def test_failing_peers_of_a_dead_node_mean_a_lost_node_at_once() -> None:
     seen = observed(received=agents([failed(1, PEER)], halted_seconds=0.1), down={**NODES, "n3": True})
     decision = decide(seen)

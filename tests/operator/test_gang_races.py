@@ -26,6 +26,22 @@ def small(name: str, workers: int, **fields: Any) -> dict[str, Any]:
     )
 
 
+COMMAND: dict[str, Any] = {
+    "runtime": {"command": ["python", "train.py"]},
+    "model": None,
+    "data": None,
+    "training": None,
+    "parallelism": {"tensor": 2, "pipeline": 1},
+}
+
+
+def command(name: str, workers: int, **fields: Any) -> dict[str, Any]:
+    """A job that runs the user's command in so many pods."""
+    body = job(name, replicas=workers, **COMMAND, **fields)
+    body["spec"] = {key: value for key, value in body["spec"].items() if value is not None}
+    return body
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("seed", seeds(5))
 async def test_pairs_of_jobs_that_race_for_too_few_nodes_all_complete(seed: int) -> None:

@@ -29,6 +29,7 @@ LIMIT = 'pods "x" is forbidden: maximum cpu usage per Pod is 1, but limit is 8'
         (500, 'failed calling webhook "policy.example": timeout', "AdmissionUnavailable"),
         (422, "Pod is invalid: spec.tolerations[0].key: Invalid value", "PodsInvalid"),
         (409, "pods already exists", None),
+        (409, 'Operation cannot be fulfilled on pods "webhook-w0-0": the object has been modified', None),
         (503, "the server is currently unable to handle the request", None),
         (0, "connection refused", None),
     ],

@@ -107,10 +107,38 @@ def test_hangs_use_up_the_limit() -> None:
     assert len(decision.delete) == 4
 
 
-def test_the_users_command_tells_nothing_and_so_never_hangs() -> None:
-    seen = observed(received=received([trains(w, 5000.0) for w in range(4)]))
+def commands(idle: dict[int, float], *, state: str = "", timeout: int | None = None) -> Observed:
+    """A user's command whose workers have written no output for so long."""
+    reports = [trains(w, seconds, step=None, state=state) for w, seconds in idle.items()]
+    seen = observed(received=received(reports), recovery={"hangTimeoutSeconds": timeout} if timeout else {})
     command = seen.spec.model_copy(update={"runtime": seen.spec.runtime.model_copy(update={"command": ["x"]})})
-    assert detect(replace(seen, spec=command)) is None
+    return replace(seen, spec=command)
+
+
+def test_a_users_command_does_not_count_as_hanging_unless_a_timeout_is_set() -> None:
+    idle = dict.fromkeys(range(4), 5000.0)
+    assert detect(commands(idle)) is None
+    assert detect(commands(idle, timeout=6000)) is None
+    found = verdict(commands(idle, timeout=600))
+    assert found is not None
+    assert (found.cause.name, found.message) == ("Hang", "No rank has written output for 5000 s")
+
+
+def test_one_rank_that_writes_output_shows_that_all_make_progress() -> None:
+    assert detect(commands({0: 3.0, 1: 5000.0, 2: 5000.0, 3: 5000.0}, timeout=600)) is None
+    assert detect(commands({0: 5000.0, 1: 5000.0, 2: 5000.0}, timeout=600)) is None, "worker 3 has not reported"
+
+
+def test_a_command_that_writes_nothing_or_is_stopped_is_visible() -> None:
+    decision = decide(commands(dict.fromkeys(range(4), 400.0), state="T"))
+    ready = next(c for c in decision.status.conditions if c.type == "Ready")
+    assert ready.status == "True"
+    assert "No rank has written output for 300 s" in ready.message
+    assert "Rank 0 (worker 0 on n0) is stopped" in ready.message
+    quiet = decide(commands({0: 3.0, 1: 400.0, 2: 400.0, 3: 400.0}))
+    assert (
+        next(c for c in quiet.status.conditions if c.type == "Ready").message == "8 ranks are training in generation 1"
+    )
 
 
 def test_a_silent_agent_whose_peers_train_on_is_left_alone() -> None:

@@ -223,7 +223,7 @@ class History(RuleBasedStateMachine):
     def _report(self, p: Pod, generation: int) -> WorkerReport:
         failure = self.failed.get(p.worker)
         state = AgentState.RUNNING if failure is None else AgentState.FAILED
-        identity = {"worker": p.worker, "incarnation": p.incarnation, "generation": generation}
+        identity = {"worker": p.worker, "incarnation": p.incarnation, "pod_uid": p.uid, "generation": generation}
         progress = Progress(step=7, loss=2.5, step_seconds=0.5, tokens_per_second=1e4) if p.worker == 0 else None
         return WorkerReport(**identity, state=state, failure=failure, progress=progress)
 

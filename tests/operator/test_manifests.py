@@ -15,7 +15,7 @@ UID = "0f1e2d3c-0000-4000-8000-000000000000"
 
 
 def make(**fields: Any) -> dict[str, Any]:
-    context = PodContext("train", "team", UID, spec(**fields), "0123456789", "http://coordinator:9470")
+    context = PodContext("train", "team", UID, spec(**fields), "0123456789", "http://coordinator:9470", "its-secret")
     return worker_pod(context, WorkerPlacement(worker=1, incarnation=3, pod="train-w1-3", node="node-7", ranks="2-3"))
 
 
@@ -39,7 +39,7 @@ def test_a_pod_is_named_owned_gated_and_pinned() -> None:
     terms = body["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert terms == [{"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["node-7"]}]}]
     assert "nodeName" not in body
-    assert (body["hostname"], body["subdomain"], body["restartPolicy"]) == ("train-w1-3", "train", "Never")
+    assert (body["hostname"], body["subdomain"], body["restartPolicy"]) == ("train-w1-3", "train-0f1e2d3c", "Never")
     read = read_pod({**pod, "metadata": {**metadata, "uid": "p"}})
     assert read is not None
     assert (read.node, read.worker, read.incarnation, read.gated, read.bound) == ("node-7", 1, 3, True, False)
@@ -78,7 +78,7 @@ def test_the_environment_is_the_contract() -> None:
         labels.ENV_CHECKPOINT_DIR: "/meshwright/checkpoints/train-0f1e2d3c",
         labels.ENV_POD_IP: {"fieldRef": {"fieldPath": "status.podIP"}},
         labels.ENV_POD_UID: {"fieldRef": {"fieldPath": "metadata.uid"}},
-        labels.ENV_TOKEN: {"secretKeyRef": {"name": "train-coordinator", "key": "token"}},
+        labels.ENV_TOKEN: {"secretKeyRef": {"name": "its-secret", "key": "token"}},
     }
     assert labels.ENV_CHECKPOINT_DIR not in environment(make())
 
@@ -165,17 +165,18 @@ def test_volumes_of_the_job_are_mounted_beside_the_operators_own() -> None:
 
 
 def test_small_children_belong_to_the_job() -> None:
-    headless, secret = service("train", "team", UID), token_secret("train", "team", UID, "t0ken")
+    headless, secret = service("train", "team", UID), token_secret("train", "team", UID, {"token": "t0ken"})
     assert headless["spec"]["clusterIP"] == "None"
     assert headless["spec"]["selector"] == {labels.LABEL_JOB: "train", labels.LABEL_JOB_UID: UID}
-    assert (secret["metadata"]["name"], secret["stringData"]) == ("train-coordinator", {"token": "t0ken"})
+    assert headless["metadata"]["name"] == "train-0f1e2d3c"
+    assert (secret["immutable"], secret["stringData"]) == (True, {"token": "t0ken"})
     for child in (headless, secret):
         assert child["metadata"]["ownerReferences"][0]["uid"] == UID
 
 
 def test_the_cas_of_the_coordinator_are_in_the_environment_only_with_tls() -> None:
     def found(trust: CoordinatorTrust) -> tuple[object, object]:
-        context = PodContext("train", "team", UID, spec(), "0123456789", "https://coordinator:9470", trust)
+        context = PodContext("train", "team", UID, spec(), "0123456789", "https://coordinator:9470", "secret", trust)
         values = environment(
             worker_pod(context, WorkerPlacement(worker=0, incarnation=0, pod="train-w0-0", node="n", ranks="0-1"))
         )

@@ -1,4 +1,4 @@
-"""A job that is being deleted, in whatever state it is, gets nothing more: the garbage collector has the last word."""
+"""A job that is being deleted, in whatever state it is, loses its pods and gets nothing more."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ async def reached(api: Api, kubelet: Kubelet, state: str) -> None:
         await kubelet.crash("going-w0-0")
         await until(lambda: holds(api, "Failed"), "it has failed", 25)
     if state in ("starting", "gathering"):
-        await until(lambda: pods(api, 4), "it has pods", 25)
+        await until(lambda: pods(api, 4), "it has pods", 60)
+    if state == "gathering":
+        await until(lambda: started(kubelet, 4), "its pods run", 60)
     if state == "suspended":
         await until(lambda: holds(api, "Suspended"), "it is suspended")
     if state in ("stalled", "waiting for room"):
@@ -49,8 +51,17 @@ async def pods(api: Api, count: int) -> bool:
     return len(await api.pods("going")) == count
 
 
+async def started(kubelet: Kubelet, count: int) -> bool:
+    return len(kubelet.agents) == count
+
+
 async def seen(api: Api) -> bool:
     return (await api.status("going")).get("observedGeneration") == 1
+
+
+async def says_so(api: Api) -> bool:
+    ready = condition(await api.status("going"), "Ready")
+    return ready.get("reason") == "Terminating" and "example.com/hold" in ready["message"]
 
 
 STATES = ["starting", "gathering", "training", "failed", "suspended", "stalled", "waiting for room"]
@@ -64,13 +75,10 @@ async def test_a_job_that_is_being_deleted_gets_nothing_more(
     await start_operator(resync_seconds=1.0)
     await reached(api, kubelet, state)
     await api.delete(f"{JOBS}/going")
-    await asyncio.sleep(0.5)
+    await until(lambda: pods(api, 0), "its pods are gone", 60)
+    await until(lambda: says_so(api), "its state says so", 60)
     before = await api.job("going")
     assert before["metadata"]["deletionTimestamp"]
-    names = [pod["metadata"]["name"] for pod in await api.pods("going")]
-    for name in names:
-        await api.delete(f"/api/v1/namespaces/default/pods/{name}")
-    await until(lambda: pods(api, 0), "its pods are gone")
     await asyncio.sleep(2.5)
     after = await api.job("going")
     assert await api.pods("going") == []

@@ -200,10 +200,7 @@ async def test_a_job_made_again_under_its_name_takes_nothing_over(
     await api.delete(f"{JOBS}/again")
     await api.create(JOBS, job("again"))
 
-    async def refused() -> bool:
-        return "RequestRejected" in await api.reasons("again") or "PlacementFailed" in await api.reasons("again")
-
-    await until(refused, "the old job's pods are in the way", 25)
+    await says(api, "again", "Ready", "False", "WaitingForOldPods")
     status = await api.status("again")
     assert status.get("mesh", {}).get("generation", 0) == 0, "the old job's agents are none of the new one's"
     for name in await names(api, "again"):

@@ -21,6 +21,7 @@ from meshwright_operator.controller.http_server import serve_application
 from meshwright_operator.controller.start_timeline import StartTimeline
 from meshwright_operator.controller.status_patch import is_urgent, merge_diff
 from meshwright_operator.coordinator.tokens import KeyFileError, Tokens, load_key
+from meshwright_operator.decide import gang
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.kube.cache import Cache, JobKey
@@ -220,6 +221,27 @@ def test_whose_fault_a_failed_pod_is(status: dict[str, Any], disrupted: bool) ->
     found = read_pod(pod_object(status=status))
     assert found is not None
     assert found.disrupted is disrupted
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [("ErrImagePull", "ErrImagePull"), ("R" * 500, "R" * 64), ("Größe", "PodProblem"), ("1st", "PodProblem")],
+)
+def test_what_a_kubelet_says_fits_a_condition(reason: str, expected: str) -> None:
+    waiting = {"reason": reason, "message": "no such image " * 10_000}
+    found = read_pod(pod_object(status={"phase": "Pending", "containerStatuses": [_waiting(waiting)]}))
+    assert found is not None
+    assert len(found.problem) <= 64 + 2 + 512
+    assert gang._condition_reason(found.problem.partition(":")[0]) == expected
+    refused = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no node " * 10_000}
+    unscheduled = read_pod(pod_object(status={"phase": "Pending", "conditions": [refused]}))
+    assert unscheduled is not None
+    assert unscheduled.problem.startswith("Unschedulable: no node")
+    assert len(unscheduled.problem) <= 64 + 2 + 512
+
+
+def _waiting(state: dict[str, Any]) -> dict[str, Any]:
+    return {"name": "worker", "state": {"waiting": state}}
 
 
 def test_the_cache_never_goes_back() -> None:

@@ -2,23 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
+import pytest_asyncio
 
+from meshwright_operator.manifests.owned_objects import owner_reference
 from meshwright_operator.settings import Address
 from tests.operator import role_rules
 from tests.operator.agents import Kubelet
+from tests.operator.proxy import Proxy
 from tests.operator.support import JOBS, PODS, Api, OperatorThread, condition, job, until, write_kubeconfig
 
 SECRETS = "/api/v1/namespaces/default/secrets"
+CREDENTIALS = f"{SECRETS}/{role_rules.ACCOUNT}-credentials"
+UPDATE_CREDENTIALS = ("", "secrets", "update")
+FINALIZERS = ("meshwright.dev", "paralleltrainingjobs/finalizers", "update")
+"""Not for a request: an admission plugin asks for it where an ownerReference has `blockOwnerDeletion`."""
 
 
+@pytest_asyncio.fixture
+async def proxy(api: Api, session: aiohttp.ClientSession) -> AsyncIterator[Proxy]:
+    async with Proxy(api.url, session).serving() as proxy:
+        yield proxy
+
+
+async def runs(api: Api, generation: int) -> dict[str, Any]:
+    async def running() -> dict[str, Any] | None:
+        status = await api.status("rights")
+        mesh = status.get("mesh") or {}
+        there = mesh.get("generation") == generation and condition(status, "Ready").get("reason") == "Running"
+        return status if there else None
+
+    found: dict[str, Any] = await until(running, f"generation {generation} runs", 60)
+    return found
+
+
+async def suspend_and_resume(api: Api, generation: int) -> None:
+    async def suspended() -> bool:
+        return condition(await api.status("rights"), "Suspended").get("status") == "True"
+
+    await api.patch(f"{JOBS}/rights", {"spec": {"suspend": True}})
+    await until(suspended, "it is suspended", 60)
+    await api.patch(f"{JOBS}/rights", {"spec": {"suspend": False}})
+    await runs(api, generation)
+
+
+async def live(api: Api, kubelet: Kubelet, proxy: Proxy) -> None:
+    """A job's life with everything that makes the operator use a right."""
+    await api.create(JOBS, job("rights", ttlSecondsAfterFinished=0))
+    await runs(api, 1)
+    assert all(agent.base.startswith("https://") for agent in kubelet.of("rights"))
+    await api.delete(f"{PODS}/rights-w1-0")
+    await runs(api, 2)
+    proxy.refuse_once = "/rights/status"  # the job is read again
+    await suspend_and_resume(api, 3)
+    await suspend_and_resume(api, 4)  # the event of the first time is counted once more
+
+    async def counted() -> bool:
+        return any(event.get("count", 1) > 1 for event in await api.events("rights"))
+
+    await until(counted, "an event is counted", 60)
+    for agent in kubelet.of("rights"):
+        await agent.finish()
+
+    async def deleted() -> bool:
+        return "spec" not in await api.call("GET", f"{JOBS}/rights", ok=False)
+
+    await until(deleted, "it completes and is deleted", 60)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("namespaces", [(), ("default",)], ids=["cluster-wide", "one namespace"])
-async def test_the_role_is_enough_and_allows_no_secret_to_be_read(
+async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_to_be_read_but_its_own(
     api: Api,
     kubelet: Kubelet,
+    proxy: Proxy,
     session: aiohttp.ClientSession,
     tmp_path: Path,
     coordinator_port: int,
@@ -29,9 +91,9 @@ async def test_the_role_is_enough_and_allows_no_secret_to_be_read(
         await api.call("POST", path, body, ok=False)
     path, body = role_rules.token_request()
     token = (await api.create(path, body))["status"]["token"]
-    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, token)
     if namespaces:  # Then the operator completes an empty Secret, else it creates one.
         await api.create(SECRETS, {"metadata": {"name": f"{role_rules.ACCOUNT}-credentials"}})
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", proxy.url, token)
     operator = OperatorThread(
         kubeconfig,
         tmp_path,
@@ -43,35 +105,43 @@ async def test_the_role_is_enough_and_allows_no_secret_to_be_read(
     )
     await operator.start()
     try:
-        await api.create(JOBS, job("rights", ttlSecondsAfterFinished=0))
-
-        async def running() -> bool:
-            return condition(await api.status("rights"), "Ready").get("reason") == "Running"
-
-        await until(running, "it runs", 20)
-        await api.delete(f"{PODS}/rights-w1-0")
-
-        async def recovered() -> bool:
-            status = await api.status("rights")
-            return status["mesh"]["generation"] == 2 and condition(status, "Ready")["reason"] == "Running"
-
-        await until(recovered, "it recovers", 20)
-        assert all(agent.base.startswith("https://") for agent in kubelet.of("rights"))
-        for agent in kubelet.of("rights"):
-            await agent.finish()
-
-        async def deleted() -> bool:
-            return "spec" not in await api.call("GET", f"{JOBS}/rights", ok=False)
-
-        await until(deleted, "it completes and is deleted")
+        await live(api, kubelet, proxy)
         async with session.get(f"http://127.0.0.1:{free_port}/metrics") as response:
             refused = [line for line in (await response.text()).splitlines() if '_total{code="403"' in line]
         assert refused == []
     finally:
         await operator.stop()
-    secret = Api(api.url, token, session)
-    assert "coordinator.key" in (await secret.get(f"{SECRETS}/{role_rules.ACCOUNT}-credentials"))["data"]
-    await api.create(SECRETS, {"metadata": {"name": "somebody-elses"}})
-    for path in ("/somebody-elses", "/rights-coordinator", ""):
-        answer = await secret.call("GET", SECRETS + path, ok=False)
-        assert answer["reason"] == "Forbidden"
+    used = {right for request in proxy.requests if (right := request.right) is not None}
+    unused = {FINALIZERS} if namespaces else {FINALIZERS, UPDATE_CREDENTIALS}
+    assert used == role_rules.rights() - unused
+    assert owner_reference("rights", "uid")["blockOwnerDeletion"] is True
+    own = Api(api.url, token, session)
+    assert "coordinator.key" in (await own.get(CREDENTIALS))["data"]
+    await no_secret_can_be_read_or_changed(api, own)
+
+
+async def no_secret_can_be_read_or_changed(api: Api, operator: Api) -> None:
+    """Neither one of a user nor one that the operator created."""
+    theirs = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "theirs"}, "stringData": {"key": "value"}}
+    await api.create(SECRETS, theirs)
+    await operator.create(SECRETS, {**theirs, "metadata": {"name": "made"}})
+    for name in ("theirs", "made"):
+        path = f"{SECRETS}/{name}"
+        for method, kind in (
+            ("GET", "application/json"),
+            ("PUT", "application/json"),
+            ("PATCH", "application/merge-patch+json"),
+            ("PATCH", "application/apply-patch+yaml"),
+            ("DELETE", "application/json"),
+        ):
+            query = "?fieldManager=x&force=true" if "apply" in kind else ""
+            sent = {**theirs, "metadata": {"name": name}}
+            answer = await operator.call(method, path + query, sent, kind=kind, ok=False)
+            assert answer.get("reason") == "Forbidden", (method, kind, answer)
+    for path in (SECRETS, f"{SECRETS}?watch=true", "/api/v1/secrets"):
+        assert (await operator.call("GET", path, ok=False))["reason"] == "Forbidden", path
+    again = await operator.call("POST", SECRETS, theirs, ok=False)
+    assert again["reason"] == "AlreadyExists"
+    assert "value" not in str(again), "the answer to a second create does not contain the object"
+    for name in ("theirs", "made"):
+        await api.delete(f"{SECRETS}/{name}")

@@ -25,6 +25,7 @@ from meshwright_operator.kube.watches import EventHandlers
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
+from tests.patience import patient
 
 KEY = JobKey("default", "train")
 
@@ -97,7 +98,7 @@ class Parts:
     async def until(self, phases: dict[int, str]) -> None:
         task = asyncio.create_task(self.follower.run())
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(patient(5)):
                 while self.phases() != phases:
                     assert not task.done(), task.exception()
                     await asyncio.sleep(0.01)
@@ -117,7 +118,7 @@ async def cluster(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     async with serve_application(server.application(), Address("127.0.0.1", 0)) as port:
         configuration = Configuration()
         configuration.host = f"http://127.0.0.1:{port}"
-        found = KubeClient(configuration, OperatorMetrics(), timeout=5)
+        found = KubeClient(configuration, OperatorMetrics(), timeout=patient(5))
         yield found
         await found.close()
 

@@ -69,7 +69,9 @@ def cache_with(*pods: Any) -> Cache:
 async def test_own_pods_come_from_the_cache_and_only_others_are_asked_for() -> None:
     cache = cache_with(pod("a-w0-0", "n0", job="a"), pod("a-w1-0", "n1", job="a", phase="Succeeded"))
     server = Server(pod("notebook", "n1"), pod("pinned", pin="host-n1"), pod("anywhere"))
-    found = await PodRequestLister(server, cache, ()).pod_requests()
+    foreign = await PodRequestLister(server, cache, ()).list_if_due()
+    assert foreign is not None
+    found = [*cache.pod_requests().values(), *foreign]
     assert [(c.name, c.node, c.job, c.job_uid) for c in found] == [
         ("a-w0-0", "n0", "a", "uid-a"), ("notebook", "n1", "", ""), ("pinned", "n1", "", ""),
     ]  # fmt: skip
@@ -79,19 +81,19 @@ async def test_own_pods_come_from_the_cache_and_only_others_are_asked_for() -> N
 
 async def test_one_that_serves_some_namespaces_counts_the_jobs_of_others_too() -> None:
     server = Server()
-    await PodRequestLister(server, cache_with(), ("team", "lab")).pod_requests()
+    await PodRequestLister(server, cache_with(), ("team", "lab")).list_if_due()
     elsewhere = f"{pod_request_lister.ACTIVE},metadata.namespace!=team,metadata.namespace!=lab"
     assert server.asked[1:] == [("/api/v1/pods", labels.LABEL_JOB, elsewhere)]
 
 
 async def test_one_that_may_not_list_the_cluster_counts_what_it_may_see() -> None:
     server = Server(forbidden=True)
-    await PodRequestLister(server, cache_with(), ("team", "lab")).pod_requests()
+    await PodRequestLister(server, cache_with(), ("team", "lab")).list_if_due()
     assert [path for path, *_ in server.asked] == [
         "/api/v1/namespaces/team/pods", "/api/v1/namespaces/lab/pods",
     ]  # fmt: skip
     with pytest.raises(ApiError):
-        await PodRequestLister(server, cache_with(), ()).pod_requests()
+        await PodRequestLister(server, cache_with(), ()).list_if_due()
 
 
 async def test_a_listing_that_takes_long_serves_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +107,16 @@ async def test_a_listing_that_takes_long_serves_for_a_while(monkeypatch: pytest.
         async for page in Server.pages(server, "/api/v1/pods", labelSelector="", fieldSelector=""):
             yield page
 
-    await counting.pod_requests()
-    await counting.pod_requests()
+    await counting.list_if_due()
+    await counting.list_if_due()
     assert len(server.asked) == 2, "a quick one is made anew"
     monkeypatch.setattr(server, "pages", slow)
-    for passed in (0.0, 19.0, 2.0):
+    for passed, listed in ((0.0, True), (19.0, False), (2.0, True)):
         now[0] += passed
-        assert [pod_request.name for pod_request in await counting.pod_requests()] == ["notebook"]
+        foreign = await counting.list_if_due()
+        assert ([pod_request.name for pod_request in foreign] if foreign else None) == (
+            ["notebook"] if listed else None
+        )
     assert len(server.asked) == 4
 
 
@@ -120,10 +125,10 @@ def test_a_pod_that_carries_the_label_and_is_no_jobs_holds_its_node() -> None:
     stray = pod("not-a-workers-name", "n0", job="a")
     assert read_pod(stray) is None
     cache.put_unowned_pod(stray)
-    assert [pod_request.node for pod_request in cache.pod_requests()] == ["n0"]
+    assert [pod_request.node for pod_request in cache.pod_requests().values()] == ["n0"]
     stray["status"]["phase"] = "Failed"
     cache.put_unowned_pod(stray)
-    assert cache.pod_requests() == []
+    assert cache.pod_requests() == {}
 
 
 def test_a_pod_that_lost_the_label_and_got_it_back_is_seen_again() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.api.spec import RecoverySpec
 from meshwright.api.status import MeshStatus
-from meshwright_operator.decide import hang_detection
+from meshwright_operator.decide import hang_detection, report_interval
 from meshwright_operator.decide.restart_policy import (
     CAUSES,
     HANG,
@@ -59,4 +59,4 @@ def test_the_description_of_the_field_and_the_docs_give_the_numbers_of_the_hang_
         assert words in text
         assert f"at least {hang_detection.MIN_TIMEOUT_SECONDS:.0f} {unit}" in text
         assert re.search(rf"(less than|at least) {hang_detection.FIRST_STEP_SECONDS:.0f} {unit}", text)
-    assert f"not reported for {hang_detection.SILENT_SECONDS:.0f} s" in RECOVERY
+    assert f"not reported for {report_interval.SILENT_SECONDS:.0f} s" in RECOVERY

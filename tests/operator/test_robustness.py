@@ -14,7 +14,7 @@ import pytest
 from meshwright_operator import logging_config
 from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.kube.cache import JobKey
-from meshwright_operator.kube.client import ApiError, FencedError, KubeClient
+from meshwright_operator.kube.client import ApiError, FencedError, KubeClient, _retry_after
 from meshwright_operator.kube.fence import Fence
 from meshwright_operator.kube.leader_election import RENEW_DEADLINE_FRACTION, LeaderElector, LeaseLostError
 from meshwright_operator.kube.paths import core_path, jobs_path, lease_path, pods_path
@@ -106,6 +106,26 @@ async def test_the_server_says_how_long_to_wait_and_every_call_waits(form: str) 
     waits = await with_cluster(server, use)
     assert all(wait > 0.9 for wait in waits), "one call was told to wait, and all of them do"
     assert len(server.requests) == 3
+
+
+async def test_an_answer_of_any_length_becomes_a_short_error() -> None:
+    answer = {"reason": "R" * 10_000, "message": f'admission webhook "w" denied the request: {"no " * 100_000}'}
+    server = Server((403, answer))
+
+    async def use(cluster: KubeClient) -> ApiError:
+        with pytest.raises(ApiError) as error:
+            await cluster.create("/api/v1/pods", {})
+        return error.value
+
+    error = await with_cluster(server, use)
+    assert (len(error.reason), len(error.message)) == (64, 600)
+    assert error.message.startswith('admission webhook "w" denied')
+
+
+@pytest.mark.parametrize("text", ["²", "9" * 400, "soon", "Mon, 99 Jan 2026 00:00:00 GMT"])
+async def test_a_delay_that_is_no_number_of_seconds_harms_nobody(text: str) -> None:
+    found = _retry_after(text)
+    assert found is None or found > 0
 
 
 async def test_a_drained_queue_ends_what_runs_and_begins_nothing() -> None:

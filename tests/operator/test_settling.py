@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Awaitable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import pytest
@@ -63,6 +64,7 @@ class Cluster:
 
     def put_node(self, obj: KubeObject) -> None:
         """Sends a node, as it is now, to every operator that watches."""
+        self.world.cluster.stamp(obj)
         self.world.nodes[obj["metadata"]["name"]] = obj
         for operator in self.world.operators:
             if not operator.blind:
@@ -127,6 +129,7 @@ class Settling(RuleBasedStateMachine):
         super().__init__()
         self.cluster: Cluster = Cluster(0)
         self.seed = 0
+        self.page: list[KubeObject] = []
 
     @initialize(seed=st.integers(0, 2**16), sizes=st.tuples(st.integers(1, 3), st.integers(0, 3)))
     def begin(self, seed: int, sizes: tuple[int, int]) -> None:
@@ -216,6 +219,31 @@ class Settling(RuleBasedStateMachine):
         for operator in self.world.operators:
             operator.blind = True
 
+    @rule(seconds=st.sampled_from([0, 1, 5, 20]))
+    def delay_the_watches(self, seconds: int) -> None:
+        for operator in self.world.operators:
+            operator.lag = timedelta(seconds=seconds)
+
+    @rule()
+    def begin_a_list(self) -> None:
+        """The server answers from what it knows now; the answer arrives later."""
+        world = self.world
+        self.page = copy.deepcopy(
+            [*world.cluster.of("paralleltrainingjobs"), *world.cluster.of("pods"), *world.nodes.values()]
+        )
+
+    @rule()
+    def end_a_list(self) -> None:
+        """What it says is old by now."""
+        for operator in self.world.operators:
+            operator.take_list(copy.deepcopy(self.page))
+
+    @rule(seconds=st.sampled_from([-86400, -3600, -30, 0, 30, 3600, 86400]))
+    def set_the_clock(self, seconds: int) -> None:
+        """Of the operators' machines."""
+        for operator in self.world.operators:
+            operator.clock_error = timedelta(seconds=seconds)
+
     @rule(every=st.integers(2, 4))
     def let_the_server_fail(self, every: int) -> None:
         calls = iter(range(10**9))
@@ -230,6 +258,8 @@ class Settling(RuleBasedStateMachine):
         """Faults end, watches stand again, time passes: now look."""
         self.world.cluster.refuse = lambda path, body: None
         for operator in self.world.operators:
+            operator.clock_error, operator.lag = timedelta(0), timedelta(0)
+            operator.take_late_events()
             if operator.blind:
                 operator.blind = False
                 resync(operator)

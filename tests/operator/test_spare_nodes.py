@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from meshwright_operator.kube.cache import Cache, JobKey
-from meshwright_operator.scheduling.job_queue import reserved_for_others, reserved_spares
+from meshwright_operator.scheduling.policy import Policy
+from meshwright_operator.scheduling.reservations import reserved_for_others, reserved_spares
 from tests.operator.test_gang_races import small
 from tests.operator.world import JOBS, World
 
@@ -88,5 +89,5 @@ def test_malformed_jobs_keep_nothing(changes: dict[str, Any]) -> None:
         "status": {"placement": {"spares": ["n1"]}},
     }
     cache.jobs[JobKey("d", "j")] = {**good, **changes}
-    assert reserved_spares(cache) == []
-    assert reserved_for_others(reserved_spares(cache), "other") == {}
+    assert reserved_spares(cache, Policy()) == []
+    assert reserved_for_others(reserved_spares(cache, Policy()), "other") == {}

@@ -7,7 +7,8 @@ and worker agents, which call the agent registry instead of HTTP. Whatever must 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -29,11 +30,10 @@ from meshwright_operator.controller.status_patch import StatusWriter
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.events import JobEvent
-from meshwright_operator.kube.cache import Cache, JobKey, key_of
+from meshwright_operator.kube.cache import Cache, JobKey, awaits_layout, key_of
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.kube.recorder import EventRecorder
-from meshwright_operator.kube.watches import awaits_placement
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
@@ -88,11 +88,16 @@ class Operator:
         self.blind = False
         """While set, no watch event reaches the cache."""
         self.missed = False
-        """Whether an event ever passed it by."""
+        """Whether an event ever passed it by, or came late."""
+        self.lag = timedelta(0)
+        """How late its watches are. The events of one resource keep their order."""
+        self.clock_error = timedelta(0)
+        """How far its clock is ahead of the cluster's."""
+        self._late: dict[str, list[tuple[datetime, str, KubeObject]]] = defaultdict(list)
         self.metrics, self.jobs, tokens = OperatorMetrics(), JobMetrics(), Tokens(b"k" * 32)
         self.cluster = world.connect(self.metrics)
         self.coordinator = Coordinator(self.cache, tokens, self.metrics, self.notify, world.seconds)
-        self.scheduler = JobScheduler(self.cluster, self.cache, self.metrics, ())
+        self.scheduler = JobScheduler(self.cluster, self.cache, self.metrics, (), self.queue.add)
         writer = StatusWriter(self.cluster, self.cache, self.queue)
         self.reconciler = Reconciler(
             cluster=self.cluster,
@@ -100,14 +105,18 @@ class Operator:
             queue=self.queue,
             coordinator=self.coordinator,
             tokens=tokens,
-            reporter=JobReporter(writer, self.notes, self.metrics, self.jobs, lambda: world.now),
+            reporter=JobReporter(writer, self.notes, self.metrics, self.jobs, self.now),
             metrics=self.metrics,
             scheduler=self.scheduler,
             coordinator_url=lambda: "http://coordinator",
-            now=lambda: world.now,
+            now=self.now,
         )
         self.relist()
         world.cluster.watchers.append(self.see)
+
+    def now(self) -> datetime:
+        """The time, as this process knows it."""
+        return self.world.now + self.clock_error
 
     def notify(self, key: JobKey, urgent: bool) -> None:
         """An agent sent a report."""
@@ -135,6 +144,33 @@ class Operator:
         if self.blind:
             self.missed = True
             return
+        late = self._late[str(obj.get("kind"))]
+        if self.lag or late:
+            self.missed = True
+            due = max([self.world.now + self.lag, *(when for when, _, _ in late[-1:])])
+            late.append((due, kind, obj))
+            return
+        self._take(kind, obj)
+
+    def take_late_events(self) -> None:
+        """The events whose time has come."""
+        for late in self._late.values():
+            while late and late[0][0] <= self.world.now:
+                _, kind, obj = late.pop(0)
+                if not self.blind:
+                    self._take(kind, obj)
+
+    def take_list(self, objects: Sequence[KubeObject]) -> None:
+        """A page of a list, maybe older than what the watches told."""
+        for obj in objects:
+            if obj.get("kind") == "Node":
+                self.cache.put_node(obj)
+            elif obj.get("kind") != "Pod":
+                self.cache.put_job(obj)
+            elif (pod := read_pod(obj)) is not None:
+                self.cache.put_pod(pod)
+
+    def _take(self, kind: str, obj: KubeObject) -> None:
         if obj.get("kind") != "Pod":
             self.cache.remove_job(obj) if kind == "DELETED" else self.cache.put_job(obj)
             self.queue.add(key_of(obj))
@@ -144,16 +180,16 @@ class Operator:
             return
         self.cache.remove_pod(pod) if kind == "DELETED" else self.cache.put_pod(pod)
         self.queue.add(JobKey(pod.namespace, pod.job))
-        if kind == "DELETED":
-            self.room_changed()
 
-    def room_changed(self) -> None:
+    def nodes_changed(self) -> None:
+        """What a watch event of a node does, once the cache has it."""
         for key, job in self.cache.jobs.items():
-            if awaits_placement(job):
+            if awaits_layout(job):
                 self.queue.add(key)
 
     async def run_due(self, random: random.Random) -> int:
         """Reconciles every key that is due, in any order; how many."""
+        await self.scheduler.idle()
         due = [key for key, when in self.queue.due.items() if when <= self.world.now]
         random.shuffle(due)
         for key in due:
@@ -203,8 +239,10 @@ class Agent:
         if document is not None:
             self.generation, self.state, self.trained, self.idle = document.generation, AgentState.RUNNING, 0.0, 0.0
             self.failure, self.hung, self.document = None, False, document
+        new = registry.is_new(self._hello())
         with registry.polling(self._hello()):
-            operator.notify(key, urgent=True)
+            if new:
+                operator.notify(key, urgent=True)
         operator.notify(key, registry.receive_report(self.report()))
 
     def _hello(self) -> MeshRequest:
@@ -226,6 +264,7 @@ class Agent:
         return WorkerReport(
             worker=self.pod.worker,
             incarnation=self.pod.incarnation,
+            pod_uid=self.pod.uid,
             generation=self.generation,
             state=self.state,
             failure=self.failure,
@@ -243,11 +282,18 @@ class World:
         self.cluster = MemoryCluster(lambda: self.now)
         self.cluster.on_pod_change = self._check_change
         self.nodes = {f"n{n}": node(f"n{n}", "r0", gpus) for n in range(nodes)}
+        for name, obj in self.nodes.items():
+            obj["metadata"]["uid"] = f"uid-of-{name}"
+            self.cluster.stamp(obj)
         self.gpus = gpus
         self.work = work
         self.agents: dict[str, Agent] = {}
         self.unschedulable: set[str] = set()
         """Nodes that the scheduler refuses, whatever the operator believes."""
+        self.rejecting: dict[str, str] = {}
+        """Node -> reason for which its kubelet rejects pods."""
+        self.stuck: set[str] = set()
+        """Pods whose processes no kubelet can kill."""
         self.broken_image = False
         self.mute = False
         """While set, agents of new pods reach no coordinator."""
@@ -310,6 +356,7 @@ class World:
                 self.started.append((agent.uid, agent.generation, agent.pod.worker, agent.pod.incarnation))
                 self._check_start(agent)
         for operator in self.operators:
+            operator.take_late_events()
             for _ in range(20):
                 if not await operator.run_due(self.random):
                     break
@@ -337,7 +384,7 @@ class World:
             return
         if pod.deleting:
             deleted = parse_time(metadata["deletionTimestamp"])
-            if deleted is not None and self.now - deleted >= timedelta(seconds=2):
+            if pod.name not in self.stuck and deleted is not None and self.now - deleted >= timedelta(seconds=2):
                 self.crash(pod.name)
         elif not pod.gates and not pod.bound:
             if self._schedule(pod):
@@ -362,6 +409,10 @@ class World:
         return free
 
     def _start(self, path: str, obj: KubeObject, pod: Pod) -> None:
+        if (reason := self.rejecting.get(pod.node)) is not None:
+            obj["status"] = {"phase": "Failed", "reason": reason, "message": "Pod was rejected"}
+            self.cluster.update(path, obj)
+            return
         if self.broken_image:
             waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
             if not pod.problem:
@@ -405,6 +456,6 @@ class World:
         """At most one live pod per worker, whatever its incarnation."""
         live: dict[tuple[str, int], str] = {}
         for pod in self.pods():
-            if not pod.terminal:
+            if not pod.terminal and pod.name not in self.stuck:
                 other = live.setdefault((pod.owner, pod.worker), pod.name)
                 assert other == pod.name, f"{other} and {pod.name} live at once"

@@ -116,7 +116,11 @@ def test_several_layouts_tell_slow_links_from_slow_kernels() -> None:
     start = cost_model().machine.constants
     truth = Constants(start.compute, 3 * start.communication, start.host)
     layouts = ((8, 1, 4, 1), (8, 1, 4, 4), (8, 2, 4, 4), (4, 1, 4, 2), (2, 4, 4, 8), (1, 8, 4, 8), (1, 1, 4, 16))
-    jobs = [measured(truth, Layout(t, p, d), m) for t, p, d, m in layouts]
+    jobs = [
+        replace(measured(truth, Layout(t, p, d), m), namespace=namespace)
+        for t, p, d, m in layouts
+        for namespace in ("one", "two")  # one namespace does not move a constant so far
+    ]
     learned = recalibrate(Calibration(), jobs).constants["H100-SXM5-80GB"]
     assert learned.communication / start.communication > 2.5
     assert learned.compute / start.compute == pytest.approx(1, rel=0.1)

@@ -172,16 +172,3 @@ def test_a_command_can_be_edited() -> None:
     new = ParallelTrainingJobSpec.model_validate(changed(COMMAND, {"runtime.command": ["python", "other.py"]}))
     assert check_edit(old, new) == broken_in_cel(old, new, STARTED) == []
     assert restarting_parts(old) != restarting_parts(new)
-
-
-def test_what_was_a_default_once_restarts_nobody() -> None:
-    """Stored objects have the defaults of the day they were made; what is chosen today is what a running job has."""
-    left_out = changed(
-        GOOD, {"parallelism.context": None, "parallelism.schedule": None, "training.activationCheckpointing": None}
-    )
-    once = {"parallelism.context": 1, "parallelism.schedule": "1F1B", "training.activationCheckpointing": "None"}
-    today, stored, shared = (
-        restarting_parts(ParallelTrainingJobSpec.model_validate(changed(left_out, edit)))
-        for edit in ({}, once, {**once, "parallelism.context": 2})
-    )
-    assert today == stored != shared

@@ -97,9 +97,15 @@ class Ports:
 
 
 async def start_operator(
-    programs: Programs, directory: Path, kubeconfig: Path, ports: Ports, options: Sequence[str] = ()
+    programs: Programs,
+    directory: Path,
+    kubeconfig: Path,
+    ports: Ports,
+    options: Sequence[str] = (),
+    *,
+    wait_for_lease: bool = True,
 ) -> Program:
-    """Start the operator, with further flags, and wait until it holds the Lease and watches.
+    """Start the operator, with further flags, and wait until it watches and, if it need not stand by, leads.
 
     Raises:
         SetupError: it did not become ready.
@@ -113,6 +119,9 @@ async def start_operator(
 
         async def ready() -> bool:
             try:
+                async with session.get(f"{ports.metrics_url}/metrics") as response:
+                    if wait_for_lease and "ptj_leader 1.0" not in await response.text():
+                        return False
                 async with session.get(f"{ports.metrics_url}/readyz") as response:
                     return response.status == 200
             except (aiohttp.ClientError, TimeoutError):

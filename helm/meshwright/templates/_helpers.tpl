@@ -53,7 +53,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- define "meshwright.clusterRules" -}}
 - apiGroups: [""]
   resources: [nodes]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 # Placement counts the GPUs that pods of other owners hold, in whatever namespace they are.
 - apiGroups: [""]
   resources: [pods]
@@ -82,7 +82,11 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
   verbs: [get, update]
 {{- end }}
 
-{{/* What the operator does with jobs and their children, and nothing else. It writes token secrets and reads none. */}}
+{{/*
+What the operator does with jobs and their children, and nothing else. It creates token secrets, and can neither read nor
+change any of them: the answer to a patch contains the object, too. It reads a service only to find out whose it is, and
+updates finalizers only in the sense of clusters that check the right to set `blockOwnerDeletion`.
+*/}}
 {{- define "meshwright.namespacedRules" -}}
 - apiGroups: [meshwright.dev]
   resources: [paralleltrainingjobs]
@@ -97,8 +101,11 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
   resources: [pods]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
-  resources: [services, secrets]
-  verbs: [create, patch]
+  resources: [services]
+  verbs: [create, get]
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
 - apiGroups: [""]
   resources: [events]
   verbs: [create, patch]

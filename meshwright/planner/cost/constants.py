@@ -73,7 +73,8 @@ def _mean(all_constants: list[Constants]) -> Constants:
 
 PRIOR = 0.1
 """Weight of the prior of one constant, as a number of measurements."""
-_LOW, _HIGH = 0.1, 10.0
+WIDEST = 10.0
+"""Largest factor by which a fitted constant may differ from the value from physics and data sheets."""
 _STEP = 1e-3
 _ROUNDS = 12
 
@@ -87,8 +88,17 @@ def calibrate(
     prior: Constants | None = None,
     weights: Sequence[float] | None = None,
     prior_weight: float = PRIOR,
+    reach: float | None = None,
 ) -> Constants:
     """Fit the constants to `measured` seconds.
+
+    Args:
+        estimates: Seconds of each measured step, as a function of the constants.
+        measured: Its measured seconds.
+        prior: Where the constants start.
+        weights: Weight of each measurement.
+        prior_weight: Weight of the prior.
+        reach: Largest factor by which a constant may differ from the prior. By default only `WIDEST` limits it.
 
     Raises:
         ValueError: the sequences differ in length, or a measurement is not positive.
@@ -99,6 +109,10 @@ def calibrate(
         raise ValueError("a measured step must take more than 0 seconds")
     start = prior or Constants()
     centre = [log(start.compute), log(start.communication), log(start.host)]
+    lowest, highest = [-log(WIDEST)] * 3, [log(WIDEST)] * 3
+    if reach is not None:
+        lowest = [max(low, c - log(reach)) for low, c in zip(lowest, centre, strict=True)]
+        highest = [min(high, c + log(reach)) for high, c in zip(highest, centre, strict=True)]
     point, point_weights = list(centre), list(weights or [1.0] * len(measured))
     for _ in range(_ROUNDS):
         rows = [
@@ -116,10 +130,30 @@ def calibrate(
         update = _solve(matrix, right_side)
         longest = max(abs(step) for step in update)
         shrink = min(1.0, 0.5 / longest) if longest else 1.0
-        point = [min(log(_HIGH), max(log(_LOW), p + shrink * m)) for p, m in zip(point, update, strict=True)]
+        moved = [p + shrink * m for p, m in zip(point, update, strict=True)]
+        point = [min(high, max(low, p)) for p, low, high in zip(moved, lowest, highest, strict=True)]
         if longest < 1e-4:
             break
     return Constants(*(exp(p) for p in point))
+
+
+def agreed(votes: Sequence[Constants], prior: Constants) -> Constants:
+    """What most of the fits agree on: for each constant the median, in logarithms.
+
+    Of the two middle ones it is the one closer to the prior, and the prior itself if they are on both sides of it. A
+    constant therefore moves only as far as at least half of the fits move it.
+    """
+    return Constants(
+        _agreed([one.compute for one in votes], prior.compute),
+        _agreed([one.communication for one in votes], prior.communication),
+        _agreed([one.host for one in votes], prior.host),
+    )
+
+
+def _agreed(values: list[float], prior: float) -> float:
+    moves = sorted(log(value / prior) for value in values)
+    low, high = moves[(len(moves) - 1) // 2], moves[len(moves) // 2]
+    return prior * exp(min(low, high, key=abs) if low * high > 0 else 0.0)
 
 
 def _residual_and_slope(estimate: Estimator, seconds: float, point: list[float]) -> tuple[float, list[float]]:

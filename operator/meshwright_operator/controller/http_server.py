@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from aiohttp import web
 
-from meshwright_operator.coordinator.tls_connection import with_tls
+from meshwright_operator.http.limits import ConnectionLimits, connections_for_descriptors
+from meshwright_operator.http.server import GuardedServer, listening_sockets
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 
 
 @asynccontextmanager
 async def serve_application(
-    application: web.Application, address: Address, tls: ssl.SSLContext | None = None
+    application: web.Application,
+    address: Address,
+    *,
+    limits: ConnectionLimits | None = None,
+    closed: Callable[[str], None] = lambda _: None,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[int]:
-    """Serves until the block ends, over TLS if there is a context, and yields the port in use.
+    """Serves until the block ends, and yields the port in use.
 
-    A handler is cancelled when its client disconnects, so that a long poll never outlives its agent.
+    A handler is cancelled when its client disconnects, so that a long poll never outlives its agent. The connection is
+    closed after each request that the handler did not accept with `http.server.verify`.
+
+    Args:
+        application: The application.
+        address: The address to listen on.
+        limits: The limits of connections.
+        closed: Called with the reason for each connection that the server refuses or closes.
+        tls: The server's certificate; None serves plain HTTP.
     """
-    runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
-    await runner.setup()
-    assert runner.server is not None
-    try:
-        server = await asyncio.get_running_loop().create_server(
-            with_tls(runner.server, tls), address.host or None, address.port, reuse_address=True
-        )
-        try:
-            yield server.sockets[0].getsockname()[1]
-        finally:
-            server.close()
-    finally:
-        await runner.cleanup()
+    limits = limits or ConnectionLimits()
+    limits = replace(limits, total=connections_for_descriptors(limits.total))
+    listeners = listening_sockets(address.host, address.port)
+    async with GuardedServer(application, limits, closed, tls).serve(listeners):
+        yield listeners[0].getsockname()[1]
 
 
 def health_application(
@@ -42,9 +48,9 @@ def health_application(
 ) -> web.Application:
     """Serves /metrics, /healthz and /readyz.
 
-    The process is healthy if it waits for the lease, or if it listed everything within the last three resync periods.
-    It is ready if it leads, has listed everything, serves agents, and its watches are live. So a Service sends agents
-    only to the leader.
+    The process is healthy while it makes progress, however slow the API server is. It is ready if its cache is up to
+    date: it listed everything within the last three resync periods, and its watches are live. Whether it leads does not
+    matter, so that a rolling update does not wait for the lease; a replica that does not lead turns agents away.
 
     Args:
         metrics: The metrics to serve.
@@ -56,9 +62,7 @@ def health_application(
         return web.Response(body=metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def healthz(_: web.Request) -> web.Response:
-        return (
-            web.Response(text="ok") if healthy() else web.Response(status=503, text="the last full listing is too old")
-        )
+        return web.Response(text="ok") if healthy() else web.Response(status=503, text="no progress while listing")
 
     async def readyz(_: web.Request) -> web.Response:
         reason = not_ready()

@@ -6,8 +6,9 @@ What is stored here between two reconciles is in memory only, and affects only e
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from meshwright.api.conditions import READY, is_true
@@ -15,19 +16,22 @@ from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import parse_status
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_operator.controller.observe import JobRejectedError, suspended_by_user
-from meshwright_operator.controller.pod_control import ForeignObjectError
 from meshwright_operator.controller.start_timeline import StartTimeline
 from meshwright_operator.controller.status_patch import StatusRejectedError, StatusWriter
 from meshwright_operator.decide import lifecycle, rejected_job
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING, JobEvent
+from meshwright_operator.decide.hang_detection import silence
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import ApiError
+from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.timestamps import seconds_since, utc_now
+
+log = logging.getLogger(__name__)
 
 USER_ERROR_CODES = (400, 403, 422)
 """Responses of the API server that a user may be able to resolve: only these errors get an event."""
@@ -71,7 +75,9 @@ class JobReporter:
         received = observed.agents.reports.get(rank_zero_worker(observed))
         current = received is not None and received.report.generation == observed.mesh.generation
         progress = received.report.progress if received is not None and current else None
-        self._jobs.record(key, observed.uid).put(decision.status, progress, time.monotonic())
+        runs = decision.mesh.generation > 0 and not decision.mesh.pending_cause
+        oldest = silence(observed).oldest_seconds if runs else None
+        self._jobs.record(key, observed.uid).put(decision.status, progress, time.monotonic(), oldest)
         started = is_true(decision.status.conditions, READY) and not is_true(observed.status.conditions, READY)
         if started and observed.mesh.generation == 1 and not lifecycle.finished(decision.status):
             created = job["metadata"].get("creationTimestamp")
@@ -99,6 +105,23 @@ class JobReporter:
         finally:
             self._jobs.record(key, uid).put(status, None, time.monotonic())
 
+    async def report_terminating(
+        self, key: JobKey, job: KubeObject, *, live_pods: Sequence[Pod], finalizers: Sequence[str]
+    ) -> None:
+        """Report that the job is being deleted.
+
+        Raises:
+            ConflictError: The job has changed since it was read.
+        """
+        old, generation = parse_status(job), int(job["metadata"].get("generation", 0))
+        status = rejected_job.terminating(old, generation, self._now(), live_pods=live_pods, finalizers=finalizers)
+        # The number of pods that have not exited yet is progress. That none is left is written at once.
+        try:
+            await self._writer.write(key, job, status, not live_pods)
+        except StatusRejectedError:
+            log.info("status of a job that is being deleted was rejected", extra={"job": str(key)})
+        self._jobs.record(key, job["metadata"]["uid"]).put(status, None, time.monotonic())
+
     def report_error(self, job: KubeObject, error: Exception) -> None:
         """Post an event about an error, if the user can do something about it."""
         if isinstance(error, ApiError) and error.code not in USER_ERROR_CODES:
@@ -107,8 +130,6 @@ class JobReporter:
             return
         if isinstance(error, ApiError):
             event = JobEvent("RequestRejected", f"The API server rejected a request: {error}", WARNING)
-        elif isinstance(error, ForeignObjectError):
-            event = JobEvent("RequestRejected", str(error), WARNING)
         else:
             message = f"Retrying with backoff after an error: {type(error).__name__}: {error}"
             event = JobEvent("ReconcileFailed", message, WARNING)

@@ -1,21 +1,30 @@
-"""The operator's main sequence: serve health, wait for the lease, list everything, then reconcile until stopped."""
+"""The operator's main sequence.
+
+Every replica serves health, reads the coordinator's key and certificate, lists everything and watches. The one that
+holds the lease also reconciles and serves agents. The others are on standby: their caches are up to date, so they are
+ready, and take over within the duration of the lease. A replica that stops hands over: it finishes its reconciles,
+answers the open polls, and releases the lease.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from kubernetes.aio.client import Configuration
 
 from meshwright_operator.controller.http_server import health_application, serve_application
 from meshwright_operator.controller.job_reporter import JobReporter
-from meshwright_operator.controller.pod_control import ForeignObjectError
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.controller.status_patch import PROGRESS_SECONDS, StatusWriter
 from meshwright_operator.coordinator.access import CoordinatorAccess
+from meshwright_operator.coordinator.leadership_gate import LeadershipGate
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
+from meshwright_operator.http.limits import HEALTH_LIMITS
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.config import load_configuration
@@ -30,6 +39,7 @@ from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.calibration import CalibrationLoop
+from meshwright_operator.scheduling.policy_file import PolicyFile
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.settings import Settings
 
@@ -44,12 +54,15 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
 
     Args:
         settings: The settings of the process.
-        stop: Set it for a clean exit: running reconciles finish, events are posted, and the lease is released.
+        stop: Set it for a clean exit: running reconciles finish, polls are answered, events are posted, and the lease
+            is released.
         on_ready: Called when the watches are connected.
 
     Raises:
         KubeConfigError: No configuration of the cluster can be read.
         KeyFileError: The key file cannot be used.
+        CredentialsError: The operator's Secret, or a certificate file, cannot be used.
+        PolicyError: The administrator's policy cannot be read, or is invalid.
         BaseExceptionGroup: A part failed for good, such as the lease or a watch. The process must exit.
     """
     manager = await Manager.build(settings)
@@ -80,7 +93,7 @@ class Manager:
         self._metrics = metrics
         self._liveness = WatchLiveness(metrics, STALE_PERIODS * settings.watch_idle_seconds)
         self._cache = Cache()
-        self._queue: WorkQueue[JobKey] = WorkQueue(metrics, expected_errors=(ApiError, ForeignObjectError))
+        self._queue: WorkQueue[JobKey] = WorkQueue(metrics, expected_errors=(ApiError,))
         metrics.queue_depth(lambda: len(self._queue))
         tokens = Tokens()
         self._coordinator = Coordinator(self._cache, tokens, metrics, self._notify)
@@ -89,9 +102,16 @@ class Manager:
             cluster, fence, settings.lease_namespace, settings.lease_name, settings.identity, settings.lease_seconds
         )
         self._resync = Resync(cluster, self._cache, self._queue, metrics, settings.namespaces, settings.resync_seconds)
-        self._access = CoordinatorAccess(settings, cluster, tokens, self._coordinator, metrics)
-        self._leading = False
-        scheduler = JobScheduler(cluster, self._cache, metrics, settings.namespaces)
+        self._access = CoordinatorAccess(settings, configuration, tokens, self._coordinator, metrics)
+        self._gate = LeadershipGate()
+        self._elected = asyncio.Event()
+        self._elected_at = 0.0
+        self._listed = asyncio.Event()
+        # On standby, nothing is reconciled.
+        self._queue.pause()
+        scheduler = JobScheduler(cluster, self._cache, metrics, settings.namespaces, self._queue.add)
+        self._policy_file = PolicyFile(settings.policy_file, metrics, scheduler.set_policy)
+        self._policy_file.load()
         self._calibration_loop = CalibrationLoop(self._cache, scheduler)
         jobs = JobMetrics()
         metrics.registry.register(jobs)
@@ -116,71 +136,124 @@ class Manager:
         return cls(settings, configuration, metrics)
 
     async def drain(self) -> None:
-        """Waits for running and queued reconciles. Delayed ones are left to the next leader."""
+        """Hand over: finish running and queued reconciles, answer open polls, and release the lease.
+
+        Delayed reconciles are left to the next leader.
+        """
         if not await self._queue.drain(self._settings.drain_seconds):
             log.warning(
                 "reconciles still running after the drain period", extra={"seconds": self._settings.drain_seconds}
             )
+        self._gate.close()
+        await self._release()
 
     async def close(self) -> None:
         """Releases the lease and closes connections."""
-        if self._leading:
-            await self._events.flush(1.0)
-            await self._elector.release()
+        await self._release()
         self._queue.close()
+        await self._access.close()
         await self._client.close()
 
-    async def serve_and_lead(self, on_ready: Callable[[], None]) -> None:
-        """Serves health, waits for the lease, and runs everything until cancelled."""
-        application = health_application(
-            self._metrics, lambda: not self._leading or self._resync.is_fresh(), self._not_ready
-        )
-        async with serve_application(application, self._settings.metrics_listen):
-            await self._elector.acquire()
-            self._leading = True
-            self._metrics.leader.set(1)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._elector.renew_until_lost(), name="lease")
-                group.create_task(self._lead(on_ready), name="lead")
+    async def _release(self) -> None:
+        if self._elected.is_set():
+            await self._events.flush(1.0)
+            await self._elector.release()
+            self._metrics.leader.set(0)
 
-    async def _lead(self, on_ready: Callable[[], None]) -> None:
-        await self._resync.initial_list()
-        await self._access.prepare()
-        listen = self._settings.coordinator_listen
-        async with serve_application(self._coordinator.application(), listen, self._access.context) as port:
+    async def serve_and_lead(self, on_ready: Callable[[], None]) -> None:
+        """Serves health, watches, and leads whenever this process holds the lease, until cancelled."""
+        application = health_application(self._metrics, self._resync.makes_progress, self._not_ready)
+        health = serve_application(
+            application,
+            self._settings.metrics_listen,
+            limits=HEALTH_LIMITS,
+            closed=lambda reason: self._metrics.closed_connections.labels("health", reason).inc(),
+        )
+        async with (
+            health,
+            self._serve_agents(),
+            asyncio.TaskGroup() as group,
+        ):
+            group.create_task(self._access.run(), name="certificates")
+            group.create_task(self._elect(), name="lease")
+            group.create_task(self._lead(), name="lead")
+            group.create_task(self._watch(on_ready), name="watch")
+
+    @asynccontextmanager
+    async def _serve_agents(self) -> AsyncIterator[None]:
+        # On standby, too: a replica must complete TLS handshakes before it can turn agents away.
+        await self._access.prepare(self._resync.record_progress)
+        application = self._coordinator.application()
+        application.middlewares.append(self._gate.middleware)
+        serving = serve_application(
+            application,
+            self._settings.coordinator_listen,
+            limits=self._settings.connection_limits,
+            closed=lambda reason: self._metrics.closed_connections.labels("coordinator", reason).inc(),
+            tls=self._access.context,
+        )
+        async with serving as port:
             self._access.serving(port)
-            self._coordinator.synced = True
-            log.info("serving", extra={"coordinator": self._access.url, "jobs": len(self._cache.jobs)})
-            watch = EventHandlers(self._cache, self._queue, self._metrics)
-            namespaces = self._settings.namespaces
-            self._liveness.track(watch_paths(namespaces))
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._events.run(), name="events")
-                group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
-                group.create_task(self._resync.run(), name="resync")
-                group.create_task(self._access.run(), name="certificates")
-                group.create_task(self._calibration_loop.run(), name="learning")
-                for namespace in namespaces or (None,):
-                    group.create_task(self._pods(watch, namespace).run(), name=f"pods-{namespace or 'all'}")
-                # Start the watches last: kopf cancels every task that was started after it.
-                await asyncio.sleep(0)
-                watching = run_watches(
-                    watch,
-                    self._configuration,
-                    namespaces,
-                    self._liveness,
-                    self._settings.watch_idle_seconds,
-                    on_ready,
-                )
-                group.create_task(watching, name="watches")
+            yield
+
+    async def _elect(self) -> None:
+        await self._elector.acquire()
+        self._elected_at = time.monotonic()
+        self._metrics.leader.set(1)
+        self._elected.set()
+        await self._elector.renew_until_lost()
+
+    async def _lead(self) -> None:
+        await self._listed.wait()
+        await self._elected.wait()
+        # Agents may poll and report at once. Only a reconcile, which comes later, decides anything.
+        self._coordinator.synced = True
+        self._gate.open()
+        log.info("serving", extra={"coordinator": self._access.url, "jobs": len(self._cache.jobs)})
+        self._queue.resume()
+        # Watches may be a moment behind what the last leader wrote: a listing contains all of it.
+        await self._resync.ensure_listed_since(self._elected_at)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._events.run(), name="events")
+            group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
+            group.create_task(self._calibration_loop.run(), name="learning")
+            group.create_task(self._policy_file.run(), name="policy")
+
+    async def _watch(self, on_ready: Callable[[], None]) -> None:
+        # A process that leads at once lists only once.
+        await self._elector.attempted.wait()
+        await self._resync.ensure_listed_since(0.0)
+        self._listed.set()
+        watch = EventHandlers(self._cache, self._queue, self._metrics)
+        namespaces = self._settings.namespaces
+        self._liveness.track(watch_paths(namespaces))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._resync.run(), name="resync")
+            for namespace in namespaces or (None,):
+                group.create_task(self._pods(watch, namespace).run(), name=f"pods-{namespace or 'all'}")
+            # When kopf stops, it cancels every task that was started after it. By then, all of them must stop anyway.
+            await asyncio.sleep(0)
+            watching = run_watches(
+                watch,
+                self._configuration,
+                namespaces,
+                self._liveness,
+                self._settings.watch_idle_seconds,
+                on_ready,
+            )
+            group.create_task(watching, name="watches")
 
     def _pods(self, watch: EventHandlers, namespace: str | None) -> PodInformer:
         idle = self._settings.watch_idle_seconds
         return PodInformer(self._client, self._resync, watch, self._liveness, idle, namespace)
 
     def _not_ready(self) -> str:
-        if not self._coordinator.synced:
-            return "waiting for the lease, or for the first listing"
+        if not self._access.prepared:
+            return "waiting for the operator's Secret"
+        if not self._listed.is_set():
+            return "waiting for the first listing"
+        if not self._resync.is_fresh():
+            return "the last full listing is too old"
         stale = self._liveness.stale()
         return f"no data from watches: {', '.join(stale)}" if stale else ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
@@ -16,13 +16,14 @@ from meshwright.api.status import ParallelTrainingJobStatus, PlanStatus
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan, make_plan
-from meshwright.rules.edits import with_live_fields
+from meshwright.rules.edits import with_later_fields, with_live_fields
 from meshwright.rules.validation import check_edit
 from meshwright_operator.decide import lifecycle
 from meshwright_operator.decide.agents import Agents
-from meshwright_operator.decide.applied_spec import revision_of, running_spec
+from meshwright_operator.decide.applied_spec import RunningSpec, revision_of, running_spec, spec_at_start
 from meshwright_operator.decide.conditions import BlockedEdit
-from meshwright_operator.decide.observed import Observed, Rejection, Worker, has_started, observe_workers
+from meshwright_operator.decide.observed import Observed, Rejection, has_started, observe_workers
+from meshwright_operator.decide.stuck_pods import stuck_pods
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.scheduling.scheduler import JobScheduler
@@ -70,14 +71,16 @@ def observe_job(
     observer = _JobObserver(key, job, status, cache, scheduler, agents, now, rejection)
     running = running_spec(status)
     if running is None:
-        return observer.observe_as(_parsed(job))
+        spec = _parsed(job)
+        return observer.observe_as(*spec_at_start(job["spec"], status, spec))
     if lifecycle.finished(status):
-        return observer.observe_as(_running_with_live_fields(running, job))
+        return observer.observe_as(_running_with_live_fields(running, job), running.revision)
     try:
         requested = _parsed(job)
     except JobRejectedError as error:
-        return replace(observer.observe_as(_running_with_live_fields(running, job)), blocked_edit=_blocked(error))
-    if revision_of(requested) == revision_of(running):
+        as_running = observer.observe_as(_running_with_live_fields(running, job), running.revision)
+        return replace(as_running, blocked_edit=_blocked(error))
+    if running.runs(job["spec"]):
         return _observe_deferred_edit(observer, running, requested)
     return _observe_edit(observer, running, requested)
 
@@ -110,17 +113,20 @@ class _JobObserver:
     now: datetime
     rejection: Rejection | None
 
-    def observe_as(self, spec: ParallelTrainingJobSpec) -> Observed:
-        """The job with this spec.
+    def observe_as(self, spec: ParallelTrainingJobSpec, revision: str) -> Observed:
+        """The job with this spec, whose revision is `revision`.
 
         Raises:
             JobRejectedError: No plan fits the spec.
         """
         metadata = self.job["metadata"]
-        revision = revision_of(spec)
         plan, *others = _plans(spec, self.status, revision, self.scheduler)
         pods = self.cache.pods(self.key, metadata["uid"])
-        workers, excess_pods = _workers(spec, plan, self.status, pods, self.cache, self.scheduler)
+        down = _down_nodes(self.status, pods, self.cache)
+        rejecting, draining = _rejecting_nodes(spec, pods, self.cache, self.scheduler)
+        workers, excess_pods = observe_workers(
+            len(plan.workers), self.status, pods, down, rejecting, draining, self.agents, self.now
+        )
         return Observed(
             now=self.now,
             name=self.key.name,
@@ -133,6 +139,8 @@ class _JobObserver:
             workers=workers,
             other_plans=others,
             excess_pods=excess_pods,
+            stuck_pods=stuck_pods(pods, down, self.now),
+            namesakes=self.cache.namesakes(self.key, metadata["uid"]),
             agents=self.agents,
             rejection=self.rejection,
         )
@@ -145,32 +153,32 @@ def _parsed(job: KubeObject) -> ParallelTrainingJobSpec:
         raise JobRejectedError("InvalidSpec", str(error)) from None
 
 
-def _observe_edit(
-    observer: _JobObserver, running: ParallelTrainingJobSpec, requested: ParallelTrainingJobSpec
-) -> Observed:
+def _observe_edit(observer: _JobObserver, running: RunningSpec, requested: ParallelTrainingJobSpec) -> Observed:
     """A started job whose edit needs a restart: with the edit, or with its applied spec if the edit is not valid."""
-    as_running = observer.observe_as(with_live_fields(running, requested))
-    forbidden = check_edit(running, requested)
+    as_running = observer.observe_as(with_live_fields(running.spec, requested), running.revision)
+    forbidden = check_edit(running.spec, requested)
     if forbidden:
         text = "; ".join(f"spec.{p.field}: {p.message}" for p in forbidden)
         return replace(as_running, blocked_edit=BlockedEdit("ImmutableField", text, retryable=False))
     try:
-        return replace(observer.observe_as(requested), fallback=as_running)
+        return replace(observer.observe_as(requested, revision_of(requested)), fallback=as_running)
     except JobRejectedError as error:
         return replace(as_running, blocked_edit=_blocked(error))
 
 
 def _observe_deferred_edit(
-    observer: _JobObserver, running: ParallelTrainingJobSpec, requested: ParallelTrainingJobSpec
+    observer: _JobObserver, running: RunningSpec, requested: ParallelTrainingJobSpec
 ) -> Observed:
     """A started job whose edit takes effect at the next start of its ranks. Blocked if the ranks would reject it."""
-    seen = observer.observe_as(requested)
-    if requested == running:
+    # Only these fields of the request: the others are equal, or a later version of the CRD added them.
+    edited = with_later_fields(running.spec, requested)
+    seen = observer.observe_as(edited, running.revision)
+    if edited == running.spec:
         return seen
-    problems = seen.plan.problems(requested)
-    if not problems or seen.plan.problems(running):
+    problems = seen.plan.problems(edited)
+    if not problems or seen.plan.problems(running.spec):
         return seen
-    as_running = observer.observe_as(with_live_fields(running, requested))
+    as_running = observer.observe_as(with_live_fields(running.spec, requested), running.revision)
     return replace(as_running, blocked_edit=_blocked(JobRejectedError("InvalidSpec", "; ".join(problems))))
 
 
@@ -178,12 +186,12 @@ def _blocked(error: JobRejectedError) -> BlockedEdit:
     return BlockedEdit(error.reason, f"The edit cannot be applied: {error.message}", retryable=error.retryable)
 
 
-def _running_with_live_fields(running: ParallelTrainingJobSpec, job: KubeObject) -> ParallelTrainingJobSpec:
+def _running_with_live_fields(running: RunningSpec, job: KubeObject) -> ParallelTrainingJobSpec:
     """The applied spec with the object's values of the fields that take effect at once, if they can be parsed."""
     try:
-        return with_live_fields(running, parse_spec(job))
+        return with_live_fields(running.spec, parse_spec(job))
     except InvalidSpecError:
-        return running.model_copy(update={"suspend": suspended_by_user(job)})
+        return running.spec.model_copy(update={"suspend": suspended_by_user(job)})
 
 
 def _plans(
@@ -216,21 +224,20 @@ def _running(spec: str, running_plan: str) -> Plan:
     )
 
 
-def _workers(
-    spec: ParallelTrainingJobSpec,
-    plan: Plan,
-    status: ParallelTrainingJobStatus,
-    pods: Sequence[Pod],
-    cache: Cache,
-    scheduler: JobScheduler,
-) -> tuple[list[Worker], list[Pod]]:
+def _down_nodes(status: ParallelTrainingJobStatus, pods: Sequence[Pod], cache: Cache) -> dict[str, bool]:
+    """Node -> whether it is not ready, of the nodes that the job uses. A node that is missing is gone."""
     named = {entry.node for entry in (status.placement.workers if status.placement else [])}
-    down = {name: not _is_ready(cache.nodes[name]) for name in named | {p.node for p in pods} if name in cache.nodes}
+    return {name: not _is_ready(cache.nodes[name]) for name in named | {p.node for p in pods} if name in cache.nodes}
+
+
+def _rejecting_nodes(
+    spec: ParallelTrainingJobSpec, pods: Sequence[Pod], cache: Cache, scheduler: JobScheduler
+) -> tuple[Mapping[str, str], dict[str, str]]:
+    """Node -> why it does not accept the job's pods, and node -> why it is draining."""
     unbound = [pod.node for pod in pods if not pod.bound and not pod.terminal]
     bound = [pod.node for pod in pods if pod.bound and _may_be_draining(cache.nodes.get(pod.node))]
     rejecting = scheduler.unusable_nodes(spec, [*unbound, *bound]) if unbound or bound else {}
-    draining = {name: why for name in bound if _is_draining(why := rejecting.get(name, ""))}
-    return observe_workers(len(plan.workers), status, pods, down, rejecting, draining)
+    return rejecting, {name: why for name in bound if _is_draining(why := rejecting.get(name, ""))}
 
 
 def _may_be_draining(node: KubeObject | None) -> bool:

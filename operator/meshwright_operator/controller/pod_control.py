@@ -1,31 +1,36 @@
-"""Carries out a decision: creates, ungates and deletes pods. Every call is idempotent."""
+"""Carries out a decision: creates, ungates and deletes pods. Every call is idempotent.
+
+Objects are created, and never applied over objects that exist. If the API server refuses a write because the cache is
+behind, the object is read again, so that the next decision is based on its current state.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Collection, Iterable
+from typing import TypeVar
 
-from meshwright.api.labels import GANG_GATE, LABEL_JOB
-from meshwright.api.objects import KubeObject, pod_name
+from meshwright.api.labels import GANG_GATE
+from meshwright.api.objects import KubeObject
 from meshwright.api.status import WorkerPlacement
-from meshwright_operator.kube.cache import Cache, JobKey
+from meshwright_operator.controller.missing_pods import Incarnation, MissingPods
+from meshwright_operator.decide.incarnations import NAME_TAKEN, WAITING_FOR_OLD_PODS, old_pod_message
+from meshwright_operator.kube.cache import Cache
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.paths import core_path, pods_path
 from meshwright_operator.kube.pod_info import Pod, read_pod
-from meshwright_operator.manifests.owned_objects import service, token_secret
+from meshwright_operator.manifests.owned_objects import service
 from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 
 log = logging.getLogger(__name__)
 
-
-class ForeignObjectError(Exception):
-    """An object with a name that the job needs exists, and the job does not own it."""
+Result = TypeVar("Result")
 
 
 class PodsRejectedError(Exception):
-    """The API server rejects the job's pods, Service or Secret, because of a quota, a limit or a policy."""
+    """The API server rejects the job's pods, Service or Secret: a quota, a limit or a policy, or a name is taken."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -40,90 +45,86 @@ class PodControl:
         self._client = cluster
         self._cache = cache
         self._metrics = metrics
+        self.missing = MissingPods(cluster, cache)
 
-    async def apply_owned_objects(self, key: JobKey, uid: str, token: str) -> None:
-        """Apply the headless Service and the token Secret.
+    async def create(self, context: PodContext, secret: KubeObject, placed: Collection[WorkerPlacement]) -> None:
+        """Create the headless Service and the Secret if they do not exist, and then the pods of these workers.
 
         Raises:
-            PodsRejectedError: The API server rejected one of them. Pods must not start without both.
+            PodsRejectedError: The API server rejected an object, or an object that the job does not own has its name.
+                Other objects may have been created.
         """
-        bodies = {
-            "services": service(key.name, key.namespace, uid),
-            "secrets": token_secret(key.name, key.namespace, uid, token),
-        }
         try:
-            await _all(
-                self._apply(core_path(key.namespace, resource, body["metadata"]["name"]), body)
-                for resource, body in bodies.items()
-            )
-        except ApiError as error:
-            if (reason := rejection_reason(error)) is None:
-                raise
-            raise PodsRejectedError(
-                reason, f"The API server rejected the job's Service or token Secret: {error.message}"
-            ) from None
+            await _all([self._create_service(context), self._create_secret(context, secret)])
+        except PodsRejectedError:
+            self.missing.set_absent(context.uid, (Incarnation(entry.worker, entry.incarnation) for entry in placed))
+            raise
+        await _all([self._create(context, entry) for entry in placed])
 
-    async def create(self, context: PodContext, placed: Iterable[WorkerPlacement]) -> None:
-        """Create the pods of these workers concurrently.
+    async def ungate(self, pods: Iterable[Pod]) -> int:
+        """Remove the gang's scheduling gate. Other gates stay.
 
-        Raises:
-            ForeignObjectError: A pod with that name exists, and the job does not own it.
-            PodsRejectedError: The API server rejected a pod. Others may have been created.
+        Returns:
+            The number of pods that have changed or are gone. They still have their gates, and were read again.
         """
-        await _all(self._create(context, entry) for entry in placed)
-
-    async def ungate(self, pods: Iterable[Pod]) -> None:
-        """Remove the gang's scheduling gate. Other gates stay."""
-        await _all(self._ungate(pod) for pod in pods)
+        return (await _all([self._ungate(pod) for pod in pods])).count(False)
 
     async def delete(self, pods: Iterable[Pod]) -> None:
         """Delete these pods, by uid, with their own grace period."""
-        await _all(self._delete(pod) for pod in pods)
+        await _all([self._delete(pod) for pod in pods])
 
-    async def confirm_missing(self, key: JobKey, uid: str, worker: int, incarnation: int) -> None:
-        """Ask the API server for a pod that is missing from the cache, before it is replaced.
+    async def _create_service(self, context: PodContext) -> None:
+        body = service(context.name, context.namespace, context.uid)
+        if await self._create_or_find(core_path(context.namespace, "services"), body, "the job's Service"):
+            return
+        # The name contains a part of the uid only, and users can create Services.
+        name = body["metadata"]["name"]
+        obj = await self._client.get(core_path(context.namespace, "services", name))
+        if not _owned_by(obj, context.uid):
+            raise PodsRejectedError(NAME_TAKEN, _not_owned("Service", name))
 
-        If the pod has lost its job label, this restores the label, because the watch selects pods by it.
-        """
-        path = pods_path(key.namespace, pod_name(key.name, worker, incarnation))
+    async def _create_secret(self, context: PodContext, secret: KubeObject) -> None:
+        # Nobody else can know the name of a Secret that does not exist: one that does is the job's own.
+        await self._create_or_find(core_path(context.namespace, "secrets"), secret, "the job's token Secret")
+
+    async def _create_or_find(self, path: str, body: KubeObject, what: str) -> bool:
+        """Create an object. Return False if an object with this name exists."""
         try:
-            obj = await self._client.get(path)
+            await self._client.create(path, body)
         except ApiError as error:
-            if error.code == 404:
-                return
-            raise
-        owners = obj["metadata"].get("ownerReferences") or ()
-        if read_pod(obj) is None and any(owner.get("uid") == uid for owner in owners):
-            obj = await self._client.merge_patch(path, {"metadata": {"labels": {LABEL_JOB: key.name}}})
-        self._cache_pod(obj)
-
-    async def _apply(self, path: str, body: KubeObject) -> None:
-        await self._client.apply(path, body)
+            if _already_exists(error):
+                return False
+            raise _rejected(error, what) from None
+        return True
 
     async def _create(self, context: PodContext, placed: WorkerPlacement) -> None:
         body = worker_pod(context, placed)
+        name = body["metadata"]["name"]
         try:
             obj = await self._client.create(pods_path(context.namespace), body)
         except ApiError as error:
-            if (reason := rejection_reason(error)) is not None:
-                raise PodsRejectedError(
-                    reason, f"The API server rejected pod {body['metadata']['name']}: {error.message}"
-                ) from None
-            if error.code != 409 or error.reason != "AlreadyExists":
-                raise
-            obj = await self._client.get(pods_path(context.namespace, body["metadata"]["name"]))
-            pod = read_pod(obj)
-            if pod is None or pod.owner != context.uid:
-                name = body["metadata"]["name"]
-                message = (
-                    f"Pod {name} already exists and this job does not own it. "
-                    "Delete it, or create the job under another name"
-                )
-                raise ForeignObjectError(message) from None
+            if _already_exists(error):
+                await self._find_existing(context, name)
+                return
+            rejected = _rejected(error, f"pod {name}")
+            if isinstance(rejected, PodsRejectedError):
+                self.missing.set_absent(context.uid, [Incarnation(placed.worker, placed.incarnation)])
+            raise rejected from None
         self._metrics.pod_operations.labels("create").inc()
         self._cache_pod(obj)
 
-    async def _ungate(self, pod: Pod) -> None:
+    async def _find_existing(self, context: PodContext, name: str) -> None:
+        """Put the pod that has a new pod's name into the cache, if the job owns it. Other pods are left alone."""
+        obj = await self._client.get(pods_path(context.namespace, name))
+        self._cache_pod(obj)
+        if _owned_by(obj, context.uid):
+            return
+        pod = read_pod(obj)
+        if pod is not None and pod.of_job:
+            raise PodsRejectedError(WAITING_FOR_OLD_PODS, old_pod_message(pod))
+        raise PodsRejectedError(NAME_TAKEN, _not_owned("Pod", name))
+
+    async def _ungate(self, pod: Pod) -> bool:
         body = {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -136,12 +137,32 @@ class PodControl:
             if error.code not in (404, 409):
                 raise
             log.info("pod changed before its scheduling gate was removed", extra={"pod": pod.name, "code": error.code})
-            return
+            await self._read_again(pod)
+            return False
         self._metrics.pod_operations.labels("ungate").inc()
+        return True
 
     async def _delete(self, pod: Pod) -> None:
-        await self._client.delete(pods_path(pod.namespace, pod.name), pod.uid)
+        obj = await self._client.delete(pods_path(pod.namespace, pod.name), pod.uid)
+        if obj is None:
+            await self._read_again(pod)
+            return
+        if obj.get("kind") == "Pod" and obj["metadata"].get("deletionTimestamp"):
+            self._cache_pod(obj)
         self._metrics.pod_operations.labels("delete").inc()
+
+    async def _read_again(self, pod: Pod) -> None:
+        """Replace a pod in the cache, which is behind, by its current state."""
+        try:
+            obj = await self._client.get(pods_path(pod.namespace, pod.name))
+        except ApiError as error:
+            if error.code != 404:
+                raise
+            self._cache.remove_pod(pod)
+            return
+        if obj["metadata"].get("uid") != pod.uid:
+            self._cache.remove_pod(pod)
+        self._cache_pod(obj)
 
     def _cache_pod(self, obj: KubeObject) -> None:
         pod = read_pod(obj)
@@ -158,16 +179,36 @@ def rejection_reason(error: ApiError) -> str | None:
     text = error.message.lower()
     if "exceeded quota" in text:
         return "QuotaExceeded"
-    if "webhook" in text:
+    if 'webhook "' in text or "admission webhook" in text:  # not only the name of a job
         return "AdmissionDenied" if error.code in range(400, 500) else "AdmissionUnavailable"
     if error.code == 403:
         return "PodsForbidden"
     return "PodsInvalid" if error.code in (400, 422) else None
 
 
-async def _all(calls: Iterable[Awaitable[None]]) -> None:
-    """Wait for all calls, and then raise the first error."""
+def _rejected(error: ApiError, what: str) -> Exception:
+    """The error, as a rejection of the job's objects if it is one."""
+    reason = rejection_reason(error)
+    return error if reason is None else PodsRejectedError(reason, f"The API server rejected {what}: {error.message}")
+
+
+def _already_exists(error: ApiError) -> bool:
+    return error.code == 409 and error.reason == "AlreadyExists"
+
+
+def _owned_by(obj: KubeObject, uid: str) -> bool:
+    owners = obj["metadata"].get("ownerReferences") or ()
+    return any(owner.get("controller") and owner.get("uid") == uid for owner in owners)
+
+
+def _not_owned(kind: str, name: str) -> str:
+    return f"{kind} {name} exists and does not belong to this job. Delete it, or create the job under another name"
+
+
+async def _all(calls: Collection[Awaitable[Result]]) -> list[Result]:
+    """Wait for all calls. Return their results, or raise the first error."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
             raise result
+    return [result for result in results if not isinstance(result, BaseException)]

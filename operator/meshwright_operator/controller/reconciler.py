@@ -7,7 +7,6 @@ get them, pod names are functions of the persisted status, and every action is i
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -17,28 +16,37 @@ from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import parse_status
 from meshwright_operator import logging_config
 from meshwright_operator.controller.job_reporter import JobReporter
+from meshwright_operator.controller.missing_pods import Incarnation
 from meshwright_operator.controller.observe import JobRejectedError, managed_here, observe_job
 from meshwright_operator.controller.pod_control import PodControl, PodsRejectedError
+from meshwright_operator.controller.policy_check import check_policy
+from meshwright_operator.controller.stale_retries import StaleRetries
 from meshwright_operator.controller.status_patch import ConflictError
 from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide import decide_job, lifecycle, placement_outcome
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.mesh_generation import document, uses_external_scheduler
+from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed, PodState, Rejection
-from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS
+from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS, WAITING_RETRY_SECONDS
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
+from meshwright_operator.decide.stuck_pods import seconds_until_stuck
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.paths import jobs_path
 from meshwright_operator.kube.workqueue import WorkQueue
+from meshwright_operator.manifests.owned_objects import TOKEN_KEY, token_secret
 from meshwright_operator.manifests.worker_pod import CoordinatorTrust, PodContext
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.edit_admission import EditAdmission
 from meshwright_operator.scheduling.job_queue import PlacementRequest
+from meshwright_operator.scheduling.placer import Later
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.timestamps import utc_now
+
+ORPHAN_FINALIZER = "orphan"
+"""The API server's finalizer of `kubectl delete --cascade=orphan`."""
 
 
 class Reconciler:
@@ -71,6 +79,7 @@ class Reconciler:
         self._trust = trust
         self._pod_control = PodControl(cluster, cache, metrics)
         self._edit_admission = EditAdmission(scheduler)
+        self._stale_retries = StaleRetries()
         self._rejections: dict[str, Rejection] = {}
         self._uids: dict[JobKey, str] = {}
 
@@ -85,7 +94,7 @@ class Reconciler:
             result = "ok"
         except ConflictError:
             result = "stale"
-            self._queue.add(key)
+            self._queue.add_after(key, self._stale_retries.delay(key))
         except Exception as error:
             self._metrics.reconcile_errors.labels(type(error).__name__).inc()
             if (job := self._cache.jobs.get(key)) is not None:
@@ -100,34 +109,37 @@ class Reconciler:
         uid = job["metadata"]["uid"] if job is not None else ""
         if self._uids.get(key, uid) != uid:
             await self._forget(key)
-        if job is None or job["metadata"].get("deletionTimestamp") or not managed_here(job):
+        if job is None or not managed_here(job):
+            self._leave_queue(uid)
             return
         self._uids[key] = uid
         registry = self._coordinator.registry(uid)
+        if job["metadata"].get("deletionTimestamp"):
+            await self._terminate(key, job, registry)
+            return
 
         # 2. Observe.
-        try:
-            observed = self._observe(key, job, registry)
-            observed = await self._confirm_missing_pods(key, job, registry, observed)
-            observed = await self._edit_admission.admit(key, job, observed)
-        except JobRejectedError as rejection:
-            if rejection.retryable and not lifecycle.finished(parse_status(job)):
-                self._queue.add_after(key, RETRY_PLACEMENT_SECONDS)
-            await self._reporter.report_rejected(key, job, rejection)
+        observed = await self._admitted(key, job, registry)
+        if observed is None:
             return
 
         # 3. Decide.
         draft = decide_job.decide(observed)
+        self._scheduler.avoid(uid, draft.avoid, draft.avoid_seconds)
 
         # 4. Place if needed, write the status, then act.
         if draft.place is not None:
             async with self._scheduler.grant(PlacementRequest.of_decision(key, job, draft, draft.place)) as grant:
+                if isinstance(grant, Later):
+                    self._queue.add_after(key, WAITING_RETRY_SECONDS)
+                    return
                 for other in grant.wake:
                     self._queue.add(other)
                 placement_outcome.apply_grant(draft, grant)
                 await self._execute(key, job, registry, draft)
             return
-        if draft.mesh.pending_cause != SPEC_CHANGED.name:
+        restarts = draft.mesh.pending_cause == SPEC_CHANGED.name
+        if not restarts or observed.spec.suspend or lifecycle.finished(draft.status):
             self._scheduler.withdraw(uid)
         if draft.move is not None:
             request = PlacementRequest.of_decision(key, job, draft, draft.move)
@@ -137,6 +149,21 @@ class Reconciler:
             placement_outcome.apply_mapping(draft, await self._scheduler.map_ranks(observed, draft.map_ranks))
         await self._execute(key, job, registry, draft)
 
+    async def _admitted(self, key: JobKey, job: KubeObject, registry: AgentRegistry) -> Observed | None:
+        """The job as observed, with its edit if that fits. If the job cannot run, reports why, and returns None."""
+        uid = job["metadata"]["uid"]
+        try:
+            observed = self._observe(key, job, registry)
+            observed = await self._confirm_missing_pods(key, job, registry, observed)
+            observed = check_policy(observed, key.namespace, self._scheduler.bounds(key.namespace))
+            return await self._edit_admission.admit(key, job, observed)
+        except JobRejectedError as rejection:
+            self._leave_queue(uid)
+            if rejection.retryable and not lifecycle.finished(parse_status(job)):
+                self._queue.add_after(key, RETRY_PLACEMENT_SECONDS)
+            await self._reporter.report_rejected(key, job, rejection)
+            return None
+
     def _observe(self, key: JobKey, job: KubeObject, registry: AgentRegistry) -> Observed:
         rejection = self._rejections.get(job["metadata"]["uid"])
         return observe_job(key, job, self._cache, self._scheduler, registry.agents(), self._now(), rejection)
@@ -144,15 +171,18 @@ class Reconciler:
     async def _confirm_missing_pods(
         self, key: JobKey, job: KubeObject, registry: AgentRegistry, observed: Observed
     ) -> Observed:
-        """Ask the API server for each pod that is missing from the cache, and observe the job again."""
+        """Ask the API server for pods that are missing from the cache, and observe the job again."""
         if lifecycle.finished(observed.status) or is_true(observed.status.conditions, SUSPENDED):
             return observed
-        missing = [w for w in observed.workers if w.state is PodState.MISSING and w.incarnation >= 0]
-        if not missing:
+        missing = [
+            Incarnation(w.index, w.incarnation)
+            for w in observed.workers
+            if w.state is PodState.MISSING and w.incarnation >= 0
+        ]
+        unconfirmed = self._pod_control.missing.unconfirmed(observed.uid, missing)
+        if not unconfirmed:
             return observed
-        await asyncio.gather(
-            *(self._pod_control.confirm_missing(key, observed.uid, w.index, w.incarnation) for w in missing)
-        )
+        await self._pod_control.missing.confirm(key, observed.uid, unconfirmed)
         return self._observe(key, job, registry)
 
     async def _execute(self, key: JobKey, job: KubeObject, registry: AgentRegistry, draft: Decision) -> None:
@@ -161,31 +191,33 @@ class Reconciler:
         # Status now contains the rejection, so a later one is a new rejection.
         if observed.rejection is not None:
             self._rejections.pop(observed.uid, None)
-        self._scheduler.avoid(observed.uid, draft.avoid)
         await self._publish(registry, draft)
         self._reporter.report(key, job, draft)
         if draft.delete_job:
             await self._client.delete(jobs_path(key.namespace, key.name), observed.uid)
             return
+        refused = 0
         try:
-            # Gated pods need neither Service nor Secret, so create the pods first. Both exist before any pod runs.
-            if draft.ungate or (draft.create and uses_external_scheduler(observed)):
-                token = self._tokens.token(key.namespace, key.name, observed.uid)
-                await self._pod_control.apply_owned_objects(key, observed.uid, token)
             if draft.create:
                 await self._create(key, draft)
-            await self._pod_control.ungate(draft.ungate)
+            refused = await self._pod_control.ungate(draft.ungate)
         except PodsRejectedError as error:
             self._rejections[observed.uid] = Rejection(error.reason, error.message)
         await self._pod_control.delete(draft.delete)
-        if draft.create or draft.ungate or draft.map_ranks or draft.status.mesh != observed.status.mesh:
-            self._queue.add(key)
+        if refused:
+            self._queue.add_after(key, self._stale_retries.delay(key))
+        else:
+            self._stale_retries.reset(key)
+            if draft.create or draft.ungate or draft.map_ranks or draft.status.mesh != observed.status.mesh:
+                self._queue.add(key)
         if draft.requeue_after is not None:
             self._queue.add_after(key, max(0.05, draft.requeue_after))
 
     async def _create(self, key: JobKey, draft: Decision) -> None:
         observed = draft.observed
         assert draft.status.placement is not None
+        token = self._tokens.token(key.namespace, key.name, observed.uid)
+        secret = token_secret(key.name, key.namespace, observed.uid, {TOKEN_KEY: token})
         context = PodContext(
             name=key.name,
             namespace=key.namespace,
@@ -194,9 +226,10 @@ class Reconciler:
             revision=observed.revision,
             coordinator_url=self._coordinator_url(),
             trust=self._trust(),
+            secret=secret["metadata"]["name"],
         )
         entries = [entry for entry in draft.status.placement.workers if entry.worker in draft.create]
-        await self._pod_control.create(context, entries)
+        await self._pod_control.create(context, secret, entries)
 
     async def _publish(self, registry: AgentRegistry, draft: Decision) -> None:
         """Publish the persisted generation to the agents."""
@@ -213,12 +246,37 @@ class Reconciler:
             None if over else current, incarnations, generation=mesh.generation, closed=closed, pods=pods
         )
 
+    def _leave_queue(self, uid: str) -> None:
+        """Withdraw the requests of a job that cannot be placed now."""
+        self._scheduler.withdraw(uid)
+        self._scheduler.withdraw_edit(uid)
+
+    async def _terminate(self, key: JobKey, job: KubeObject, registry: AgentRegistry) -> None:
+        """Delete the pods of a job that is being deleted: its finalizers may keep the object for any length of time.
+
+        The deletion is persisted in the object, so the pods are deleted before the status is written.
+        """
+        finalizers = [name for name in job["metadata"].get("finalizers") or () if isinstance(name, str)]
+        if ORPHAN_FINALIZER in finalizers:
+            return  # the user keeps the pods
+        uid = job["metadata"]["uid"]
+        self._scheduler.forget(key, uid)
+        pods = self._cache.pods(key, uid)
+        live = [pod for pod in pods if not pod.terminal]
+        incarnations = {pod.worker: pod.incarnation for pod in sorted(live, key=lambda pod: pod.incarnation)}
+        await registry.publish(None, incarnations, generation=registry.generation, closed=not live)
+        await self._pod_control.delete([pod for pod in pods if not pod.deleting])
+        await self._reporter.report_terminating(key, job, live_pods=live, finalizers=finalizers)
+        if left := [seconds for pod in live if (seconds := seconds_until_stuck(pod, self._now()))]:
+            self._queue.add_after(key, min(left))
+
     async def _forget(self, key: JobKey) -> None:
         """Drop the state of a deleted job."""
         uid = self._uids.pop(key, "")
-        self._edit_admission.forget(uid)
         self._rejections.pop(uid, None)
-        self._scheduler.forget(uid)
+        self._scheduler.forget(key, uid)
+        self._pod_control.missing.forget(uid)
+        self._stale_retries.reset(key)
         self._reporter.forget(key, uid)
         self._queue.forget(key)
         await self._coordinator.forget(uid)

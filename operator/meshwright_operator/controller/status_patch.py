@@ -8,7 +8,9 @@ from typing import Any
 from pydantic.alias_generators import to_camel
 
 from meshwright.api.objects import KubeObject
+from meshwright.api.parsing import parse_status
 from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright_operator.controller.unknown_fields import with_unknown_fields
 from meshwright_operator.decide.progress import THROTTLED_FIELDS
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
@@ -48,7 +50,7 @@ class StatusWriter:
         old = job.get("status")
         old = old if isinstance(old, dict) else {}
         new: KubeObject = dict(status.wire())
-        patch = merge_diff(old, new)
+        patch = status_patch(job, new)
         if not patch:
             return False
         uid, now = job["metadata"]["uid"], time.monotonic()
@@ -59,7 +61,7 @@ class StatusWriter:
         metadata = {"uid": uid, "resourceVersion": job["metadata"]["resourceVersion"]}
         path = f"{jobs_path(key.namespace, key.name)}/status"
         try:
-            self._cache.put_job(await self._client.merge_patch(path, {"metadata": metadata, "status": patch}))
+            await self._patch(path, metadata, patch, merge_diff(old, new))
         except ApiError as error:
             if error.code in (404, 409):
                 await self._refresh(key)
@@ -69,6 +71,16 @@ class StatusWriter:
             raise
         self._written[uid] = now
         return True
+
+    async def _patch(self, path: str, metadata: KubeObject, patch: KubeObject, replacement: KubeObject) -> None:
+        """Write `patch`. If the API server rejects what it keeps of a later version, write `replacement`."""
+        try:
+            stored = await self._client.merge_patch(path, {"metadata": metadata, "status": patch})
+        except ApiError as error:
+            if error.code not in (400, 422) or patch == replacement:
+                raise
+            stored = await self._client.merge_patch(path, {"metadata": metadata, "status": replacement})
+        self._cache.put_job(stored)
 
     async def _refresh(self, key: JobKey) -> None:
         """Read the job again, because the cache is out of date."""
@@ -83,6 +95,17 @@ class StatusWriter:
     def forget(self, uid: str) -> None:
         """Drop the state of a deleted job."""
         self._written.pop(uid, None)
+
+
+def status_patch(job: KubeObject, new: KubeObject) -> KubeObject:
+    """The merge patch that turns the status of `job` into `new`, except for what this version cannot read."""
+    old = job.get("status")
+    old = old if isinstance(old, dict) else {}
+    if old == new:
+        return {}
+    target = with_unknown_fields(old, dict(parse_status(job).wire()), new, ParallelTrainingJobStatus)
+    patch: KubeObject = merge_diff(old, target)
+    return patch
 
 
 def merge_diff(old: Any, new: Any) -> Any:

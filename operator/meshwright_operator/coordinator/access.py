@@ -1,6 +1,7 @@
 """What agents need to reach the coordinator and trust it: its URL, the key of their tokens, and its certificate.
 
-A process reads the Secret when it becomes the leader, because only the leader may create it.
+Every replica serves agents over TLS, so each reads the Secret before it serves, or creates it, whether it leads or not.
+The Secret is therefore not subject to the write fence. Its resourceVersion keeps replicas from overwriting each other.
 """
 
 from __future__ import annotations
@@ -8,9 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from collections.abc import Callable
 from datetime import timedelta
 from urllib.parse import urlsplit
 
+from kubernetes.aio.client import Configuration
+
+from meshwright.addresses import join_host_port
 from meshwright_operator.coordinator.credentials import CredentialsStore
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tls import CertificateFiles, CertificateSource, CoordinatorTls, ManagedCertificates
@@ -35,20 +40,22 @@ class CoordinatorAccess:
     def __init__(
         self,
         settings: Settings,
-        client: KubeClient,
+        configuration: Configuration,
         tokens: Tokens,
         coordinator: Coordinator,
         metrics: OperatorMetrics,
     ) -> None:
         self._settings = settings
+        self._client = KubeClient(configuration, metrics, max_in_flight=1)
         self._tokens = tokens
         self._coordinator = coordinator
         self._url = settings.coordinator_url or ""
         self._bundle = ""
+        self._prepared = False
         managed = settings.tls == "managed"
         ca_lifetime = timedelta(days=settings.tls_ca_days)
         self._store = CredentialsStore(
-            client, settings.lease_namespace, settings.credentials_secret, ca_lifetime if managed else None
+            self._client, settings.lease_namespace, settings.credentials_secret, ca_lifetime if managed else None
         )
         self._file_key = load_key(settings.key_file) if settings.key_file is not None else None
         self._tls: CoordinatorTls | None = None
@@ -70,8 +77,16 @@ class CoordinatorAccess:
         """The context to serve with; None without TLS."""
         return self._tls.context if self._tls is not None else None
 
-    async def prepare(self) -> None:
+    @property
+    def prepared(self) -> bool:
+        """Whether the key and the certificate are there."""
+        return self._prepared
+
+    async def prepare(self, failed: Callable[[], None] = lambda: None) -> None:
         """Read or create the key and the certificate. Retries while the API server does not answer.
+
+        Args:
+            failed: Called after each attempt that failed.
 
         Raises:
             CredentialsError: The Secret or a file cannot be used.
@@ -81,22 +96,28 @@ class CoordinatorAccess:
                 self._tokens.use(self._file_key or (await self._store.load()).key)
                 if self._tls is not None:
                     await self._tls.refresh()
+                self._prepared = True
                 return
             except ApiError as error:
                 name = f"{self._settings.lease_namespace}/{self._settings.credentials_secret}"
+                failed()
                 log.warning("cannot read or create the operator's Secret", extra={"secret": name, "error": str(error)})
                 await asyncio.sleep(FIRST_RETRY_SECONDS)
 
     def serving(self, port: int) -> None:
         """Record the port on which the coordinator listens, for the URL."""
-        scheme, host = ("http" if self._tls is None else "https"), self._settings.coordinator_listen.host
-        host = f"[{host}]" if ":" in host else host
-        self._url = self._settings.coordinator_url or f"{scheme}://{host}:{port}"
+        scheme = "http" if self._tls is None else "https"
+        address = join_host_port(self._settings.coordinator_listen.host, port)
+        self._url = self._settings.coordinator_url or f"{scheme}://{address}"
 
     async def run(self) -> None:
         """Renew certificates until cancelled."""
         if self._tls is not None:
             await self._tls.run()
+
+    async def close(self) -> None:
+        """Close connections."""
+        await self._client.close()
 
     def _source(self, ca_lifetime: timedelta) -> CertificateSource:
         given = self._settings

@@ -8,26 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from meshwright.protocol.messages import (
+    DEFAULT_REPORT_SECONDS,
+    MAX_GENERATION,
     AgentState,
     MeshDocument,
     MeshRequest,
     ReportReply,
     TrustBundle,
-    TrustRequest,
     WorkerReport,
 )
+from meshwright.protocol.signing import Sender, digest_of
 from meshwright_operator.coordinator.rate_limit import RateLimiter
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
 
 # An agent polls again right after an answer. After this long without a poll it counts as absent.
 ABSENT_SECONDS = 10.0
-MAX_GENERATION = 1 << 31
+SHORTEST_WAIT = 0.75
+"""A poll ends after this part of the requested time at the earliest, so that a job's polls do not end together."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedMessage:
+    """A message as JSON, and its digest for the signature. Both are computed once for all agents."""
+
+    body: bytes
+    digest: str
 
 
 @dataclass(slots=True)
@@ -44,6 +56,8 @@ class _Report:
     report: WorkerReport
     arrived: float
     halted_since: float | None
+    interval: float
+    digest: str
 
 
 class AgentRegistry:
@@ -57,7 +71,9 @@ class AgentRegistry:
         self._incarnations: Mapping[int, int] = {}
         self._pods: Mapping[int, str] = {}
         self._members: frozenset[tuple[int, int]] = frozenset()
-        self._encoded = b""
+        self._encoded: EncodedMessage | None = None
+        self._first_worker = -1
+        """The worker of rank 0."""
         self.rate_limiter = RateLimiter(clock)
         """Limits the requests of each worker's agent."""
         self._closed = False
@@ -96,12 +112,28 @@ class AgentRegistry:
         self.document, self._incarnations, self._closed, self._published = document, incarnations, closed, True
         self._pods = pods
         # Encode once: a thousand agents may ask for the document at the same time.
-        self._encoded = encode(document) if document is not None else b""
+        self._encoded = encode(document) if document is not None else None
+        members = document.members if document is not None else []
+        self._first_worker = next((m.worker for m in members if m.first_rank == 0), self._first_worker)
         self._members = frozenset((m.worker, m.incarnation) for m in document.members) if document else frozenset()
         async with self._changed:
             self._changed.notify_all()
 
-    def superseded(self, sender: MeshRequest | WorkerReport | TrustRequest) -> bool:
+    @property
+    def published(self) -> bool:
+        """Whether a reconcile has published the job's state."""
+        return self._published
+
+    @property
+    def workers(self) -> int:
+        """The number of the job's workers."""
+        return len(self._incarnations)
+
+    def reports_progress(self, worker: int) -> bool:
+        """Whether this is the worker of rank 0, whose reports contain the progress of training."""
+        return worker == self._first_worker
+
+    def superseded(self, sender: Sender | MeshRequest | WorkerReport) -> bool:
         """Whether the sender's pod has been replaced, or does not belong to the job."""
         if not self._published:
             return False
@@ -110,7 +142,14 @@ class AgentRegistry:
             return True
         # A process on a disconnected node may outlive its pod object, and a new pod may have the same name.
         known = self._pods.get(sender.worker) if sender.incarnation == current else None
-        return bool(known and sender.pod_uid and sender.pod_uid != known)
+        return bool(known and sender.pod_uid != known)
+
+    def is_new(self, request: MeshRequest) -> bool:
+        """Whether a poll says something new: its agent was absent, or polls for another generation."""
+        presence = self._presences.get(request.worker)
+        if presence is None or presence.request != request:
+            return True
+        return presence.polls == 0 and self._clock() - presence.seen > ABSENT_SECONDS
 
     @contextmanager
     def polling(self, request: MeshRequest) -> Iterator[None]:
@@ -129,14 +168,15 @@ class AgentRegistry:
             current.polls = max(0, current.polls - 1)
             current.seen = self._clock()
 
-    async def wait_for_newer(self, request: MeshRequest) -> bytes | None:
+    async def wait_for_newer(self, request: MeshRequest) -> EncodedMessage | None:
         """Wait for a newer document. Return it encoded, or None if the agent is superseded or the time is up."""
 
         def done() -> bool:
             return self.document_for(request) is not None or self.superseded(request)
 
         try:
-            async with asyncio.timeout(request.wait_seconds), self._changed:
+            seconds = request.wait_seconds * random.uniform(SHORTEST_WAIT, 1.0)  # noqa: S311 - spreading, not secrecy
+            async with asyncio.timeout(seconds), self._changed:
                 await self._changed.wait_for(done)
         except TimeoutError:
             return None
@@ -158,8 +198,22 @@ class AgentRegistry:
             return None
         return document if (request.worker, request.incarnation) in self._members else None
 
-    def receive_report(self, report: WorkerReport) -> bool:
-        """Store a report. Return whether it may change a decision, and is not only progress."""
+    def repeat_report(self, worker: int, digest: str, interval: float) -> bool:
+        """Record that the worker's last report arrived again. Return whether the digest is that of the last report."""
+        last = self._reports.get(worker)
+        if last is None or not last.digest or last.digest != digest:
+            return False
+        last.arrived, last.interval = self._clock(), interval
+        return True
+
+    def receive_report(self, report: WorkerReport, digest: str = "", interval: float = DEFAULT_REPORT_SECONDS) -> bool:
+        """Store a report. Return whether it may change a decision, and is not only progress.
+
+        Args:
+            report: The report.
+            digest: The digest of its body; empty if it is unknown.
+            interval: The time until the agent's next report, as the answer says.
+        """
         old = self._reports.get(report.worker)
         now = self._clock()
         self._record_generation(report.generation)
@@ -172,7 +226,7 @@ class AgentRegistry:
         if report.state in (AgentState.FAILED, AgentState.IDLE):
             again = old is not None and _halt_state(old.report) == _halt_state(report) and old.halted_since is not None
             halted_since = old.halted_since if old is not None and again else now
-        self._reports[report.worker] = _Report(report, now, halted_since)
+        self._reports[report.worker] = _Report(report, now, halted_since, interval, digest)
         return old is None or _decision_fields(old.report) != _decision_fields(report)
 
     def _record_generation(self, generation: int) -> None:
@@ -190,16 +244,17 @@ class AgentRegistry:
         }
         reports = {
             worker: ReceivedReport(
-                r.report, now - r.arrived, now - r.halted_since if r.halted_since is not None else 0.0
+                r.report, now - r.arrived, now - r.halted_since if r.halted_since is not None else 0.0, r.interval
             )
             for worker, r in self._reports.items()
         }
         return Agents(waiting_agents, reports, self._newest, now - self._started_at)
 
 
-def encode(message: MeshDocument | ReportReply | TrustBundle) -> bytes:
+def encode(message: MeshDocument | ReportReply | TrustBundle) -> EncodedMessage:
     """The message as compact JSON."""
-    return json.dumps(message.wire(), separators=(",", ":")).encode()
+    body = json.dumps(message.wire(), separators=(",", ":")).encode()
+    return EncodedMessage(body, digest_of(body))
 
 
 def _halt_state(report: WorkerReport) -> tuple[AgentState, int]:

@@ -1,13 +1,17 @@
 """Rate limits of each worker's requests to the coordinator, and protection against replayed requests.
 
-The limits are per worker, so that one misbehaving pod does not block the job's other agents. Requests without the job's
-token are rejected earlier.
+The limits are per worker, so that one misbehaving pod does not block the job's other agents. Requests that are not
+signed, and requests of pods that the job does not have, are rejected earlier. A replayed request does not count, so
+that it uses up nothing of the worker's rate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from meshwright.protocol.signing import MAX_COUNTER_STEP, Sender
+from meshwright_operator.http.limits import TokenBucket
 
 RATE = 10.0
 """Sustained requests per second of an agent, which reports every two seconds and polls again after each answer."""
@@ -17,41 +21,45 @@ MAX_OPEN_POLLS = 4
 
 
 @dataclass(slots=True)
-class _Sender:
-    incarnation: int
-    tokens_left: float
-    """Requests it may make now."""
-    refilled_at: float
-    """When `tokens_left` was updated."""
-    last_dates: dict[str, int]
-    """Endpoint -> date of its last request."""
+class _Worker:
+    bucket: TokenBucket
+    pod: Sender | None = None
+    last_counters: dict[str, int] = field(default_factory=dict)
+    """Endpoint -> counter of the pod's last request."""
 
 
 class RateLimiter:
-    """Token buckets and last dates of the workers of one job. `clock` returns monotonic seconds."""
+    """Token buckets and last counters of the workers of one job. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._senders: dict[int, _Sender] = {}
+        self._workers: dict[int, _Worker] = {}
 
     def delay_for(self, worker: int) -> float:
         """Count a request. Return 0 if it is allowed now, or the seconds after which it will be."""
-        now = self._clock()
-        sender = self._senders.setdefault(worker, _Sender(-1, BURST, now, {}))
-        sender.tokens_left = min(BURST, sender.tokens_left + (now - sender.refilled_at) * RATE)
-        sender.refilled_at = now
-        if sender.tokens_left < 1.0:
-            return (1.0 - sender.tokens_left) / RATE
-        sender.tokens_left -= 1.0
-        return 0.0
+        return self._worker(worker).bucket.take(self._clock())
 
-    def is_newer(self, endpoint: str, worker: int, incarnation: int, date: int) -> bool:
-        """Whether the request is later than the last one of the same pod. A new incarnation starts again."""
-        sender = self._senders.setdefault(worker, _Sender(-1, BURST, self._clock(), {}))
-        if incarnation > sender.incarnation:
-            sender.incarnation, sender.last_dates = incarnation, {}
-        if incarnation == sender.incarnation:
-            if date <= sender.last_dates.get(endpoint, 0):
-                return False
-            sender.last_dates[endpoint] = date
+    def is_next(self, endpoint: str, sender: Sender, counter: int) -> bool:
+        """Whether a request comes after the last one of the pod, and record it.
+
+        The sender must be a current pod of the job: a change of the pod starts again.
+        """
+        worker = self._worker(sender.worker)
+        if worker.pod != sender:
+            worker.pod, worker.last_counters = sender, {}
+        last = worker.last_counters.get(endpoint, 0)
+        if not last < counter <= last + MAX_COUNTER_STEP:
+            return False
+        worker.last_counters[endpoint] = counter
         return True
+
+    def last_counter(self, endpoint: str, sender: Sender) -> int:
+        """The counter of the pod's last request; 0 before its first."""
+        worker = self._workers.get(sender.worker)
+        return worker.last_counters.get(endpoint, 0) if worker is not None and worker.pod == sender else 0
+
+    def _worker(self, index: int) -> _Worker:
+        worker = self._workers.get(index)
+        if worker is None:
+            worker = self._workers[index] = _Worker(TokenBucket(RATE, BURST, self._clock()))
+        return worker

@@ -1,8 +1,8 @@
 """The coordinator's HTTP endpoints (the protocol is documented in `meshwright.protocol.messages`).
 
-The coordinator limits the size of a body and the time to read it, and checks the signature before it parses the body.
-It signs every answer to a request with a valid signature. It responds with 410, after which an agent exits, only after
-a reconcile has published the job's state. Until then, agents wait.
+The headers of a request are checked before its body is read (`authentication`). Bodies are limited in size, in reading
+time and in total. The coordinator signs every answer to a request with a valid signature. It responds with 410, after
+which an agent exits, only after a reconcile has published the job's state. Until then, agents wait.
 """
 
 from __future__ import annotations
@@ -10,56 +10,40 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from math import ceil
 from typing import TypeVar
 
 from aiohttp import web
 from pydantic import ValidationError
 
-from meshwright.protocol import signing
-from meshwright.protocol.messages import (
-    PROTOCOL_VERSION,
-    VERSION_HEADER,
-    MeshRequest,
-    ReportReply,
-    TrustBundle,
-    TrustRequest,
-    WorkerReport,
-)
+from meshwright.protocol.messages import MeshRequest, ReportReply, TrustBundle, WorkerReport
+from meshwright.protocol.signing import Sender, digest_of
 from meshwright.protocol.trust import bundle_id
-from meshwright_operator.coordinator.agent_registry import AgentRegistry, encode
+from meshwright_operator.coordinator.agent_registry import AgentRegistry, EncodedMessage, encode
+from meshwright_operator.coordinator.authentication import (
+    Authenticator,
+    SignedRequest,
+    rate_limited,
+    superseded_error,
+)
 from meshwright_operator.coordinator.rate_limit import MAX_OPEN_POLLS
 from meshwright_operator.coordinator.tokens import Tokens
+from meshwright_operator.decide.report_interval import report_seconds, urgent_spacing
+from meshwright_operator.http.limits import ByteBudget
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 
-MAX_BODY_BYTES = 256 << 10
 BODY_SECONDS = 10.0
+BODY_BYTES_IN_FLIGHT = 16 << 20
+"""Bytes of all bodies that are being received."""
+COUNT_WORKERS_SECONDS = 5.0
+MAX_REPLIES = 4096
+MAX_NOTIFIED = 4096
+MAX_PROBLEM_CHARACTERS = 2000
 CLIENT_CLOSED_REQUEST = 499
 """Code in metrics if the client disconnected before the answer."""
 
-Message = TypeVar("Message", MeshRequest, WorkerReport, TrustRequest)
-
-
-@dataclass(frozen=True, slots=True)
-class SignedRequest:
-    """A request that is signed with the job's token."""
-
-    endpoint: str
-    key: JobKey
-    registry: AgentRegistry
-    token: str = field(repr=False)
-    signature: str
-    date: int
-    body: bytes
-
-    def sign_response(self, status: int, body: object) -> dict[str, str]:
-        """The headers with the signature of an answer."""
-        return signing.answer_headers(self.token, self.signature, status, body if isinstance(body, bytes) else b"")
-
-
-Handler = Callable[[SignedRequest], Awaitable[bytes | None]]
+Message = TypeVar("Message", MeshRequest, WorkerReport)
+Handler = Callable[[SignedRequest, web.Request], Awaitable[EncodedMessage | None]]
 
 
 class Coordinator:
@@ -75,19 +59,33 @@ class Coordinator:
     ) -> None:
         """`notify(key, urgent)` is called for each poll and report; urgent if it may change a decision."""
         self._clock = clock
-        self._cache = cache
-        self._tokens = tokens
         self._metrics = metrics
         self._notify = notify
         self._registry_by_uid: dict[str, AgentRegistry] = {}
-        self.synced = False
-        """Whether the cache contains all jobs, so that a job that is not in it does not exist."""
-        self._trust = TrustBundle(certificates="")
+        self._authenticator = Authenticator(cache, tokens, self.registry)
+        self._body_budget = ByteBudget(BODY_BYTES_IN_FLIGHT)
+        self._all_workers = 0
+        self._counted_at = float("-inf")
+        self._notifying: set[JobKey] = set()
+        """Jobs with an urgent notification that is delayed."""
+        self._notified_at: dict[JobKey, float] = {}
+        self._replies: dict[tuple[int, float], EncodedMessage] = {}
+        self._trust = encode(TrustBundle(certificates=""))
         self._trust_id: str | None = None
+
+    @property
+    def synced(self) -> bool:
+        """Whether the cache contains all jobs, so that a job that is not in it does not exist."""
+        return self._authenticator.synced
+
+    @synced.setter
+    def synced(self, synced: bool) -> None:
+        self._authenticator.synced = synced
 
     def trust(self, bundle: str) -> None:
         """Set the CA bundle with which agents verify the coordinator; empty without TLS."""
-        self._trust, self._trust_id = TrustBundle(certificates=bundle), bundle_id(bundle) or None
+        self._trust, self._trust_id = encode(TrustBundle(certificates=bundle)), bundle_id(bundle) or None
+        self._replies.clear()
 
     def registry(self, uid: str) -> AgentRegistry:
         """The registry of the job with this uid."""
@@ -100,7 +98,7 @@ class Coordinator:
 
     def application(self) -> web.Application:
         """The web application."""
-        application = web.Application(client_max_size=MAX_BODY_BYTES)
+        application = web.Application()
         base = "/v1/jobs/{namespace}/{name}/{uid}"
         application.router.add_post(f"{base}/mesh", self._with_metrics("mesh", self._mesh))
         application.router.add_post(f"{base}/report", self._with_metrics("report", self._report))
@@ -127,102 +125,116 @@ class Coordinator:
 
     async def _respond(self, endpoint: str, handler: Handler, request: web.Request) -> web.Response:
         """The handler's answer or error, signed with the job's token."""
+        signed_request = self._authenticator.authenticate(endpoint, request)
+        try:
+            message = await handler(signed_request, request)
+        except web.HTTPException as http_error:
+            body = http_error.body if isinstance(http_error.body, bytes) else b""
+            signed = self._authenticator.answer_headers(signed_request, http_error.status, digest_of(body))
+            http_error.headers.update(signed)
+            raise
+        if message is None:
+            headers = self._authenticator.answer_headers(signed_request, 204, digest_of(b""))
+            return web.Response(status=204, headers=headers)
+        headers = self._authenticator.answer_headers(signed_request, 200, message.digest)
+        return web.Response(body=message.body, headers=headers, content_type="application/json")
+
+    async def _mesh(self, signed_request: SignedRequest, request: web.Request) -> EncodedMessage | None:
+        registry = signed_request.registry
+        if registry.polls(signed_request.sender.worker) >= MAX_OPEN_POLLS:
+            raise rate_limited(1.0)
+        mesh_request = _parse(MeshRequest, signed_request, await self._read(signed_request, request))
+        new = registry.is_new(mesh_request)
+        with registry.polling(mesh_request):
+            if new:
+                self._notify_urgently(signed_request.key, registry)
+            document = await registry.wait_for_newer(mesh_request)
+        if document is not None:
+            return document
+        if registry.superseded(mesh_request):
+            raise superseded_error()
+        return None
+
+    async def _report(self, signed_request: SignedRequest, request: web.Request) -> EncodedMessage:
+        registry, head, key = signed_request.registry, signed_request.head, signed_request.key
+        body = await self._read(signed_request, request)
+        interval = self._report_seconds(registry, head.sender.worker)
+        if registry.repeat_report(head.sender.worker, head.digest, interval):
+            self._notify(key, False)
+        else:
+            report = _parse(WorkerReport, signed_request, body)
+            if len(report.ranks) > signed_request.max_ranks:
+                raise web.HTTPBadRequest(text=f"ranks: a worker of this job has at most {signed_request.max_ranks}")
+            if registry.receive_report(report, head.digest, interval):
+                self._notify_urgently(key, registry)
+            else:
+                self._notify(key, False)
+        return self._reply(registry.generation, interval)
+
+    async def _send_trust(self, signed_request: SignedRequest, request: web.Request) -> EncodedMessage:
+        # The headers contain everything that is needed, but the body must be the one that was signed.
+        await self._read(signed_request, request)
+        return self._trust
+
+    def _notify_urgently(self, key: JobKey, registry: AgentRegistry) -> None:
+        """Have the job reconciled now; in a large job, once for all agents that report at the same time."""
+        spacing = urgent_spacing(registry.workers)
+        if spacing == 0.0:
+            self._notify(key, True)
+        elif key not in self._notifying:
+            wait = max(0.0, self._notified_at.get(key, float("-inf")) + spacing - self._clock())
+            self._notifying.add(key)
+            asyncio.get_running_loop().call_later(wait, self._notify_now, key)
+
+    def _notify_now(self, key: JobKey) -> None:
+        self._notifying.discard(key)
+        if len(self._notified_at) >= MAX_NOTIFIED:
+            self._notified_at.clear()
+        self._notified_at[key] = self._clock()
+        self._notify(key, True)
+
+    async def _read(self, signed_request: SignedRequest, request: web.Request) -> bytes:
+        """The body, which must be the one that was signed."""
+        length = signed_request.head.length
+        if not self._body_budget.take(length):
+            raise web.HTTPServiceUnavailable(text="too many bodies at once", headers={"Retry-After": "1"})
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await request.read()
         except TimeoutError:
             raise web.HTTPRequestTimeout(text=f"request body not received within {BODY_SECONDS:g} s") from None
-        signed_request = self._authenticate(endpoint, request, body)
-        try:
-            payload = await handler(signed_request)
-        except web.HTTPException as http_error:
-            http_error.headers.update(signed_request.sign_response(http_error.status, http_error.body))
-            raise
-        if payload is None:
-            return web.Response(status=204, headers=signed_request.sign_response(204, b""))
-        return web.Response(
-            body=payload, headers=signed_request.sign_response(200, payload), content_type="application/json"
-        )
+        finally:
+            self._body_budget.give_back(length)
+        if not signed_request.head.matches(body):
+            raise web.HTTPUnauthorized(text="the body is not the one that was signed")
+        return body
 
-    async def _mesh(self, signed_request: SignedRequest) -> bytes | None:
-        mesh_request = self._checked_message(signed_request, MeshRequest)
-        registry = signed_request.registry
-        if registry.polls(mesh_request.worker) >= MAX_OPEN_POLLS:
-            raise _rate_limited(1.0)
-        with registry.polling(mesh_request):
-            self._notify(signed_request.key, True)
-            document = await registry.wait_for_newer(mesh_request)
-        if document is not None:
-            return document
-        if registry.superseded(mesh_request):
-            raise _superseded_error()
-        return None
+    def _report_seconds(self, registry: AgentRegistry, worker: int) -> float:
+        """The time until this agent's next report."""
+        now = self._clock()
+        if now - self._counted_at >= COUNT_WORKERS_SECONDS:
+            self._counted_at = now
+            self._all_workers = sum(other.workers for other in self._registry_by_uid.values())
+        return report_seconds(0 if registry.reports_progress(worker) else registry.workers, self._all_workers)
 
-    async def _report(self, signed_request: SignedRequest) -> bytes:
-        report = self._checked_message(signed_request, WorkerReport)
-        self._notify(signed_request.key, signed_request.registry.receive_report(report))
-        return encode(ReportReply(generation=signed_request.registry.generation, trust=self._trust_id))
-
-    async def _send_trust(self, signed_request: SignedRequest) -> bytes:
-        self._checked_message(signed_request, TrustRequest)
-        return encode(self._trust)
-
-    def _checked_message(self, signed_request: SignedRequest, kind: type[Message]) -> Message:
-        """The message, if its sender is a current pod of the job, is within its rate limit, and does not replay it."""
-        message = _parse(kind, signed_request.body)
-        registry, worker, incarnation = signed_request.registry, message.worker, message.incarnation
-        if registry.superseded(message):
-            raise _superseded_error()
-        if (seconds := registry.rate_limiter.delay_for(worker)) > 0:
-            raise _rate_limited(seconds)
-        if not registry.rate_limiter.is_newer(signed_request.endpoint, worker, incarnation, signed_request.date):
-            raise web.HTTPConflict(text="this request, or a later one of the same pod, was received before")
-        return message
-
-    def _authenticate(self, endpoint: str, request: web.Request, body: bytes) -> SignedRequest:
-        namespace, name, uid = (request.match_info[part] for part in ("namespace", "name", "uid"))
-        token = self._tokens.token(namespace, name, uid)
-        path = f"/v1/jobs/{namespace}/{name}/{uid}/{endpoint}"
-        try:
-            date, signature = signing.check_request(token, request.method, path, request.headers, body)
-        except signing.ClockError as error:
-            # Signed, because the agent adopts this clock and must trust it.
-            raise _signed_error(web.HTTPUnauthorized(text=str(error)), token, request) from None
-        except signing.SignatureError as error:
-            raise web.HTTPUnauthorized(text=f"not signed with this job's token: {error}") from None
-        version = request.headers.get(VERSION_HEADER, "1")
-        if version != str(PROTOCOL_VERSION):
-            text = f"protocol version must be {PROTOCOL_VERSION}, got {version[:16]!r}"
-            raise web.HTTPUpgradeRequired(text=f"{text}: use a worker image of the operator's release")
-        if not self.synced:
-            raise web.HTTPServiceUnavailable(text="starting", headers={"Retry-After": "1"})
-        key = JobKey(namespace, name)
-        job = self._cache.jobs.get(key)
-        if job is None or job["metadata"].get("uid") != uid:
-            raise web.HTTPNotFound(text="job not found")
-        return SignedRequest(endpoint, key, self.registry(uid), token, signature, date, body)
+    def _reply(self, generation: int, interval: float) -> EncodedMessage:
+        """The answer to a report. Few differ."""
+        reply = self._replies.get((generation, interval))
+        if reply is None:
+            if len(self._replies) >= MAX_REPLIES:
+                self._replies.clear()
+            reply = encode(ReportReply(generation=generation, report_seconds=interval, trust=self._trust_id))
+            self._replies[generation, interval] = reply
+        return reply
 
 
-def _signed_error(http_error: web.HTTPException, token: str, request: web.Request) -> web.HTTPException:
-    signature = request.headers[signing.AUTHORIZATION].partition(" ")[2].strip()
-    body = http_error.body if isinstance(http_error.body, bytes) else b""
-    http_error.headers.update(signing.answer_headers(token, signature, http_error.status, body))
-    return http_error
-
-
-def _rate_limited(seconds: float) -> web.HTTPTooManyRequests:
-    return web.HTTPTooManyRequests(
-        text="too many requests from this worker", headers={"Retry-After": str(ceil(seconds))}
-    )
-
-
-def _superseded_error() -> web.HTTPGone:
-    return web.HTTPGone(text="superseded: a newer incarnation of this worker exists, or the job needs no pods")
-
-
-def _parse(kind: type[Message], body: bytes) -> Message:
+def _parse(kind: type[Message], signed_request: SignedRequest, body: bytes) -> Message:
+    """The message, if it is about the pod that signed it."""
     try:
-        return kind.model_validate_json(body)
+        message = kind.model_validate_json(body)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
-        raise web.HTTPBadRequest(text=problems) from None
+        raise web.HTTPBadRequest(text=problems[:MAX_PROBLEM_CHARACTERS]) from None
+    if Sender(message.worker, message.incarnation, message.pod_uid) != signed_request.sender:
+        raise web.HTTPBadRequest(text=f"the message must be about its sender, {signed_request.sender}")
+    return message

@@ -11,9 +11,11 @@ import hashlib
 import hmac
 import os
 import secrets
+from functools import lru_cache
 from pathlib import Path
 
 KEY_BYTES = 32
+CACHED_TOKENS = 1024
 
 
 class KeyFileError(Exception):
@@ -24,14 +26,19 @@ class Tokens:
     """Derives and checks the tokens of all jobs from one key."""
 
     def __init__(self, key: bytes = b"") -> None:
-        self._key = key
+        self.use(key)
 
     def use(self, key: bytes) -> None:
-        """Set the key. A process reads it when it becomes the leader."""
+        """Set the key. A process reads it before it serves agents."""
         self._key = key
+        # Every request needs its job's token.
+        self._cached = lru_cache(CACHED_TOKENS)(self._derive)
 
     def token(self, namespace: str, name: str, uid: str) -> str:
         """The token of this job: 43 URL-safe characters."""
+        return self._cached(namespace, name, uid)
+
+    def _derive(self, namespace: str, name: str, uid: str) -> str:
         if not self._key:
             raise RuntimeError("tokens are used before their key was read")
         message = "\0".join(("meshwright-coordinator-v1", namespace, name, uid)).encode()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright.protocol.messages import WorkerReport
+from meshwright.protocol.messages import DEFAULT_REPORT_SECONDS, WorkerReport
+from meshwright_operator.decide import report_interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,13 @@ class ReceivedReport:
     """Seconds since it arrived."""
     halted_seconds: float
     """Seconds since the first report that the ranks of this generation failed or paused; 0 in other states."""
+    interval: float = DEFAULT_REPORT_SECONDS
+    """The interval of reports that the agent follows."""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the report is up to date."""
+        return report_interval.is_fresh(self.age, self.interval)
 
 
 @dataclass(frozen=True, slots=True)

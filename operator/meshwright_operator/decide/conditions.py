@@ -1,7 +1,7 @@
 """The job's conditions, for tools that follow kstatus.
 
 A job that runs, completed or is suspended is Ready. A job that failed or cannot run is Stalled. Any other job is
-Reconciling. A job is never Reconciling and Stalled at the same time.
+Reconciling. A job is never Reconciling and Stalled at the same time. If no agent reports, Ready is Unknown.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class JobState:
     message: str
     ready: bool = False
     stalled: bool = False
+    unknown: bool = False
+    """Whether it is not known if the job is ready."""
 
     @property
     def reconciling(self) -> bool:
@@ -53,7 +55,12 @@ def blocked_job_state(blocked_edit: BlockedEdit, revision: str, running: JobStat
     effect = "keeps running" if running.reason == "Running" else f"stays in effect ({running.reason})"
     message = sentences(blocked_edit.message, f"Revision {revision} {effect}: {running.message}")
     return replace(
-        running, reason=blocked_edit.reason, message=message, ready=False, stalled=not blocked_edit.retryable
+        running,
+        reason=blocked_edit.reason,
+        message=message,
+        ready=False,
+        unknown=False,
+        stalled=not blocked_edit.retryable,
     )
 
 
@@ -82,7 +89,8 @@ def set_job_state(status: ParallelTrainingJobStatus, job_state: JobState, genera
         (names.STALLED, job_state.stalled),
     ):
         message = job_state.message if value or kind == names.READY else ""
-        set_condition(status, kind, str(value), job_state.reason, message, generation, now)
+        text = "Unknown" if kind == names.READY and job_state.unknown else str(value)
+        set_condition(status, kind, text, job_state.reason, message, generation, now)
     if find(status.conditions, names.PLACED) is None:
         set_condition(status, names.PLACED, "Unknown", "NotPlacedYet", "", generation, now)
     for kind in (names.COMPLETE, names.FAILED, names.SUSPENDED):
@@ -95,5 +103,11 @@ def set_job_state(status: ParallelTrainingJobStatus, job_state: JobState, genera
 
 
 def update_observed_generation(status: ParallelTrainingJobStatus, generation: int) -> None:
-    """Sets `observedGeneration` of all conditions, because they are true for this generation of the object too."""
-    status.conditions = [c.model_copy(update={"observed_generation": generation}) for c in status.conditions]
+    """Sets `observedGeneration` of all conditions, because they are true for this generation of the object too.
+
+    Conditions of other types are those of a later version, which alone knows when they are true.
+    """
+    status.conditions = [
+        c.model_copy(update={"observed_generation": generation}) if c.type in names.ALL else c
+        for c in status.conditions
+    ]

@@ -7,7 +7,7 @@ from datetime import timedelta
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find, is_true
 from meshwright.api.labels import LABEL_JOB
-from meshwright.api.spec import CordonedNodes, FailureAction
+from meshwright.api.spec import FailureAction
 from meshwright_operator.decide import (
     failure_detection,
     gang,
@@ -17,20 +17,23 @@ from meshwright_operator.decide import (
     placement_outcome,
     progress,
     restart_policy,
+    stuck_pods,
+    training_state,
 )
-from meshwright_operator.decide.applied_spec import encode_spec
+from meshwright_operator.decide.applied_spec import updated_applied_spec
 from meshwright_operator.decide.conditions import update_observed_generation
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.mesh_generation import next_generation
 from meshwright_operator.decide.observed import Observed, PodState, has_started
 from meshwright_operator.decide.restart_policy import Interruption, Undetermined
+from meshwright_operator.decide.succeeded_workers import format_workers
 from meshwright_operator.text import counted, sentences
-from meshwright_operator.timestamps import format_time, seconds_since
+from meshwright_operator.timestamps import format_time, parse_time
 
 REQUEUE_SECONDS = 15.0
-MOVE_AFTER_SECONDS = 30.0
-MOVE_RETRY_SECONDS = 60.0
+CLOCK_SKEW_SECONDS = 30.0
+"""A time in status that is later than this after now is from a clock that was set back since."""
 
 
 def decide(observed: Observed) -> Decision:
@@ -51,6 +54,9 @@ def decide(observed: Observed) -> Decision:
     _report_blocked_edit(decision)
     restart_policy.drop_expired(decision.status, observed.spec.recovery, observed.now)
     progress.update_progress(observed, decision.status)
+    decision.avoid |= stuck_pods.nodes_to_avoid(observed.stuck_pods)
+    decision.delete += [pod for worker in observed.workers for pod in worker.obsolete_pods]
+    _record_succeeded_workers(decision)
     if observed.spec.suspend:
         _suspend(decision)
     elif lifecycle.succeeded(observed):
@@ -88,7 +94,7 @@ def _adopt_plan(decision: Decision) -> None:
         status.plan.revision = observed.revision
     if changed:
         placement_outcome.reset_attempts(decision)
-    status.applied_spec = encode_spec(observed.spec)
+    status.applied_spec = updated_applied_spec(observed.status, observed.spec, observed.revision)
     status.selector = f"{LABEL_JOB}={observed.name}"
     status.replicas = observed.plan.layout.data
     if changed and observed.mesh.generation > 0 and not observed.mesh.pending_cause and not observed.spec.suspend:
@@ -97,6 +103,16 @@ def _adopt_plan(decision: Decision) -> None:
         )
     elif changed and observed.mesh.generation > 0:
         decision.mesh.pending_cause = restart_policy.SPEC_CHANGED.name
+
+
+def _record_succeeded_workers(decision: Decision) -> None:
+    """Writes to status which workers have succeeded in the current generation, before anything is done about it."""
+    observed = decision.observed
+    if observed.mesh.generation > 0 and not decision.mesh.pending_cause:
+        succeeded = (worker.index for worker in observed.workers if worker.completed)
+        decision.mesh.succeeded_workers = format_workers(succeeded)
+    elif decision.status.mesh is not None:
+        decision.mesh.succeeded_workers = ""
 
 
 def _suspend(decision: Decision) -> None:
@@ -115,13 +131,16 @@ def _suspend(decision: Decision) -> None:
     lost = [w.pod for w in observed.workers if w.state is PodState.LOST]
     live = sum(pod not in lost for pod in observed.live_pods)
     if live:
+        waits = [stuck_pods.seconds_until_stuck(pod, observed.now) for pod in observed.live_pods]
+        decision.requeue_within(min((seconds for seconds in waits if seconds), default=None))
         decision.job_state("Suspending", f"Waiting for {counted(live, 'pod')} to save a checkpoint and exit")
         return
     if not is_true(observed.status.conditions, names.SUSPENDED):
         decision.add_event("Suspended", _suspended_message(decision))
     decision.condition(names.SUSPENDED, True, "SuspendedByUser")
     decision.condition(names.PLACED, False, "Suspended")
-    decision.job_state("Suspended", "`spec.suspend` is true", ready=True)
+    stuck = stuck_pods.describe(observed.stuck_pods)
+    decision.job_state("Suspended", sentences("`spec.suspend` is true", stuck), ready=True)
 
 
 def _suspended_message(decision: Decision) -> str:
@@ -144,10 +163,10 @@ def _advance_generation(decision: Decision) -> None:
     if generation_runs:
         verdict = failure_detection.detect(observed)
         if verdict is None:
-            _train(decision)
+            training_state.report_training(decision)
             return
         if isinstance(verdict, Undetermined):
-            _report_ready_ranks(decision, unsure=True)
+            training_state.report_ready_ranks(decision, unsure=True)
             decision.requeue_within(verdict.seconds)
             return
         _end_generation(decision, verdict)
@@ -158,6 +177,7 @@ def _advance_generation(decision: Decision) -> None:
         return
     if not decision.mesh.pending_cause:
         decision.mesh.pending_cause = restart_policy.START.name
+    _repair_pending_since(decision)
     decision.status.ready_ranks = f"0/{observed.plan.layout.world_size}"
     decision.status.tokens_per_second = decision.status.eta_seconds = None
     crashed = failure_detection.uncounted_crashes(observed) if not generation_runs else []
@@ -165,6 +185,14 @@ def _advance_generation(decision: Decision) -> None:
     if crashed and not _may_restart(decision, codes, failure_detection.crash_message(crashed)):
         return
     _start_generation(decision)
+
+
+def _repair_pending_since(decision: Decision) -> None:
+    """Every wait for pods ends some time after `pendingSince`, so it must be set, and not be in the future."""
+    since = parse_time(decision.mesh.pending_since)
+    now = decision.observed.now
+    if decision.observed.live_pods and (since is None or since > now + timedelta(seconds=CLOCK_SKEW_SECONDS)):
+        decision.mesh.pending_since = format_time(now)
 
 
 def _end_generation(decision: Decision, verdict: Interruption) -> None:
@@ -219,7 +247,6 @@ def _report_blocked_edit(decision: Decision) -> None:
 
 
 def _start_generation(decision: Decision) -> None:
-    decision.requeue_within(REQUEUE_SECONDS)
     observed, cause = decision.observed, decision.mesh.pending_cause
     if observed.rejection is not None:
         placement_outcome.end_attempt(
@@ -227,15 +254,27 @@ def _start_generation(decision: Decision) -> None:
         )
         return
     action = gang.next_action(observed, cause)
+    if not isinstance(action, gang_actions.Place) or mesh_generation.uses_external_scheduler(observed):
+        decision.requeue_within(REQUEUE_SECONDS)
     if (
         isinstance(action, gang_actions.Place | gang_actions.Wait | gang_actions.EndAttempt)
         and (pause := placement_outcome.retry_left(decision)) > 0
     ):
         placement_outcome.wait_for_retry(decision, pause)
         return
+    _take(decision, action)
+
+
+def _take(decision: Decision, action: gang_actions.GangAction) -> None:
+    """Decides what the gang's next action asks for."""
+    observed, cause = decision.observed, decision.mesh.pending_cause
     match action:
         case gang_actions.Delete(pods, why):
             decision.delete += [pod for pod in pods if pod not in decision.delete]
+            decision.avoid |= action.avoid
+            if action.replaces_agents:
+                decision.mesh.agent_replacements += 1
+                decision.avoid_seconds = placement_outcome.AVOID_FAILED_NODE_SECONDS
             decision.starting(f"Deleting {counted(len(pods), 'pod')}, because {why}")
         case gang_actions.Wait(message, reason, seconds):
             decision.starting(message, reason)
@@ -269,47 +308,3 @@ def _announce(decision: Decision) -> None:
     if checkpoint is not None and number > 1:
         text = f"Restarting from the checkpoint of step {checkpoint.step} (generation {number})"
         decision.add_event("RestartingFromCheckpoint", text)
-
-
-def _train(decision: Decision) -> None:
-    """Reports how many ranks train, and moves workers off draining nodes if all do."""
-    _, unknown = progress.count_ranks(decision.observed)
-    if _report_ready_ranks(decision, unsure=unknown > 0) and not unknown:
-        _move_off_draining_nodes(decision)
-
-
-def _report_ready_ranks(decision: Decision, *, unsure: bool) -> bool:
-    """Writes how many ranks train to status, and returns whether all of them do.
-
-    If the number is `unsure`, a job that was training still counts as training: after a restart of the operator the
-    agents' reports arrive one by one, and the cause of a failed rank is determined only after a wait.
-    """
-    observed, status = decision.observed, decision.status
-    world = observed.plan.layout.world_size
-    training, _ = progress.count_ranks(observed)
-    if unsure and status.ready_ranks == f"{world}/{world}":
-        training = world
-    status.ready_ranks = f"{training}/{world}"
-    if training < world:
-        decision.starting(f"{training} of {world} ranks are training in generation {decision.mesh.generation}")
-        return False
-    trains = f"{counted(world, 'rank')} {'is' if world == 1 else 'are'} training"
-    decision.job_state("Running", f"{trains} in generation {decision.mesh.generation}", ready=True)
-    return True
-
-
-def _move_off_draining_nodes(decision: Decision) -> None:
-    """Asks for other nodes for the workers on draining nodes, while they can still save a checkpoint."""
-    observed = decision.observed
-    draining = tuple(w for w in observed.workers if w.node_drain_reason and not w.node_down)
-    spec = observed.spec
-    if mesh_generation.uses_external_scheduler(observed):
-        return  # only the external scheduler knows whether the workers fit elsewhere
-    if not draining or spec.recovery.cordoned_nodes is CordonedNodes.STAY or spec.checkpoint is None:
-        return
-    trained = seconds_since(observed.mesh.started_time, observed.now)
-    if trained < MOVE_AFTER_SECONDS:
-        decision.requeue_within(MOVE_AFTER_SECONDS - trained)
-        return
-    decision.move = gang_actions.Place(draining, {w.index: w.node for w in observed.workers if w not in draining})
-    decision.requeue_within(MOVE_RETRY_SECONDS)

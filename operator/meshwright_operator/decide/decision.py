@@ -38,6 +38,8 @@ class Decision:
     """Nodes that another scheduler chose, to map ranks onto before `status` is written."""
     avoid: dict[str, str] = field(default_factory=dict)
     """Node -> why not to place this job there for a while."""
+    avoid_seconds: float | None = None
+    """For how long; None for the scheduler's default."""
     delete_job: bool = False
     requeue_after: float | None = None
     """Seconds after which to reconcile the job again, even without an event."""
@@ -57,10 +59,17 @@ class Decision:
         return self.status.mesh
 
     def job_state(
-        self, reason: str, message: str, *, ready: bool = False, stalled: bool = False, final: bool = False
+        self,
+        reason: str,
+        message: str,
+        *,
+        ready: bool = False,
+        stalled: bool = False,
+        unknown: bool = False,
+        final: bool = False,
     ) -> None:
         """Sets Ready, Reconciling and Stalled. Unless the state is final, they also report a blocked edit."""
-        state = conditions.JobState(reason, message, ready=ready, stalled=stalled)
+        state = conditions.JobState(reason, message, ready=ready, stalled=stalled, unknown=unknown)
         if self.observed.blocked_edit is not None and not final:
             state = blocked_job_state(self.observed.blocked_edit, self.observed.revision, state)
         conditions.set_job_state(self.status, state, self.observed.generation, self.observed.now)
@@ -131,3 +140,4 @@ class Decision:
         if self.status.mesh is not None:
             self.mesh.pending_cause = ""
             self.mesh.pending_since = None
+            self.mesh.succeeded_workers = ""

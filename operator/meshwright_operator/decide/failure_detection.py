@@ -10,7 +10,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from meshwright.protocol.messages import AgentState, FailureKind
-from meshwright_operator.decide.hang_detection import hung_ranks, silent_agents, stuck_agents
+from meshwright_operator.decide.hang_detection import hung_command, hung_ranks, silent_agents, stuck_agents
 from meshwright_operator.decide.observed import Observed, PodState, Worker
 from meshwright_operator.decide.restart_policy import (
     CAUSE_WAIT_SECONDS,
@@ -32,6 +32,13 @@ from meshwright_operator.timestamps import parse_time
 
 PEER_LOST_WAIT_SECONDS = 10.0
 PAUSE_SECONDS = 20.0
+DRAIN_MARGIN_SECONDS = 60.0
+
+JOB_FAILURES = {
+    FailureKind.REJECTED: "RunRejected",
+    FailureKind.CHECKPOINT_INCOMPATIBLE: "CheckpointIncompatible",
+}
+"""Failures of ranks that another start would repeat -> reason for which the job fails at once."""
 
 GONE = frozenset({PodState.MISSING, PodState.ENDING, PodState.DISRUPTED, PodState.LOST})
 
@@ -43,8 +50,11 @@ def detect(observed: Observed) -> Interruption | Undetermined | None:
 
 
 def lost_pods(observed: Observed) -> Interruption | None:
-    """Pods that were deleted, evicted, preempted or lost with their node, or are being deleted."""
-    gone = [worker for worker in observed.workers if worker.state in GONE]
+    """Pods that were deleted, evicted, preempted or lost with their node, or are being deleted.
+
+    A worker that has completed the run needs its pod no more.
+    """
+    gone = [worker for worker in observed.workers if worker.state in GONE and not worker.completed]
     if not gone:
         return None
     causes = [_cause(worker) for worker in gone]
@@ -72,25 +82,29 @@ def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
     wait = CAUSE_WAIT_SECONDS if root else PEER_LOST_WAIT_SECONDS
     if oldest < wait:
         return Undetermined(wait - oldest)
-    # A rejected run fails the job, so name it. Otherwise name the earliest root failure.
+    # A failure that would repeat fails the job, so name it. Otherwise name the earliest root failure.
     worker, received = max(
         failing.items(),
-        key=lambda item: (item[1].report.failure is FailureKind.REJECTED, item[1] in root, item[1].halted_seconds),
+        key=lambda item: (item[1].report.failure in JOB_FAILURES, item[1] in root, item[1].halted_seconds),
     )
     return Interruption(
         RANK_FAILURE,
         f"Worker {worker}: {received.report.message or 'a rank failed'}",
         detected_in=oldest,
-        job_failure="RunRejected" if received.report.failure is FailureKind.REJECTED else "",
+        job_failure=JOB_FAILURES.get(received.report.failure, "") if received.report.failure is not None else "",
     )
 
 
 def paused_ranks(observed: Observed) -> Interruption | Undetermined | None:
     """Ranks that paused for a pod's deletion. If no pod is deleted after all, only a restart starts them again."""
     paused = observed.reports_in(AgentState.IDLE)
-    if not paused or observed.reports_in(AgentState.DRAINING):
+    if not paused:
         return None
     longest = max(received.halted_seconds for received in paused.values())
+    # A worker that saves and stops has its grace period. Its agent exits then, or hangs.
+    drain = observed.spec.workers.termination_grace_period_seconds + DRAIN_MARGIN_SECONDS
+    if observed.reports_in(AgentState.DRAINING) and longest < drain:
+        return None
     if longest < PAUSE_SECONDS:
         return Undetermined(PAUSE_SECONDS - longest)
     workers = ", ".join(str(index) for index in sorted(paused))
@@ -138,7 +152,7 @@ def _describe_loss(worker: Worker) -> str:
         PodState.MISSING: "no longer exists",
         PodState.ENDING: "is being deleted",
         PodState.DISRUPTED: "was stopped",
-        PodState.LOST: f"is lost, because node {worker.node} is down",
+        PodState.LOST: f"is lost, because node {worker.node} is down" if worker.node_down else "does not terminate",
     }[worker.state]
     why = f" ({worker.pod.disruption})" if worker.pod is not None and worker.pod.disruption else ""
     return f"{pod} {happened}{why}"
@@ -161,6 +175,7 @@ DETECTORS: tuple[Detector, ...] = (
     failed_ranks,
     paused_ranks,
     hung_ranks,
+    hung_command,
     silent_agents,
     stuck_agents,
 )

@@ -19,12 +19,14 @@ from meshwright_operator.decide.gang_actions import (
     Ungate,
     Wait,
 )
+from meshwright_operator.decide.incarnations import taken_names
 from meshwright_operator.decide.mesh_generation import uses_external_scheduler
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState, Worker
 from meshwright_operator.kube.pod_info import Pod
-from meshwright_operator.text import counted, sentences
+from meshwright_operator.text import capitalized, counted, sentences
 from meshwright_operator.timestamps import seconds_since
 
+AGENTS_MISSING = "AgentsMissing"
 PROBLEM_LIMIT_SECONDS = 300.0
 """Age at which a pod with a problem ends the attempt: time for a registry or a volume to become available again."""
 REPEATED_PROBLEM_LIMIT_SECONDS = 60.0
@@ -35,6 +37,8 @@ POD_START_SECONDS = 1800.0
 """Age at which a pod that does not run and reports no problem ends the attempt: large images pull slowly."""
 ABSENT_AGENT_SECONDS = 120.0
 """Seconds after which a pod is replaced if its agent does not poll while other agents do."""
+MAX_AGENT_REPLACEMENTS = 3
+"""How often pods are replaced because their agents do not poll, before the attempt ends."""
 SILENT_GANG_SECONDS = 600.0
 """Seconds after which the attempt ends if no agent of the gang reaches the coordinator."""
 
@@ -48,11 +52,15 @@ def next_action(observed: Observed, pending_cause: str) -> GangAction:
         count = len(ending) + len(observed.excess_pods)
         return Wait(f"Waiting for {counted(count, 'pod')} to terminate")
     missing = tuple(w for w in observed.workers if w.state in ENDED)
+    if rejected := [w.pod for w in missing if w.pod is not None and w.pod.rejection]:
+        return _rejected_pods(rejected)
     if missing:
         crashed = [w for w in missing if w.state in (PodState.CRASHED, PodState.SUCCEEDED)]
         if (seconds := restart_policy.crash_backoff_left(observed, crashed)) > 0:
             backoff = f"Backing off before replacing {counted(len(missing), 'pod')}"
             return Wait(sentences(failure_detection.crash_message(crashed), backoff), seconds=seconds)
+        if (taken := taken_names(observed, pending_cause, missing)) is not None:
+            return taken
         return Place(missing, {w.index: w.node for w in observed.workers if w.state in LIVE})
     gated = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.gated)
     if gated:
@@ -60,6 +68,14 @@ def next_action(observed: Observed, pending_cause: str) -> GangAction:
     if uses_external_scheduler(observed) and (action := external_scheduler_action(observed)) is not None:
         return action
     return _wait_for_agents(observed, pending_cause)
+
+
+def _rejected_pods(pods: list[Pod]) -> EndAttempt:
+    """Ends the attempt, because a node's kubelet rejected pods. The same node would reject them again."""
+    first, more = pods[0], f" (and {len(pods) - 1} more)" if len(pods) > 1 else ""
+    avoid = {pod.node: f"the kubelet rejected a pod of this job ({pod.rejection.partition(':')[0]})" for pod in pods}
+    message = f"The kubelet of node {first.node} rejected pod {first.name}{more}: {first.rejection}"
+    return EndAttempt("PodRejected", message, tuple(pods), avoid)
 
 
 def _wait_for_agents(observed: Observed, pending_cause: str) -> GangAction:
@@ -105,7 +121,8 @@ def _obsolete_pods(observed: Observed) -> list[tuple[Pod, str]]:
 def _overdue_pods(observed: Observed, waiting: list[Worker]) -> EndAttempt | None:
     """Ends the attempt if pods have not started within their limit."""
     overdue: list[tuple[Pod, str]] = []
-    for pod in (w.pod for w in waiting if w.pod is not None and w.state is PodState.PENDING):
+    # A pod that runs without an address waits too.
+    for pod in (w.pod for w in waiting if w.pod is not None):
         reason = pod.problem.partition(":")[0]
         limit = REPEATED_PROBLEM_LIMIT_SECONDS if observed.mesh.attempts else PROBLEM_LIMIT_SECONDS
         bound = PROBLEM_LIMIT_SECONDS_BY_REASON.get(reason, limit) if reason else POD_START_SECONDS
@@ -131,20 +148,25 @@ def _absent_agents(observed: Observed, absent: list[Worker]) -> GangAction | Non
     Only time in which the coordinator could have received a poll counts, so that downtime of the operator replaces no
     pod.
     """
-    listening = observed.agents.listening_seconds
+    listening, replacements = observed.agents.listening_seconds, observed.mesh.agent_replacements
+    doubled = 0 if observed.mesh.attempts else min(replacements, MAX_AGENT_REPLACEMENTS - 1)
+    wait = ABSENT_AGENT_SECONDS * 2.0**doubled
     late = tuple(
         w.pod
         for w in absent
         if w.pod is not None
         and not w.pod.deleting
-        and min(listening, _running_seconds(observed, w.pod), _pending_seconds(observed)) >= ABSENT_AGENT_SECONDS
+        and min(listening, _running_seconds(observed, w.pod), _pending_seconds(observed)) >= wait
     )
     if not late:
         return None
     if len(absent) < len(observed.workers):
-        return Delete(
-            late, f"the agent of {late[0].name} has not polled the coordinator for {ABSENT_AGENT_SECONDS:.0f} s"
-        )
+        avoid = {pod.node: "the agent of a pod of this job did not poll the coordinator" for pod in late}
+        silent = f"the agent of {late[0].name} has not polled the coordinator for {wait:.0f} s"
+        if replacements < MAX_AGENT_REPLACEMENTS:
+            return Delete(late, silent, avoid, replaces_agents=True)
+        message = f"{capitalized(silent)}. Its pod was replaced {replacements} times. Check the log of the pod"
+        return EndAttempt(AGENTS_MISSING, message, late, avoid)
     if min(listening, _pending_seconds(observed)) < SILENT_GANG_SECONDS:
         return None
     message = (
@@ -164,7 +186,7 @@ def _running_seconds(observed: Observed, pod: Pod) -> float:
 
 
 def _condition_reason(text: str) -> str:
-    return text if text.isalnum() else "PodProblem"
+    return text if text.isalnum() and text.isascii() and text[0].isalpha() else "PodProblem"
 
 
 def _problem(observed: Observed, waiting: list[Worker]) -> Wait | None:

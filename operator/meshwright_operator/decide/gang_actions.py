@@ -19,6 +19,10 @@ class Delete:
     pods: tuple[Pod, ...]
     why: str
     """The reason, as the end of a sentence: `node n5 is down`."""
+    avoid: Mapping[str, str] = field(default_factory=dict)
+    """Node -> why not to place the job there for a while."""
+    replaces_agents: bool = False
+    """Whether the pods are deleted because their agents do not poll. Status counts these deletions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,19 @@ advance, the silent worker's ranks must be alive, and only its connection to the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
-from meshwright.protocol.messages import AgentState, RankProcess
-from meshwright.protocol.run_config import NativeRun
+from meshwright.protocol.messages import DEFAULT_REPORT_SECONDS, AgentState, RankProcess
+from meshwright.protocol.run_config import CommandRun, NativeRun
 from meshwright_operator.decide.agents import ReceivedReport
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, PodState, Worker
+from meshwright_operator.decide.report_interval import SILENT_SECONDS, known_idle_seconds, silent_after
 from meshwright_operator.decide.restart_policy import HANG, POD_LOST, Interruption
 from meshwright_operator.text import counted, sentences
-from meshwright_operator.timestamps import seconds_since
+from meshwright_operator.timestamps import parse_time, seconds_since
 
 MIN_TIMEOUT_SECONDS = 300.0
 """Shortest default timeout: saving a large checkpoint or a slow volume is not a hang."""
@@ -25,10 +28,6 @@ TIMEOUT_STEPS = 10
 """The default timeout, in steps."""
 FIRST_STEP_SECONDS = 900.0
 """Shortest timeout before the first step, in which ranks connect, load the checkpoint and compile."""
-FRESH_REPORT_SECONDS = 15.0
-"""Age above which a report is out of date."""
-SILENT_SECONDS = 60.0
-"""How long an agent may be silent. It reports about thirty times in this time."""
 SILENT_STEPS = 3.0
 """How long training must have stopped before a silent agent's pod is replaced, in steps."""
 ADOPT_GENERATION_SECONDS = 120.0
@@ -66,7 +65,7 @@ class HangRule:
 
     @property
     def applies(self) -> bool:
-        """Whether ranks are checked for hangs. A user's command reports no steps."""
+        """Whether ranks report steps. For a user's command, which does not, see `hung_command`."""
         return isinstance(self.observed.run, NativeRun)
 
     def timeout(self, started: bool) -> float:
@@ -93,6 +92,15 @@ class HangRule:
         """Seconds without a report from the worker's agent, while the coordinator could have received one."""
         received, listening = _report(self.observed, worker), self.observed.agents.listening_seconds
         return min(received.age, listening) if received is not None else listening
+
+    def silent_after(self, worker: Worker) -> float:
+        """Seconds without a report after which the worker's agent counts as silent."""
+        received = _report(self.observed, worker)
+        return silent_after(received.interval if received is not None else DEFAULT_REPORT_SECONDS)
+
+    def is_silent(self, worker: Worker) -> bool:
+        """Whether the worker's agent has missed several reports."""
+        return self.silence(worker) >= self.silent_after(worker)
 
     def _step_seconds(self) -> float:
         received = self.observed.agents.reports.get(rank_zero_worker(self.observed))
@@ -127,11 +135,38 @@ def _describe(rank: IdleRank) -> str:
     )
 
 
+def hung_command(observed: Observed) -> Interruption | None:
+    """A user's command of which no rank writes output within `recovery.hangTimeoutSeconds`, if that is set.
+
+    Often only rank 0 writes output, so one rank that does shows that all make progress. All agents must report.
+    """
+    timeout, ranks = observed.spec.recovery.hang_timeout_seconds, idle_commands(observed)
+    if timeout is None or len(ranks) < observed.plan.layout.world_size or min(r.seconds for r in ranks) < timeout:
+        return None
+    seconds = min(rank.seconds for rank in ranks)
+    message = sentences(f"No rank has written output for {seconds:.0f} s", describe_stuck_process(ranks))
+    return Interruption(HANG, message, detected_in=seconds)
+
+
+def idle_commands(observed: Observed) -> list[IdleRank]:
+    """The live ranks of a user's command with recent reports, and the time since they last wrote output."""
+    return _fresh_ranks(observed) if isinstance(observed.run, CommandRun) else []
+
+
+def describe_stuck_process(ranks: Sequence[IdleRank]) -> str:
+    """The first rank whose process cannot continue, such as a stopped one; empty if there is none."""
+    rank = next((rank for rank in ranks if rank.process.state in STUCK_PROCESS_STATES), None)
+    if rank is None:
+        return ""
+    state = STUCK_PROCESS_STATES[rank.process.state]
+    return f"Rank {rank.process.rank} (worker {rank.worker.index} on {rank.worker.node}) is {state}"
+
+
 def silent_agents(observed: Observed) -> Interruption | None:
     """Agents that do not report while training has stopped."""
     rule, ranks = HangRule(observed), _live_ranks(observed)
     running = [worker for worker in observed.workers if worker.state is PodState.RUNNING]
-    silent = [(worker, rule.silence(worker)) for worker in running if rule.silence(worker) >= SILENT_SECONDS]
+    silent = [(worker, rule.silence(worker)) for worker in running if rule.is_silent(worker)]
     # If no agent reports, the operator itself is disconnected.
     received = any(_has_fresh_report(observed, worker) for worker in running)
     if not silent or not received or not ranks or not all(rule.is_stalled(rank) for rank in ranks):
@@ -140,6 +175,46 @@ def silent_agents(observed: Observed) -> Interruption | None:
     missing = f"No heartbeat from {named}, and no rank has completed a step since"
     message = sentences(missing, _replacing(len(silent)))
     return Interruption(POD_LOST, message, detected_in=silent[0][1], lost=tuple(worker for worker, _ in silent))
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """Which agents of the workers that run have missed several reports."""
+
+    agents: int
+    """Number of workers that run."""
+    silent: frozenset[int]
+    """Those whose agents are silent."""
+    oldest_seconds: float | None
+    """Longest time without a report from one of them. None if no worker runs."""
+    next_seconds: float | None
+    """Seconds until the next agent is silent, if it does not report before. None if all are."""
+    limit: float
+    """Seconds without a report after which all of them count as silent."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether no agent reports."""
+        return bool(self.silent) and len(self.silent) == self.agents
+
+
+def silence(observed: Observed) -> Silence:
+    """Which agents are silent. In the first `SILENT_SECONDS` after a start of the operator, none is."""
+    rule, started = HangRule(observed), parse_time(observed.mesh.started_time)
+    # The agent of a new pod may send its first report after the generation is formed.
+    formed = (observed.now - started).total_seconds() if started is not None and started <= observed.now else inf
+    running = [worker for worker in observed.workers if worker.state is PodState.RUNNING]
+    seconds = {worker.index: min(formed, rule.silence(worker)) for worker in running}
+    left = {worker.index: rule.silent_after(worker) - seconds[worker.index] for worker in running}
+    silent = frozenset(index for index, rest in left.items() if rest <= 0)
+    audible = [rest for index, rest in left.items() if index not in silent]
+    return Silence(
+        agents=len(seconds),
+        silent=silent,
+        oldest_seconds=max(seconds.values(), default=None),
+        next_seconds=min(audible, default=None),
+        limit=max(map(rule.silent_after, running), default=SILENT_SECONDS),
+    )
 
 
 def stuck_agents(observed: Observed) -> Interruption | None:
@@ -162,16 +237,21 @@ def _replacing(count: int) -> str:
 
 def _live_ranks(observed: Observed) -> list[IdleRank]:
     """Live ranks of the current generation with recent reports. Empty if the hang rule does not apply."""
-    if not HangRule(observed).applies:
-        return []
+    return _fresh_ranks(observed) if HangRule(observed).applies else []
+
+
+def _fresh_ranks(observed: Observed) -> list[IdleRank]:
     ranks = []
     reports = observed.reports_in(AgentState.RUNNING) | observed.reports_in(AgentState.STARTING)
     for worker in observed.workers:
         received = reports.get(worker.index)
-        if received is None or received.age > FRESH_REPORT_SECONDS or worker.state is not PodState.RUNNING:
+        if received is None or not received.fresh or worker.state is not PodState.RUNNING:
             continue
         live = [process for process in received.report.ranks if process.exit_code is None]
-        ranks += [IdleRank(worker, process, process.idle_seconds + received.age) for process in live]
+        ranks += [
+            IdleRank(worker, process, known_idle_seconds(process.idle_seconds, received.age, received.interval))
+            for process in live
+        ]
     return ranks
 
 
@@ -182,10 +262,9 @@ def _report(observed: Observed, worker: Worker) -> ReceivedReport | None:
 
 def _has_fresh_report(observed: Observed, worker: Worker) -> bool:
     received = _report(observed, worker)
-    return received is not None and received.age <= FRESH_REPORT_SECONDS
+    return received is not None and received.fresh
 
 
 def _is_behind(observed: Observed, worker: Worker) -> bool:
     received = _report(observed, worker)
-    fresh = received is not None and received.age <= FRESH_REPORT_SECONDS
-    return fresh and received is not None and received.report.generation < observed.mesh.generation
+    return received is not None and received.fresh and received.report.generation < observed.mesh.generation

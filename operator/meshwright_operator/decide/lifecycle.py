@@ -8,8 +8,9 @@ from meshwright.api import conditions as names
 from meshwright.api.conditions import is_true
 from meshwright.api.spec import ParallelTrainingJobSpec, SuccessPolicy
 from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
-from meshwright_operator.decide.observed import Observed, PodState
+from meshwright_operator.decide.observed import Observed, PodState, Worker
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 
 
@@ -25,9 +26,24 @@ def succeeded(observed: Observed) -> bool:
     return (
         bool(required)
         and observed.mesh.generation > 0
-        and all(w.state is PodState.SUCCEEDED for w in required)
-        and all(w.pod is not None and w.pod.revision == observed.revision for w in required)
+        and all(_succeeded(observed, worker) for worker in required)
+        and any(worker.state is PodState.SUCCEEDED for worker in required)
     )
+
+
+def _succeeded(observed: Observed, worker: Worker) -> bool:
+    """Whether a worker has succeeded. Without a pod, only in the current generation.
+
+    Ranks of the built-in runtime end together, because their last step is collective. So a worker without a pod has
+    succeeded if another one has. `succeeded` checks that there is one, and that no worker runs.
+    """
+    if worker.pod is not None and worker.state is PodState.SUCCEEDED:
+        return worker.pod.revision == observed.revision
+    plan = observed.status.plan
+    if observed.mesh.pending_cause or plan is None or plan.revision not in ("", observed.revision):
+        return False
+    ends_with_others = worker.state is PodState.MISSING and isinstance(observed.run, NativeRun)
+    return worker.state is PodState.SUCCEEDED or ends_with_others
 
 
 def begin(status: ParallelTrainingJobStatus, now: datetime) -> None:

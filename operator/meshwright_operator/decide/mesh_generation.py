@@ -6,6 +6,7 @@ A worker of a job that the operator places runs the ranks of its index. If anoth
 
 from __future__ import annotations
 
+from meshwright.addresses import join_host_port, split_host_port
 from meshwright.api.status import MeshStatus, parse_ranks
 from meshwright.protocol.messages import MeshDocument, MeshMember
 from meshwright_operator.decide.observed import Observed
@@ -53,7 +54,7 @@ def next_generation(observed: Observed, cause: str, failures: int) -> MeshStatus
     assert master is not None
     return MeshStatus(
         generation=max(observed.mesh.generation, observed.agents.newest_generation) + 1,
-        master=f"{master.address}:{waiting_agent.store_port}",
+        master=join_host_port(master.address, waiting_agent.store_port),
         started_time=format_time(observed.now),
         cause=cause,
         failures=failures,
@@ -65,8 +66,11 @@ def document(observed: Observed, mesh: MeshStatus) -> MeshDocument | None:
 
     None while there is no current generation, or if a pod or its address is not known.
     """
-    address, _, port = mesh.master.rpartition(":")
-    if mesh.generation == 0 or mesh.pending_cause or not port.isdigit():
+    if mesh.generation == 0 or mesh.pending_cause:
+        return None
+    try:
+        address, port = split_host_port(mesh.master)
+    except ValueError:
         return None
     members, known = [], plan_workers(observed)
     for worker in sorted(observed.workers, key=lambda worker: known.get(worker.index, -1)):
@@ -86,7 +90,7 @@ def document(observed: Observed, mesh: MeshStatus) -> MeshDocument | None:
         generation=mesh.generation,
         world_size=observed.plan.layout.world_size,
         master_address=address,
-        master_port=int(port),
+        master_port=port,
         members=members,
         run=observed.run,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -14,6 +14,8 @@ from meshwright.protocol.messages import AgentState
 from meshwright.protocol.run_config import RunConfig
 from meshwright_operator.decide.agents import Agents, ReceivedReport
 from meshwright_operator.decide.conditions import BlockedEdit
+from meshwright_operator.decide.stuck_pods import is_stuck
+from meshwright_operator.decide.succeeded_workers import completed_in_reports, stored_workers
 from meshwright_operator.kube.pod_info import Pod
 
 
@@ -28,14 +30,17 @@ class PodState(StrEnum):
     ENDING = "Ending"
     """The pod is being deleted. Its processes may still run."""
     SUCCEEDED = "Succeeded"
+    """The container exited with code 0, or the worker completed the run before its pod was lost."""
     CRASHED = "Crashed"
     """The container exited with an error."""
     DISRUPTED = "Disrupted"
     """The pod was evicted, preempted or stopped by the cluster."""
     LOST = "Lost"
-    """The pod is being deleted on a node that is down, so the deletion will not finish."""
+    """The pod is being deleted on a node that is down, or is stuck: the deletion will not finish."""
 
 
+LOST_WITH_POD = frozenset({PodState.MISSING, PodState.DISRUPTED, PodState.LOST})
+"""States that do not matter to a worker that has completed the run."""
 ENDED = frozenset({PodState.MISSING, PodState.SUCCEEDED, PodState.CRASHED, PodState.DISRUPTED, PodState.LOST})
 LIVE = frozenset({PodState.PENDING, PodState.RUNNING})
 
@@ -59,6 +64,10 @@ class Worker:
     """Why its node is draining, such as `cordoned`."""
     older_pods: tuple[Pod, ...] = ()
     """Pods of earlier incarnations that may still run."""
+    obsolete_pods: tuple[Pod, ...] = ()
+    """Ended pods of earlier incarnations, without the last one that ran: its log may show why it ended."""
+    completed: bool = False
+    """Whether it has completed the run in the current generation, by status or by its agent's last report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +98,10 @@ class Observed:
     """Before the job starts: equally good plans with the same number of workers. Placement chooses one."""
     excess_pods: Sequence[Pod] = ()
     """Live pods whose worker index is not in the plan."""
+    stuck_pods: Sequence[Pod] = ()
+    """Pods that do not terminate although their node is ready."""
+    namesakes: Sequence[Pod] = ()
+    """Pods with the job's name that it does not own, such as those of a deleted job."""
     agents: Agents = field(default_factory=Agents)
     rejection: Rejection | None = None
     """The API server's rejection of the last attempt to create pods, if no decision has handled it yet."""
@@ -142,6 +155,8 @@ def observe_workers(
     down: Mapping[str, bool],
     rejecting: Mapping[str, str],
     draining: Mapping[str, str] | None = None,
+    agents: Agents | None = None,
+    now: datetime | None = None,
 ) -> tuple[list[Worker], list[Pod]]:
     """The plan's `count` workers in their current state, and live pods that belong to no worker of the plan.
 
@@ -155,7 +170,11 @@ def observe_workers(
         down: Node -> whether it is not ready. A node that is missing here is gone.
         rejecting: Node -> why it does not accept pods of this job. A node that is missing here accepts them.
         draining: Node -> why it is draining.
+        agents: The state of the job's agents.
+        now: The current time. Without it, no pod counts as stuck.
     """
+    stored = stored_workers(status.mesh)
+    reported = completed_in_reports(status.mesh, agents or Agents())
     placed = {entry.worker: entry for entry in (status.placement.workers if status.placement else [])}
     by_worker: dict[int, list[Pod]] = {}
     for pod in pods:
@@ -169,14 +188,16 @@ def observe_workers(
         node = current.node if current is not None and current.node else entry.node if entry else ""
         is_down = bool(node) and down.get(node, True)
         older_pods = tuple(
-            p for p in worker_pods if p.incarnation < incarnation and not p.terminal and not _lost(p, down)
+            p for p in worker_pods if p.incarnation < incarnation and not p.terminal and not _lost(p, down, now)
         )
+        completed = index in stored or reported.get(index) == incarnation
+        state = _state(current, down, now)
         pinned = current is not None and bool(node) and not current.bound and not current.terminal
         workers.append(
             Worker(
                 index=index,
                 incarnation=incarnation,
-                state=_state(current, down),
+                state=PodState.SUCCEEDED if completed and state in LOST_WITH_POD else state,
                 pod=current,
                 node=node,
                 node_down=is_down,
@@ -185,19 +206,29 @@ def observe_workers(
                 else "",
                 node_drain_reason=(draining or {}).get(node, "") if current is not None and current.bound else "",
                 older_pods=older_pods,
+                obsolete_pods=_obsolete(pod for pod in worker_pods if pod.incarnation < incarnation),
+                completed=completed or state is PodState.SUCCEEDED,
             )
         )
     excess_pods = [
-        p for worker_pods in by_worker.values() for p in worker_pods if not p.terminal and not _lost(p, down)
+        p for worker_pods in by_worker.values() for p in worker_pods if not p.terminal and not _lost(p, down, now)
     ]
     return workers, excess_pods
 
 
-def _lost(pod: Pod, down: Mapping[str, bool]) -> bool:
-    return pod.deleting and pod.bound and down.get(pod.node, True)
+def _lost(pod: Pod, down: Mapping[str, bool], now: datetime | None) -> bool:
+    on_dead_node = pod.deleting and pod.bound and down.get(pod.node, True)
+    return on_dead_node or (now is not None and is_stuck(pod, now))
 
 
-def _state(pod: Pod | None, down: Mapping[str, bool]) -> PodState:
+def _obsolete(older_pods: Iterable[Pod]) -> tuple[Pod, ...]:
+    """Ended pods that no one needs: all but the newest one whose container ran."""
+    ended = sorted((pod for pod in older_pods if pod.terminal), key=lambda pod: pod.incarnation)
+    last = next((pod for pod in reversed(ended) if not pod.rejection), None)
+    return tuple(pod for pod in ended if pod is not last and not pod.deleting)
+
+
+def _state(pod: Pod | None, down: Mapping[str, bool], now: datetime | None) -> PodState:
     if pod is None:
         return PodState.MISSING
     if pod.phase == "Succeeded":
@@ -205,5 +236,5 @@ def _state(pod: Pod | None, down: Mapping[str, bool]) -> PodState:
     if pod.phase == "Failed":
         return PodState.DISRUPTED if pod.disrupted else PodState.CRASHED
     if pod.deleting:
-        return PodState.LOST if _lost(pod, down) else PodState.ENDING
+        return PodState.LOST if _lost(pod, down, now) else PodState.ENDING
     return PodState.RUNNING if pod.phase == "Running" else PodState.PENDING

@@ -15,12 +15,13 @@ from meshwright.api.conditions import find
 from meshwright.api.objects import pod_name
 from meshwright.api.status import PlacementStatus, WorkerPlacement
 from meshwright.planner.placement import Placement
-from meshwright_operator.decide import failure_detection, lifecycle, restart_policy
+from meshwright_operator.decide import failure_detection, lifecycle, restart_policy, stuck_pods
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
 from meshwright_operator.decide.gang_actions import EndAttempt, Place
-from meshwright_operator.decide.observed import Observed, PodState, Worker, has_started
+from meshwright_operator.decide.incarnations import NAME_TAKEN, next_incarnations
+from meshwright_operator.decide.observed import PodState, Worker, has_started
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.text import counted, sentences, with_warnings
@@ -30,16 +31,21 @@ QUEUED = "Queued"
 DOES_NOT_FIT = "DoesNotFit"
 
 RETRY_PLACEMENT_SECONDS = 15.0
-TURN_RETRY_SECONDS = 3.0
+WAITING_RETRY_SECONDS = 120.0
+"""Time after which a waiting job asks for nodes again, even if nothing woke it."""
 RETAIN_PODS_SECONDS = 30.0
 RETAINED_RETRY_SECONDS = 3.0
 FIRST_RETRY_SECONDS = 15.0
 LONGEST_RETRY_SECONDS = 600.0
+AVOID_FAILED_NODE_SECONDS = 120.0
+"""How long a job avoids a node that rejected its pod, or from which its agent did not poll. Doubled by each attempt."""
+LONGEST_AVOID_SECONDS = 900.0
 
 NEEDS_USER_ACTION = frozenset(
     {
-        *("AdmissionDenied", "PodsForbidden", "PodsInvalid"),
+        *("AdmissionDenied", "PodsForbidden", "PodsInvalid", NAME_TAKEN),
         *("InvalidImageName", "ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff"),
+        "AgentsMissing",
         *("CreateContainerConfigError", "CreateContainerError", "RunContainerError"),
     }
 )
@@ -68,6 +74,10 @@ class NotGranted:
     """Whether the gang would fit if all its workers were placed again."""
     waits_for_turn: bool = False
     """Whether the gang fits, but a job ahead of it in the queue gets the nodes."""
+    reason: str = ""
+    """Reason of the condition, if it is neither the capacity nor the queue."""
+    retry_seconds: float = WAITING_RETRY_SECONDS
+    """Time after which the job asks again. It is woken earlier if it fits."""
     wake: tuple[JobKey, ...] = ()
     """Jobs to reconcile again now."""
 
@@ -105,6 +115,9 @@ def _apply_placement(decision: Decision, grant: Granted) -> None:
     text = placement_text(status.placement)
     decision.condition(names.PLACED, True, "Placed", with_warnings(text, grant.warnings))
     decision.add_event("Placed", f"Placed {text}")
+    placed = {worker.pod for worker in decision.place.workers}
+    if stuck := [pod for pod in observed.stuck_pods if pod in placed]:
+        decision.add_event(stuck_pods.POD_STUCK_TERMINATING, stuck_pods.describe(stuck), WARNING)
     decision.starting(f"Creating {counted(len(decision.create), 'pod')}")
 
 
@@ -122,26 +135,26 @@ def new_incarnations(decision: Decision, workers: Sequence[Worker]) -> dict[int,
     if crashed or decision.mesh.pending_since is None:
         decision.mesh.pending_since = format_time(observed.now)
     decision.mesh.retry_time = None
-    incarnations = {worker.index: worker.incarnation for worker in observed.workers}
-    replaces_gang = restart_policy.cause_named(decision.mesh.pending_cause).replaces_gang
-    floor = _floor(observed) if replaces_gang else -1
-    for worker in workers:
-        incarnations[worker.index] = max(worker.incarnation, floor) + 1
-    return incarnations
+    return next_incarnations(observed, decision.mesh.pending_cause, workers)
 
 
 def _apply_no_placement(decision: Decision, grant: NotGranted) -> None:
     """Records that the gang does not fit, and deletes pods that occupy GPUs which other jobs could use."""
     observed = decision.observed
-    reason = QUEUED if grant.waits_for_turn else DOES_NOT_FIT
+    reason = grant.reason or (QUEUED if grant.waits_for_turn else DOES_NOT_FIT)
     message = with_warnings(grant.message, grant.warnings)
     old = find(observed.status.conditions, names.PLACED)
-    if old is None or old.status != "False" or old.reason not in (QUEUED, DOES_NOT_FIT):
-        decision.add_event("PlacementFailed", message, WARNING)
+    same = (reason,) if grant.reason else (QUEUED, DOES_NOT_FIT)
+    if old is None or old.status != "False" or old.reason not in same:
+        decision.add_event(grant.reason or "PlacementFailed", message, WARNING)
     decision.condition(names.PLACED, False, reason, message)
-    decision.job_state("Placing", message)
+    if observed.stuck_pods:
+        text = sentences(stuck_pods.describe(observed.stuck_pods), message)
+        decision.job_state(stuck_pods.POD_STUCK_TERMINATING, text, stalled=True)
+    else:
+        decision.job_state("Placing", message)
     if not observed.live_pods:
-        decision.requeue_within(TURN_RETRY_SECONDS if grant.waits_for_turn else RETRY_PLACEMENT_SECONDS)
+        decision.requeue_within(grant.retry_seconds)
     elif grant.blocked_by_kept_workers or _retention_expired(decision):
         decision.delete_live_pods()
     else:
@@ -162,6 +175,10 @@ def end_attempt(decision: Decision, action: EndAttempt) -> None:
     decision.condition(names.PLACED, False, action.reason, text)
     decision.job_state(action.reason, text, stalled=action.reason in NEEDS_USER_ACTION)
     decision.avoid |= action.avoid
+    if action.reason in ("PodRejected", "AgentsMissing"):  # the node may be usable again soon
+        decision.avoid_seconds = min(
+            AVOID_FAILED_NODE_SECONDS * 2.0 ** min(mesh.attempts - 1, 8), LONGEST_AVOID_SECONDS
+        )
     _release_pods(decision, action.pods)
     decision.requeue_within(min(pause, RETAINED_RETRY_SECONDS) if observed.live_pods else pause)
 
@@ -189,6 +206,7 @@ def reset_attempts(decision: Decision) -> None:
     """Forgets failed attempts, because the spec has changed or the job was resumed."""
     if decision.status.mesh is not None:
         decision.mesh.attempts, decision.mesh.retry_time, decision.mesh.failures = 0, None, 0
+        decision.mesh.agent_replacements = 0
 
 
 def retry_pause(attempts: int) -> float:
@@ -208,13 +226,6 @@ def _release_pods(decision: Decision, failed_pods: Sequence[Pod]) -> None:
 
 def _retention_expired(decision: Decision) -> bool:
     return seconds_since(decision.mesh.pending_since, decision.observed.now) >= RETAIN_PODS_SECONDS
-
-
-def _floor(observed: Observed) -> int:
-    """The highest incarnation of any worker, also of an earlier plan: none may be used again."""
-    entries = observed.status.placement.workers if observed.status.placement else []
-    known = [entry.incarnation for entry in entries] + [worker.incarnation for worker in observed.workers]
-    return max(known, default=-1)
 
 
 def placement_text(placement: PlacementStatus) -> str:

@@ -7,6 +7,7 @@ entire status.
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 
 from pydantic import ValidationError
 
@@ -35,15 +36,18 @@ def update_progress(observed: Observed, status: ParallelTrainingJobStatus) -> No
     _update_checkpoint(observed, received.report, status)
 
 
-def count_ranks(observed: Observed) -> tuple[int, int]:
-    """The number of ranks that train, and of ranks whose agent has not reported since the operator started."""
+def count_ranks(observed: Observed, silent: Set[int] = frozenset()) -> tuple[int, int]:
+    """The number of ranks that train, and of ranks whose agent has not reported since the operator started.
+
+    Ranks of the workers in `silent` do not count, whatever they reported last.
+    """
     training = unknown = 0
     for worker in observed.workers:
         ranks = observed.plan.gpus_per_worker
         received = observed.agents.reports.get(worker.index)
         if worker.state is PodState.SUCCEEDED:
             training += ranks
-        elif worker.state is not PodState.RUNNING:
+        elif worker.state is not PodState.RUNNING or worker.index in silent:
             continue
         elif received is None or (received.report.generation, received.report.incarnation) != (
             observed.mesh.generation,

@@ -1,147 +1,261 @@
 """The cache of jobs, worker pods and nodes, with only the fields that the operator reads.
 
 Watches and listings update it, and so do the API server's answers to the operator's own writes, so that the next
-reconcile sees them. An older version never replaces a newer one.
+reconcile sees them. An older version never replaces a newer one, and a deleted object does not return
+(`versioned_store`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Protocol
 
 from meshwright.api.objects import KubeObject
+from meshwright_operator.decide.rejected_job import NO_LAYOUT
+from meshwright_operator.kube.change_log import ChangeLog
+from meshwright_operator.kube.pod_index import JobKey, PodIndex, PodKey, RequestListener
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.kube.pod_requests import PodRequest, read_pod_request
+from meshwright_operator.kube.versioned_store import Listing, VersionedStore, parse_version
+
+__all__ = ["Cache", "JobKey", "awaits_layout", "key_of", "pod_key_of", "trim_job", "trim_node"]
+
+StoredPod = Pod | PodRequest | None
+"""A worker pod; the requests of another pod with the job label; or None if that one requests nothing."""
 
 
-class JobKey(NamedTuple):
-    """Namespace and name of a job."""
+class CapacityListener(RequestListener, Protocol):
+    """Follows what pods request and which nodes exist, so that nobody has to collect it from all pods again."""
 
-    namespace: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.namespace}/{self.name}"
+    def nodes_changed(self) -> None:
+        """A node changed in a way that matters for placement."""
 
 
 class Cache:
     """The operator's view of the cluster. Used from one event loop only."""
 
     def __init__(self) -> None:
-        self.jobs: dict[JobKey, KubeObject] = {}
-        self.nodes: dict[str, KubeObject] = {}
-        self._pods: dict[JobKey, dict[str, Pod]] = defaultdict(dict)
-        self._unowned_pods: dict[str, PodRequest] = {}
-        self._deleted_versions: dict[str, int] = {}
-        self.nodes_version = 0
-        """Changes whenever a node changes in a way that matters for placement."""
+        self._jobs: VersionedStore[JobKey, KubeObject] = VersionedStore(_namespace, final=True)
+        self._nodes: VersionedStore[str, KubeObject] = VersionedStore(lambda _: "", final=True)
+        self._pods: VersionedStore[PodKey, StoredPod] = VersionedStore(_namespace, final=False)
+        self.jobs = self._jobs.values
+        self.nodes = self._nodes.values
+        self._index = PodIndex()
+        self._awaiting: set[JobKey] = set()
+        self._capacity_listener: CapacityListener | None = None
+        self.node_changes = ChangeLog()
+        """The nodes that changed in a way that matters for placement."""
+
+    def set_capacity_listener(self, listener: CapacityListener) -> None:
+        """Tell `listener` of every change from now on."""
+        self._capacity_listener = self._index.listener = listener
+
+    # Jobs.
 
     def put_job(self, obj: KubeObject) -> None:
-        """Store a job, unless a newer version is stored."""
+        """Store a job, unless a newer version is stored or it was deleted."""
         key = key_of(obj)
-        old = self.jobs.get(key)
-        if old is None or _uid(old) != _uid(obj) or _version(old) <= _version(obj):
-            self.jobs[key] = trim_job(obj)
+        trimmed = trim_job(obj)
+        if self._jobs.put(key, _uid(obj), _version(obj), trimmed):
+            (self._awaiting.add if awaits_layout(trimmed) else self._awaiting.discard)(key)
 
     def remove_job(self, obj: KubeObject) -> None:
-        """Remove a job, unless another object with the same name has replaced it."""
+        """Remove a job that was deleted, unless another object with the same name has replaced it."""
         key = key_of(obj)
-        if (old := self.jobs.get(key)) is not None and _uid(old) == _uid(obj):
-            del self.jobs[key]
+        if self._jobs.remove(key, _uid(obj), _version(obj)):
+            self._awaiting.discard(key)
+
+    def jobs_awaiting_layout(self) -> list[JobKey]:
+        """The jobs of which no layout fitted the cluster's nodes at their last reconcile."""
+        return list(self._awaiting)
+
+    def begin_jobs_listing(self, namespace: str | None) -> Listing[JobKey, KubeObject]:
+        """Begin to list the jobs of a namespace, or all."""
+        return self._jobs.begin_listing(namespace)
+
+    def finish_jobs_listing(self, listing: Listing[JobKey, KubeObject]) -> list[JobKey]:
+        """Remove the jobs that the complete list does not contain, and return their keys."""
+        removed = [key for key, _ in listing.finish()]
+        self._awaiting.difference_update(removed)
+        return removed
+
+    # Pods.
 
     def put_pod(self, pod: Pod) -> bool:
         """Store a pod, unless a newer version is stored or it was deleted. Return whether it has changed."""
-        key = JobKey(pod.namespace, pod.job)
-        old = self._pods.get(key, {}).get(pod.name)
-        if pod.version <= self._deleted_versions.get(pod.uid, -1):
+        key = PodKey(pod.namespace, pod.name)
+        old = self._pods.values.get(key)
+        if not self._pods.put(key, pod.uid, pod.version, pod):
             return False
-        if old is not None and old.uid == pod.uid and old.version > pod.version:
-            return False
-        self._pods[key][pod.name] = pod
-        self._unowned_pods.pop(pod.uid, None)
+        self._replace_pod(key, old, pod)
         return old != pod
 
     def remove_pod(self, pod: Pod) -> None:
         """Remove a pod that was deleted, or that lost its label. Only a later version of it is stored again."""
-        key = JobKey(pod.namespace, pod.job)
-        pods = self._pods.get(key, {})
-        if (old := pods.get(pod.name)) is not None and old.uid == pod.uid:
-            del pods[pod.name]
-        if not pods:
-            self._pods.pop(key, None)
-        self._deleted_versions[pod.uid] = pod.version
-        while len(self._deleted_versions) > 4096:
-            del self._deleted_versions[next(iter(self._deleted_versions))]
+        self._remove_pod(PodKey(pod.namespace, pod.name), pod.uid, pod.version)
 
-    def put_unowned_pod(self, obj: KubeObject) -> None:
-        """Store a pod that has the job label but no job: it occupies its node all the same."""
-        pod_request = read_pod_request(obj, {})
-        if pod_request is not None:
-            self._unowned_pods[_uid(obj)] = pod_request
-        else:
-            self._unowned_pods.pop(_uid(obj), None)
+    def put_unowned_pod(self, obj: KubeObject) -> JobKey | None:
+        """Store a pod that has the job label but no job: it occupies its node all the same.
 
-    def remove_unowned_pod(self, uid: str) -> None:
-        """Remove such a pod."""
-        self._unowned_pods.pop(uid, None)
+        Return the key of its job if it was a worker pod before.
+        """
+        key = pod_key_of(obj)
+        old = self._pods.values.get(key)
+        request = read_pod_request(obj, {})
+        if not self._pods.put(key, _uid(obj), _version(obj), request):
+            return None
+        self._replace_pod(key, old, request)
+        return JobKey(old.namespace, old.job) if isinstance(old, Pod) else None
 
-    def unowned_pods(self, namespace: str | None) -> set[str]:
-        """The uids of such pods in a namespace, or in all if it is None."""
-        return {uid for uid, pod_request in self._unowned_pods.items() if namespace in (None, pod_request.namespace)}
-
-    def pod_requests(self) -> list[PodRequest]:
-        """The requests of all pods with the job label."""
-        own = [
-            PodRequest(pod.name, pod.namespace, pod.node, pod.request_json, pod.job, pod.owner)
-            for pods in self._pods.values()
-            for pod in pods.values()
-            if pod.node and not pod.terminal
-        ]
-        return [*own, *self._unowned_pods.values()]
+    def remove_deleted_pod(self, obj: KubeObject) -> JobKey | None:
+        """Remove a pod that was deleted in a form that is not a worker pod. Return the key of its job."""
+        return self._remove_pod(pod_key_of(obj), _uid(obj), _version(obj))
 
     def remove_unlabeled_pod(self, uid: str) -> JobKey | None:
-        """Remove a pod that lost the job label, so that the watch no longer selects it. Return its job's key."""
-        for key, pods in self._pods.items():
-            for pod in pods.values():
-                if pod.uid == uid:
-                    del pods[pod.name]
-                    if not pods:
-                        del self._pods[key]
-                    return key
-        return None
+        """Remove a worker pod without a tombstone. Return its job's key."""
+        key = self._index.keys_by_uid.get(uid)
+        if key is None:
+            return None
+        old = self._pods.values.get(key)
+        self._pods.forget(key)
+        return self._replace_pod(key, old, None)
+
+    def begin_pods_listing(self, namespace: str | None) -> Listing[PodKey, StoredPod]:
+        """Begin to list the labelled pods of a namespace, or all."""
+        return self._pods.begin_listing(namespace)
+
+    def finish_pods_listing(self, listing: Listing[PodKey, StoredPod]) -> None:
+        """Remove the pods that the complete list does not contain."""
+        for key, old in listing.finish():
+            self._replace_pod(key, old, None)
 
     def pods(self, key: JobKey, uid: str) -> list[Pod]:
         """The pods that the job with this uid owns."""
-        return [pod for pod in self._pods.get(key, {}).values() if pod.owner == uid]
+        return [pod for pod in self._index.by_job.get(key, {}).values() if pod.owner == uid]
+
+    def pod(self, key: JobKey, name: str) -> Pod | None:
+        """The pod with this name."""
+        return self._index.by_job.get(key, {}).get(name)
+
+    def namesakes(self, key: JobKey, uid: str) -> list[Pod]:
+        """The pods with the job's name that the job with this uid does not own."""
+        return [pod for pod in self._index.by_job.get(key, {}).values() if pod.owner != uid]
 
     def count(self, key: JobKey) -> int:
         """The number of pods with the job's name."""
-        return len(self._pods.get(key, ()))
+        return len(self._index.by_job.get(key, ()))
 
     def all_pods(self) -> Iterable[Pod]:
-        """All pods with the job label."""
-        return [pod for pods in self._pods.values() for pod in pods.values()]
+        """All worker pods."""
+        return [pod for pods in self._index.by_job.values() for pod in pods.values()]
+
+    def jobs_on(self, node: str) -> Collection[JobKey]:
+        """The jobs that have worker pods on this node."""
+        return self._index.jobs_on(node)
+
+    # What pods request.
+
+    def pod_requests(self) -> dict[str, PodRequest]:
+        """The requests of all pods with the job label, by the pods' `NAMESPACE/NAME`."""
+        return {str(key): request for key, request in self._index.requests.items()}
+
+    def pod_requests_on(self, node: str) -> Collection[PodRequest]:
+        """The requests of the pods with the job label on this node."""
+        return self._index.requests_by_node.get(node, {}).values()
+
+    @property
+    def pod_requests_version(self) -> int:
+        """Changes whenever the request of a pod with the job label appears, changes or ends."""
+        return self._index.request_changes.version
+
+    def nodes_with_changed_requests(self, since: int) -> set[str] | None:
+        """The nodes on which requests changed since this `pod_requests_version`; None if that is too long ago."""
+        return self._index.request_changes.since(since)
+
+    # Nodes.
+
+    @property
+    def nodes_version(self) -> int:
+        """Changes whenever a node changes in a way that matters for placement."""
+        return self.node_changes.version
 
     def put_node(self, obj: KubeObject) -> bool:
-        """Store a node. Return whether it changed in a way that matters for placement."""
+        """Store a node, unless a newer version is stored. Return whether it changed in a way that matters for
+        placement.
+        """
         trimmed = trim_node(obj)
-        name = trimmed["metadata"]["name"]
-        changed = self.nodes.get(name) != trimmed
-        self.nodes[name] = trimmed
-        self.nodes_version += changed
-        return changed
+        name, uid = trimmed["metadata"]["name"], _uid(obj)
+        old = self.nodes.get(name)
+        # The same object is stored again, so that an identity check finds out that nothing has changed.
+        value = old if old is not None and old == trimmed else trimmed
+        replaced = self._nodes.uid_of(name) not in ("", uid)
+        if not self._nodes.put(name, uid, _version(obj), value):
+            return False
+        if value is old and not replaced:
+            return False
+        self._node_changed(name)
+        return True
 
-    def remove_node(self, name: str) -> bool:
-        """Remove a node. Return whether it was stored."""
-        gone = self.nodes.pop(name, None) is not None
-        self.nodes_version += gone
-        return gone
+    def remove_node(self, name: str, uid: str = "", version: int = 0) -> bool:
+        """Remove a node, in any case if no uid is given. Return whether it was stored."""
+        removed = self._nodes.remove(name, uid, version)
+        if removed:
+            self._node_changed(name)
+        return removed
+
+    def remove_deleted_node(self, obj: KubeObject) -> bool:
+        """Remove a node that was deleted, unless another one with the same name has replaced it."""
+        return self.remove_node(obj["metadata"]["name"], _uid(obj), _version(obj))
+
+    def begin_nodes_listing(self) -> Listing[str, KubeObject]:
+        """Begin to list all nodes."""
+        return self._nodes.begin_listing()
+
+    def finish_nodes_listing(self, listing: Listing[str, KubeObject]) -> list[str]:
+        """Remove the nodes that the complete list does not contain, and return their names."""
+        removed = [name for name, _ in listing.finish()]
+        for name in removed:
+            self._node_changed(name)
+        return removed
+
+    def _node_changed(self, name: str) -> None:
+        self.node_changes.record(name)
+        if self._capacity_listener is not None:
+            self._capacity_listener.nodes_changed()
+
+    def _remove_pod(self, key: PodKey, uid: str, version: int) -> JobKey | None:
+        old = self._pods.values.get(key)
+        if not self._pods.remove(key, uid, version):
+            return None
+        return self._replace_pod(key, old, None)
+
+    def _replace_pod(self, key: PodKey, old: StoredPod, new: StoredPod) -> JobKey | None:
+        """Update the indexes. Return the key of the old worker pod's job."""
+        if isinstance(old, Pod) or isinstance(new, Pod):
+            self._index.replace(key, old if isinstance(old, Pod) else None, new if isinstance(new, Pod) else None)
+        if not isinstance(new, Pod):
+            self._index.set_request(key, new)
+        return JobKey(old.namespace, old.job) if isinstance(old, Pod) else None
 
 
 def key_of(obj: Mapping[str, Any]) -> JobKey:
     """The key of a job object."""
     return JobKey(obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
+
+
+def pod_key_of(obj: Mapping[str, Any]) -> PodKey:
+    """The key of a raw pod object."""
+    return PodKey(str(obj["metadata"].get("namespace", "")), str(obj["metadata"]["name"]))
+
+
+def awaits_layout(job: Mapping[str, Any]) -> bool:
+    """Whether no layout of the job fitted the cluster's nodes at its last reconcile."""
+    status = job.get("status")
+    conditions = status.get("conditions") if isinstance(status, dict) else None
+    for condition in conditions if isinstance(conditions, list) else ():
+        if isinstance(condition, dict) and condition.get("type") == "Placed":
+            return condition.get("status") == "False" and condition.get("reason") == NO_LAYOUT
+    return False
 
 
 def trim_job(obj: KubeObject) -> KubeObject:
@@ -169,5 +283,8 @@ def _uid(obj: Mapping[str, Any]) -> str:
 
 
 def _version(obj: Mapping[str, Any]) -> int:
-    text = str(obj["metadata"].get("resourceVersion", ""))
-    return int(text) if text.isdigit() else 0
+    return parse_version(obj["metadata"].get("resourceVersion", ""))
+
+
+def _namespace(key: JobKey | PodKey) -> str:
+    return key.namespace

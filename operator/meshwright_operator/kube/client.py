@@ -3,8 +3,8 @@ counted in metrics.
 
 Objects are raw JSON, because typed models of thousands of pods block the event loop for seconds. The operator's role
 allows exactly the verbs used here: jobs get/list/watch/delete, and patch of their `/status`; pods
-get/list/watch/create/patch/delete; services and secrets create/patch (server-side apply; the operator never reads
-them); events create/patch; leases get/create/update; nodes list/watch.
+get/list/watch/create/patch/delete; services create/get; secrets create (the operator neither reads nor changes them);
+events create/patch; leases get/create/update; nodes list/watch.
 
 Calls about leases skip the concurrency limit and the backoff, because leadership must not depend on other traffic. All
 other writes check the fence.
@@ -34,12 +34,16 @@ from meshwright.api.objects import KubeObject
 from meshwright_operator.kube.fence import Fence
 from meshwright_operator.kube.paths import LEASES, resource_of
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.text import shortened
 
 PAGE_SIZE = 500
 IDENTITY_ENCODING = "identity"
 """No compression: inside a cluster the network costs less than the API server's time to compress each page."""
 ATTEMPTS = 4
 RETRIED_CODES = (429, 503)
+REASON_LIMIT = 64
+MESSAGE_LIMIT = 600
+"""Length of an error's message: webhooks answer with any text, and it gets into conditions and events."""
 FIRST_RETRY_SECONDS = 0.5
 LONGEST_RETRY_SECONDS = 60.0
 
@@ -149,18 +153,17 @@ class KubeClient:
         """PUT, with the object's resourceVersion as precondition."""
         return await self._call("PUT", path, {"fieldManager": FIELD_MANAGER}, body)
 
-    async def apply(self, path: str, body: KubeObject) -> KubeObject:
-        """Server-side apply: create the object, or update the fields that the operator manages."""
-        query = {"fieldManager": FIELD_MANAGER, "force": "true"}
-        return await self._call("PATCH", path, query, body, "application/apply-patch+yaml")
-
     async def merge_patch(self, path: str, body: KubeObject) -> KubeObject:
         """JSON merge patch (RFC 7386); `metadata.resourceVersion` or `uid` in it is a precondition."""
         query = {"fieldManager": FIELD_MANAGER}
         return await self._call("PATCH", path, query, body, "application/merge-patch+json")
 
-    async def delete(self, path: str, uid: str) -> None:
-        """Delete the object with this uid, with its own grace period. Succeeds if it is already gone."""
+    async def delete(self, path: str, uid: str) -> KubeObject | None:
+        """Delete the object with this uid, with its own grace period.
+
+        Returns:
+            The server's answer. None if there is no object with this uid any more, or if it changes at the same time.
+        """
         body = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -168,10 +171,11 @@ class KubeClient:
             "propagationPolicy": "Background",
         }
         try:
-            await self._call("DELETE", path, None, body)
+            return await self._call("DELETE", path, None, body)
         except ApiError as error:
             if error.code not in (404, 409):
                 raise
+            return None
 
     async def _call(
         self,
@@ -263,18 +267,19 @@ def _decode_response(code: int, data: bytes, headers: Mapping[str, str]) -> Kube
     try:
         answer = orjson.loads(data) if data else {}
     except json.JSONDecodeError:
-        answer = {"message": data[:200].decode(errors="replace")}
+        answer = {"message": data[:MESSAGE_LIMIT].decode(errors="replace")}
     if not isinstance(answer, dict):
         answer = {}
     if not 200 <= code < 300:
         retry_after = _retry_after(headers.get("Retry-After", ""))
-        raise ApiError(code, str(answer.get("reason", "")), str(answer.get("message", "")), retry_after)
+        reason, message = str(answer.get("reason", "")), str(answer.get("message", ""))
+        raise ApiError(code, reason[:REASON_LIMIT], shortened(message, MESSAGE_LIMIT), retry_after)
     return answer
 
 
 def _retry_after(text: str) -> float | None:
     """Seconds in a Retry-After header (RFC 9110, section 10.2.3), which is a number of seconds or a date."""
-    if text.isdigit():
+    if text.isascii() and text.isdigit():
         return float(text)
     try:
         moment = parsedate_to_datetime(text)

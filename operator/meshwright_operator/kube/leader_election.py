@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 RENEW_DEADLINE_FRACTION = 2 / 3
 """The fraction of the lease duration in which its holder may write."""
 
+MAX_WAIT_SECONDS = 1.0
+"""A waiting process reads the lease this often, so that it notices the last renewal, and the expiry, soon."""
+
 UNKNOWN_HOLDER = "?"
 """The holder if another process changed the lease at the same time, or if it could not be read."""
 
@@ -55,6 +58,10 @@ class LeaderElector:
         self._seconds = seconds
         self._object: KubeObject | None = None
         self._last_observed: tuple[object, float] = (None, 0.0)
+        self._released = False
+        self._writing = asyncio.Lock()
+        self.attempted = asyncio.Event()
+        """Set once the first attempt to acquire the lease has ended, whatever its result."""
 
     async def acquire(self) -> None:
         """Wait until this process leads."""
@@ -68,20 +75,24 @@ class LeaderElector:
                 holder = UNKNOWN_HOLDER
             if not holder:
                 log.info("acquired the lease", extra={"lease": self._name, "identity": self._identity})
+                self.attempted.set()
                 return
+            self.attempted.set()
             if holder not in (logged_holder, UNKNOWN_HOLDER):
                 log.info("another operator holds the lease", extra={"lease": self._name, "holder": holder})
                 logged_holder = holder
-            await asyncio.sleep(min(2.0, self._seconds / 5))
+            await asyncio.sleep(min(self._until_expiry(), MAX_WAIT_SECONDS, self._seconds / 10))
 
     async def renew_until_lost(self) -> None:
-        """Renew the lease until it is lost.
+        """Renew the lease until it is lost or released.
 
         Raises:
             LeaseLostError: Another process leads, or renewals failed for two thirds of the lease duration.
         """
         while True:
             await asyncio.sleep(self._seconds / 5)
+            if self._released:
+                return
             try:
                 async with asyncio.timeout(self._seconds / 5):
                     holder = await self._try_acquire_or_renew()
@@ -93,22 +104,29 @@ class LeaderElector:
                 elif holder:
                     self._fence.close()
                     raise LeaseLostError(f"{holder} holds the lease")
-            if self._fence.seconds_left() <= 0:
+            if self._fence.seconds_left() <= 0 and not self._released:
                 raise LeaseLostError(f"lease not renewed for {self._seconds * RENEW_DEADLINE_FRACTION:.0f} s")
 
     async def release(self) -> None:
         """Release the lease, so that the next leader need not wait. Closes the fence first. Failing is harmless."""
+        self._released = True
         self._fence.close()
-        if self._object is None or self._object["spec"].get("holderIdentity") != self._identity:
-            return
         try:
-            async with asyncio.timeout(2):
+            # A renewal in flight would take the lease again.
+            async with asyncio.timeout(2), self._writing:
+                self._fence.close()
+                if self._object is None or self._object["spec"].get("holderIdentity") != self._identity:
+                    return
                 await self._write({"holderIdentity": "", "leaseDurationSeconds": 1})
         except (ApiError, TimeoutError) as error:
             log.info("lease release failed", extra={"error": str(error) or "timed out"})
 
     async def _try_acquire_or_renew(self) -> str:
         """Acquire or renew the lease. Return its holder if that is another process, else an empty string."""
+        async with self._writing:
+            return "" if self._released else await self._acquire_or_renew()
+
+    async def _acquire_or_renew(self) -> str:
         started = time.monotonic()
         if self._object is not None and self._object["spec"].get("holderIdentity") == self._identity:
             # One request instead of two, while no other process writes: it has the version that was written last.
@@ -142,6 +160,13 @@ class LeaderElector:
             raise
         self._fence.extend(started + self._seconds * RENEW_DEADLINE_FRACTION)
         return ""
+
+    def _until_expiry(self) -> float:
+        """Seconds until the lease expires if its holder does not renew it, but at least a moment."""
+        spec = (self._object or {}).get("spec") or {}
+        duration = spec.get("leaseDurationSeconds")
+        seconds = duration if isinstance(duration, int) else self._seconds
+        return max(0.05, self._last_observed[1] + seconds - time.monotonic() + 0.01)
 
     def _expired(self, spec: KubeObject) -> bool:
         """Whether the holder has not renewed for the lease duration, by the clock of this process only."""

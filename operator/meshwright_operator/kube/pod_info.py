@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from meshwright.api.labels import GANG_GATE, LABEL_JOB, LABEL_REVISION, WORKER_CONTAINER
+from meshwright.api.labels import GANG_GATE, KIND, LABEL_JOB, LABEL_REVISION, WORKER_CONTAINER
 from meshwright.planner.cluster.pod_resources import node_of
 from meshwright_operator.kube.pod_requests import request_json_of
+from meshwright_operator.text import shortened
 from meshwright_operator.timestamps import parse_time
 
 NAME = re.compile(r"^(?P<job>.+)-w(?P<worker>\d{1,6})-(?P<incarnation>\d{1,9})$")
@@ -28,6 +29,12 @@ DISRUPTION_REASONS = frozenset(
     }
 )
 SIGTERM_EXIT = 143
+# Reasons of a Failed pod without a container that do not come from the kubelet's admission.
+NOT_REJECTIONS = frozenset({"Evicted", "Preempting", "Preempted", "Terminated", "NodeLost", "NodeShutdown", "Shutdown"})
+
+REASON_LIMIT = 64
+PROBLEM_LIMIT = 512
+"""Length of the messages that a pod's problem repeats: conditions and events have a limit, and say more than this."""
 
 # Reasons of the DisruptionTarget condition, and of a Failed pod's status, by cause.
 PREEMPTIONS = frozenset({"PreemptionByScheduler", "Preempting", "Preempted"})
@@ -48,6 +55,8 @@ class Pod:
     job: str
     owner: str
     """uid of the controlling owner; empty if it has none."""
+    of_job: bool = False
+    """Whether its controlling owner is a job."""
     worker: int
     incarnation: int
     revision: str
@@ -74,6 +83,10 @@ class Pod:
     """When it was bound; None before that, or if the scheduler does not report it."""
     disruption: str = ""
     """Why it is stopped from outside, such as `PreemptionByScheduler`; empty if unknown."""
+    rejection: str = ""
+    """Why the kubelet rejected it before its container started, as `Reason: message`; empty if it did not."""
+    deletion_deadline: datetime | None = None
+    """When its grace period ends; None if it is not being deleted."""
     request_json: str = "{}"
     """Its resource requests, as `pod_requests.request_json_of` writes them."""
 
@@ -105,13 +118,15 @@ def _read(obj: Mapping[str, Any]) -> Pod | None:
         return None
     version = str(metadata.get("resourceVersion", ""))
     exit_code = _exit_code(status)
+    owner: Mapping[str, Any] = next((r for r in metadata.get("ownerReferences") or () if r.get("controller")), {})
     return Pod(
         name=metadata["name"],
         namespace=metadata.get("namespace", ""),
         uid=metadata["uid"],
         version=int(version) if version.isdigit() else 0,
         job=job,
-        owner=next((r["uid"] for r in metadata.get("ownerReferences") or () if r.get("controller")), ""),
+        owner=owner.get("uid", ""),
+        of_job=owner.get("kind") == KIND,
         worker=int(match["worker"]),
         incarnation=int(match["incarnation"]),
         revision=labels.get(LABEL_REVISION, ""),
@@ -129,6 +144,8 @@ def _read(obj: Mapping[str, Any]) -> Pod | None:
         started=parse_time((_container(status).get("running") or {}).get("startedAt")),
         scheduled=_scheduled(status),
         disruption=_disruption(status),
+        rejection=_rejection(status),
+        deletion_deadline=parse_time(metadata.get("deletionTimestamp")),
         request_json=request_json_of(obj),
     )
 
@@ -157,7 +174,19 @@ def _disrupted(metadata: Mapping[str, Any], status: Mapping[str, Any], exit_code
     if status.get("phase") != "Failed":
         return False
     stop_requested = bool(metadata.get("deletionTimestamp")) or exit_code == SIGTERM_EXIT
-    return stop_requested or _is_target(status) or status.get("reason") in DISRUPTION_REASONS
+    disrupted = status.get("reason") in DISRUPTION_REASONS or bool(_rejection(status))
+    return stop_requested or _is_target(status) or disrupted
+
+
+def _rejection(status: Mapping[str, Any]) -> str:
+    """Why the kubelet rejected the pod: a reason, such as `OutOfcpu`, although its container never started."""
+    reason = str(status.get("reason") or "")
+    if status.get("phase") != "Failed" or not reason or reason in NOT_REJECTIONS:
+        return ""
+    started = _container(status).get("terminated") or _container(status).get("running")
+    return (
+        "" if started or _is_target(status) else f"{reason}: {status.get('message') or 'the kubelet rejected the pod'}"
+    )
 
 
 def _is_target(status: Mapping[str, Any]) -> bool:
@@ -178,9 +207,12 @@ def _problem(status: Mapping[str, Any]) -> str:
     waiting = _container(status).get("waiting") or {}
     reason = waiting.get("reason", "")
     if reason and reason not in ("ContainerCreating", "PodInitializing"):
-        return f"{reason}: {waiting.get('message') or 'the container does not start'}"
+        # The kubelet passes on what a registry or a volume answered, of any length.
+        message = str(waiting.get("message") or "the container does not start")
+        return f"{reason[:REASON_LIMIT]}: {shortened(message, PROBLEM_LIMIT)}"
     for condition in status.get("conditions") or ():
         kind = (condition.get("type"), condition.get("status"), condition.get("reason"))
         if kind == ("PodScheduled", "False", "Unschedulable"):
-            return f"Unschedulable: {condition.get('message') or 'no node accepts the pod'}"
+            message = str(condition.get("message") or "no node accepts the pod")
+            return f"Unschedulable: {shortened(message, PROBLEM_LIMIT)}"
     return ""

@@ -1,9 +1,8 @@
 """Lists everything periodically, to repair what watches missed.
 
 kopf does not report objects that were deleted while a watch was disconnected, so they would stay in the cache. The
-watch of pods starts at the resourceVersion of a listing, and requests another listing if it is too far behind. Only
-objects that were in the cache before a listing began, and are missing from it, are removed: objects that appeared
-meanwhile are newer than the listing.
+watch of pods starts at the resourceVersion of a listing, and requests another listing if it is too far behind. The
+cache compares versions (`versioned_store`): a listing replaces and removes nothing that is newer than itself.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from meshwright.api.labels import LABEL_JOB
-from meshwright_operator.kube.cache import Cache, JobKey
-from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.cache import Cache, JobKey, key_of, pod_key_of
+from meshwright_operator.kube.client import ApiError, KubeClient, Page
 from meshwright_operator.kube.paths import core_path, jobs_path, pods_path
 from meshwright_operator.kube.pod_info import read_pod
 from meshwright_operator.kube.workqueue import WorkQueue
@@ -23,6 +22,8 @@ from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 
 FIRST_RETRY_SECONDS = 2.0
 FIRST_RESYNC_SECONDS = 3.0
+STUCK_SECONDS = 480.0
+"""Longer than one page can take: four attempts of 30 s, and three pauses of 66 s that the server asks for."""
 
 log = logging.getLogger(__name__)
 
@@ -46,22 +47,38 @@ class Resync:
         self._namespaces = namespaces
         self._period = period
         self._last: float | None = None
+        self._last_began = -1.0
+        self._last_progress = time.monotonic()
         self._pods_versions: dict[str | None, str] = {}
 
     def is_fresh(self) -> bool:
         """Whether a full listing succeeded within the last three periods."""
         return self._last is not None and time.monotonic() - self._last < 3 * self._period
 
-    async def initial_list(self) -> None:
-        """List everything, and retry until it succeeds. No decision may be made before that."""
-        while True:
+    def makes_progress(self) -> bool:
+        """Whether a page arrived, or a request failed, not too long ago. Only a defect in this process prevents both.
+
+        An API server that is slow or unavailable is not a reason to restart: the listing would begin again.
+        """
+        return time.monotonic() - self._last_progress < self._period + STUCK_SECONDS
+
+    def record_progress(self) -> None:
+        """Another request that comes before the first listing has failed."""
+        self._last_progress = time.monotonic()
+
+    async def ensure_listed_since(self, moment: float) -> None:
+        """List everything, and retry until it succeeds, unless a listing that began after `moment` has succeeded.
+
+        No decision may be made before that.
+        """
+        while self._last is None or self._last_began < moment:
             try:
                 await self.relist()
-                return
             except ApiError as error:
                 hint = "the CRD is not installed" if error.code == 404 else str(error)
                 log.warning("initial listing failed", extra={"error": hint})
                 await asyncio.sleep(FIRST_RETRY_SECONDS)
+        self._requeue_all()
 
     async def run(self) -> None:
         """List everything once per period, until cancelled.
@@ -84,25 +101,34 @@ class Resync:
         Raises:
             ApiError: A listing failed. Then only a part of the cache is up to date.
         """
-        await self._nodes()
-        for namespace in self._namespaces or (None,):
-            await self._pods(namespace)
-        await self._jobs()
+        began = time.monotonic()
+        try:
+            await self._nodes()
+            for namespace in self._namespaces or (None,):
+                await self._pods(namespace)
+            await self._jobs()
+        finally:
+            self._last_progress = time.monotonic()
         self._requeue_all()
-        self._last = time.monotonic()
+        self._last, self._last_began = time.monotonic(), began
         self._metrics.last_resync.set_to_current_time()
 
+    async def _pages(self, path: str, **query: str) -> AsyncIterator[Page]:
+        async for page in self._client.pages(path, **query):
+            self._last_progress = time.monotonic()
+            yield page
+
     async def _nodes(self) -> None:
-        before = set(self._cache.nodes)
-        async for page in self._client.pages(core_path(None, "nodes")):
+        listing = self._cache.begin_nodes_listing()
+        async for page in self._pages(core_path(None, "nodes")):
+            listing.start_page(page.version)
             for obj in page.items:
                 try:
+                    listing.add(obj["metadata"]["name"], str(obj["metadata"].get("uid", "")))
                     self._cache.put_node(obj)
-                    before.discard(obj["metadata"]["name"])
                 except (AttributeError, KeyError, TypeError):
                     log.warning("ignoring a malformed node object")
-        for name in before:
-            self._cache.remove_node(name)
+        self._cache.finish_nodes_listing(listing)
 
     def pods_version(self, namespace: str | None) -> str:
         """The resourceVersion of the last listing of pods, where a watch starts."""
@@ -123,32 +149,28 @@ class Resync:
             self._queue.add_unless_backing_off(key)
 
     async def _pods(self, namespace: str | None) -> str:
-        before = {pod.uid: pod for pod in self._cache.all_pods() if namespace in (None, pod.namespace)}
-        unowned_pods = self._cache.unowned_pods(namespace)
+        listing = self._cache.begin_pods_listing(namespace)
         version = ""
-        async for page in self._client.pages(pods_path(namespace), labelSelector=LABEL_JOB):
+        async for page in self._pages(pods_path(namespace), labelSelector=LABEL_JOB):
             version = page.version
+            listing.start_page(version)
             for obj in page.items:
+                listing.add(pod_key_of(obj), str(obj["metadata"].get("uid", "")))
                 if (pod := read_pod(obj)) is not None:
                     self._cache.put_pod(pod)
-                    before.pop(pod.uid, None)
-                else:
-                    self._cache.put_unowned_pod(obj)
-                    unowned_pods.discard(str(obj["metadata"].get("uid", "")))
-        for pod in before.values():
-            self._cache.remove_pod(pod)
-        for uid in unowned_pods:
-            self._cache.remove_unowned_pod(uid)
+                elif (key := self._cache.put_unowned_pod(obj)) is not None:
+                    self._queue.add(key)
+        self._cache.finish_pods_listing(listing)
         self._pods_versions[namespace] = version
         return version
 
     async def _jobs(self) -> None:
-        before = dict(self._cache.jobs)
         for namespace in self._namespaces or (None,):
-            async for page in self._client.pages(jobs_path(namespace)):
+            listing = self._cache.begin_jobs_listing(namespace)
+            async for page in self._pages(jobs_path(namespace)):
+                listing.start_page(page.version)
                 for obj in page.items:
+                    listing.add(key_of(obj), str(obj["metadata"].get("uid", "")))
                     self._cache.put_job(obj)
-                    before.pop(JobKey(obj["metadata"].get("namespace", ""), obj["metadata"]["name"]), None)
-        for key, deleted_job in before.items():
-            self._cache.remove_job(deleted_job)
-            self._queue.add(key)
+            for key in self._cache.finish_jobs_listing(listing):
+                self._queue.add(key)

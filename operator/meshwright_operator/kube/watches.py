@@ -57,18 +57,12 @@ class EventHandlers:
         self._metrics.last_event.labels("pods").set_to_current_time()
         pod = read_pod(event["object"])
         if pod is None:
-            uid = str(event["object"]["metadata"].get("uid", ""))
-            key = self._cache.remove_unlabeled_pod(uid)
-            if event["type"] == DELETED:
-                self._cache.remove_unowned_pod(uid)
-            else:
-                self._cache.put_unowned_pod(event["object"])
-            if key is not None:
-                self._queue.add(key)
+            update = self._cache.remove_deleted_pod if event["type"] == DELETED else self._cache.put_unowned_pod
+            if (job := update(event["object"])) is not None:
+                self._queue.add(job)
             return
         if event["type"] == DELETED:
             self._cache.remove_pod(pod)
-            self._requeue_waiting_jobs()
         elif not self._cache.put_pod(pod):
             # The event repeats what the operator wrote or listed itself, as thousands do after every start.
             return
@@ -80,32 +74,16 @@ class EventHandlers:
         """A node was added, changed or deleted."""
         self._metrics.last_event.labels("nodes").set_to_current_time()
         obj = dict(event["object"])
-        name = obj["metadata"]["name"]
-        if event["type"] == DELETED:
-            changed = self._cache.remove_node(name)
-        else:
-            changed = self._cache.put_node(obj)
+        changed = self._cache.remove_deleted_node(obj) if event["type"] == DELETED else self._cache.put_node(obj)
         if changed:
-            self._requeue_waiting_jobs()
-            for pod in self._cache.all_pods():
-                if pod.node == name:
-                    self._queue.add(JobKey(pod.namespace, pod.job))
-
-    def _requeue_waiting_jobs(self) -> None:
-        """Queue the jobs that wait for nodes."""
-        for key, job in self._cache.jobs.items():
-            if awaits_placement(job):
+            self._requeue_unplanned_jobs()
+            for key in self._cache.jobs_on(obj["metadata"]["name"]):
                 self._queue.add(key)
 
-
-def awaits_placement(job: dict[str, Any]) -> bool:
-    """Whether the job could not be placed at its last reconcile."""
-    status = job.get("status")
-    conditions = status.get("conditions") if isinstance(status, dict) else None
-    for condition in conditions if isinstance(conditions, list) else ():
-        if isinstance(condition, dict) and condition.get("type") == "Placed":
-            return condition.get("status") == "False"
-    return False
+    def _requeue_unplanned_jobs(self) -> None:
+        """Queue the jobs that other nodes may help. The placer wakes the jobs that wait for free nodes."""
+        for key in self._cache.jobs_awaiting_layout():
+            self._queue.add(key)
 
 
 async def run_watches(

@@ -54,8 +54,16 @@ class WorkQueue(Generic[Key]):
         """The number of keys that wait to run now, without delayed ones."""
         return len(self._queued) + len(self._dirty)
 
+    def pause(self) -> None:
+        """Ignore all keys until `resume`."""
+        self._draining = True
+
+    def resume(self) -> None:
+        """Accept keys again."""
+        self._draining = False
+
     def add(self, key: Key) -> None:
-        """Queue the key. If it is running, run it again afterwards. Does nothing once draining has begun."""
+        """Queue the key. If it is running, run it again afterwards. Does nothing while paused or draining."""
         if self._draining:
             return
         if key in self._processing:

@@ -1,9 +1,11 @@
-"""The headless Service and the token Secret of a job, and the metadata of all objects that a job owns."""
+"""The headless Service and the Secret of a job, and the metadata of all objects that a job owns."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from meshwright.api.labels import API_VERSION, KIND, LABEL_JOB, LABEL_JOB_UID, METRICS_PORT
-from meshwright.api.objects import KubeObject, service_name, token_secret_name
+from meshwright.api.objects import KubeObject, secret_name, service_name
 
 TOKEN_KEY = "token"  # noqa: S105 - the key in the secret, not a secret
 
@@ -36,7 +38,7 @@ def service(name: str, namespace: str, uid: str) -> KubeObject:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(service_name(name), namespace, name, uid),
+        "metadata": _metadata(service_name(name, uid), namespace, name, uid),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -46,14 +48,23 @@ def service(name: str, namespace: str, uid: str) -> KubeObject:
     }
 
 
-def token_secret(name: str, namespace: str, uid: str, token: str) -> KubeObject:
-    """The Secret from which pods get the job's coordinator token. The operator never reads it."""
+def token_secret(name: str, namespace: str, uid: str, data: Mapping[str, str]) -> KubeObject:
+    """The Secret from which pods get the job's coordinator token. The operator never reads or changes it.
+
+    Args:
+        name: The job's name.
+        namespace: The job's namespace.
+        uid: The job's uid.
+        data: The token under `TOKEN_KEY`, and what else the agents need to reach the coordinator. The Secret's name
+            depends on all of it, so other data make another Secret.
+    """
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": _metadata(token_secret_name(name), namespace, name, uid),
+        "metadata": _metadata(secret_name(name, uid, data), namespace, name, uid),
         "type": "Opaque",
-        "stringData": {TOKEN_KEY: token},
+        "immutable": True,
+        "stringData": dict(data),
     }
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.api import labels
-from meshwright.api.objects import KubeObject, pod_name, service_name, token_secret_name
+from meshwright.api.objects import KubeObject, pod_name, service_name
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import WorkerPlacement
 from meshwright.api.workers import EnvVar, VolumeSpec
@@ -41,6 +41,8 @@ class PodContext:
     spec: ParallelTrainingJobSpec
     revision: str
     coordinator_url: str
+    secret: str
+    """Name of the Secret with the job's token."""
     trust: CoordinatorTrust = CoordinatorTrust()
 
 
@@ -86,7 +88,7 @@ def _pod_spec(context: PodContext, placed: WorkerPlacement) -> KubeObject:
     spec: KubeObject = {
         "restartPolicy": "Never",
         "hostname": pod_name(context.name, placed.worker, placed.incarnation),
-        "subdomain": service_name(context.name),
+        "subdomain": service_name(context.name, context.uid),
         **_scheduling(workers.scheduler_name, placed.node),
         "nodeSelector": dict(workers.node_selector),
         "tolerations": [toleration.wire() for toleration in workers.tolerations],
@@ -173,7 +175,7 @@ def _environment(context: PodContext, placed: WorkerPlacement) -> list[KubeObjec
         values[labels.ENV_DATA_DIR] = labels.DATA_MOUNT
     if context.spec.runtime.scripts:
         values[labels.ENV_SCRIPTS_DIR] = labels.SCRIPTS_MOUNT
-    secret = {"name": token_secret_name(context.name), "key": TOKEN_KEY}
+    secret = {"name": context.secret, "key": TOKEN_KEY}
     return [
         *(_variable(variable) for variable in context.spec.workers.env),
         *({"name": name, "value": value} for name, value in values.items()),

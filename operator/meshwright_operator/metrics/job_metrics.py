@@ -21,7 +21,7 @@ from meshwright_operator.timestamps import parse_time
 
 NAMESPACE = Label("namespace", meaning="the job's namespace")
 JOB = (NAMESPACE, Label("job_name", meaning="the job's name"))
-PHASES = ("queued", "starting", "training", "restarting", "suspended")
+PHASES = ("queued", "starting", "training", "restarting", "suspended", "unknown")
 """The phases of a job, until it finishes."""
 
 LONGEST_STEP_SECONDS = 86400.0
@@ -41,10 +41,19 @@ class JobRecord:
     furthest_step: int | None = None
     lost_steps: int = 0
     last_step: int | None = None
+    oldest_report_at: float | None = None
+    """When the oldest of its agents' last reports arrived. None while no worker runs in a mesh generation."""
 
-    def put(self, status: ParallelTrainingJobStatus, progress: Progress | None, clock: float) -> None:
-        """Record the job's status and its latest progress, at the time `clock`."""
+    def put(
+        self,
+        status: ParallelTrainingJobStatus,
+        progress: Progress | None,
+        clock: float,
+        oldest_report_age: float | None = None,
+    ) -> None:
+        """Record the job's status, its latest progress and the age of its agents' oldest report at the time `clock`."""
         self.status = status
+        self.oldest_report_at = None if oldest_report_age is None else clock - oldest_report_age
         self._add_elapsed(clock)
         self.phase = phase_of(status)
         # The value comes from a user's pod: ignore it if it is out of range.
@@ -66,6 +75,10 @@ class JobRecord:
         self._add_elapsed(clock)
         return dict(self.wallclock)
 
+    def oldest_report_age(self, clock: float) -> float | None:
+        """Age of the oldest of its agents' last reports, at the time `clock`."""
+        return None if self.oldest_report_at is None else max(0.0, clock - self.oldest_report_at)
+
     def _add_elapsed(self, clock: float) -> None:
         if self.phase:
             self.wallclock[self.phase] = self.wallclock.get(self.phase, 0.0) + clock - self.since
@@ -73,14 +86,16 @@ class JobRecord:
 
 
 def phase_of(status: ParallelTrainingJobStatus) -> str:
-    """The job's current phase; empty if it has finished, or is invalid and never started."""
+    """The job's current phase; empty if it has finished, is being deleted, or is invalid and never started."""
     ready = find(status.conditions, names.READY)
     reason = ready.reason if ready is not None else ""
     started = status.mesh is not None and status.mesh.generation > 0
-    if status.completion_time is not None or (reason == "InvalidSpec" and not started):
+    if status.completion_time is not None or reason == "Terminating" or (reason == "InvalidSpec" and not started):
         return ""
     if reason in ("Suspended", "Suspending"):
         return "suspended"
+    if reason == "AgentsSilent":
+        return "unknown"
     # While an edit is blocked, the job is not ready although its ranks train.
     training, _, world = status.ready_ranks.partition("/")
     if training == world and world not in ("", "0"):
@@ -223,6 +238,12 @@ class JobMetrics(Catalog, Collector):
         "Time of the job by phase, since the operator started.",
         Label("phase", PHASES),
         read=_seconds_by_phase,
+    )
+    oldest_report_age_seconds = job_metric(
+        "ptj_job_oldest_report_age_seconds",
+        Kind.GAUGE,
+        "Age of the last report of the agent that has been silent for the longest time, while a generation runs.",
+        read=lambda record: one(record.oldest_report_age(time.monotonic())),
     )
     productive_seconds = job_metric(
         "ptj_job_productive_seconds_total",

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from meshwright.metrics.declaration import Label
 from meshwright.metrics.exporter import CounterMetric, Exporter, GaugeMetric, HistogramMetric
+from meshwright_operator.http.limits import CLOSE_REASONS
 
 DURATION_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 STARTUP_BUCKETS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
@@ -40,6 +41,12 @@ class OperatorMetrics(Exporter):
     certificate_renewal_failures = CounterMetric(
         "ptj_coordinator_certificate_renewal_failures_total",
         "Failed renewals of the coordinator's certificate or CA. They are retried.",
+    )
+    closed_connections = CounterMetric(
+        "ptj_http_connections_closed_total",
+        "Connections that a server refused or closed to stay within its limits.",
+        Label("server", ("coordinator", "health")),
+        Label("reason", CLOSE_REASONS),
     )
     reconcile_seconds = HistogramMetric(
         "ptj_reconcile_duration_seconds",
@@ -92,6 +99,10 @@ class OperatorMetrics(Exporter):
         "ptj_placement_cost",
         "Cost of placements: milliseconds per step for network crossings, or a relative number if GPUs are unknown.",
         COST_BUCKETS,
+    )
+    policy_valid = GaugeMetric(
+        "ptj_policy_valid",
+        "1 if the administrator's policy is valid, 0 if its file has an error and an earlier version is in effect.",
     )
     pod_operations = CounterMetric(
         "ptj_pod_operations_total",

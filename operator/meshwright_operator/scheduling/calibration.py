@@ -116,4 +116,5 @@ class CalibrationLoop:
         groups = group_spans_of_status(
             layout, spec.workers.gpus_per_worker, status.placement, cost_model.machine.fabric
         )
-        return StepMeasurement(cost_model, strategy, seconds, status.step, groups)
+        namespace = str(job["metadata"].get("namespace", ""))
+        return StepMeasurement(cost_model, strategy, seconds, status.step, groups, namespace)

@@ -5,18 +5,20 @@ It is part of a condition's message. The operator does not stop anything because
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
 
-from meshwright.planner.cluster.inventory import MALFORMED, Inventory
 from meshwright.planner.cluster.pod_resources import Resources
-from meshwright_operator.kube.pod_requests import PodRequest
+from meshwright_operator.scheduling.cluster_view import ClusterView
 from meshwright_operator.text import counted
 
 MAX_OCCUPANTS = 24
 """How many occupants are considered, the largest first."""
 MAX_NAMED = 4
+
+Amounts = dict[str, Resources]
+"""Node -> resources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,61 +27,38 @@ class Occupant:
 
     name: str
     gpus: int
-    requested: Mapping[str, Resources]
+    requested: Amounts
     """Node -> what it requests there."""
 
 
-def occupants(pod_requests: Iterable[PodRequest], gpu_resource: str, without_job: str) -> list[Occupant]:
-    """All jobs and foreign pods that occupy GPUs, the largest first, without the job with the uid `without_job`."""
-    requested: defaultdict[str, defaultdict[str, Resources]] = defaultdict(lambda: defaultdict(Resources))
-    for pod_request in pod_requests:
-        if pod_request.job_uid and pod_request.job_uid == without_job:
-            continue
-        try:
-            amount = pod_request.amount(gpu_resource)
-        except MALFORMED:
-            continue
-        name = (
-            f"job {pod_request.namespace}/{pod_request.job}"
-            if pod_request.job_uid
-            else f"pod {pod_request.namespace}/{pod_request.name}"
-        )
-        requested[name][pod_request.node] += amount
-    all_occupants = [
-        Occupant(name, sum(amount.gpus for amount in by_node.values()), by_node) for name, by_node in requested.items()
-    ]
-    return sorted(
-        (occupant for occupant in all_occupants if occupant.gpus > 0),
-        key=lambda occupant: (-occupant.gpus, occupant.name),
+def occupants(view: ClusterView, gpu_resource: str, without_job: str) -> list[Occupant]:
+    """The largest jobs and foreign pods that occupy GPUs, without the job with the uid `without_job`."""
+    gpus = (
+        (key, count)
+        for key, count in view.use_of(gpu_resource).gpus_by_occupant.items()
+        if count > 0 and not (without_job and key[1] == without_job)
     )
+    largest = nsmallest(MAX_OCCUPANTS, gpus, key=lambda entry: (-entry[1], entry[0]))
+    return [Occupant(key[0], count, view.used_by_occupant(key, gpu_resource)) for key, count in largest]
 
 
-def capacity_hint(largest_first: Sequence[Occupant], inventory: Inventory, fits: Callable[[Inventory], bool]) -> str:
+def capacity_hint(candidates: Sequence[Occupant], fits: Callable[[Amounts], bool]) -> str:
     """What would have to end, such as `Fits when job default/a (8 GPUs) ends`; empty if that would not help.
 
     Args:
-        largest_first: What occupies GPUs, the largest first.
-        inventory: The nodes with their free resources.
-        fits: Whether the job fits on an inventory.
+        candidates: What occupies GPUs, the largest first.
+        fits: Whether the job fits if these amounts become free.
     """
-    candidates = list(largest_first[:MAX_OCCUPANTS])
     for occupant in reversed(candidates):
-        if fits(freed(inventory, [occupant])):
+        if fits(occupant.requested):
             return f"Fits when {_named([occupant])} ends"
-    for count in range(2, len(candidates) + 1):
-        if fits(freed(inventory, candidates[:count])):
+    freed: Amounts = {}
+    for count, occupant in enumerate(candidates, 1):
+        for node, amount in occupant.requested.items():
+            freed[node] = freed.get(node, Resources()) + amount
+        if count > 1 and fits(freed):
             return f"Fits when {_named(candidates[:count])} end"
     return ""
-
-
-def freed(inventory: Inventory, gone: Sequence[Occupant]) -> Inventory:
-    """The inventory once these occupants have ended."""
-    nodes = dict(inventory.nodes)
-    for occupant in gone:
-        for name, amount in occupant.requested.items():
-            if name in nodes:
-                nodes[name] = replace(nodes[name], free=nodes[name].free + amount)
-    return replace(inventory, nodes=nodes)
 
 
 def _named(chosen: Sequence[Occupant]) -> str:

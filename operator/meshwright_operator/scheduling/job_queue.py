@@ -1,19 +1,18 @@
-"""The queue of jobs that wait for nodes, and what it reserves for the jobs at its head.
+"""The queue of jobs that wait for nodes, in the order in which they get them.
 
-Jobs are ordered by `spec.priority`. At the same priority, jobs with pods come first, then older jobs: a gang that waits
-for one replacement leaves all its other GPUs idle. A job cannot use nodes that a job ahead of it would get
-now. A job that does not fit is passed by for `RESERVE_SECONDS`. After that it reserves every node it could use, so that
-smaller jobs behind it cannot delay it without limit. A job that would not fit even if all other jobs ended reserves
-nothing.
+Jobs are ordered by `spec.priority`, as far as the administrator's policy allows it. At the same priority, gangs that
+hold pods come first, because a gang that waits for one replacement leaves all its other GPUs idle. Then comes the job
+whose namespace uses the fewest GPUs for its weight, then the older job.
 
-The queue is in memory only. After a restart it is rebuilt while jobs are reconciled; status records since when each job
+A job is in the queue from its first request until it is placed or withdrawn, however long ago it was looked at. The
+queue is in memory only. After a restart it is rebuilt while jobs are reconciled; status records since when each job
 waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
@@ -21,26 +20,16 @@ from meshwright.api import conditions as names
 from meshwright.api.conditions import find
 from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.planner.cluster.inventory import Inventory, Node
-from meshwright.planner.cost_model import Calibration, cost_model_for
-from meshwright.planner.errors import DoesNotFitError
-from meshwright.planner.placement import Placement, PreviousPlacement
-from meshwright.planner.placement.capacity import FreeCapacity, GangShape
+from meshwright.planner.placement import PreviousPlacement
 from meshwright.planner.plan import Plan
-from meshwright.planner.plan_and_place import place_best, place_plan
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.gang_actions import Place
 from meshwright_operator.decide.observed import Observed
+from meshwright_operator.decide.placement_outcome import NotGranted
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
-from meshwright_operator.kube.cache import Cache, JobKey
+from meshwright_operator.kube.cache import JobKey
+from meshwright_operator.scheduling.policy import Policy
 from meshwright_operator.timestamps import parse_time
-
-RESERVE_SECONDS = 120.0
-"""How long a job is passed by before it reserves nodes."""
-STALE_SECONDS = 60.0
-"""A job that has not requested nodes for this long is dropped from the queue."""
-LOOK_AHEAD = 64
-"""How many jobs ahead are considered: a job further back in the queue waits long in any case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,164 +112,125 @@ class PlacementRequest:
         """All plans it can run with, the preferred one first."""
         return (self.plan, *self.other_plans)
 
-    @property
-    def sort_key(self) -> tuple[int, bool, str, str]:
-        """Its position in the queue; the smallest is first."""
-        return -self.spec.priority, not self.reuses_own_pods, self.created, self.uid
+    def same_as(self, other: PlacementRequest) -> bool:
+        """Whether both ask for the same, so that the answer to one is the answer to the other."""
+        return (
+            self.restarts == other.restarts
+            and self.assigned_nodes == other.assigned_nodes
+            and self.spec == other.spec
+            and len(self.other_plans) == len(other.other_plans)
+            and all(a is b or a == b for a, b in zip(self.plans, other.plans, strict=True))
+            and self.previous == other.previous
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class QueueTurn:
-    """What the queue leaves to one job."""
+class Basis(NamedTuple):
+    """What the answer to a request depends on, besides the request."""
 
-    reserved: Mapping[str, str] = field(default_factory=dict)
-    """Node -> why this job cannot use it."""
-    blocked_by: PlacementRequest | None = None
-    """The first job ahead that fits now."""
+    freed: int
+    """Version of the free capacity."""
+    changed: int
+    """Version of all capacity."""
+    due: bool
+    """Whether the job had waited long enough to reserve nodes."""
+    avoided: tuple[str, ...]
+    """Nodes that rejected its pods."""
+
+
+@dataclass(slots=True)
+class Member:
+    """A job in the queue, and what is known from the last attempt to place it."""
+
+    request: PlacementRequest
+    attempted: int = -1
+    """Version of the free capacity at the last attempt; -1 before the first."""
+    due: bool = False
+    """Whether the job had waited long enough then to reserve nodes."""
+    fits: bool = False
+    """Whether the job fitted then. Its nodes are left to it until it asks for them."""
+    claims: Mapping[str, str] = field(default_factory=dict)
+    """Node -> why jobs behind this one cannot use it."""
+    reserved: tuple[str, ...] = ()
+    """The nodes reserved for it, because it has waited long enough."""
+    answer: NotGranted | None = None
+    """The answer to its last request."""
+    answered: Basis | None = None
+    """What the answer depends on."""
+    undelivered: bool = False
+    """Whether the job has not asked since its answer was found."""
+    wanted: bool = False
+    """Whether its reconcile left without an answer, and runs again when there is one."""
+    excess: str = ""
+    """Why the administrator's policy does not let it start now."""
 
 
 class JobQueue:
     """Jobs that requested nodes and did not get them."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, PlacementRequest] = {}
+        self._members: dict[str, Member] = {}
+        self.policy = Policy()
 
-    def add(self, request: PlacementRequest) -> None:
+    def __len__(self) -> int:
+        """The number of jobs."""
+        return len(self._members)
+
+    def put(self, request: PlacementRequest) -> Member:
         """Adds a job, or updates its request."""
-        self._requests[request.uid] = request
+        member = self._members.get(request.uid)
+        if member is None:
+            member = self._members[request.uid] = Member(request)
+        elif not request.same_as(member.request):
+            # The reservation stays: it follows the job's new request at the next attempt.
+            member = self._members[request.uid] = Member(request, claims=member.claims, reserved=member.reserved)
+        else:
+            member.request = request
+        return member
 
-    def remove(self, uid: str) -> None:
-        """Removes a job."""
-        self._requests.pop(uid, None)
+    def get(self, uid: str) -> Member | None:
+        """The job with this uid; None if it is not in the queue."""
+        return self._members.get(uid)
 
-    def ahead_of(self, request_behind: PlacementRequest) -> list[PlacementRequest]:
-        """Jobs ahead of this one, first to last."""
-        stale = [
-            w.uid
-            for w in self._requests.values()
-            if (request_behind.requested_at - w.requested_at).total_seconds() > STALE_SECONDS
-        ]
-        for uid in stale:
-            del self._requests[uid]
-        ahead = [
-            w for w in self._requests.values() if w.uid != request_behind.uid and w.sort_key < request_behind.sort_key
-        ]
-        return sorted(ahead, key=lambda request: request.sort_key)[:LOOK_AHEAD]
+    def remove(self, uid: str) -> Member | None:
+        """Removes a job, and returns it; None if it was not in the queue."""
+        return self._members.pop(uid, None)
 
-    def head(self, count: int) -> list[JobKey]:
-        """The keys of the first `count` jobs, to reconcile when capacity has changed."""
-        return [w.key for w in sorted(self._requests.values(), key=lambda request: request.sort_key)[:count]]
+    def members(self) -> list[Member]:
+        """All jobs, in any order."""
+        return list(self._members.values())
 
+    def requests(self) -> list[PlacementRequest]:
+        """The requests of all jobs, in any order."""
+        return [member.request for member in self._members.values()]
 
-def claims_ahead(
-    ahead: Iterable[PlacementRequest],
-    now: datetime,
-    free: Callable[[PlacementRequest], Inventory],
-    without_jobs: Callable[[PlacementRequest], Inventory],
-    calibration: Calibration,
-) -> QueueTurn:
-    """What the jobs `ahead` leave to the job behind them.
+    def ordered(self, in_use: Callable[[str], int]) -> list[Member]:
+        """All jobs, first to last. `in_use` returns the GPUs that the jobs of a namespace use now."""
+        position = self.position(in_use)
+        return sorted(self._members.values(), key=lambda member: position(member.request))
 
-    Args:
-        ahead: Jobs ahead of it, first to last.
-        now: The current time.
-        free: Returns the inventory of a job, with what is free now.
-        without_jobs: Returns the inventory of a job, as if all jobs had ended.
-        calibration: The calibrated constants of the cluster's GPUs.
-    """
-    reserved: dict[str, str] = {}
-    first: PlacementRequest | None = None
-    for request in ahead:
-        nodes = nodes_for(request, excluding(free(request), reserved), calibration)
-        if nodes:
-            first = first or request
-            reserved |= {name: f"next for job {request.key}" for name in nodes}
-            continue
-        if (now - request.since).total_seconds() < RESERVE_SECONDS:
-            continue
-        empty = without_jobs(request)
-        if any(has_capacity(plan, empty) for plan in request.plans):
-            why = f"reserved for job {request.key}"
-            reserved |= {n.name: why for n in empty.usable if _fits_node(request.plan, n) and n.name not in reserved}
-    return QueueTurn(reserved, first)
+    def position(self, in_use: Callable[[str], int]) -> Callable[[PlacementRequest], QueuePosition]:
+        """A function from a request to its position in the queue; the smallest is first."""
+        shares: dict[str, float] = {}
+
+        def position(request: PlacementRequest) -> QueuePosition:
+            namespace = request.key.namespace
+            if namespace not in shares:
+                shares[namespace] = in_use(namespace) / self.policy.of(namespace).weight
+            priority = self.policy.of(namespace).priority.clamp(request.spec.priority)
+            return QueuePosition(
+                -priority, not request.reuses_own_pods, shares[namespace], request.created, request.uid
+            )
+
+        return position
 
 
-def nodes_for(request: PlacementRequest, inventory: Inventory, calibration: Calibration) -> set[str]:
-    """The nodes on which the job would be placed; empty if it does not fit."""
-    if not request.assigned_nodes and not any(has_capacity(plan, inventory) for plan in request.plans):
-        return set()
-    try:
-        return set(placement_for(request, inventory, calibration).nodes.values())
-    except DoesNotFitError:
-        return set()
+class QueuePosition(NamedTuple):
+    """A job's position in the queue."""
 
-
-def placement_for(request: PlacementRequest, inventory: Inventory, calibration: Calibration) -> Placement:
-    """The placement of the job: with the best of its plans, and with low network cost to the nodes it had before.
-
-    Raises:
-        DoesNotFitError: The job does not fit.
-    """
-    cost_model = cost_model_for(request.spec, request.plan.architecture, inventory, calibration)
-    if request.other_plans:
-        return place_best(request.plans, inventory, cost_model)
-    return place_plan(request.plan, inventory, cost_model, request.assigned_nodes, request.previous)
-
-
-def has_capacity(plan: Plan, inventory: Inventory) -> bool:
-    """Whether all of the plan's workers fit. Only counts capacity, without choosing nodes."""
-    return FreeCapacity(plan, inventory, {}).total_blocks() >= GangShape(plan).blocks
-
-
-def excluding(inventory: Inventory, taken: Mapping[str, str]) -> Inventory:
-    """The inventory with these nodes (name -> reason) marked as unusable."""
-    nodes = dict(inventory.nodes)
-    for name, why in taken.items():
-        if name in nodes and not nodes[name].unusable:
-            nodes[name] = replace(nodes[name], unusable=why)
-    return replace(inventory, nodes=nodes)
-
-
-def _fits_node(plan: Plan, node: Node) -> bool:
-    return node.free.fits(plan.worker_request) > 0
-
-
-class ReservedSpares(NamedTuple):
-    """Spare nodes of one job. No other job gets them while the job has pods.
-
-    They are in its `status.placement.spares`, so a restarted operator reserves the same nodes.
-    """
-
+    priority: int
+    """The negative priority."""
+    without_pods: bool
+    share: float
+    """GPUs that the namespace's jobs use, divided by the namespace's weight."""
+    created: str
     uid: str
-    why: str
-    nodes: tuple[str, ...]
-
-    @classmethod
-    def by(cls, key: JobKey, uid: str, nodes: Iterable[str]) -> ReservedSpares:
-        """The spare nodes of the job with this key."""
-        return cls(uid, f"spare node of job {key}", tuple(nodes))
-
-
-def reserved_spares(cache: Cache) -> list[ReservedSpares]:
-    """The spare nodes of every job with pods, at most as many as its spec requests."""
-    spares = []
-    for key, job in cache.jobs.items():
-        count, nodes = _get_path(job, "spec", "recovery", "spareNodes"), _get_path(job, "status", "placement", "spares")
-        if not isinstance(count, int) or not isinstance(nodes, list) or count < 1 or not nodes:
-            continue
-        uid = str(job["metadata"].get("uid", ""))
-        if any(not pod.terminal for pod in cache.pods(key, uid)):
-            spares.append(ReservedSpares.by(key, uid, map(str, nodes[:count])))
-    return spares
-
-
-def reserved_for_others(reserved: Iterable[ReservedSpares], uid: str) -> Mapping[str, str]:
-    """Node -> why the job `uid` cannot use it."""
-    return {node: one.why for one in reserved if one.uid != uid for node in one.nodes}
-
-
-def _get_path(obj: object, *path: str) -> object:
-    """The value at this path; None if it is missing or the object is malformed."""
-    for name in path:
-        obj = obj.get(name) if isinstance(obj, Mapping) else None
-    return obj

@@ -1,4 +1,4 @@
-"""The requests of all pods: those of jobs from the operator's cache, those of foreign pods from the API server.
+"""The requests of foreign pods, from the API server. Those of jobs' pods are in the operator's cache.
 
 Only foreign pods are listed. Listing every pod for every placement would load the API server more than everything else
 that the operator does.
@@ -24,28 +24,28 @@ REUSE_FACTOR = 10.0
 
 
 class PodRequestLister:
-    """Collects the requests of all pods for each placement."""
+    """Lists the requests of foreign pods."""
 
     def __init__(self, cluster: KubeClient, cache: Cache, namespaces: Sequence[str]) -> None:
         self._client = cluster
         self._cache = cache
         self._namespaces = namespaces
-        self._foreign: list[PodRequest] = []
         self._valid_until = float("-inf")
 
-    async def pod_requests(self) -> list[PodRequest]:
-        """The requests of all pods.
+    async def list_if_due(self) -> list[PodRequest] | None:
+        """The requests of all foreign pods; None if the last listing is recent for the time that it took.
 
         Raises:
             ApiError: Foreign pods could not be listed.
         """
         started = time.monotonic()
-        if started >= self._valid_until:
-            self._foreign = await self._list_foreign()
-            ended = time.monotonic()
-            took = ended - started
-            self._valid_until = ended + REUSE_FACTOR * took if took > FAST_LIST_SECONDS else started
-        return [*self._cache.pod_requests(), *self._foreign]
+        if started < self._valid_until:
+            return None
+        foreign = await self._list_foreign()
+        ended = time.monotonic()
+        took = ended - started
+        self._valid_until = ended + REUSE_FACTOR * took if took > FAST_LIST_SECONDS else started
+        return foreign
 
     async def _list_foreign(self) -> list[PodRequest]:
         """Pods that are not in the cache.

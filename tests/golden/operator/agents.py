@@ -115,6 +115,7 @@ class Worker(Agent):
         return WorkerReport(
             worker=self.pod.worker,
             incarnation=self.pod.incarnation,
+            pod_uid=self.pod.uid,
             generation=self.generation,
             state=self.state,
             failure=self.failure,

@@ -194,7 +194,7 @@ class Faults:
         for path in [path for path in self.machine.cluster.objects if path.startswith(f"{PODS}/other-")]:
             self.machine.cluster.remove(path)
         for operator in self.machine.operators:
-            operator.room_changed()
+            operator.nodes_changed()
 
     # Users.
 

@@ -142,11 +142,15 @@ async def _document(machine: Machine, job: KubeObject) -> KubeObject | None:
         return None
     first = agents[0]
     request = MeshRequest(
-        worker=first.pod.worker, incarnation=first.pod.incarnation, address=first.address, store_port=20000
+        worker=first.pod.worker,
+        incarnation=first.pod.incarnation,
+        pod_uid=first.pod.uid,
+        address=first.address,
+        store_port=20000,
     )
     sent = await machine.operators[0].coordinator.registry(job["metadata"]["uid"]).wait_for_newer(request)
     assert sent is not None
-    document: KubeObject = json.loads(sent)
+    document: KubeObject = json.loads(sent.body)
     return document
 
 

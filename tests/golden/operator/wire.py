@@ -88,7 +88,7 @@ class Server:
         if verb == "DELETE":
             await self._memory.delete(path, body["preconditions"]["uid"])
             return {}
-        return await (self._memory.apply if "apply" in kind else self._memory.merge_patch)(path, body)
+        return await self._memory.merge_patch(path, body)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from meshwright.manifest_checksum import with_checksum
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointError, DamagedCheckpointError, ForeignCheckpointError
@@ -24,6 +26,7 @@ from meshwright_worker.checkpoint.manifest import (
     ModuleManifest,
     TrainingState,
     check_file,
+    encode_manifest,
     read_manifest,
     read_manifest_as,
 )
@@ -144,7 +147,15 @@ def test_a_manifest_that_no_version_wrote_is_damaged(tmp_path: Path, content: by
     ("changed", "reason"),
     [
         ({"format": 2}, "its format is 2, this version reads 1"),
-        ({"fromTomorrow": 1}, "`fromTomorrow`: Extra inputs are not permitted"),
+        (
+            {
+                "architecture": {
+                    **json.loads(manifest_at(1).model_dump_json(by_alias=True))["architecture"],
+                    "newGate": "Sigmoid",
+                }
+            },
+            "`architecture.newGate`: Extra inputs",
+        ),
         ({"layout": {"tensor": "some"}}, "`layout.tensor`: "),
     ],
 )
@@ -152,8 +163,31 @@ def test_a_manifest_of_another_version_is_not_a_damaged_one(
     tmp_path: Path, changed: dict[str, object], reason: str
 ) -> None:
     fields = json.loads(manifest_at(1).model_dump_json(by_alias=True))
-    (tmp_path / MANIFEST).write_text(json.dumps({**fields, **changed}))
+    (tmp_path / MANIFEST).write_text(json.dumps(with_checksum({**fields, **changed})))
     with pytest.raises(ForeignCheckpointError, match=f"another version of Meshwright .*{reason}"):
+        read_manifest(tmp_path)
+
+
+def test_what_a_later_version_adds_to_a_manifest_is_ignored(tmp_path: Path) -> None:
+    fields = json.loads(manifest_at(1).model_dump_json(by_alias=True))
+    fields["newField"] = fields["state"]["newField"] = fields["layout"]["newField"] = [1]
+    fields["architecture"]["newGate"] = None
+    (tmp_path / MANIFEST).write_text(json.dumps(with_checksum(fields)))
+    assert read_manifest(tmp_path) == manifest_at(1)
+
+
+@pytest.mark.parametrize("change", [lambda text: text.replace('"step": 1', '"step": 3'), lambda text: text + " ] "])
+def test_a_flipped_bit_in_a_manifest_is_damage(tmp_path: Path, change: Callable[[str], str]) -> None:
+    text = encode_manifest(manifest_at(1)).decode()
+    (tmp_path / MANIFEST).write_text(change(text))
+    assert change(text) != text
+    with pytest.raises(DamagedCheckpointError, match=f"{MANIFEST} is damaged"):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_without_a_checksum_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(manifest_at(1).model_dump_json(by_alias=True))
+    with pytest.raises(DamagedCheckpointError, match="it has no checksum"):
         read_manifest(tmp_path)
 
 
@@ -165,7 +199,7 @@ def test_a_checkpoint_of_something_else_is_not_taken_for_a_damaged_one(
     other = (
         manifest_at(1) if kind is ModuleManifest else ModuleManifest(state=TrainingState(), module="M", layout=layout)
     )
-    (tmp_path / MANIFEST).write_text(other.model_dump_json(by_alias=True))
+    (tmp_path / MANIFEST).write_bytes(encode_manifest(other))
     with pytest.raises(ForeignCheckpointError, match="use another directory"):
         read_manifest_as(tmp_path, kind)
     assert read_manifest_as(tmp_path, type(other)) == other

@@ -13,6 +13,7 @@ from meshwright.api.data import DataFormat, DataSpec, MixturePart, Tokenizer
 from meshwright.data.files import open_directory
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import open_tokenizer
+from meshwright.manifest_checksum import with_checksum
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.vocabulary_check import check_vocabulary
 from meshwright_worker.rank.failures import InvalidRunError
@@ -88,7 +89,7 @@ def test_what_is_named_fits(volume: Path) -> None:
 
 def test_tokens_that_say_more_than_their_tokenizer(volume: Path) -> None:
     manifest = volume / "tokens-b" / "meshwright-tokens.json"
-    manifest.write_text(manifest.read_text().replace('"vocabulary": 300', '"vocabulary": 310'))
+    manifest.write_text(json.dumps(with_checksum({**json.loads(manifest.read_text()), "vocabulary": 310})))
     parts = [MixturePart(path="tokens-a"), MixturePart(path="tokens-b")]
     task = task_of(volume, {**BPE, "format": DataFormat.TOKENS, "mixture": parts}, vocab_size=304)
     with pytest.raises(InvalidRunError, match="at least 310 for the ids of the tokens in tokens-b.*nearest: 310"):

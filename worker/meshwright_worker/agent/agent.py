@@ -11,9 +11,10 @@ from collections.abc import Coroutine, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from meshwright.addresses import join_host_port
 from meshwright.perplexity import perplexity
 from meshwright.protocol.messages import MeshRequest, WorkerReport
-from meshwright.protocol.run_config import NativeRun
+from meshwright.protocol.run_config import NativeRun, UnsupportedRun
 from meshwright_worker.agent import state_machine as decisions
 from meshwright_worker.agent.coordinator_client import CoordinatorClient
 from meshwright_worker.agent.coordinator_link import Heartbeat, MeshPoll
@@ -22,6 +23,7 @@ from meshwright_worker.agent.events import (
     Event,
     EventQueue,
     MeshReceived,
+    OutputWritten,
     RankExited,
     RankMessageReceived,
     ShutdownRequested,
@@ -29,7 +31,7 @@ from meshwright_worker.agent.events import (
 from meshwright_worker.agent.launcher import Launcher, LaunchError
 from meshwright_worker.agent.metrics import WorkerMetrics
 from meshwright_worker.agent.metrics_server import start_metrics_server
-from meshwright_worker.agent.rank_process import process_state
+from meshwright_worker.agent.rank_process import command_state, process_state
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import build_report
 from meshwright_worker.rank import messages
@@ -51,7 +53,9 @@ class Agent:
     def __init__(self, settings: Settings, environment: Mapping[str, str]) -> None:
         self._settings = settings
         self._event_queue: EventQueue = asyncio.Queue()
-        self._state_machine = decisions.AgentStateMachine(settings.worker, settings.incarnation, settings.drain_seconds)
+        self._state_machine = decisions.AgentStateMachine(
+            settings.worker, settings.incarnation, settings.pod_uid, settings.drain_seconds
+        )
         self._launcher = Launcher(settings, self._event_queue, environment)
         self._metrics = WorkerMetrics(settings.namespace, settings.job)
         self._training_log = TrainingLog(None)
@@ -127,8 +131,10 @@ class Agent:
         )
 
     def _build_report(self) -> WorkerReport:
-        report = build_report(self._state_machine, time.monotonic(), process_state)
-        return report.model_copy(update={"pod_uid": self._settings.pod_uid})
+        current = self._state_machine.current
+        runs_command = current is not None and not current.uses_builtin_runtime
+        read_state = command_state if runs_command else process_state
+        return build_report(self._state_machine, time.monotonic(), read_state)
 
     def _on_generation_announced(self, generation: int) -> None:
         if generation > self._state_machine.generation:
@@ -196,6 +202,8 @@ class Agent:
                 actions = self._state_machine.on_message(generation, rank, message, now, _time_of_day())
                 self._record_message(generation, rank, message, now)
                 return actions
+            case OutputWritten(generation=generation, rank=rank):
+                return self._state_machine.on_output(generation, rank, now)
             case RankExited(generation=generation, rank=rank, code=code, tail=tail):
                 log.info("rank exited rank=%d generation=%d code=%d", rank, generation, code)
                 self._launcher.remove(rank)
@@ -211,10 +219,13 @@ class Agent:
     async def _start(self, start: decisions.StartRanks) -> list[decisions.Action]:
         document, member = start.document, start.member
         ranks = range(member.first_rank, member.first_rank + member.ranks)
-        master = f"{document.master_address}:{document.master_port}"
+        master = join_host_port(document.master_address, document.master_port)
         log.info(
             "generation %d: ranks %s of %d, store %s", document.generation, list(ranks), document.world_size, master
         )
+        if isinstance(document.run, UnsupportedRun):
+            log.error("%s", document.run.reason)
+            return self._state_machine.on_rejected_run(document.generation, document.run.reason, time.monotonic())
         self._training_log = TrainingLog(document.run.training.steps if isinstance(document.run, NativeRun) else None)
         self._metrics.generation(document.generation, ranks, restart=self._started_before)
         self._started_before = True

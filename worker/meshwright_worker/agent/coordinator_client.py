@@ -14,25 +14,26 @@ import aiohttp
 from meshwright.api.base import ApiModel
 from meshwright.protocol import signing
 from meshwright.protocol.messages import (
-    PROTOCOL_VERSION,
-    VERSION_HEADER,
     MeshDocument,
     MeshRequest,
     ReportReply,
     TrustBundle,
     TrustRequest,
     WorkerReport,
+    parse_mesh_document,
     parse_message,
 )
+from meshwright.protocol.versions import VERSION_HEADER, supported
 from meshwright_worker.agent.coordinator_trust import BundleError, CoordinatorTrust, unverified_context
 from meshwright_worker.agent.settings import Settings
 
 # Added to the coordinator's maximum poll time, for the response to travel.
 ANSWER_SECONDS = 10.0
 LONGEST_RETRY_AFTER = 60.0
-HEADERS = {"Content-Type": "application/json", VERSION_HEADER: str(PROTOCOL_VERSION)}
+HEADERS = {"Content-Type": "application/json", VERSION_HEADER: supported()}
 
 Model = TypeVar("Model", bound=ApiModel)
+Request = WorkerReport | MeshRequest | TrustRequest
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,10 @@ class CertificateRejectedError(UnavailableError):
     """The coordinator's certificate does not come from a CA that this agent trusts, has expired, or has other names."""
 
 
+class _OtherSessionError(Exception):
+    """409: the signer now follows the coordinator's session and counter. Send the request again."""
+
+
 class CoordinatorClient:
     """Typed calls of the coordinator. The token signs requests; it is never sent, nor part of an exception's
     message.
@@ -70,12 +75,10 @@ class CoordinatorClient:
     def __init__(self, settings: Settings) -> None:
         self._base = settings.coordinator_url
         self._path = f"/v1/jobs/{settings.namespace}/{settings.job}/{settings.uid}"
-        self._trust_request = TrustRequest(
-            worker=settings.worker, incarnation=settings.incarnation, pod_uid=settings.pod_uid
-        )
+        sender = signing.Sender(settings.worker, settings.incarnation, settings.pod_uid)
+        self._signer = signing.Signer(settings.token, sender)
         self._trust = CoordinatorTrust(settings.coordinator_ca)
         self._server_name = settings.coordinator_name or None
-        self._signer = signing.Signer(settings.token)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> CoordinatorClient:
@@ -93,7 +96,12 @@ class CoordinatorClient:
             SupersededError, RejectedError, IncompatibleError, UnavailableError: see each class.
         """
         body = await self._post("mesh", request, request.wait_seconds + ANSWER_SECONDS)
-        return None if body is None else _parse(MeshDocument, body)
+        if body is None:
+            return None
+        try:
+            return parse_mesh_document(body)
+        except ValueError as error:
+            raise UnavailableError(f"cannot read the coordinator's MeshDocument: {error}") from error
 
     async def report(self, report: WorkerReport, seconds: float = ANSWER_SECONDS) -> ReportReply:
         """Send a heartbeat, with a timeout of `seconds`.
@@ -114,7 +122,7 @@ class CoordinatorClient:
     async def _post(self, endpoint: str, message: WorkerReport | MeshRequest, seconds: float) -> bytes | None:
         """Send a request. If the coordinator's certificate is rejected, ask for its current CAs, and try again."""
         try:
-            return await self._send(endpoint, message, seconds, self._trust.context)
+            return await self._exchange(endpoint, message, seconds, self._trust.context)
         except CertificateRejectedError as rejected:
             try:
                 renewed = self._trust.pinned and await self._renew_trust(unverified_context())
@@ -123,7 +131,7 @@ class CoordinatorClient:
                 raise CertificateRejectedError(f"{rejected}; no signed CA bundle: {error}") from None
             if not renewed:
                 raise
-        return await self._send(endpoint, message, seconds, self._trust.context)
+        return await self._exchange(endpoint, message, seconds, self._trust.context)
 
     async def _renew_trust(self, context: ssl.SSLContext | bool) -> bool:
         """Replace the CA bundle by that of the coordinator. Return whether it was another one.
@@ -134,7 +142,7 @@ class CoordinatorClient:
         Raises:
             SupersededError, RejectedError, IncompatibleError, UnavailableError: see each class.
         """
-        body = await self._send("trust", self._trust_request, ANSWER_SECONDS, context)
+        body = await self._exchange("trust", TrustRequest(), ANSWER_SECONDS, context)
         try:
             renewed = self._trust.replace(_parse(TrustBundle, body or b"").certificates)
         except BundleError as error:
@@ -143,12 +151,21 @@ class CoordinatorClient:
             log.info("the coordinator has a new CA bundle; this agent uses it from now on")
         return renewed
 
+    async def _exchange(
+        self, endpoint: str, message: Request, seconds: float, context: ssl.SSLContext | bool
+    ) -> bytes | None:
+        """Send a request, and once more if it was signed for another session of the coordinator."""
+        try:
+            return await self._send(endpoint, message, seconds, context)
+        except _OtherSessionError:
+            pass  # the coordinator has restarted, or this is the first request
+        try:
+            return await self._send(endpoint, message, seconds, context)
+        except _OtherSessionError as error:
+            raise UnavailableError(str(error)) from None
+
     async def _send(
-        self,
-        endpoint: str,
-        message: WorkerReport | MeshRequest | TrustRequest,
-        seconds: float,
-        context: ssl.SSLContext | bool,
+        self, endpoint: str, message: Request, seconds: float, context: ssl.SSLContext | bool
     ) -> bytes | None:
         if self._session is None:
             raise RuntimeError("the client is used outside its context")
@@ -177,7 +194,7 @@ class CoordinatorClient:
         self, source: str, status: int, sent: Mapping[str, str], received: Mapping[str, str], body: bytes
     ) -> bytes | None:
         """Return the body of a successful response. Only a signed response may start, stop or delay anything."""
-        if status in (200, 204, 410):
+        if status in (200, 204, 409, 410):
             self._verify_signature(source, status, sent, received, body)
         match status:
             case 200:
@@ -186,10 +203,10 @@ class CoordinatorClient:
                 return None
             case 410:
                 raise SupersededError
-            case 401:
-                self._adopt_coordinator_clock(status, sent, received, body)
-                raise RejectedError(f"{source}: {_text(body)}")
-            case 404:
+            case 409:
+                self._follow_session(source, received)
+                raise _OtherSessionError(f"{source}: {_text(body)}")
+            case 401 | 404:
                 raise RejectedError(f"{source}: {_text(body)}")
             case 426:
                 raise IncompatibleError(f"{source}: {_text(body)}")
@@ -204,19 +221,12 @@ class CoordinatorClient:
         except signing.SignatureError as error:
             raise UnavailableError(f"{source}: {error}") from None
 
-    def _adopt_coordinator_clock(
-        self, status: int, sent: Mapping[str, str], received: Mapping[str, str], body: bytes
-    ) -> None:
-        """Use the coordinator's clock from now on, if its signed rejection shows a different time.
-
-        Raises:
-            UnavailableError: the clock was the cause; retry.
-        """
-        with contextlib.suppress(signing.SignatureError):
-            coordinator_time = self._signer.check_answer(sent, status, received, body)
-            if abs(coordinator_time - int(sent[signing.DATE])) > signing.WINDOW_SECONDS * 1e6 / 2:
-                self._signer.set_clock(coordinator_time)
-                raise UnavailableError(f"{_text(body)}; following the coordinator's clock")
+    def _follow_session(self, source: str, received: Mapping[str, str]) -> None:
+        """Sign the next requests for the coordinator's session."""
+        try:
+            self._signer.follow(received)
+        except signing.SignatureError as error:
+            raise UnavailableError(f"{source}: {error}") from None
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:

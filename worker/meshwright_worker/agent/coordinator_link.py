@@ -31,6 +31,8 @@ FIRST_RETRY_SECONDS = 0.25
 LAST_RETRY_SECONDS = 3.0
 # Limits the request rate if the coordinator answers every poll at once.
 POLL_PAUSE_SECONDS = 0.2
+# Whatever interval the coordinator sets.
+LONGEST_REPORT_SECONDS = 60.0
 
 
 class Backoff:
@@ -38,6 +40,8 @@ class Backoff:
 
     def __init__(self) -> None:
         self._next = FIRST_RETRY_SECONDS
+        self.longest = LAST_RETRY_SECONDS
+        """Upper bound of the delay."""
 
     def reset(self) -> None:
         """Start over after a successful request."""
@@ -46,7 +50,7 @@ class Backoff:
     def delay(self, minimum: float = 0.0) -> float:
         """Return the seconds to wait before the next try: at least `minimum`, if the coordinator asked for a delay."""
         delay = self._next
-        self._next = min(self._next * 2, LAST_RETRY_SECONDS)
+        self._next = min(self._next * 2, self.longest)
         return minimum * random.uniform(1.0, 1.5) + delay * random.uniform(0.5, 1.0)  # noqa: S311 - spreading, not secrecy
 
 
@@ -127,7 +131,10 @@ class MeshPoll:
 
 
 class Heartbeat:
-    """Sends the agent's state every `interval` seconds, and at once when it changes."""
+    """Sends the agent's state at once when it changes, and else at the interval that the coordinator sets.
+
+    The first interval is `interval`, which is also the shortest.
+    """
 
     def __init__(
         self,
@@ -140,7 +147,7 @@ class Heartbeat:
         self._client = client
         self._build_report = report
         self._event_queue = event_queue
-        self._interval = interval
+        self._shortest = self._interval = interval
         self._on_generation_announced = on_generation_announced
         self._changed = asyncio.Event()
 
@@ -163,6 +170,9 @@ class Heartbeat:
                 await asyncio.sleep(backoff.delay(error.retry_after if isinstance(error, UnavailableError) else 0.0))
             else:
                 backoff.reset()
+                self._interval = min(max(self._shortest, reply.report_seconds), LONGEST_REPORT_SECONDS)
+                # Agents of a large job do not all come back at once when the operator restarts.
+                backoff.longest = max(LAST_RETRY_SECONDS, self._interval)
                 self._on_generation_announced(reply.generation)
                 await self._wait()
 
@@ -183,5 +193,5 @@ class Heartbeat:
 
     async def _wait(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._interval):
+            async with asyncio.timeout(self._interval * random.uniform(0.9, 1.0)):  # noqa: S311 - spreading, not secrecy
                 await self._changed.wait()

@@ -26,6 +26,14 @@ class RankMessageReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputWritten:
+    """The process of a user's command wrote to its standard output or error."""
+
+    generation: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankExited:
     """A rank's process exited; `tail` is its last output."""
 
@@ -50,5 +58,5 @@ class BackgroundTaskFailed:
     error: BaseException
 
 
-Event = MeshReceived | RankMessageReceived | RankExited | ShutdownRequested | BackgroundTaskFailed
+Event = MeshReceived | RankMessageReceived | OutputWritten | RankExited | ShutdownRequested | BackgroundTaskFailed
 EventQueue = asyncio.Queue[Event]

@@ -145,9 +145,13 @@ class ReservedPort:
 
 
 def _bind() -> socket.socket:
+    # The store listens on `::`, for IPv4 too, unless the machine has no IPv6.
+    dual_stack = socket.has_dualstack_ipv6()
     for _ in range(PORT_TRIES):
-        candidate = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        candidate = socket.socket(socket.AF_INET6 if dual_stack else socket.AF_INET, socket.SOCK_STREAM)
         try:
+            if dual_stack:
+                candidate.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             candidate.bind(("", random.randint(FIRST_PORT, LAST_PORT)))  # noqa: S311 - spreading, not secrecy
         except OSError:
             candidate.close()

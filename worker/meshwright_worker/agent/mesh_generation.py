@@ -72,7 +72,7 @@ class RankStatus:
     step: int | None = None
     phase: str = ""
     last_message_at: float = 0.0
-    """Time of its last message, or of its start."""
+    """Time of its last message, or of its start. For a user's command, of its last output."""
 
     @property
     def live(self) -> bool:
@@ -120,6 +120,10 @@ class MeshGeneration:
         """Record that the process of `rank` could not be started."""
         self._record_failure(Failure(rank, FailureKind.ERROR, message), now)
 
+    def record_rejected_run(self, message: str, now: float) -> None:
+        """Record that this image cannot execute the run, so that no rank is started."""
+        self._record_failure(Failure(self.first_rank, FailureKind.REJECTED, message), now)
+
     def record_message(self, rank: int, message: messages.RankMessage, now: float, time_of_day: str) -> None:
         """Record a message of `rank`. `time_of_day` is in RFC 3339 format."""
         view = self.ranks[rank]
@@ -141,6 +145,10 @@ class MeshGeneration:
                 self.latest = report
                 self.throughput.add(report.tokens, report.seconds)
                 self._record_evaluation(report)
+
+    def record_output(self, rank: int, now: float) -> None:
+        """Record that the command of `rank` wrote output, its only sign of progress."""
+        self.ranks[rank].last_message_at = now
 
     def _record_evaluation(self, report: StepReport) -> None:
         loss = report.evaluation_loss
@@ -209,7 +217,7 @@ class MeshGeneration:
         for view in self.ranks.values():
             if view.pid is None:
                 continue
-            idle = max(0.0, now - view.last_message_at) if view.live and self.uses_builtin_runtime else 0.0
+            idle = max(0.0, now - view.last_message_at) if view.live else 0.0
             processes_report.append(
                 RankProcess(
                     rank=view.rank,

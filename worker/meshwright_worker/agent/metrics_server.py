@@ -6,6 +6,7 @@ import logging
 
 from aiohttp import web
 
+from meshwright.addresses import join_host_port
 from meshwright.metrics.exporter import CONTENT_TYPE
 from meshwright_worker.agent.metrics import WorkerMetrics
 
@@ -28,7 +29,7 @@ async def start_metrics_server(metrics: WorkerMetrics, address: str, port: int) 
     try:
         await web.TCPSite(runner, address, port).start()
     except OSError as error:
-        log.warning("cannot serve metrics on %s:%d: %s", address, port, error.strerror)
+        log.warning("cannot serve metrics on %s: %s", join_host_port(address, port), error.strerror)
         await runner.cleanup()
         return None
     return runner

@@ -9,12 +9,13 @@ import os
 import re
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright_worker.agent.events import EventQueue, RankExited, RankMessageReceived
+from meshwright_worker.agent.events import EventQueue, OutputWritten, RankExited, RankMessageReceived
 from meshwright_worker.rank import messages
 
 TAIL_LINES = 40
@@ -22,6 +23,9 @@ MAX_LINE = 8192
 CHUNK = 65536
 # Progress bars end their updates with a carriage return.
 _END_OF_LINE = re.compile(rb"\r\n|\n|\r")
+
+OUTPUT_EVENT_SECONDS = 1.0
+"""Shortest time between two events that a rank wrote output: some write thousands of lines a second."""
 
 # A process that a rank left behind may keep its pipes open; the rank's last output arrives long before this.
 OUTPUT_DRAIN_SECONDS = 1.0
@@ -35,7 +39,12 @@ class OutputPump:
     Writes only entire lines, since many ranks share the log. The last lines are kept for failures.
     """
 
-    def __init__(self, rank: int, write_line: Callable[[str], None]) -> None:
+    def __init__(
+        self, rank: int, write_line: Callable[[str], None], on_output: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_output` is called when output arrives, at most once in `OUTPUT_EVENT_SECONDS`."""
+        self._on_output = on_output
+        self._output_reported_at = float("-inf")
         self._prefix = f"[rank {rank}] "
         self._write_line = write_line
         self._partial_line = b""
@@ -49,6 +58,10 @@ class OutputPump:
 
     def feed(self, chunk: bytes) -> None:
         """Take a chunk and write the lines that it completes. Splits lines longer than `MAX_LINE` bytes."""
+        now = time.monotonic()
+        if now - self._output_reported_at >= OUTPUT_EVENT_SECONDS:
+            self._output_reported_at = now
+            self._on_output()
         *lines, self._partial_line = _END_OF_LINE.split(self._partial_line + chunk)
         for line in lines:
             self._emit(line)
@@ -105,7 +118,13 @@ async def supervise(
     handle: RankHandle, generation: int, event_queue: EventQueue, write_line: Callable[[str], None]
 ) -> None:
     """Turn one rank's output and exit into events. The last is `RankExited`, after every message of the rank."""
-    pump = OutputPump(handle.rank, write_line)
+
+    def on_output() -> None:
+        # The built-in runtime reports steps: its output is not progress.
+        if handle.events is None:
+            event_queue.put_nowait(OutputWritten(generation, handle.rank))
+
+    pump = OutputPump(handle.rank, write_line, on_output)
     readers = [asyncio.create_task(pump.run(handle.output.reader))]
     if handle.events is not None:
         readers.append(asyncio.create_task(_read_events(handle.events.reader, handle.rank, generation, event_queue)))
@@ -159,6 +178,15 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0][:1]
     except (OSError, IndexError):
         return ""
+
+
+def command_state(guard: int) -> str:
+    """Return the state letter of the user's command, which is the first child of its guard; empty if it is unknown."""
+    try:
+        child = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0]
+    except (OSError, IndexError):
+        return ""
+    return process_state(int(child))
 
 
 async def start_command(rank: int, command: Sequence[str], environment: Mapping[str, str]) -> RankHandle:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright.api import labels
+from meshwright.protocol.messages import DEFAULT_REPORT_SECONDS
 from meshwright_worker.agent.coordinator_trust import BundleError, CoordinatorTrust
 
 # Tuning that no manifest needs; the operator's timeouts assume these defaults.
@@ -14,7 +15,6 @@ ENV_REPORT_SECONDS = "MESHWRIGHT_REPORT_SECONDS"
 ENV_REJECT_SECONDS = "MESHWRIGHT_REJECT_SECONDS"
 
 DEFAULT_GRACE_SECONDS = 30.0
-DEFAULT_REPORT_SECONDS = 2.0
 DEFAULT_REJECT_SECONDS = 60.0
 # Remaining grace period when the last rank is killed: time to report and exit before the kubelet kills the agent.
 EXIT_RESERVE_SECONDS = 5.0
@@ -33,11 +33,10 @@ class Settings:
     uid: str
     worker: int
     incarnation: int
+    pod_uid: str
     pod_address: str
     coordinator_url: str
     token: str = field(repr=False)
-    pod_uid: str = ""
-    """uid of the pod; empty if the operator does not set it."""
     coordinator_ca: str = ""
     """CA certificates that the coordinator is verified with, in PEM format. Empty: none are pinned."""
     coordinator_name: str = ""
@@ -49,7 +48,7 @@ class Settings:
     grace_seconds: float = DEFAULT_GRACE_SECONDS
     """The pod's termination grace period, in seconds."""
     report_seconds: float = DEFAULT_REPORT_SECONDS
-    """Interval between heartbeats, in seconds."""
+    """Shortest interval between heartbeats, in seconds. The coordinator may set a longer one."""
     reject_seconds: float = DEFAULT_REJECT_SECONDS
     """How long the coordinator may answer 401 or 404 without interruption before the agent exits, in seconds."""
 
@@ -82,7 +81,7 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
         pod_address=_address(environment, labels.ENV_POD_IP),
         coordinator_url=url.rstrip("/"),
         token=_text(environment, labels.ENV_TOKEN),
-        pod_uid=environment.get(labels.ENV_POD_UID, ""),
+        pod_uid=_text(environment, labels.ENV_POD_UID),
         coordinator_ca=_bundle(authorities),
         coordinator_name=environment.get(labels.ENV_COORDINATOR_NAME, ""),
         metrics_port=_port(environment, labels.ENV_METRICS_PORT, labels.METRICS_PORT),

@@ -76,6 +76,7 @@ class AgentStateMachine:
 
     worker: int
     incarnation: int
+    pod_uid: str
     drain_seconds: float
     generation: int = 0
     """Newest generation that was applied."""
@@ -113,6 +114,12 @@ class AgentStateMachine:
             current.record_spawn_failure(rank, message, now)
         return self.on_tick(now)
 
+    def on_rejected_run(self, generation: int, message: str, now: float) -> list[Action]:
+        """Handle a run that this image cannot execute; the generation starts no ranks."""
+        if (current := self._matching_generation(generation)) is not None:
+            current.record_rejected_run(message, now)
+        return self.on_tick(now)
+
     def on_message(
         self, generation: int, rank: int, message: messages.RankMessage, now: float, time_of_day: str
     ) -> list[Action]:
@@ -120,6 +127,12 @@ class AgentStateMachine:
         if (current := self._matching_generation(generation)) is not None:
             current.record_message(rank, message, now, time_of_day)
             self.checkpoint = current.checkpoint or self.checkpoint
+        return self.on_tick(now)
+
+    def on_output(self, generation: int, rank: int, now: float) -> list[Action]:
+        """Handle output of the user's command."""
+        if (current := self._matching_generation(generation)) is not None:
+            current.record_output(rank, now)
         return self.on_tick(now)
 
     def on_exit(self, generation: int, rank: int, code: int, tail: Sequence[str], now: float) -> list[Action]:
@@ -234,6 +247,7 @@ def build_report(
         return WorkerReport(
             worker=state_machine.worker,
             incarnation=state_machine.incarnation,
+            pod_uid=state_machine.pod_uid,
             generation=state_machine.generation,
             state=state_machine.state,
         )
@@ -242,6 +256,7 @@ def build_report(
     return WorkerReport(
         worker=state_machine.worker,
         incarnation=state_machine.incarnation,
+        pod_uid=state_machine.pod_uid,
         generation=current.number,
         state=state_machine.state,
         ranks=current.processes(now, read_process_state),

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from meshwright_worker.checkpoint.errors import CheckpointError
-from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest
+from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest, encode_manifest
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _TEMPORARY, _DAMAGED, _REPLACED, _RETIRED = ".writing-", ".damaged-", ".replaced-", ".retired-"
@@ -67,7 +67,7 @@ class CheckpointDirectory:
         """Complete the checkpoint that was written under its hidden name: write the manifest, then rename."""
         step = manifest.state.step
         hidden, final = self.temporary(step), self.path(step)
-        write_durably(hidden / MANIFEST, manifest.model_dump_json(by_alias=True, indent=1).encode())
+        write_durably(hidden / MANIFEST, encode_manifest(manifest))
         _sync_directory(hidden)
         if final.exists():
             self._hide(final, _REPLACED)

@@ -17,6 +17,10 @@ class ForeignCheckpointError(ValueError):
     """
 
 
+class CheckpointMismatchError(ValueError):
+    """A checkpoint belongs to another run. The message names the difference and the fix."""
+
+
 class CheckpointVolumeError(OSError):
     """A rank cannot use the checkpoints' volume, or has another one. This does not mean that a checkpoint is
     damaged.

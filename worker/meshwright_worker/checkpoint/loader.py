@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from meshwright_worker.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from meshwright_worker.checkpoint.dcp_storage import CheckpointReader
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.errors import CheckpointVolumeError, DamagedCheckpointError
+from meshwright_worker.checkpoint.errors import CheckpointMismatchError, CheckpointVolumeError, DamagedCheckpointError
 from meshwright_worker.checkpoint.full_tensors import candidate_checkpoints, first_intact
 from meshwright_worker.checkpoint.manifest import Manifest, ManifestType, check_files, read_manifest_as
 from meshwright_worker.distributed.mesh import Mesh
@@ -34,10 +34,6 @@ _UNSEEN = "unseen"
 _SHARED_VOLUME_HINT = "do all pods mount the same volume there, with every file visible to all?"
 _MAX_NAMED = 8
 """Maximum number of ranks in a message."""
-
-
-class CheckpointMismatchError(ValueError):
-    """A checkpoint belongs to another run. The message names the difference and the fix."""
 
 
 def newest_intact(directory: CheckpointDirectory, mesh: Mesh, manifest_type: type[ManifestType]) -> ManifestType | None:
@@ -143,6 +139,7 @@ def load_tensors(tensors: dict[str, torch.Tensor], path: Path, group: dist.Proce
 
     Raises:
         CheckpointMismatchError: a tensor is missing in the checkpoint or has another shape.
+        CheckpointVolumeError: a rank cannot read a file.
     """
     try:
         with warnings.catch_warnings():
@@ -156,6 +153,9 @@ def load_tensors(tensors: dict[str, torch.Tensor], path: Path, group: dist.Proce
                 no_dist=group is None,
             )
     except CheckpointException as error:
+        # A rank that cannot read a file may read it at the next start. Any other failure would repeat.
+        if any(isinstance(failure, OSError) for failure, _ in error.failures.values()):
+            raise CheckpointVolumeError(f"{path} cannot be read: {error}") from error
         raise CheckpointMismatchError(f"{path} cannot be loaded: {error}") from error
 
 

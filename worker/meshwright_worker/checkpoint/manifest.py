@@ -1,16 +1,22 @@
-"""The manifest of a checkpoint: its content, and records to verify it. A directory with a manifest is a checkpoint."""
+"""The manifest of a checkpoint: its content, and records to verify it. A directory with a manifest is a checkpoint.
+
+`format` changes only if an older reader would misread the checkpoint. A reader rejects any other format than its own,
+and ignores unknown fields within its own. The exceptions are `architecture` and `lora`, whose fields determine what the
+tensors mean: there an unknown field is ignored only if it is null, false, 0 or empty.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from meshwright.api.base import ApiModel
 from meshwright.api.data import Tokenizer
 from meshwright.api.lora import LoraSpec
+from meshwright.manifest_checksum import checksum_error, with_checksum
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
 from meshwright_worker.checkpoint.safetensors_format import file_checksum
@@ -19,7 +25,24 @@ MANIFEST = "meshwright.json"
 FORMAT = 1
 
 
-class TokenizerRecord(ApiModel):
+class Record(ApiModel):
+    """A part of a manifest. Unknown fields are ignored: a later version may have written them."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def _without_unset_fields_of_later_versions(model: type[BaseModel]) -> BeforeValidator:
+    known = {name for field, info in model.model_fields.items() for name in (field, info.alias or field)}
+
+    def keep(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: item for name, item in value.items() if item or name in known}
+
+    return BeforeValidator(keep)
+
+
+class TokenizerRecord(Record):
     """The tokenizer of a run's corpus, so that text can be generated from its checkpoints."""
 
     kind: Tokenizer
@@ -30,7 +53,7 @@ class TokenizerRecord(ApiModel):
     """Path or URI at which the run found the tokenizer's file; None for bytes."""
 
 
-class FileRecord(ApiModel):
+class FileRecord(Record):
     """Size and checksum of a file as it was written."""
 
     size: int
@@ -39,7 +62,7 @@ class FileRecord(ApiModel):
     """CRC-32 of its content."""
 
 
-class LayoutRecord(ApiModel):
+class LayoutRecord(Record):
     """The layout that wrote the checkpoint. Informational: any layout can load it."""
 
     tensor: int
@@ -56,7 +79,7 @@ class LayoutRecord(ApiModel):
     """ZeRO stage."""
 
 
-class TrainingState(ApiModel):
+class TrainingState(Record):
     """The state of training after a step, except for tensors."""
 
     step: int = 0
@@ -75,7 +98,7 @@ class TrainingState(ApiModel):
     """Steps without an overflow since the scale last changed."""
 
 
-class BaseManifest(ApiModel):
+class BaseManifest(Record):
     """The part of `meshwright.json` that every checkpoint has."""
 
     format: int = FORMAT
@@ -89,7 +112,7 @@ class BaseManifest(ApiModel):
 class Manifest(BaseManifest):
     """The manifest of a checkpoint of a built-in model."""
 
-    architecture: Architecture
+    architecture: Annotated[Architecture, _without_unset_fields_of_later_versions(Architecture)]
     """The model."""
     seed: int
     """Seed of the run."""
@@ -101,7 +124,7 @@ class Manifest(BaseManifest):
     """The tokenizer of the run's corpus; None in checkpoints of versions that did not record it."""
     layout: LayoutRecord
     """The layout that wrote it."""
-    lora: LoraSpec | None = None
+    lora: Annotated[LoraSpec | None, _without_unset_fields_of_later_versions(LoraSpec)] = None
     """The adapters that the checkpoint contains instead of the model's parameters; None if it contains the model."""
     initial_weights: str | None = None
     """Path of the model that the adapters belong to; None for random weights from `seed`."""
@@ -119,6 +142,12 @@ class ModuleManifest(BaseManifest):
 ManifestType = TypeVar("ManifestType", bound=BaseManifest)
 
 
+def encode_manifest(manifest: BaseManifest) -> bytes:
+    """The content of the manifest's file, with its checksum."""
+    fields = with_checksum(manifest.model_dump(mode="json", by_alias=True))
+    return json.dumps(fields, indent=1, ensure_ascii=False).encode()
+
+
 def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a built-in model's checkpoint, see `read_manifest_as`."""
     return read_manifest_as(directory, Manifest)
@@ -129,7 +158,7 @@ def read_manifest_as(directory: Path, manifest_type: type[ManifestType]) -> Mani
 
     Raises:
         OSError: it cannot be read, which does not mean that the checkpoint is damaged.
-        DamagedCheckpointError: it is not a JSON object, which no version would write.
+        DamagedCheckpointError: it is not a JSON object, or differs from its checksum.
         ForeignCheckpointError: it is of another kind or version.
     """
     content = (directory / MANIFEST).read_bytes()
@@ -139,8 +168,10 @@ def read_manifest_as(directory: Path, manifest_type: type[ManifestType]) -> Mani
         fields = None
     if not isinstance(fields, dict):
         raise DamagedCheckpointError(f"{directory / MANIFEST} is damaged: it is not a JSON object")
-    if fields.get("format", FORMAT) != FORMAT:
-        raise _foreign_version_error(directory, f"its format is {fields['format']}, this version reads {FORMAT}")
+    if damage := checksum_error(fields):
+        raise DamagedCheckpointError(f"{directory / MANIFEST} is damaged: {damage}")
+    if fields.get("format") != FORMAT:
+        raise _foreign_version_error(directory, f"its format is {fields.get('format')}, this version reads {FORMAT}")
     try:
         return manifest_type.model_validate_json(content)
     except ValidationError as error:

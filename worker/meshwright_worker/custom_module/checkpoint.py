@@ -8,7 +8,8 @@ import torch
 
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.loader import CheckpointMismatchError, load_tensors, newest_intact, tensor_names
+from meshwright_worker.checkpoint.errors import CheckpointMismatchError
+from meshwright_worker.checkpoint.loader import load_tensors, newest_intact, tensor_names
 from meshwright_worker.checkpoint.manifest import LayoutRecord, ModuleManifest, TrainingState
 from meshwright_worker.checkpoint.state_dict import checkpoint_tensors, model_tensors
 from meshwright_worker.custom_module.parallelize import ParallelModule

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -227,7 +228,7 @@ def _pin_interface(address: str) -> None:
 
 
 def find_interface(address: str) -> str | None:
-    """Return the name of the interface with this IPv4 address, or None. All of 127.0.0.0/8 is `lo`.
+    """Return the name of the interface with this address, or None. `::1` and all of 127.0.0.0/8 are `lo`.
 
     By default gloo resolves the host's name, which may be on another interface.
     """
@@ -235,7 +236,19 @@ def find_interface(address: str) -> str | None:
     names = [name for _, name in socket.if_nameindex()]
     if parsed.is_loopback:
         return _LOOPBACK if _LOOPBACK in names else None
+    if parsed.version == 6:
+        return _ipv6_interfaces().get(parsed.packed)
     return next((name for name in names if _address_of(name) == address), None)
+
+
+def _ipv6_interfaces() -> dict[bytes, str]:
+    """IPv6 address -> interface. Linux has no ioctl for this; the file is absent without IPv6."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return {}
+    fields = [line.split() for line in lines]
+    return {bytes.fromhex(parts[0]): parts[-1] for parts in fields if len(parts) == 6}
 
 
 def _address_of(interface: str) -> str | None:

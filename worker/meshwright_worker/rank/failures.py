@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from meshwright.protocol.messages import FailureKind
+from meshwright_worker.checkpoint.errors import CheckpointMismatchError, ForeignCheckpointError
 
 _PEER_LOST = re.compile(
     "|".join(
@@ -61,6 +62,8 @@ def classify(error: BaseException) -> FailureKind:
     """
     if isinstance(error, InvalidRunError):
         return FailureKind.REJECTED
+    if isinstance(error, ForeignCheckpointError | CheckpointMismatchError):
+        return FailureKind.CHECKPOINT_INCOMPATIBLE
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"RuntimeError", "ConnectionError", "TimeoutError"}:
         return classify_output(describe(error))

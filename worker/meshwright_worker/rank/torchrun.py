@@ -45,6 +45,7 @@ def task_from_environment(run: RunT) -> RankTask[RunT]:
 
 def _own_address(master: str) -> str:
     """Return the address of this machine's interface toward the master. Sends no packet."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))
+    family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
         return str(probe.getsockname()[0])

@@ -1,0 +1,37 @@
+"""Checks a job against the administrator's policy before a decision is made about it.
+
+The policy bounds what starts. A job that is about to start with a spec that exceeds a bound is rejected; an edit that
+exceeds a bound is blocked, and the job keeps running. What runs already is never stopped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.api.conditions import SUSPENDED, is_true
+from meshwright_operator.controller.observe import JobRejectedError
+from meshwright_operator.decide import lifecycle
+from meshwright_operator.decide.conditions import BlockedEdit
+from meshwright_operator.decide.observed import Observed, has_started
+from meshwright_operator.scheduling.policy import Bounds
+from meshwright_operator.scheduling.policy_admission import POLICY_EXCEEDED, spec_excess
+
+
+def check_policy(observed: Observed, namespace: str, bounds: Bounds) -> Observed:
+    """The job as it is, or with its applied spec if the policy does not allow its edit.
+
+    Raises:
+        JobRejectedError: The policy does not allow the job to start.
+    """
+    if lifecycle.finished(observed.status) or observed.spec.suspend:
+        return observed
+    excess = spec_excess(observed.spec, observed.plan, namespace, bounds)
+    if not excess:
+        return observed
+    if observed.fallback is not None:
+        text = f"The edit cannot be applied: {excess}"
+        return replace(observed.fallback, blocked_edit=BlockedEdit(POLICY_EXCEEDED, text, retryable=False))
+    resumes = is_true(observed.status.conditions, SUSPENDED)
+    if has_started(observed.status) and not resumes:
+        return observed
+    raise JobRejectedError(POLICY_EXCEEDED, excess)

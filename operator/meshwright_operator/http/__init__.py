@@ -1,0 +1,1 @@
+"""Servers for clients that are not trusted: every connection, request and byte of them is bounded."""

@@ -1,0 +1,130 @@
+"""The administrator's policy: bounds on the jobs of a namespace, and its weight in the queue.
+
+The policy is one document, with defaults for all namespaces and entries for names or globs. It bounds what starts:
+a running job is never stopped because of it.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
+
+from meshwright.api.base import ApiModel
+
+LARGEST = 1_000_000_000
+
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+PriorityValue = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
+
+
+class PolicyError(ValueError):
+    """The policy document is invalid. The message names the fields and what they must be."""
+
+
+class PriorityBounds(ApiModel):
+    """Bounds of `spec.priority`."""
+
+    min: PriorityValue = -LARGEST
+    """Lowest priority."""
+    max: PriorityValue = LARGEST
+    """Highest priority."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> PriorityBounds:
+        if self.min > self.max:
+            raise ValueError(f"`min` ({self.min}) must be at most `max` ({self.max})")
+        return self
+
+    def clamp(self, priority: int) -> int:
+        """The closest priority within the bounds."""
+        return min(max(priority, self.min), self.max)
+
+
+class Bounds(ApiModel):
+    """Bounds on the jobs of one namespace. A bound that is left out does not apply."""
+
+    priority: PriorityBounds = PriorityBounds()
+    """Bounds of `spec.priority`."""
+    max_spare_nodes: Count | None = None
+    """Largest `spec.recovery.spareNodes` of one job."""
+    max_replicas: Count | None = None
+    """Largest number of data-parallel replicas of one job."""
+    max_gpus_per_job: Count | None = None
+    """Largest number of GPUs of one job."""
+    max_gpus_in_use: Count | None = None
+    """GPUs that all jobs of the namespace use at the same time."""
+    max_waiting_jobs: Count | None = None
+    """Jobs of the namespace that wait for nodes at the same time."""
+    weight: Annotated[float, Field(gt=0, le=1_000_000)] = 1.0
+    """Share of the namespace: at the same priority, the namespace that uses the fewest GPUs for its weight is first."""
+
+
+class NamespaceBounds(Bounds):
+    """Bounds on the jobs of the namespaces that an entry matches."""
+
+    match: Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[-a-z0-9*?\[\]!]+$")]
+    """Name of a namespace, or a glob such as `research-*`."""
+
+
+class Policy(ApiModel):
+    """The document."""
+
+    defaults: Bounds = Bounds()
+    """Bounds on jobs in every namespace."""
+    namespaces: Annotated[list[NamespaceBounds], Field(max_length=10_000)] = []
+    """Bounds for some namespaces. The first entry that matches applies; what it leaves out is taken from `defaults`."""
+
+    _known: dict[str, Bounds] = PrivateAttr(default_factory=dict)
+
+    def of(self, namespace: str) -> Bounds:
+        """The bounds on jobs in a namespace."""
+        bounds = self._known.get(namespace)
+        if bounds is None:
+            entry = next((entry for entry in self.namespaces if fnmatchcase(namespace, entry.match)), None)
+            bounds = self._known[namespace] = self.defaults if entry is None else _merged(self.defaults, entry)
+        return bounds
+
+
+def parse_policy(text: str) -> Policy:
+    """Parse a policy document, in YAML or JSON. An empty document has no bounds.
+
+    Raises:
+        PolicyError: The document is invalid.
+    """
+    try:
+        document = yaml.load(text, Loader=yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise PolicyError(f"not valid YAML: {' '.join(str(error).split())}") from None
+    if document is None:
+        return Policy()
+    if not isinstance(document, dict):
+        raise PolicyError("must be a mapping with `defaults` and `namespaces`")
+    try:
+        return Policy.model_validate(document)
+    except ValidationError as error:
+        raise PolicyError("; ".join(_problem(problem) for problem in error.errors()[:10])) from None
+
+
+def _problem(problem: Any) -> str:
+    path = ""
+    for part in problem["loc"]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown field `{path}`: remove it, or correct its name"
+    message = problem["msg"].removeprefix("Value error, ")
+    given = "" if problem["type"] in ("missing", "value_error") else f", got {str(problem['input'])[:64]!r}"
+    return f"`{path}`: {message[:1].lower()}{message[1:]}{given}"
+
+
+def _merged(defaults: Bounds, entry: NamespaceBounds) -> Bounds:
+    given = {name: getattr(entry, name) for name in entry.model_fields_set if name != "match"}
+    if "priority" in given:
+        own = entry.priority
+        inherited = {name: getattr(defaults.priority, name) for name in ("min", "max")}
+        given["priority"] = PriorityBounds.model_construct(
+            **{**inherited, **{name: getattr(own, name) for name in own.model_fields_set}}
+        )
+    return defaults.model_copy(update=given)

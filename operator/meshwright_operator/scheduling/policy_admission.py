@@ -1,0 +1,62 @@
+"""Which bound of the administrator's policy a job exceeds. Pure functions; messages name the bound and the value."""
+
+from __future__ import annotations
+
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.planner.plan import Plan
+from meshwright_operator.scheduling.policy import Bounds
+from meshwright_operator.text import counted, sentences
+
+POLICY_EXCEEDED = "PolicyExceeded"
+
+
+def spec_excess(spec: ParallelTrainingJobSpec, plan: Plan, namespace: str, bounds: Bounds) -> str:
+    """Why the policy does not allow a job with this spec in the namespace, whatever else runs. Empty if it does."""
+    gpus, replicas = plan.layout.world_size, plan.layout.data
+    problems = [
+        *_over("spec.priority", spec.priority, bounds.priority.max),
+        *_under("spec.priority", spec.priority, bounds.priority.min),
+        *_over("spec.recovery.spareNodes", spec.recovery.spare_nodes, bounds.max_spare_nodes),
+        *_over("spec.replicas", replicas, bounds.max_replicas),
+    ]
+    if bounds.max_gpus_per_job is not None and gpus > bounds.max_gpus_per_job:
+        problems.append(f"the job needs {counted(gpus, 'GPU')}: use at most {bounds.max_gpus_per_job}")
+    elif bounds.max_gpus_in_use is not None and gpus > bounds.max_gpus_in_use:
+        problems.append(
+            f"the job needs {counted(gpus, 'GPU')}: all jobs of the namespace may use at most {bounds.max_gpus_in_use}"
+        )
+    if not problems:
+        return ""
+    return f"The administrator's policy for namespace {namespace} does not allow the job: {'; '.join(problems)}"
+
+
+def quota_excess(plan: Plan, namespace: str, in_use: int, bounds: Bounds) -> str:
+    """Why a job cannot start until other jobs of its namespace end. Empty if it can."""
+    limit, gpus = bounds.max_gpus_in_use, plan.layout.world_size
+    if limit is None or in_use + gpus <= limit:
+        return ""
+    return sentences(
+        f"The administrator's policy allows the jobs of namespace {namespace} to use {counted(limit, 'GPU')}"
+        f" (`maxGpusInUse`): {in_use} are in use, and the job needs {gpus}",
+        "It starts when enough of them are free",
+    )
+
+
+def waiting_excess(namespace: str, bounds: Bounds) -> str:
+    """Why a job that is behind too many others of its namespace is not considered yet."""
+    limit = bounds.max_waiting_jobs or 0
+    return sentences(
+        f"The administrator's policy allows {counted(limit, 'job')} of namespace {namespace} to wait for nodes"
+        f" (`maxWaitingJobs`), and {'as many are' if limit else 'none is'} ahead",
+        "The job is considered when one of them starts or is deleted"
+        if limit
+        else "Only a job that fits at once starts",
+    )
+
+
+def _over(field: str, value: int, limit: int | None) -> list[str]:
+    return [] if limit is None or value <= limit else [f"`{field}` is {value}: use at most {limit}"]
+
+
+def _under(field: str, value: int, limit: int) -> list[str]:
+    return [] if value >= limit else [f"`{field}` is {value}: use at least {limit}"]

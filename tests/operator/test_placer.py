@@ -1,0 +1,179 @@
+"""One task places jobs in the order of the queue: who is first, who is tried again and when, and who leaves it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from meshwright_operator.decide.placement_outcome import Granted, NotGranted
+from meshwright_operator.scheduling.placer import LATER
+from tests.operator.queueing import Attempts, Tenants
+from tests.operator.support import node
+from tests.operator.test_gang_races import small
+from tests.operator.world import JOBS, PODS, World
+
+
+async def test_a_gang_that_lost_a_pod_is_looked_at_before_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    tenants = Tenants(4)
+    await tenants.start("gang", 3)
+    await tenants.start("other", 1)
+    for number in range(20):
+        await tenants.ask(tenants.request(f"waits{number}", 1))
+    await tenants.freed()
+    gang = tenants.request("gang", 3)
+    kept = {one.worker: one.node for one in tenants.cache.pods(gang.key, gang.uid) if one.worker}
+    attempts = Attempts(monkeypatch)
+    tenants.end("gang", worker=0)
+    new = [asyncio.create_task(tenants.ask(tenants.request(f"new{number}", 1))) for number in range(10)]
+    await asyncio.sleep(0)
+    answer = await tenants.ask(replace(gang, assigned_nodes=kept))
+    assert isinstance(answer, Granted)
+    assert attempts.jobs.index("default/gang") <= 1, "it waits for the attempt that runs, at most"
+    await asyncio.gather(*new)
+
+
+async def test_many_reconciles_do_not_wait_at_once_and_each_gets_its_answer() -> None:
+    tenants = Tenants(1)
+    await tenants.start("runs", 1)
+    requests = [tenants.request(f"job{number}", 1) for number in range(12)]
+    answers = await asyncio.gather(*(tenants.ask(request) for request in requests))
+    assert answers.count(LATER) == 9
+    assert set(await tenants.freed()) >= {
+        str(r.key) for r, answer in zip(requests, answers, strict=True) if answer is LATER
+    }
+    for request in requests:
+        assert isinstance(await tenants.ask(request), NotGranted)
+
+
+async def test_waiting_jobs_are_tried_again_only_when_capacity_became_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    tenants = Tenants(3)
+    await tenants.start("first", 1)
+    await tenants.start("second", 2)
+    for number in range(5):
+        await tenants.ask(tenants.request(f"waits{number}", 2))
+    await tenants.freed()
+    attempts = Attempts(monkeypatch)
+    for number in range(5):
+        await tenants.ask(tenants.request(f"waits{number}", 2))
+    assert attempts.jobs == [], "nothing has changed since"
+    tenants.end("second")
+    assert await tenants.freed() == ["default/waits0"], "only the one that fits"
+    assert len(attempts.jobs) == 5
+    tenants.cache.put_node(node("n9", "r0"))
+    tenants.cache.put_node(node("n8", "r0"))
+    assert await tenants.freed() == ["default/waits0", "default/waits1"]
+
+
+async def test_priorities_hold_however_long_ago_a_job_was_looked_at() -> None:
+    tenants = Tenants(2)
+    await tenants.start("runs", 2)
+    assert isinstance(await tenants.ask(tenants.request("urgent", 2, priority=1000)), NotGranted)
+    tenants.end("runs")
+    behind = tenants.request("behind", 2)
+    later = replace(behind, requested_at=behind.requested_at + timedelta(seconds=61), since=behind.requested_at)
+    answer = await tenants.ask(later)
+    assert isinstance(answer, NotGranted)
+    assert answer.waits_for_turn
+    assert "default/urgent is ahead" in answer.message
+    assert "default/urgent" in await tenants.freed()
+    assert isinstance(await tenants.ask(tenants.request("urgent", 2)), Granted)
+
+
+@pytest.mark.parametrize("how", ["deleted", "suspended", "withdrawn"])
+async def test_a_job_leaves_the_queue_when_it_needs_no_nodes(how: str) -> None:
+    tenants = Tenants(2)
+    await tenants.start("runs", 2)
+    urgent = tenants.request("urgent", 2, priority=5)
+    await tenants.ask(urgent)
+    await tenants.ask(tenants.request("next", 2))
+    if how == "deleted":
+        del tenants.cache.jobs[urgent.key]
+    elif how == "suspended":
+        tenants.cache.jobs[urgent.key]["spec"]["suspend"] = True
+    else:
+        tenants.scheduler.withdraw(urgent.uid)
+    tenants.end("runs")
+    assert await tenants.freed() == ["default/next"]
+    assert isinstance(await tenants.ask(tenants.request("next", 2)), Granted)
+
+
+async def test_what_a_cancelled_request_would_have_got_stays_free() -> None:
+    tenants = Tenants(2)
+    task = asyncio.create_task(tenants.ask(tenants.request("gone", 2)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    tenants.scheduler.withdraw("uid-default/gone")
+    assert isinstance(await tenants.ask(tenants.request("next", 2)), Granted)
+
+
+async def test_what_pods_request_is_counted_once_and_forgotten_with_them() -> None:
+    tenants = Tenants(3)
+    for turn in range(6):
+        await tenants.start(f"job{turn}", 3)
+        assert isinstance(await tenants.ask(tenants.request(f"blocked{turn}", 1), runs=False), NotGranted)
+        tenants.scheduler.withdraw(f"uid-default/blocked{turn}")
+        tenants.end(f"job{turn}")
+
+
+async def test_a_lost_node_and_a_new_one_change_what_is_free() -> None:
+    tenants = Tenants(2)
+    tenants.cache.remove_node("n1")
+    assert isinstance(await tenants.ask(tenants.request("job", 2)), NotGranted)
+    cordoned = node("n1", "r0")
+    cordoned["spec"] = {"unschedulable": True}
+    tenants.cache.put_node(cordoned)
+    assert await tenants.freed() == []
+    tenants.cache.put_node(node("n1", "r0"))
+    assert await tenants.freed() == ["default/job"]
+    assert isinstance(await tenants.ask(tenants.request("job", 2)), Granted)
+
+
+async def test_an_edit_that_waits_is_applied_when_nodes_come_not_after_a_while() -> None:
+    world = World(5, nodes=2, work=10**6)
+    world.submit(small("grows", 2))
+    await world.run(30)
+    edited: dict[str, Any] = dict(world.cluster.objects[f"{JOBS}/grows"])
+    edited["spec"] = {**edited["spec"], "replicas": 3}
+    edited["metadata"] = {**edited["metadata"], "generation": 2}
+    world.cluster.update(f"{JOBS}/grows", edited)
+    await world.run(3)
+    assert world.condition("grows", "Ready")["reason"] == "EditDoesNotFit"
+    world.nodes["n2"] = node("n2", "r0")
+    for operator in world.operators:
+        operator.cache.put_node(world.nodes["n2"])
+    await world.run(1)
+    assert world.condition("grows", "Ready")["reason"] != "EditDoesNotFit"
+    await world.run(40)
+    assert world.true("grows", "Ready")
+    assert len(world.status("grows")["placement"]["workers"]) == 3
+
+
+async def test_waiting_jobs_and_edits_see_that_a_foreign_pod_ended() -> None:
+    world = World(6, nodes=4, work=10**6)
+    for name in ("n2", "n3"):
+        container = {"name": "c", "resources": {"requests": {"nvidia.com/gpu": "1"}}}
+        world.cluster.put(
+            f"{PODS}/notebook-{name}",
+            {"metadata": {"name": f"notebook-{name}"}, "spec": {"nodeName": name, "containers": [container]}},
+        )
+    world.submit(small("grows", 2))
+    await world.run(30)
+    edited: dict[str, Any] = dict(world.cluster.objects[f"{JOBS}/grows"])
+    edited["spec"] = {**edited["spec"], "replicas": 3}
+    edited["metadata"] = {**edited["metadata"], "generation": 2}
+    world.cluster.update(f"{JOBS}/grows", edited)
+    world.submit(small("waits", 1))
+    await world.run(3)
+    assert world.condition("grows", "Ready")["reason"] == "EditDoesNotFit"
+    assert "pod default/notebook-n3 (1 GPU) ends" in world.condition("waits", "Placed")["message"]
+    world.cluster.remove(f"{PODS}/notebook-n2")
+    world.cluster.remove(f"{PODS}/notebook-n3")
+    await world.run(60)
+    assert world.true("waits", "Ready")
+    assert world.true("grows", "Ready")

@@ -1,0 +1,179 @@
+"""Several replicas: one leads, the others are ready, and a planned hand-over cuts no poll."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from meshwright_operator.controller.http_server import serve_application
+from meshwright_operator.coordinator.leadership_gate import LeadershipGate
+from meshwright_operator.kube.cache import Cache, JobKey
+from meshwright_operator.kube.client import ApiError, KubeClient, Page
+from meshwright_operator.kube.resync import STUCK_SECONDS, Resync
+from meshwright_operator.kube.workqueue import WorkQueue
+from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.settings import Address
+from tests.operator.agents import Kubelet
+from tests.operator.balancer import service
+from tests.operator.conftest import Settled, StartOperator, unused_port
+from tests.operator.proxy import Proxy
+from tests.operator.support import JOBS, Api, OperatorThread, job, until, write_kubeconfig
+
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/default/leases/meshwright-operator"
+
+
+class SlowLists(Proxy):
+    """Lists of nodes arrive when they are let through."""
+
+    def __init__(self, target: str, session: aiohttp.ClientSession) -> None:
+        super().__init__(target, session)
+        self.lists = asyncio.Event()
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/api/v1/nodes" and "watch" not in request.query:
+            await self.lists.wait()
+        return await super()._forward(request)
+
+
+async def test_a_leader_is_alive_but_not_ready_during_a_slow_first_listing(
+    api: Api,
+    session: aiohttp.ClientSession,
+    operators_token: str,
+    tmp_path: Path,
+    start_operator: StartOperator,
+    free_port: int,
+) -> None:
+    async with SlowLists(api.url, session).serving() as proxy:
+        assert isinstance(proxy, SlowLists)
+        kubeconfig = write_kubeconfig(tmp_path / "slow", proxy.url, operators_token)
+        await start_operator(False, kubeconfig=kubeconfig, metrics_listen=Address("127.0.0.1", free_port))
+
+        async def page(path: str) -> tuple[int, str]:
+            try:
+                async with session.get(f"http://127.0.0.1:{free_port}/{path}") as response:
+                    return response.status, await response.text()
+            except aiohttp.ClientError:
+                return 0, ""
+
+        async def leads() -> bool:
+            return "ptj_leader 1.0" in (await page("metrics"))[1]
+
+        async def ready() -> bool:
+            return (await page("readyz"))[0] == 200
+
+        await until(leads, "it leads", 60)
+        assert (await page("healthz"))[0] == 200, "a slow API server is no reason to restart"
+        assert (await page("readyz"))[0] == 503
+        proxy.lists.set()
+        await until(ready, "it is ready", 60)
+
+
+class FailingLists(KubeClient):
+    """Fails every list."""
+
+    def __init__(self) -> None:
+        """Connect to nothing."""
+
+    async def pages(self, path: str, **query: str) -> AsyncIterator[Page]:
+        raise ApiError(0, "Unreachable", "no connection")
+        yield Page([], "")
+
+
+async def test_liveness_fails_only_without_any_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("meshwright_operator.kube.resync.time.monotonic", lambda: now)
+    resync = Resync(FailingLists(), Cache(), WorkQueue[JobKey](), OperatorMetrics(), (), 120.0)
+    for _ in range(20):
+        now += 400.0
+        assert resync.makes_progress(), "an error is progress: the loop runs"
+        with pytest.raises(ApiError):
+            await resync.relist()
+    assert not resync.is_fresh()
+    now += 120.0 + STUCK_SECONDS
+    assert not resync.makes_progress()
+
+
+async def test_the_gate_answers_open_polls_when_it_closes() -> None:
+    gate, entered = LeadershipGate(), asyncio.Event()
+
+    async def poll(_: web.Request) -> web.Response:
+        entered.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def report(_: web.Request) -> web.Response:
+        return web.Response(text="thanks")
+
+    application = web.Application(middlewares=[gate.middleware])
+    application.router.add_post("/v1/mesh", poll)
+    application.router.add_post("/v1/report", report)
+    async with (
+        serve_application(application, Address("127.0.0.1", 0)) as port,
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
+    ):
+
+        async def post(path: str) -> tuple[int, str, str]:
+            async with session.post(path) as response:
+                headers = response.headers
+                return response.status, headers.get("Retry-After", ""), headers.get("Connection", "")
+
+        unavailable = (503, "1", "close")
+        assert await post("/v1/report") == unavailable, "another replica may lead: the connection is closed"
+        gate.open()
+        assert await post("/v1/report") == (200, "", "")
+        polling = asyncio.create_task(post("/v1/mesh"))
+        await asyncio.wait_for(entered.wait(), 60)
+        gate.close()
+        assert await asyncio.wait_for(polling, 60) == unavailable
+        assert await post("/v1/report") == unavailable
+
+
+@pytest.mark.slow
+async def test_a_planned_hand_over_cuts_no_poll_and_restarts_no_worker(
+    api: Api, kubelet: Kubelet, operators_token: str, tmp_path: Path, settled: Settled
+) -> None:
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, operators_token)
+    ports = [unused_port(), unused_port()]
+
+    async def holder() -> str:
+        lease = await api.call("GET", LEASE, ok=False)
+        return str((lease.get("spec") or {}).get("holderIdentity") or "")
+
+    async with service(ports) as url:
+
+        async def start(name: str, port: int) -> OperatorThread:
+            return await OperatorThread(kubeconfig, tmp_path, port, identity=name, coordinator_url=url).start()
+
+        replicas = [await start("a", ports[0]), await start("b", ports[1])]
+        assert await until(holder, "one leads", 60) == "a"
+        await api.create(JOBS, job("train", training={"steps": 10**6, "globalBatchSize": 8, "sequenceLength": 64}))
+        await settled("train")
+        before = {pod["metadata"]["uid"] for pod in await api.pods("train")}
+        agents = kubelet.of("train")
+        for turn in range(3):
+            leader, name = (0, "b") if turn % 2 == 0 else (1, "a")
+            await replicas[leader].stop()
+            assert replicas[leader].failure is None
+
+            async def handed_over(name: str = name) -> bool:
+                return await holder() == name
+
+            await until(handed_over, f"{name} leads", 60)
+            replicas[leader] = await start("ab"[leader], ports[leader])
+            step = int((await api.status("train")).get("step") or 0)
+
+            async def advances(step: int = step) -> bool:
+                return int((await api.status("train")).get("step") or 0) > step
+
+            await until(advances, "the new leader receives reports", 60)
+        status = await api.status("train")
+        assert {pod["metadata"]["uid"] for pod in await api.pods("train")} == before
+        assert status["mesh"]["generation"] == 1
+        assert {code for agent in agents for code in agent.refused} <= {503}
+        for replica in replicas:
+            await replica.stop()

@@ -1,0 +1,121 @@
+"""The revision of a spec: what it depends on, and that a later version computes the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.rules import revision, spec_defaults
+from meshwright.rules.edits import LIVE, NEXT_START
+from meshwright.rules.revision import (
+    revision_of_fields,
+    scheme_of,
+    with_defaults,
+    without_defaults,
+    without_later_defaults,
+)
+from meshwright.rules.spec_defaults import DEFAULTS, NO_RESTART, SCHEME
+from tests.rules.test_rules import COMMAND, GOOD, changed
+
+MIXTURE = {
+    "model.mixture": {"experts": 4, "perToken": 2, "intermediateSize": 64},
+    "workers.env": [{"name": "A"}, {"name": "B", "value": "2"}],
+    "workers.tolerations": [{"key": "gpu"}],
+    "training.evaluation": {},
+    "data.mixture": [{"path": "a"}, {"path": "b", "weight": 2.5}],
+}
+RECORDED = Path(__file__).parent.parent / "compatibility" / "0.1.0" / "revisions.json"
+"""Written by `python -m tests.compatibility.record`."""
+SPECS = [GOOD, COMMAND, changed(GOOD, MIXTURE)]
+
+
+def models(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
+    """The classes in an annotation, and whether they are items of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, False
+    elif get_origin(annotation) is list:
+        yield from ((model, True) for model, _ in models(get_args(annotation)[0]))
+    else:
+        for part in get_args(annotation):
+            yield from models(part)
+
+
+def defaults_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Path -> default of every field of the API."""
+    for name, info in model.model_fields.items():
+        path, default = prefix + (info.alias or name), info.default
+        if default is not PydanticUndefined and default is not None:
+            yield path, {} if isinstance(default, BaseModel) else json.loads(json.dumps(default))
+        for inner, listed in models(info.annotation):
+            yield from defaults_of(inner, f"{path}{'[]' if listed else ''}.")
+
+
+def test_the_newest_scheme_has_the_defaults_of_the_api() -> None:
+    """A changed default, or a new field with one, needs a new scheme: jobs that run keep theirs."""
+    assert dict(defaults_of(ParallelTrainingJobSpec)) == dict(DEFAULTS[SCHEME])
+    assert set(NO_RESTART[SCHEME]) == {*LIVE, *NEXT_START, "managedBy"}
+    assert set(NO_RESTART) == set(DEFAULTS)
+
+
+def test_the_first_scheme_never_changes() -> None:
+    """Jobs of version 0.1.0 have these revisions in their status and in their pods' labels."""
+    recorded = json.loads(RECORDED.read_text())
+    assert [revision_of_fields(spec, 1) for spec in SPECS] == recorded
+
+
+@pytest.mark.parametrize("fields", SPECS)
+def test_the_form_of_a_spec_does_not_matter(fields: dict[str, Any]) -> None:
+    spec = ParallelTrainingJobSpec.model_validate(fields)
+    short = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    full = spec.model_dump(mode="json", by_alias=True)
+    shuffled = dict(reversed(full.items()))
+    forms = [fields, short, full, shuffled, spec.wire(), with_defaults(fields), without_defaults(full, SCHEME)]
+    assert len({revision_of_fields(form) for form in forms}) == 1
+    assert ParallelTrainingJobSpec.model_validate(with_defaults(fields)) == spec
+    assert ParallelTrainingJobSpec.model_validate(without_defaults(full, SCHEME)) == spec
+
+
+def test_numbers_have_one_form() -> None:
+    one, other = (changed(GOOD, {"training.dropout": value}) for value in (0, 0.0))
+    assert revision_of_fields(one) == revision_of_fields(other) == revision_of_fields(GOOD)
+
+
+def test_the_scheme_is_read_from_a_revision() -> None:
+    assert [scheme_of(text) for text in ("1-abc", "12-f", "", "abc", "x-1", "-1", "9" * 40 + "-a")] == [
+        1,
+        12,
+        None,
+        None,
+        None,
+        None,
+        None,
+    ]
+
+
+def test_a_later_version_with_other_defaults_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [revision_of_fields(spec) for spec in SPECS]
+    later = {**DEFAULTS[1], "workers.terminationGracePeriodSeconds": 90, "training.newField": 5}
+    tables = {**DEFAULTS, 2: later}
+    for module in (revision, spec_defaults):
+        monkeypatch.setattr(module, "DEFAULTS", tables)
+        monkeypatch.setattr(module, "SCHEME", 2)
+    monkeypatch.setattr(revision, "NO_RESTART", {**NO_RESTART, 2: NO_RESTART[1]})
+    revision._tree.cache_clear()
+    try:
+        assert [revision_of_fields(spec, 1) for spec in SPECS] == before
+        running = with_defaults(GOOD, 1)
+        # The API server added the new field's default to the object; the old default was stored in it before.
+        stored = changed(GOOD, {"training.newField": 5, "workers.terminationGracePeriodSeconds": 60})
+        assert revision_of_fields(without_later_defaults(stored, running), 1) == before[0]
+        for edit in ({"training.newField": 6}, {"workers.terminationGracePeriodSeconds": 90}):
+            edited = without_later_defaults(changed(stored, edit), running)
+            assert revision_of_fields(edited, 1) != before[0]
+    finally:
+        revision._tree.cache_clear()
