@@ -79,10 +79,17 @@ def cost_model_for(
     if architecture is None or spec.training is None:
         return None
     machine = machine_of_cluster(inventory, spec.workers.gpus_per_worker)
-    if machine is None:
+    return cost_model_on(spec, architecture, (calibration or Calibration()).on(machine) if machine else None)
+
+
+def cost_model_on(
+    spec: ParallelTrainingJobSpec, architecture: Architecture | None, machine: Machine | None
+) -> CostModel | None:
+    """Return the cost model of a job on a machine. None for a user's command, and if there is no machine."""
+    if architecture is None or spec.training is None or machine is None:
         return None
     job = TrainingJob.of(spec, architecture)
-    return CostModel(job, replace((calibration or Calibration()).on(machine), runtime=job.runtime))
+    return CostModel(job, replace(machine, runtime=job.runtime))
 
 
 def machine_of_cluster(inventory: Inventory, gpus_per_worker: int) -> Machine | None:

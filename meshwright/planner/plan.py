@@ -18,8 +18,9 @@ from meshwright.planner.cluster.pod_resources import Resources, parse_resources
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.memory import Memory
 from meshwright.planner.cost.strategy import Strategy
-from meshwright.planner.cost_model import Calibration, CostModel, cost_model_for
+from meshwright.planner.cost_model import Calibration, CostModel, cost_model_on
 from meshwright.planner.errors import PlanError
+from meshwright.planner.hardware import Hardware
 from meshwright.planner.run_config import refusals_of, run_config_of, runnable
 from meshwright.planner.search.best_first import ranked_layouts
 from meshwright.planner.search.candidate import FittingLayout
@@ -131,13 +132,10 @@ def make_plan(
     Raises:
         PlanError: the spec contradicts itself, or no layout fits this cluster's GPUs.
     """
-    architecture = _model_of(spec)
-    _check(spec, architecture)
-    cost_model = cost_model_for(spec, architecture, inventory, calibration)
-    running = _running_plan(spec, architecture, keep) if keep is not None else None
-    if running is not None:
-        return _with_estimate(running, cost_model)
-    return _new_plans(spec, architecture, inventory, cost_model, max_plans=1)[0]
+    hardware = Hardware.of(inventory, spec.workers.gpus_per_worker).calibrated(calibration)
+    if keep is not None:
+        return running_plan(spec, hardware, keep)
+    return new_plans(spec, hardware, max_plans=1)[0]
 
 
 def make_plans(
@@ -153,21 +151,33 @@ def make_plans(
     Raises:
         PlanError: the spec contradicts itself, or no layout fits this cluster's GPUs.
     """
+    hardware = Hardware.of(inventory, spec.workers.gpus_per_worker).calibrated(calibration)
+    return new_plans(spec, hardware, max_plans)
+
+
+def running_plan(spec: ParallelTrainingJobSpec, hardware: Hardware, keep: PlanStatus) -> Plan:
+    """Make the plan of a running job: degrees that the spec leaves out are those of `keep`, if the spec allows them.
+
+    Raises:
+        PlanError: the spec contradicts itself, or no layout fits the hardware.
+    """
     architecture = _model_of(spec)
     _check(spec, architecture)
-    return _new_plans(
-        spec, architecture, inventory, cost_model_for(spec, architecture, inventory, calibration), max_plans
-    )
+    running = _running_plan(spec, architecture, keep)
+    if running is not None:
+        return _with_estimate(running, cost_model_on(spec, architecture, hardware.machine))
+    return new_plans(spec, hardware, max_plans=1)[0]
 
 
-def _new_plans(
-    spec: ParallelTrainingJobSpec,
-    architecture: Architecture | None,
-    inventory: Inventory,
-    cost_model: CostModel | None,
-    max_plans: int,
-) -> list[Plan]:
-    cluster_limits = ClusterLimits.of(inventory, spec.workers.gpus_per_worker)
+def new_plans(spec: ParallelTrainingJobSpec, hardware: Hardware, max_plans: int = MAX_PLANS) -> list[Plan]:
+    """Make the plan of a new job on `hardware`, followed by other layouts with as many GPUs, the fastest first.
+
+    Raises:
+        PlanError: the spec contradicts itself, or no layout fits the hardware.
+    """
+    architecture = _model_of(spec)
+    _check(spec, architecture)
+    cost_model, cluster_limits = cost_model_on(spec, architecture, hardware.machine), hardware.limits
     _check_node_and_domain_size(spec, cluster_limits)
     if architecture is None or spec.training is None:
         return [_command_plan(spec)]

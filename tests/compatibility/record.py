@@ -11,9 +11,7 @@ import json
 import re
 import shutil
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,8 +42,8 @@ VALUES = ROOT.parents[1] / "helm" / "meshwright" / "values.yaml"
 RELEASE = "0.1.0"
 KEY = b"k" * 32
 """The operator's key in a `World`."""
-CLOCK = 1_800_000_000_000_000_000
-"""The time of the agent's requests, in nanoseconds since 1970."""
+SESSION = "recorded-session"
+"""The session of the coordinator that the agent's requests are signed for."""
 STEPS = 10**6
 ARCHITECTURE = Architecture(layers=1, hidden_size=8, intermediate_size=8, heads=2, kv_heads=2, vocab_size=257)
 DOCUMENTS = [[1, 2, 3], [4], [], [5, 6, 7, 8]]
@@ -151,24 +149,17 @@ async def _record_agent(directory: Path, world: World) -> None:
         store_port=20000,
         wait_seconds=1.0,
     )
-    with clock():
-        async with server, CoordinatorClient(settings) as client:
-            with suppress(UnavailableError):
-                await client.mesh(hello)
-            with suppress(UnavailableError):
-                await client.report(agent.report())
+    async with server, CoordinatorClient(settings) as client:
+        client._signer._session = SESSION
+        with suppress(UnavailableError):
+            await client.mesh(hello)
+        with suppress(UnavailableError):
+            await client.report(agent.report())
     for name, content in sorted(requests.items()):
         (directory / f"{name}.http").write_bytes(content)
     document = world.operators[0].coordinator.registry(pod.owner).document
     assert document is not None
     _write(directory / "mesh-document.json", document.wire())
-
-
-@contextmanager
-def clock() -> Iterator[None]:
-    """The clock of both sides of the protocol stands still."""
-    with patch.object(time, "time_ns", lambda: CLOCK):
-        yield
 
 
 def checkpoint_tensors() -> dict[str, torch.Tensor]:

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,18 +115,12 @@ async def test_a_suspended_job_resumes_and_a_finished_one_stays(release: Path) -
     assert all(pod.terminal for pod in world.pods("finished"))
 
 
-@pytest.fixture
-def standing_clock() -> Iterator[None]:
-    with record.clock():
-        yield
-
-
-@pytest.mark.usefixtures("standing_clock")
 async def test_the_requests_of_an_agent_are_answered(release: Path) -> None:
     world = recorded_cluster(release)
     await world.run(5)
     coordinator = world.operators[0].coordinator
     coordinator.synced = True
+    coordinator._authenticator.session = record.SESSION
     async with serve_application(coordinator.application(), Address("127.0.0.1", 0)) as port:
         for name in ("poll", "report"):
             status, body = await send(port, (release / "agent" / f"{name}.http").read_bytes())

@@ -17,13 +17,21 @@ import pytest
 import pytest_asyncio
 
 from meshwright_local.apiserver.rest.server import ApiServer
-from tests.operator import role_rules
+from tests.operator import loop_watchdog, role_rules
 from tests.operator.agents import Kubelet
 from tests.operator.support import JOBS, ROOT, Api, OperatorThread, install, until, write_kubeconfig
 from tests.patience import patient
 
 StartOperator = Callable[..., Awaitable[OperatorThread]]
 Settled = Callable[[str], Awaitable[dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_blocks_the_event_loop() -> Iterator[None]:
+    """Fails a test in which a callback of an operator's event loop takes more than 50 ms of CPU time."""
+    with loop_watchdog.watching() as slow:
+        yield
+    assert slow == []
 
 
 @pytest_asyncio.fixture

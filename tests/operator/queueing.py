@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.api.objects import pod_name
 from meshwright.api.parsing import parse_spec
+from meshwright.planner.plan import make_plans
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient, Page
@@ -67,7 +68,7 @@ class Tenants:
             self.cache.put_job(body)
         job = self.cache.jobs[key]
         parsed = parse_spec(job)
-        plan, *_ = self.scheduler.plans(parsed)
+        plan, *_ = make_plans(parsed, self.scheduler.inventory(parsed), self.scheduler.calibration)
         return PlacementRequest(
             key=key,
             uid=uid,

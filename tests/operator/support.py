@@ -16,6 +16,7 @@ from meshwright.api import labels
 from meshwright.api.objects import KubeObject
 from meshwright_operator.controller.manager import run
 from meshwright_operator.settings import Address, Settings
+from tests.operator.loop_watchdog import watch_this_thread
 from tests.patience import patient
 
 ROOT = Path(__file__).parent.parent.parent
@@ -231,6 +232,7 @@ class OperatorThread:
             self.failure = error
 
     async def _run(self) -> None:
+        watch_this_thread(self.ready)
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         await run(self.settings, self._stop, self.ready.set)

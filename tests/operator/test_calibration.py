@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.api.parsing import parse_spec
 from meshwright.planner.cluster.inventory import Inventory
-from meshwright.planner.plan import make_plan
+from meshwright.planner.plan import make_plan, make_plans
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.scheduling.calibration import CalibrationLoop
 from meshwright_operator.scheduling.scheduler import JobScheduler
@@ -57,7 +57,13 @@ def learning(*jobs: dict[str, Any]) -> tuple[CalibrationLoop, JobScheduler]:
 
 def estimate(scheduler: JobScheduler) -> Any:
     """The estimate of the plan that the next job would get."""
-    return scheduler.plans(parse_spec(job("next")))[0].estimate
+    return next_plan(scheduler).estimate
+
+
+def next_plan(scheduler: JobScheduler) -> Any:
+    """The plan that the next job would get."""
+    spec = parse_spec(job("next"))
+    return make_plans(spec, scheduler.inventory(spec), scheduler.calibration)[0]
 
 
 def planned() -> Any:
@@ -70,7 +76,7 @@ async def test_live_steps_change_the_next_plan() -> None:
     slow = round(before.estimate.tokens_per_second / 2)
     learn, scheduler = learning(job("slow", plan=status, step=200, tokensPerSecond=slow))
     await learn.refit()
-    after = scheduler.plans(parse_spec(job("next")))[0]
+    after = next_plan(scheduler)
     assert after.estimate is not None
     assert after.estimate.tokens_per_second == pytest.approx(slow, rel=0.1)
     assert after.to_status().estimated_tokens_per_second == pytest.approx(slow, rel=0.1)

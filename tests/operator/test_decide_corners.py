@@ -76,7 +76,11 @@ def test_a_pod_on_a_dead_node_does_not_keep_a_job_from_being_suspended() -> None
 
 @pytest.mark.parametrize(
     "progress",
-    [Progress(step=10**308, loss=1.0), Progress(step=3, loss=1.0, step_seconds=1e300), Progress(step=-1, loss=1.0)],
+    [
+        Progress(step=(1 << 63) - 1, loss=1.0),
+        Progress(step=3, loss=1.0, step_seconds=1e300),
+        Progress(step=-1, loss=1.0),
+    ],
     ids=["step", "seconds", "negative"],
 )
 def test_progress_that_no_run_makes_leaves_metrics_finite(progress: Progress) -> None:

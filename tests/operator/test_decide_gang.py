@@ -157,7 +157,7 @@ def test_no_room_is_told_once_and_holds_nothing() -> None:
     assert again.events == []
     placed_condition = next(c for c in again.status.conditions if c.type == "Placed")
     assert (placed_condition.status, placed_condition.message) == ("False", "short by 1 worker")
-    assert again.requeue_after == 15
+    assert again.requeue_after == 120
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from meshwright_operator.decide.applied_spec import encode_spec, revision_of
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.pod_info import Pod
+from meshwright_operator.planning.planner import Planner
+from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from tests.operator.builders import JOB, NOW, plan_status, pod, running_status, spec
 from tests.operator.support import job, node
@@ -33,7 +35,8 @@ def look(status: ParallelTrainingJobStatus | None, pods: list[Pod] | None = None
     obj["metadata"] |= {"uid": "job-uid", "generation": 2, "namespace": "default"}
     obj["status"] = status.wire() if status is not None else {"observedGeneration": -1}
     scheduler = JobScheduler(None, cache, None, ())  # type: ignore[arg-type]  # nothing is placed here
-    return observe_job(KEY, obj, cache, scheduler, Agents(), NOW)
+    planner = Planner(Inventories(cache), lambda: scheduler.calibration)
+    return observe_job(KEY, obj, cache, scheduler, planner, Agents(), NOW)
 
 
 def started(**changes: Any) -> ParallelTrainingJobStatus:

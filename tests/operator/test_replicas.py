@@ -12,6 +12,7 @@ from aiohttp import web
 
 from meshwright_operator.controller.http_server import serve_application
 from meshwright_operator.coordinator.leadership_gate import LeadershipGate
+from meshwright_operator.http.server import verify
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient, Page
 from meshwright_operator.kube.resync import STUCK_SECONDS, Resync
@@ -106,7 +107,8 @@ async def test_the_gate_answers_open_polls_when_it_closes() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def report(_: web.Request) -> web.Response:
+    async def report(request: web.Request) -> web.Response:
+        verify(request, "worker")  # else the connection is closed anyway
         return web.Response(text="thanks")
 
     application = web.Application(middlewares=[gate.middleware])
@@ -144,10 +146,12 @@ async def test_a_planned_hand_over_cuts_no_poll_and_restarts_no_worker(
         lease = await api.call("GET", LEASE, ok=False)
         return str((lease.get("spec") or {}).get("holderIdentity") or "")
 
-    async with service(ports) as url:
+    async with service(ports, "https") as url:
 
         async def start(name: str, port: int) -> OperatorThread:
-            return await OperatorThread(kubeconfig, tmp_path, port, identity=name, coordinator_url=url).start()
+            # Both read one Secret, and serve TLS with the same CA, whether they lead or not.
+            settings = {"identity": name, "coordinator_url": url, "tls": "managed", "key_file": None}
+            return await OperatorThread(kubeconfig, tmp_path, port, **settings).start()
 
         replicas = [await start("a", ports[0]), await start("b", ports[1])]
         assert await until(holder, "one leads", 60) == "a"

@@ -37,6 +37,8 @@ from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.planning.planner import Planner
+from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.timestamps import format_time, parse_time
 from tests.operator.builders import NOW
@@ -97,7 +99,9 @@ class Operator:
         self.metrics, self.jobs, tokens = OperatorMetrics(), JobMetrics(), Tokens(b"k" * 32)
         self.cluster = world.connect(self.metrics)
         self.coordinator = Coordinator(self.cache, tokens, self.metrics, self.notify, world.seconds)
-        self.scheduler = JobScheduler(self.cluster, self.cache, self.metrics, (), self.queue.add)
+        inventories = Inventories(self.cache)
+        self.scheduler = JobScheduler(self.cluster, self.cache, self.metrics, (), self.queue.add, inventories)
+        self.planner = Planner(inventories, lambda: self.scheduler.calibration, world.seconds)
         writer = StatusWriter(self.cluster, self.cache, self.queue)
         self.reconciler = Reconciler(
             cluster=self.cluster,
@@ -108,6 +112,8 @@ class Operator:
             reporter=JobReporter(writer, self.notes, self.metrics, self.jobs, self.now),
             metrics=self.metrics,
             scheduler=self.scheduler,
+            planner=self.planner,
+            inventories=inventories,
             coordinator_url=lambda: "http://coordinator",
             now=self.now,
         )

@@ -23,8 +23,8 @@ from meshwright.protocol.versions import VersionError, negotiate
 from meshwright_worker.agent.state_machine import AgentStateMachine, StartRanks, build_report
 from tests.operator.test_coordinator import mesh_document
 
-HELLO = {"worker": 1, "incarnation": 0, "address": "10.0.0.1", "storePort": 20000}
-REPORT: dict[str, Any] = {"worker": 1, "incarnation": 0, "generation": 1, "state": "Running"}
+HELLO = {"worker": 1, "incarnation": 0, "podUid": "uid", "address": "10.0.0.1", "storePort": 20000}
+REPORT: dict[str, Any] = {"worker": 1, "incarnation": 0, "podUid": "uid", "generation": 1, "state": "Running"}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_run_of_a_newer_release_is_rejected_by_name(newer: dict[str, Any]) -> 
     received = parse_mesh_document(json.dumps(document(**newer)).encode())
     assert isinstance(received.run, UnsupportedRun)
     member = received.members[0]
-    agent = AgentStateMachine(member.worker, member.incarnation, drain_seconds=1.0)
+    agent = AgentStateMachine(member.worker, member.incarnation, "uid", drain_seconds=1.0)
     (start,) = agent.on_mesh(received, 0.0)
     assert isinstance(start, StartRanks)
     assert agent.on_rejected_run(received.generation, received.run.reason, 0.0) == []

@@ -5,7 +5,7 @@ It is built from raw Kubernetes objects. A malformed object is left out and affe
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -91,9 +91,21 @@ class Inventory:
             levels: the fabric levels and the label keys that name them, closest first.
         """
         warnings: list[str] = []
-        reader = _NodeReader(gpu_resource, node_selector or {}, tolerations, levels, warnings)
-        found = {node.name: node for node in reader.read_all(nodes)}
-        used = _usage_by_node(pods, gpu_resource, without_job, reader.node_by_hostname, warnings)
+        found: dict[str, Node] = {}
+        node_by_hostname: dict[str, str] = {}
+        for obj in nodes:
+            try:
+                read = ReadNode.of(obj, gpu_resource, levels)
+                node = replace(read.node, unusable=read.unusable_for(node_selector or {}, tolerations))
+            except MALFORMED as error:
+                warnings.append(malformed_node_warning(obj, error))
+                continue
+            found[node.name] = node
+            if read.hostname is not None:
+                node_by_hostname[read.hostname] = node.name
+            if read.warning:
+                warnings.append(read.warning)
+        used = _usage_by_node(pods, gpu_resource, without_job, node_by_hostname, warnings)
         places, conflicts = as_tree({name: node.place for name, node in found.items() if node.capacity.gpus}, levels)
         counted_nodes = {
             name: replace(node, place=places.get(name, node.place), free=node.capacity - used.get(name, Resources()))
@@ -123,64 +135,68 @@ class Inventory:
         return replace(self, nodes=nodes, warnings=(*self.warnings, *warnings, *_overcommit_warnings(nodes)))
 
 
-class _NodeReader:
-    """Converts raw Node objects to `Node`, for one job's selector and tolerations."""
+@dataclass(frozen=True, slots=True)
+class ReadNode:
+    """A node's object as every job with the same GPU resource reads it."""
 
-    def __init__(
-        self,
-        gpu_resource: str,
-        selector: Mapping[str, str],
-        tolerations: Sequence[Toleration],
-        levels: Sequence[Level],
-        warnings: list[str],
-    ) -> None:
-        self._gpu_resource = gpu_resource
-        self._selector = selector
-        self._tolerations = tolerations
-        self._levels = levels
-        self._warnings = warnings
-        self.node_by_hostname: dict[str, str] = {}
+    node: Node
+    """Without what depends on a job's selector and tolerations."""
+    labels: Mapping[str, str]
+    taints: Sequence[Mapping[str, Any]]
+    shared_gpu: str
+    """Why its GPUs are not entire GPUs, or empty."""
+    hostname: str | None
+    warning: str
 
-    def read_all(self, objects: Iterable[Mapping[str, Any]]) -> list[Node]:
-        found: list[Node] = []
-        for obj in objects:
-            try:
-                found.append(self._read(obj))
-            except MALFORMED as error:
-                self._warnings.append(f"node {_name_of(obj)} was left out: its object is malformed ({error})")
-        return found
+    @classmethod
+    def of(cls, obj: Mapping[str, Any], gpu_resource: str, levels: Sequence[Level] = DEFAULT_LEVELS) -> ReadNode:
+        """Read a raw Node object.
 
-    def _read(self, obj: Mapping[str, Any]) -> Node:
+        Raises:
+            ValueError: the object is malformed. So do the other errors of `MALFORMED`.
+        """
         metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
         name, labels = metadata["name"], metadata.get("labels") or {}
         if not isinstance(name, str) or not name:
             raise ValueError("it has no name")
-        capacity = parse_resources(status.get("allocatable") or {}, self._gpu_resource)
+        capacity = parse_resources(status.get("allocatable") or {}, gpu_resource)
         if min(capacity.gpus, capacity.cpu_milli, capacity.memory_bytes, capacity.pods) < 0:
             raise ValueError("it offers less than nothing")
         hostname = labels.get(HOSTNAME_LABEL)
-        if isinstance(hostname, str):
-            self.node_by_hostname[hostname] = name
         product = str(labels.get("nvidia.com/gpu.product") or "")
-        memory_label = labels.get("nvidia.com/gpu.memory")
+        memory_label, warning = labels.get("nvidia.com/gpu.memory"), ""
         if capacity.gpus and memory_label is not None and not _is_memory_label(str(memory_label)):
-            self._warnings.append(
+            warning = (
                 f"node {name}: label nvidia.com/gpu.memory is {str(memory_label)[:32]!r}, not a number of MiB above "
                 "0: it is "
                 "ignored"
             )
-        return Node(
+        node = Node(
             name=name,
-            place=locate(name, labels, self._levels),
+            place=locate(name, labels, levels),
             capacity=capacity,
             free=capacity,
             gpu_memory_bytes=_gpu_memory(labels, product),
             gpu_product=product,
-            unusable=_why_unusable(metadata, spec, status, capacity.gpus)
-            or _selector_mismatch(labels, self._selector)
-            or _untolerated_taint(spec.get("taints") or (), self._tolerations)
-            or _shared_gpu(labels, product),
+            unusable=_why_unusable(metadata, spec, status, capacity.gpus),
         )
+        shared_gpu = _shared_gpu(labels, product)
+        taints = [taint for taint in spec.get("taints") or () if taint.get("effect") in ("NoSchedule", "NoExecute")]
+        return cls(node, labels, taints, shared_gpu, hostname if isinstance(hostname, str) else None, warning)
+
+    def unusable_for(self, selector: Mapping[str, str], tolerations: Sequence[Toleration]) -> str:
+        """Why a job with this selector and these tolerations may not use the node. Empty if it may."""
+        return (
+            self.node.unusable
+            or _selector_mismatch(self.labels, selector)
+            or _untolerated_taint(self.taints, tolerations)
+            or self.shared_gpu
+        )
+
+
+def malformed_node_warning(obj: object, error: Exception) -> str:
+    """The warning about a node that is left out."""
+    return f"node {_name_of(obj)} was left out: its object is malformed ({error})"
 
 
 def _name_of(obj: object) -> str:
@@ -209,7 +225,7 @@ def _selector_mismatch(labels: Mapping[str, str], selector: Mapping[str, str]) -
 
 def _untolerated_taint(taints: Iterable[Mapping[str, Any]], tolerations: Sequence[Toleration]) -> str:
     for taint in taints:
-        if taint.get("effect") in ("NoSchedule", "NoExecute") and not any(_tolerates(t, taint) for t in tolerations):
+        if not any(_tolerates(t, taint) for t in tolerations):
             return f"taint {taint.get('key')} is not tolerated"
     return ""
 
@@ -266,15 +282,20 @@ def _job_uid(pod: Mapping[str, Any]) -> str | None:
 
 def _missing_label_warnings(nodes: Mapping[str, Node], levels: Sequence[str]) -> list[str]:
     """A warning for each level whose label is missing on some nodes."""
-    usable = [node for node in nodes.values() if not node.unusable]
+    return missing_label_warnings(Counter(node.place for node in nodes.values() if not node.unusable), levels)
+
+
+def missing_label_warnings(usable: Mapping[Location, int], levels: Sequence[str]) -> list[str]:
+    """A warning for each level whose label is missing on some usable nodes. `usable` counts them by location."""
     found: list[str] = []
+    total = sum(usable.values())
     for below, level in zip(levels, levels[1:], strict=False):
         # A location named after the level below has no label (see `locate`).
-        unlabelled_nodes = sum(1 for node in usable if "/" in node.place.at(level))
+        unlabelled_nodes = sum(count for place, count in usable.items() if "/" in place.at(level))
         if unlabelled_nodes:
             inner = "NVLink domain" if below == DOMAIN else below
             found.append(
-                f"{unlabelled_nodes} of {len(usable)} GPU nodes carry no {level} label: each {inner} of theirs counts "
+                f"{unlabelled_nodes} of {total} GPU nodes carry no {level} label: each {inner} of theirs counts "
                 f"as a {level}"
             )
     return found

@@ -12,6 +12,7 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.estimate import Estimate, estimate
 from meshwright.planner.cost.memory import Memory, memory_within, model_states_fit
 from meshwright.planner.cost.strategy import Strategy
+from meshwright.planner.deadline import check_deadline
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.runtime_rules import allowed_schedules
@@ -44,6 +45,7 @@ def strategy_of(request: SearchRequest, layout: Layout, size: int, **more: objec
 
 def estimate_cost(request: SearchRequest, strategy: Strategy, memory: Memory | None = None) -> Estimate:
     """Estimate the cost of a strategy on the request's machine. `memory` is its memory, if that is known already."""
+    check_deadline()
     return estimate(request.work, strategy, request.required_machine, memory=memory)
 
 
@@ -194,6 +196,7 @@ def _fitting_micro_batches(
     if not _ranks_accept(request, layout, sizes, schedule):
         return
     for size in reversed(sizes):
+        check_deadline()
         strategy = pinned_strategy(request, layout, size, schedule)
         memory = memory_if_fits(request, strategy)
         if memory is not None:
@@ -241,6 +244,7 @@ def least_memory_strategies(request: SearchRequest, layout: Layout, size: int | 
     There is one for each of the last two recomputations, since either can save more. `size` is the number of sequences
     of a micro-batch, and defaults to the smallest.
     """
+    check_deadline()
     if request.job is not None:
         order = request.job.parallelism.order
         sizes = micro_batch_sizes(request, layout, order)

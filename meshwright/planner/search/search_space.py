@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from math import gcd, isqrt
 
 from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
+from meshwright.planner.deadline import check_deadline
 from meshwright.planner.search.request import Objective, SearchRequest
 from meshwright.planner.search.runtime_rules import largest_value
 from meshwright.rules.context import head_exchange_ranks, heads_divide
@@ -30,8 +32,14 @@ MICRO_BATCHES_PER_STAGE = 4
 
 def divisors(number: int) -> list[int]:
     """Return all divisors in ascending order."""
+    return list(_divisors(number))
+
+
+@lru_cache(maxsize=1024)
+def _divisors(number: int) -> tuple[int, ...]:
+    # Every layout needs the divisors of a replica's batch, and there are few different batches.
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
+    return (*small, *(number // d for d in reversed(small) if d * d != number))
 
 
 def request_tiers(request: SearchRequest) -> Iterator[list[SearchRequest]]:
@@ -62,6 +70,7 @@ def _layouts(request: SearchRequest) -> Iterator[Layout]:
     for tensor in tensor_degrees(request):
         for context in context_degrees(request, tensor):
             for pipeline in pipeline_degrees(request):
+                check_deadline()
                 size = tensor * context * pipeline
                 for data in data_degrees(request, size):
                     if not _fills_workers(request, tensor, size * data):

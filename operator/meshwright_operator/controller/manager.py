@@ -19,6 +19,7 @@ from kubernetes.aio.client import Configuration
 from meshwright_operator.controller.http_server import health_application, serve_application
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.reconciler import Reconciler
+from meshwright_operator.controller.stall_monitor import StallMonitor
 from meshwright_operator.controller.status_patch import PROGRESS_SECONDS, StatusWriter
 from meshwright_operator.coordinator.access import CoordinatorAccess
 from meshwright_operator.coordinator.leadership_gate import LeadershipGate
@@ -38,7 +39,9 @@ from meshwright_operator.kube.watches import EventHandlers, run_watches, watch_p
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.planning.planning_service import PlanningService
 from meshwright_operator.scheduling.calibration import CalibrationLoop
+from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.policy_file import PolicyFile
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.settings import Settings
@@ -109,7 +112,10 @@ class Manager:
         self._listed = asyncio.Event()
         # On standby, nothing is reconciled.
         self._queue.pause()
-        scheduler = JobScheduler(cluster, self._cache, metrics, settings.namespaces, self._queue.add)
+        inventories = Inventories(self._cache)
+        scheduler = JobScheduler(cluster, self._cache, metrics, settings.namespaces, self._queue.add, inventories)
+        self._planner = PlanningService(inventories, lambda: scheduler.calibration, metrics, self._queue.add)
+        self._stalls = StallMonitor(metrics)
         self._policy_file = PolicyFile(settings.policy_file, metrics, scheduler.set_policy)
         self._policy_file.load()
         self._calibration_loop = CalibrationLoop(self._cache, scheduler)
@@ -124,6 +130,8 @@ class Manager:
             reporter=JobReporter(StatusWriter(cluster, self._cache, self._queue), self._events, metrics, jobs),
             metrics=metrics,
             scheduler=scheduler,
+            planner=self._planner,
+            inventories=inventories,
             coordinator_url=lambda: self._access.url,
             trust=lambda: self._access.trust,
         )
@@ -171,6 +179,7 @@ class Manager:
         )
         async with (
             health,
+            self._stalls.running(),
             self._serve_agents(),
             asyncio.TaskGroup() as group,
         ):
@@ -215,6 +224,7 @@ class Manager:
         await self._resync.ensure_listed_since(self._elected_at)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._events.run(), name="events")
+            group.create_task(self._planner.run(), name="planner")
             group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
             group.create_task(self._calibration_loop.run(), name="learning")
             group.create_task(self._policy_file.run(), name="policy")

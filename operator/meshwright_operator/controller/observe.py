@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import lru_cache
 
 from meshwright.api.labels import MANAGER
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.status import ParallelTrainingJobStatus, PlanStatus
-from meshwright.planner.cluster.inventory import Inventory
+from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.planner.errors import PlanError
-from meshwright.planner.plan import Plan, make_plan
+from meshwright.planner.plan import Plan
 from meshwright.rules.edits import with_later_fields, with_live_fields
 from meshwright.rules.validation import check_edit
 from meshwright_operator.decide import lifecycle
@@ -26,12 +23,11 @@ from meshwright_operator.decide.observed import Observed, Rejection, has_started
 from meshwright_operator.decide.stuck_pods import stuck_pods
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.pod_info import Pod
+from meshwright_operator.planning.planner import Planner, PlanPendingError
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.text import capitalized, with_warnings
 
-log = logging.getLogger(__name__)
-
-NO_NODES = Inventory()
+PLANNING = "planning takes more than 1 s of CPU time, and continues in the background"
 
 
 class JobRejectedError(Exception):
@@ -49,6 +45,7 @@ def observe_job(
     job: KubeObject,
     cache: Cache,
     scheduler: JobScheduler,
+    planner: Planner,
     agents: Agents,
     now: datetime,
     rejection: Rejection | None = None,
@@ -59,16 +56,18 @@ def observe_job(
         key: The job's key.
         job: The job's object.
         cache: The operator's view of the cluster.
-        scheduler: Makes plans and inventories.
+        scheduler: Knows which nodes accept the job's pods.
+        planner: Has the plans.
         agents: The state of the job's agents.
         now: The current time.
         rejection: The API server's rejection of the last attempt to create pods, if any.
 
     Raises:
         JobRejectedError: The spec is invalid or no plan fits, and no earlier revision of the job is running.
+        PlanPendingError: A plan is being made.
     """
     status = parse_status(job)
-    observer = _JobObserver(key, job, status, cache, scheduler, agents, now, rejection)
+    observer = _JobObserver(key, job, status, cache, scheduler, planner, agents, now, rejection)
     running = running_spec(status)
     if running is None:
         spec = _parsed(job)
@@ -109,6 +108,7 @@ class _JobObserver:
     status: ParallelTrainingJobStatus
     cache: Cache
     scheduler: JobScheduler
+    planner: Planner
     agents: Agents
     now: datetime
     rejection: Rejection | None
@@ -118,9 +118,10 @@ class _JobObserver:
 
         Raises:
             JobRejectedError: No plan fits the spec.
+            PlanPendingError: The plan is being made.
         """
         metadata = self.job["metadata"]
-        plan, *others = _plans(spec, self.status, revision, self.scheduler)
+        plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
         pods = self.cache.pods(self.key, metadata["uid"])
         down = _down_nodes(self.status, pods, self.cache)
         rejecting, draining = _rejecting_nodes(spec, pods, self.cache, self.scheduler)
@@ -164,6 +165,11 @@ def _observe_edit(observer: _JobObserver, running: RunningSpec, requested: Paral
         return replace(observer.observe_as(requested, revision_of(requested)), fallback=as_running)
     except JobRejectedError as error:
         return replace(as_running, blocked_edit=_blocked(error))
+    except PlanPendingError as pending:
+        if not pending.slow:
+            raise
+        # The running revision must not be left alone meanwhile.
+        return replace(as_running, blocked_edit=_blocked(JobRejectedError("Planning", PLANNING, retryable=True)))
 
 
 def _observe_deferred_edit(
@@ -195,33 +201,21 @@ def _running_with_live_fields(running: RunningSpec, job: KubeObject) -> Parallel
 
 
 def _plans(
-    spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStatus, revision: str, scheduler: JobScheduler
+    key: JobKey, spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStatus, revision: str, planner: Planner
 ) -> list[Plan]:
     """The running plan. If no plan of this revision is running, the plans to choose from, the best first."""
     same = status.plan is not None and status.plan.revision in ("", revision)
     running_plan = status.plan if same and has_started(status) else None
     try:
         if running_plan is not None:
-            return [_running(spec.model_dump_json(), running_plan.model_dump_json())]
-        return scheduler.plans(spec)
+            return [planner.running_plan(key, spec, running_plan)]
+        return planner.plans(key, spec)
     except PlanError as error:
         depends_on_nodes = error.depends_on_cluster and running_plan is None
-        node_warnings = scheduler.inventory(spec).warnings if depends_on_nodes else ()
+        node_warnings = planner.warnings(spec) if depends_on_nodes else ()
         raise JobRejectedError(
             error.reason, with_warnings(capitalized(str(error)), node_warnings), retryable=error.depends_on_cluster
         ) from None
-    except (ValueError, ArithmeticError, LookupError, TypeError) as error:
-        # A bug in the planner: report it on the job. A running revision keeps running.
-        log.exception("planning failed")
-        raise JobRejectedError("PlannerFailed", f"Planning failed: {type(error).__name__}: {error}") from error
-
-
-@lru_cache(maxsize=4096)
-def _running(spec: str, running_plan: str) -> Plan:
-    """The plan of a running job, from JSON. Cached, because it does not depend on nodes."""
-    return make_plan(
-        ParallelTrainingJobSpec.model_validate_json(spec), NO_NODES, PlanStatus.model_validate_json(running_plan)
-    )
 
 
 def _down_nodes(status: ParallelTrainingJobStatus, pods: Sequence[Pod], cache: Cache) -> dict[str, bool]:

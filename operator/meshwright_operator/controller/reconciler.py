@@ -7,17 +7,18 @@ get them, pod names are functions of the persisted status, and every action is i
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from datetime import datetime
 
 from meshwright.api.conditions import SUSPENDED, is_true
 from meshwright.api.objects import KubeObject
-from meshwright.api.parsing import parse_status
+from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
 from meshwright_operator import logging_config
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.missing_pods import Incarnation
-from meshwright_operator.controller.observe import JobRejectedError, managed_here, observe_job
+from meshwright_operator.controller.observe import PLANNING, JobRejectedError, managed_here, observe_job
 from meshwright_operator.controller.pod_control import PodControl, PodsRejectedError
 from meshwright_operator.controller.policy_check import check_policy
 from meshwright_operator.controller.stale_retries import StaleRetries
@@ -28,7 +29,7 @@ from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide import decide_job, lifecycle, placement_outcome
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document
-from meshwright_operator.decide.observed import Observed, PodState, Rejection
+from meshwright_operator.decide.observed import Observed, PodState, Rejection, has_started
 from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS, WAITING_RETRY_SECONDS
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.decide.stuck_pods import seconds_until_stuck
@@ -39,10 +40,13 @@ from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.manifests.owned_objects import TOKEN_KEY, token_secret
 from meshwright_operator.manifests.worker_pod import CoordinatorTrust, PodContext
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.planning.planner import Planner, PlanPendingError
 from meshwright_operator.scheduling.edit_admission import EditAdmission
+from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.placer import Later
 from meshwright_operator.scheduling.scheduler import JobScheduler
+from meshwright_operator.text import capitalized
 from meshwright_operator.timestamps import utc_now
 
 ORPHAN_FINALIZER = "orphan"
@@ -62,6 +66,8 @@ class Reconciler:
         reporter: JobReporter,
         metrics: OperatorMetrics,
         scheduler: JobScheduler,
+        planner: Planner,
+        inventories: Inventories,
         coordinator_url: Callable[[], str],
         now: Callable[[], datetime] = utc_now,
         trust: Callable[[], CoordinatorTrust] = CoordinatorTrust,
@@ -74,6 +80,8 @@ class Reconciler:
         self._reporter = reporter
         self._metrics = metrics
         self._scheduler = scheduler
+        self._planner = planner
+        self._inventories = inventories
         self._coordinator_url = coordinator_url
         self._now = now
         self._trust = trust
@@ -150,9 +158,10 @@ class Reconciler:
         await self._execute(key, job, registry, draft)
 
     async def _admitted(self, key: JobKey, job: KubeObject, registry: AgentRegistry) -> Observed | None:
-        """The job as observed, with its edit if that fits. If the job cannot run, reports why, and returns None."""
+        """The job as observed, with its edit if that fits. None, which is reported, if it cannot run yet."""
         uid = job["metadata"]["uid"]
         try:
+            await self._prepare_inventory(job)
             observed = self._observe(key, job, registry)
             observed = await self._confirm_missing_pods(key, job, registry, observed)
             observed = check_policy(observed, key.namespace, self._scheduler.bounds(key.namespace))
@@ -163,10 +172,28 @@ class Reconciler:
                 self._queue.add_after(key, RETRY_PLACEMENT_SECONDS)
             await self._reporter.report_rejected(key, job, rejection)
             return None
+        except PlanPendingError as pending:
+            await self._report_pending(key, job, pending)
+            return None
 
     def _observe(self, key: JobKey, job: KubeObject, registry: AgentRegistry) -> Observed:
         rejection = self._rejections.get(job["metadata"]["uid"])
-        return observe_job(key, job, self._cache, self._scheduler, registry.agents(), self._now(), rejection)
+        return observe_job(
+            key, job, self._cache, self._scheduler, self._planner, registry.agents(), self._now(), rejection
+        )
+
+    async def _report_pending(self, key: JobKey, job: KubeObject, pending: PlanPendingError) -> None:
+        """Report that planning takes long. The planner adds the key to the queue. A running job keeps its status."""
+        if pending.slow and not has_started(parse_status(job)):
+            rejection = JobRejectedError("Planning", capitalized(PLANNING), retryable=True)
+            await self._reporter.report_rejected(key, job, rejection)
+
+    async def _prepare_inventory(self, job: KubeObject) -> None:
+        """Read changed nodes, which takes long in a large cluster, before the job is observed."""
+        if not self._inventories.need_preparation:
+            return
+        with contextlib.suppress(InvalidSpecError):
+            await self._inventories.prepare(parse_spec(job))
 
     async def _confirm_missing_pods(
         self, key: JobKey, job: KubeObject, registry: AgentRegistry, observed: Observed
@@ -277,6 +304,7 @@ class Reconciler:
         self._scheduler.forget(key, uid)
         self._pod_control.missing.forget(uid)
         self._stale_retries.reset(key)
+        self._planner.forget(key)
         self._reporter.forget(key, uid)
         self._queue.forget(key)
         await self._coordinator.forget(uid)

@@ -87,6 +87,15 @@ class OperatorMetrics(Exporter):
     last_resync = GaugeMetric(
         "ptj_resync_last_success_timestamp_seconds", "Unix time at which the last listing of all objects ended."
     )
+    planning_seconds = HistogramMetric("ptj_planning_cpu_seconds", "CPU time of one plan.", DURATION_BUCKETS)
+    planning_deadlines = CounterMetric(
+        "ptj_planning_deadlines_exceeded_total", "Plans that were stopped because they took too much CPU time."
+    )
+    event_loop_stalls = HistogramMetric(
+        "ptj_event_loop_stall_seconds",
+        "Time for which the event loop did not run, if it was more than 50 ms.",
+        DURATION_BUCKETS,
+    )
     placement_seconds = HistogramMetric(
         "ptj_placement_duration_seconds",
         "Time to place one job.",

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -91,7 +91,7 @@ class _Trial:
 class Surroundings:
     """What the placer reads about the cluster and calls, besides pods."""
 
-    inventory: Callable[[ParallelTrainingJobSpec], Inventory]
+    inventory: Callable[[ParallelTrainingJobSpec], Awaitable[Inventory]]
     """The nodes of a job without pods."""
     spares: Callable[[Policy], Sequence[ReservedSpares]]
     """The spare nodes of all jobs."""
@@ -123,6 +123,8 @@ class Placer:
         """Changes whenever capacity may have become free. Then waiting jobs are tried again."""
         self._changed = 0
         """Changes with every change of capacity. Until then the last answer is still right."""
+        self._counted_freed = self._counted_changed = 0
+        """The same, of what the view of the cluster contains."""
         self._task: asyncio.Task[None] | None = None
         self._new_call = asyncio.Event()
         self._pause_until = 0.0
@@ -235,8 +237,8 @@ class Placer:
             return True
         if member is None and trial is None:
             return bool(self._changes)
-        if await self._pause():
-            return True
+        if await self._pause() or self._changes:
+            return True  # a request came, or there is something to count first
         started = time.monotonic()
         failed = member or trial
         assert failed is not None
@@ -248,7 +250,7 @@ class Placer:
         except Exception:
             # A bug in the planner, for this job. Its reconcile asks again, and reports the error on the job.
             log.exception("placement attempt failed", extra={"job": str(failed.request.key)})
-            failed.attempted = self._freed
+            failed.attempted = self._counted_freed
             if member is not None:
                 member.wanted, member.due = False, True
             self._around.wake(failed.request.key)
@@ -386,7 +388,7 @@ class Placer:
                 self._fits(queued, outcome.placement)
             return _granted(outcome) or self._not_granted(outcome)
         answer = NotGranted(excess, reason=POLICY_EXCEEDED) if excess else self._not_granted(outcome)
-        self._trials[request.uid] = _Trial(request, answer, self._freed)
+        self._trials[request.uid] = _Trial(request, answer, self._counted_freed)
         return answer
 
     async def _place(self, call: _Call) -> Granted | NotGranted:
@@ -442,7 +444,7 @@ class Placer:
 
     async def _try_edit_again(self, trial: _Trial) -> None:
         """Tries the edit of a running job after a change, and wakes the job if the edit fits."""
-        version = self._freed
+        version = self._counted_freed
         outcome = await self._attempt(trial.request, explain=False)
         trial.attempted = version
         if outcome.placement is not None and not self._excess(trial.request):
@@ -468,7 +470,7 @@ class Placer:
 
     def _fits(self, member: Member, placement: Placement) -> None:
         """A job that fits now. Jobs behind it leave it the nodes until it asks for them."""
-        member.fits, member.attempted, member.due = True, self._freed, _due(member.request)
+        member.fits, member.attempted, member.due = True, self._counted_freed, _due(member.request)
         nodes = set(placement.nodes.values()) - set(member.request.assigned_nodes.values())
         member.claims = dict.fromkeys(sorted(nodes), f"next for job {member.request.key}")
 
@@ -490,8 +492,8 @@ class Placer:
     # Attempts.
 
     def _basis(self, member: Member) -> Basis:
-        request = member.request
-        return Basis(self._freed, self._changed, _due(request), tuple(self._around.avoided(request.uid)))
+        request, avoided = member.request, tuple(self._around.avoided(member.request.uid))
+        return Basis(self._counted_freed, self._counted_changed, _due(request), avoided)
 
     def _ahead(self, request: PlacementRequest) -> list[Member]:
         """The jobs ahead of this one that may be placed now, first to last."""
@@ -517,7 +519,7 @@ class Placer:
             claims, first = await self._claims_without(request.uid, ahead)
         reserving = {other.request.key.namespace for other in ahead if other.reserved}
         reserves = member is not None and _due(request) and request.key.namespace not in reserving
-        attempt = self._attempt_of(request, claims, explain=explain)
+        attempt = await self._attempt_of(request, claims, explain=explain)
         attempt = replace(
             attempt,
             blocked_by=first,
@@ -532,7 +534,7 @@ class Placer:
         claims: dict[str, str] = {}
         first: JobKey | None = None
         for other in ahead:
-            attempt = self._attempt_of(other.request, claims, explain=False, without_pods_of=uid)
+            attempt = await self._attempt_of(other.request, claims, explain=False, without_pods_of=uid)
             outcome = await asyncio.to_thread(run_attempt, attempt, self._view)
             if outcome.placement is not None:
                 first = first or other.request.key
@@ -542,14 +544,14 @@ class Placer:
                 claims |= {name: why for name, why in other.claims.items() if name not in claims}
         return claims, first
 
-    def _attempt_of(
+    async def _attempt_of(
         self, request: PlacementRequest, claims: Mapping[str, str], *, explain: bool, without_pods_of: str = ""
     ) -> Attempt:
         bounds = self.queue.policy.of(request.key.namespace)
         spares = spares_allowed(request.spec.recovery.spare_nodes, len(request.plan.workers), bounds)
         return Attempt(
             request=request,
-            empty=self._around.inventory(request.spec),
+            empty=await self._around.inventory(request.spec),
             kept_off={**reserved_for_others(self._spares, request.uid), **self._around.avoided(request.uid)},
             claims=claims,
             spares=spares,
@@ -573,8 +575,11 @@ class Placer:
     async def _count_changes(self) -> None:
         """Counts what has changed since the last time."""
         changes, self._changes = self._changes, {}
+        # What changes while this waits is counted the next time.
+        freed, changed = self._freed, self._changed
         if changes:
             await self._in_thread_if_many(len(changes), self._view.apply, changes)
+        self._counted_freed, self._counted_changed = freed, changed
         for resource in set(self._around.gpu_resources()):
             if not self._view.knows(resource):
                 await asyncio.to_thread(self._view.use_of, resource)

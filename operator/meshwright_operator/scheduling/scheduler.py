@@ -12,7 +12,7 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost_model import Calibration, cost_model_for
 from meshwright.planner.placement import Placement
-from meshwright.planner.plan import Plan, make_plans
+from meshwright.planner.plan import Plan
 from meshwright.planner.plan_and_place import map_plan_ranks
 from meshwright_operator.decide.gang_actions import MapRanks
 from meshwright_operator.decide.observed import Observed
@@ -21,6 +21,7 @@ from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.pod_requests import PodRequest, request_json_for
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.placer import Later, Placer, Purpose, Surroundings
 from meshwright_operator.scheduling.pod_request_lister import PodRequestLister
@@ -29,12 +30,6 @@ from meshwright_operator.scheduling.reservations import ReservedSpares, reserved
 
 AVOID_SECONDS = 900.0
 """How long a job avoids a node that did not accept its pod: by then the cause may be gone."""
-
-
-MAX_INVENTORIES = 64
-"""Different node requirements for which an inventory is cached."""
-
-NodeRequirements = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]
 
 
 class JobScheduler:
@@ -51,10 +46,11 @@ class JobScheduler:
         metrics: OperatorMetrics,
         namespaces: Sequence[str],
         wake: Callable[[JobKey], None] = lambda key: None,
+        inventories: Inventories | None = None,
     ) -> None:
         """`wake` queues the key of a waiting job to be reconciled, because it fits now or its answer is ready."""
         self._cache = cache
-        self._inventory_cache = _InventoryCache(cache)
+        self._inventories = inventories if inventories is not None else Inventories(cache)
         self._wake = wake
         self._calibration = Calibration()
         """The calibrated constants of this cluster's GPUs, which plans use."""
@@ -63,7 +59,7 @@ class JobScheduler:
         """uid of a job -> ids of the pods that are assumed for it."""
         self._assumed_spares: dict[str, ReservedSpares] = {}
         around = Surroundings(
-            inventory=self.inventory,
+            inventory=self._prepared_inventory,
             spares=lambda policy: [*reserved_spares(cache, policy), *self._assumed_spares.values()],
             avoided=self._avoided_now,
             exists=self._exists,
@@ -78,15 +74,17 @@ class JobScheduler:
 
     def inventory(self, spec: ParallelTrainingJobSpec) -> Inventory:
         """The job's inventory, as if no pods ran: planning needs no more."""
-        return self._inventory_cache.empty(spec)
+        return self._inventories.empty(spec)
 
-    def plans(self, spec: ParallelTrainingJobSpec) -> list[Plan]:
-        """The plans to choose from, the best first.
+    async def _prepared_inventory(self, spec: ParallelTrainingJobSpec) -> Inventory:
+        """The same, after nodes that changed were read in a thread."""
+        await self._inventories.prepare(spec)
+        return self.inventory(spec)
 
-        Raises:
-            PlanError: No plan fits the job or the cluster.
-        """
-        return make_plans(spec, self.inventory(spec), self._calibration)
+    @property
+    def calibration(self) -> Calibration:
+        """The constants with which jobs are planned and placed."""
+        return self._calibration
 
     def recalibrate(self, calibration: Calibration) -> None:
         """Plans and places with these constants from now on."""
@@ -225,38 +223,3 @@ class JobScheduler:
             workers = spec.get("workers") if isinstance(spec, Mapping) else None
             resource = workers.get("gpuResource") if isinstance(workers, Mapping) else None
             yield resource if isinstance(resource, str) else GPU_RESOURCE
-
-
-class _InventoryCache:
-    """Inventories of the cache's nodes without pods, one for all jobs with the same node requirements."""
-
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-        self._version = -1
-        self._known: dict[NodeRequirements, Inventory] = {}
-
-    def empty(self, spec: ParallelTrainingJobSpec) -> Inventory:
-        """The inventory of a job with this spec, as if no pods ran."""
-        version = self._cache.nodes_version
-        if version != self._version or len(self._known) > MAX_INVENTORIES:
-            self._known, self._version = {}, version
-        requirements = _node_requirements(spec)
-        inventory = self._known.get(requirements)
-        if inventory is None:
-            workers = spec.workers
-            inventory = Inventory.from_objects(
-                list(self._cache.nodes.values()),
-                (),
-                gpu_resource=workers.gpu_resource,
-                node_selector=workers.node_selector,
-                tolerations=workers.tolerations,
-            )
-            self._known[requirements] = inventory
-        return inventory
-
-
-def _node_requirements(spec: ParallelTrainingJobSpec) -> NodeRequirements:
-    """All requirements of a spec on nodes. Jobs with the same requirements have the same inventory."""
-    workers = spec.workers
-    tolerations = tuple(toleration.model_dump_json() for toleration in workers.tolerations)
-    return workers.gpu_resource, tuple(sorted(workers.node_selector.items())), tolerations

@@ -1,0 +1,1 @@
+"""Plans of jobs, made in other processes, with a deadline."""
