@@ -176,7 +176,7 @@ async def operator(directory: Path, kubeconfig: Path, *options: str) -> AsyncIte
     ports = setup.Ports()
     argv = [sys.executable, "-m", "meshwright_operator", "--kubeconfig", str(kubeconfig)]
     argv += ["--coordinator-listen", f"127.0.0.1:{ports.coordinator}", "--metrics-listen", f"127.0.0.1:{ports.metrics}"]
-    argv += ["--key-file", str(directory / "key"), "--lease-seconds", "60", "--log-level", "warning", *options]
+    argv += ["--lease-seconds", "60", "--log-level", "warning", *options]
     timeout = aiohttp.ClientTimeout(total=5)
     async with Programs() as programs, aiohttp.ClientSession(timeout=timeout) as session:
         program = await programs.start("operator", argv, directory / "operator.log")

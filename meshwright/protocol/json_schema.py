@@ -11,11 +11,18 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from meshwright.protocol.messages import MeshDocument, MeshRequest, ReportReply, WorkerReport
+from meshwright.protocol.messages import (
+    MeshDocument,
+    MeshRequest,
+    ReportReply,
+    TrustBundle,
+    TrustRequest,
+    WorkerReport,
+)
 from meshwright.protocol.versions import NEWEST
 
-RECEIVED_BY_COORDINATOR = (MeshRequest, WorkerReport)
-RECEIVED_BY_AGENTS = (MeshDocument, ReportReply)
+RECEIVED_BY_COORDINATOR = (MeshRequest, WorkerReport, TrustRequest)
+RECEIVED_BY_AGENTS = (MeshDocument, ReportReply, TrustBundle)
 PREFIX = "#/$defs/"
 
 

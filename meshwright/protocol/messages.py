@@ -6,6 +6,7 @@ request is signed with the job's token (`meshwright.protocol.signing`) and names
 
     POST .../mesh      MeshRequest  -> 200 MeshDocument | 204 nothing new within `wait_seconds` | 410 superseded
     POST .../report    WorkerReport -> 200 ReportReply  | 410 superseded
+    POST .../trust     TrustRequest -> 200 TrustBundle  | 410 superseded
 
 401: not signed with the job's token. 404: no such job. 409: signed for another session of the coordinator, or not the
 sender's next request. 410: a newer incarnation of this worker exists, or the job needs no pods; the agent stops its
@@ -28,6 +29,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from meshwright.api.base import ApiModel
 from meshwright.api.parsing import parse_known_fields
 from meshwright.protocol.run_config import RunConfig, RunMessage, UnsupportedRun
+from meshwright.protocol.trust import MAX_BUNDLE_BYTES
 
 RUN_VERSION = 1
 """The newest `run_version` that this release executes."""
@@ -279,3 +281,22 @@ class ReportReply(OpenMessage):
     """The newest announced generation."""
     report_seconds: float = DEFAULT_REPORT_SECONDS
     """Time until the agent's next report, unless its state changes before."""
+    trust: Annotated[str, Field(max_length=64)] | None = None
+    """Name of the CA bundle with which agents verify the coordinator (`meshwright.protocol.trust`). If an agent has
+    another bundle, it requests this one. Missing without TLS."""
+
+
+class TrustRequest(OpenMessage):
+    """An agent's request for the CA bundle, with which it verifies the coordinator's certificate. It has no fields: the
+    headers name the sender.
+
+    If the verification failed, an agent sends this request, and no other, without verification. The request contains no
+    secret, and the signature of the response shows that the bundle comes from the coordinator.
+    """
+
+
+class TrustBundle(OpenMessage):
+    """The CA bundle of the coordinator."""
+
+    certificates: Annotated[str, Field(max_length=MAX_BUNDLE_BYTES)]
+    """CA certificates in PEM format. Empty without TLS."""

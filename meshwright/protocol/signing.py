@@ -1,10 +1,11 @@
 """Signs requests to the coordinator and its responses. Both sides have the job's token, which is never sent.
 
-A bearer token could be read and reused by anyone on the network path, and a forged mesh document could run any command
-in a pod. A request therefore carries an HMAC-SHA256 with the token over its method, path, sender, session, counter, and
-the length and digest of its body. All of these are headers, so that a receiver checks the signature before it reads the
-body. The response carries an HMAC over the request's signature, its status, session, counter and body. Nothing is
-encrypted.
+TLS verifies the coordinator, but can be disabled, and an agent whose CAs are outdated asks for new ones over a
+connection that it cannot verify. Anyone on the network path could then read and reuse a bearer token, and a forged mesh
+document could run any command in a pod. A request therefore carries an HMAC-SHA256 with the token over its method,
+path, sender, session, counter, and the length and digest of its body. All of these are headers, so that a receiver
+checks the signature before it reads the body. The response carries an HMAC over the request's signature, its status,
+session, counter and body.
 
 Replay protection uses no clock, so that it survives any step of a clock. The receiver has a random session, which is
 new when it restarts. It accepts a request only in its session, and only with a larger counter than the last one of the

@@ -12,6 +12,7 @@ import prometheus_client
 
 from meshwright_operator import logging_config, settings
 from meshwright_operator.controller.manager import run
+from meshwright_operator.coordinator.credentials import CredentialsError
 from meshwright_operator.coordinator.tokens import KeyFileError
 from meshwright_operator.http.limits import raise_descriptor_limit
 from meshwright_operator.kube.config import KubeConfigError
@@ -34,6 +35,9 @@ def main() -> None:
     except (KubeConfigError, KeyFileError, PolicyError) as error:
         log.error(str(error))
         sys.exit(2)
+    except CredentialsError as error:
+        log.error(str(error))
+        sys.exit(1)
     except BaseExceptionGroup as group:
         for leaf in _leaves(group):
             log.error("operator failed", extra={"error": f"{type(leaf).__name__}: {leaf}"})

@@ -20,6 +20,7 @@ from meshwright_operator.http.limits import ConnectionLimits
 from meshwright_operator.logging_config import FORMATS
 
 ENV_PREFIX = "MESHWRIGHT_OPERATOR_"
+TLS_MODES = ("managed", "files", "disabled")
 BURST_SECONDS = 4.0
 """A burst of connections has as many as come in this time at the rate."""
 
@@ -57,12 +58,28 @@ class Settings:
     """Address on which the coordinator serves worker agents."""
     coordinator_url: str | None = None
     """URL at which worker pods reach the coordinator; derived from `coordinator_listen` if None."""
+    credentials_secret: str = "meshwright-operator-credentials"
+    """Name of the Secret, in `lease_namespace`, with the key of the jobs' tokens and the CA. Created if missing."""
+    key_file: Path | None = None
+    """File with the key of the jobs' tokens, instead of the Secret; created with mode 0600 if it does not exist."""
+    tls: str = "managed"
+    """managed: certificates from the CA in the Secret. files: from the files below. disabled: plain HTTP."""
+    tls_names: tuple[str, ...] = ()
+    """Host names and IP addresses in managed certificates, in addition to the host of `coordinator_url`."""
+    tls_ca_days: float = 365.0
+    """Lifetime of a managed CA. The next one is created after two thirds of it."""
+    tls_cert_file: Path | None = None
+    """Serving certificate, with intermediate certificates."""
+    tls_key_file: Path | None = None
+    """Private key of the serving certificate."""
+    tls_ca_file: Path | None = None
+    """CA certificates with which agents verify the serving certificate."""
+    tls_server_name: str = ""
+    """Name that agents verify; the host of `coordinator_url` if empty."""
     max_connections_per_source: int = ConnectionLimits.unverified_per_source
     """Connections from one address that have not sent a request with a valid signature. Raise it for a gateway."""
     connection_rate_per_source: float = ConnectionLimits.rate_per_source
     """The same, new ones per second."""
-    key_file: Path = Path("coordinator.key")
-    """File with the key from which the jobs' tokens are derived; created with mode 0600 if it does not exist."""
     policy_file: Path | None = None
     """File with the administrator's policy; no bounds if None."""
     metrics_listen: Address = Address("", 9471)
@@ -103,7 +120,8 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
     parser = _parser()
     given = parser.parse_args(_from_environment(parser, environment) + list(arguments))
     settings = vars(given)
-    settings["namespaces"] = tuple(dict.fromkeys(name for name in settings["namespaces"] if name))
+    for names in ("namespaces", "tls_names"):
+        settings[names] = tuple(dict.fromkeys(name for name in settings[names] if name))
     settings["identity"] = settings["identity"] or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
     for name, least in (
         ("lease_seconds", 1),
@@ -119,7 +137,24 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
         parser.error("--drain-seconds must not be negative")
     if given.coordinator_url is None and given.coordinator_listen.host in ("", "0.0.0.0", "::"):
         parser.error("--coordinator-url is required if --coordinator-listen has no address that pods can reach")
+    _check_tls(parser, given)
     return Settings(**settings)
+
+
+def _check_tls(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Exit with a usage message if the settings of TLS contradict each other."""
+    files = (given.tls_cert_file, given.tls_key_file, given.tls_ca_file)
+    if given.tls == "files" and None in files:
+        parser.error("--tls files requires --tls-cert-file, --tls-key-file and --tls-ca-file")
+    if given.tls != "files" and any(files):
+        parser.error(f"--tls-cert-file, --tls-key-file and --tls-ca-file require --tls files, got --tls {given.tls}")
+    scheme = "http" if given.tls == "disabled" else "https"
+    if given.coordinator_url is not None and not given.coordinator_url.startswith(f"{scheme}://"):
+        parser.error(
+            f"--coordinator-url must start with {scheme}:// with --tls {given.tls}, got {given.coordinator_url}"
+        )
+    if not given.tls_ca_days > 0:
+        parser.error("--tls-ca-days must be above 0")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -147,13 +182,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--coordinator-listen", "HOST:PORT", Address.parse, listen, "Address on which the coordinator serves agents.")
     text = "URL at which worker pods reach the coordinator. Default: from --coordinator-listen."
     add("--coordinator-url", "URL", str, None, text)
+    text = "Name of the Secret with the key of the jobs' tokens and the CA, next to the Lease. Created if missing."
+    add("--credentials-secret", "NAME", str, default.credentials_secret, text)
+    text = "Path of the key of the jobs' tokens, for local use instead of the Secret. Created if it does not exist."
+    add("--key-file", "FILE", Path, default.key_file, text)
+    _add_tls(parser, add)
     text = "Largest number of connections from one address without a valid signature."
     count = default.max_connections_per_source
     add("--max-connections-per-source", "COUNT", int, count, text)
     text = "New connections per second from one address that do not send a valid signature."
     add("--connection-rate-per-source", "RATE", float, default.connection_rate_per_source, text)
-    text = "Path of the key from which the jobs' tokens are derived. Created if it does not exist."
-    add("--key-file", "FILE", Path, default.key_file, text)
     text = "Path of the administrator's policy, read again when it changes. Default: no bounds."
     add("--policy-file", "FILE", Path, None, text)
     text = "Address on which /metrics, /healthz and /readyz are served."
@@ -177,6 +215,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_tls(parser: argparse.ArgumentParser, add: Callable[..., None]) -> None:
+    default = Settings()
+    text = "Certificates of the coordinator. managed: from a CA in the Secret. files: from files. disabled: plain HTTP."
+    parser.add_argument("--tls", choices=TLS_MODES, default=default.tls, help=text)
+    text = "Name or IP address in managed certificates, in addition to that of the URL. Repeat the option for several."
+    parser.add_argument("--tls-name", dest="tls_names", metavar="NAME", action="append", default=[], help=text)
+    text = "Lifetime of a managed CA. It is rotated after two thirds of it."
+    add("--tls-ca-days", "DAYS", float, default.tls_ca_days, text)
+    add("--tls-cert-file", "FILE", Path, None, "Path of the serving certificate for --tls files.")
+    add("--tls-key-file", "FILE", Path, None, "Path of the serving certificate's private key for --tls files.")
+    add("--tls-ca-file", "FILE", Path, None, "Path of the CA certificates that agents trust, for --tls files.")
+    text = "Name in the serving certificate that agents verify. Default: the host of --coordinator-url."
+    add("--tls-server-name", "NAME", str, default.tls_server_name, text)
+
+
 def _from_environment(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> list[str]:
     """The environment's settings as flags, so that one parser checks both. The command line overrides them."""
     arguments: list[str] = []
@@ -185,6 +238,6 @@ def _from_environment(parser: argparse.ArgumentParser, environment: Mapping[str,
         text = environment.get(ENV_PREFIX + flag.removeprefix("--").replace("-", "_").upper())
         if text is None or flag == "--help":
             continue
-        values = text.split(",") if action.dest == "namespaces" else [text]
+        values = text.split(",") if action.dest in ("namespaces", "tls_names") else [text]
         arguments += [part for value in values for part in (flag, value.strip())]
     return arguments

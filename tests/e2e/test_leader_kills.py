@@ -39,7 +39,6 @@ class Replicas:
         """Start a replica, and wait until it is ready."""
         options = ["--coordinator-url", self._url, "--identity", name]
         options += ["--lease-seconds", str(LEASE_SECONDS)]
-        options += ["--key-file", str(self._stage.directory / "coordinator.key")]
         self.programs[name] = await setup.start_operator(
             self._stage.programs,
             self._directories[name],
@@ -73,7 +72,7 @@ async def lose_leaders(stage: Stage, kills: int) -> list[float]:
     """Replace each replica once, then kill the leader this often. Return the seconds between leaders after kills."""
     await stage.kill_operator()
     ports, gaps = [setup.Ports(), setup.Ports()], []
-    async with service([each.coordinator for each in ports]) as url:
+    async with service([each.coordinator for each in ports], "https") as url:
         replicas = Replicas(stage, url, ports)
         await replicas.start("a")
         await replicas.start("b")

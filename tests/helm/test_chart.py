@@ -105,6 +105,9 @@ def test_cluster_wide_rights_are_exactly_what_the_operator_uses():
         ("coordination.k8s.io", "leases", verb, "mw-meshwright") for verb in ("get", "update")
     }
     assert rules(found["Role", "mw-meshwright-lease"]) == lease
+    own = grants("", "secrets", "create") | {("", "secrets", v, "mw-meshwright-credentials") for v in ("get", "update")}
+    assert rules(found["Role", "mw-meshwright-credentials"]) == own
+    assert parsed(found).credentials_secret == "mw-meshwright-credentials"
 
 
 @needs_helm
@@ -122,12 +125,13 @@ def test_named_namespaces_get_a_role_each():
 
 @needs_helm
 @pytest.mark.parametrize("sets", [(), ("watchNamespaces={red}",)])
-def test_no_wildcard_and_no_secret_is_ever_read(sets):
+def test_no_wildcard_and_no_secret_is_read_but_the_operators_own(sets):
     for (kind, name), item in render(*sets).items():
         if kind in ("Role", "ClusterRole"):
-            for group, resource, verb, *_ in rules(item):
+            for group, resource, verb, *names in rules(item):
                 assert "*" not in (group, resource, verb), name
-                assert resource != "secrets" or verb == "create", name
+                own = names == ["mw-meshwright-credentials"] and kind == "Role"
+                assert resource != "secrets" or verb == "create" or own, name
 
 
 def parsed(found):
@@ -139,11 +143,20 @@ def parsed(found):
 @needs_helm
 def test_the_operator_understands_its_arguments():
     read = parsed(render("operator.logLevel=debug", "operator.workers=3", "coordinator.port=7000"))
-    assert read.coordinator_url == "http://mw-meshwright.ops:7000"
+    assert read.coordinator_url == "https://mw-meshwright.ops.svc:7000"
     assert (read.coordinator_listen.port, read.metrics_listen.port) == (7000, 9471)
     assert (read.log_level, read.workers) == ("debug", 3)
     assert (read.lease_name, read.lease_namespace) == ("mw-meshwright", "ops")
-    assert str(read.key_file) == "/etc/meshwright/coordinator.key"
+    assert (read.tls, read.key_file, read.tls_ca_days) == ("managed", None, 365)
+    assert read.tls_names == (
+        "mw-meshwright.ops.svc",
+        "mw-meshwright.ops",
+        "mw-meshwright.ops.svc.cluster.local",
+    )
+    more = parsed(render("coordinator.tls.names={mw.example,10.0.0.1}", "coordinator.tls.clusterDomain=corp"))
+    assert more.tls_names[2:] == ("mw-meshwright.ops.svc.corp", "mw.example", "10.0.0.1")
+    plain = parsed(render("coordinator.tls.mode=disabled"))
+    assert (plain.tls, plain.coordinator_url) == ("disabled", "http://mw-meshwright.ops.svc:9470")
 
 
 @needs_helm
@@ -165,6 +178,55 @@ def test_the_pod_is_restricted():
 
 
 @needs_helm
+@pytest.mark.parametrize(
+    "sets",
+    [(), ("coordinator.tls.mode=certManager", "coordinator.tls.issuer.name=ca"), ("coordinator.tls.mode=disabled",)],
+)
+def test_no_secret_is_rendered_and_every_rendering_is_the_same(sets):
+    assert not [kind for kind, _ in render(*sets) if kind == "Secret"]
+    assert render(*sets) == render(*sets)
+
+
+def test_no_template_draws_at_random_or_asks_a_cluster():
+    for path in (CHART / "templates").iterdir():
+        for word in ("lookup", "rand", "genCA", "genSigned", "genSelfSigned", "genPrivateKey", "uuidv4", "now"):
+            assert f"{word} " not in path.read_text().replace("{{-", "{{"), (path.name, word)
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("sets", "secret"),
+    [
+        (("coordinator.tls.mode=secret", "coordinator.tls.secretName=ours"), "ours"),
+        (("coordinator.tls.mode=certManager", "coordinator.tls.issuer.name=ca"), "mw-meshwright-coordinator-tls"),
+    ],
+)
+def test_certificates_that_others_issue_are_mounted(sets, secret):
+    found = render(*sets)
+    pod = found["Deployment", "mw-meshwright"]["spec"]["template"]["spec"]
+    assert pod["volumes"][0] == {"name": "tls", "secret": {"secretName": secret, "defaultMode": 0o440}}
+    mount = pod["containers"][0]["volumeMounts"][0]["mountPath"]
+    read = parsed(found)
+    assert read.tls == "files"
+    for path, name in ((read.tls_cert_file, "tls.crt"), (read.tls_key_file, "tls.key"), (read.tls_ca_file, "ca.crt")):
+        assert str(path) == f"{mount}/{name}"
+
+
+@needs_helm
+def test_cert_managers_certificate_has_the_names_of_the_service():
+    assert not [kind for kind, _ in render() if kind == "Certificate"]
+    sets = ("coordinator.tls.mode=certManager", "coordinator.tls.issuer.name=ca", "coordinator.tls.names={mw.example}")
+    spec = render(*sets)["Certificate", "mw-meshwright-coordinator"]["spec"]
+    assert spec["issuerRef"] == {"group": "cert-manager.io", "kind": "Issuer", "name": "ca"}
+    assert spec["dnsNames"] == [
+        "mw-meshwright.ops.svc",
+        "mw-meshwright.ops",
+        "mw-meshwright.ops.svc.cluster.local",
+        "mw.example",
+    ]
+
+
+@needs_helm
 def test_a_second_replica_is_ready_before_the_first_one_stops():
     found = render()
     spec = found["Deployment", "mw-meshwright"]["spec"]
@@ -178,16 +240,6 @@ def test_a_second_replica_is_ready_before_the_first_one_stops():
     assert budget == {"maxUnavailable": 1, "selector": selector}
     assert not [kind for kind, _ in render("replicas=1") if kind == "PodDisruptionBudget"]
     assert found["Service", "mw-meshwright"]["spec"]["ipFamilyPolicy"] == "PreferDualStack"
-
-
-@needs_helm
-def test_an_existing_key_is_used_and_none_is_made():
-    found = render("coordinator.key.existingSecret=ours")
-    assert not [kind for kind, _ in found if kind == "Secret"]
-    volumes = found["Deployment", "mw-meshwright"]["spec"]["template"]["spec"]["volumes"]
-    assert volumes[0]["secret"]["secretName"] == "ours"
-    made = render()["Secret", "mw-meshwright-coordinator-key"]
-    assert made["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
 
 @needs_helm
@@ -206,6 +258,9 @@ def test_network_policy_is_optional():
         ("imagee.tag=x", "imagee"),
         ("image.digest=latest", "digest"),
         ("coordinator.port=0", "port"),
+        ("coordinator.tls.mode=always", "mode"),
+        ("coordinator.tls.mode=secret", "coordinator.tls.secretName is required"),
+        ("coordinator.tls.mode=certManager", "coordinator.tls.issuer.name is required"),
         ("replicas=0", "replicas"),
         ("operator.logLevel=loud", "logLevel"),
         ("watchNamespaces={Red}", "watchNamespaces"),

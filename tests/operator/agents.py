@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import ssl
 
 import aiohttp
 
@@ -51,6 +52,12 @@ class FakeAgent:
         self.complete = asyncio.Event()
         self._session = session
         self._reporting = asyncio.Lock()
+        # As a worker's agent: only the CAs of the pod's environment are trusted.
+        authorities = self.env.get(labels.ENV_COORDINATOR_CA)
+        self._tls: ssl.SSLContext | bool = True
+        if authorities:
+            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            self._tls.load_verify_locations(cadata=authorities)
         self.pod_uid = pod["metadata"]["uid"]
         self._signer = Signer(token, Sender(self.worker, self.incarnation, self.pod_uid))
         uid = self.env[labels.ENV_JOB_UID]
@@ -134,7 +141,9 @@ class FakeAgent:
             url = f"{self.base}/{endpoint}"
             data = json.dumps(body).encode()
             headers = self._signer.request("POST", f"{self.path}/{endpoint}", data)
-            async with self._session.post(url, data=data, headers=headers, timeout=REQUEST_TIMEOUT) as response:
+            async with self._session.post(
+                url, data=data, headers=headers, timeout=REQUEST_TIMEOUT, ssl=self._tls
+            ) as response:
                 if response.status == 200:
                     answer: KubeObject = await response.json()
                     return answer

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 @asynccontextmanager
-async def service(ports: list[int]) -> AsyncIterator[str]:
+async def service(ports: list[int], scheme: str = "http") -> AsyncIterator[str]:
     """A Service: every connection goes to the next of these ports that accepts it. Gives its URL."""
     order = itertools.count()
 
@@ -35,6 +35,6 @@ async def service(ports: list[int]) -> AsyncIterator[str]:
 
     server = await asyncio.start_server(connect, "127.0.0.1", 0)
     try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()

@@ -28,7 +28,7 @@ def rights() -> set[tuple[str, str, str]]:
     """Group, resource and verb of everything that the operator may do."""
     return {
         (group, resource, verb)
-        for name in ("clusterRules", "namespacedRules", "leaseRules")
+        for name in ("clusterRules", "namespacedRules", "leaseRules", "credentialsRules")
         for rule in rules(name)
         for group in rule["apiGroups"]
         for resource in rule["resources"]
@@ -47,6 +47,7 @@ def objects(
     for namespace in namespaces:
         yield from _granted(rules("namespacedRules"), namespace, home, ACCOUNT)
     yield from _granted(rules("leaseRules", lease), home, home, f"{ACCOUNT}-lease")
+    yield from _granted(rules("credentialsRules", lease), home, home, f"{ACCOUNT}-credentials")
 
 
 def token_request(home: str = "default") -> tuple[str, KubeObject]:

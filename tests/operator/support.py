@@ -192,8 +192,9 @@ class OperatorThread:
         self.settings = Settings(
             kubeconfig=kubeconfig,
             coordinator_listen=Address("127.0.0.1", coordinator_port),
-            key_file=directory / "coordinator.key",
             **{
+                "key_file": directory / "coordinator.key",
+                "tls": "disabled",
                 "metrics_listen": Address("127.0.0.1", 0),
                 "identity": "test",
                 "lease_seconds": 15.0,

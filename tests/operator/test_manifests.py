@@ -8,7 +8,7 @@ from meshwright.api import labels
 from meshwright.api.status import WorkerPlacement
 from meshwright_operator.kube.pod_info import read_pod
 from meshwright_operator.manifests.owned_objects import service, token_secret
-from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
+from meshwright_operator.manifests.worker_pod import CoordinatorTrust, PodContext, worker_pod
 from tests.operator.builders import spec
 
 UID = "0f1e2d3c-0000-4000-8000-000000000000"
@@ -172,3 +172,16 @@ def test_small_children_belong_to_the_job() -> None:
     assert (secret["immutable"], secret["stringData"]) == (True, {"token": "t0ken"})
     for child in (headless, secret):
         assert child["metadata"]["ownerReferences"][0]["uid"] == UID
+
+
+def test_the_cas_of_the_coordinator_are_in_the_environment_only_with_tls() -> None:
+    def found(trust: CoordinatorTrust) -> tuple[object, object]:
+        context = PodContext("train", "team", UID, spec(), "0123456789", "https://coordinator:9470", "secret", trust)
+        values = environment(
+            worker_pod(context, WorkerPlacement(worker=0, incarnation=0, pod="train-w0-0", node="n", ranks="0-1"))
+        )
+        return values.get(labels.ENV_COORDINATOR_CA), values.get(labels.ENV_COORDINATOR_NAME)
+
+    assert found(CoordinatorTrust()) == (None, None)
+    assert found(CoordinatorTrust("PEM")) == ("PEM", None)
+    assert found(CoordinatorTrust("PEM", "mw.example")) == ("PEM", "mw.example")

@@ -64,10 +64,12 @@ def test_flags_win_over_the_environment() -> None:
     environment = {
         "MESHWRIGHT_OPERATOR_LEASE_NAME": "from-env",
         "MESHWRIGHT_OPERATOR_NAMESPACE": "a,b",
-        "MESHWRIGHT_OPERATOR_COORDINATOR_URL": "http://coordinator:9470",
+        "MESHWRIGHT_OPERATOR_COORDINATOR_URL": "https://coordinator:9470",
+        "MESHWRIGHT_OPERATOR_TLS_NAME": "a.example,b.example",
     }
     found = settings.parse(["--lease-name", "from-flag", "--metrics-listen", "127.0.0.1:1"], environment)
     assert (found.lease_name, found.namespaces) == ("from-flag", ("a", "b"))
+    assert (found.tls, found.tls_names, found.key_file) == ("managed", ("a.example", "b.example"), None)
     assert found.metrics_listen == Address("127.0.0.1", 1)
     assert found.identity
 
@@ -80,6 +82,15 @@ def test_flags_win_over_the_environment() -> None:
         (["--coordinator-listen", "127.0.0.1:99999"], "HOST:PORT"),
         (["--coordinator-url", "http://a", "--workers", "0"], "--workers must be"),
         (["--coordinator-url", "http://a", "--lease-seconds", "0.5"], "--lease-seconds must be"),
+        (["--coordinator-url", "http://a"], "--coordinator-url must start with https:// with --tls managed"),
+        (
+            ["--coordinator-url", "https://a", "--tls", "disabled"],
+            "--coordinator-url must start with http:// with --tls disabled",
+        ),
+        (["--coordinator-url", "https://a", "--tls", "files"], "--tls files requires --tls-cert-file"),
+        (["--coordinator-url", "https://a", "--tls-ca-file", "ca"], "require --tls files, got --tls managed"),
+        (["--coordinator-url", "https://a", "--tls-ca-days", "0"], "--tls-ca-days must be above 0"),
+        (["--coordinator-url", "https://a", "--tls", "maybe"], "invalid choice"),
     ],
 )
 def test_bad_settings_name_the_flag(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

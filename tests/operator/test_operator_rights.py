@@ -18,6 +18,8 @@ from tests.operator.proxy import Proxy
 from tests.operator.support import JOBS, PODS, Api, OperatorThread, condition, job, until, write_kubeconfig
 
 SECRETS = "/api/v1/namespaces/default/secrets"
+CREDENTIALS = f"{SECRETS}/{role_rules.ACCOUNT}-credentials"
+UPDATE_CREDENTIALS = ("", "secrets", "update")
 FINALIZERS = ("meshwright.dev", "paralleltrainingjobs/finalizers", "update")
 """Not for a request: an admission plugin asks for it where an ownerReference has `blockOwnerDeletion`."""
 
@@ -53,6 +55,7 @@ async def live(api: Api, kubelet: Kubelet, proxy: Proxy) -> None:
     """A job's life with everything that makes the operator use a right."""
     await api.create(JOBS, job("rights", ttlSecondsAfterFinished=0))
     await runs(api, 1)
+    assert all(agent.base.startswith("https://") for agent in kubelet.of("rights"))
     await api.delete(f"{PODS}/rights-w1-0")
     await runs(api, 2)
     proxy.refuse_once = "/rights/status"  # the job is read again
@@ -74,7 +77,7 @@ async def live(api: Api, kubelet: Kubelet, proxy: Proxy) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("namespaces", [(), ("default",)], ids=["cluster-wide", "one namespace"])
-async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_to_be_read(
+async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_to_be_read_but_its_own(
     api: Api,
     kubelet: Kubelet,
     proxy: Proxy,
@@ -88,9 +91,17 @@ async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_t
         await api.call("POST", path, body, ok=False)
     path, body = role_rules.token_request()
     token = (await api.create(path, body))["status"]["token"]
+    if namespaces:  # Then the operator completes an empty Secret, else it creates one.
+        await api.create(SECRETS, {"metadata": {"name": f"{role_rules.ACCOUNT}-credentials"}})
     kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", proxy.url, token)
     operator = OperatorThread(
-        kubeconfig, tmp_path, coordinator_port, namespaces=namespaces, metrics_listen=Address("127.0.0.1", free_port)
+        kubeconfig,
+        tmp_path,
+        coordinator_port,
+        namespaces=namespaces,
+        metrics_listen=Address("127.0.0.1", free_port),
+        tls="managed",
+        key_file=None,
     )
     await operator.start()
     try:
@@ -101,9 +112,12 @@ async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_t
     finally:
         await operator.stop()
     used = {right for request in proxy.requests if (right := request.right) is not None}
-    assert used == role_rules.rights() - {FINALIZERS}
+    unused = {FINALIZERS} if namespaces else {FINALIZERS, UPDATE_CREDENTIALS}
+    assert used == role_rules.rights() - unused
     assert owner_reference("rights", "uid")["blockOwnerDeletion"] is True
-    await no_secret_can_be_read_or_changed(api, Api(api.url, token, session))
+    own = Api(api.url, token, session)
+    assert "coordinator.key" in (await own.get(CREDENTIALS))["data"]
+    await no_secret_can_be_read_or_changed(api, own)
 
 
 async def no_secret_can_be_read_or_changed(api: Api, operator: Api) -> None:

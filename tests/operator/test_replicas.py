@@ -108,7 +108,7 @@ async def test_the_gate_answers_open_polls_when_it_closes() -> None:
         raise AssertionError
 
     async def report(request: web.Request) -> web.Response:
-        verify(request, "its worker")
+        verify(request, "worker")  # else the connection is closed anyway
         return web.Response(text="thanks")
 
     application = web.Application(middlewares=[gate.middleware])
@@ -195,10 +195,12 @@ async def test_a_planned_hand_over_cuts_no_poll_and_restarts_no_worker(
     kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, operators_token)
     ports = [unused_port(), unused_port()]
 
-    async with service(ports) as url:
+    async with service(ports, "https") as url:
 
         async def start(name: str, port: int) -> OperatorThread:
-            return await OperatorThread(kubeconfig, tmp_path, port, identity=name, coordinator_url=url).start()
+            # Both read one Secret, and serve TLS with the same CA, whether they lead or not.
+            settings = {"identity": name, "coordinator_url": url, "tls": "managed", "key_file": None}
+            return await OperatorThread(kubeconfig, tmp_path, port, **settings).start()
 
         replicas = [await start("a", ports[0]), await start("b", ports[1])]
         assert await holder(api) == "a"

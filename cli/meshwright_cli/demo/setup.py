@@ -113,7 +113,7 @@ async def start_operator(
     """
     argv = [sys.executable, "-m", "meshwright_operator", "--kubeconfig", str(kubeconfig)]
     argv += ["--coordinator-listen", f"127.0.0.1:{ports.coordinator}", "--metrics-listen", f"127.0.0.1:{ports.metrics}"]
-    argv += ["--key-file", str(directory / "coordinator.key"), *options]
+    argv += options
     program = await programs.start("operator", argv, directory / "operator.log")
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
 

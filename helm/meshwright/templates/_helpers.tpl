@@ -25,8 +25,28 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end }}
 
-{{- define "meshwright.keySecret" -}}
-{{ .Values.coordinator.key.existingSecret | default (printf "%s-coordinator-key" (include "meshwright.name" .)) }}
+{{- define "meshwright.coordinatorUrl" -}}
+{{- $scheme := ternary "http" "https" (eq .Values.coordinator.tls.mode "disabled") -}}
+{{- $service := printf "%s://%s.%s.svc:%v" $scheme (include "meshwright.name" .) .Release.Namespace .Values.coordinator.port -}}
+{{ .Values.coordinator.url | default $service }}
+{{- end }}
+
+{{/* The names of the chart's Service, and those that the values add. */}}
+{{- define "meshwright.coordinatorNames" -}}
+{{- $service := printf "%s.%s" (include "meshwright.name" .) .Release.Namespace -}}
+{{- $own := list (printf "%s.svc" $service) $service (printf "%s.svc.%s" $service .Values.coordinator.tls.clusterDomain) -}}
+{{ toYaml (uniq (concat $own .Values.coordinator.tls.names)) }}
+{{- end }}
+
+{{/* The kubernetes.io/tls Secret with the serving certificate; empty if the operator issues it. */}}
+{{- define "meshwright.tlsSecret" -}}
+{{- with .Values.coordinator.tls -}}
+{{- if eq .mode "secret" -}}
+{{ required "coordinator.tls.secretName is required if coordinator.tls.mode is secret" .secretName }}
+{{- else if eq .mode "certManager" -}}
+{{ printf "%s-coordinator-tls" (include "meshwright.name" $) }}
+{{- end -}}
+{{- end -}}
 {{- end }}
 
 {{/* What the operator reads of the cluster. */}}
@@ -51,9 +71,20 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
   verbs: [get, update]
 {{- end }}
 
+{{/* The operator's own Secret, the only one that it reads. A create cannot be limited to a name. */}}
+{{- define "meshwright.credentialsRules" -}}
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
+- apiGroups: [""]
+  resources: [secrets]
+  resourceNames: [{{ include "meshwright.name" . }}-credentials]
+  verbs: [get, update]
+{{- end }}
+
 {{/*
 What the operator does with jobs and their children, and nothing else. It creates token secrets, and can neither read nor
-change any secret: the answer to a patch contains the object, too. It reads a service only to find out whose it is, and
+change any of them: the answer to a patch contains the object, too. It reads a service only to find out whose it is, and
 updates finalizers only in the sense of clusters that check the right to set `blockOwnerDeletion`.
 */}}
 {{- define "meshwright.namespacedRules" -}}

@@ -1,8 +1,9 @@
 """The operator's main sequence.
 
-Every replica serves health, lists everything and watches. The one that holds the lease also reconciles and serves
-agents. The others are on standby: their caches are up to date, so they are ready, and take over within the duration of
-the lease. A replica that stops hands over: it finishes its reconciles, answers the open polls, and releases the lease.
+Every replica serves health, reads the coordinator's key and certificate, lists everything and watches. The one that
+holds the lease also reconciles and serves agents. The others are on standby: their caches are up to date, so they are
+ready, and take over within the duration of the lease. A replica that stops hands over: it finishes its reconciles,
+answers the open polls, and releases the lease.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from contextlib import asynccontextmanager
 
 from kubernetes.aio.client import Configuration
 
-from meshwright.addresses import join_host_port
 from meshwright_operator.controller.http_server import health_application, serve_application
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.controller.stall_monitor import StallMonitor
 from meshwright_operator.controller.status_patch import PROGRESS_SECONDS, StatusWriter
+from meshwright_operator.coordinator.access import CoordinatorAccess
 from meshwright_operator.coordinator.leadership_gate import LeadershipGate
 from meshwright_operator.coordinator.server import Coordinator
-from meshwright_operator.coordinator.tokens import Tokens, load_key
+from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.http.limits import HEALTH_LIMITS
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
@@ -63,6 +64,7 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
     Raises:
         KubeConfigError: No configuration of the cluster can be read.
         KeyFileError: The key file cannot be used.
+        CredentialsError: The operator's Secret, or a certificate file, cannot be used.
         PolicyError: The administrator's policy cannot be read, or is invalid.
         BaseExceptionGroup: A part failed for good, such as the lease or a watch. The process must exit.
     """
@@ -86,7 +88,7 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
 class Manager:
     """Creates all parts of the operator and runs them."""
 
-    def __init__(self, settings: Settings, configuration: Configuration, metrics: OperatorMetrics, key: bytes) -> None:
+    def __init__(self, settings: Settings, configuration: Configuration, metrics: OperatorMetrics) -> None:
         self._settings = settings
         self._configuration = configuration
         fence = Fence()
@@ -96,14 +98,14 @@ class Manager:
         self._cache = Cache()
         self._queue: WorkQueue[JobKey] = WorkQueue(metrics, expected_errors=(ApiError,))
         metrics.queue_depth(lambda: len(self._queue))
-        tokens = Tokens(key)
+        tokens = Tokens()
         self._coordinator = Coordinator(self._cache, tokens, metrics, self._notify)
         self._events = EventRecorder(cluster, settings.identity, metrics)
         self._elector = LeaderElector(
             cluster, fence, settings.lease_namespace, settings.lease_name, settings.identity, settings.lease_seconds
         )
         self._resync = Resync(cluster, self._cache, self._queue, metrics, settings.namespaces, settings.resync_seconds)
-        self._url = settings.coordinator_url or ""
+        self._access = CoordinatorAccess(settings, configuration, tokens, self._coordinator, metrics)
         self._gate = LeadershipGate()
         self._elected = asyncio.Event()
         self._elected_at = 0.0
@@ -130,16 +132,16 @@ class Manager:
             scheduler=scheduler,
             planner=self._planner,
             inventories=inventories,
-            coordinator_url=lambda: self._url,
+            coordinator_url=lambda: self._access.url,
+            trust=lambda: self._access.trust,
         )
 
     @classmethod
     async def build(cls, settings: Settings) -> Manager:
         """Create the operator for these settings, without starting it."""
-        key = load_key(settings.key_file)
         metrics = OperatorMetrics()
         configuration = await load_configuration(settings.kubeconfig)
-        return cls(settings, configuration, metrics, key)
+        return cls(settings, configuration, metrics)
 
     async def drain(self) -> None:
         """Hand over: finish running and queued reconciles, answer open polls, and release the lease.
@@ -157,6 +159,7 @@ class Manager:
         """Releases the lease and closes connections."""
         await self._release()
         self._queue.close()
+        await self._access.close()
         await self._client.close()
 
     async def _release(self) -> None:
@@ -180,6 +183,7 @@ class Manager:
             self._serve_agents(),
             asyncio.TaskGroup() as group,
         ):
+            group.create_task(self._access.run(), name="certificates")
             group.create_task(self._elect(), name="lease")
             group.create_task(self._lead(), name="lead")
             group.create_task(self._watch(on_ready), name="watch")
@@ -188,17 +192,19 @@ class Manager:
 
     @asynccontextmanager
     async def _serve_agents(self) -> AsyncIterator[None]:
-        listen = self._settings.coordinator_listen
+        # On standby, too: a replica must complete TLS handshakes before it can turn agents away.
+        await self._access.prepare(self._resync.record_progress)
         application = self._coordinator.application()
         application.middlewares.append(self._gate.middleware)
         serving = serve_application(
             application,
-            listen,
+            self._settings.coordinator_listen,
             limits=self._settings.connection_limits,
             closed=lambda reason: self._metrics.closed_connections.labels("coordinator", reason).inc(),
+            tls=self._access.context,
         )
         async with serving as port:
-            self._url = self._settings.coordinator_url or f"http://{join_host_port(listen.host, port)}"
+            self._access.serving(port)
             yield
 
     async def _elect(self) -> None:
@@ -214,7 +220,7 @@ class Manager:
         # Agents may poll and report at once. Only a reconcile, which comes later, decides anything. Agents of jobs that
         # are not in the cache wait for the listing: a watch may be behind.
         self._gate.open()
-        log.info("serving", extra={"coordinator": self._url, "jobs": len(self._cache.jobs)})
+        log.info("serving", extra={"coordinator": self._access.url, "jobs": len(self._cache.jobs)})
         self._queue.resume()
         # Watches may be a moment behind what the last leader wrote: a listing contains all of it.
         await self._resync.ensure_listed_since(self._elected_at)
@@ -254,6 +260,8 @@ class Manager:
         return PodInformer(self._client, self._resync, watch, self._liveness, idle, namespace)
 
     def _not_ready(self) -> str:
+        if not self._access.prepared:
+            return "waiting for the operator's Secret"
         if not self._listed.is_set():
             return "waiting for the first listing"
         if not self._resync.is_fresh():

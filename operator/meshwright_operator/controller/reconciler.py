@@ -38,7 +38,7 @@ from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.paths import jobs_path
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.manifests.owned_objects import TOKEN_KEY, token_secret
-from meshwright_operator.manifests.worker_pod import PodContext
+from meshwright_operator.manifests.worker_pod import CoordinatorTrust, PodContext
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.planning.planner import Planner, PlanPendingError
 from meshwright_operator.scheduling.edit_admission import EditAdmission
@@ -70,6 +70,7 @@ class Reconciler:
         inventories: Inventories,
         coordinator_url: Callable[[], str],
         now: Callable[[], datetime] = utc_now,
+        trust: Callable[[], CoordinatorTrust] = CoordinatorTrust,
     ) -> None:
         self._client = cluster
         self._cache = cache
@@ -83,6 +84,7 @@ class Reconciler:
         self._inventories = inventories
         self._coordinator_url = coordinator_url
         self._now = now
+        self._trust = trust
         self._pod_control = PodControl(cluster, cache, metrics)
         self._edit_admission = EditAdmission(scheduler)
         self._stale_retries = StaleRetries()
@@ -250,6 +252,7 @@ class Reconciler:
             spec=observed.spec,
             revision=observed.revision,
             coordinator_url=self._coordinator_url(),
+            trust=self._trust(),
             secret=secret["metadata"]["name"],
         )
         entries = [entry for entry in draft.status.placement.workers if entry.worker in draft.create]

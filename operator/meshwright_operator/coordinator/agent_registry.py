@@ -21,6 +21,7 @@ from meshwright.protocol.messages import (
     MeshDocument,
     MeshRequest,
     ReportReply,
+    TrustBundle,
     WorkerReport,
 )
 from meshwright.protocol.signing import Sender, digest_of
@@ -250,7 +251,7 @@ class AgentRegistry:
         return Agents(waiting_agents, reports, self._newest, now - self._started_at)
 
 
-def encode(message: MeshDocument | ReportReply) -> EncodedMessage:
+def encode(message: MeshDocument | ReportReply | TrustBundle) -> EncodedMessage:
     """The message as compact JSON."""
     body = json.dumps(message.wire(), separators=(",", ":")).encode()
     return EncodedMessage(body, digest_of(body))

@@ -23,7 +23,7 @@ from meshwright_operator.http.server import tolerate, verify
 from meshwright_operator.kube.cache import Cache, JobKey
 
 MESH_BYTES = 2 << 10
-"""Largest body of a poll."""
+"""Largest body of a poll, or of a request for the CA bundle."""
 REPORT_BYTES = 32 << 10
 """Largest body of a report, without its ranks."""
 RANK_BYTES = 192
@@ -93,7 +93,7 @@ class Authenticator:
         length = request.headers.get(signing.LENGTH, "")
         if not length.isascii() or not length.isdigit() or "Transfer-Encoding" in request.headers:
             raise web.HTTPLengthRequired(text="the request needs a Content-Length")
-        largest = MESH_BYTES if endpoint == "mesh" else REPORT_BYTES + RANK_BYTES * MAX_RANKS
+        largest = REPORT_BYTES + RANK_BYTES * MAX_RANKS if endpoint == "report" else MESH_BYTES
         if len(length) > 9 or int(length) > largest:  # noqa: PLR2004 - digits
             raise _too_large(largest)
         namespace, name, uid = (request.match_info[part] for part in ("namespace", "name", "uid"))

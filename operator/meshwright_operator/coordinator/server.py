@@ -15,8 +15,9 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import ValidationError
 
-from meshwright.protocol.messages import MeshRequest, ReportReply, WorkerReport
+from meshwright.protocol.messages import MeshRequest, ReportReply, TrustBundle, WorkerReport
 from meshwright.protocol.signing import Sender, digest_of
+from meshwright.protocol.trust import bundle_id
 from meshwright_operator.coordinator.agent_registry import AgentRegistry, EncodedMessage, encode
 from meshwright_operator.coordinator.authentication import (
     Authenticator,
@@ -69,6 +70,8 @@ class Coordinator:
         """Jobs with an urgent notification that is delayed."""
         self._notified_at: dict[JobKey, float] = {}
         self._replies: dict[tuple[int, float], EncodedMessage] = {}
+        self._trust = encode(TrustBundle(certificates=""))
+        self._trust_id: str | None = None
 
     @property
     def synced(self) -> bool:
@@ -78,6 +81,11 @@ class Coordinator:
     @synced.setter
     def synced(self, synced: bool) -> None:
         self._authenticator.synced = synced
+
+    def trust(self, bundle: str) -> None:
+        """Set the CA bundle with which agents verify the coordinator; empty without TLS."""
+        self._trust, self._trust_id = encode(TrustBundle(certificates=bundle)), bundle_id(bundle) or None
+        self._replies.clear()
 
     def registry(self, uid: str) -> AgentRegistry:
         """The registry of the job with this uid."""
@@ -94,6 +102,7 @@ class Coordinator:
         base = "/v1/jobs/{namespace}/{name}/{uid}"
         application.router.add_post(f"{base}/mesh", self._with_metrics("mesh", self._mesh))
         application.router.add_post(f"{base}/report", self._with_metrics("report", self._report))
+        application.router.add_post(f"{base}/trust", self._with_metrics("trust", self._send_trust))
         return application
 
     def _with_metrics(self, endpoint: str, handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -162,6 +171,11 @@ class Coordinator:
                 self._notify(key, False)
         return self._reply(registry.generation, interval)
 
+    async def _send_trust(self, signed_request: SignedRequest, request: web.Request) -> EncodedMessage:
+        # The headers contain everything that is needed, but the body must be the one that was signed.
+        await self._read(signed_request, request)
+        return self._trust
+
     def _notify_urgently(self, key: JobKey, registry: AgentRegistry) -> None:
         """Have the job reconciled now; in a large job, once for all agents that report at the same time."""
         spacing = urgent_spacing(registry.workers)
@@ -209,7 +223,7 @@ class Coordinator:
         if reply is None:
             if len(self._replies) >= MAX_REPLIES:
                 self._replies.clear()
-            reply = encode(ReportReply(generation=generation, report_seconds=interval))
+            reply = encode(ReportReply(generation=generation, report_seconds=interval, trust=self._trust_id))
             self._replies[generation, interval] = reply
         return reply
 

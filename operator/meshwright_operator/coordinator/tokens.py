@@ -1,7 +1,7 @@
 """Tokens of the coordinator: an HMAC of the job's identity, so that the operator stores none.
 
 Pods get the job's token from a Secret that the operator writes and never reads. A restarted operator with the same key
-file computes the same tokens.
+computes the same tokens. The key is in the operator's Secret (`credentials.py`), or in a file for local use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ class KeyFileError(Exception):
 class Tokens:
     """Derives and checks the tokens of all jobs from one key."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes = b"") -> None:
+        self.use(key)
+
+    def use(self, key: bytes) -> None:
+        """Set the key. A process reads it before it serves agents."""
         self._key = key
         # Every request needs its job's token.
         self._cached = lru_cache(CACHED_TOKENS)(self._derive)
@@ -35,6 +39,8 @@ class Tokens:
         return self._cached(namespace, name, uid)
 
     def _derive(self, namespace: str, name: str, uid: str) -> str:
+        if not self._key:
+            raise RuntimeError("tokens are used before their key was read")
         message = "\0".join(("meshwright-coordinator-v1", namespace, name, uid)).encode()
         return base64.urlsafe_b64encode(hmac.digest(self._key, message, hashlib.sha256)).decode().rstrip("=")
 

@@ -23,6 +23,7 @@ from aiohttp.typedefs import Handler
 from meshwright_operator.http.admission import Admission
 from meshwright_operator.http.connection import READ_BYTES, Connection, Phase
 from meshwright_operator.http.limits import ConnectionLimits
+from meshwright_operator.http.tls_connection import TlsConnection
 
 BACKLOG = 1024
 ACCEPTED_AT_ONCE = 16
@@ -177,18 +178,22 @@ class GuardedServer:
 
     async def _connect(self, client: socket.socket, connection: Connection) -> None:
         """Make the transport, with a TLS handshake if there is a certificate."""
-        seconds = self._limits.head_seconds if self._tls is not None else None
+        tls = TlsConnection(connection, self._tls, self._limits.head_seconds) if self._tls is not None else None
+        transport: asyncio.Transport | None = None
         try:
-            await self._loop.connect_accepted_socket(
-                lambda: connection, client, ssl=self._tls, ssl_handshake_timeout=seconds
-            )
-        except OSError:  # ssl.SSLError is one
+            transport, _ = await self._loop.connect_accepted_socket(lambda: tls or connection, client)
+            if tls is not None:
+                await tls.handshake
+                if connection.transport is None:  # lost before the handshake ended
+                    connection.close("handshake")
+        except (OSError, asyncio.CancelledError) as error:  # ssl.SSLError is an OSError
             connection.close("handshake")
-            client.close()
-        except asyncio.CancelledError:
-            connection.close("handshake")
-            client.close()
-            raise
+            if transport is not None:
+                transport.abort()
+            else:
+                client.close()
+            if isinstance(error, asyncio.CancelledError):
+                raise
 
     async def _sweep(self) -> None:
         """Close connections whose time is up."""

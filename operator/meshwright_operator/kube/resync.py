@@ -62,6 +62,10 @@ class Resync:
         """
         return time.monotonic() - self._last_progress < self._period + STUCK_SECONDS
 
+    def record_progress(self) -> None:
+        """Another request that comes before the first listing has failed."""
+        self._last_progress = time.monotonic()
+
     async def ensure_listed_since(self, moment: float) -> None:
         """List everything, and retry until it succeeds, unless a listing that began after `moment` has succeeded.
 

@@ -22,6 +22,16 @@ USER_ID = 65532
 
 
 @dataclass(frozen=True, slots=True)
+class CoordinatorTrust:
+    """How agents verify the coordinator's certificate."""
+
+    bundle: str = ""
+    """CA certificates in PEM format, which are public. Empty: the connection is not encrypted."""
+    server_name: str = ""
+    """The name in the certificate, if it is not the host in the coordinator's URL."""
+
+
+@dataclass(frozen=True, slots=True)
 class PodContext:
     """What the manifests of all pods of a job have in common."""
 
@@ -33,6 +43,7 @@ class PodContext:
     coordinator_url: str
     secret: str
     """Name of the Secret with the job's token."""
+    trust: CoordinatorTrust = CoordinatorTrust()
 
 
 def worker_pod(context: PodContext, placed: WorkerPlacement) -> KubeObject:
@@ -154,6 +165,10 @@ def _environment(context: PodContext, placed: WorkerPlacement) -> list[KubeObjec
         labels.ENV_METRICS_PORT: str(labels.METRICS_PORT),
         labels.ENV_GRACE_SECONDS: str(grace),
     }
+    if context.trust.bundle:
+        values[labels.ENV_COORDINATOR_CA] = context.trust.bundle
+    if context.trust.server_name:
+        values[labels.ENV_COORDINATOR_NAME] = context.trust.server_name
     if context.spec.checkpoint is not None:
         values[labels.ENV_CHECKPOINT_DIR] = checkpoint_directory(context.name, context.uid)
     if context.spec.data is not None and context.spec.data.claim_name:

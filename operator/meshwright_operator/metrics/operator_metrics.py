@@ -30,8 +30,17 @@ class OperatorMetrics(Exporter):
     coordinator_requests = CounterMetric(
         "ptj_coordinator_requests_total",
         "Requests of worker agents.",
-        Label("endpoint", ("mesh", "report")),
+        Label("endpoint", ("mesh", "report", "trust")),
         Label("code", meaning="HTTP status; 499 if the agent closed the connection"),
+    )
+    certificate_expiry = GaugeMetric(
+        "ptj_coordinator_certificate_expiry_timestamp_seconds",
+        "Unix time at which a certificate of the coordinator expires.",
+        Label("certificate", ("serving", "authority")),
+    )
+    certificate_renewal_failures = CounterMetric(
+        "ptj_coordinator_certificate_renewal_failures_total",
+        "Failed renewals of the coordinator's certificate or CA. They are retried.",
     )
     closed_connections = CounterMetric(
         "ptj_http_connections_closed_total",

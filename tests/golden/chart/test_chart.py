@@ -34,7 +34,7 @@ VALUES: Mapping[str, dict[str, Any]] = {
         "crds": {"enabled": False},
         "userRoles": {"enabled": False},
         "serviceAccount": {"name": "ours"},
-        "coordinator": {"key": {"existingSecret": "ours"}},
+        "coordinator": {"tls": {"mode": "secret", "secretName": "ours"}},
         "resources": {},
     },
     "everything": {

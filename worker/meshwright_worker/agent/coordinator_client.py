@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import ssl
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -14,11 +17,14 @@ from meshwright.protocol.messages import (
     MeshDocument,
     MeshRequest,
     ReportReply,
+    TrustBundle,
+    TrustRequest,
     WorkerReport,
     parse_mesh_document,
     parse_message,
 )
 from meshwright.protocol.versions import VERSION_HEADER, supported
+from meshwright_worker.agent.coordinator_trust import BundleError, CoordinatorTrust, unverified_context
 from meshwright_worker.agent.settings import Settings
 
 # Added to the coordinator's maximum poll time, for the response to travel.
@@ -27,6 +33,9 @@ LONGEST_RETRY_AFTER = 60.0
 HEADERS = {"Content-Type": "application/json", VERSION_HEADER: supported()}
 
 Model = TypeVar("Model", bound=ApiModel)
+Request = WorkerReport | MeshRequest | TrustRequest
+
+log = logging.getLogger(__name__)
 
 
 class SupersededError(Exception):
@@ -50,6 +59,10 @@ class UnavailableError(Exception):
         """Seconds to wait before the next request."""
 
 
+class CertificateRejectedError(UnavailableError):
+    """The coordinator's certificate does not come from a CA that this agent trusts, has expired, or has other names."""
+
+
 class _OtherSessionError(Exception):
     """409: the signer now follows the coordinator's session and counter. Send the request again."""
 
@@ -64,6 +77,8 @@ class CoordinatorClient:
         self._path = f"/v1/jobs/{settings.namespace}/{settings.job}/{settings.uid}"
         sender = signing.Sender(settings.worker, settings.incarnation, settings.pod_uid)
         self._signer = signing.Signer(settings.token, sender)
+        self._trust = CoordinatorTrust(settings.coordinator_ca)
+        self._server_name = settings.coordinator_name or None
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> CoordinatorClient:
@@ -97,19 +112,61 @@ class CoordinatorClient:
         body = await self._post("report", report, seconds)
         if body is None:
             raise UnavailableError("the coordinator answered a report with 204")
-        return _parse(ReportReply, body)
+        reply = _parse(ReportReply, body)
+        if self._trust.differs(reply.trust):
+            # Early: the certificate changes only after agents had time to ask. A later report asks again.
+            with contextlib.suppress(UnavailableError, SupersededError, RejectedError, IncompatibleError):
+                await self._renew_trust(self._trust.context)
+        return reply
 
     async def _post(self, endpoint: str, message: WorkerReport | MeshRequest, seconds: float) -> bytes | None:
+        """Send a request. If the coordinator's certificate is rejected, ask for its current CAs, and try again."""
         try:
-            return await self._send(endpoint, message, seconds)
+            return await self._exchange(endpoint, message, seconds, self._trust.context)
+        except CertificateRejectedError as rejected:
+            try:
+                renewed = self._trust.pinned and await self._renew_trust(unverified_context())
+            except (RejectedError, IncompatibleError) as error:
+                # Anyone can send these without the token, so over this connection they must not stop the agent.
+                raise CertificateRejectedError(f"{rejected}; no signed CA bundle: {error}") from None
+            if not renewed:
+                raise
+        return await self._exchange(endpoint, message, seconds, self._trust.context)
+
+    async def _renew_trust(self, context: ssl.SSLContext | bool) -> bool:
+        """Replace the CA bundle by that of the coordinator. Return whether it was another one.
+
+        The connection may be unverified: nothing in the request is secret, and only who knows the job's token can sign
+        the response to it.
+
+        Raises:
+            SupersededError, RejectedError, IncompatibleError, UnavailableError: see each class.
+        """
+        body = await self._exchange("trust", TrustRequest(), ANSWER_SECONDS, context)
+        try:
+            renewed = self._trust.replace(_parse(TrustBundle, body or b"").certificates)
+        except BundleError as error:
+            raise UnavailableError(f"the coordinator's CA bundle: {error}") from None
+        if renewed:
+            log.info("the coordinator has a new CA bundle; this agent uses it from now on")
+        return renewed
+
+    async def _exchange(
+        self, endpoint: str, message: Request, seconds: float, context: ssl.SSLContext | bool
+    ) -> bytes | None:
+        """Send a request, and once more if it was signed for another session of the coordinator."""
+        try:
+            return await self._send(endpoint, message, seconds, context)
         except _OtherSessionError:
             pass  # the coordinator has restarted, or this is the first request
         try:
-            return await self._send(endpoint, message, seconds)
+            return await self._send(endpoint, message, seconds, context)
         except _OtherSessionError as error:
             raise UnavailableError(str(error)) from None
 
-    async def _send(self, endpoint: str, message: WorkerReport | MeshRequest, seconds: float) -> bytes | None:
+    async def _send(
+        self, endpoint: str, message: Request, seconds: float, context: ssl.SSLContext | bool
+    ) -> bytes | None:
         if self._session is None:
             raise RuntimeError("the client is used outside its context")
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=ANSWER_SECONDS)
@@ -118,9 +175,17 @@ class CoordinatorClient:
         url = f"{self._base}{self._path}/{endpoint}"
         try:
             async with self._session.post(
-                url, data=sent, headers={**HEADERS, **headers}, timeout=limit, allow_redirects=False
+                url,
+                data=sent,
+                headers={**HEADERS, **headers},
+                timeout=limit,
+                allow_redirects=False,
+                ssl=context,
+                server_hostname=self._server_name,
             ) as response:
                 body = await response.read()
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise CertificateRejectedError(f"certificate rejected: {error.certificate_error}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UnavailableError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         return self._handle_response(f"{response.status} from {url}", response.status, headers, response.headers, body)

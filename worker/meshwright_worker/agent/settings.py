@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from meshwright.api import labels
 from meshwright.protocol.messages import DEFAULT_REPORT_SECONDS
+from meshwright_worker.agent.coordinator_trust import BundleError, CoordinatorTrust
 
 # Tuning that no manifest needs; the operator's timeouts assume these defaults.
 ENV_REPORT_SECONDS = "MESHWRIGHT_REPORT_SECONDS"
@@ -36,6 +37,10 @@ class Settings:
     pod_address: str
     coordinator_url: str
     token: str = field(repr=False)
+    coordinator_ca: str = ""
+    """CA certificates that the coordinator is verified with, in PEM format. Empty: none are pinned."""
+    coordinator_name: str = ""
+    """Name in the coordinator's certificate; the host of `coordinator_url` if empty."""
     metrics_port: int = labels.METRICS_PORT
     """Port of /metrics; 0 picks a free one."""
     checkpoint_dir: str | None = None
@@ -62,6 +67,11 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
     url = _text(environment, labels.ENV_COORDINATOR_URL)
     if not url.startswith(("http://", "https://")):
         raise SettingsError(f"{labels.ENV_COORDINATOR_URL} must be an http:// or https:// URL, got {url!r}")
+    authorities = environment.get(labels.ENV_COORDINATOR_CA, "").strip()
+    if authorities and not url.startswith("https://"):
+        raise SettingsError(
+            f"{labels.ENV_COORDINATOR_URL} must be an https:// URL if {labels.ENV_COORDINATOR_CA} is set, got {url!r}"
+        )
     return Settings(
         namespace=_text(environment, labels.ENV_JOB_NAMESPACE),
         job=_text(environment, labels.ENV_JOB_NAME),
@@ -72,6 +82,8 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
         coordinator_url=url.rstrip("/"),
         token=_text(environment, labels.ENV_TOKEN),
         pod_uid=_text(environment, labels.ENV_POD_UID),
+        coordinator_ca=_bundle(authorities),
+        coordinator_name=environment.get(labels.ENV_COORDINATOR_NAME, ""),
         metrics_port=_port(environment, labels.ENV_METRICS_PORT, labels.METRICS_PORT),
         checkpoint_dir=environment.get(labels.ENV_CHECKPOINT_DIR) or None,
         data_dir=environment.get(labels.ENV_DATA_DIR) or None,
@@ -86,6 +98,14 @@ def _text(environment: Mapping[str, str], name: str) -> str:
     if not value:
         raise SettingsError(f"{name} is not set: the operator sets it in the worker pod's environment")
     return value
+
+
+def _bundle(authorities: str) -> str:
+    try:
+        CoordinatorTrust(authorities)
+    except BundleError as error:
+        raise SettingsError(f"{labels.ENV_COORDINATOR_CA}: {error}") from None
+    return authorities
 
 
 def _count(environment: Mapping[str, str], name: str) -> int:
