@@ -31,6 +31,11 @@ class MemoryCluster(KubeClient):
         self.on_pod_change: Callable[[KubeObject, KubeObject], None] = lambda old, new: None
         """Told of every change of a pod by the operator, before it is visible."""
 
+    @property
+    def version(self) -> str:
+        """The version of a list that begins now."""
+        return str(self._version)
+
     async def get(self, path: str) -> KubeObject:
         self.requests.append(("get", path))
         return copy.deepcopy(self._at(path))
@@ -113,7 +118,9 @@ class MemoryCluster(KubeClient):
 
     def remove(self, path: str) -> None:
         """The object is gone."""
-        self._tell("DELETED", path, self.objects.pop(path))
+        obj = self.objects.pop(path)
+        self.stamp(obj)
+        self._tell("DELETED", path, obj)
 
     def _tell(self, kind: str, path: str, obj: KubeObject) -> None:
         if f"/{PLURAL}/" in path or "/pods/" in path:

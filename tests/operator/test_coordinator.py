@@ -122,10 +122,18 @@ async def test_only_the_jobs_own_token_is_let_in(stage: Stage) -> None:
     assert stage.told == []
 
 
-async def test_before_the_first_listing_everyone_waits(stage: Stage) -> None:
+async def test_agents_of_unknown_jobs_wait_until_everything_was_listed(stage: Stage) -> None:
+    token = stage.tokens.token("default", "train", "u2")
+    path = "/v1/jobs/default/train/u2/report"
+
+    async def send() -> int:
+        signer = Signer(token, Sender(0, 0, "uid-0-0"))
+        return (await stage.send(path, b"{}", signer.request("POST", path, b"{}"), signer))[0]
+
     stage.coordinator.synced = False
-    status, _ = await stage.poll()
-    assert status == 503
+    assert await send() == 503, "a new leader's watches may be behind"
+    stage.coordinator.synced = True
+    assert await send() == 404
 
 
 async def test_a_body_that_breaks_the_protocol_is_refused_with_the_field(stage: Stage) -> None:

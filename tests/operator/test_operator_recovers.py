@@ -242,21 +242,6 @@ async def test_a_document_lost_with_the_operator_is_served_again(
     assert (await api.status("again"))["mesh"]["generation"] == 1
 
 
-async def test_one_of_two_operators_leads_and_the_other_takes_over(
-    api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
-) -> None:
-    first = await start_operator(identity="one")
-    second = await start_operator(wait=False, identity="two")
-    await api.create(JOBS, job("duel"))
-    await settled("duel")
-    assert not second.ready.is_set()
-    await first.stop()
-    assert await asyncio.to_thread(second.ready.wait, 10), second.failure
-    await api.delete(f"{PODS}/duel-w1-0")
-    status = await generation(api, "duel", 2)
-    assert status["restartCount"] == 1
-
-
 async def test_a_leader_that_loses_the_lease_ends(api: Api, start_operator: StartOperator) -> None:
     operator = await start_operator(identity="one")
     path = "/apis/coordination.k8s.io/v1/namespaces/default/leases/meshwright-operator"

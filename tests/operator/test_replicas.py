@@ -23,7 +23,7 @@ from tests.operator.agents import Kubelet
 from tests.operator.balancer import service
 from tests.operator.conftest import Settled, StartOperator, unused_port
 from tests.operator.proxy import Proxy
-from tests.operator.support import JOBS, Api, OperatorThread, job, until, write_kubeconfig
+from tests.operator.support import JOBS, PODS, Api, OperatorThread, job, until, write_kubeconfig
 
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/default/leases/meshwright-operator"
 
@@ -135,16 +135,65 @@ async def test_the_gate_answers_open_polls_when_it_closes() -> None:
         assert await post("/v1/report") == unavailable
 
 
+async def holder(api: Api) -> str:
+    """The replica that holds the lease."""
+    lease = await api.call("GET", LEASE, ok=False)
+    return str((lease.get("spec") or {}).get("holderIdentity") or "")
+
+
+@pytest.mark.slow
+async def test_one_of_two_replicas_leads_and_the_other_takes_over(
+    api: Api, kubelet: Kubelet, session: aiohttp.ClientSession, operators_token: str, tmp_path: Path, settled: Settled
+) -> None:
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, operators_token)
+    ports, pages = [unused_port(), unused_port()], [unused_port(), unused_port()]
+
+    async def get(number: int, page: str) -> tuple[int, str]:
+        async with session.get(f"http://127.0.0.1:{pages[number]}/{page}") as response:
+            return response.status, await response.text()
+
+    async with service(ports) as url:
+        replicas = []
+        for number, name in enumerate("ab"):
+            listen = Address("127.0.0.1", pages[number])
+            replica = OperatorThread(
+                kubeconfig, tmp_path, ports[number], identity=name, coordinator_url=url, metrics_listen=listen
+            )
+            replicas.append(await replica.start())
+        await api.create(JOBS, job("duel"))
+        await settled("duel")
+
+        metrics = (await get(1, "metrics"))[1]
+        assert "ptj_leader 0.0" in metrics
+        assert "ptj_reconcile_duration_seconds_count" not in metrics, "a standby reconciles nothing"
+        assert "ptj_workqueue_depth 0.0" in metrics, "nor does it queue anything"
+        assert (await get(1, "readyz"))[0] == 200, "its cache is up to date"
+        async with session.post(f"http://127.0.0.1:{ports[1]}/v1/jobs/default/duel/u/report") as response:
+            assert response.status == 503, "agents must ask another replica"
+
+        await replicas[0].stop()
+
+        async def leads() -> bool:
+            return await holder(api) == "b"
+
+        await until(leads, "the other replica leads", 60)
+        await api.delete(f"{PODS}/duel-w1-0")
+
+        async def recovered() -> bool:
+            return int((await api.status("duel"))["mesh"]["generation"]) == 2
+
+        await until(recovered, "the new leader replaces the pod", 60)
+        assert (await settled("duel"))["restartCount"] == 1
+        assert (await get(1, "metrics"))[1].count("ptj_leader 1.0") == 1
+        await replicas[1].stop()
+
+
 @pytest.mark.slow
 async def test_a_planned_hand_over_cuts_no_poll_and_restarts_no_worker(
     api: Api, kubelet: Kubelet, operators_token: str, tmp_path: Path, settled: Settled
 ) -> None:
     kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, operators_token)
     ports = [unused_port(), unused_port()]
-
-    async def holder() -> str:
-        lease = await api.call("GET", LEASE, ok=False)
-        return str((lease.get("spec") or {}).get("holderIdentity") or "")
 
     async with service(ports, "https") as url:
 
@@ -154,7 +203,7 @@ async def test_a_planned_hand_over_cuts_no_poll_and_restarts_no_worker(
             return await OperatorThread(kubeconfig, tmp_path, port, **settings).start()
 
         replicas = [await start("a", ports[0]), await start("b", ports[1])]
-        assert await until(holder, "one leads", 60) == "a"
+        assert await holder(api) == "a"
         await api.create(JOBS, job("train", training={"steps": 10**6, "globalBatchSize": 8, "sequenceLength": 64}))
         await settled("train")
         before = {pod["metadata"]["uid"] for pod in await api.pods("train")}
@@ -165,7 +214,7 @@ async def test_a_planned_hand_over_cuts_no_poll_and_restarts_no_worker(
             assert replicas[leader].failure is None
 
             async def handed_over(name: str = name) -> bool:
-                return await holder() == name
+                return await holder(api) == name
 
             await until(handed_over, f"{name} leads", 60)
             replicas[leader] = await start("ab"[leader], ports[leader])

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -32,6 +34,9 @@ NAMES = ("first", "second")
 SETTLES_WITHIN = 900
 QUIET = 150
 STEP = 3.0
+RESYNC = 120.0
+STEADY = 300.0
+PROGRESS = 10.0
 FOREVER = 1e9
 T = TypeVar("T")
 
@@ -62,6 +67,14 @@ class Cluster:
 
         return self.loop.run_until_complete(run())
 
+    def call(self, what: Callable[[], T]) -> T:
+        """Calls it where the operators run."""
+
+        async def run() -> T:
+            return what()
+
+        return self.do(run())
+
     def put_node(self, obj: KubeObject) -> None:
         """Sends a node, as it is now, to every operator that watches."""
         self.world.cluster.stamp(obj)
@@ -78,7 +91,17 @@ class Cluster:
         new["spec"] |= spec
         if new["spec"] != obj["spec"]:
             new["metadata"]["generation"] += 1
-            self.world.cluster.update(f"{JOBS}/{name}", new)
+            self.call(lambda: self.world.cluster.update(f"{JOBS}/{name}", new))
+
+    def remove(self, name: str) -> None:
+        """A user deletes a job, and the garbage collector its pods."""
+
+        def remove() -> None:
+            self.world.cluster.remove(f"{JOBS}/{name}")
+            for pod in self.world.pods(name):
+                self.world.crash(pod.name)
+
+        self.call(remove)
 
     def jobs(self) -> dict[str, KubeObject]:
         return {obj["metadata"]["name"]: obj for obj in self.world.cluster.of("paralleltrainingjobs")}
@@ -103,9 +126,12 @@ class Cluster:
         return found
 
     def settle(self) -> dict[str, Any]:
-        """Lets time pass until nothing has changed for a while."""
+        """Lets time pass until nothing has changed for a while. Every operator lists everything now and then."""
         last, quiet = self.summary(), 0.0
-        for _ in range(round(SETTLES_WITHIN / STEP)):
+        for number in range(round(SETTLES_WITHIN / STEP)):
+            if number * STEP % RESYNC == RESYNC / 2:
+                for operator in self.world.operators:
+                    self.call(operator.begin_list())
             self.do(self.world.tick(STEP))
             now = self.summary()
             quiet = quiet + STEP if now == last else 0.0
@@ -113,6 +139,32 @@ class Cluster:
             if quiet >= QUIET:
                 return now
         raise AssertionError(f"still changing after {SETTLES_WITHIN} s: {last}")
+
+    def check_steady(self) -> None:
+        """Once settled, the operators write nothing but how far training is."""
+        cluster, notes = self.world.cluster, [len(operator.notes.notes) for operator in self.world.operators]
+        before, begun = self.without_progress(), len(cluster.requests)
+        for _ in range(round(STEADY / STEP)):
+            if self.world.random.random() < STEP / RESYNC:
+                for operator in self.world.operators:
+                    self.call(operator.begin_list())
+            self.do(self.world.tick(STEP))
+        assert self.without_progress() == before, "something was written"
+        assert notes == [len(operator.notes.notes) for operator in self.world.operators], "an event was posted"
+        writes = Counter(call for call in cluster.requests[begun:] if call[0] in ("create", "patch", "delete"))
+        for (verb, path), number in writes.items():
+            name = path.removesuffix("/status").rpartition("/")[2]
+            assert (verb, path) == ("patch", f"{JOBS}/{name}/status"), f"{verb} {path}"
+            assert runs(self.summary()[name]), f"{number} writes of {name}, which does not train"
+            assert number <= STEADY / PROGRESS + 1, f"{number} writes of {name}"
+
+    def without_progress(self) -> dict[str, KubeObject]:
+        """Every object, without versions and how far training is."""
+        found = copy.deepcopy(self.world.cluster.objects)
+        for obj in found.values():
+            obj["metadata"].pop("resourceVersion")
+            obj.get("status", {}).pop("progress", None)
+        return found
 
     def close(self) -> None:
         self.loop.close()
@@ -129,7 +181,7 @@ class Settling(RuleBasedStateMachine):
         super().__init__()
         self.cluster: Cluster = Cluster(0)
         self.seed = 0
-        self.page: list[KubeObject] = []
+        self.lists: list[tuple[Operator, Callable[[], None]]] = []
 
     @initialize(seed=st.integers(0, 2**16), sizes=st.tuples(st.integers(1, 3), st.integers(0, 3)))
     def begin(self, seed: int, sizes: tuple[int, int]) -> None:
@@ -138,7 +190,7 @@ class Settling(RuleBasedStateMachine):
         self.cluster = Cluster(seed)
         for name, workers in zip(NAMES, sizes, strict=True):
             if workers:
-                self.world.submit(submitted(name, workers))
+                self.cluster.call(partial(self.world.submit, submitted(name, workers)))
         self.cluster.do(self.world.run(10))
 
     @property
@@ -149,18 +201,14 @@ class Settling(RuleBasedStateMachine):
     def create_again(self, name: str, workers: int, pause: int) -> None:
         """Under the same name, at once or a little later; what the garbage collector does is done."""
         if name in self.cluster.jobs():
-            self.world.cluster.remove(f"{JOBS}/{name}")
-            for pod in self.world.pods(name):
-                self.world.crash(pod.name)
+            self.cluster.remove(name)
             self.cluster.do(self.world.run(pause))
-        self.world.submit(submitted(name, workers))
+        self.cluster.call(lambda: self.world.submit(submitted(name, workers)))
 
     @rule(name=st.sampled_from(NAMES))
     def delete(self, name: str) -> None:
         if len(self.cluster.jobs()) == len(NAMES):
-            self.world.cluster.remove(f"{JOBS}/{name}")
-            for pod in self.world.pods(name):
-                self.world.crash(pod.name)
+            self.cluster.remove(name)
 
     @precondition(lambda self: self.cluster.jobs())
     @rule(name=st.sampled_from(NAMES), workers=st.integers(1, 4))
@@ -186,7 +234,7 @@ class Settling(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.world.agents)))
         agent = self.world.agents[name]
         if kind == "crash":
-            self.world.crash(name)
+            self.cluster.call(lambda: self.world.crash(name))
         elif kind == "evict":
             self.cluster.do(self.world.evict(name))
         elif kind == "fail" and agent.state is AgentState.RUNNING:
@@ -201,7 +249,7 @@ class Settling(RuleBasedStateMachine):
         self.cluster.put_node(obj)
         for pod in self.world.pods():
             if not ready and pod.node == f"n{number}":
-                self.world.crash(pod.name)
+                self.cluster.call(partial(self.world.crash, pod.name))
 
     @rule(number=st.integers(0, NODES - 1), cordoned=st.booleans())
     def cordon(self, number: int, cordoned: bool) -> None:
@@ -212,7 +260,10 @@ class Settling(RuleBasedStateMachine):
     @rule()
     def kill_the_operator(self) -> None:
         self.world.cluster.watchers.clear()
+        missed = any(operator.missed for operator in self.world.operators)
         self.world.operators = [self.cluster.do(_operator(self.world))]
+        # What the former one did with an old view is still there.
+        self.world.operators[0].missed = missed
 
     @rule()
     def lose_the_watches(self) -> None:
@@ -226,17 +277,17 @@ class Settling(RuleBasedStateMachine):
 
     @rule()
     def begin_a_list(self) -> None:
-        """The server answers from what it knows now; the answer arrives later."""
-        world = self.world
-        self.page = copy.deepcopy(
-            [*world.cluster.of("paralleltrainingjobs"), *world.cluster.of("pods"), *world.nodes.values()]
-        )
+        """The server answers from what it knows now; the answer arrives later, maybe after that of a later list."""
+        self.lists.append((self.world.operators[0], self.world.operators[0].begin_list()))
 
-    @rule()
-    def end_a_list(self) -> None:
+    @precondition(lambda self: self.lists)
+    @rule(data=st.data())
+    def end_a_list(self, data: st.DataObject) -> None:
         """What it says is old by now."""
-        for operator in self.world.operators:
-            operator.take_list(copy.deepcopy(self.page))
+        number = data.draw(st.integers(0, len(self.lists) - 1))
+        operator, arrive = self.lists.pop(number)
+        if operator in self.world.operators:
+            self.cluster.call(arrive)
 
     @rule(seconds=st.sampled_from([-86400, -3600, -30, 0, 30, 3600, 86400]))
     def set_the_clock(self, seconds: int) -> None:
@@ -259,10 +310,7 @@ class Settling(RuleBasedStateMachine):
         self.world.cluster.refuse = lambda path, body: None
         for operator in self.world.operators:
             operator.clock_error, operator.lag = timedelta(0), timedelta(0)
-            operator.take_late_events()
-            if operator.blind:
-                operator.blind = False
-                resync(operator)
+            operator.blind = False
         settled = self.cluster.settle()
         wanted = {name: obj["spec"] for name, obj in self.cluster.jobs().items() if not obj["spec"].get("suspend")}
         usable = [
@@ -280,6 +328,7 @@ class Settling(RuleBasedStateMachine):
             # As large as its plan in effect says: an edit that does not fit waits, and the former gang runs on.
             pods = settled[name]["pods"]
             assert not pods or len(pods) == settled[name]["world"][-1], "a gang is whole, or it is not there"
+        self.cluster.check_steady()
         self.cluster.close()
 
     def oracle(self) -> dict[str, Any]:
@@ -296,21 +345,6 @@ def runs(job: dict[str, Any]) -> bool:
     """Whether its gang trains, maybe as it was before an edit for which there is no room."""
     held = job["Ready"] == ("False", "EditDoesNotFit") and bool(job["pods"])
     return job["Ready"] == ("True", "Running") or (held and all(phase == "Running" for _, phase, *_ in job["pods"]))
-
-
-def resync(operator: Operator) -> None:
-    """What the periodic listing does: ghosts go, everything is looked at again."""
-    there = {
-        obj["metadata"]["uid"] for kind in ("pods", "paralleltrainingjobs") for obj in operator.world.cluster.of(kind)
-    }
-    for pod in operator.cache.all_pods():
-        if pod.uid not in there:
-            operator.cache.remove_pod(pod)
-    for key, obj in list(operator.cache.jobs.items()):
-        if obj["metadata"]["uid"] not in there:
-            operator.cache.remove_job(obj)
-            operator.queue.add(key)
-    operator.relist()
 
 
 async def _operator(world: World) -> Operator:

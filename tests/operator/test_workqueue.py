@@ -93,3 +93,10 @@ async def test_forget_drops_what_was_delayed() -> None:
     queue.forget("a")
     await drain(queue, handler)
     assert runs == []
+
+
+async def test_draining_does_not_wait_for_keys_that_nobody_runs() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    queue.add("a")
+    async with asyncio.timeout(60):
+        assert await queue.drain(3600)

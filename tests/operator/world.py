@@ -6,9 +6,10 @@ and worker agents, which call the agent registry instead of HTTP. Whatever must 
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -30,7 +31,7 @@ from meshwright_operator.controller.status_patch import StatusWriter
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.events import JobEvent
-from meshwright_operator.kube.cache import Cache, JobKey, awaits_layout, key_of
+from meshwright_operator.kube.cache import Cache, JobKey, awaits_layout, key_of, pod_key_of
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.kube.recorder import EventRecorder
@@ -158,6 +159,11 @@ class Operator:
             return
         self._take(kind, obj)
 
+    @property
+    def behind(self) -> bool:
+        """Whether something may be gone of which it has not been told."""
+        return self.blind or bool(self.lag) or any(self._late.values())
+
     def take_late_events(self) -> None:
         """The events whose time has come."""
         for late in self._late.values():
@@ -166,15 +172,33 @@ class Operator:
                 if not self.blind:
                     self._take(kind, obj)
 
-    def take_list(self, objects: Sequence[KubeObject]) -> None:
-        """A page of a list, maybe older than what the watches told."""
-        for obj in objects:
-            if obj.get("kind") == "Node":
-                self.cache.put_node(obj)
-            elif obj.get("kind") != "Pod":
-                self.cache.put_job(obj)
-            elif (pod := read_pod(obj)) is not None:
-                self.cache.put_pod(pod)
+    def begin_list(self) -> Callable[[], None]:
+        """The server answers from what it knows now. The answer arrives when the result is called."""
+        cluster, cache = self.world.cluster, self.cache
+        jobs, pods = copy.deepcopy(list(cluster.of("paralleltrainingjobs"))), copy.deepcopy(list(cluster.of("pods")))
+        nodes = copy.deepcopy(list(self.world.nodes.values()))
+        version = cluster.version
+        listings = cache.begin_nodes_listing(), cache.begin_pods_listing(None), cache.begin_jobs_listing(None)
+
+        def arrive() -> None:
+            for listing in listings:
+                listing.start_page(version)
+            for obj in nodes:
+                listings[0].add(obj["metadata"]["name"], obj["metadata"]["uid"])
+                cache.put_node(obj)
+            for obj in pods:
+                listings[1].add(pod_key_of(obj), obj["metadata"]["uid"])
+                if (pod := read_pod(obj)) is not None:
+                    cache.put_pod(pod)
+            for obj in jobs:
+                listings[2].add(key_of(obj), obj["metadata"]["uid"])
+                cache.put_job(obj)
+            cache.finish_nodes_listing(listings[0])
+            cache.finish_pods_listing(listings[1])
+            for key in [*cache.finish_jobs_listing(listings[2]), *cache.jobs]:
+                self.queue.add(key)
+
+        return arrive
 
     def _take(self, kind: str, obj: KubeObject) -> None:
         if obj.get("kind") != "Pod":
@@ -375,7 +399,7 @@ class World:
 
     def crash(self, name: str) -> None:
         """The pod is gone at once, and its agent with it."""
-        if any(operator.blind for operator in self.operators):
+        if any(operator.behind for operator in self.operators):
             self.lost_unseen.add(name)
         self.agents.pop(name, None)
         self.cluster.remove(f"{PODS}/{name}")

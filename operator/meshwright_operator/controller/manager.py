@@ -59,7 +59,7 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
         settings: The settings of the process.
         stop: Set it for a clean exit: running reconciles finish, polls are answered, events are posted, and the lease
             is released.
-        on_ready: Called when the watches are connected.
+        on_ready: Called when the watches are connected, whether this process leads or is on standby.
 
     Raises:
         KubeConfigError: No configuration of the cluster can be read.
@@ -187,6 +187,8 @@ class Manager:
             group.create_task(self._elect(), name="lease")
             group.create_task(self._lead(), name="lead")
             group.create_task(self._watch(on_ready), name="watch")
+            # On standby too: the first reconcile as the leader must be bounded by the policy of that moment.
+            group.create_task(self._policy_file.run(), name="policy")
 
     @asynccontextmanager
     async def _serve_agents(self) -> AsyncIterator[None]:
@@ -215,19 +217,19 @@ class Manager:
     async def _lead(self) -> None:
         await self._listed.wait()
         await self._elected.wait()
-        # Agents may poll and report at once. Only a reconcile, which comes later, decides anything.
-        self._coordinator.synced = True
+        # Agents may poll and report at once. Only a reconcile, which comes later, decides anything. Agents of jobs that
+        # are not in the cache wait for the listing: a watch may be behind.
         self._gate.open()
         log.info("serving", extra={"coordinator": self._access.url, "jobs": len(self._cache.jobs)})
         self._queue.resume()
         # Watches may be a moment behind what the last leader wrote: a listing contains all of it.
         await self._resync.ensure_listed_since(self._elected_at)
+        self._coordinator.synced = True
         async with asyncio.TaskGroup() as group:
             group.create_task(self._events.run(), name="events")
             group.create_task(self._planner.run(), name="planner")
             group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
             group.create_task(self._calibration_loop.run(), name="learning")
-            group.create_task(self._policy_file.run(), name="policy")
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
         # A process that leads at once lists only once.

@@ -112,10 +112,10 @@ class Authenticator:
             negotiate(request.headers.get(VERSION_HEADER))
         except VersionError as error:
             raise web.HTTPUpgradeRequired(text=str(error)) from None
-        if not self.synced:
-            raise web.HTTPServiceUnavailable(text="starting", headers={"Retry-After": "1"})
         job = self._cache.jobs.get(key)
         if job is None or job["metadata"].get("uid") != uid:
+            if not self.synced:
+                raise web.HTTPServiceUnavailable(text="starting", headers={"Retry-After": "1"})
             raise web.HTTPNotFound(text="job not found")
         registry, sender = self._registry(uid), head.sender
         if registry.superseded(sender):

@@ -49,6 +49,7 @@ class WorkQueue(Generic[Key]):
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._runners = 0
 
     def __len__(self) -> int:
         """The number of keys that wait to run now, without delayed ones."""
@@ -101,6 +102,13 @@ class WorkQueue(Generic[Key]):
 
     async def run(self, handler: Callable[[Key], Awaitable[None]]) -> None:
         """Run `handler` on queued keys until cancelled. A handler that raises delays only its own key."""
+        self._runners += 1
+        try:
+            await self._run(handler)
+        finally:
+            self._runners -= 1
+
+    async def _run(self, handler: Callable[[Key], Awaitable[None]]) -> None:
         while True:
             key = await self._ready.get()
             since = self._queued.pop(key)
@@ -133,10 +141,15 @@ class WorkQueue(Generic[Key]):
                 group.create_task(self.run(handler), name=f"reconcile-{number}")
 
     async def drain(self, seconds: float) -> bool:
-        """Accept no more keys, and wait for queued and running ones. Return whether they finished within `seconds`."""
+        """Accept no more keys, and wait for queued and running ones. Return whether they finished within `seconds`.
+
+        Queued keys that nothing runs are dropped: this process does not reconcile yet.
+        """
         self._draining = True
         self._dirty.clear()
         self.close()
+        if not self._runners:
+            return True
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()

@@ -48,8 +48,12 @@ class Backoff:
         self._next = FIRST_RETRY_SECONDS
 
     def delay(self, minimum: float = 0.0) -> float:
-        """Return the seconds to wait before the next try: at least `minimum`, if the coordinator asked for a delay."""
-        delay = self._next
+        """Return the seconds to wait before the next try: at least `minimum`, if the coordinator asked for a delay.
+
+        Then it is not much more than that: a replica on standby asks for a short delay, because the next connection may
+        reach the leader.
+        """
+        delay = min(self._next, minimum) if minimum else self._next
         self._next = min(self._next * 2, self.longest)
         return minimum * random.uniform(1.0, 1.5) + delay * random.uniform(0.5, 1.0)  # noqa: S311 - spreading, not secrecy
 
