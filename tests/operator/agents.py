@@ -172,6 +172,7 @@ class Kubelet:
         self.agents: dict[str, FakeAgent] = {}
         self.all_agents: list[FakeAgent] = []
         self.ever: list[str] = []
+        """The uids of the pods that it has started. A job that is created again may use the names of pods again."""
         self.hold = False
         """While set, no pod is started."""
         self.silent = False
@@ -184,7 +185,12 @@ class Kubelet:
     async def run(self) -> None:
         while True:
             for pod in await self.api.items(f"{PODS}?labelSelector={labels.LABEL_JOB}"):
-                await self._look_at(pod)
+                try:
+                    await self._look_at(pod)
+                except AssertionError:
+                    # A kubelet survives a pod that is deleted while it looks at it.
+                    if await self._exists(pod):
+                        raise
             await asyncio.sleep(0.05)
 
     def stop(self) -> None:
@@ -203,19 +209,20 @@ class Kubelet:
 
     async def _look_at(self, pod: KubeObject) -> None:
         metadata, spec, phase = pod["metadata"], pod["spec"], pod.get("status", {}).get("phase", "Pending")
-        name = metadata["name"]
+        name, new = metadata["name"], metadata["uid"] not in self.ever
         if metadata.get("deletionTimestamp"):
             await self._drain(name, phase)
         elif not spec.get("nodeName") and not spec.get("affinity"):
             return  # another scheduler is to bind it
-        elif phase == "Pending" and not spec.get("schedulingGates") and not self.hold and name not in self.ever:
+        elif phase == "Pending" and not spec.get("schedulingGates") and not self.hold and new:
             await self._start(name, pod)
         elif (agent := self.agents.get(name)) is not None and agent.complete.is_set():
             self._end(name)
             await self._set_phase(name, "Succeeded", 0)
 
     async def _start(self, name: str, pod: KubeObject) -> None:
-        self.ever.append(name)
+        self._end(name)
+        self.ever.append(pod["metadata"]["uid"])
         if not pod["spec"].get("nodeName"):
             terms = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
             await bind(self.api, name, terms["nodeSelectorTerms"][0]["matchFields"][0]["values"][0])
@@ -242,6 +249,12 @@ class Kubelet:
             await asyncio.sleep(self.drain_seconds)
             self._end(name)
         await self.api.delete(f"{PODS}/{name}", grace=0)
+
+    async def _exists(self, pod: KubeObject) -> bool:
+        """Whether the very pod is there, and nobody deletes it."""
+        found = await self.api.call("GET", f"{PODS}/{pod['metadata']['name']}", ok=False)
+        metadata = found.get("metadata") or {}
+        return metadata.get("uid") == pod["metadata"]["uid"] and not metadata.get("deletionTimestamp")
 
     def _end(self, name: str) -> None:
         self.agents.pop(name, None)
