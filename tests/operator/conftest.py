@@ -86,6 +86,8 @@ async def _clean(api: Api) -> Api:
         await api.delete(f"{JOBS}/{job['metadata']['name']}")
     for pod in await api.items("/api/v1/namespaces/default/pods"):
         await api.delete(f"/api/v1/namespaces/default/pods/{pod['metadata']['name']}", grace=0)
+    for secret in await api.items("/api/v1/namespaces/default/secrets"):
+        await api.delete(f"/api/v1/namespaces/default/secrets/{secret['metadata']['name']}")
     for event in await api.items("/api/v1/namespaces/default/events"):
         await api.delete(f"/api/v1/namespaces/default/events/{event['metadata']['name']}")
     for lease in await api.items("/apis/coordination.k8s.io/v1/namespaces/default/leases"):

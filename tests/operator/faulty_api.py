@@ -101,7 +101,11 @@ class FaultyProxy(Proxy):
         """The server does what was asked."""
         headers = {k: v for k, v in request.headers.items() if k.lower() in ("authorization", "content-type")}
         async with self._session.request(
-            request.method, self._target + request.path_qs, data=await request.read(), headers=headers, ssl=False
+            request.method,
+            self._target + request.path_qs,
+            data=await request.read() or None,
+            headers=headers,
+            ssl=False,
         ) as answer:
             await answer.read()
 

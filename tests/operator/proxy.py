@@ -90,7 +90,8 @@ class Proxy:
         async with self._session.request(
             request.method,
             self._target + request.path_qs,
-            data=await request.read(),
+            data=await request.read() or None,
+            skip_auto_headers=("Content-Type",),
             headers=headers,
             ssl=False,
             timeout=aiohttp.ClientTimeout(total=None),
