@@ -189,7 +189,11 @@ async def test_jobs_settle_whatever_the_api_server_does(
     finally:
         supervising.cancel()
         await asyncio.gather(supervising, return_exceptions=True)
-    started = Counter((agent.pod, d.generation, agent.worker) for agent in kubelet.all_agents for d in agent.documents)
+    started = Counter(
+        (agent.env[labels.ENV_JOB_UID], agent.worker, document.generation)
+        for agent in kubelet.all_agents
+        for document in agent.documents
+    )
     assert max(started.values(), default=1) == 1, "ranks of one generation were started twice"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
@@ -355,7 +356,14 @@ async def _operator(world: World) -> Operator:
     return Operator(world)
 
 
-TestSettling = pytest.mark.chaos(Settling.TestCase)
+class _Settling(Settling.TestCase):  # type: ignore[name-defined, misc]
+    def setUp(self) -> None:
+        # Hypothesis parses this file. In CPython 3.11 that fails if a finalizer of an earlier test runs meanwhile.
+        gc.collect()
+        super().setUp()
+
+
+TestSettling = pytest.mark.chaos(_Settling)
 TestSettling.settings = settings(
     max_examples=histories(6),
     stateful_step_count=20,

@@ -117,7 +117,6 @@ class Manager:
         self._planner = PlanningService(inventories, lambda: scheduler.calibration, metrics, self._queue.add)
         self._stalls = StallMonitor(metrics)
         self._policy_file = PolicyFile(settings.policy_file, metrics, scheduler.set_policy)
-        self._policy_file.load()
         self._calibration_loop = CalibrationLoop(self._cache, scheduler)
         jobs = JobMetrics()
         metrics.registry.register(jobs)
@@ -141,7 +140,13 @@ class Manager:
         """Create the operator for these settings, without starting it."""
         metrics = OperatorMetrics()
         configuration = await load_configuration(settings.kubeconfig)
-        return cls(settings, configuration, metrics)
+        manager = cls(settings, configuration, metrics)
+        try:
+            manager._policy_file.load()
+        except BaseException:
+            await manager.close()
+            raise
+        return manager
 
     async def drain(self) -> None:
         """Hand over: finish running and queued reconciles, answer open polls, and release the lease.
