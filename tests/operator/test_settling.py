@@ -364,6 +364,7 @@ class _Settling(Settling.TestCase):  # type: ignore[name-defined, misc]
 
 
 TestSettling = pytest.mark.chaos(_Settling)
+del _Settling  # else it would be collected under both names
 TestSettling.settings = settings(
     max_examples=histories(6),
     stateful_step_count=20,
