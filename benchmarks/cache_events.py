@@ -89,15 +89,10 @@ async def measure(nodes: int) -> dict[str, float]:
     async def requests(_: int) -> None:
         cache.pod_requests()
 
-    async def changed(_: int) -> None:
-        for name in cache.nodes_with_changed_requests(cache.pod_requests_version - REPEATS) or ():
-            cache.pod_requests_on(name)
-
     numbers = {
         "node_event_ms": await median_ms(node_event),
         "unlabeled_pod_event_ms": await median_ms(unlabeled_event),
         "pod_requests_ms": await median_ms(requests),
-        "changed_requests_ms": await median_ms(changed),
     }
     queue.close()
     return numbers

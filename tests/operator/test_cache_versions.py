@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from meshwright.api import labels
 from meshwright.api.objects import KubeObject
 from meshwright_operator.kube.cache import Cache, JobKey, key_of, pod_key_of
-from meshwright_operator.kube.change_log import ChangeLog
 from meshwright_operator.kube.client import KubeClient, Page
 from meshwright_operator.kube.pod_info import read_pod
+from meshwright_operator.kube.pod_requests import PodRequest
 from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.watches import EventHandlers
 from meshwright_operator.kube.workqueue import WorkQueue
@@ -259,8 +259,6 @@ def contents(cache: Cache) -> Any:
     """Everything that the cache returns about nodes, jobs and pods."""
     key = JobKey("d", "train")
     requests = sorted((r.name, r.node) for r in cache.pod_requests().values())
-    by_node = sorted((r.name, r.node) for n in ("n0", "n1") for r in cache.pod_requests_on(n))
-    assert requests == by_node, "the index by node has the same requests"
     pods = sorted(cache.all_pods(), key=lambda found: found.name)
     assert {p.node for p in pods} == {n for n in ("n0", "n1") if key in cache.jobs_on(n)}
     assert len(pods) == cache.count(key)
@@ -364,22 +362,28 @@ def _interleave(streams: list[Any], data: st.DataObject) -> None:
             streams.remove(stream)
 
 
-def test_readers_learn_which_nodes_requests_changed() -> None:
-    cache = Cache()
+class _Told:
+    """A listener that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, str | None] = {}
+        """Pod -> the node on which it requests something."""
+
+    def pod_changed(self, pod: str, request: PodRequest | None) -> None:
+        self.nodes[pod] = request.node if request is not None else None
+
+    def nodes_changed(self) -> None:
+        """Nothing here changes a node."""
+        raise AssertionError
+
+
+def test_a_listener_learns_which_requests_changed() -> None:
+    cache, told = Cache(), _Told()
     cache.put_unowned_pod(pod("a", 1, on="n0"))
-    before = cache.pod_requests_version
-    assert cache.nodes_with_changed_requests(before) == set()
+    cache.set_capacity_listener(told)
+    assert told.nodes == {}
     cache.put_unowned_pod(pod("b", 2, on="n1"))
     cache.put_unowned_pod(pod("a", 3, on="n0"))
-    assert cache.nodes_with_changed_requests(before) == {"n1"}, "a requests the same"
+    assert told.nodes == {"d/b": "n1"}, "a requests the same"
     cache.put_unowned_pod(pod("a", 4, on="n0", phase="Failed"))
-    assert cache.nodes_with_changed_requests(before) == {"n0", "n1"}
-    assert cache.nodes_with_changed_requests(cache.pod_requests_version + 1) is None
-
-
-def test_a_change_log_forgets_what_is_long_ago() -> None:
-    log = ChangeLog()
-    for number in range(20_000):
-        log.record(str(number))
-    assert log.since(19_998) == {"19998", "19999"}
-    assert log.since(0) is None
+    assert told.nodes == {"d/b": "n1", "d/a": None}

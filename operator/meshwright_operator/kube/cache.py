@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from meshwright.api.objects import KubeObject
 from meshwright_operator.decide.rejected_job import NO_LAYOUT
-from meshwright_operator.kube.change_log import ChangeLog
 from meshwright_operator.kube.pod_index import JobKey, PodIndex, PodKey, RequestListener
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.kube.pod_requests import PodRequest, read_pod_request
@@ -43,8 +42,8 @@ class Cache:
         self._index = PodIndex()
         self._awaiting: set[JobKey] = set()
         self._capacity_listener: CapacityListener | None = None
-        self.node_changes = ChangeLog()
-        """The nodes that changed in a way that matters for placement."""
+        self.nodes_version = 0
+        """Changes whenever a node changes in a way that matters for placement."""
 
     def set_capacity_listener(self, listener: CapacityListener) -> None:
         """Tell `listener` of every change from now on."""
@@ -159,25 +158,7 @@ class Cache:
         """The requests of all pods with the job label, by the pods' `NAMESPACE/NAME`."""
         return {str(key): request for key, request in self._index.requests.items()}
 
-    def pod_requests_on(self, node: str) -> Collection[PodRequest]:
-        """The requests of the pods with the job label on this node."""
-        return self._index.requests_by_node.get(node, {}).values()
-
-    @property
-    def pod_requests_version(self) -> int:
-        """Changes whenever the request of a pod with the job label appears, changes or ends."""
-        return self._index.request_changes.version
-
-    def nodes_with_changed_requests(self, since: int) -> set[str] | None:
-        """The nodes on which requests changed since this `pod_requests_version`; None if that is too long ago."""
-        return self._index.request_changes.since(since)
-
     # Nodes.
-
-    @property
-    def nodes_version(self) -> int:
-        """Changes whenever a node changes in a way that matters for placement."""
-        return self.node_changes.version
 
     def put_node(self, obj: KubeObject) -> bool:
         """Store a node, unless a newer version is stored. Return whether it changed in a way that matters for
@@ -193,14 +174,14 @@ class Cache:
             return False
         if value is old and not replaced:
             return False
-        self._node_changed(name)
+        self._node_changed()
         return True
 
     def remove_node(self, name: str, uid: str = "", version: int = 0) -> bool:
         """Remove a node, in any case if no uid is given. Return whether it was stored."""
         removed = self._nodes.remove(name, uid, version)
         if removed:
-            self._node_changed(name)
+            self._node_changed()
         return removed
 
     def remove_deleted_node(self, obj: KubeObject) -> bool:
@@ -214,12 +195,12 @@ class Cache:
     def finish_nodes_listing(self, listing: Listing[str, KubeObject]) -> list[str]:
         """Remove the nodes that the complete list does not contain, and return their names."""
         removed = [name for name, _ in listing.finish()]
-        for name in removed:
-            self._node_changed(name)
+        if removed:
+            self._node_changed()
         return removed
 
-    def _node_changed(self, name: str) -> None:
-        self.node_changes.record(name)
+    def _node_changed(self) -> None:
+        self.nodes_version += 1
         if self._capacity_listener is not None:
             self._capacity_listener.nodes_changed()
 

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
-from meshwright_operator.kube.change_log import ChangeLog
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.kube.pod_requests import PodRequest
 
@@ -47,9 +46,6 @@ class PodIndex:
         self.keys_by_uid: dict[str, PodKey] = {}
         self.requests: dict[PodKey, PodRequest] = {}
         """The requests of pods that have a node and have not terminated."""
-        self.requests_by_node: dict[str, dict[PodKey, PodRequest]] = {}
-        self.request_changes = ChangeLog()
-        """The nodes on which these requests have changed."""
         self.listener: RequestListener | None = None
         """Told of every change of a request."""
         self._jobs_by_node: dict[str, Counter[JobKey]] = defaultdict(Counter)
@@ -69,17 +65,10 @@ class PodIndex:
         old = self.requests.get(key)
         if old == new:
             return
-        if old is not None:
+        if new is None:
             del self.requests[key]
-            on_node = self.requests_by_node[old.node]
-            del on_node[key]
-            if not on_node:
-                del self.requests_by_node[old.node]
-            self.request_changes.record(old.node)
-        if new is not None:
+        else:
             self.requests[key] = new
-            self.requests_by_node.setdefault(new.node, {})[key] = new
-            self.request_changes.record(new.node)
         if self.listener is not None:
             self.listener.pod_changed(str(key), new)
 
