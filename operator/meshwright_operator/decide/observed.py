@@ -8,7 +8,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
+from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, WorkerPlacement
 from meshwright.planner.plan import Plan
 from meshwright.protocol.messages import AgentState
 from meshwright.protocol.run_config import RunConfig
@@ -181,39 +181,52 @@ def observe_workers(
         by_worker.setdefault(pod.worker, []).append(pod)
     workers = []
     for index in range(count):
-        worker_pods = by_worker.pop(index, [])
-        entry = placed.get(index)
+        worker_pods, entry = by_worker.pop(index, []), placed.get(index)
         incarnation = max([entry.incarnation if entry else -1, *(pod.incarnation for pod in worker_pods)])
-        current = next((pod for pod in worker_pods if pod.incarnation == incarnation), None)
-        node = current.node if current is not None and current.node else entry.node if entry else ""
-        is_down = bool(node) and down.get(node, True)
-        older_pods = tuple(
-            p for p in worker_pods if p.incarnation < incarnation and not p.terminal and not _lost(p, down, now)
-        )
         completed = index in stored or reported.get(index) == incarnation
-        state = _state(current, down, now)
-        pinned = current is not None and bool(node) and not current.bound and not current.terminal
         workers.append(
-            Worker(
-                index=index,
-                incarnation=incarnation,
-                state=PodState.SUCCEEDED if completed and state in LOST_WITH_POD else state,
-                pod=current,
-                node=node,
-                node_down=is_down,
-                node_rejection=("the node no longer exists" if node not in down else rejecting.get(node, ""))
-                if pinned
-                else "",
-                node_drain_reason=(draining or {}).get(node, "") if current is not None and current.bound else "",
-                older_pods=older_pods,
-                obsolete_pods=_obsolete(pod for pod in worker_pods if pod.incarnation < incarnation),
-                completed=completed or state is PodState.SUCCEEDED,
+            _worker(
+                index, incarnation, worker_pods, entry, down, rejecting, draining or {}, completed=completed, now=now
             )
         )
     excess_pods = [
         p for worker_pods in by_worker.values() for p in worker_pods if not p.terminal and not _lost(p, down, now)
     ]
     return workers, excess_pods
+
+
+def _worker(
+    index: int,
+    incarnation: int,
+    pods: Sequence[Pod],
+    entry: WorkerPlacement | None,
+    down: Mapping[str, bool],
+    rejecting: Mapping[str, str],
+    draining: Mapping[str, str],
+    *,
+    completed: bool,
+    now: datetime | None,
+) -> Worker:
+    """One worker: its pods, its entry in the placement, and whether it is known to have completed the run."""
+    current = next((pod for pod in pods if pod.incarnation == incarnation), None)
+    node = current.node if current is not None and current.node else entry.node if entry else ""
+    state = _state(current, down, now)
+    older = [pod for pod in pods if pod.incarnation < incarnation]
+    pinned = current is not None and bool(node) and not current.bound and not current.terminal
+    rejection = "the node no longer exists" if node not in down else rejecting.get(node, "")
+    return Worker(
+        index=index,
+        incarnation=incarnation,
+        state=PodState.SUCCEEDED if completed and state in LOST_WITH_POD else state,
+        pod=current,
+        node=node,
+        node_down=bool(node) and down.get(node, True),
+        node_rejection=rejection if pinned else "",
+        node_drain_reason=draining.get(node, "") if current is not None and current.bound else "",
+        older_pods=tuple(pod for pod in older if not pod.terminal and not _lost(pod, down, now)),
+        obsolete_pods=_obsolete(older),
+        completed=completed or state is PodState.SUCCEEDED,
+    )
 
 
 def _lost(pod: Pod, down: Mapping[str, bool], now: datetime | None) -> bool:
