@@ -430,13 +430,21 @@ class World:
             self._finish(path, obj, pod)
 
     def _schedule(self, pod: Pod) -> bool:
-        if pod.node in self.unschedulable:
+        if pod.node in self.unschedulable or not self._accepts(pod.node):
             return False
         holders = [other for other in self.pods() if other.bound and other.node == pod.node and not other.terminal]
         free = len(holders) * 2 < self.gpus
         late = any(operator.missed for operator in self.operators)
         assert free or late, f"{pod.name} was promised {pod.node}, which is full: {holders}"
         return free
+
+    def _accepts(self, node: str) -> bool:
+        """Whether the node takes new pods: a node that is down or cordoned has a `NoSchedule` taint."""
+        if not node:
+            return True  # the pod of somebody else, which may run anywhere
+        obj = self.nodes[node]
+        ready = any(c["type"] == "Ready" and c["status"] == "True" for c in obj["status"]["conditions"])
+        return ready and not obj.get("spec", {}).get("unschedulable")
 
     def _start(self, path: str, obj: KubeObject, pod: Pod) -> None:
         if (reason := self.rejecting.get(pod.node)) is not None:
