@@ -10,6 +10,7 @@ from pydantic import Field
 from meshwright.api.base import ApiModel, ShortText
 from meshwright.api.data import DataSpec
 from meshwright.api.data_parallel import Degree
+from meshwright.api.elastic import ElasticSpec
 from meshwright.api.model import ModelSpec
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.training import TrainingSpec
@@ -122,7 +123,9 @@ class ParallelTrainingJobSpec(ApiModel):
     """What to train, how to split it, and the pods that it runs in."""
 
     replicas: Degree = 1
-    """Data-parallel replicas of the model."""
+    """Data-parallel replicas of the model. With `elastic`, the wanted number: `status.replicas` has the current one."""
+    elastic: ElasticSpec | None = None
+    """How the number of replicas follows the cluster. Without it, the job always runs with `replicas`."""
     model: ModelSpec | None = None
     """The model. Required unless `runtime.command` is set."""
     data: DataSpec | None = None

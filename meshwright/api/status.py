@@ -177,6 +177,27 @@ class MeshStatus(ApiModel):
     """Number of pods that were replaced since the gang last ran, because their agents did not reach the operator."""
 
 
+class ElasticStatus(ApiModel):
+    """The size of an elastic job."""
+
+    wanted_replicas: Count = 0
+    """Replicas with which the job runs if there are enough nodes."""
+    resized_time: Time | None = None
+    """Time of the last resize."""
+    incarnation: Count = 0
+    """The highest incarnation of any pod of the job so far. Pods of workers that join have a higher one."""
+    joining: Annotated[
+        list[WorkerPlacement], Field(max_length=1024, json_schema_extra={"x-list-map-key": "worker"})
+    ] = []
+    """Workers that start while the others train. They take part as soon as all of them are ready."""
+    joining_since: Time | None = None
+    """Time since which they start."""
+    attempts: Count = 0
+    """Number of attempts to grow that failed in a row."""
+    retry_time: Time | None = None
+    """Time before which the job does not try to grow again."""
+
+
 class EvaluationStatus(ApiModel):
     """The latest evaluation on held-out documents."""
 
@@ -221,6 +242,8 @@ class ParallelTrainingJobStatus(ApiModel):
     """Where the workers run."""
     mesh: MeshStatus | None = None
     """The current mesh generation."""
+    elastic: ElasticStatus | None = None
+    """The size of an elastic job, and the workers that join it."""
     ready_ranks: Annotated[str, Field(max_length=32)] = ""
     """Number of ranks that train and number of all ranks, such as `8/8`."""
     step: Count | None = None

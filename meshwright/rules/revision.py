@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from meshwright.rules.spec_defaults import DEFAULTS, NO_RESTART, SCHEME
+from meshwright.rules.spec_defaults import DEFAULTS, ELASTIC_SCHEME, NO_RESTART, SCHEME
 
 Fields = dict[str, Any]
 """A spec as JSON."""
@@ -45,6 +45,8 @@ def scheme_of(revision: str) -> int | None:
 def restarting_fields(fields: Mapping[str, Any], scheme: int = SCHEME) -> Fields:
     """The canonical form of the fields that determine plan, pods and ranks."""
     parts = with_defaults(fields, scheme)
+    if scheme >= ELASTIC_SCHEME and "elastic" in parts:
+        parts["replicas"] = "elastic"
     for path in NO_RESTART[scheme]:
         set_field(parts, path, None)
     return parts

@@ -122,25 +122,40 @@ FIRST: Mapping[str, Any] = MappingProxyType(
 )
 """Path below `spec` -> value of an absent field. `[]` stands for every item of a list. Objects come before members."""
 
-DEFAULTS: Mapping[int, Mapping[str, Any]] = MappingProxyType({1: FIRST})
-"""Scheme -> defaults."""
-
-NO_RESTART: Mapping[int, tuple[str, ...]] = MappingProxyType(
+SECOND: Mapping[str, Any] = MappingProxyType(
     {
-        1: (
-            "suspend",
-            "activeDeadlineSeconds",
-            "ttlSecondsAfterFinished",
-            "recovery",
-            "successPolicy",
-            "priority",
-            "checkpoint.everySteps",
-            "checkpoint.keep",
-            "managedBy",
-        )
+        **FIRST,
+        "elastic.minReplicas": 1,
+        "elastic.fill": False,
+        "elastic.replacementSeconds": 30,
+        "elastic.pauseSeconds": 300,
+        "elastic.minGainPercent": 0,
     }
 )
+"""Of version 0.2.0, which adds `elastic`."""
+
+DEFAULTS: Mapping[int, Mapping[str, Any]] = MappingProxyType({1: FIRST, 2: SECOND})
+"""Scheme -> defaults."""
+
+_NO_RESTART_FIRST = (
+    "suspend",
+    "activeDeadlineSeconds",
+    "ttlSecondsAfterFinished",
+    "recovery",
+    "successPolicy",
+    "priority",
+    "checkpoint.everySteps",
+    "checkpoint.keep",
+    "managedBy",
+)
+
+NO_RESTART: Mapping[int, tuple[str, ...]] = MappingProxyType(
+    {1: _NO_RESTART_FIRST, 2: (*_NO_RESTART_FIRST, "elastic")}
+)
 """Scheme -> fields that restart no worker, which a revision does not cover."""
+
+ELASTIC_SCHEME = 2
+"""From this scheme on, a revision does not cover `replicas` if `elastic` is set: a resize keeps the pods."""
 
 SCHEME = max(DEFAULTS)
 """The scheme of new revisions."""

@@ -26,6 +26,7 @@ from meshwright.rules.context import CONTEXT_RULES
 from meshwright.rules.data import DATA_RULES
 from meshwright.rules.data_parallel import REPLICA_RULES
 from meshwright.rules.edits import IMMUTABLE
+from meshwright.rules.elastic import ELASTIC_RULES
 from meshwright.rules.facts import Facts, facts_of_run
 from meshwright.rules.mixture import MIXTURE_RULES
 from meshwright.rules.model import MODEL_FORM_RULES, MODEL_RULES
@@ -54,6 +55,7 @@ SPEC_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
     *MODEL_FORM_RULES,
     *(rule for rule in FACT_RULES if rule.condition is not None),
     *WORKERS_RULES,
+    *ELASTIC_RULES,
 )
 """Every rule of a spec: also those on what a run does not have, such as worker pods."""
 

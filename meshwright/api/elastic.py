@@ -1,0 +1,28 @@
+"""`spec.elastic`: how many replicas a job may run with."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from meshwright.api.base import ApiModel
+from meshwright.api.data_parallel import Degree
+
+
+class ElasticSpec(ApiModel):
+    """How the number of replicas follows the cluster. A resize restarts ranks in the pods that stay."""
+
+    min_replicas: Degree = 1
+    """Smallest number of replicas. With fewer, the job waits for nodes."""
+    max_replicas: Degree | None = None
+    """Largest number of replicas. Defaults to `replicas`."""
+    fill: bool = False
+    """Whether the job grows up to `maxReplicas` while nodes are free. Otherwise it grows up to `replicas`."""
+    replacement_seconds: Annotated[int, Field(ge=0, le=86400)] = 30
+    """How long a job that lost workers waits for nodes to replace them before it continues with fewer replicas."""
+    pause_seconds: Annotated[int, Field(ge=10, le=86400)] = 300
+    """Shortest time between a resize and the next growth. An edit of `replicas` does not wait."""
+    min_gain_percent: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Growth of less than this part of the current replicas is not worth a restart of the ranks. An edit of `replicas`
+    takes effect in any case."""

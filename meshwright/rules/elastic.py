@@ -1,0 +1,135 @@
+"""Rules on `elastic`, and the sizes that a job may have."""
+
+from __future__ import annotations
+
+from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.rules.rule import Rule
+
+MAX_SIZES = 16
+"""How many sizes are tried at once. Each needs a plan, and maybe a placement."""
+
+
+
+def _min_within(spec: Spec) -> bool:
+    return spec.elastic is None or spec.elastic.min_replicas <= spec.replicas
+
+
+def _max_within(spec: Spec) -> bool:
+    limit = spec.elastic.max_replicas if spec.elastic is not None else None
+    return limit is None or spec.replicas <= limit
+
+
+def _fills_up_to(spec: Spec) -> bool:
+    return spec.elastic is None or not spec.elastic.fill or spec.elastic.max_replicas is not None
+
+
+def _has_checkpoints(spec: Spec) -> bool:
+    return spec.elastic is None or spec.checkpoint is not None or spec.runtime.command is not None
+
+
+def _own_scheduler(spec: Spec) -> bool:
+    return spec.elastic is None or spec.workers.scheduler_name is None
+
+
+def _one_island(spec: Spec) -> bool:
+    return spec.elastic is None or spec.training is None or spec.training.outer is None
+
+
+ELASTIC_RULES: tuple[Rule[Spec], ...] = (
+    Rule(
+        "elastic.minReplicas",
+        "must not be above `replicas`: lower it, or raise `replicas`",
+        "!has(self.elastic) || self.elastic.minReplicas <= self.replicas",
+        _min_within,
+    ),
+    Rule(
+        "elastic.maxReplicas",
+        "must not be below `replicas`: raise it, or lower `replicas`",
+        "!has(self.elastic) || !has(self.elastic.maxReplicas) || self.replicas <= self.elastic.maxReplicas",
+        _max_within,
+    ),
+    Rule(
+        "elastic.maxReplicas",
+        "is required with `elastic.fill`, which grows the job up to it: add it",
+        "!has(self.elastic) || !self.elastic.fill || has(self.elastic.maxReplicas)",
+        _fills_up_to,
+    ),
+    Rule(
+        "elastic",
+        "needs `checkpoint`, because ranks save a checkpoint before a resize: add it, or remove `elastic`",
+        "!has(self.elastic) || has(self.checkpoint) || has(self.runtime.command)",
+        _has_checkpoints,
+    ),
+    Rule(
+        "elastic",
+        "is not supported with `workers.schedulerName`, because another scheduler places the pods: remove one of them",
+        "!has(self.elastic) || !has(self.workers.schedulerName)",
+        _own_scheduler,
+    ),
+    Rule(
+        "elastic",
+        "is not supported with `training.outer`, whose islands are replicas: remove one of them",
+        "!has(self.elastic) || !has(self.training) || !has(self.training.outer)",
+        _one_island,
+    ),
+)
+
+
+def wanted_replicas(spec: Spec) -> int:
+    """The number of replicas with which a job runs if there are enough nodes."""
+    if spec.elastic is not None and spec.elastic.fill and spec.elastic.max_replicas is not None:
+        return spec.elastic.max_replicas
+    return spec.replicas
+
+
+def smallest_size(spec: Spec) -> int:
+    """The number of replicas below which a job does not run."""
+    return spec.elastic.min_replicas if spec.elastic is not None else spec.replicas
+
+
+def resized(spec: Spec, replicas: int, total_micro_batches: int | None = None) -> Spec | None:
+    """The spec of the job with this number of replicas, or None if the batch does not divide.
+
+    The global batch stays the same. It is divided into at least as many micro-batches as at the full size, so that none
+    is larger.
+
+    Args:
+        spec: The spec.
+        replicas: The number of replicas.
+        total_micro_batches: Micro-batches of all replicas in one step at the full size. By default those of the spec.
+    """
+    if spec.training is None:
+        return spec.model_copy(update={"replicas": replicas})
+    given = spec.parallelism.micro_batches
+    full = (spec.elastic.max_replicas or spec.replicas) if spec.elastic is not None else spec.replicas
+    total = given * full if given is not None else total_micro_batches
+    batch = spec.training.global_batch_size
+    if batch % replicas:
+        return None
+    if total is None:
+        return spec.model_copy(update={"replicas": replicas})
+    count = next((n for n in range(-(-total // replicas), batch // replicas + 1) if batch % (n * replicas) == 0), None)
+    if count is None:
+        return None
+    parallelism = spec.parallelism.model_copy(update={"micro_batches": count})
+    return spec.model_copy(update={"replicas": replicas, "parallelism": parallelism})
+
+
+def sizes(spec: Spec, largest: int, smallest: int | None = None) -> list[int]:
+    """At most `MAX_SIZES` numbers of replicas by which the batch divides, the largest first.
+
+    Args:
+        spec: The spec.
+        largest: The largest number.
+        smallest: The smallest number. By default `minReplicas`.
+    """
+    least = smallest_size(spec) if smallest is None else smallest
+    batch = spec.training.global_batch_size if spec.training is not None else 0
+    found = [count for count in range(largest, least - 1, -1) if batch % count == 0]
+    if len(found) <= MAX_SIZES:
+        return found
+    half = MAX_SIZES // 2
+    rest = found[half:]
+    # The largest ones, and then ever wider steps down to the smallest.
+    picked = {rest[min(len(rest) - 1, round(len(rest) ** (step / half)) - 1)] for step in range(half + 1)}
+    return found[:half] + sorted(picked, reverse=True)[: MAX_SIZES - half - 1] + [rest[-1]]
