@@ -182,6 +182,8 @@ class ElasticStatus(ApiModel):
 
     wanted_replicas: Count = 0
     """Replicas with which the job runs if there are enough nodes."""
+    micro_batches: Count = 0
+    """Micro-batches of all replicas in one step at the full size. Every other size has at least as many."""
     resized_time: Time | None = None
     """Time of the last resize."""
     incarnation: Count = 0

@@ -161,14 +161,20 @@ def effect_of(path: str) -> Effect:
     return Effect.RESTART
 
 
+def live_fields(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> tuple[str, ...]:
+    """The fields that take effect at once. With `elastic`, `replicas` is one of them."""
+    resizable = running.elastic is not None and wanted.elastic is not None
+    return (*LIVE, "replicas") if resizable else LIVE
+
+
 def with_live_fields(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> ParallelTrainingJobSpec:
     """`running` with the fields of `wanted` that take effect at once."""
-    return _with_fields(running, wanted, LIVE)
+    return _with_fields(running, wanted, live_fields(running, wanted))
 
 
 def with_later_fields(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> ParallelTrainingJobSpec:
     """`running` with the fields of `wanted` that take effect at once or at the next start, without a restart."""
-    return _with_fields(running, wanted, (*LIVE, *NEXT_START))
+    return _with_fields(running, wanted, (*live_fields(running, wanted), *NEXT_START))
 
 
 def _with_fields(

@@ -9,7 +9,6 @@ MAX_SIZES = 16
 """How many sizes are tried at once. Each needs a plan, and maybe a placement."""
 
 
-
 def _min_within(spec: Spec) -> bool:
     return spec.elastic is None or spec.elastic.min_replicas <= spec.replicas
 
@@ -88,7 +87,7 @@ def smallest_size(spec: Spec) -> int:
 
 
 def resized(spec: Spec, replicas: int, total_micro_batches: int | None = None) -> Spec | None:
-    """The spec of the job with this number of replicas, or None if the batch does not divide.
+    """The spec of the job with this fixed number of replicas, or None if the batch does not divide.
 
     The global batch stays the same. It is divided into at least as many micro-batches as at the full size, so that none
     is larger.
@@ -99,7 +98,7 @@ def resized(spec: Spec, replicas: int, total_micro_batches: int | None = None) -
         total_micro_batches: Micro-batches of all replicas in one step at the full size. By default those of the spec.
     """
     if spec.training is None:
-        return spec.model_copy(update={"replicas": replicas})
+        return spec.model_copy(update={"replicas": replicas, "elastic": None})
     given = spec.parallelism.micro_batches
     full = (spec.elastic.max_replicas or spec.replicas) if spec.elastic is not None else spec.replicas
     total = given * full if given is not None else total_micro_batches
@@ -107,12 +106,12 @@ def resized(spec: Spec, replicas: int, total_micro_batches: int | None = None) -
     if batch % replicas:
         return None
     if total is None:
-        return spec.model_copy(update={"replicas": replicas})
+        return spec.model_copy(update={"replicas": replicas, "elastic": None})
     count = next((n for n in range(-(-total // replicas), batch // replicas + 1) if batch % (n * replicas) == 0), None)
     if count is None:
         return None
     parallelism = spec.parallelism.model_copy(update={"micro_batches": count})
-    return spec.model_copy(update={"replicas": replicas, "parallelism": parallelism})
+    return spec.model_copy(update={"replicas": replicas, "parallelism": parallelism, "elastic": None})
 
 
 def sizes(spec: Spec, largest: int, smallest: int | None = None) -> list[int]:

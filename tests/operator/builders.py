@@ -154,7 +154,7 @@ def observed(
         pods = [pod(worker) for worker in range(4)]
     received = received if received is not None else agents()
     workers, excess_pods = observe_workers(
-        len(plan.workers), status, pods, down or NODES, refused or {}, agents=received, now=now
+        range(len(plan.workers)), status, pods, down or NODES, refused or {}, agents=received, now=now
     )
     return Observed(
         now=now,

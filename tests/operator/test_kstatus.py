@@ -192,7 +192,7 @@ class History(RuleBasedStateMachine):
         revision = revision_of(wanted)
         kept = status.plan if status.plan is not None and status.plan.revision == revision else None
         plan = make_plan(wanted, INVENTORY, kept)
-        workers, excess_pods = observe_workers(len(plan.workers), status, list(self.pods.values()), NODES, {})
+        workers, excess_pods = observe_workers(range(len(plan.workers)), status, list(self.pods.values()), NODES, {})
         return Observed(
             now=self.now,
             name="train",

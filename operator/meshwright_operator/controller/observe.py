@@ -15,6 +15,7 @@ from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan
 from meshwright.rules.edits import with_later_fields, with_live_fields
 from meshwright.rules.validation import check_edit
+from meshwright_operator.controller.observe_sizes import SizePlans, plan_sizes
 from meshwright_operator.decide import lifecycle
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import RunningSpec, revision_of, running_spec, spec_at_start
@@ -121,12 +122,18 @@ class _JobObserver:
             PlanPendingError: The plan is being made.
         """
         metadata = self.job["metadata"]
-        plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
+        elastic, sizes = (spec if spec.elastic is not None else None), ()
+        if elastic is None:
+            plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
+        else:
+            found = _size_plans(self.key, spec, self.status, revision, self.planner, self.scheduler)
+            spec, plan, others, sizes = found.spec, found.plan, [], found.sizes
         pods = self.cache.pods(self.key, metadata["uid"])
         down = _down_nodes(self.status, pods, self.cache)
         rejecting, draining = _rejecting_nodes(spec, pods, self.cache, self.scheduler)
+        indices, joining = _workers(plan, self.status, revision, elastic=elastic is not None)
         workers, excess_pods = observe_workers(
-            len(plan.workers), self.status, pods, down, rejecting, draining, self.agents, self.now
+            [*indices, *joining], self.status, pods, down, rejecting, draining, self.agents, self.now
         )
         return Observed(
             now=self.now,
@@ -137,8 +144,11 @@ class _JobObserver:
             revision=revision,
             status=self.status,
             plan=plan,
-            workers=workers,
+            workers=workers[: len(indices)],
             other_plans=others,
+            elastic=elastic,
+            size_plans=sizes,
+            joining=workers[len(indices) :],
             excess_pods=excess_pods,
             stuck_pods=stuck_pods(pods, down, self.now),
             namesakes=self.cache.namesakes(self.key, metadata["uid"]),
@@ -218,9 +228,39 @@ def _plans(
         ) from None
 
 
+def _size_plans(
+    key: JobKey,
+    spec: ParallelTrainingJobSpec,
+    status: ParallelTrainingJobStatus,
+    revision: str,
+    planner: Planner,
+    scheduler: JobScheduler,
+) -> SizePlans:
+    try:
+        return plan_sizes(key, spec, status, revision, planner)
+    except PlanError as error:
+        node_warnings = planner.warnings(spec) if error.depends_on_cluster else ()
+        raise JobRejectedError(
+            error.reason, with_warnings(capitalized(str(error)), node_warnings), retryable=error.depends_on_cluster
+        ) from None
+
+
+def _workers(
+    plan: Plan, status: ParallelTrainingJobStatus, revision: str, *, elastic: bool
+) -> tuple[Sequence[int], Sequence[int]]:
+    """The indices of the job's workers, and of those that join it. Resizes leave gaps in an elastic job's indices."""
+    same = status.plan is not None and status.plan.revision in ("", revision)
+    placed = [entry.worker for entry in status.placement.workers] if status.placement is not None else []
+    if not elastic or not same or len(placed) != len(plan.workers):
+        return range(len(plan.workers)), ()
+    joining = [entry.worker for entry in status.elastic.joining] if status.elastic is not None else []
+    return placed, [index for index in joining if index not in placed]
+
+
 def _down_nodes(status: ParallelTrainingJobStatus, pods: Sequence[Pod], cache: Cache) -> dict[str, bool]:
     """Node -> whether it is not ready, of the nodes that the job uses. A node that is missing is gone."""
-    named = {entry.node for entry in (status.placement.workers if status.placement else [])}
+    joining = status.elastic.joining if status.elastic is not None else []
+    named = {entry.node for entry in [*joining, *(status.placement.workers if status.placement else [])]}
     return {name: not _is_ready(cache.nodes[name]) for name in named | {p.node for p in pods} if name in cache.nodes}
 
 

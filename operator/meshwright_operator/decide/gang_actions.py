@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from meshwright.planner.plan import Plan
 from meshwright_operator.decide.observed import Worker
 from meshwright_operator.kube.pod_info import Pod
 
@@ -36,12 +37,35 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class Size:
+    """A number of replicas with which an elastic job could run, and which worker then runs which ranks."""
+
+    plan: Plan
+    plan_workers: Mapping[int, int]
+    """Worker -> worker of the plan."""
+    kept: Mapping[int, str]
+    """Worker of the plan -> node, of the workers whose pods continue."""
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel replicas."""
+        return self.plan.layout.data
+
+    @property
+    def new_workers(self) -> tuple[int, ...]:
+        """The workers that need pods."""
+        return tuple(worker for worker, plan_worker in self.plan_workers.items() if plan_worker not in self.kept)
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Find nodes for the workers without a pod."""
 
     workers: tuple[Worker, ...]
     assigned_nodes: Mapping[int, str] = field(default_factory=dict)
     """Worker -> node, of the workers whose pods continue."""
+    sizes: tuple[Size, ...] = ()
+    """Of an elastic job, the sizes to try, the preferred one first. The first one that fits is used."""
 
 
 @dataclass(frozen=True, slots=True)

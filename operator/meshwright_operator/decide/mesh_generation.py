@@ -2,6 +2,7 @@
 
 A worker of a job that the operator places runs the ranks of its index. If another scheduler places the pods
 (`workers.schedulerName`), their ranks are known only once all of them are bound, and `status.placement` records them.
+It also records the ranks of an elastic job's workers, which change with the job's size.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ def uses_external_scheduler(observed: Observed) -> bool:
 
 def plan_workers(observed: Observed) -> dict[int, int]:
     """Worker -> worker of the plan whose ranks it runs. Workers without known ranks are left out."""
-    if not uses_external_scheduler(observed):
-        return {worker.index: worker.index for worker in observed.workers}
+    external = uses_external_scheduler(observed)
     placement = observed.status.placement
+    if not external and (observed.elastic is None or placement is None):
+        return {worker.index: worker.index for worker in observed.workers}
     entries = {entry.worker: entry for entry in placement.workers} if placement is not None else {}
     first = {ranks.start: plan_worker for plan_worker, ranks in enumerate(observed.plan.workers)}
     assigned: dict[int, int] = {}
     for worker in observed.workers:
         entry = entries.get(worker.index)
-        if entry is None or (entry.incarnation, entry.node) != (worker.incarnation, worker.node):
+        if entry is None:
+            continue
+        if external and (entry.incarnation, entry.node) != (worker.incarnation, worker.node):
             continue
         ranks = parse_ranks(entry.ranks)
         plan_worker = first.get(ranks.start) if ranks is not None else None

@@ -96,6 +96,13 @@ class Observed:
     workers: Sequence[Worker]
     other_plans: Sequence[Plan] = ()
     """Before the job starts: equally good plans with the same number of workers. Placement chooses one."""
+    elastic: ParallelTrainingJobSpec | None = None
+    """The spec of an elastic job. `spec` then has the number of replicas of `plan`. None for other jobs."""
+    size_plans: Sequence[Plan] = ()
+    """Of an elastic job: the plans of the sizes that it may have now, the largest first. Empty while its size need not
+    change."""
+    joining: Sequence[Worker] = ()
+    """Workers that start while the others train, to make the job larger."""
     excess_pods: Sequence[Pod] = ()
     """Live pods whose worker index is not in the plan."""
     stuck_pods: Sequence[Pod] = ()
@@ -125,7 +132,9 @@ class Observed:
     def live_pods(self) -> list[Pod]:
         """All pods of the job that may still run."""
         current = [w.pod for w in self.workers if w.pod is not None and not w.pod.terminal]
-        return [*current, *(pod for w in self.workers for pod in w.older_pods), *self.excess_pods]
+        joining = [w.pod for w in self.joining if w.pod is not None and not w.pod.terminal]
+        older = [pod for w in (*self.workers, *self.joining) for pod in w.older_pods]
+        return [*current, *joining, *older, *self.excess_pods]
 
     def age(self, pod: Pod, unknown: float) -> float:
         """Seconds since the pod was created; `unknown` if its object has no creation time."""
@@ -149,7 +158,7 @@ def has_started(status: ParallelTrainingJobStatus) -> bool:
 
 
 def observe_workers(
-    count: int,
+    indices: Iterable[int],
     status: ParallelTrainingJobStatus,
     pods: Sequence[Pod],
     down: Mapping[str, bool],
@@ -158,13 +167,13 @@ def observe_workers(
     agents: Agents | None = None,
     now: datetime | None = None,
 ) -> tuple[list[Worker], list[Pod]]:
-    """The plan's `count` workers in their current state, and live pods that belong to no worker of the plan.
+    """The workers with these indices in their current state, and live pods that belong to none of them.
 
     The incarnation of a worker is the highest in status or in any pod's name, so that a damaged status cannot reuse an
     earlier one.
 
     Args:
-        count: Number of workers in the plan.
+        indices: The workers of the job.
         status: The job's status.
         pods: The job's pods.
         down: Node -> whether it is not ready. A node that is missing here is gone.
@@ -175,12 +184,13 @@ def observe_workers(
     """
     stored = stored_workers(status.mesh)
     reported = completed_in_reports(status.mesh, agents or Agents())
-    placed = {entry.worker: entry for entry in (status.placement.workers if status.placement else [])}
+    joining = status.elastic.joining if status.elastic else []
+    placed = {entry.worker: entry for entry in [*joining, *(status.placement.workers if status.placement else [])]}
     by_worker: dict[int, list[Pod]] = {}
     for pod in pods:
         by_worker.setdefault(pod.worker, []).append(pod)
     workers = []
-    for index in range(count):
+    for index in indices:
         worker_pods, entry = by_worker.pop(index, []), placed.get(index)
         incarnation = max([entry.incarnation if entry else -1, *(pod.incarnation for pod in worker_pods)])
         completed = index in stored or reported.get(index) == incarnation
