@@ -31,7 +31,7 @@ from meshwright_operator.kube.client import KubeClient, Page
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.kube.pod_requests import request_json_for
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
-from meshwright_operator.scheduling import placer
+from meshwright_operator.scheduling import waiting_jobs
 from meshwright_operator.scheduling.attempt import Attempt, Outcome
 from meshwright_operator.scheduling.cluster_view import ClusterView
 from meshwright_operator.scheduling.job_queue import PlacementRequest
@@ -133,13 +133,13 @@ class Cluster:
             )
 
     def _count_attempts(self) -> None:
-        run = placer.run_attempt
+        run = waiting_jobs.run_attempt
 
         def counted(attempt: Attempt, view: ClusterView) -> Outcome:
             self.attempts.append(attempt.request.key)
             return run(attempt, view)
 
-        placer.run_attempt = counted
+        waiting_jobs.run_attempt = counted
 
 
 async def measure(nodes: int, waiting: int) -> dict[str, float]:

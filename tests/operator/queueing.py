@@ -15,7 +15,7 @@ from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient, Page
 from meshwright_operator.kube.pod_requests import request_json_for
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
-from meshwright_operator.scheduling import placer
+from meshwright_operator.scheduling import waiting_jobs
 from meshwright_operator.scheduling.attempt import Attempt, Outcome, run_attempt
 from meshwright_operator.scheduling.cluster_view import ClusterView
 from meshwright_operator.scheduling.job_queue import PlacementRequest
@@ -122,7 +122,7 @@ class Attempts:
 
     def __init__(self, monkeypatch: Any) -> None:
         self.jobs: list[str] = []
-        monkeypatch.setattr(placer, "run_attempt", self._run)
+        monkeypatch.setattr(waiting_jobs, "run_attempt", self._run)
 
     def _run(self, attempt: Attempt, view: ClusterView) -> Outcome:
         self.jobs.append(str(attempt.request.key))

@@ -23,10 +23,11 @@ from meshwright_operator.kube.pod_requests import PodRequest, request_json_for
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.job_queue import PlacementRequest
-from meshwright_operator.scheduling.placer import Later, Placer, Purpose, Surroundings
+from meshwright_operator.scheduling.placer import Later, Placer, Purpose
 from meshwright_operator.scheduling.pod_request_lister import PodRequestLister
 from meshwright_operator.scheduling.policy import Bounds, Policy
 from meshwright_operator.scheduling.reservations import ReservedSpares, reserved_spares
+from meshwright_operator.scheduling.waiting_jobs import Surroundings
 
 AVOID_SECONDS = 900.0
 """How long a job avoids a node that did not accept its pod: by then the cause may be gone."""
@@ -88,7 +89,8 @@ class JobScheduler:
 
     def recalibrate(self, calibration: Calibration) -> None:
         """Plans and places with these constants from now on."""
-        self._calibration = self._placer.calibration = calibration
+        self._calibration = calibration
+        self._placer.recalibrate(calibration)
 
     def set_policy(self, policy: Policy) -> None:
         """Bounds and orders jobs by this policy from now on, and reconciles all that have not finished."""

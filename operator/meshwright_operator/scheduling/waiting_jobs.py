@@ -1,0 +1,271 @@
+"""The jobs that wait for nodes: who may be placed now, beside what those ahead claim, and what attempts found.
+
+A job that fits claims its nodes until it asks for them, and one that has waited long claims the nodes reserved for it.
+Jobs behind it are placed beside these claims.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cost_model import Calibration
+from meshwright.planner.placement import Placement
+from meshwright_operator.decide.placement_outcome import NotGranted
+from meshwright_operator.kube.cache import JobKey
+from meshwright_operator.scheduling.attempt import Attempt, Outcome, run_attempt
+from meshwright_operator.scheduling.counted_capacity import CountedCapacity
+from meshwright_operator.scheduling.job_queue import Basis, JobQueue, Member, PlacementRequest, QueuePosition
+from meshwright_operator.scheduling.policy import Policy
+from meshwright_operator.scheduling.policy_admission import POLICY_EXCEEDED, quota_excess, waiting_excess
+from meshwright_operator.scheduling.reservations import (
+    RESERVE_SECONDS,
+    ReservedSpares,
+    reserved_for_others,
+    spares_allowed,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Surroundings:
+    """What the placer reads about the cluster and calls, besides pods."""
+
+    inventory: Callable[[ParallelTrainingJobSpec], Awaitable[Inventory]]
+    """The nodes of a job without pods."""
+    spares: Callable[[Policy], Sequence[ReservedSpares]]
+    """The spare nodes of all jobs."""
+    avoided: Callable[[str], Mapping[str, str]]
+    """uid of a job -> node -> why this job avoids it."""
+    exists: Callable[[PlacementRequest], bool]
+    """Whether the job of a request still exists."""
+    gpu_resources: Callable[[], Iterable[str]]
+    """The GPU resources of all jobs."""
+    assume: Callable[[PlacementRequest, Placement], None]
+    """Counts what a job was granted as occupied."""
+    wake: Callable[[JobKey], None]
+    """Queues the key of a job to be reconciled."""
+
+
+class WaitingJobs:
+    """The queue with what is known of each job in it, and attempts to place them in its order."""
+
+    def __init__(self, capacity: CountedCapacity, around: Surroundings) -> None:
+        self.queue = JobQueue()
+        self._capacity = capacity
+        self._around = around
+        self._spares: Sequence[ReservedSpares] = ()
+        self.calibration = Calibration()
+        """The calibrated constants of the cluster's GPUs."""
+
+    # The order.
+
+    def position(self) -> Callable[[PlacementRequest], QueuePosition]:
+        """A function from a request to its position in the queue; the smallest is first."""
+        return self.queue.position(self._capacity.view.gpus_in_use)
+
+    def ordered(self) -> list[Member]:
+        """The jobs that may be placed now, first to last. Notes why the policy does not let the others start."""
+        for request in self.queue.requests():
+            if not self._around.exists(request):
+                self.queue.remove(request.uid)
+        waiting: Counter[str] = Counter()
+        allowed = []
+        for member in self.queue.ordered(self._capacity.view.gpus_in_use):
+            namespace = member.request.key.namespace
+            waiting[namespace] += 1
+            member.excess = self.excess_of(member.request, waiting[namespace])
+            if member.excess:
+                member.claims, member.fits, member.reserved = {}, False, ()
+            else:
+                allowed.append(member)
+        return allowed
+
+    def excess_of(self, request: PlacementRequest, waiting: int = 0) -> str:
+        """Why the policy does not let the job start now. A gang that holds pods keeps what it has."""
+        if request.assigned_nodes:
+            return ""
+        namespace = request.key.namespace
+        bounds = self.queue.policy.of(namespace)
+        in_use = self._capacity.view.gpus_in_use(namespace, request.uid)
+        text = quota_excess(request.plan, namespace, in_use, bounds)
+        if text or request.restarts or bounds.max_waiting_jobs is None or waiting <= bounds.max_waiting_jobs:
+            return text
+        return waiting_excess(namespace, bounds)
+
+    def next_member(self) -> Member | None:
+        """The first job whose last attempt is older than the last change. Wakes those whose answer is ready."""
+        allowed = self.ordered()
+        for member in self.queue.members():
+            refused = member.answer is not None and member.answer.reason == POLICY_EXCEEDED
+            if member.excess and (member.wanted or (member.answer is not None and not refused)):
+                self.note_answer(member, NotGranted(member.excess, reason=POLICY_EXCEEDED), undelivered=True)
+                self.wake(member)
+            elif refused and not member.excess:
+                member.answer = None
+                self.wake(member)
+        for member in allowed:
+            if self.is_stale(member):
+                return member
+            if member.wanted:
+                self.wake(member)
+        return None
+
+    def wake(self, member: Member) -> None:
+        """Has the job reconciled."""
+        member.wanted = False
+        self._around.wake(member.request.key)
+
+    def is_stale(self, member: Member) -> bool:
+        """Whether something that matters for the job has changed since its last attempt."""
+        return member.attempted != self._capacity.freed or (_due(member.request) and not member.due)
+
+    def refresh_spares(self) -> None:
+        """Collects the spare nodes of all jobs again."""
+        spares = self._around.spares(self.queue.policy)
+        if spares != self._spares:
+            self._spares = spares
+            self._capacity.may_be_freed()
+
+    # What attempts found.
+
+    async def bring_up_to_date(self, member: Member) -> bool:
+        """Tries the jobs ahead again whose last attempt is older than the last change. Returns whether there were any.
+
+        Only then is it certain that a job does not take nodes on which one ahead of it fits now.
+        """
+        found = False
+        for other in self.ahead(member.request):
+            if self.is_stale(other):
+                found = True
+                await self.try_again(other)
+        return found
+
+    async def try_again(self, member: Member) -> None:
+        """Tries a waiting job after a change, and wakes it if it fits."""
+        basis, explain = self.basis(member), member.answer is None
+        outcome = await self.attempt(member.request, member, explain=explain)
+        if self.queue.get(member.request.uid) is not member:
+            return
+        self.record(member, outcome, basis, explained=explain)
+        if member.fits or member.wanted:
+            member.undelivered = not member.fits
+            self.wake(member)
+
+    def record(self, member: Member, outcome: Outcome, basis: Basis, *, explained: bool = True) -> None:
+        """Notes what an attempt found, and what the job claims because of it."""
+        member.attempted, member.due = basis.freed, basis.due
+        before = member.claims
+        if outcome.placement is not None:
+            self.note_fit(member, outcome.placement)
+        else:
+            member.fits, member.reserved = False, outcome.reserved
+            member.claims = dict.fromkeys(outcome.reserved, f"reserved for job {member.request.key}")
+            if explained:
+                self.note_answer(member, not_granted(outcome), basis)
+        if before.keys() - member.claims.keys():
+            position = self.position()
+            for other in self.queue.members():
+                if position(other.request) > position(member.request):
+                    other.attempted = -1
+
+    def note_fit(self, member: Member, placement: Placement) -> None:
+        """A job that fits now. Jobs behind it leave it the nodes until it asks for them."""
+        member.fits, member.attempted, member.due = True, self._capacity.counted_freed, _due(member.request)
+        nodes = set(placement.nodes.values()) - set(member.request.assigned_nodes.values())
+        member.claims = dict.fromkeys(sorted(nodes), f"next for job {member.request.key}")
+
+    def note_answer(
+        self, member: Member, answer: NotGranted, basis: Basis | None = None, *, undelivered: bool = False
+    ) -> NotGranted:
+        """Notes and returns the answer to a job's last request, and what it depends on."""
+        member.answer, member.answered, member.undelivered = answer, basis, undelivered
+        return answer
+
+    # Attempts.
+
+    def basis(self, member: Member) -> Basis:
+        """What an answer that is found now depends on."""
+        request, avoided = member.request, tuple(self._around.avoided(member.request.uid))
+        return Basis(self._capacity.counted_freed, self._capacity.counted_changed, _due(request), avoided)
+
+    def ahead(self, request: PlacementRequest) -> list[Member]:
+        """The jobs ahead of this one that may be placed now, first to last."""
+        position = self.position()
+        own = position(request)
+        return [other for other in self.ordered() if other.request.uid != request.uid and position(other.request) < own]
+
+    async def attempt(
+        self, request: PlacementRequest, member: Member | None = None, *, explain: bool = True
+    ) -> Outcome:
+        """One attempt to place a job beside the claims of the jobs ahead."""
+        ahead = self.ahead(request)
+        claims: dict[str, str] = {}
+        first = None
+        for other in ahead:
+            claims |= {name: why for name, why in other.claims.items() if name not in claims}
+            first = first or (other.request.key if other.fits else None)
+        namespace, view = request.key.namespace, self._capacity.view
+        if request.restarts and view.gpus_in_use(namespace) != view.gpus_in_use(namespace, request.uid):
+            claims, first = await self._claims_without(request.uid, ahead)
+        reserving = {other.request.key.namespace for other in ahead if other.reserved}
+        reserves = member is not None and _due(request) and namespace not in reserving
+        attempt = await self._attempt_of(request, claims, explain=explain)
+        attempt = replace(
+            attempt,
+            blocked_by=first,
+            ahead=len(ahead),
+            reserves=reserves,
+            reserved=member.reserved if member is not None else (),
+        )
+        return await asyncio.to_thread(run_attempt, attempt, view)
+
+    async def _claims_without(self, uid: str, ahead: Sequence[Member]) -> tuple[dict[str, str], JobKey | None]:
+        """What the jobs ahead would claim if the pods of the job `uid` were deleted."""
+        claims: dict[str, str] = {}
+        first: JobKey | None = None
+        for other in ahead:
+            attempt = await self._attempt_of(other.request, claims, explain=False, without_pods_of=uid)
+            outcome = await asyncio.to_thread(run_attempt, attempt, self._capacity.view)
+            if outcome.placement is not None:
+                first = first or other.request.key
+                nodes = outcome.placement.nodes.values()
+                claims |= dict.fromkeys(nodes, f"next for job {other.request.key}")
+            else:
+                claims |= {name: why for name, why in other.claims.items() if name not in claims}
+        return claims, first
+
+    async def _attempt_of(
+        self, request: PlacementRequest, claims: Mapping[str, str], *, explain: bool, without_pods_of: str = ""
+    ) -> Attempt:
+        bounds = self.queue.policy.of(request.key.namespace)
+        spares = spares_allowed(request.spec.recovery.spare_nodes, len(request.plan.workers), bounds)
+        return Attempt(
+            request=request,
+            empty=await self._around.inventory(request.spec),
+            kept_off={**reserved_for_others(self._spares, request.uid), **self._around.avoided(request.uid)},
+            claims=claims,
+            spares=spares,
+            explain=explain,
+            without_pods_of=without_pods_of,
+            calibration=self.calibration,
+        )
+
+
+def _due(request: PlacementRequest) -> bool:
+    """Whether the job has waited long enough to reserve nodes."""
+    return (request.requested_at - request.since).total_seconds() >= RESERVE_SECONDS
+
+
+def not_granted(outcome: Outcome) -> NotGranted:
+    """The answer to a request whose attempt found no placement."""
+    return NotGranted(
+        outcome.message,
+        outcome.warnings,
+        blocked_by_kept_workers=outcome.blocked_by_kept_workers,
+        waits_for_turn=outcome.waits_for is not None,
+        wake=(outcome.waits_for,) if outcome.waits_for is not None else (),
+    )
