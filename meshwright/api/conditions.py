@@ -13,8 +13,9 @@ PLACED = "Placed"
 COMPLETE = "Complete"
 FAILED = "Failed"
 SUSPENDED = "Suspended"
+RESCALING = "Rescaling"
 
-ALL = (READY, RECONCILING, STALLED, PLACED, COMPLETE, FAILED, SUSPENDED)
+ALL = (READY, RECONCILING, STALLED, PLACED, COMPLETE, FAILED, SUSPENDED, RESCALING)
 
 
 def find(conditions: Sequence[Condition], kind: str) -> Condition | None:

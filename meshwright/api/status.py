@@ -188,11 +188,10 @@ class ElasticStatus(ApiModel):
     """Time of the last resize."""
     incarnation: Count = 0
     """The highest incarnation of any pod of the job so far. Pods of workers that join have a higher one."""
-    joining: Annotated[
-        list[WorkerPlacement], Field(max_length=1024, json_schema_extra={"x-list-map-key": "worker"})
-    ] = []
-    """Workers that start while the others train. They take part as soon as all of them are ready."""
-    joining_since: Time | None = None
+    next_placement: PlacementStatus | None = None
+    """The placement after a growth that has begun: its new workers start while the others train, and take part as soon
+    as all of them are ready."""
+    growing_since: Time | None = None
     """Time since which they start."""
     attempts: Count = 0
     """Number of attempts to grow that failed in a row."""

@@ -253,14 +253,16 @@ def _workers(
     placed = [entry.worker for entry in status.placement.workers] if status.placement is not None else []
     if not elastic or not same or len(placed) != len(plan.workers):
         return range(len(plan.workers)), ()
-    joining = [entry.worker for entry in status.elastic.joining] if status.elastic is not None else []
-    return placed, [index for index in joining if index not in placed]
+    following = status.elastic.next_placement if status.elastic is not None else None
+    after = [entry.worker for entry in following.workers] if following is not None else []
+    return placed, [index for index in after if index not in placed]
 
 
 def _down_nodes(status: ParallelTrainingJobStatus, pods: Sequence[Pod], cache: Cache) -> dict[str, bool]:
     """Node -> whether it is not ready, of the nodes that the job uses. A node that is missing is gone."""
-    joining = status.elastic.joining if status.elastic is not None else []
-    named = {entry.node for entry in [*joining, *(status.placement.workers if status.placement else [])]}
+    following = status.elastic.next_placement if status.elastic is not None else None
+    placements = [placement for placement in (following, status.placement) if placement is not None]
+    named = {entry.node for placement in placements for entry in placement.workers}
     return {name: not _is_ready(cache.nodes[name]) for name in named | {p.node for p in pods} if name in cache.nodes}
 
 

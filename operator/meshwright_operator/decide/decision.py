@@ -34,6 +34,8 @@ class Decision:
     """Workers that need nodes before `status` is written."""
     move: Place | None = None
     """Workers to move to other nodes, if they fit there."""
+    grow: Place | None = None
+    """Sizes to which a job that trains may grow, if they fit."""
     map_ranks: MapRanks | None = None
     """Nodes that another scheduler chose, to map ranks onto before `status` is written."""
     avoid: dict[str, str] = field(default_factory=dict)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from meshwright.planner.placement import Placement
 from meshwright.planner.plan import Plan
 from meshwright_operator.decide.observed import Worker
 from meshwright_operator.kube.pod_info import Pod
@@ -55,6 +56,11 @@ class Size:
     def new_workers(self) -> tuple[int, ...]:
         """The workers that need pods."""
         return tuple(worker for worker, plan_worker in self.plan_workers.items() if plan_worker not in self.kept)
+
+
+def size_of(sizes: Sequence[Size], placement: Placement) -> Size | None:
+    """The size that was placed. None for a job that is not elastic."""
+    return next((size for size in sizes if size.replicas == placement.plan.layout.data), None)
 
 
 @dataclass(frozen=True, slots=True)

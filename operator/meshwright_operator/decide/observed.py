@@ -184,8 +184,9 @@ def observe_workers(
     """
     stored = stored_workers(status.mesh)
     reported = completed_in_reports(status.mesh, agents or Agents())
-    joining = status.elastic.joining if status.elastic else []
-    placed = {entry.worker: entry for entry in [*joining, *(status.placement.workers if status.placement else [])]}
+    following = status.elastic.next_placement if status.elastic is not None else None
+    entries = [*(following.workers if following else []), *(status.placement.workers if status.placement else [])]
+    placed = {entry.worker: entry for entry in entries}
     by_worker: dict[int, list[Pod]] = {}
     for pod in pods:
         by_worker.setdefault(pod.worker, []).append(pod)

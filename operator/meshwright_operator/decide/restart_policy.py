@@ -120,6 +120,7 @@ def rank_exit_codes(observed: Observed) -> set[int]:
 START = declare(RestartCause("Start", restarts=False))
 RESUME = declare(RestartCause("Resume", restarts=False, replaces_gang=True))
 SPEC_CHANGED = declare(RestartCause("SpecChanged", event_type=NORMAL, replaces_gang=True))
+RESCALED = declare(RestartCause("Rescaled", event_type=NORMAL))
 NODE_DRAINED = declare(RestartCause("NodeDrained", event_type=NORMAL))
 NODE_LOST = declare(RestartCause("NodeLost"))
 PREEMPTED = declare(RestartCause("Preempted"))

@@ -12,7 +12,7 @@ waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import NamedTuple
 
@@ -20,10 +20,10 @@ from meshwright.api import conditions as names
 from meshwright.api.conditions import find
 from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.planner.placement import PreviousPlacement
+from meshwright.planner.placement import Placement, PreviousPlacement
 from meshwright.planner.plan import Plan
 from meshwright_operator.decide.decision import Decision
-from meshwright_operator.decide.gang_actions import Place
+from meshwright_operator.decide.gang_actions import Place, Size, size_of
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement_outcome import NotGranted
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
@@ -48,6 +48,10 @@ class PlacementRequest:
     """Time of its last request."""
     assigned_nodes: Mapping[int, str] = field(default_factory=dict)
     """Worker -> node, of the workers whose pods continue."""
+    sizes: tuple[Size, ...] = ()
+    """Of an elastic job, the sizes to try, the preferred one first. The first one that fits is granted."""
+    grows: bool = False
+    """Whether the job trains, and asks for more replicas. Jobs of the same priority that wait come first."""
 
     restarts: bool = False
     """Whether its own pods are deleted first, because an edit restarts the gang."""
@@ -66,6 +70,8 @@ class PlacementRequest:
         since: datetime,
         restarts: bool,
         assigned_nodes: Mapping[int, str] | None = None,
+        sizes: tuple[Size, ...] = (),
+        grows: bool = False,
     ) -> PlacementRequest:
         """The request of one job.
 
@@ -76,6 +82,8 @@ class PlacementRequest:
             since: Since when it waits for nodes.
             restarts: Whether its own pods are deleted first.
             assigned_nodes: Worker -> node, of the workers whose pods continue.
+            sizes: Of an elastic job, the sizes to try.
+            grows: Whether the job trains, and asks for more replicas.
         """
         return cls(
             key=key,
@@ -87,6 +95,8 @@ class PlacementRequest:
             since=since,
             requested_at=observed.now,
             assigned_nodes=assigned_nodes or {},
+            sizes=sizes,
+            grows=grows,
             restarts=restarts,
             previous=PreviousPlacement.of_status(observed.status.placement),
         )
@@ -99,7 +109,14 @@ class PlacementRequest:
         since = parse_time(placed.last_transition_time) if placed is not None and placed.status == "False" else None
         restarts = decision.mesh.pending_cause == SPEC_CHANGED.name
         return cls.of(
-            key, job, observed, since=since or observed.now, restarts=restarts, assigned_nodes=step.assigned_nodes
+            key,
+            job,
+            observed,
+            since=since or observed.now,
+            restarts=restarts,
+            assigned_nodes=step.assigned_nodes,
+            sizes=step.sizes,
+            grows=decision.grow is step,
         )
 
     @property
@@ -110,15 +127,28 @@ class PlacementRequest:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All plans it can run with, the preferred one first."""
-        return (self.plan, *self.other_plans)
+        return tuple(size.plan for size in self.sizes) or (self.plan, *self.other_plans)
+
+    @property
+    def smallest(self) -> PlacementRequest:
+        """The request with the smallest size only."""
+        return replace(self, plan=self.sizes[-1].plan, sizes=self.sizes[-1:]) if len(self.sizes) > 1 else self
+
+    def kept_in(self, placement: Placement) -> Mapping[int, str]:
+        """Worker of the plan -> node, of the workers whose pods continue with this placement."""
+        granted = size_of(self.sizes, placement)
+        return granted.kept if granted is not None else self.assigned_nodes
 
     def same_as(self, other: PlacementRequest) -> bool:
         """Whether both ask for the same, so that the answer to one is the answer to the other."""
         return (
             self.restarts == other.restarts
             and self.assigned_nodes == other.assigned_nodes
+            and self.grows == other.grows
+            and [(one.plan_workers, one.kept) for one in self.sizes]
+            == [(one.plan_workers, one.kept) for one in other.sizes]
             and self.spec == other.spec
-            and len(self.other_plans) == len(other.other_plans)
+            and len(self.plans) == len(other.plans)
             and all(a is b or a == b for a, b in zip(self.plans, other.plans, strict=True))
             and self.previous == other.previous
         )
@@ -218,7 +248,7 @@ class JobQueue:
                 shares[namespace] = in_use(namespace) / self.policy.of(namespace).weight
             priority = self.policy.of(namespace).priority.clamp(request.spec.priority)
             return QueuePosition(
-                -priority, not request.reuses_own_pods, shares[namespace], request.created, request.uid
+                -priority, request.grows, not request.reuses_own_pods, shares[namespace], request.created, request.uid
             )
 
         return position
@@ -229,6 +259,7 @@ class QueuePosition(NamedTuple):
 
     priority: int
     """The negative priority."""
+    grows: bool
     without_pods: bool
     share: float
     """GPUs that the namespace's jobs use, divided by the namespace's weight."""

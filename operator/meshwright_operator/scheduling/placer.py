@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from meshwright.planner.cost_model import Calibration
+from meshwright.planner.placement import Placement
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted
 from meshwright_operator.kube.pod_requests import PodRequest
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
@@ -49,6 +50,8 @@ class Purpose(Enum):
     """A trial for an edit. If it fits, the job is queued with the edit."""
     MOVE = "move"
     """A trial for a move of workers. Changes nothing."""
+    GROW = "grow"
+    """Nodes for more replicas of a job that trains. A job that gets none is not queued, but woken when it fits."""
 
 
 class Later:
@@ -67,7 +70,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Trial:
-    """An edit that did not fit. It is tried again when capacity became free."""
+    """An edit or a growth that did not fit. It is tried again when capacity became free."""
 
     request: PlacementRequest
     answer: NotGranted
@@ -84,7 +87,7 @@ class Placer:
         self._jobs = WaitingJobs(self._capacity, around)
         self.queue = self._jobs.queue
         self._calls: list[_Call] = []
-        self._trials: dict[str, _Trial] = {}
+        self._trials: dict[tuple[str, Purpose], _Trial] = {}
         self._task: asyncio.Task[None] | None = None
         self._new_call = asyncio.Event()
         self._pause_until = 0.0
@@ -128,7 +131,11 @@ class Placer:
 
     def withdraw_edit(self, uid: str) -> None:
         """Forgets the edit of a job that waits to fit."""
-        self._trials.pop(uid, None)
+        self._trials.pop((uid, Purpose.EDIT), None)
+
+    def withdraw_growth(self, uid: str) -> None:
+        """Forgets that a job waits to grow."""
+        self._trials.pop((uid, Purpose.GROW), None)
 
     async def idle(self) -> None:
         """Waits until there is nothing to do."""
@@ -158,7 +165,7 @@ class Placer:
 
     def _known_answer(self, request: PlacementRequest, purpose: Purpose) -> NotGranted | None:
         """An answer that was found meanwhile, or that is still right."""
-        if purpose is Purpose.EDIT and (trial := self._trials.get(request.uid)) is not None:
+        if (trial := self._trials.get((request.uid, purpose))) is not None:
             age = (request.requested_at - trial.request.requested_at).total_seconds()
             if trial.request.same_as(request) and 0 <= age < FIRST_RETRY_SECONDS:
                 return trial.answer
@@ -204,7 +211,7 @@ class Placer:
             if member is not None:
                 await self._jobs.try_again(member)
             elif trial is not None:
-                await self._try_edit_again(trial)
+                await self._try_trial_again(trial)
         except Exception:
             # A bug in the planner, for this job. Its reconcile asks again, and reports the error on the job.
             log.exception("placement attempt failed", extra={"job": str(failed.request.key)})
@@ -237,9 +244,9 @@ class Placer:
         return call
 
     def _next_trial(self) -> _Trial | None:
-        for uid, trial in list(self._trials.items()):
+        for name, trial in list(self._trials.items()):
             if not self._around.exists(trial.request):
-                del self._trials[uid]
+                del self._trials[name]
             elif trial.attempted != self._capacity.freed:
                 return trial
         return None
@@ -271,23 +278,32 @@ class Placer:
         self._jobs.refresh_spares()
         if call.purpose is Purpose.PLACE:
             return await self._place(call)
-        request = call.request
-        trial = self._trials.get(request.uid) if call.purpose is Purpose.EDIT else None
+        request, purpose = call.request, call.purpose
+        trial = self._trials.get((request.uid, purpose))
         if trial is not None and trial.attempted == self._capacity.freed and trial.request.same_as(request):
             # Foreign pods were listed, and nothing became free.
             trial.request = request
             return trial.answer
-        outcome = await self._jobs.attempt(request, explain=call.purpose is Purpose.EDIT)
+        outcome = await self._jobs.attempt(request, explain=purpose is Purpose.EDIT)
         excess = self._jobs.excess_of(request)
-        if call.purpose is Purpose.MOVE or (outcome.placement is not None and not excess):
-            if call.purpose is Purpose.EDIT and outcome.placement is not None and not call.result.done():
-                self._trials.pop(request.uid, None)
-                queued = self.queue.put(replace(request, plan=outcome.placement.plan, other_plans=()))
-                self._jobs.note_fit(queued, outcome.placement)
+        if purpose is Purpose.MOVE or (outcome.placement is not None and not excess):
+            if outcome.placement is not None and not call.result.done():
+                self._trials.pop((request.uid, purpose), None)
+                self._reserve(request, purpose, outcome.placement)
             return _granted(outcome) or not_granted(outcome)
         answer = NotGranted(excess, reason=POLICY_EXCEEDED) if excess else not_granted(outcome)
-        self._trials[request.uid] = _Trial(request, answer, self._capacity.counted_freed)
+        self._trials[request.uid, purpose] = _Trial(request, answer, self._capacity.counted_freed)
         return answer
+
+    def _reserve(self, request: PlacementRequest, purpose: Purpose, placement: Placement) -> None:
+        """Keeps the nodes that an edit or a growth gets from other jobs."""
+        if purpose is Purpose.EDIT:
+            plan = placement.plan
+            sizes = tuple(size for size in request.sizes if size.replicas == plan.layout.data)
+            queued = self.queue.put(replace(request, plan=plan, other_plans=(), sizes=sizes))
+            self._jobs.note_fit(queued, placement)
+        elif purpose is Purpose.GROW:
+            self._around.assume(request, placement)
 
     async def _place(self, call: _Call) -> Granted | NotGranted:
         """Nodes for a job, which then leaves the queue, or the reason why it stays in it."""
@@ -317,13 +333,13 @@ class Placer:
         head = self.queue.ordered(self._capacity.view.gpus_in_use)[:WAKE_COUNT]
         return replace(granted, wake=tuple(other.request.key for other in head))
 
-    async def _try_edit_again(self, trial: _Trial) -> None:
-        """Tries the edit of a running job after a change, and wakes the job if the edit fits."""
+    async def _try_trial_again(self, trial: _Trial) -> None:
+        """Tries the edit or the growth of a running job after a change, and wakes the job if it fits."""
         version = self._capacity.counted_freed
         outcome = await self._jobs.attempt(trial.request, explain=False)
         trial.attempted = version
         if outcome.placement is not None and not self._jobs.excess_of(trial.request):
-            self._trials.pop(trial.request.uid, None)
+            self._trials = {name: one for name, one in self._trials.items() if one is not trial}
             self._around.wake(trial.request.key)
 
 

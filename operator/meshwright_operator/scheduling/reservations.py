@@ -45,6 +45,7 @@ def choose_nodes(
         calibration: The calibrated constants of the cluster's GPUs.
         previous: The nodes that are reserved for it so far. They stay if it still fits on them.
     """
+    request = request.smallest
     kept = set(request.assigned_nodes.values())
     names = list(previous)
     if names and not request.assigned_nodes and _fits_on(request, without_jobs, names):
@@ -72,10 +73,26 @@ def placement_for(request: PlacementRequest, inventory: Inventory, calibration: 
     Raises:
         DoesNotFitError: The job does not fit.
     """
+    if request.sizes:
+        return _largest_that_fits(request, inventory, calibration)
     cost_model = cost_model_for(request.spec, request.plan.architecture, inventory, calibration)
     if request.other_plans:
         return place_best(request.plans, inventory, cost_model)
     return place_plan(request.plan, inventory, cost_model, request.assigned_nodes, request.previous)
+
+
+def _largest_that_fits(request: PlacementRequest, inventory: Inventory, calibration: Calibration) -> Placement:
+    """The placement of the first size that fits."""
+    problem: DoesNotFitError | None = None
+    for size in request.sizes:
+        spec = request.spec.model_copy(update={"replicas": size.replicas})
+        cost_model = cost_model_for(spec, size.plan.architecture, inventory, calibration)
+        try:
+            return place_plan(size.plan, inventory, cost_model, size.kept, request.previous)
+        except DoesNotFitError as error:
+            problem = error
+    assert problem is not None
+    raise problem
 
 
 def _fits_on(request: PlacementRequest, inventory: Inventory, names: Iterable[str]) -> bool:

@@ -131,6 +131,22 @@ class JobScheduler:
         """
         return isinstance(await self._placer.ask(request, Purpose.MOVE), Granted)
 
+    @asynccontextmanager
+    async def grow(self, request: PlacementRequest) -> AsyncIterator[Granted | NotGranted]:
+        """Nodes for more replicas of a job that trains, reserved until the block ends. Does not queue the job.
+
+        If it gets none, it is woken when they fit.
+
+        Raises:
+            ApiError: Foreign pods could not be listed.
+        """
+        try:
+            answer = await self._placer.ask(request, Purpose.GROW)
+            assert not isinstance(answer, Later)
+            yield answer
+        finally:
+            self._release_assumed(request.key, request.uid)
+
     async def try_edit(self, request: PlacementRequest) -> Plan | NotGranted:
         """The plan with which an edited job can restart, or why it cannot yet. With a plan the job is queued.
 
@@ -166,6 +182,10 @@ class JobScheduler:
         """Forgets the job's edit that waits to fit."""
         self._placer.withdraw_edit(uid)
 
+    def withdraw_growth(self, uid: str) -> None:
+        """Forgets that the job waits to grow."""
+        self._placer.withdraw_growth(uid)
+
     def avoid(self, uid: str, nodes: Mapping[str, str], seconds: float | None = None) -> None:
         """Excludes these nodes (name -> reason) for the job with this uid, for `seconds` or `AVOID_SECONDS`."""
         if not nodes:
@@ -177,6 +197,7 @@ class JobScheduler:
         """Drops the state of a deleted job."""
         self._placer.withdraw(uid)
         self._placer.withdraw_edit(uid)
+        self._placer.withdraw_growth(uid)
         self._avoided.pop(uid, None)
         self._release_assumed(key, uid)
 
@@ -186,8 +207,9 @@ class JobScheduler:
         name, namespace = request.key.name, request.key.namespace
         self._assumed_spares[request.uid] = ReservedSpares.by(request.key, request.uid, placement.spares)
         self._assumed[request.uid] = ids = []
+        kept = request.kept_in(placement)
         for worker, node in placement.nodes.items():
-            if worker not in request.assigned_nodes:
+            if worker not in kept:
                 ids.append(f"assumed/{request.uid}/{worker}")
                 pod = PodRequest(f"{name}-w{worker}", namespace, node, request_json, name, request.uid)
                 self._placer.pod_changed(ids[-1], pod)

@@ -20,7 +20,7 @@ from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.scheduling.attempt import Attempt, Outcome, run_attempt
 from meshwright_operator.scheduling.counted_capacity import CountedCapacity
 from meshwright_operator.scheduling.job_queue import Basis, JobQueue, Member, PlacementRequest, QueuePosition
-from meshwright_operator.scheduling.policy import Policy
+from meshwright_operator.scheduling.policy import Bounds, Policy
 from meshwright_operator.scheduling.policy_admission import POLICY_EXCEEDED, quota_excess, waiting_excess
 from meshwright_operator.scheduling.reservations import (
     RESERVE_SECONDS,
@@ -86,13 +86,13 @@ class WaitingJobs:
 
     def excess_of(self, request: PlacementRequest, waiting: int = 0) -> str:
         """Why the policy does not let the job start now. A gang that holds pods keeps what it has."""
-        if request.assigned_nodes:
+        if request.assigned_nodes and not request.grows:
             return ""
         namespace = request.key.namespace
         bounds = self.queue.policy.of(namespace)
         in_use = self._capacity.view.gpus_in_use(namespace, request.uid)
-        text = quota_excess(request.plan, namespace, in_use, bounds)
-        if text or request.restarts or bounds.max_waiting_jobs is None or waiting <= bounds.max_waiting_jobs:
+        text = quota_excess(request.smallest.plan, namespace, in_use, bounds)
+        if text or request.grows or request.restarts or bounds.max_waiting_jobs is None or waiting <= bounds.max_waiting_jobs:
             return text
         return waiting_excess(namespace, bounds)
 
@@ -242,6 +242,7 @@ class WaitingJobs:
         self, request: PlacementRequest, claims: Mapping[str, str], *, explain: bool, without_pods_of: str = ""
     ) -> Attempt:
         bounds = self.queue.policy.of(request.key.namespace)
+        request = self._within_quota(request, bounds)
         spares = spares_allowed(request.spec.recovery.spare_nodes, len(request.plan.workers), bounds)
         return Attempt(
             request=request,
@@ -253,6 +254,16 @@ class WaitingJobs:
             without_pods_of=without_pods_of,
             calibration=self.calibration,
         )
+
+
+    def _within_quota(self, request: PlacementRequest, bounds: Bounds) -> PlacementRequest:
+        """The request without the sizes that exceed the quota of the namespace. The smallest one stays."""
+        if len(request.sizes) < 2 or bounds.max_gpus_in_use is None:
+            return request
+        namespace = request.key.namespace
+        in_use = self._capacity.view.gpus_in_use(namespace, request.uid)
+        sizes = tuple(one for one in request.sizes if not quota_excess(one.plan, namespace, in_use, bounds))
+        return replace(request, sizes=sizes or request.sizes[-1:])
 
 
 def _due(request: PlacementRequest) -> bool:

@@ -1,0 +1,217 @@
+"""Changes the size of an elastic job: shrinks it, and grows it while it trains.
+
+To shrink, the pods of the replicas that end are deleted; the ranks save a checkpoint, and the workers that stay form a
+smaller generation. To grow, new workers start beside the job. Once all of them are ready, the ranks pause at a step,
+save a checkpoint, and all workers form a larger generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+from meshwright.api import conditions as names
+from meshwright.api.conditions import is_true
+from meshwright.api.objects import pod_name
+from meshwright.api.status import ElasticStatus, PlacementStatus, WorkerPlacement, format_ranks
+from meshwright.planner.plan import Plan
+from meshwright.rules.elastic import wanted_replicas
+from meshwright_operator.decide import restart_policy, sizing
+from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.events import WARNING
+from meshwright_operator.decide.gang_actions import Place, Size, size_of
+from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState
+from meshwright_operator.decide.placement_outcome import Granted, NotGranted, placement_text
+from meshwright_operator.text import capitalized, counted, sentences
+from meshwright_operator.timestamps import format_time, seconds_since
+
+START_SECONDS = 600.0
+"""Time in which the workers of a growth must be ready."""
+PROBLEM_SECONDS = 120.0
+"""Age at which a problem of one of their pods ends the growth."""
+
+
+def elastic_status(decision: Decision) -> ElasticStatus:
+    """`status.elastic` of the decision, created if it is missing."""
+    if decision.status.elastic is None:
+        decision.status.elastic = ElasticStatus()
+    return decision.status.elastic
+
+
+def update_size(decision: Decision) -> None:
+    """Writes the size to status, and shrinks the job if it is larger than wanted and enough of its workers stay."""
+    observed = decision.observed
+    if observed.elastic is None:
+        decision.status.elastic = None
+        return
+    status = elastic_status(decision)
+    if not status.micro_batches and observed.elastic.training is not None:
+        full = max(observed.size_plans, key=lambda plan: plan.layout.data, default=observed.plan)
+        status.micro_batches = full.strategy.micro_batches * full.strategy.data
+    if sizing.current_size(observed) == wanted_replicas(observed.elastic):
+        status.wanted_replicas = wanted_replicas(observed.elastic)
+    plan = sizing.smaller_plan(observed)
+    if plan is None or observed.status.placement is None:
+        return
+    size = sizing.size_for(observed, plan, [w for w in observed.workers if w.state in LIVE])
+    if not size.new_workers:
+        shrink(decision, size, f"`spec.replicas` is {plan.layout.data}")
+
+
+def shrink(decision: Decision, size: Size, why: str) -> None:
+    """Continues with the workers of a smaller size. The pods of the others are excess, and are deleted next."""
+    observed = decision.observed
+    assert observed.status.placement is not None
+    before = {entry.worker: entry for entry in observed.status.placement.workers}
+    ranks = size.plan.workers
+    entries = [
+        before[worker].model_copy(update={"ranks": format_ranks(ranks[plan_worker])})
+        for worker, plan_worker in sorted(size.plan_workers.items())
+    ]
+    layout = size.plan.layout
+    placement = observed.status.placement.model_copy(
+        update={
+            **{"workers": entries, "tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data},
+            **{"cost": "", "gap": "", "straddling_tensor_groups": 0, "straddling_replicas": 0},
+        }
+    )
+    apply_size(decision, size.plan, placement, why)
+
+
+def apply_size(decision: Decision, plan: Plan, placement: PlacementStatus, why: str) -> None:
+    """Takes over the plan and the placement of another size. Ends the generation if one runs."""
+    observed, status = decision.observed, decision.status
+    own, new = sizing.current_size(observed), plan.layout.data
+    status.plan = plan.to_status()
+    status.plan.revision = observed.revision
+    status.placement, status.replicas = placement, new
+    _record_incarnations(decision, placement)
+    elastic = elastic_status(decision)
+    elastic.next_placement, elastic.growing_since = None, None
+    elastic.attempts, elastic.retry_time = 0, None
+    elastic.resized_time = format_time(observed.now)
+    text = f"From {counted(own, 'replica')} to {new}: {why}"
+    decision.add_event(restart_policy.RESCALED.name, text)
+    decision.condition(names.RESCALING, True, "Growing" if new > own else "Shrinking", text)
+    if observed.mesh.generation > 0 and not decision.mesh.pending_cause:
+        decision.count_restart(restart_policy.RESCALED)
+        decision.mesh.pending_cause = restart_policy.RESCALED.name
+        decision.mesh.pending_since = format_time(observed.now)
+    decision.starting(f"Saving a checkpoint, then continuing with {counted(new, 'replica')}")
+
+
+def report_training(decision: Decision) -> None:
+    """What an elastic job does while all its ranks train: it ends a resize, and grows if it may."""
+    observed = decision.observed
+    if observed.elastic is None:
+        return
+    if observed.joining:
+        _continue_growth(decision)
+        return
+    if is_true(observed.status.conditions, names.RESCALING):
+        size = sizing.current_size(observed)
+        decision.condition(names.RESCALING, False, "Rescaled", f"{counted(size, 'replica')} in effect")
+    sizes = sizing.sizes_to_grow(observed)
+    if sizes:
+        decision.grow = Place((), {worker.index: worker.node for worker in observed.workers}, sizes)
+    elif any(plan.layout.data > sizing.current_size(observed) for plan in observed.size_plans):
+        decision.requeue_within(sizing.seconds_until_growth(observed) or None)
+
+
+def apply_growth(decision: Decision, grant: Granted | NotGranted) -> None:
+    """Begins a growth with the nodes that the scheduler granted: creates the pods of the new workers."""
+    observed = decision.observed
+    assert decision.grow is not None
+    assert observed.elastic is not None
+    elastic = elastic_status(decision)
+    elastic.wanted_replicas = wanted_replicas(observed.elastic)
+    if not isinstance(grant, Granted):
+        return
+    size = size_of(decision.grow.sizes, grant.placement)
+    assert size is not None
+    placement = grant.placement.to_status(observed.name, incarnations_of(observed, size), size.plan_workers)
+    _record_incarnations(decision, placement)
+    elastic.next_placement, elastic.growing_since = placement, format_time(observed.now)
+    decision.create += list(size.new_workers)
+    own, new = sizing.current_size(observed), size.replicas
+    text = f"Starting {counted(len(size.new_workers), 'worker')} to grow from {counted(own, 'replica')} to {new}"
+    decision.add_event("Growing", sentences(text, capitalized(placement_text(placement))))
+    decision.condition(names.RESCALING, True, "Growing", text)
+
+
+def incarnations_of(observed: Observed, size: Size) -> Mapping[int, int]:
+    """Worker -> incarnation with this size: that of its pod, or one that no pod of the job ever had."""
+    known = {worker.index: worker.incarnation for worker in observed.workers}
+    fresh = sizing.next_incarnation(observed, known)
+    new = set(size.new_workers)
+    return {worker: fresh if worker in new else known[worker] for worker in size.plan_workers}
+
+
+def _record_incarnations(decision: Decision, placement: PlacementStatus) -> None:
+    before = decision.observed.status.placement
+    entries: list[WorkerPlacement] = [*placement.workers, *(before.workers if before is not None else [])]
+    elastic = elastic_status(decision)
+    elastic.incarnation = max([elastic.incarnation, *(entry.incarnation for entry in entries)])
+
+
+def _continue_growth(decision: Decision) -> None:
+    """Starts the new workers together, and resizes the job once all of them are ready."""
+    observed = decision.observed
+    following = sizing.state(observed).next_placement
+    assert following is not None
+    plan = next((plan for plan in observed.size_plans if plan.layout.data == following.data), None)
+    joining = observed.joining
+    ended = [worker for worker in joining if worker.state in ENDED or worker.state is PodState.ENDING]
+    if plan is None or len(plan.workers) != len(following.workers):
+        abandon_growth(decision, "the wanted size has changed", failed=False)
+    elif ended:
+        names_ = ", ".join(pod_name(observed.name, worker.index, worker.incarnation) for worker in ended[:3])
+        abandon_growth(decision, f"pods have ended: {names_}", failed=True)
+    elif (problem := _problem(observed)) is not None:
+        abandon_growth(decision, problem, failed=True)
+    elif gated := [worker.pod for worker in joining if worker.pod is not None and worker.pod.gated]:
+        decision.ungate += gated
+    elif _ready(observed):
+        apply_size(decision, plan, following, "the new workers are ready")
+        return
+    decision.requeue_within(15.0)
+
+
+def _ready(observed: Observed) -> bool:
+    waiting = observed.agents.waiting_agents
+    return all(
+        worker.state is PodState.RUNNING
+        and worker.pod is not None
+        and worker.pod.address
+        and worker.index in waiting
+        and waiting[worker.index].incarnation == worker.incarnation
+        for worker in observed.joining
+    )
+
+
+def _problem(observed: Observed) -> str | None:
+    """Why the new workers will not be ready. None while they may be."""
+    for pod in (worker.pod for worker in observed.joining):
+        if pod is not None and pod.problem and observed.age(pod, 0.0) >= PROBLEM_SECONDS:
+            return f"pod {pod.name}: {pod.problem}"
+    if seconds_since(sizing.state(observed).growing_since, observed.now) >= START_SECONDS:
+        return f"they were not ready within {START_SECONDS:.0f} s"
+    return None
+
+
+def abandon_growth(decision: Decision, why: str, *, failed: bool) -> None:
+    """Ends a growth: its pods are excess, and are deleted next. After a failure, the job waits before it tries again."""
+    observed, elastic = decision.observed, elastic_status(decision)
+    elastic.next_placement, elastic.growing_since = None, None
+    decision.delete += [w.pod for w in observed.joining if w.pod is not None and not w.pod.deleting]
+    if failed:
+        elastic.attempts += 1
+        pause = sizing.retry_pause(elastic.attempts)
+        elastic.retry_time = format_time(observed.now + timedelta(seconds=pause))
+        text = f"The job did not grow, because {why}. Retrying at {elastic.retry_time}"
+        decision.add_event("GrowthFailed", text, WARNING)
+        decision.requeue_within(pause)
+    else:
+        text = f"The job does not grow, because {why}"
+        decision.add_event("GrowthEnded", text)
+    decision.condition(names.RESCALING, False, "GrowthEnded", text)

@@ -1,0 +1,130 @@
+"""Which size an elastic job should have, and which worker then runs which ranks. Pure functions.
+
+The wanted size is `spec.replicas`, or `elastic.maxReplicas` with `fill`. A job runs with fewer replicas while nodes are
+missing: it shrinks by the replicas that lost workers, and grows when nodes are free. Workers that stay keep their pods
+and nodes, and their ranks if the coordinates still exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+
+from meshwright.api.elastic import ElasticSpec
+from meshwright.api.status import ElasticStatus
+from meshwright.planner.placement.resize import workers_on_resize
+from meshwright.planner.plan import Plan
+from meshwright_operator.decide.gang_actions import Size
+from meshwright_operator.decide.mesh_generation import plan_workers
+from meshwright_operator.decide.observed import LIVE, Observed, Worker
+from meshwright_operator.timestamps import parse_time, seconds_since
+
+FIRST_RETRY_SECONDS = 60.0
+LONGEST_RETRY_SECONDS = 1800.0
+
+
+def elastic_of(observed: Observed) -> ElasticSpec:
+    """`spec.elastic` of an elastic job."""
+    assert observed.elastic is not None
+    assert observed.elastic.elastic is not None
+    return observed.elastic.elastic
+
+
+def state(observed: Observed) -> ElasticStatus:
+    """`status.elastic`, or what it is before the job has started."""
+    return observed.status.elastic or ElasticStatus()
+
+
+def current_size(observed: Observed) -> int:
+    """The number of replicas in effect."""
+    return observed.plan.layout.data
+
+
+def smaller_plan(observed: Observed) -> Plan | None:
+    """The plan to which the job has to shrink now, because its size is above the wanted one. None otherwise."""
+    plans = observed.size_plans
+    if not plans or plans[0].layout.data >= current_size(observed):
+        return None
+    return plans[0]
+
+
+def size_for(observed: Observed, plan: Plan, stay: Iterable[Worker]) -> Size:
+    """The job with this plan, if these workers stay. Workers that are missing get the lowest free indices."""
+    ranks_of = plan_workers(observed)
+    running = {worker.index: ranks_of[worker.index] for worker in stay if worker.index in ranks_of}
+    kept = workers_on_resize(observed.plan, plan, running)
+    nodes = {worker.index: worker.node for worker in observed.workers}
+    missing = sorted(set(range(len(plan.workers))) - set(kept.values()))
+    same = {plan_worker: worker for worker, plan_worker in ranks_of.items() if worker not in kept}
+    assigned = dict(kept)
+    for plan_worker in missing:  # a lost worker is replaced under its own index
+        if (index := same.get(plan_worker)) is not None:
+            assigned[index] = plan_worker
+    free = iter(index for index in range(len(plan.workers) + len(assigned)) if index not in assigned)
+    for plan_worker in missing:
+        if plan_worker not in assigned.values():
+            assigned[next(free)] = plan_worker
+    return Size(
+        plan,
+        dict(sorted(assigned.items())),
+        {plan_worker: nodes[worker] for worker, plan_worker in kept.items()},
+    )
+
+
+def sizes_to_place(observed: Observed) -> tuple[Size, ...]:
+    """The sizes to try while no generation runs, the preferred one first.
+
+    A job that lost some workers first waits for nodes to replace them, for `elastic.replacementSeconds`.
+    """
+    live = [worker for worker in observed.workers if worker.state in LIVE]
+    plans = list(observed.size_plans) or [observed.plan]
+    own = current_size(observed)
+    if live and own <= plans[0].layout.data:
+        waited = seconds_since(observed.mesh.pending_since, observed.now)
+        if waited < elastic_of(observed).replacement_seconds:
+            plans = [plan for plan in plans if plan.layout.data == own] or [observed.plan]
+        else:
+            # Workers that wait for others are not worth more than those that train: no growth yet.
+            plans = [plan for plan in plans if plan.layout.data <= own]
+    return tuple(size_for(observed, plan, live) for plan in plans)
+
+
+def seconds_until_shrink(observed: Observed) -> float | None:
+    """Seconds until the job may continue with fewer replicas than it had. None if it already may."""
+    left = elastic_of(observed).replacement_seconds - seconds_since(observed.mesh.pending_since, observed.now)
+    return left if left > 0 else None
+
+
+def sizes_to_grow(observed: Observed) -> tuple[Size, ...]:
+    """The sizes to which a job that trains may grow now, the largest first. Empty if it must wait, or has its size."""
+    own, elastic = current_size(observed), elastic_of(observed)
+    plans = [plan for plan in observed.size_plans if plan.layout.data > own]
+    if observed.elastic is not None and elastic.fill and own >= observed.elastic.replicas:
+        plans = [plan for plan in plans if (plan.layout.data - own) * 100 >= elastic.min_gain_percent * own]
+    if not plans or seconds_until_growth(observed) > 0:
+        return ()
+    return tuple(size_for(observed, plan, observed.workers) for plan in plans)
+
+
+def seconds_until_growth(observed: Observed) -> float:
+    """Seconds until a job that trains may grow; 0 if it may now."""
+    now, elastic = observed.now, state(observed)
+    ends = [parse_time(elastic.retry_time)]
+    resized = parse_time(elastic.resized_time)
+    if resized is not None:
+        ends.append(resized + timedelta(seconds=elastic_of(observed).pause_seconds))
+    left = max(((end - now).total_seconds() for end in ends if end is not None), default=0.0)
+    # A clock that was set back must not delay growth by more than the longest pause.
+    longest = max(LONGEST_RETRY_SECONDS, elastic_of(observed).pause_seconds)
+    return left if 0.0 < left <= longest else 0.0
+
+
+def retry_pause(attempts: int) -> float:
+    """Seconds between failed attempt `attempts` to grow, the first being 1, and the next: 60, 120 ... 1800."""
+    return min(FIRST_RETRY_SECONDS * 2.0 ** min(max(attempts - 1, 0), 16), LONGEST_RETRY_SECONDS)
+
+
+def next_incarnation(observed: Observed, incarnations: Mapping[int, int]) -> int:
+    """An incarnation that no pod of the job ever had."""
+    joining = [worker.incarnation for worker in observed.joining]
+    return max([state(observed).incarnation, *incarnations.values(), *joining], default=-1) + 1
