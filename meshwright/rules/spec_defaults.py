@@ -149,9 +149,7 @@ _NO_RESTART_FIRST = (
     "managedBy",
 )
 
-NO_RESTART: Mapping[int, tuple[str, ...]] = MappingProxyType(
-    {1: _NO_RESTART_FIRST, 2: (*_NO_RESTART_FIRST, "elastic")}
-)
+NO_RESTART: Mapping[int, tuple[str, ...]] = MappingProxyType({1: _NO_RESTART_FIRST, 2: (*_NO_RESTART_FIRST, "elastic")})
 """Scheme -> fields that restart no worker, which a revision does not cover."""
 
 ELASTIC_SCHEME = 2

@@ -122,7 +122,8 @@ class _JobObserver:
             PlanPendingError: The plan is being made.
         """
         metadata = self.job["metadata"]
-        elastic, sizes = (spec if spec.elastic is not None else None), ()
+        elastic = spec if spec.elastic is not None else None
+        sizes: Sequence[Plan] = ()
         if elastic is None:
             plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
         else:

@@ -26,7 +26,7 @@ from meshwright_operator.controller.status_patch import ConflictError
 from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
-from meshwright_operator.decide import decide_job, lifecycle, placement_outcome
+from meshwright_operator.decide import decide_job, lifecycle, placement_outcome, resize
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed, PodState, Rejection, has_started
@@ -146,9 +146,20 @@ class Reconciler:
                 placement_outcome.apply_grant(draft, grant)
                 await self._execute(key, job, registry, draft)
             return
+        await self._carry_out(key, job, registry, draft)
+
+    async def _carry_out(self, key: JobKey, job: KubeObject, registry: AgentRegistry, draft: Decision) -> None:
+        """Carries out a decision that needs no nodes before the status is written, or only tries whether some fit."""
+        observed = draft.observed
         restarts = draft.mesh.pending_cause == SPEC_CHANGED.name
         if not restarts or observed.spec.suspend or lifecycle.finished(draft.status):
-            self._scheduler.withdraw(uid)
+            self._scheduler.withdraw(observed.uid)
+        if draft.grow is not None:
+            async with self._scheduler.grow(PlacementRequest.of_decision(key, job, draft, draft.grow)) as growth:
+                resize.apply_growth(draft, growth)
+                await self._execute(key, job, registry, draft)
+            return
+        self._scheduler.withdraw_growth(observed.uid)
         if draft.move is not None:
             request = PlacementRequest.of_decision(key, job, draft, draft.move)
             if await self._scheduler.fits_elsewhere(request):
@@ -255,7 +266,9 @@ class Reconciler:
             trust=self._trust(),
             secret=secret["metadata"]["name"],
         )
-        entries = [entry for entry in draft.status.placement.workers if entry.worker in draft.create]
+        following = draft.status.elastic.next_placement if draft.status.elastic is not None else None
+        placement = following or draft.status.placement
+        entries = [entry for entry in placement.workers if entry.worker in draft.create]
         await self._pod_control.create(context, secret, entries)
 
     async def _publish(self, registry: AgentRegistry, draft: Decision) -> None:
@@ -265,10 +278,11 @@ class Reconciler:
         if mesh.pending_cause or current is None or current.generation != mesh.generation:
             current = document(observed, mesh)
         incarnations = {pod.worker: pod.incarnation for pod in observed.excess_pods}
-        incarnations |= {worker.index: worker.incarnation for worker in observed.workers if worker.incarnation >= 0}
+        workers = [*observed.workers, *observed.joining]
+        incarnations |= {worker.index: worker.incarnation for worker in workers if worker.incarnation >= 0}
         over = lifecycle.finished(draft.status) or is_true(draft.status.conditions, SUSPENDED)
         closed = over and not observed.live_pods
-        pods = {worker.index: worker.pod.uid for worker in observed.workers if worker.pod is not None}
+        pods = {worker.index: worker.pod.uid for worker in workers if worker.pod is not None}
         await registry.publish(
             None if over else current, incarnations, generation=mesh.generation, closed=closed, pods=pods
         )

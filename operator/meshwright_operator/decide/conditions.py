@@ -98,7 +98,7 @@ def set_job_state(status: ParallelTrainingJobStatus, job_state: JobState, genera
             set_condition(status, kind, "False", f"Not{kind}", "", generation, now)
     update_observed_generation(status, generation)
     by_type = {c.type: c for c in status.conditions}
-    known = [by_type.pop(kind) for kind in names.ALL]
+    known = [by_type.pop(kind) for kind in names.ALL if kind in by_type]
     status.conditions = [*known, *by_type.values()]
 
 

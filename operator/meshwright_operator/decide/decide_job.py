@@ -16,6 +16,7 @@ from meshwright_operator.decide import (
     mesh_generation,
     placement_outcome,
     progress,
+    resize,
     restart_policy,
     stuck_pods,
     training_state,
@@ -63,6 +64,7 @@ def decide(observed: Observed) -> Decision:
         decision.complete(_completion(decision))
     else:
         _resume(decision)
+        resize.update_size(decision)
         _advance_generation(decision)
     return decision
 
@@ -94,7 +96,7 @@ def _adopt_plan(decision: Decision) -> None:
         status.plan.revision = observed.revision
     if changed:
         placement_outcome.reset_attempts(decision)
-    status.applied_spec = updated_applied_spec(observed.status, observed.spec, observed.revision)
+    status.applied_spec = updated_applied_spec(observed.status, observed.elastic or observed.spec, observed.revision)
     status.selector = f"{LABEL_JOB}={observed.name}"
     status.replicas = observed.plan.layout.data
     if changed and observed.mesh.generation > 0 and not observed.mesh.pending_cause and not observed.spec.suspend:
@@ -159,11 +161,14 @@ def _resume(decision: Decision) -> None:
 def _advance_generation(decision: Decision) -> None:
     """Checks the generation for failures, or works toward the next one."""
     observed = decision.observed
+    if decision.mesh.pending_cause == restart_policy.RESCALED.name and not observed.mesh.pending_cause:
+        return  # the job has another size now: its pods follow from the new status
     generation_runs = observed.mesh.generation > 0 and not decision.mesh.pending_cause
     if generation_runs:
         verdict = failure_detection.detect(observed)
         if verdict is None:
-            training_state.report_training(decision)
+            if training_state.report_training(decision):
+                resize.report_training(decision)
             return
         if isinstance(verdict, Undetermined):
             training_state.report_ready_ranks(decision, unsure=True)
@@ -177,6 +182,8 @@ def _advance_generation(decision: Decision) -> None:
         return
     if not decision.mesh.pending_cause:
         decision.mesh.pending_cause = restart_policy.START.name
+    if observed.joining:
+        resize.abandon_growth(decision, "the job restarts", failed=False)
     _repair_pending_since(decision)
     decision.status.ready_ranks = f"0/{observed.plan.layout.world_size}"
     decision.status.tokens_per_second = decision.status.eta_seconds = None

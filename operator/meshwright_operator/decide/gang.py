@@ -7,7 +7,8 @@ after which the attempt ends and the gang releases its nodes.
 
 from __future__ import annotations
 
-from meshwright_operator.decide import failure_detection, restart_policy
+from meshwright.protocol.messages import AgentState
+from meshwright_operator.decide import failure_detection, restart_policy, sizing
 from meshwright_operator.decide.external_scheduler import external_scheduler_action
 from meshwright_operator.decide.gang_actions import (
     PROBLEM_AFTER_SECONDS,
@@ -39,6 +40,8 @@ ABSENT_AGENT_SECONDS = 120.0
 """Seconds after which a pod is replaced if its agent does not poll while other agents do."""
 MAX_AGENT_REPLACEMENTS = 3
 """How often pods are replaced because their agents do not poll, before the attempt ends."""
+SAVE_MARGIN_SECONDS = 30.0
+"""Time that ranks have before a resize, besides the grace period of their pods, to save a checkpoint."""
 SILENT_GANG_SECONDS = 600.0
 """Seconds after which the attempt ends if no agent of the gang reaches the coordinator."""
 
@@ -61,7 +64,8 @@ def next_action(observed: Observed, pending_cause: str) -> GangAction:
             return Wait(sentences(failure_detection.crash_message(crashed), backoff), seconds=seconds)
         if (taken := taken_names(observed, pending_cause, missing)) is not None:
             return taken
-        return Place(missing, {w.index: w.node for w in observed.workers if w.state in LIVE})
+        assigned = {w.index: w.node for w in observed.workers if w.state in LIVE}
+        return Place(missing, assigned, sizing.sizes_to_place(observed) if observed.elastic is not None else ())
     gated = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.gated)
     if gated:
         return Ungate(gated)
@@ -98,6 +102,8 @@ def _wait_for_agents(observed: Observed, pending_cause: str) -> GangAction:
         )
     if absent:
         return _absent_agents(observed, absent) or Wait(f"{total - len(absent)} of {total} agents are ready")
+    if pending_cause == restart_policy.RESCALED.name and (saving := _saving_agents(observed)):
+        return Wait(f"{counted(saving, 'worker')} still {'saves' if saving == 1 else 'save'} a checkpoint")
     left, pause = restart_policy.backoff_left(observed, restart_policy.cause_named(pending_cause))
     if left > 0:
         return Wait(f"Backing off for {pause:.0f} s before the next start", seconds=left)
@@ -173,6 +179,15 @@ def _absent_agents(observed: Observed, absent: list[Worker]) -> GangAction | Non
         "All pods are running, but no agent reaches the coordinator. Check network policies and the coordinator's URL"
     )
     return EndAttempt("AgentsUnreachable", message, late)
+
+
+def _saving_agents(observed: Observed) -> int:
+    """The number of workers whose ranks still run before a resize, as long as they may take to save a checkpoint."""
+    limit = observed.spec.workers.termination_grace_period_seconds + SAVE_MARGIN_SECONDS
+    if _pending_seconds(observed) >= limit:
+        return 0
+    states = (AgentState.STARTING, AgentState.RUNNING, AgentState.DRAINING)
+    return sum(len(observed.reports_in(state)) for state in states)
 
 
 def _pending_seconds(observed: Observed) -> float:

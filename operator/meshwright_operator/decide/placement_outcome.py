@@ -15,11 +15,11 @@ from meshwright.api.conditions import find
 from meshwright.api.objects import pod_name
 from meshwright.api.status import PlacementStatus, WorkerPlacement
 from meshwright.planner.placement import Placement
-from meshwright_operator.decide import failure_detection, lifecycle, restart_policy, stuck_pods
+from meshwright_operator.decide import failure_detection, lifecycle, restart_policy, size_status, stuck_pods
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
-from meshwright_operator.decide.gang_actions import EndAttempt, Place
+from meshwright_operator.decide.gang_actions import EndAttempt, Place, size_of
 from meshwright_operator.decide.incarnations import NAME_TAKEN, next_incarnations
 from meshwright_operator.decide.observed import PodState, Worker, has_started
 from meshwright_operator.kube.cache import JobKey
@@ -104,14 +104,19 @@ def _apply_placement(decision: Decision, grant: Granted) -> None:
     """Creates pods with new incarnations for the workers that need them."""
     observed, status = decision.observed, decision.status
     assert decision.place is not None
-    incarnations = new_incarnations(decision, decision.place.workers)
     placement = grant.placement
+    size = size_of(decision.place.sizes, placement)
+    incarnations = new_incarnations(decision, decision.place.workers)
     if observed.other_plans or not has_started(observed.status):
         status.plan = placement.plan.to_status()
         status.plan.revision = observed.revision
-    status.placement = placement.to_status(observed.name, incarnations)
-    decision.create += [worker.index for worker in decision.place.workers]
+    if size is None:
+        status.placement = placement.to_status(observed.name, incarnations)
+        decision.create += [worker.index for worker in decision.place.workers]
+    else:
+        size_status.place_size(decision, placement, size)
     lifecycle.begin(status, observed.now)
+    assert status.placement is not None
     text = placement_text(status.placement)
     decision.condition(names.PLACED, True, "Placed", with_warnings(text, grant.warnings))
     decision.add_event("Placed", f"Placed {text}")

@@ -7,21 +7,25 @@ save a checkpoint, and all workers form a larger generation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import is_true
 from meshwright.api.objects import pod_name
-from meshwright.api.status import ElasticStatus, PlacementStatus, WorkerPlacement, format_ranks
-from meshwright.planner.plan import Plan
+from meshwright.api.status import format_ranks
 from meshwright.rules.elastic import wanted_replicas
-from meshwright_operator.decide import restart_policy, sizing
+from meshwright_operator.decide import sizing
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.gang_actions import Place, Size, size_of
-from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState
+from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState, has_started
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted, placement_text
+from meshwright_operator.decide.size_status import (
+    apply_size,
+    elastic_status,
+    incarnations_of,
+    record_incarnations,
+)
 from meshwright_operator.text import capitalized, counted, sentences
 from meshwright_operator.timestamps import format_time, seconds_since
 
@@ -31,13 +35,6 @@ PROBLEM_SECONDS = 120.0
 """Age at which a problem of one of their pods ends the growth."""
 
 
-def elastic_status(decision: Decision) -> ElasticStatus:
-    """`status.elastic` of the decision, created if it is missing."""
-    if decision.status.elastic is None:
-        decision.status.elastic = ElasticStatus()
-    return decision.status.elastic
-
-
 def update_size(decision: Decision) -> None:
     """Writes the size to status, and shrinks the job if it is larger than wanted and enough of its workers stay."""
     observed = decision.observed
@@ -45,7 +42,8 @@ def update_size(decision: Decision) -> None:
         decision.status.elastic = None
         return
     status = elastic_status(decision)
-    if not status.micro_batches and observed.elastic.training is not None:
+    new = not has_started(observed.status) or _revision(observed) != observed.revision
+    if new and observed.elastic.training is not None:
         full = max(observed.size_plans, key=lambda plan: plan.layout.data, default=observed.plan)
         status.micro_batches = full.strategy.micro_batches * full.strategy.data
     if sizing.current_size(observed) == wanted_replicas(observed.elastic):
@@ -56,6 +54,10 @@ def update_size(decision: Decision) -> None:
     size = sizing.size_for(observed, plan, [w for w in observed.workers if w.state in LIVE])
     if not size.new_workers:
         shrink(decision, size, f"`spec.replicas` is {plan.layout.data}")
+
+
+def _revision(observed: Observed) -> str:
+    return observed.status.plan.revision if observed.status.plan is not None else ""
 
 
 def shrink(decision: Decision, size: Size, why: str) -> None:
@@ -76,28 +78,6 @@ def shrink(decision: Decision, size: Size, why: str) -> None:
         }
     )
     apply_size(decision, size.plan, placement, why)
-
-
-def apply_size(decision: Decision, plan: Plan, placement: PlacementStatus, why: str) -> None:
-    """Takes over the plan and the placement of another size. Ends the generation if one runs."""
-    observed, status = decision.observed, decision.status
-    own, new = sizing.current_size(observed), plan.layout.data
-    status.plan = plan.to_status()
-    status.plan.revision = observed.revision
-    status.placement, status.replicas = placement, new
-    _record_incarnations(decision, placement)
-    elastic = elastic_status(decision)
-    elastic.next_placement, elastic.growing_since = None, None
-    elastic.attempts, elastic.retry_time = 0, None
-    elastic.resized_time = format_time(observed.now)
-    text = f"From {counted(own, 'replica')} to {new}: {why}"
-    decision.add_event(restart_policy.RESCALED.name, text)
-    decision.condition(names.RESCALING, True, "Growing" if new > own else "Shrinking", text)
-    if observed.mesh.generation > 0 and not decision.mesh.pending_cause:
-        decision.count_restart(restart_policy.RESCALED)
-        decision.mesh.pending_cause = restart_policy.RESCALED.name
-        decision.mesh.pending_since = format_time(observed.now)
-    decision.starting(f"Saving a checkpoint, then continuing with {counted(new, 'replica')}")
 
 
 def report_training(decision: Decision) -> None:
@@ -130,28 +110,13 @@ def apply_growth(decision: Decision, grant: Granted | NotGranted) -> None:
     size = size_of(decision.grow.sizes, grant.placement)
     assert size is not None
     placement = grant.placement.to_status(observed.name, incarnations_of(observed, size), size.plan_workers)
-    _record_incarnations(decision, placement)
+    record_incarnations(decision, placement)
     elastic.next_placement, elastic.growing_since = placement, format_time(observed.now)
     decision.create += list(size.new_workers)
     own, new = sizing.current_size(observed), size.replicas
     text = f"Starting {counted(len(size.new_workers), 'worker')} to grow from {counted(own, 'replica')} to {new}"
     decision.add_event("Growing", sentences(text, capitalized(placement_text(placement))))
     decision.condition(names.RESCALING, True, "Growing", text)
-
-
-def incarnations_of(observed: Observed, size: Size) -> Mapping[int, int]:
-    """Worker -> incarnation with this size: that of its pod, or one that no pod of the job ever had."""
-    known = {worker.index: worker.incarnation for worker in observed.workers}
-    fresh = sizing.next_incarnation(observed, known)
-    new = set(size.new_workers)
-    return {worker: fresh if worker in new else known[worker] for worker in size.plan_workers}
-
-
-def _record_incarnations(decision: Decision, placement: PlacementStatus) -> None:
-    before = decision.observed.status.placement
-    entries: list[WorkerPlacement] = [*placement.workers, *(before.workers if before is not None else [])]
-    elastic = elastic_status(decision)
-    elastic.incarnation = max([elastic.incarnation, *(entry.incarnation for entry in entries)])
 
 
 def _continue_growth(decision: Decision) -> None:
@@ -200,7 +165,7 @@ def _problem(observed: Observed) -> str | None:
 
 
 def abandon_growth(decision: Decision, why: str, *, failed: bool) -> None:
-    """Ends a growth: its pods are excess, and are deleted next. After a failure, the job waits before it tries again."""
+    """Ends a growth, and deletes its pods. After a failure, the job waits before it tries again."""
     observed, elastic = decision.observed, elastic_status(decision)
     elastic.next_placement, elastic.growing_since = None, None
     decision.delete += [w.pod for w in observed.joining if w.pod is not None and not w.pod.deleting]

@@ -24,11 +24,13 @@ AGENTS_SILENT = "AgentsSilent"
 """Reason of a Ready condition that is Unknown."""
 
 
-def report_training(decision: Decision) -> None:
-    """Reports how many ranks train, and moves workers off draining nodes if all do."""
+def report_training(decision: Decision) -> bool:
+    """Reports how many ranks train, and moves workers off draining nodes if all do. Returns whether all do."""
     _, unknown = progress.count_ranks(decision.observed)
-    if report_ready_ranks(decision, unsure=unknown > 0) and not unknown:
+    trains = report_ready_ranks(decision, unsure=unknown > 0) and not unknown
+    if trains:
         _move_off_draining_nodes(decision)
+    return trains
 
 
 def report_ready_ranks(decision: Decision, *, unsure: bool) -> bool:

@@ -95,7 +95,9 @@ def run_attempt(attempt: Attempt, view: ClusterView) -> Outcome:
 
 def may_fit(request: PlacementRequest, free: FreeNodes, changed: Mapping[str, Node]) -> bool:
     """Whether the job may fit. Exact for a whole gang; a gang that keeps pods has to be placed to know."""
-    return bool(request.assigned_nodes or any(size.kept for size in request.sizes)) or any(free.has_capacity(plan, changed) for plan in request.plans)
+    return bool(request.assigned_nodes or any(size.kept for size in request.sizes)) or any(
+        free.has_capacity(plan, changed) for plan in request.plans
+    )
 
 
 def node_requirements(spec: ParallelTrainingJobSpec) -> Hashable:

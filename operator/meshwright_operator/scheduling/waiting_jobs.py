@@ -92,7 +92,13 @@ class WaitingJobs:
         bounds = self.queue.policy.of(namespace)
         in_use = self._capacity.view.gpus_in_use(namespace, request.uid)
         text = quota_excess(request.smallest.plan, namespace, in_use, bounds)
-        if text or request.grows or request.restarts or bounds.max_waiting_jobs is None or waiting <= bounds.max_waiting_jobs:
+        if (
+            text
+            or request.grows
+            or request.restarts
+            or bounds.max_waiting_jobs is None
+            or waiting <= bounds.max_waiting_jobs
+        ):
             return text
         return waiting_excess(namespace, bounds)
 
@@ -254,7 +260,6 @@ class WaitingJobs:
             without_pods_of=without_pods_of,
             calibration=self.calibration,
         )
-
 
     def _within_quota(self, request: PlacementRequest, bounds: Bounds) -> PlacementRequest:
         """The request without the sizes that exceed the quota of the namespace. The smallest one stays."""
