@@ -22,7 +22,8 @@ def finished(status: ParallelTrainingJobStatus) -> bool:
 def succeeded(observed: Observed) -> bool:
     """Whether the workers that the success policy names have succeeded, with the current revision of the spec."""
     first = observed.spec.success_policy is SuccessPolicy.FIRST_WORKER
-    required = [observed.workers[rank_zero_worker(observed)]] if first and observed.workers else observed.workers
+    zero = rank_zero_worker(observed) if first and observed.workers else None
+    required = [worker for worker in observed.workers if zero is None or worker.index == zero]
     return (
         bool(required)
         and observed.mesh.generation > 0

@@ -53,7 +53,7 @@ def next_generation(observed: Observed, cause: str, failures: int) -> MeshStatus
     number of consecutive failures so far.
     """
     first = rank_zero_worker(observed)
-    master = observed.workers[first].pod
+    master = next(worker.pod for worker in observed.workers if worker.index == first)
     waiting_agent = observed.agents.waiting_agents[first]
     assert master is not None
     return MeshStatus(

@@ -16,7 +16,7 @@ from meshwright.planner.placement.resize import workers_on_resize
 from meshwright.planner.plan import Plan
 from meshwright_operator.decide.gang_actions import Size
 from meshwright_operator.decide.mesh_generation import plan_workers
-from meshwright_operator.decide.observed import LIVE, Observed, Worker
+from meshwright_operator.decide.observed import LIVE, Observed, Worker, has_started
 from meshwright_operator.timestamps import parse_time, seconds_since
 
 FIRST_RETRY_SECONDS = 60.0
@@ -127,4 +127,5 @@ def retry_pause(attempts: int) -> float:
 def next_incarnation(observed: Observed, incarnations: Mapping[int, int]) -> int:
     """An incarnation that no pod of the job ever had."""
     joining = [worker.incarnation for worker in observed.joining]
-    return max([state(observed).incarnation, *incarnations.values(), *joining], default=-1) + 1
+    before = [state(observed).incarnation] if has_started(observed.status) else []
+    return max([*before, *incarnations.values(), *joining], default=-1) + 1

@@ -1,0 +1,95 @@
+"""Elastic jobs in virtual time: they shrink when nodes go, grow when nodes come, and follow `spec.replicas`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from tests.operator.support import JOBS
+from tests.operator.test_settling import submitted
+from tests.operator.world import World
+
+FOREVER = 1e9
+
+
+def elastic(name: str, replicas: int, **fields: Any) -> dict[str, Any]:
+    """A job whose replicas take a whole node each."""
+    body = submitted(name, replicas)
+    body["spec"] |= {"elastic": {"pauseSeconds": 30, **fields}, "checkpoint": {"claimName": "shared"}}
+    return body
+
+
+def edit(world: World, name: str, **spec: Any) -> None:
+    new = copy.deepcopy(world.cluster.objects[f"{JOBS}/{name}"])
+    new["spec"] |= spec
+    new["metadata"]["generation"] += 1
+    world.cluster.update(f"{JOBS}/{name}", new)
+
+
+def set_ready(world: World, node: str, ready: bool) -> None:
+    """A node goes down with its pods, or comes back."""
+    obj = copy.deepcopy(world.nodes[node])
+    obj["status"]["conditions"][0]["status"] = str(ready)
+    world.cluster.stamp(obj)
+    world.nodes[node] = obj
+    for operator in world.operators:
+        operator.cache.put_node(obj)
+        operator.nodes_changed()
+    for pod in world.pods():
+        if not ready and pod.node == node:
+            world.crash(pod.name)
+
+
+def size(world: World, name: str) -> int:
+    replicas: int = world.status(name)["replicas"]
+    return replicas
+
+
+def pods(world: World, name: str) -> set[str]:
+    return {pod.name for pod in world.pods(name) if not pod.terminal}
+
+
+async def test_a_job_shrinks_without_its_node_and_grows_when_the_node_returns() -> None:
+    world = World(1, nodes=2, work=FOREVER)
+    world.submit(elastic("job", 2))
+    await world.run(20)
+    assert world.true("job", "Ready")
+    before = pods(world, "job")
+    victim = next(pod for pod in world.pods("job") if pod.worker == 0)
+    set_ready(world, victim.node, ready=False)
+    await world.run(20)
+    assert size(world, "job") == 2, "it waits for a replacement first"
+    await world.run(60)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert size(world, "job") == 1
+    assert pods(world, "job") == before - {victim.name}
+    assert world.status("job")["placement"]["workers"][0]["ranks"] == "0-1"
+    set_ready(world, victim.node, ready=True)
+    await world.run(240)
+    assert size(world, "job") == 2, world.status("job")
+    assert world.true("job", "Ready")
+    assert before - {victim.name} < pods(world, "job")
+    assert world.status("job")["mesh"]["cause"] == "Rescaled"
+    assert not world.true("job", "Rescaling")
+
+
+async def test_scale_up_and_down() -> None:
+    world = World(2, nodes=4, work=FOREVER)
+    world.submit(elastic("job", 1))
+    await world.run(20)
+    seen = []
+    for replicas in (4, 2, 3, 1):
+        edit(world, "job", replicas=replicas)
+        await world.run(240)
+        assert world.true("job", "Ready"), world.condition("job", "Ready")
+        seen.append((size(world, "job"), len(pods(world, "job"))))
+    assert seen == [(4, 4), (2, 2), (3, 3), (1, 1)]
+    assert "job-w0-0" in pods(world, "job"), "the first worker was never replaced"
+
+
+async def test_a_job_starts_with_what_is_there_and_fills_the_cluster() -> None:
+    world = World(3, nodes=3, work=FOREVER)
+    world.submit(elastic("job", 2, maxReplicas=4, fill=True, minReplicas=1))
+    await world.run(60)
+    assert world.true("job", "Ready")
+    assert size(world, "job") == 3
