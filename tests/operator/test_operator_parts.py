@@ -374,6 +374,20 @@ async def test_repeated_events_are_counted_up() -> None:
     assert server.requests[1][2]["count"] == 2
 
 
+async def test_an_event_that_cannot_be_written_does_not_stop_those_after_it() -> None:
+    server = Server((201, {}))
+    job = {"metadata": {"name": "train", "namespace": "default", "uid": "u"}}
+
+    async def post(cluster: KubeClient) -> None:
+        recorder = EventRecorder(cluster, "test", OperatorMetrics())
+        for message in ("file \udcff is missing", "next"):
+            recorder.post(job, JobEvent("PodLost", message))
+        await recorder.flush(5)
+
+    await with_cluster(server, post)
+    assert [body["message"] for _, _, body in server.requests] == ["next"]
+
+
 def test_the_chronicle_tells_where_a_recovery_spent_its_time() -> None:
     timeline = StartTimeline()
     assert timeline.update(decide(observed()), 100.0) == []
