@@ -287,7 +287,7 @@ class Reconciler:
         if ORPHAN_FINALIZER in finalizers:
             return  # the user keeps the pods
         uid = job["metadata"]["uid"]
-        self._scheduler.forget(key, uid)
+        self._scheduler.forget(uid)
         pods = self._cache.pods(key, uid)
         live = [pod for pod in pods if not pod.terminal]
         incarnations = {pod.worker: pod.incarnation for pod in sorted(live, key=lambda pod: pod.incarnation)}
@@ -301,7 +301,7 @@ class Reconciler:
         """Drop the state of a deleted job."""
         uid = self._uids.pop(key, "")
         self._rejections.pop(uid, None)
-        self._scheduler.forget(key, uid)
+        self._scheduler.forget(uid)
         self._pod_control.missing.forget(uid)
         self._stale_retries.reset(key)
         self._planner.forget(key)
