@@ -341,8 +341,8 @@ async def test_a_resync_drops_ghosts_and_keeps_what_came_meanwhile() -> None:
     here["ownerReferences"] = [{"uid": "job-uid", "controller": True}]
     server = Server(
         (200, {"items": [{"metadata": {"name": "n0"}}, {"metadata": 7}]}),
-        (200, {"items": [{"metadata": here}, {"metadata": {"name": "junk"}}]}),
-        (200, {"items": [{"metadata": {"name": "train", "namespace": "default", "uid": "job-uid"}}]}),
+        (200, {"items": [{"metadata": here}, {"metadata": {"name": "junk"}}, {"metadata": {}}, 7]}),
+        (200, {"items": [{"spec": {}}, {"metadata": {"name": "train", "namespace": "default", "uid": "job-uid"}}]}),
     )
 
     async def sync(cluster: KubeClient) -> None:
