@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -30,10 +31,12 @@ from meshwright_operator.kube.paths import core_path, jobs_path, lease_path, pod
 from meshwright_operator.kube.pod_info import read_pod
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.resync import Resync
+from meshwright_operator.kube.watches import cancel_stuck_watchers
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 from tests.operator.builders import agents, observed, pod, report, running_status
+from tests.patience import patient
 
 
 def test_tokens_depend_on_key_and_job() -> None:
@@ -423,3 +426,24 @@ def test_times_are_written_as_kubernetes_does() -> None:
     assert parse_time("2026-01-02T03:04:05Z") == moment.replace(microsecond=0)
     assert parse_time("yesterday") is parse_time(None) is None
     assert seconds_since("2026-01-02T03:04:00Z", moment) == pytest.approx(5.6789)
+
+
+async def test_a_watcher_that_survives_its_cancellation_is_cancelled_again() -> None:
+    """kopf waits for it without a limit, so that the operator would not exit after a failure."""
+
+    async def watcher() -> None:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:  # taken for the end of a connection
+            await asyncio.sleep(1000)
+
+    stuck = asyncio.create_task(watcher(), name="watcher for nodes.v1@None")
+    healthy = asyncio.create_task(watcher(), name="watcher for pods.v1@None")
+    insisting = asyncio.create_task(cancel_stuck_watchers(0.01))
+    await asyncio.sleep(0.05)
+    stuck.cancel()
+    await asyncio.wait([stuck], timeout=patient(5))
+    assert stuck.cancelled()
+    assert not healthy.done()
+    for task in (healthy, insisting):
+        task.cancel()

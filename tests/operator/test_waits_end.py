@@ -153,7 +153,7 @@ def test_a_pod_that_does_not_terminate_is_lost_some_time_after_its_grace_period(
     decision = decide(seen)
     assert decision.place is not None
     assert [w.index for w in decision.place.workers] == [2]
-    assert "train-w2-0" in decision.avoid["n2"]
+    assert "train-w2-0" in decision.blocked_nodes["n2"]
 
 
 def test_without_another_node_the_job_is_stalled_and_names_the_fix() -> None:
@@ -217,3 +217,18 @@ def test_a_worker_that_drains_for_longer_than_its_grace_period_does_not_stop_the
     verdict = detect(observed(received=agents(reports, halted_seconds=121.0)))
     assert isinstance(verdict, Interruption)
     assert verdict.cause.name == "RankFailure"
+
+
+async def test_a_node_is_free_again_as_soon_as_its_stuck_pod_is_known_to_be_gone() -> None:
+    world = World(3, nodes=1, work=10**6)
+    world.submit(small("lone", 1))
+    await world.run(20)
+    operator = world.operators[0]
+    await world.evict("lone-w0-0")
+    operator.blind = True
+    await world.run(STUCK_SECONDS + 60)
+    assert "does not terminate" in world.condition("lone", "Placed")["message"]
+    operator.blind = False
+    operator.begin_list()()
+    await world.run(30)
+    assert world.true("lone", "Ready")

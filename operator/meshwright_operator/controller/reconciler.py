@@ -134,6 +134,7 @@ class Reconciler:
         # 3. Decide.
         draft = decide_job.decide(observed)
         self._scheduler.avoid(uid, draft.avoid, draft.avoid_seconds)
+        self._scheduler.set_blocked(uid, draft.blocked_nodes)
 
         # 4. Place if needed, write the status, then act.
         if draft.place is not None:

@@ -54,7 +54,7 @@ def decide(observed: Observed) -> Decision:
     _report_blocked_edit(decision)
     restart_policy.drop_expired(decision.status, observed.spec.recovery, observed.now)
     progress.update_progress(observed, decision.status)
-    decision.avoid |= stuck_pods.nodes_to_avoid(observed.stuck_pods)
+    decision.blocked_nodes = stuck_pods.nodes_to_avoid(observed.stuck_pods)
     decision.delete += [pod for worker in observed.workers for pod in worker.obsolete_pods]
     _record_succeeded_workers(decision)
     if observed.spec.suspend:

@@ -40,6 +40,8 @@ class Decision:
     """Node -> why not to place this job there for a while."""
     avoid_seconds: float | None = None
     """For how long; None for the scheduler's default."""
+    blocked_nodes: dict[str, str] = field(default_factory=dict)
+    """Node -> why this job must not be placed there, as long as the decision says so."""
     delete_job: bool = False
     requeue_after: float | None = None
     """Seconds after which to reconcile the job again, even without an event."""

@@ -120,6 +120,8 @@ async def run_watches(
 
     async with asyncio.TaskGroup() as group:
         ready_task = group.create_task(signal_ready(), name="watches-ready")
+        # Not in the group: it must go on while the group's tasks are being cancelled.
+        insist_task = asyncio.create_task(cancel_stuck_watchers(), name="watches-insist")
         try:
             await kopf.operator(
                 registry=registry,
@@ -131,7 +133,25 @@ async def run_watches(
             )
         finally:
             ready_task.cancel()
+            insist_task.cancel()
     raise RuntimeError("watches ended")
+
+
+async def cancel_stuck_watchers(check_seconds: float = 1.0) -> None:
+    """Cancel watchers of kopf again that go on after they were cancelled, until this is cancelled.
+
+    kopf cancels each watcher once, and waits for it without a limit. A watcher whose connection closes at that moment
+    takes the cancellation for the end of the connection, and then waits for ever for new credentials.
+    """
+    before: set[asyncio.Task[Any]] = set()
+    while True:
+        await asyncio.sleep(check_seconds)
+        cancelled = {task for task in asyncio.all_tasks() if task.get_name().startswith("watcher for ")}
+        cancelled = {task for task in cancelled if task.cancelling()}
+        for task in cancelled & before:
+            log.warning("a watcher goes on after it was cancelled", extra={"task": task.get_name()})
+            task.cancel()
+        before = cancelled
 
 
 def watch_paths(namespaces: Sequence[str]) -> list[str]:

@@ -57,6 +57,8 @@ class JobScheduler:
         self._calibration = Calibration()
         """The calibrated constants of this cluster's GPUs, which plans use."""
         self._avoided: dict[str, dict[str, tuple[float, str]]] = {}
+        self._blocked: dict[str, Mapping[str, str]] = {}
+        """uid of a job -> node -> why the job cannot use it now."""
         self._assumed: dict[str, ReservedSpares] = {}
         """uid of a job -> its spare nodes, until its status has them."""
         self._offered: tuple[int, set[str]] = (-1, set())
@@ -175,11 +177,20 @@ class JobScheduler:
         until = time.monotonic() + (AVOID_SECONDS if seconds is None else seconds)
         self._avoided.setdefault(uid, {}).update({name: (until, why) for name, why in nodes.items()})
 
+    def set_blocked(self, uid: str, nodes: Mapping[str, str]) -> None:
+        """Excludes these nodes (name -> reason), and no others, for the job with this uid until the next call."""
+        before = self._blocked.pop(uid, {})
+        if nodes:
+            self._blocked[uid] = dict(nodes)
+        if before.keys() - nodes.keys():
+            self._placer.capacity_freed()
+
     def forget(self, uid: str) -> None:
         """Drops the state of a deleted job."""
         self._placer.withdraw(uid)
         self._placer.withdraw_edit(uid)
         self._avoided.pop(uid, None)
+        self._blocked.pop(uid, None)
         self._give_up_assumed(uid)
 
     def _assume(self, request: PlacementRequest, placement: Placement) -> None:
@@ -203,12 +214,13 @@ class JobScheduler:
 
     def _avoided_now(self, uid: str) -> dict[str, str]:
         """Node -> why this job avoids it now."""
+        blocked = self._blocked.get(uid, {})
         if uid not in self._avoided:
-            return {}
+            return dict(blocked)
         now = time.monotonic()
         current = {name: entry for name, entry in self._avoided[uid].items() if entry[0] > now}
         self._avoided[uid] = current
-        return {name: why for name, (_, why) in current.items()}
+        return {name: why for name, (_, why) in current.items()} | blocked
 
     def _exists(self, request: PlacementRequest) -> bool:
         """Whether the job still exists and is not suspended."""
