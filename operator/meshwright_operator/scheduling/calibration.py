@@ -3,8 +3,8 @@
 Its input is in the jobs' status (plan, measured throughput, step), so a restarted operator computes the same constants.
 A job is left out if the cost model does not support its model or GPUs.
 
-The measured throughput of running jobs varies all the time, and other constants mean other plans of all waiting jobs. So
-a GPU's constants stay in use until the fitted ones differ by more than `THRESHOLD`.
+The measured throughput of running jobs varies all the time, and other constants mean other plans of all waiting jobs.
+So a GPU's constants stay in use until the fitted ones differ by more than `THRESHOLD`.
 """
 
 from __future__ import annotations
