@@ -28,7 +28,7 @@ from meshwright_operator.decide.mesh_generation import next_generation
 from meshwright_operator.decide.observed import Observed, PodState, has_started
 from meshwright_operator.decide.restart_policy import Interruption, Undetermined
 from meshwright_operator.decide.succeeded_workers import format_workers
-from meshwright_operator.text import counted, sentences
+from meshwright_operator.text import capitalized, counted, sentences
 from meshwright_operator.timestamps import format_time, parse_time
 
 REQUEUE_SECONDS = 15.0
@@ -61,6 +61,8 @@ def decide(observed: Observed) -> Decision:
         _suspend(decision)
     elif lifecycle.succeeded(observed):
         decision.complete(_completion(decision))
+    elif _exit_overdue(decision):
+        _complete_without_exit(decision)
     else:
         _resume(decision)
         _advance_generation(decision)
@@ -111,8 +113,28 @@ def _record_succeeded_workers(decision: Decision) -> None:
     if observed.mesh.generation > 0 and not decision.mesh.pending_cause:
         succeeded = (worker.index for worker in observed.workers if worker.completed)
         decision.mesh.succeeded_workers = format_workers(succeeded)
+        completed = decision.mesh.completed_time or format_time(observed.now)
+        decision.mesh.completed_time = completed if lifecycle.all_completed(observed) else None
     elif decision.status.mesh is not None:
         decision.mesh.succeeded_workers = ""
+        decision.mesh.completed_time = None
+
+
+def _exit_overdue(decision: Decision) -> bool:
+    """Whether all ranks have completed, but pods have not exited in time: a sidecar or a hung agent keeps them."""
+    left = lifecycle.exit_left(decision.status, decision.observed.now)
+    if left is not None and left > 0:
+        decision.requeue_within(left)
+    return left is not None and left <= 0
+
+
+def _complete_without_exit(decision: Decision) -> None:
+    """Completes the job, and deletes the pods that have not exited."""
+    running = [pod.name for pod in decision.observed.live_pods]
+    more = f" and {len(running) - 3} more" if len(running) > 3 else ""
+    which = f"pod {', '.join(running[:3])}{more} did not exit within {lifecycle.EXIT_SECONDS:.0f} s and will be deleted"
+    decision.add_event("PodsDoNotExit", capitalized(which), WARNING)
+    decision.complete(sentences(_completion(decision), capitalized(which)))
 
 
 def _suspend(decision: Decision) -> None:
