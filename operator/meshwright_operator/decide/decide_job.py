@@ -94,7 +94,8 @@ def _adopt_plan(decision: Decision) -> None:
         status.plan = plan
     elif not status.plan.revision:
         status.plan.revision = observed.revision
-    if changed:
+    edited = observed.generation != observed.status.observed_generation
+    if changed or (edited and observed.mesh.retry_time is not None):
         placement_outcome.reset_attempts(decision)
     status.applied_spec = updated_applied_spec(observed.status, observed.spec, observed.revision)
     status.selector = f"{LABEL_JOB}={observed.name}"
@@ -192,6 +193,8 @@ def _advance_generation(decision: Decision) -> None:
             decision.requeue_within(verdict.seconds)
             return
         _end_generation(decision, verdict)
+        if verdict.job_failure:
+            return
         if verdict.lost and not lifecycle.finished(decision.status):
             decision.starting(verdict.message)
             return
@@ -222,7 +225,10 @@ def _end_generation(decision: Decision, verdict: Interruption) -> None:
     cause = verdict.cause
     decision.add_cause_event(cause, verdict.message)
     if verdict.job_failure:
-        decision.fail(verdict.job_failure, verdict.message)
+        if decision.status.checkpoint is not None or verdict.job_failure == failure_detection.CHECKPOINT_INCOMPATIBLE:
+            _hold(decision, verdict)
+        else:
+            decision.fail(verdict.job_failure, verdict.message)
         return
     codes = cause.exit_codes(decision.observed)
     if cause.limited and not _may_restart(decision, codes, verdict.message):
@@ -232,6 +238,22 @@ def _end_generation(decision: Decision, verdict: Interruption) -> None:
     # Whole seconds, rounded up: pods that this verdict has counted ended before this time.
     decision.mesh.pending_since = format_time(decision.observed.now + timedelta(seconds=1))
     decision.delete += [w.pod for w in verdict.lost if w.pod is not None and not w.pod.deleting]
+
+
+def _hold(decision: Decision, verdict: Interruption) -> None:
+    """Releases the pods of a job whose ranks cannot start, and tries again later, or at once after an edit.
+
+    Its checkpoint belongs to this object: if the job failed, a corrected one would start at step 0.
+    """
+    restart_policy.record_failure(decision.mesh, decision.observed.now)
+    decision.mesh.pending_cause = verdict.cause.name
+    decision.mesh.pending_since = format_time(decision.observed.now + timedelta(seconds=1))
+    decision.mesh.attempts = decision.mesh.failures - 1  # a start that ranks reject resets it
+    decision.status.ready_ranks = f"0/{decision.observed.plan.layout.world_size}"
+    decision.status.tokens_per_second = decision.status.eta_seconds = None
+    placement_outcome.end_attempt(decision, gang_actions.EndAttempt(verdict.job_failure, verdict.message))
+    decision.delete.clear()
+    decision.delete_live_pods()
 
 
 def _may_restart(decision: Decision, codes: set[int], message: str) -> bool:
