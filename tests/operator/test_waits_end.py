@@ -217,3 +217,24 @@ def test_a_worker_that_drains_for_longer_than_its_grace_period_does_not_stop_the
     verdict = detect(observed(received=agents(reports, halted_seconds=121.0)))
     assert isinstance(verdict, Interruption)
     assert verdict.cause.name == "RankFailure"
+
+
+async def test_an_operator_that_restarts_tries_a_node_that_rejects_pods_once_more_and_then_avoids_it() -> None:
+    """Which nodes a job avoids is in memory only. How often it failed to start is in status."""
+    world = World(9, nodes=3, work=10**6)
+    world.rejecting = {"n0": "OutOfcpu"}
+    world.submit(small("job", 2))
+    for _ in range(60):
+        await world.run(1)
+        if world.status("job").get("mesh", {}).get("attempts"):
+            break
+    assert world.status("job")["mesh"]["attempts"] == 1
+    world.cluster.watchers.clear()
+    world.operators.clear()
+    world.operators.append(world.operator())
+    reasons = world.operators[0].notes
+    await world.run(120)
+    assert world.true("job", "Ready")
+    assert {pod.node for pod in world.pods("job")} == {"n1", "n2"}
+    assert reasons.reasons("job").count("GangReleased") == 1
+    assert len(world.started) == 2, "no rank started twice"
