@@ -216,7 +216,7 @@ async def test_a_replica_that_runs_restores_its_secret(
     await api.delete(path)
 
     async def restored() -> bool:
-        return (await api.call("GET", path, ok=False)).get("data") == before
+        return bool((await api.call("GET", path, ok=False)).get("data") == before)
 
     await until(restored, "the Secret is there again, with the same key", 60)
 
