@@ -196,6 +196,15 @@ async def test_the_gate_answers_open_polls_when_it_closes() -> None:
         assert await post("/v1/report") == unavailable
 
 
+async def led_by(api: Api, name: str) -> None:
+    """Waits until this replica holds the lease. It may be ready a moment before."""
+
+    async def leads() -> bool:
+        return await holder(api) == name
+
+    await until(leads, f"{name} leads", 60)
+
+
 async def holder(api: Api) -> str:
     """The replica that holds the lease."""
     lease = await api.call("GET", LEASE, ok=False)
@@ -221,6 +230,7 @@ async def test_one_of_two_replicas_leads_and_the_other_takes_over(
                 kubeconfig, tmp_path, ports[number], identity=name, coordinator_url=url, metrics_listen=listen
             )
             replicas.append(await replica.start())
+            await led_by(api, "a")
         await api.create(JOBS, job("duel"))
         await settled("duel")
 
@@ -263,8 +273,9 @@ async def test_a_planned_hand_over_cuts_no_poll_and_restarts_no_worker(
             settings = {"identity": name, "coordinator_url": url, "tls": "managed", "key_file": None}
             return await OperatorThread(kubeconfig, tmp_path, port, **settings).start()
 
-        replicas = [await start("a", ports[0]), await start("b", ports[1])]
-        assert await holder(api) == "a"
+        first = await start("a", ports[0])
+        await led_by(api, "a")
+        replicas = [first, await start("b", ports[1])]
         await api.create(JOBS, job("train", training={"steps": 10**6, "globalBatchSize": 8, "sequenceLength": 64}))
         await settled("train")
         before = {pod["metadata"]["uid"] for pod in await api.pods("train")}
