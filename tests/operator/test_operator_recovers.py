@@ -248,7 +248,7 @@ async def test_a_leader_that_loses_the_lease_ends(api: Api, start_operator: Star
 
     async def leads() -> bool:
         lease = await api.call("GET", path, ok=False)
-        return (lease.get("spec") or {}).get("holderIdentity") == "one"
+        return bool((lease.get("spec") or {}).get("holderIdentity") == "one")
 
     await until(leads, "the operator leads")
     taken = {"holderIdentity": "thief", "leaseDurationSeconds": 60, "leaseTransitions": 7}
