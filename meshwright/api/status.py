@@ -173,6 +173,8 @@ class MeshStatus(ApiModel):
     succeeded_workers: Annotated[str, Field(max_length=MAX_SUCCEEDED_WORKERS)] = ""
     """Workers that have completed the run in this generation, as ranges such as `0-3,7`. They stay complete if their
     pods are deleted."""
+    completed_time: Time | None = None
+    """When all workers that the job waits for had completed the run in this generation. Their pods should exit soon."""
     agent_replacements: Count = 0
     """Number of pods that were replaced since the gang last ran, because their agents did not reach the operator."""
 

@@ -183,6 +183,9 @@ async def test_an_edit_beyond_a_bound_is_blocked_and_the_job_keeps_running() -> 
     ready = world.condition("grows", "Ready")
     assert (ready["status"], ready["reason"]) == ("False", "PolicyExceeded")
     assert "`spec.replicas` is 3: use at most 2" in ready["message"]
+    events = [note for _, note in world.operators[0].notes.notes if note.reason == "PolicyExceeded"]
+    assert [event.type for event in events] == ["Warning"], "once, however often the job is reconciled"
+    assert "`spec.replicas` is 3: use at most 2" in events[0].message
     assert len(world.agents) == 2
     assert world.status("grows")["mesh"]["generation"] == 1
 

@@ -232,3 +232,24 @@ async def test_a_node_is_free_again_as_soon_as_its_stuck_pod_is_known_to_be_gone
     operator.begin_list()()
     await world.run(30)
     assert world.true("lone", "Ready")
+
+
+async def test_an_operator_that_restarts_tries_a_node_that_rejects_pods_once_more_and_then_avoids_it() -> None:
+    """Which nodes a job avoids is in memory only. How often it failed to start is in status."""
+    world = World(9, nodes=3, work=10**6)
+    world.rejecting = {"n0": "OutOfcpu"}
+    world.submit(small("job", 2))
+    for _ in range(60):
+        await world.run(1)
+        if world.status("job").get("mesh", {}).get("attempts"):
+            break
+    assert world.status("job")["mesh"]["attempts"] == 1
+    world.cluster.watchers.clear()
+    world.operators.clear()
+    world.operators.append(world.operator())
+    reasons = world.operators[0].notes
+    await world.run(120)
+    assert world.true("job", "Ready")
+    assert {pod.node for pod in world.pods("job")} == {"n1", "n2"}
+    assert reasons.reasons("job").count("GangReleased") == 1
+    assert len(world.started) == 2, "no rank started twice"

@@ -30,7 +30,7 @@ from meshwright_operator.decide import decide_job, lifecycle, placement_outcome
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed, PodState, Rejection, has_started
-from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS, WAITING_RETRY_SECONDS
+from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.decide.stuck_pods import seconds_until_stuck
 from meshwright_operator.kube.cache import Cache, JobKey
@@ -49,6 +49,8 @@ from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.text import capitalized
 from meshwright_operator.timestamps import utc_now
 
+NO_LAYOUT_RETRY_SECONDS = 600.0
+"""Time after which a job for which no layout fits is planned again, if no change of a node has woken it."""
 ORPHAN_FINALIZER = "orphan"
 """The API server's finalizer of `kubectl delete --cascade=orphan`."""
 
@@ -169,9 +171,10 @@ class Reconciler:
             return await self._edit_admission.admit(key, job, observed)
         except JobRejectedError as rejection:
             self._leave_queue(uid)
-            if rejection.retryable and not lifecycle.finished(parse_status(job)):
-                self._queue.add_after(key, RETRY_PLACEMENT_SECONDS)
             await self._reporter.report_rejected(key, job, rejection)
+            if rejection.retryable and not lifecycle.finished(parse_status(job)):
+                # The event of this status reconciles the job again, with the nodes that changed meanwhile.
+                self._queue.add_after(key, NO_LAYOUT_RETRY_SECONDS)
             return None
         except PlanPendingError as pending:
             await self._report_pending(key, job, pending)

@@ -27,7 +27,7 @@ from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.timestamps import format_time, utc_now
 
 CHECK_SECONDS = 3600.0
-"""Longest time between two looks at the Secret, so that it is restored if somebody deleted it."""
+"""Longest time between two looks at the CAs, so that those that another replica added are served."""
 FILE_CHECK_SECONDS = 10.0
 RETRY_SECONDS = 60.0
 SHORTEST_PAUSE_SECONDS = 1.0

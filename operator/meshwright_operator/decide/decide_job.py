@@ -28,7 +28,7 @@ from meshwright_operator.decide.mesh_generation import next_generation
 from meshwright_operator.decide.observed import Observed, PodState, has_started
 from meshwright_operator.decide.restart_policy import Interruption, Undetermined
 from meshwright_operator.decide.succeeded_workers import format_workers
-from meshwright_operator.text import counted, sentences
+from meshwright_operator.text import capitalized, counted, sentences
 from meshwright_operator.timestamps import format_time, parse_time
 
 REQUEUE_SECONDS = 15.0
@@ -61,6 +61,8 @@ def decide(observed: Observed) -> Decision:
         _suspend(decision)
     elif lifecycle.succeeded(observed):
         decision.complete(_completion(decision))
+    elif _exit_overdue(decision):
+        _complete_without_exit(decision)
     else:
         _resume(decision)
         _advance_generation(decision)
@@ -92,7 +94,8 @@ def _adopt_plan(decision: Decision) -> None:
         status.plan = plan
     elif not status.plan.revision:
         status.plan.revision = observed.revision
-    if changed:
+    edited = observed.generation != observed.status.observed_generation
+    if changed or (edited and observed.mesh.retry_time is not None):
         placement_outcome.reset_attempts(decision)
     status.applied_spec = updated_applied_spec(observed.status, observed.spec, observed.revision)
     status.selector = f"{LABEL_JOB}={observed.name}"
@@ -111,8 +114,28 @@ def _record_succeeded_workers(decision: Decision) -> None:
     if observed.mesh.generation > 0 and not decision.mesh.pending_cause:
         succeeded = (worker.index for worker in observed.workers if worker.completed)
         decision.mesh.succeeded_workers = format_workers(succeeded)
+        completed = decision.mesh.completed_time or format_time(observed.now)
+        decision.mesh.completed_time = completed if lifecycle.all_completed(observed) else None
     elif decision.status.mesh is not None:
         decision.mesh.succeeded_workers = ""
+        decision.mesh.completed_time = None
+
+
+def _exit_overdue(decision: Decision) -> bool:
+    """Whether all ranks have completed, but pods have not exited in time: a sidecar or a hung agent keeps them."""
+    left = lifecycle.exit_left(decision.status, decision.observed.now)
+    if left is not None and left > 0:
+        decision.requeue_within(left)
+    return left is not None and left <= 0
+
+
+def _complete_without_exit(decision: Decision) -> None:
+    """Completes the job, and deletes the pods that have not exited."""
+    running = [pod.name for pod in decision.observed.live_pods]
+    more = f" and {len(running) - 3} more" if len(running) > 3 else ""
+    which = f"pod {', '.join(running[:3])}{more} did not exit within {lifecycle.EXIT_SECONDS:.0f} s and will be deleted"
+    decision.add_event("PodsDoNotExit", capitalized(which), WARNING)
+    decision.complete(sentences(_completion(decision), capitalized(which)))
 
 
 def _suspend(decision: Decision) -> None:
@@ -170,6 +193,8 @@ def _advance_generation(decision: Decision) -> None:
             decision.requeue_within(verdict.seconds)
             return
         _end_generation(decision, verdict)
+        if verdict.job_failure:
+            return
         if verdict.lost and not lifecycle.finished(decision.status):
             decision.starting(verdict.message)
             return
@@ -200,7 +225,10 @@ def _end_generation(decision: Decision, verdict: Interruption) -> None:
     cause = verdict.cause
     decision.add_cause_event(cause, verdict.message)
     if verdict.job_failure:
-        decision.fail(verdict.job_failure, verdict.message)
+        if decision.status.checkpoint is not None or verdict.job_failure == failure_detection.CHECKPOINT_INCOMPATIBLE:
+            _hold(decision, verdict)
+        else:
+            decision.fail(verdict.job_failure, verdict.message)
         return
     codes = cause.exit_codes(decision.observed)
     if cause.limited and not _may_restart(decision, codes, verdict.message):
@@ -210,6 +238,22 @@ def _end_generation(decision: Decision, verdict: Interruption) -> None:
     # Whole seconds, rounded up: pods that this verdict has counted ended before this time.
     decision.mesh.pending_since = format_time(decision.observed.now + timedelta(seconds=1))
     decision.delete += [w.pod for w in verdict.lost if w.pod is not None and not w.pod.deleting]
+
+
+def _hold(decision: Decision, verdict: Interruption) -> None:
+    """Releases the pods of a job whose ranks cannot start, and tries again later, or at once after an edit.
+
+    Its checkpoint belongs to this object: if the job failed, a corrected one would start at step 0.
+    """
+    restart_policy.record_failure(decision.mesh, decision.observed.now)
+    decision.mesh.pending_cause = verdict.cause.name
+    decision.mesh.pending_since = format_time(decision.observed.now + timedelta(seconds=1))
+    decision.mesh.attempts = decision.mesh.failures - 1  # a start that ranks reject resets it
+    decision.status.ready_ranks = f"0/{decision.observed.plan.layout.world_size}"
+    decision.status.tokens_per_second = decision.status.eta_seconds = None
+    placement_outcome.end_attempt(decision, gang_actions.EndAttempt(verdict.job_failure, verdict.message))
+    decision.delete.clear()
+    decision.delete_live_pods()
 
 
 def _may_restart(decision: Decision, codes: set[int], message: str) -> bool:

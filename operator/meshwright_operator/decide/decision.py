@@ -143,3 +143,4 @@ class Decision:
             self.mesh.pending_cause = ""
             self.mesh.pending_since = None
             self.mesh.succeeded_workers = ""
+            self.mesh.completed_time = None

@@ -34,11 +34,12 @@ PEER_LOST_WAIT_SECONDS = 10.0
 PAUSE_SECONDS = 20.0
 DRAIN_MARGIN_SECONDS = 60.0
 
+CHECKPOINT_INCOMPATIBLE = "CheckpointIncompatible"
 JOB_FAILURES = {
     FailureKind.REJECTED: "RunRejected",
-    FailureKind.CHECKPOINT_INCOMPATIBLE: "CheckpointIncompatible",
+    FailureKind.CHECKPOINT_INCOMPATIBLE: CHECKPOINT_INCOMPATIBLE,
 }
-"""Failures of ranks that another start would repeat -> reason for which the job fails at once."""
+"""Failures of ranks that another start would repeat -> reason. Without a checkpoint the job fails at once."""
 
 GONE = frozenset({PodState.MISSING, PodState.ENDING, PodState.DISRUPTED, PodState.LOST})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 
 from meshwright.api import conditions as names
@@ -13,6 +14,9 @@ from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, PodState, Worker
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 
+EXIT_SECONDS = 120.0
+"""Seconds in which pods should exit after all ranks have completed. Then the job is complete without that."""
+
 
 def finished(status: ParallelTrainingJobStatus) -> bool:
     """Whether the job completed or failed. Nothing restarts a finished job."""
@@ -21,14 +25,35 @@ def finished(status: ParallelTrainingJobStatus) -> bool:
 
 def succeeded(observed: Observed) -> bool:
     """Whether the workers that the success policy names have succeeded, with the current revision of the spec."""
-    first = observed.spec.success_policy is SuccessPolicy.FIRST_WORKER
-    required = [observed.workers[rank_zero_worker(observed)]] if first and observed.workers else observed.workers
+    required = _required(observed)
     return (
         bool(required)
         and observed.mesh.generation > 0
         and all(_succeeded(observed, worker) for worker in required)
         and any(worker.state is PodState.SUCCEEDED for worker in required)
     )
+
+
+def all_completed(observed: Observed) -> bool:
+    """Whether the workers that the success policy names have completed the run, whether their pods exit or not.
+
+    The last report of an agent, or its copy in status, says so.
+    """
+    required = _required(observed)
+    done = all(worker.completed and worker.state is not PodState.CRASHED for worker in required)
+    return bool(required) and observed.mesh.generation > 0 and done
+
+
+def exit_left(status: ParallelTrainingJobStatus, now: datetime) -> float | None:
+    """Seconds left for the pods to exit after all ranks completed; None before that."""
+    since = parse_time(status.mesh.completed_time) if status.mesh is not None else None
+    return EXIT_SECONDS - (now - since).total_seconds() if since is not None else None
+
+
+def _required(observed: Observed) -> Sequence[Worker]:
+    """The workers that the success policy names."""
+    first = observed.spec.success_policy is SuccessPolicy.FIRST_WORKER
+    return [observed.workers[rank_zero_worker(observed)]] if first and observed.workers else observed.workers
 
 
 def _succeeded(observed: Observed, worker: Worker) -> bool:

@@ -45,7 +45,7 @@ NEEDS_USER_ACTION = frozenset(
     {
         *("AdmissionDenied", "PodsForbidden", "PodsInvalid", NAME_TAKEN),
         *("InvalidImageName", "ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff"),
-        "AgentsMissing",
+        *("AgentsMissing", "RunRejected", "CheckpointIncompatible"),
         *("CreateContainerConfigError", "CreateContainerError", "RunContainerError"),
     }
 )
