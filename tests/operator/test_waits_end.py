@@ -274,3 +274,22 @@ def test_a_worker_that_drains_for_longer_than_its_grace_period_does_not_stop_the
     verdict = detect(observed(received=agents(reports, halted_seconds=121.0)))
     assert isinstance(verdict, Interruption)
     assert verdict.cause.name == "RankFailure"
+
+
+async def test_a_job_whose_spec_is_too_large_for_its_status_is_suspended_although_an_edit_does_not_fit() -> None:
+    body = small("large", 2)
+    body["spec"]["workers"]["env"] = [{"name": f"E{number}", "value": "x" * 4096} for number in range(64)]
+    world = World(1, nodes=6, work=1e6)
+    world.submit(body)
+    await world.run(20)
+    assert world.true("large", "Ready")
+    assert not world.status("large").get("appliedSpec")
+    obj = copy.deepcopy(world.cluster.objects[f"{JOBS}/large"])
+    obj["spec"] |= {"suspend": True, "replicas": 4, "workers": {**body["spec"]["workers"], "gpusPerWorker": 8}}
+    world.cluster.update(f"{JOBS}/large", obj)
+    await world.run(1)
+    assert world.pods()
+    assert not world.true("large", "Suspended"), "its pods save a checkpoint"
+    await world.run(10)
+    assert not world.pods()
+    assert world.true("large", "Suspended")
