@@ -85,6 +85,10 @@ def test_flags_win_over_the_environment() -> None:
         (["--coordinator-listen", "127.0.0.1:99999"], "HOST:PORT"),
         (["--coordinator-url", "http://a", "--workers", "0"], "--workers must be"),
         (["--coordinator-url", "http://a", "--lease-seconds", "0.5"], "--lease-seconds must be"),
+        (["--coordinator-url", "http://a", "--lease-seconds", "nan"], "--lease-seconds must be"),
+        (["--coordinator-url", "http://a", "--resync-seconds", "inf"], "--resync-seconds must be"),
+        (["--coordinator-url", "http://a", "--drain-seconds", "nan"], "--drain-seconds must not"),
+        (["--coordinator-url", "https://a", "--tls-ca-days", "inf"], "--tls-ca-days must be"),
         (["--coordinator-url", "http://a"], "--coordinator-url must start with https:// with --tls managed"),
         (
             ["--coordinator-url", "https://a", "--tls", "disabled"],

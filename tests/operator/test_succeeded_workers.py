@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 from typing import Any
 
@@ -16,8 +17,15 @@ from meshwright_operator.decide.lifecycle import EXIT_SECONDS, finished
 from meshwright_operator.decide.observed import PodState
 from meshwright_operator.decide.succeeded_workers import MAX_TEXT, format_workers, parse_workers
 from tests.operator.builders import NODES, NOW, agents, ago, crashed, observed, pod, report, running_status
+from tests.operator.support import JOBS, PODS
 from tests.operator.test_gang_races import command, small
 from tests.operator.world import World
+
+
+def suspend(world: World, name: str, value: bool) -> None:
+    obj = copy.deepcopy(world.cluster.objects[f"{JOBS}/{name}"])
+    obj["spec"]["suspend"] = value
+    world.cluster.update(f"{JOBS}/{name}", obj)
 
 
 def mesh(**fields: Any) -> MeshStatus:
@@ -141,6 +149,39 @@ async def test_a_finished_run_is_not_trained_again(seen: bool) -> None:
     assert world.true("done", "Complete")
     assert world.status("done")["mesh"]["generation"] == 1
     assert len(world.started) == 3
+
+
+@pytest.mark.parametrize("body", [small("done", 2), command("done", 2)], ids=["runtime", "command"])
+async def test_a_finished_run_that_is_suspended_before_anybody_saw_it_is_complete(body: dict[str, Any]) -> None:
+    world = World(2, nodes=3, work=10.0)
+    world.submit(body)
+    await world.run(8)
+    world.cluster.watchers.clear()
+    world.operators.clear()
+    await world.run(30)
+    assert [p.phase for p in world.pods()] == ["Succeeded"] * 2
+    suspend(world, "done", True)
+    world.operators.append(world.operator())
+    await world.run(10)
+    for ended in world.pods():
+        world.crash(ended.name)
+    suspend(world, "done", False)
+    await world.run(60)
+    assert world.true("done", "Complete")
+    assert len(world.started) == 2, "each worker trained once"
+
+
+async def test_a_command_that_exits_with_0_when_it_is_suspended_is_not_complete() -> None:
+    world = World(2, nodes=3, work=1e6)
+    world.submit(command("paused", 2))
+    await world.run(20)
+    suspend(world, "paused", True)
+    await world.run(1)
+    for obj in list(world.cluster.of("pods")):
+        world.cluster.update(f"{PODS}/{obj['metadata']['name']}", {**obj, "status": {"phase": "Succeeded"}})
+    await world.run(10)
+    assert not world.true("paused", "Complete")
+    assert world.true("paused", "Suspended")
 
 
 async def test_a_command_that_a_persisted_success_completes() -> None:

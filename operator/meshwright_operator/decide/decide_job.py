@@ -8,6 +8,7 @@ from meshwright.api import conditions as names
 from meshwright.api.conditions import find, is_true
 from meshwright.api.labels import LABEL_JOB
 from meshwright.api.spec import FailureAction
+from meshwright.api.status import added
 from meshwright_operator.decide import (
     failure_detection,
     gang,
@@ -32,6 +33,8 @@ from meshwright_operator.text import capitalized, counted, sentences
 from meshwright_operator.timestamps import format_time, parse_time
 
 REQUEUE_SECONDS = 15.0
+RESULT_LOST = "ResultLost"
+"""Reason of a finished job of which nobody knows whether it completed or failed."""
 CLOCK_SKEW_SECONDS = 30.0
 """A time in status that is later than this after now is from a clock that was set back since."""
 
@@ -57,10 +60,12 @@ def decide(observed: Observed) -> Decision:
     decision.blocked_nodes = stuck_pods.nodes_to_avoid(observed.stuck_pods)
     decision.delete += [pod for worker in observed.workers for pod in worker.obsolete_pods]
     _record_succeeded_workers(decision)
-    if observed.spec.suspend:
-        _suspend(decision)
-    elif lifecycle.succeeded(observed):
+    if lifecycle.succeeded(observed) and not (observed.spec.suspend and observed.mesh.pending_cause):
+        # Also if the job is to be suspended now: while it is, the pods that prove its success may be removed. Pods that
+        # were deleted to suspend it prove nothing.
         decision.complete(_completion(decision))
+    elif observed.spec.suspend:
+        _suspend(decision)
     elif _exit_overdue(decision):
         _complete_without_exit(decision)
     else:
@@ -71,11 +76,21 @@ def decide(observed: Observed) -> Decision:
 
 def _clean_up_finished(decision: Decision) -> None:
     """Deletes a finished job's live pods, and the job itself once its time to live is over."""
+    if not lifecycle.has_result(decision.status):
+        _report_lost_result(decision)
     update_observed_generation(decision.status, decision.observed.generation)
     decision.delete_live_pods()
     left = lifecycle.ttl_left(decision.observed.spec, decision.status, decision.observed.now)
     decision.delete_job = left is not None and left <= 0
     decision.requeue_within(left)
+
+
+def _report_lost_result(decision: Decision) -> None:
+    """Reports that a job has finished, and that somebody removed the condition with the result."""
+    text = f"The job finished at {decision.status.completion_time}, and its conditions were removed since"
+    for kind in (names.COMPLETE, names.FAILED):
+        decision.unknown_condition(kind, RESULT_LOST, text)
+    decision.job_state(RESULT_LOST, text, stalled=True, unknown=True, final=True)
 
 
 def _completion(decision: Decision) -> str:
@@ -317,7 +332,7 @@ def _take(decision: Decision, action: gang_actions.GangAction) -> None:
             decision.delete += [pod for pod in pods if pod not in decision.delete]
             decision.avoid |= action.avoid
             if action.replaces_agents:
-                decision.mesh.agent_replacements += 1
+                decision.mesh.agent_replacements = added(decision.mesh.agent_replacements)
                 decision.avoid_seconds = placement_outcome.AVOID_FAILED_NODE_SECONDS
             decision.starting(f"Deleting {counted(len(pods), 'pod')}, because {why}")
         case gang_actions.Wait(message, reason, seconds):

@@ -8,7 +8,7 @@ from datetime import datetime
 from meshwright.api import conditions as names
 from meshwright.api.conditions import is_true
 from meshwright.api.spec import ParallelTrainingJobSpec, SuccessPolicy
-from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.api.status import ParallelTrainingJobStatus, added
 from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, PodState, Worker
@@ -19,7 +19,15 @@ EXIT_SECONDS = 120.0
 
 
 def finished(status: ParallelTrainingJobStatus) -> bool:
-    """Whether the job completed or failed. Nothing restarts a finished job."""
+    """Whether the job completed or failed. Nothing restarts a finished job.
+
+    A merge patch of another controller may replace all conditions. Then the completion time still shows that it did.
+    """
+    return has_result(status) or status.completion_time is not None
+
+
+def has_result(status: ParallelTrainingJobStatus) -> bool:
+    """Whether a condition says that the job completed, or that it failed."""
     return is_true(status.conditions, names.COMPLETE) or is_true(status.conditions, names.FAILED)
 
 
@@ -81,7 +89,7 @@ def begin(status: ParallelTrainingJobStatus, now: datetime) -> None:
 
 def pause(status: ParallelTrainingJobStatus, now: datetime) -> None:
     """Stops the job's clock."""
-    status.active_seconds += int(seconds_since(status.active_since, now))
+    status.active_seconds = added(status.active_seconds, int(seconds_since(status.active_since, now)))
     status.active_since = None
 
 

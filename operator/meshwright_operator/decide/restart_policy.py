@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from meshwright.api.spec import FailureAction, ParallelTrainingJobSpec, RecoverySpec
-from meshwright.api.status import MAX_RESTART_TIMES, MeshStatus, ParallelTrainingJobStatus
+from meshwright.api.status import MAX_RESTART_TIMES, MeshStatus, ParallelTrainingJobStatus, added
 from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.decide.events import NORMAL, WARNING
 from meshwright_operator.decide.observed import Observed, PodState, Worker
@@ -158,7 +158,7 @@ def count_failure(
     record_failure(status.mesh, now)
     if action_for(spec, codes)[0] is FailureAction.IGNORE:
         return
-    status.restarts_toward_limit += 1
+    status.restarts_toward_limit = added(status.restarts_toward_limit)
     if spec.recovery.restart_window_seconds is not None:
         status.restart_times = [*status.restart_times, format_time(now)][-MAX_RESTART_TIMES:]
 
@@ -166,7 +166,7 @@ def count_failure(
 def record_failure(mesh: MeshStatus, now: datetime) -> None:
     """Counts one more consecutive failure. Starts again at 1 if the generation trained for long enough."""
     trained = 0.0 if mesh.pending_cause else seconds_since(mesh.started_time, now)
-    mesh.failures = 1 if trained >= FAILURE_RESET_SECONDS else mesh.failures + 1
+    mesh.failures = 1 if trained >= FAILURE_RESET_SECONDS else added(mesh.failures)
 
 
 def drop_expired(status: ParallelTrainingJobStatus, recovery: RecoverySpec, now: datetime) -> None:
