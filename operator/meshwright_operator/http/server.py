@@ -103,6 +103,8 @@ class GuardedServer:
         self.buffer = memoryview(bytearray(READ_BYTES))
         self._waiting: dict[Phase, dict[Connection, None]] = {Phase.HEAD: {}, Phase.IDLE: {}}
         """Connections with a deadline. Each phase has one time limit, so that the first is due first."""
+        self._silent: dict[socket.socket, Connection] = {}
+        """Connections whose client has sent nothing yet."""
         application.middlewares.append(_guard)
         self._runner = web.AppRunner(
             application,
@@ -131,6 +133,8 @@ class GuardedServer:
             await asyncio.gather(*tasks, return_exceptions=True)
             for listener in listeners:
                 listener.close()
+            for connection in list(self._silent.values()):
+                connection.close("")
             await self._runner.cleanup()
 
     def phase_changed(self, connection: Connection) -> None:
@@ -183,6 +187,22 @@ class GuardedServer:
         connection = Connection(self, source, self._limits.head_bytes, handler)
         self.admission.add(connection)
         self.phase_changed(connection)
+        client.setblocking(False)
+        connection.silent = lambda: self._stop_waiting(client)
+        self._silent[client] = connection
+        # A client that says nothing has no TLS connection, parser, task or timer: it costs a socket.
+        self._loop.add_reader(client, self._begin, client, connection)
+
+    def _stop_waiting(self, client: socket.socket) -> None:
+        self._loop.remove_reader(client)
+        self._silent.pop(client, None)
+        client.close()
+
+    def _begin(self, client: socket.socket, connection: Connection) -> None:
+        """The client has sent something, or closed its end."""
+        self._loop.remove_reader(client)
+        self._silent.pop(client, None)
+        connection.silent = None
         connection.connecting = self._loop.create_task(self._connect(client, connection))
 
     async def _connect(self, client: socket.socket, connection: Connection) -> None:
