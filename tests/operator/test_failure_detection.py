@@ -11,6 +11,7 @@ import pytest
 
 from meshwright.api.status import CheckpointStatus, MeshStatus, ParallelTrainingJobStatus
 from meshwright.protocol.messages import AgentState, FailureKind
+from meshwright_operator.decide.agents import ReceivedReport
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.failure_detection import detect
@@ -270,3 +271,14 @@ def test_ranks_that_paused_for_nobody_are_started_again() -> None:
     assert verdict.cause.name == "RankFailure"
     draining = [*idle[:3], report(3, AgentState.DRAINING)]
     assert detect(observed(received=agents(draining, halted_seconds=21.0))) is None, "the pod that drains ends soon"
+
+
+def test_the_cause_among_many_failed_workers_is_found_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing each report of a thousand workers with each other one would stop the operator for seconds."""
+    received = agents([failed(worker, ERROR if worker % 2 else PEER) for worker in range(4)], halted_seconds=10.5)
+    comparisons = []
+    monkeypatch.setattr(ReceivedReport, "__eq__", lambda self, other: comparisons.append(other) or self is other)
+    verdict = detect(observed(received=received))
+    assert isinstance(verdict, Interruption)
+    assert "Worker 1" in verdict.message
+    assert not comparisons, "of whole reports"
