@@ -17,9 +17,16 @@ MAX_SAFE_INTEGER = (1 << 53) - 1
 """The largest integer that every JSON reader represents exactly."""
 Count = Annotated[int, Field(ge=0, le=MAX_SAFE_INTEGER)]
 
+MAX_CONDITIONS = 16
+MAX_RESTART_CAUSES = 16
 MAX_APPLIED_SPEC = 131072
 MAX_RESTART_TIMES = 128
 MAX_SUCCEEDED_WORKERS = 32768
+
+
+def added(count: int, more: int = 1) -> int:
+    """`count + more`, at most the largest count: the API server rejects a status with a larger one entirely."""
+    return min(count + more, MAX_SAFE_INTEGER)
 
 
 class Condition(ApiModel):
@@ -173,6 +180,8 @@ class MeshStatus(ApiModel):
     succeeded_workers: Annotated[str, Field(max_length=MAX_SUCCEEDED_WORKERS)] = ""
     """Workers that have completed the run in this generation, as ranges such as `0-3,7`. They stay complete if their
     pods are deleted."""
+    completed_time: Time | None = None
+    """When all workers that the job waits for had completed the run in this generation. Their pods should exit soon."""
     agent_replacements: Count = 0
     """Number of pods that were replaced since the gang last ran, because their agents did not reach the operator."""
 
@@ -235,7 +244,9 @@ class ParallelTrainingJobStatus(ApiModel):
 
     observed_generation: Annotated[int, Field(ge=-1, le=MAX_SAFE_INTEGER)] = -1
     """The `metadata.generation` that the operator has acted on, or -1 before the first time."""
-    conditions: Annotated[list[Condition], Field(max_length=16, json_schema_extra={"x-list-map-key": "type"})] = []
+    conditions: Annotated[
+        list[Condition], Field(max_length=MAX_CONDITIONS, json_schema_extra={"x-list-map-key": "type"})
+    ] = []
     """Ready, Reconciling, Stalled, Placed, Complete, Failed, Suspended."""
     plan: PlanStatus | None = None
     """The effective layout."""
@@ -261,7 +272,9 @@ class ParallelTrainingJobStatus(ApiModel):
     """Latest evaluation, with `training.evaluation`."""
     checkpoint: CheckpointStatus | None = None
     """Latest durable checkpoint."""
-    restarts: Annotated[list[RestartStatus], Field(max_length=16, json_schema_extra={"x-list-map-key": "cause"})] = []
+    restarts: Annotated[
+        list[RestartStatus], Field(max_length=MAX_RESTART_CAUSES, json_schema_extra={"x-list-map-key": "cause"})
+    ] = []
     """Restarts by cause."""
     restart_count: Count = 0
     """Restarts of all causes."""

@@ -12,6 +12,7 @@ import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from meshwright.addresses import split_host_port
@@ -131,10 +132,10 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
         ("max_connections_per_source", 1),
         ("connection_rate_per_source", 1),
     ):
-        if settings[name] < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
-    if given.drain_seconds < 0:
-        parser.error("--drain-seconds must not be negative")
+        if not least <= settings[name] < inf:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, and finite")
+    if not 0 <= given.drain_seconds < inf:
+        parser.error("--drain-seconds must not be negative, and finite")
     if given.coordinator_url is None and given.coordinator_listen.host in ("", "0.0.0.0", "::"):
         parser.error("--coordinator-url is required if --coordinator-listen has no address that pods can reach")
     _check_tls(parser, given)
@@ -153,8 +154,8 @@ def _check_tls(parser: argparse.ArgumentParser, given: argparse.Namespace) -> No
         parser.error(
             f"--coordinator-url must start with {scheme}:// with --tls {given.tls}, got {given.coordinator_url}"
         )
-    if not given.tls_ca_days > 0:
-        parser.error("--tls-ca-days must be above 0")
+    if not 0 < given.tls_ca_days < inf:
+        parser.error("--tls-ca-days must be above 0, and finite")
 
 
 def _parser() -> argparse.ArgumentParser:

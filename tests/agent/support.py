@@ -180,7 +180,15 @@ async def until(condition: Callable[[], object], seconds: float, why: Callable[[
 class AgentProcess:
     """`python -m meshwright_worker` with a pod's environment; its log is kept and shown when a test fails."""
 
-    def __init__(self, coordinator: Coordinator, directory: Path, worker: int = 0, **environment: str) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        directory: Path,
+        worker: int = 0,
+        output: Path | None = None,
+        **environment: str,
+    ) -> None:
+        """`output` is where standard output goes instead of the log."""
         self.log_path = directory / f"worker-{worker}.log"
         self.worker = worker
         variables = {
@@ -202,9 +210,9 @@ class AgentProcess:
             "PYTHONPATH": f"{ROOT}:{ROOT / 'worker'}",
             **environment,
         }
-        with self.log_path.open("ab") as log:
+        with self.log_path.open("ab") as log, (output or self.log_path).open("ab") as written:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "meshwright_worker"], env=variables, stdout=log, stderr=log
+                [sys.executable, "-m", "meshwright_worker"], env=variables, stdout=written, stderr=log
             )
         self._descendants: set[int] = set()
 

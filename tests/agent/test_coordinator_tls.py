@@ -27,8 +27,10 @@ from meshwright_operator.coordinator.credentials import Credentials, Credentials
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tls import CertificateFiles, CoordinatorTls, Identity, ManagedCertificates
 from meshwright_operator.coordinator.tokens import Tokens
+from meshwright_operator.http import server as http_server
+from meshwright_operator.http.connection import Connection
 from meshwright_operator.http.limits import ConnectionLimits
-from meshwright_operator.http.tls_connection import BUFFER_BYTES
+from meshwright_operator.http.tls_connection import BUFFER_BYTES, TlsConnection
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
@@ -340,6 +342,8 @@ async def test_a_connection_costs_little_memory(stage: Stage) -> None:
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     sockets = [socket.create_connection(("127.0.0.1", stage.port)) for _ in range(count)]
+    for one in sockets:
+        one.sendall(b"\x16")  # the handshake begins: before, a connection costs only its socket
 
     def accepted() -> float:
         return (tracemalloc.get_traced_memory()[0] - before) / count
@@ -432,3 +436,25 @@ async def test_managed_certificates_are_renewed_well_before_they_expire() -> Non
         seen.add(identity.chain)
     assert 40 < len(seen) < 80
     assert await source.identity() == await source.identity()
+
+
+async def test_a_client_that_says_nothing_costs_a_socket_and_no_tls(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[TlsConnection] = []
+
+    class Counted(TlsConnection):
+        def __init__(self, connection: Connection, context: ssl.SSLContext, seconds: float) -> None:
+            made.append(self)
+            super().__init__(connection, context, seconds)
+
+    monkeypatch.setattr(http_server, "TlsConnection", Counted)
+    async with stage.served(head_seconds=1.0) as closed:
+        silent = [await asyncio.open_connection("127.0.0.1", stage.port) for _ in range(10)]
+        await reports(stage.settings())
+        for reader, _ in silent:
+            await ended(reader)
+        assert closed.count("head_timeout") == 10
+        assert len(made) == 1, "for the agent"
+        for _, writer in silent:
+            writer.close()

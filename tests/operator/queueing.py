@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -122,8 +123,15 @@ class Attempts:
 
     def __init__(self, monkeypatch: Any) -> None:
         self.jobs: list[str] = []
+        self._loop, self._began = asyncio.get_event_loop(), asyncio.Event()
         monkeypatch.setattr(waiting_jobs, "run_attempt", self._run)
+
+    async def next(self) -> None:
+        """Waits until an attempt begins."""
+        self._began.clear()
+        await self._began.wait()
 
     def _run(self, attempt: Attempt, view: ClusterView) -> Outcome:
         self.jobs.append(str(attempt.request.key))
+        self._loop.call_soon_threadsafe(self._began.set)
         return run_attempt(attempt, view)

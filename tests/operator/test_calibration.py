@@ -8,8 +8,10 @@ import pytest
 
 from meshwright.api.parsing import parse_spec
 from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.hardware import Hardware
 from meshwright.planner.plan import make_plan, make_plans
 from meshwright_operator.kube.cache import Cache, JobKey
+from meshwright_operator.planning.request import PlanRequest
 from meshwright_operator.scheduling.calibration import CalibrationLoop
 from meshwright_operator.scheduling.scheduler import JobScheduler
 
@@ -148,14 +150,34 @@ async def test_jobs_that_say_nothing_teach_nothing() -> None:
     assert estimate(scheduler) == planned().estimate
 
 
-async def test_only_constants_that_changed_by_much_are_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_measurement_that_varies_a_little_changes_no_plan_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Other constants mean another digest of the hardware: the plans of all waiting jobs would be made again."""
     caplog.set_level("INFO", "meshwright_operator.scheduling.calibration")
     before = planned()
     status = before.to_status().model_dump(by_alias=True, exclude_none=True)
     slow = round(before.estimate.tokens_per_second / 2)
     measured = job("a", plan=status, step=2000)
-    learn, _ = learning(measured)
-    for speed in (slow, slow + 10, slow - 10, slow // 2):
+    learn, scheduler = learning(measured)
+    waiting, digests = parse_spec(job("waits")), []
+    hardware = Hardware.of(scheduler.inventory(waiting), 8)
+    for speed in (slow, slow + 10, slow - 10, round(slow * 1.01), slow // 2):
         measured["status"]["tokensPerSecond"] = speed
         await learn.refit()
+        digests.append(PlanRequest.new(waiting, hardware.calibrated(scheduler.calibration)).digest)
+    assert len(set(digests[:4])) == 1
+    assert digests[4] != digests[3]
     assert [record.message for record in caplog.records] == ["recalibrated"] * 2
+
+
+async def test_many_small_changes_add_up_to_a_large_one() -> None:
+    before = planned()
+    status = before.to_status().model_dump(by_alias=True, exclude_none=True)
+    full = before.estimate.tokens_per_second
+    measured = job("a", plan=status, step=2000)
+    learn, scheduler = learning(measured)
+    for percent in range(100, 69, -1):
+        measured["status"]["tokensPerSecond"] = round(full * percent / 100)
+        await learn.refit()
+    assert estimate(scheduler).tokens_per_second == pytest.approx(0.7 * full, rel=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import ssl
 from datetime import UTC, datetime, timedelta
+from typing import cast
 
 import pytest
 from cryptography import x509
@@ -12,8 +13,9 @@ from cryptography import x509
 from meshwright.protocol.trust import bundle_id
 from meshwright_operator.coordinator import certificates
 from meshwright_operator.coordinator.certificates import Authority, CertificateError
+from meshwright_operator.coordinator.credentials import Credentials, CredentialsError, CredentialsStore
 from meshwright_operator.coordinator.tls import Identity as Served
-from meshwright_operator.coordinator.tls import _load, check_handshake, server_context
+from meshwright_operator.coordinator.tls import ManagedCertificates, _load, check_handshake, server_context
 
 NAMES = ("mw.ops.svc", "127.0.0.1", "fd00::7")
 YEAR = timedelta(days=365)
@@ -121,3 +123,41 @@ def test_a_bundle_has_the_same_name_on_both_sides_of_an_environment_variable() -
     pem = certificates.create_authority(NOW, YEAR).pem
     assert bundle_id(pem) == bundle_id(pem.strip()) != bundle_id(pem + pem)
     assert bundle_id(" \n") == ""
+
+
+def test_a_ca_of_a_clock_that_was_ahead_signs_nothing_until_it_is_valid() -> None:
+    before = certificates.rotated((), NOW, YEAR)
+    ahead = certificates.rotated(before, NOW + timedelta(days=300), YEAR)
+    assert len(ahead) == 2
+    assert certificates.rotated(ahead, NOW, YEAR) == ahead, "the old CA is valid, so nothing changes"
+    assert certificates.signer(ahead, NOW, YEAR) is before[0]
+    far = certificates.rotated(before, NOW + 3 * YEAR, YEAR)
+    back = certificates.rotated(far, NOW, YEAR)
+    signer = certificates.signer(back, NOW, YEAR)
+    assert signer.valid_at(NOW)
+    assert len(back) == 2
+    assert certificates.rotated(back, NOW + YEAR / 2, YEAR) == back, "one more CA for each wrong clock, not one a look"
+
+
+async def test_a_certificate_of_a_clock_that_was_ahead_is_replaced() -> None:
+    now = [NOW + timedelta(days=250)]
+    authorities = certificates.rotated((), NOW, YEAR)
+
+    class Store:
+        async def load(self) -> Credentials:
+            return Credentials(b"", certificates.rotated(authorities, now[0], YEAR))
+
+    source = ManagedCertificates(cast(CredentialsStore, Store()), ["localhost"], YEAR, lambda: now[0])
+    early = await source.identity()
+    now[0] = NOW
+    assert source.pause() == 0
+    identity = await source.identity()
+    assert identity.chain != early.chain
+    assert x509.load_pem_x509_certificate(identity.chain.encode()).not_valid_before_utc <= NOW
+    assert source.pause() > 0
+
+
+def test_a_full_disk_is_an_error_of_the_certificate_and_not_of_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/dev/full")
+    with pytest.raises(CredentialsError, match="temporary file"):
+        serving(certificates.create_authority(NOW, YEAR))

@@ -13,8 +13,11 @@ import pytest
 from meshwright.api.objects import KubeObject
 from meshwright_operator.coordinator import certificates
 from meshwright_operator.coordinator.credentials import CredentialsError, CredentialsStore, read_secret
+from meshwright_operator.coordinator.running_leader import RunningLeader
 from meshwright_operator.kube.client import ApiError
+from tests.operator.conftest import StartOperator
 from tests.operator.memory import MemoryCluster
+from tests.operator.support import Api, until
 
 PATH = "/api/v1/namespaces/ops/secrets/mw"
 YEAR = timedelta(days=365)
@@ -144,6 +147,78 @@ async def test_a_deleted_secret_is_restored_by_the_process_that_has_read_it(clus
     assert after == before
     again = await cluster.store().load()
     assert (again.key, again.authorities[0].pem) == (before.key, before.authorities[0].pem)
+
+
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/ops/leases/lease"
+
+
+def starting(cluster: Cluster) -> CredentialsStore:
+    """The store of a replica that starts."""
+    leader = RunningLeader(cluster, "ops", "lease", "new", lambda: cluster.time.timestamp())
+    return CredentialsStore(cluster, "ops", "mw", YEAR, lambda: cluster.time, leader.name)
+
+
+def renew(cluster: Cluster, holder: str) -> None:
+    """The lease, renewed now."""
+    spec = {"holderIdentity": holder, "leaseDurationSeconds": 15, "renewTime": cluster.time.isoformat()}
+    cluster.put(LEASE, {"metadata": {"name": "lease", "namespace": "ops"}, "spec": spec})
+
+
+async def test_a_replica_that_starts_leaves_a_deleted_secret_to_the_leader(cluster: Cluster) -> None:
+    running, new = cluster.store(), starting(cluster)
+    before = await running.load()
+    cluster.remove(PATH)
+    for _ in range(10):
+        renew(cluster, "leads")
+        with pytest.raises(ApiError, match="waiting for leads, which leads, to restore it"):
+            await new.load()
+        cluster.time += timedelta(seconds=10)
+    assert PATH not in cluster.objects
+    assert await running.load() == before
+    assert (await new.load()).key == before.key
+
+
+@pytest.mark.parametrize("holder", ["", "new", None], ids=["released", "this one", "no lease"])
+async def test_without_another_leader_a_replica_makes_the_secret_at_once(cluster: Cluster, holder: str | None) -> None:
+    if holder is not None:
+        renew(cluster, holder)
+    assert (await starting(cluster).load()).key
+
+
+async def test_a_replica_does_not_wait_for_a_leader_that_is_gone(cluster: Cluster) -> None:
+    renew(cluster, "gone")
+    new = starting(cluster)
+    with pytest.raises(ApiError):
+        await new.load()
+    cluster.time += timedelta(seconds=16)
+    assert (await new.load()).key
+
+
+async def test_a_replica_waits_only_so_long_for_a_leader_that_does_not_use_the_secret(cluster: Cluster) -> None:
+    new = starting(cluster)
+    for _ in range(12):
+        renew(cluster, "leads")
+        with pytest.raises(ApiError):
+            await new.load()
+        cluster.time += timedelta(seconds=10)
+    renew(cluster, "leads")
+    assert (await new.load()).key
+
+
+@pytest.mark.parametrize("tls", ["managed", "disabled"])
+async def test_a_replica_that_runs_restores_its_secret(
+    api: Api, start_operator: StartOperator, monkeypatch: pytest.MonkeyPatch, tls: str
+) -> None:
+    monkeypatch.setattr("meshwright_operator.coordinator.access.SECRET_CHECK_SECONDS", 0.1, raising=False)
+    await start_operator(tls=tls, key_file=None)
+    path = "/api/v1/namespaces/default/secrets/meshwright-operator-credentials"
+    before = (await api.get(path))["data"]
+    await api.delete(path)
+
+    async def restored() -> bool:
+        return bool((await api.call("GET", path, ok=False)).get("data") == before)
+
+    await until(restored, "the Secret is there again, with the same key", 60)
 
 
 async def test_a_key_that_somebody_changes_is_not_used_while_the_process_runs(

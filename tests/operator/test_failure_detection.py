@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
-from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
+from meshwright.api.status import CheckpointStatus, MeshStatus, ParallelTrainingJobStatus
 from meshwright.protocol.messages import AgentState, FailureKind
+from meshwright_operator.decide.agents import ReceivedReport
 from meshwright_operator.decide.decide_job import decide
+from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.failure_detection import detect
 from meshwright_operator.decide.observed import PodState
+from meshwright_operator.decide.placement_outcome import retry_pause
 from meshwright_operator.decide.restart_policy import Interruption, Undetermined
 from meshwright_operator.kube.pod_info import Pod
 from tests.operator.builders import (
@@ -26,6 +31,10 @@ from tests.operator.builders import (
     report,
     running_status,
 )
+from tests.operator.support import JOBS
+from tests.operator.test_decide_lifecycle import conditions
+from tests.operator.test_gang_races import small
+from tests.operator.world import World
 
 ERROR, PEER = FailureKind.ERROR, FailureKind.PEER_LOST
 
@@ -91,16 +100,66 @@ def test_the_root_cause_is_told() -> None:
     assert verdict.message == "Worker 2: ZeroDivisionError"
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"), [("Rejected", "RunRejected"), ("CheckpointIncompatible", "CheckpointIncompatible")]
-)
-def test_a_failure_that_would_repeat_fails_the_job_at_once(kind: str, reason: str) -> None:
-    received = agents([failed(0, ERROR, "x"), failed(2, FailureKind(kind), "use another image")], halted_seconds=3)
-    decision = decide(observed(received=received))
+def refused(kind: FailureKind, **fields: Any) -> Decision:
+    """The decision about ranks that refuse to start."""
+    received = agents([failed(0, ERROR, "x"), failed(2, kind, "use another image")], halted_seconds=3)
+    return decide(observed(received=received, **fields))
+
+
+def test_a_run_that_would_be_rejected_again_fails_a_job_that_has_trained_nothing() -> None:
+    decision = refused(FailureKind.REJECTED)
     found = {c.type: (c.status, c.reason) for c in decision.status.conditions}
-    assert found["Failed"] == ("True", reason)
+    assert found["Failed"] == ("True", "RunRejected")
     assert decision.status.restart_count == 0
     assert "use another image" in next(c.message for c in decision.status.conditions if c.type == "Failed")
+
+
+@pytest.mark.parametrize("kind", [FailureKind.REJECTED, FailureKind.CHECKPOINT_INCOMPATIBLE])
+def test_a_job_with_a_checkpoint_is_not_failed_for_what_an_edit_can_repair(kind: FailureKind) -> None:
+    """Its checkpoint belongs to its uid: another job with the corrected spec would start at step 0."""
+    saved = CheckpointStatus(step=7, time=ago(30), path="/checkpoints/x")
+    decision = refused(kind, status=running_status(observed_generation=1, checkpoint=saved))
+    found = {c.type: (c.status, c.reason) for c in decision.status.conditions}
+    reason = {FailureKind.REJECTED: "RunRejected"}.get(kind, "CheckpointIncompatible")
+    assert found["Failed"][0] == "False"
+    assert found["Stalled"] == ("True", reason)
+    assert "use another image" in next(c.message for c in decision.status.conditions if c.type == "Ready")
+    assert len(decision.delete) == 4, "its GPUs are free"
+    assert decision.mesh.retry_time is not None
+    assert (decision.mesh.failures, decision.status.restarts_toward_limit) == (1, 0)
+    waits = decide(observed([], decision.status, received=agents([], hello=range(0))))
+    assert waits.place is None
+    assert conditions(waits.status)["Stalled"] == ("True", reason)
+    edited = replace(observed([], decision.status, received=agents([], hello=range(0))), generation=2)
+    assert decide(edited).place is not None, "the next attempt starts at once"
+
+
+def test_the_pause_before_ranks_may_reject_the_checkpoint_again_doubles() -> None:
+    """Each attempt forms a generation, which resets the number of attempts."""
+    mesh = MeshStatus(generation=4, master="10.0.0.0:2000", cause="RankFailure", started_time=ago(60), failures=3)
+    reports = [failed(worker, FailureKind.CHECKPOINT_INCOMPATIBLE, generation=4) for worker in range(4)]
+    decision = decide(observed(status=running_status(mesh=mesh), received=agents(reports, halted_seconds=3)))
+    assert decision.mesh.failures == 4
+    assert decision.mesh.retry_time == ago(-retry_pause(4))
+
+
+async def test_a_corrected_spec_continues_from_the_checkpoint_that_ranks_rejected() -> None:
+    world = World(7, nodes=2, work=10**6)
+    world.submit(small("train", 2))
+    await world.run(20)
+    for agent in world.agents.values():
+        agent.state, agent.failure = AgentState.FAILED, FailureKind.CHECKPOINT_INCOMPATIBLE
+    await world.run(10)
+    assert world.true("train", "Stalled")
+    assert not world.pods()
+    path = f"{JOBS}/train"
+    new = copy.deepcopy(world.cluster.objects[path])
+    new["spec"]["workers"]["image"] = "meshwright/worker:that-saved-it"
+    new["metadata"]["generation"] += 1
+    world.cluster.update(path, new)
+    await world.run(20)
+    assert world.true("train", "Ready")
+    assert world.status("train")["mesh"]["generation"] == 2
 
 
 def test_failing_peers_of_a_dead_node_mean_a_lost_node_at_once() -> None:
@@ -212,3 +271,14 @@ def test_ranks_that_paused_for_nobody_are_started_again() -> None:
     assert verdict.cause.name == "RankFailure"
     draining = [*idle[:3], report(3, AgentState.DRAINING)]
     assert detect(observed(received=agents(draining, halted_seconds=21.0))) is None, "the pod that drains ends soon"
+
+
+def test_the_cause_among_many_failed_workers_is_found_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing each report of a thousand workers with each other one would stop the operator for seconds."""
+    received = agents([failed(worker, ERROR if worker % 2 else PEER) for worker in range(4)], halted_seconds=10.5)
+    comparisons = []
+    monkeypatch.setattr(ReceivedReport, "__eq__", lambda self, other: comparisons.append(other) or self is other)
+    verdict = detect(observed(received=received))
+    assert isinstance(verdict, Interruption)
+    assert "Worker 1" in verdict.message
+    assert not comparisons, "of whole reports"

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
-from meshwright.protocol.messages import AgentState, MeshRequest, RankProcess
+from meshwright.protocol.messages import MAX_GENERATION, AgentState, MeshRequest, RankProcess
 from meshwright.protocol.signing import MAX_COUNTER_STEP, Sender, Signer
 from meshwright_operator.controller.http_server import health_application, serve_application
 from meshwright_operator.http import limits as http_limits
@@ -320,6 +320,70 @@ async def test_the_health_server_closes_silent_connections_too() -> None:
         for client in silent:
             await client.ended()
         assert closed.count("evicted") == 5
+
+
+async def test_requests_that_fail_inside_the_library_do_not_fill_the_log(
+    session: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(session) as (stage, _):
+        for _ in range(60):
+            client = await Client.connect(stage.port)
+            await client.send(HEAD + b"Content-Length: 0\r\nExpect: \xff\r\n\r\n")
+            assert (await client.ended()).startswith(b"HTTP/1.1 500")
+    assert len(caplog.records) <= 20
+
+
+async def test_a_worker_whose_state_goes_back_and_forth_is_reconciled_less_often(
+    session: aiohttp.ClientSession,
+) -> None:
+    async with served(session) as (stage, _):
+        await stage.registry.publish(None, WORKERS)
+        now = 1000.0
+        stage.registry.rate_limiter._clock = lambda: now
+        for number in range(300):
+            now += 0.2
+            state = (AgentState.STARTING, AgentState.RUNNING)[number % 2]
+            assert (await stage.post("report", report(0, state).wire()))[0] == 200
+        urgent = [key for key, urgent in stage.told if urgent]
+        assert 40 <= len(urgent) <= 80, "not 300 in a minute"
+        assert len(stage.told) == 300, "the other changes count later"
+        stage.told.clear()
+        assert (await stage.post("report", report(1, AgentState.FAILED).wire()))[0] == 200
+        assert stage.told[-1][1], "the other workers of the job are heard at once"
+
+
+async def test_a_generation_that_a_worker_makes_up_leaves_numbers_for_the_next_ones(
+    session: aiohttp.ClientSession,
+) -> None:
+    async with served(session) as (stage, _):
+        await stage.registry.publish(None, WORKERS)
+        for generation in (7, MAX_GENERATION):
+            message = report(0, AgentState.IDLE, generation=generation)
+            assert (await stage.post("report", message.wire()))[0] == 200
+        assert stage.registry.agents().newest_generation == 7
+        stage.signers.clear()
+        poll = asyncio.create_task(stage.poll(worker=1, wait=0.1, generation=MAX_GENERATION))
+        await poll
+        assert stage.registry.agents().newest_generation == 7
+
+
+async def test_the_slow_bodies_of_one_job_leave_room_for_those_of_others(
+    session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright_operator.coordinator.agent_registry.JOB_BODY_BYTES", 1000)
+    async with served(session) as (stage, _):
+        await stage.registry.publish(None, WORKERS)
+        await stage.post("report", report(0, AgentState.RUNNING).wire())
+        slow, body = await Client.connect(stage.port), b"{" + b" " * 990 + b"}"
+        headers = stage.signer(0).request("POST", REPORT, body)
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        await slow.send(HEAD + head.encode() + b"\r\n{")
+        await until(lambda: stage.registry.body_budget.left < 1000)
+        assert (await stage.post("report", report(1, AgentState.RUNNING).wire()))[0] == 503
+        assert stage.coordinator.registry("another job").body_budget.left == 1000
+        slow.writer.close()
+        await until(lambda: stage.registry.body_budget.left == 1000)
+        assert (await stage.post("report", report(1, AgentState.RUNNING).wire()))[0] == 200
 
 
 async def test_ipv4_clients_reach_a_server_on_every_interface() -> None:

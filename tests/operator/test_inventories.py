@@ -6,6 +6,7 @@ import asyncio
 import copy
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from meshwright.planner.hardware import Hardware
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.scheduling import inventories as module
 from meshwright_operator.scheduling.inventories import MAX_INVENTORIES, Inventories
+from meshwright_operator.scheduling.node_set import NodeSet
 from tests.operator.support import job, node
 from tests.randomness import seeds
 
@@ -142,3 +144,26 @@ async def test_a_large_cluster_is_read_in_a_thread(monkeypatch: pytest.MonkeyPat
     assert prepared
     assert threads.isdisjoint({threading.main_thread().name})
     assert known.empty(spec).nodes["n1"].unusable == "cordoned"
+
+
+def test_other_threads_change_nothing_that_the_event_loop_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    updates: list[tuple[NodeSet, int]] = []
+    update = NodeSet.update
+
+    def noted(self: NodeSet, *args: Any) -> None:
+        updates.append((self, threading.get_ident()))
+        update(self, *args)
+
+    monkeypatch.setattr(NodeSet, "update", noted)
+    cache, spec = Cache(), spec_of({})
+    known = Inventories(cache)
+    with ThreadPoolExecutor(1) as pool:
+        for number in range(3):
+            cache.put_node(node(f"n{number}", "r0"))
+            assert set(pool.submit(known.empty, spec).result().nodes) >= {"n0"}
+            assert known.empty(spec) == from_scratch(cache, spec)
+            assert pool.submit(known.empty, spec).result() == from_scratch(cache, spec)
+    own = {id(nodes) for nodes, thread in updates if thread == threading.get_ident()}
+    others = {id(nodes) for nodes, thread in updates if thread != threading.get_ident()}
+    assert len(own) == 1
+    assert not own & others

@@ -85,6 +85,10 @@ def test_flags_win_over_the_environment() -> None:
         (["--coordinator-listen", "127.0.0.1:99999"], "HOST:PORT"),
         (["--coordinator-url", "http://a", "--workers", "0"], "--workers must be"),
         (["--coordinator-url", "http://a", "--lease-seconds", "0.5"], "--lease-seconds must be"),
+        (["--coordinator-url", "http://a", "--lease-seconds", "nan"], "--lease-seconds must be"),
+        (["--coordinator-url", "http://a", "--resync-seconds", "inf"], "--resync-seconds must be"),
+        (["--coordinator-url", "http://a", "--drain-seconds", "nan"], "--drain-seconds must not"),
+        (["--coordinator-url", "https://a", "--tls-ca-days", "inf"], "--tls-ca-days must be"),
         (["--coordinator-url", "http://a"], "--coordinator-url must start with https:// with --tls managed"),
         (
             ["--coordinator-url", "https://a", "--tls", "disabled"],
@@ -344,8 +348,8 @@ async def test_a_resync_drops_ghosts_and_keeps_what_came_meanwhile() -> None:
     here["ownerReferences"] = [{"uid": "job-uid", "controller": True}]
     server = Server(
         (200, {"items": [{"metadata": {"name": "n0"}}, {"metadata": 7}]}),
-        (200, {"items": [{"metadata": here}, {"metadata": {"name": "junk"}}]}),
-        (200, {"items": [{"metadata": {"name": "train", "namespace": "default", "uid": "job-uid"}}]}),
+        (200, {"items": [{"metadata": here}, {"metadata": {"name": "junk"}}, {"metadata": {}}, 7]}),
+        (200, {"items": [{"spec": {}}, {"metadata": {"name": "train", "namespace": "default", "uid": "job-uid"}}]}),
     )
 
     async def sync(cluster: KubeClient) -> None:
@@ -375,6 +379,20 @@ async def test_repeated_events_are_counted_up() -> None:
     assert [method for method, _, _ in server.requests] == ["POST", "PATCH", "POST"]
     assert server.requests[0][2]["involvedObject"]["uid"] == "u"
     assert server.requests[1][2]["count"] == 2
+
+
+async def test_an_event_that_cannot_be_written_does_not_stop_those_after_it() -> None:
+    server = Server((201, {}))
+    job = {"metadata": {"name": "train", "namespace": "default", "uid": "u"}}
+
+    async def post(cluster: KubeClient) -> None:
+        recorder = EventRecorder(cluster, "test", OperatorMetrics())
+        for message in ("file \udcff is missing", "next"):
+            recorder.post(job, JobEvent("PodLost", message))
+        await recorder.flush(5)
+
+    await with_cluster(server, post)
+    assert [body["message"] for _, _, body in server.requests] == ["next"]
 
 
 def test_the_chronicle_tells_where_a_recovery_spent_its_time() -> None:

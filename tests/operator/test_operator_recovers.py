@@ -245,8 +245,12 @@ async def test_a_document_lost_with_the_operator_is_served_again(
 async def test_a_leader_that_loses_the_lease_ends(api: Api, start_operator: StartOperator) -> None:
     operator = await start_operator(identity="one")
     path = "/apis/coordination.k8s.io/v1/namespaces/default/leases/meshwright-operator"
-    lease = await api.get(path)
-    assert lease["spec"]["holderIdentity"] == "one"
+
+    async def leads() -> bool:
+        lease = await api.call("GET", path, ok=False)
+        return bool((lease.get("spec") or {}).get("holderIdentity") == "one")
+
+    await until(leads, "the operator leads")
     taken = {"holderIdentity": "thief", "leaseDurationSeconds": 60, "leaseTransitions": 7}
     await api.patch(path, {"spec": taken})
 

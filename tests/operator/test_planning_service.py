@@ -214,7 +214,12 @@ def admitted(draw: random.Random) -> Any:
         "vocabSize": number(1048576, 2),
     }
     if draw.random() < 0.3:
-        model["mixture"] = {"experts": number(4096), "activeExperts": 1, "intermediateSize": number(1048576)}
+        model["mixture"] = {
+            "experts": number(4096),
+            "perToken": 1,
+            "renormalize": False,
+            "intermediateSize": number(1048576),
+        }
     parallelism = {
         name: draw.choice([1, 2, 4, 8, 60])
         for name in ("tensor", "pipeline", "context", "expert", "microBatches")

@@ -154,10 +154,13 @@ async def test_what_makes_no_sense_costs_a_connection_at_most(server: Server, cl
     server.watches = [
         [event("ADDED", odd), event("ADDED", pod(0, 9)), b"no json\n"],
         [b'{"type": "ADDED", "object": {"metadata": {}}}\n'],
+        [b'{"type": "ERROR"}\n'],
+        [b'{"type": "ERROR", "object": {"code": "many"}}\n'],
+        [b'["ADDED"]\n'],
         [event("ADDED", pod(1, 10))],
     ]
     await parts.until({0: "Pending", 1: "Pending"})
-    assert server.asked[:4] == ["list", "7", "9", "9"]
+    assert server.asked[:7] == ["list", "7", "9", "9", "9", "9", "9"]
 
 
 async def test_a_silent_one_is_connected_again(server: Server, cluster: KubeClient) -> None:

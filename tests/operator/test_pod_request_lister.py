@@ -120,6 +120,26 @@ async def test_a_listing_that_takes_long_serves_for_a_while(monkeypatch: pytest.
     assert len(server.asked) == 4
 
 
+async def test_one_very_slow_listing_is_not_believed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(pod_request_lister.time, "monotonic", lambda: now[0])
+    server = Server(pod("notebook", "n1"))
+    lister = PodRequestLister(server, cache_with(), ())
+    waits = [300.0]
+
+    async def slow(*_: Any, **__: Any) -> AsyncIterator[Page]:
+        now[0] += waits.pop() if waits else 0.0
+        async for page in Server.pages(server, "/api/v1/pods", labelSelector="", fieldSelector=""):
+            yield page
+
+    monkeypatch.setattr(server, "pages", slow)
+    assert await lister.list_if_due() is not None
+    now[0] += pod_request_lister.LONGEST_REUSE_SECONDS - 1
+    assert await lister.list_if_due() is None
+    now[0] += 2
+    assert await lister.list_if_due() is not None
+
+
 def test_a_pod_that_carries_the_label_and_is_no_jobs_holds_its_node() -> None:
     cache = cache_with()
     stray = pod("not-a-workers-name", "n0", job="a")

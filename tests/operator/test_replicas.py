@@ -15,6 +15,8 @@ from meshwright_operator.coordinator.leadership_gate import LeadershipGate
 from meshwright_operator.http.server import verify
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient, Page
+from meshwright_operator.kube.fence import Fence
+from meshwright_operator.kube.leader_election import LeaderElector
 from meshwright_operator.kube.resync import STUCK_SECONDS, Resync
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
@@ -24,6 +26,7 @@ from tests.operator.balancer import service
 from tests.operator.conftest import Settled, StartOperator, unused_port
 from tests.operator.proxy import Proxy
 from tests.operator.support import JOBS, PODS, Api, OperatorThread, job, until, write_kubeconfig
+from tests.operator.test_credentials import Cluster
 
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/default/leases/meshwright-operator"
 
@@ -34,14 +37,26 @@ class SlowLists(Proxy):
     def __init__(self, target: str, session: aiohttp.ClientSession) -> None:
         super().__init__(target, session)
         self.lists = asyncio.Event()
+        self.waiting = 0
+        """Number of lists that have come, until one is let through."""
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/api/v1/nodes" and "watch" not in request.query:
+            self.waiting += not self.lists.is_set()
             await self.lists.wait()
         return await super()._forward(request)
 
 
-async def test_a_leader_is_alive_but_not_ready_during_a_slow_first_listing(
+async def page(session: aiohttp.ClientSession, port: int, path: str) -> tuple[int, str]:
+    """A page of a replica's health server; 0 while it does not serve."""
+    try:
+        async with session.get(f"http://127.0.0.1:{port}/{path}") as response:
+            return response.status, await response.text()
+    except aiohttp.ClientError:
+        return 0, ""
+
+
+async def test_a_replica_is_alive_but_not_ready_during_a_slow_first_listing_and_leads_after_it(
     api: Api,
     session: aiohttp.ClientSession,
     operators_token: str,
@@ -54,24 +69,70 @@ async def test_a_leader_is_alive_but_not_ready_during_a_slow_first_listing(
         kubeconfig = write_kubeconfig(tmp_path / "slow", proxy.url, operators_token)
         await start_operator(False, kubeconfig=kubeconfig, metrics_listen=Address("127.0.0.1", free_port))
 
-        async def page(path: str) -> tuple[int, str]:
-            try:
-                async with session.get(f"http://127.0.0.1:{free_port}/{path}") as response:
-                    return response.status, await response.text()
-            except aiohttp.ClientError:
-                return 0, ""
-
-        async def leads() -> bool:
-            return "ptj_leader 1.0" in (await page("metrics"))[1]
+        async def lists() -> bool:
+            return proxy.waiting > 0
 
         async def ready() -> bool:
-            return (await page("readyz"))[0] == 200
+            return (await page(session, free_port, "readyz"))[0] == 200
 
-        await until(leads, "it leads", 60)
-        assert (await page("healthz"))[0] == 200, "a slow API server is no reason to restart"
-        assert (await page("readyz"))[0] == 503
+        async def leads() -> bool:
+            return "ptj_leader 1.0" in (await page(session, free_port, "metrics"))[1]
+
+        await until(lists, "it lists", 60)
+        assert (await page(session, free_port, "healthz"))[0] == 200, "a slow API server is no reason to restart"
+        assert (await page(session, free_port, "readyz"))[0] == 503
+        assert await holder(api) == "", "its cache is empty"
         proxy.lists.set()
+        await until(leads, "it leads", 60)
         await until(ready, "it is ready", 60)
+        assert proxy.waiting == 1, "nobody else led, so nothing had to be listed again"
+
+
+async def test_a_replica_that_has_not_listed_leaves_the_lease_to_one_that_has(
+    api: Api, session: aiohttp.ClientSession, operators_token: str, tmp_path: Path, start_operator: StartOperator
+) -> None:
+    async with SlowLists(api.url, session).serving() as proxy:
+        assert isinstance(proxy, SlowLists)
+        slow = write_kubeconfig(tmp_path / "slow", proxy.url, operators_token)
+        cold = await OperatorThread(slow, tmp_path, unused_port(), identity="cold").start(wait=False)
+
+        async def lists() -> bool:
+            return proxy.waiting > 0
+
+        await until(lists, "the first replica lists", 60)
+        await start_operator(identity="warm")
+
+        async def warm_leads() -> bool:
+            return await holder(api) == "warm"
+
+        await until(warm_leads, "the replica whose cache is complete leads", 60)
+        proxy.lists.set()
+        await cold.stop()
+
+
+async def test_a_process_knows_whether_another_led_since_it_looked() -> None:
+    """Only if nobody else did, what it listed in between has everything that was written."""
+    cluster = Cluster()
+
+    def process(name: str) -> LeaderElector:
+        return LeaderElector(cluster, Fence(), "default", "lease", name, 15.0)
+
+    first, second = process("a"), process("b")
+    await first.look()
+    await second.look()
+    await first.acquire()
+    assert first.led_alone
+    await first.release()
+    await second.acquire()
+    assert not second.led_alone, "the first may have written since the second looked"
+    restarted, third = process("b"), process("c")
+    await restarted.look()
+    await restarted.acquire()
+    assert restarted.led_alone, "a container that restarts has the name of the one before it"
+    await restarted.release()
+    await third.look()
+    await third.acquire()
+    assert third.led_alone
 
 
 class FailingLists(KubeClient):
@@ -135,6 +196,15 @@ async def test_the_gate_answers_open_polls_when_it_closes() -> None:
         assert await post("/v1/report") == unavailable
 
 
+async def led_by(api: Api, name: str) -> None:
+    """Waits until this replica holds the lease. It may be ready a moment before."""
+
+    async def leads() -> bool:
+        return await holder(api) == name
+
+    await until(leads, f"{name} leads", 60)
+
+
 async def holder(api: Api) -> str:
     """The replica that holds the lease."""
     lease = await api.call("GET", LEASE, ok=False)
@@ -160,6 +230,7 @@ async def test_one_of_two_replicas_leads_and_the_other_takes_over(
                 kubeconfig, tmp_path, ports[number], identity=name, coordinator_url=url, metrics_listen=listen
             )
             replicas.append(await replica.start())
+            await led_by(api, "a")
         await api.create(JOBS, job("duel"))
         await settled("duel")
 
@@ -202,8 +273,9 @@ async def test_a_planned_hand_over_cuts_no_poll_and_restarts_no_worker(
             settings = {"identity": name, "coordinator_url": url, "tls": "managed", "key_file": None}
             return await OperatorThread(kubeconfig, tmp_path, port, **settings).start()
 
-        replicas = [await start("a", ports[0]), await start("b", ports[1])]
-        assert await holder(api) == "a"
+        first = await start("a", ports[0])
+        await led_by(api, "a")
+        replicas = [first, await start("b", ports[1])]
         await api.create(JOBS, job("train", training={"steps": 10**6, "globalBatchSize": 8, "sequenceLength": 64}))
         await settled("train")
         before = {pod["metadata"]["uid"] for pod in await api.pods("train")}

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
 import pytest
+from aiohttp import web
 
 from meshwright_operator import logging_config
 from meshwright_operator.decide.events import JobEvent
@@ -106,6 +107,22 @@ async def test_the_server_says_how_long_to_wait_and_every_call_waits(form: str) 
     waits = await with_cluster(server, use)
     assert all(wait > 0.9 for wait in waits), "one call was told to wait, and all of them do"
     assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("body", [b"<html>Back soon</html>", b"", b"[]", b'"ok"', b'{"status": "ok"}'])
+async def test_a_response_of_a_proxy_is_no_empty_list(body: bytes) -> None:
+    """An empty list would remove every job and pod from the cache."""
+
+    class Proxy(Server):
+        async def _handle(self, request: web.Request) -> web.Response:
+            return web.Response(status=200, body=body)
+
+    async def use(cluster: KubeClient) -> None:
+        with pytest.raises(ApiError) as error:
+            _ = [page async for page in cluster.pages(pods_path("default"))]
+        assert (error.value.code, error.value.reason) == (0, "InvalidResponse")
+
+    await with_cluster(Proxy(), use)
 
 
 async def test_an_answer_of_any_length_becomes_a_short_error() -> None:

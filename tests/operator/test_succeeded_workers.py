@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
+from meshwright.api.conditions import find
 from meshwright.api.status import MeshStatus
 from meshwright.protocol.messages import AgentState
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.failure_detection import detect
+from meshwright_operator.decide.lifecycle import EXIT_SECONDS, finished
 from meshwright_operator.decide.observed import PodState
 from meshwright_operator.decide.succeeded_workers import MAX_TEXT, format_workers, parse_workers
-from tests.operator.builders import NODES, agents, ago, observed, pod, report, running_status
+from tests.operator.builders import NODES, NOW, agents, ago, crashed, observed, pod, report, running_status
+from tests.operator.support import JOBS, PODS
 from tests.operator.test_gang_races import command, small
 from tests.operator.world import World
+
+
+def suspend(world: World, name: str, value: bool) -> None:
+    obj = copy.deepcopy(world.cluster.objects[f"{JOBS}/{name}"])
+    obj["spec"]["suspend"] = value
+    world.cluster.update(f"{JOBS}/{name}", obj)
 
 
 def mesh(**fields: Any) -> MeshStatus:
@@ -140,6 +151,39 @@ async def test_a_finished_run_is_not_trained_again(seen: bool) -> None:
     assert len(world.started) == 3
 
 
+@pytest.mark.parametrize("body", [small("done", 2), command("done", 2)], ids=["runtime", "command"])
+async def test_a_finished_run_that_is_suspended_before_anybody_saw_it_is_complete(body: dict[str, Any]) -> None:
+    world = World(2, nodes=3, work=10.0)
+    world.submit(body)
+    await world.run(8)
+    world.cluster.watchers.clear()
+    world.operators.clear()
+    await world.run(30)
+    assert [p.phase for p in world.pods()] == ["Succeeded"] * 2
+    suspend(world, "done", True)
+    world.operators.append(world.operator())
+    await world.run(10)
+    for ended in world.pods():
+        world.crash(ended.name)
+    suspend(world, "done", False)
+    await world.run(60)
+    assert world.true("done", "Complete")
+    assert len(world.started) == 2, "each worker trained once"
+
+
+async def test_a_command_that_exits_with_0_when_it_is_suspended_is_not_complete() -> None:
+    world = World(2, nodes=3, work=1e6)
+    world.submit(command("paused", 2))
+    await world.run(20)
+    suspend(world, "paused", True)
+    await world.run(1)
+    for obj in list(world.cluster.of("pods")):
+        world.cluster.update(f"{PODS}/{obj['metadata']['name']}", {**obj, "status": {"phase": "Succeeded"}})
+    await world.run(10)
+    assert not world.true("paused", "Complete")
+    assert world.true("paused", "Suspended")
+
+
 async def test_a_command_that_a_persisted_success_completes() -> None:
     world = World(3, nodes=2, work=60.0)
     world.submit(command("done", 2))
@@ -169,3 +213,52 @@ async def test_the_first_worker_decides_also_after_its_pod_is_gone() -> None:
     await world.run(10)
     assert world.true("first", "Complete")
     assert world.status("first")["mesh"]["generation"] == 1
+
+
+def all_complete() -> Any:
+    return agents([report(worker, AgentState.COMPLETE) for worker in range(4)])
+
+
+def test_pods_that_do_not_exit_after_their_run_do_not_keep_the_job() -> None:
+    """A sidecar runs on, or the agent hangs at its exit."""
+    first = decide(observed(received=all_complete()))
+    assert not finished(first.status)
+    assert (first.mesh.succeeded_workers, first.mesh.completed_time) == ("0-3", ago(0))
+    assert first.requeue_after is not None
+    assert first.requeue_after <= EXIT_SECONDS
+    early = decide(observed(status=first.status, received=agents([]), now=NOW + timedelta(seconds=EXIT_SECONDS - 1)))
+    assert not finished(early.status)
+    assert not early.delete
+    late = decide(observed(status=early.status, received=agents([]), now=NOW + timedelta(seconds=EXIT_SECONDS)))
+    complete = find(late.status.conditions, "Complete")
+    assert complete is not None
+    assert complete.status == "True"
+    assert "did not exit within 120 s" in complete.message
+    assert {pod.name for pod in late.delete} == {f"train-w{worker}-0" for worker in range(4)}
+    assert [(event.reason, event.type) for event in late.events] == [
+        ("PodsDoNotExit", "Warning"),
+        ("Completed", "Normal"),
+    ]
+
+
+def test_the_exit_is_not_waited_for_while_a_worker_has_ranks_left_or_failed() -> None:
+    reports = [report(w, AgentState.COMPLETE if w else AgentState.RUNNING) for w in range(4)]
+    later = NOW + timedelta(hours=1)
+    assert decide(observed(received=agents(reports), now=later)).mesh.completed_time is None
+    pods = [pod(0), pod(1), pod(2), crashed(3)]
+    failed = decide(observed(pods, received=all_complete()))
+    assert failed.mesh.pending_cause == "PodFailed"
+    assert failed.mesh.completed_time is None
+
+
+async def test_a_pod_that_never_exits_is_deleted_and_its_job_is_complete() -> None:
+    world = World(5, nodes=3, work=40.0)
+    world.keeps_running.add("done-w1-0")
+    world.submit(small("done", 3))
+    await world.run(100)
+    assert not world.true("done", "Complete")
+    await world.run(150)
+    assert world.true("done", "Complete")
+    assert world.operators[0].notes.reasons("done")[-2:] == ["PodsDoNotExit", "Completed"]
+    assert "done-w1-0" not in {pod.name for pod in world.pods()}
+    assert len(world.started) == 3, "each worker trained once"

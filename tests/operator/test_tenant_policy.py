@@ -77,6 +77,20 @@ async def test_a_changed_file_is_applied_and_a_broken_one_leaves_the_last(tmp_pa
     assert valid(metrics) == 1
 
 
+async def test_a_file_that_is_restored_to_what_is_in_effect_is_valid(tmp_path: Path) -> None:
+    path, applied, metrics = tmp_path / "policy.yaml", list[Policy](), OperatorMetrics()
+    path.write_text("defaults: {maxReplicas: 4}")
+    file = PolicyFile(path, metrics, applied.append)
+    file.load()
+    path.write_text("defaults: [")
+    await file.check()
+    assert valid(metrics) == 0
+    path.write_text("defaults: {maxReplicas: 4}")
+    await file.check()
+    assert valid(metrics) == 1
+    assert len(applied) == 1, "nothing has changed"
+
+
 def valid(metrics: OperatorMetrics) -> float | None:
     return metrics.registry.get_sample_value("ptj_policy_valid")
 
@@ -169,6 +183,9 @@ async def test_an_edit_beyond_a_bound_is_blocked_and_the_job_keeps_running() -> 
     ready = world.condition("grows", "Ready")
     assert (ready["status"], ready["reason"]) == ("False", "PolicyExceeded")
     assert "`spec.replicas` is 3: use at most 2" in ready["message"]
+    events = [note for _, note in world.operators[0].notes.notes if note.reason == "PolicyExceeded"]
+    assert [event.type for event in events] == ["Warning"], "once, however often the job is reconciled"
+    assert "`spec.replicas` is 3: use at most 2" in events[0].message
     assert len(world.agents) == 2
     assert world.status("grows")["mesh"]["generation"] == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -9,19 +10,23 @@ from types import SimpleNamespace
 import pytest
 
 from meshwright.api.conditions import find
+from meshwright.api.objects import KubeObject
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.protocol.messages import AgentState
 from meshwright_operator.decide import gang, gang_actions
 from meshwright_operator.decide.agents import Agents, WaitingAgent
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.failure_detection import detect
+from meshwright_operator.decide.gang import SILENT_GANG_SECONDS
 from meshwright_operator.decide.observed import PodState
 from meshwright_operator.decide.placement_outcome import NotGranted, apply_grant
 from meshwright_operator.decide.restart_policy import Interruption
 from meshwright_operator.decide.stuck_pods import STUCK_SECONDS
+from meshwright_operator.kube.client import ApiError
 from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.scheduling import scheduler
 from tests.operator.builders import NOW, agents, ago, crashed, observed, pod, report, running_status
+from tests.operator.support import JOBS, PODS
 from tests.operator.test_gang_races import small
 from tests.operator.world import Agent, World
 
@@ -84,6 +89,39 @@ def test_ended_pods_of_older_incarnations_are_deleted_but_the_last_that_ran() ->
     assert sorted(p.name for p in decision.delete) == ["train-w1-0", "train-w1-1", "train-w1-3"]
 
 
+# Pods that the API server does not let start.
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ApiError(403, "Forbidden", 'admission webhook "gates.example.com" denied the request'), "AdmissionDenied"),
+        (ApiError(422, "Invalid", "spec: Forbidden: pod updates may not change fields"), "PodsInvalid"),
+    ],
+)
+async def test_pods_whose_gates_cannot_be_removed_end_the_attempt(error: ApiError, reason: str) -> None:
+    world = World(1, nodes=2, work=1e6)
+    merge_patch, denied = world.cluster.merge_patch, True
+
+    async def deny(path: str, body: KubeObject) -> KubeObject:
+        if denied and path.startswith(PODS):
+            raise error
+        return await merge_patch(path, body)
+
+    world.cluster.merge_patch = deny  # type: ignore[method-assign]
+    world.submit(small("gated", 2))
+    await world.run(60)
+    stalled = world.condition("gated", "Stalled")
+    assert (stalled["status"], stalled["reason"]) == ("True", reason)
+    assert error.message in stalled["message"]
+    await world.run(600)
+    assert not world.pods(), "between attempts, the nodes are free for others"
+    assert world.operators[0].notes.reasons("gated").count("GangStarted") <= 7
+    denied = False
+    await world.run(700)
+    assert world.true("gated", "Ready")
+
+
 # Agents that never come.
 
 
@@ -140,6 +178,25 @@ async def test_an_agent_that_never_comes_ends_in_a_condition_and_in_fewer_and_fe
     await world.run(700, 5.0)
     assert world.true("absent", "Ready")
     assert world.status("absent")["mesh"].get("agentReplacements", 0) == 0
+
+
+@pytest.mark.parametrize("suspended", [False, True])
+async def test_a_gang_has_as_much_time_to_reach_the_operator_after_a_suspension_as_at_first(suspended: bool) -> None:
+    world = World(1, nodes=2, work=1e6)
+    world.mute = not suspended
+    world.submit(small("mute", 2))
+    if suspended:
+        await world.run(20)
+        for value, seconds in ((True, 1000), (False, 0)):
+            obj = copy.deepcopy(world.cluster.objects[f"{JOBS}/mute"])
+            obj["spec"]["suspend"] = value
+            world.cluster.update(f"{JOBS}/mute", obj)
+            await world.run(seconds, 5.0)
+    world.mute = True
+    await world.run(SILENT_GANG_SECONDS - 20, 5.0)
+    assert "GangReleased" not in world.operators[0].notes.reasons("mute")
+    await world.run(60, 5.0)
+    assert "GangReleased" in world.operators[0].notes.reasons("mute")
 
 
 # Pods that do not terminate.
@@ -232,3 +289,43 @@ async def test_a_node_is_free_again_as_soon_as_its_stuck_pod_is_known_to_be_gone
     operator.begin_list()()
     await world.run(30)
     assert world.true("lone", "Ready")
+
+
+async def test_an_operator_that_restarts_tries_a_node_that_rejects_pods_once_more_and_then_avoids_it() -> None:
+    """Which nodes a job avoids is in memory only. How often it failed to start is in status."""
+    world = World(9, nodes=3, work=10**6)
+    world.rejecting = {"n0": "OutOfcpu"}
+    world.submit(small("job", 2))
+    for _ in range(60):
+        await world.run(1)
+        if world.status("job").get("mesh", {}).get("attempts"):
+            break
+    assert world.status("job")["mesh"]["attempts"] == 1
+    world.cluster.watchers.clear()
+    world.operators.clear()
+    world.operators.append(world.operator())
+    reasons = world.operators[0].notes
+    await world.run(120)
+    assert world.true("job", "Ready")
+    assert {pod.node for pod in world.pods("job")} == {"n1", "n2"}
+    assert reasons.reasons("job").count("GangReleased") == 1
+    assert len(world.started) == 2, "no rank started twice"
+
+
+async def test_a_job_whose_spec_is_too_large_for_its_status_is_suspended_although_an_edit_does_not_fit() -> None:
+    body = small("large", 2)
+    body["spec"]["workers"]["env"] = [{"name": f"E{number}", "value": "x" * 4096} for number in range(64)]
+    world = World(1, nodes=6, work=1e6)
+    world.submit(body)
+    await world.run(20)
+    assert world.true("large", "Ready")
+    assert not world.status("large").get("appliedSpec")
+    obj = copy.deepcopy(world.cluster.objects[f"{JOBS}/large"])
+    obj["spec"] |= {"suspend": True, "replicas": 4, "workers": {**body["spec"]["workers"], "gpusPerWorker": 8}}
+    world.cluster.update(f"{JOBS}/large", obj)
+    await world.run(1)
+    assert world.pods()
+    assert not world.true("large", "Suspended"), "its pods save a checkpoint"
+    await world.run(10)
+    assert not world.pods()
+    assert world.true("large", "Suspended")

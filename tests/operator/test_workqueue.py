@@ -100,3 +100,20 @@ async def test_draining_does_not_wait_for_keys_that_nobody_runs() -> None:
     queue.add("a")
     async with asyncio.timeout(60):
         assert await queue.drain(3600)
+
+
+async def test_a_handler_that_awaited_what_others_cancelled_fails_only_its_key() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    runs: Counter[str] = Counter()
+
+    async def handler(key: str) -> None:
+        runs[key] += 1
+        if key == "bad" and runs[key] == 1:
+            answer = asyncio.get_running_loop().create_future()
+            answer.cancel()
+            await answer
+
+    queue.add("bad")
+    queue.add("good")
+    await drain(queue, handler, 0.6, workers=1)
+    assert runs == {"bad": 2, "good": 1}

@@ -324,6 +324,8 @@ class World:
         """Node -> reason for which its kubelet rejects pods."""
         self.stuck: set[str] = set()
         """Pods whose processes no kubelet can kill."""
+        self.keeps_running: set[str] = set()
+        """Pods with a container that does not exit, whatever their agents do."""
         self.broken_image = False
         self.mute = False
         """While set, agents of new pods reach no coordinator."""
@@ -463,6 +465,8 @@ class World:
         self.agents[pod.name] = self.agent(pod, address)
 
     def _finish(self, path: str, obj: KubeObject, pod: Pod) -> None:
+        if pod.name in self.keeps_running:
+            return
         ended = {"terminated": {"exitCode": 0, "finishedAt": format_time(self.now)}}
         obj["status"] |= {"phase": "Succeeded", "containerStatuses": [{"name": "worker", "state": ended}]}
         self.agents.pop(pod.name)

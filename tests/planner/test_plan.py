@@ -60,6 +60,7 @@ def test_a_configuration_is_planned_as_its_fields_are() -> None:
         ),
         ({"num_key_value_heads": 5}, "spec.model.kvHeads: must divide `model.heads`"),
         ({"vocab_size": 200}, "spec.model.vocabSize: must be at least 257 with `data.tokenizer: Byte`"),
+        ({"rope_theta": 10**400}, "spec: `model.huggingFace`: `rope_theta` is too large, it has 401 digits"),
         ({"vocab_size": 1 << 21}, "spec: `model.huggingFace`: its numbers make `vocabSize: 2097152`: "),
     ],
 )

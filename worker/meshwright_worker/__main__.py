@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import logging
 import os
 import sys
 import time
+from typing import NoReturn
 
 from meshwright.api import labels
 from meshwright_worker.agent.agent import Agent
@@ -25,14 +28,23 @@ def main() -> None:
         sys.exit(EXIT_BAD_SETTINGS)
     # No child process may find the token in its environment.
     os.environ.pop(labels.ENV_TOKEN, None)
-    sys.exit(asyncio.run(_run(settings)))
+    asyncio.run(_run(settings))
 
 
-async def _run(settings: Settings) -> int:
-    return await Agent(settings, dict(os.environ)).run()
+async def _run(settings: Settings) -> NoReturn:
+    code = await Agent(settings, dict(os.environ)).run()
+    # The pod's exit code is all that remains of it, so nothing may delay or change it: not a thread that waits for a
+    # name server, which a normal exit would wait for, nor output that cannot be written.
+    with contextlib.suppress(OSError):
+        logging.shutdown()
+        sys.stdout.flush()
+    os._exit(code)
 
 
 def _configure_logging() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Ranks write any text, and the pod's environment may set an encoding that does not have it.
+        sys.stdout.reconfigure(errors="backslashreplace")
     handler = logging.StreamHandler(sys.stdout)
     formatter = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")
     formatter.converter = time.gmtime

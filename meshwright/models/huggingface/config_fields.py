@@ -43,7 +43,10 @@ class ConfigFields:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"`{name}` must be a number, got {value!r}")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"`{name}` is too large, it has {len(str(value))} digits") from None
 
     def text(self, name: str) -> str:
         """Return a string. Empty if it is left out."""

@@ -83,8 +83,10 @@ class JobReporter:
             created = job["metadata"].get("creationTimestamp")
             self._metrics.startup_seconds.observe(seconds_since(created, observed.now))
 
-    async def report_rejected(self, key: JobKey, job: KubeObject, rejection: JobRejectedError) -> None:
-        """Report once why the job cannot run.
+    async def report_rejected(
+        self, key: JobKey, job: KubeObject, rejection: JobRejectedError, *, live_pods: Sequence[Pod] = ()
+    ) -> None:
+        """Report once why the job cannot run. It is not suspended while it has live pods.
 
         Raises:
             ConflictError: The job has changed since it was read.
@@ -92,7 +94,7 @@ class JobReporter:
         """
         uid = job["metadata"]["uid"]
         old = parse_status(job)
-        status = self._rejected_status(job, old, rejection)
+        status = self._rejected_status(job, old, rejection, suspended=suspended_by_user(job) and not live_pods)
         event = JobEvent("PlacementFailed" if rejection.retryable else rejection.reason, rejection.message, WARNING)
         try:
             if await self._writer.write(key, job, status, False) and not lifecycle.finished(old):
@@ -144,12 +146,11 @@ class JobReporter:
         self._jobs.forget(key)
 
     def _rejected_status(
-        self, job: KubeObject, old: ParallelTrainingJobStatus, rejection: JobRejectedError
+        self, job: KubeObject, old: ParallelTrainingJobStatus, rejection: JobRejectedError, *, suspended: bool
     ) -> ParallelTrainingJobStatus:
         generation = int(job["metadata"].get("generation", 0))
         if lifecycle.finished(old):
             return rejected_job.unchanged(old, generation)
         if rejection.retryable:
-            suspended = suspended_by_user(job)
             return rejected_job.unplannable(old, generation, self._now(), rejection.message, suspended=suspended)
         return rejected_job.rejected(old, generation, self._now(), rejection.reason, rejection.message)

@@ -2,7 +2,8 @@
 
 Every replica serves health, reads the coordinator's key and certificate, lists everything and watches. The one that
 holds the lease also reconciles and serves agents. The others are on standby: their caches are up to date, so they are
-ready, and take over within the duration of the lease. A replica that stops hands over: it finishes its reconciles,
+ready, and take over within the duration of the lease. A replica that has not listed everything yet does not compete for
+the lease: one on standby can lead at once. A replica that stops hands over: it finishes its reconciles,
 answers the open polls, and releases the lease.
 """
 
@@ -213,14 +214,15 @@ class Manager:
             yield
 
     async def _elect(self) -> None:
+        await self._listed.wait()
         await self._elector.acquire()
-        self._elected_at = time.monotonic()
+        # A process that nobody led before since it began to list lists only once.
+        self._elected_at = 0.0 if self._elector.led_alone else time.monotonic()
         self._metrics.leader.set(1)
         self._elected.set()
         await self._elector.renew_until_lost()
 
     async def _lead(self) -> None:
-        await self._listed.wait()
         await self._elected.wait()
         # Agents may poll and report at once. Only a reconcile, which comes later, decides anything. Agents of jobs that
         # are not in the cache wait for the listing: a watch may be behind.
@@ -237,8 +239,7 @@ class Manager:
             group.create_task(self._calibration_loop.run(), name="learning")
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
-        # A process that leads at once lists only once.
-        await self._elector.attempted.wait()
+        await self._elector.look()
         await self._resync.ensure_listed_since(0.0)
         self._listed.set()
         watch = EventHandlers(self._cache, self._queue, self._metrics)

@@ -30,7 +30,9 @@ Result = TypeVar("Result")
 
 
 class PodsRejectedError(Exception):
-    """The API server rejects the job's pods, Service or Secret: a quota, a limit or a policy, or a name is taken."""
+    """The API server rejects the job's pods, a change of them, its Service or its Secret: a quota, a limit or a policy,
+    or a name is taken.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -66,6 +68,9 @@ class PodControl:
 
         Returns:
             The number of pods that have changed or are gone. They still have their gates, and were read again.
+
+        Raises:
+            PodsRejectedError: The API server rejected the change, such as for a webhook. Other pods may have started.
         """
         return (await _all([self._ungate(pod) for pod in pods])).count(False)
 
@@ -135,7 +140,7 @@ class PodControl:
             self._cache_pod(await self._client.merge_patch(pods_path(pod.namespace, pod.name), body))
         except ApiError as error:
             if error.code not in (404, 409):
-                raise
+                raise _rejected(error, f"the removal of the scheduling gate of pod {pod.name}") from None
             log.info("pod changed before its scheduling gate was removed", extra={"pod": pod.name, "code": error.code})
             await self._read_again(pod)
             return False

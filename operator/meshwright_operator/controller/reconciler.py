@@ -18,7 +18,13 @@ from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
 from meshwright_operator import logging_config
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.missing_pods import Incarnation
-from meshwright_operator.controller.observe import PLANNING, JobRejectedError, managed_here, observe_job
+from meshwright_operator.controller.observe import (
+    PLANNING,
+    JobRejectedError,
+    managed_here,
+    observe_job,
+    suspended_by_user,
+)
 from meshwright_operator.controller.pod_control import PodControl, PodsRejectedError
 from meshwright_operator.controller.policy_check import check_policy
 from meshwright_operator.controller.stale_retries import StaleRetries
@@ -30,12 +36,13 @@ from meshwright_operator.decide import decide_job, lifecycle, placement_outcome,
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed, PodState, Rejection, has_started
-from meshwright_operator.decide.placement_outcome import RETRY_PLACEMENT_SECONDS, WAITING_RETRY_SECONDS
+from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.decide.stuck_pods import seconds_until_stuck
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.paths import jobs_path
+from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.manifests.owned_objects import TOKEN_KEY, token_secret
 from meshwright_operator.manifests.worker_pod import CoordinatorTrust, PodContext
@@ -49,6 +56,8 @@ from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.text import capitalized
 from meshwright_operator.timestamps import utc_now
 
+NO_LAYOUT_RETRY_SECONDS = 600.0
+"""Time after which a job for which no layout fits is planned again, if no change of a node has woken it."""
 ORPHAN_FINALIZER = "orphan"
 """The API server's finalizer of `kubectl delete --cascade=orphan`."""
 
@@ -180,9 +189,11 @@ class Reconciler:
             return await self._edit_admission.admit(key, job, observed)
         except JobRejectedError as rejection:
             self._leave_queue(uid)
+            await self._stop_rejected(key, job)
+            await self._reporter.report_rejected(key, job, rejection, live_pods=self._live_pods(key, uid))
             if rejection.retryable and not lifecycle.finished(parse_status(job)):
-                self._queue.add_after(key, RETRY_PLACEMENT_SECONDS)
-            await self._reporter.report_rejected(key, job, rejection)
+                # The event of this status reconciles the job again, with the nodes that changed meanwhile.
+                self._queue.add_after(key, NO_LAYOUT_RETRY_SECONDS)
             return None
         except PlanPendingError as pending:
             await self._report_pending(key, job, pending)
@@ -198,7 +209,20 @@ class Reconciler:
         """Report that planning takes long. The planner adds the key to the queue. A running job keeps its status."""
         if pending.slow and not has_started(parse_status(job)):
             rejection = JobRejectedError("Planning", capitalized(PLANNING), retryable=True)
-            await self._reporter.report_rejected(key, job, rejection)
+            uid = job["metadata"]["uid"]
+            await self._reporter.report_rejected(key, job, rejection, live_pods=self._live_pods(key, uid))
+
+    async def _stop_rejected(self, key: JobKey, job: KubeObject) -> None:
+        """Delete the pods of a job without a usable spec that is suspended or has finished. That needs no plan.
+
+        A started job usually has its applied spec. There is none if the spec is too large for the status.
+        """
+        if suspended_by_user(job) or lifecycle.finished(parse_status(job)):
+            live = self._live_pods(key, job["metadata"]["uid"])
+            await self._pod_control.delete([pod for pod in live if not pod.deleting])
+
+    def _live_pods(self, key: JobKey, uid: str) -> list[Pod]:
+        return [pod for pod in self._cache.pods(key, uid) if not pod.terminal]
 
     async def _prepare_inventory(self, job: KubeObject) -> None:
         """Read changed nodes, which takes long in a large cluster, before the job is observed."""
@@ -302,7 +326,7 @@ class Reconciler:
         if ORPHAN_FINALIZER in finalizers:
             return  # the user keeps the pods
         uid = job["metadata"]["uid"]
-        self._scheduler.forget(key, uid)
+        self._scheduler.forget(uid)
         pods = self._cache.pods(key, uid)
         live = [pod for pod in pods if not pod.terminal]
         incarnations = {pod.worker: pod.incarnation for pod in sorted(live, key=lambda pod: pod.incarnation)}
@@ -316,7 +340,7 @@ class Reconciler:
         """Drop the state of a deleted job."""
         uid = self._uids.pop(key, "")
         self._rejections.pop(uid, None)
-        self._scheduler.forget(key, uid)
+        self._scheduler.forget(uid)
         self._pod_control.missing.forget(uid)
         self._stale_retries.reset(key)
         self._planner.forget(key)

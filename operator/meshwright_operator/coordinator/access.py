@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 from kubernetes.aio.client import Configuration
 
 from meshwright.addresses import join_host_port
-from meshwright_operator.coordinator.credentials import CredentialsStore
+from meshwright_operator.coordinator.credentials import CredentialsError, CredentialsStore
+from meshwright_operator.coordinator.running_leader import RunningLeader
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tls import CertificateFiles, CertificateSource, CoordinatorTls, ManagedCertificates
 from meshwright_operator.coordinator.tokens import Tokens, load_key
@@ -26,6 +27,8 @@ from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Settings
 
 FIRST_RETRY_SECONDS = 2.0
+SECRET_CHECK_SECONDS = 15.0
+"""Time between two looks at the Secret, so that it is restored soon after somebody deleted it."""
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +57,16 @@ class CoordinatorAccess:
         self._prepared = False
         managed = settings.tls == "managed"
         ca_lifetime = timedelta(days=settings.tls_ca_days)
+        leader = RunningLeader(self._client, settings.lease_namespace, settings.lease_name, settings.identity)
         self._store = CredentialsStore(
-            self._client, settings.lease_namespace, settings.credentials_secret, ca_lifetime if managed else None
+            self._client,
+            settings.lease_namespace,
+            settings.credentials_secret,
+            ca_lifetime if managed else None,
+            leader=leader.name,
         )
         self._file_key = load_key(settings.key_file) if settings.key_file is not None else None
+        self._uses_secret = managed or self._file_key is None
         self._tls: CoordinatorTls | None = None
         if settings.tls != "disabled":
             self._tls = CoordinatorTls(self._source(ca_lifetime), self._server_name(), metrics, self._publish)
@@ -111,9 +120,21 @@ class CoordinatorAccess:
         self._url = self._settings.coordinator_url or f"{scheme}://{address}"
 
     async def run(self) -> None:
-        """Renew certificates until cancelled."""
-        if self._tls is not None:
-            await self._tls.run()
+        """Renew certificates, and restore the Secret if somebody deletes it, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            if self._tls is not None:
+                group.create_task(self._tls.run(), name="renewal")
+            if self._uses_secret:
+                group.create_task(self._keep_secret(), name="secret")
+
+    async def _keep_secret(self) -> None:
+        """Look at the Secret until cancelled. A replica that starts without it would make a key that no agent has."""
+        while True:
+            await asyncio.sleep(SECRET_CHECK_SECONDS)
+            try:
+                await self._store.load()
+            except (ApiError, CredentialsError) as error:
+                log.warning("cannot read or restore the operator's Secret", extra={"error": str(error)})
 
     async def close(self) -> None:
         """Close connections."""

@@ -27,9 +27,13 @@ from meshwright.protocol.messages import (
 from meshwright.protocol.signing import Sender, digest_of
 from meshwright_operator.coordinator.rate_limit import RateLimiter
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
+from meshwright_operator.http.limits import ByteBudget
 
 # An agent polls again right after an answer. After this long without a poll it counts as absent.
 ABSENT_SECONDS = 10.0
+JOB_BODY_BYTES = 2 << 20
+"""Bytes of one job's bodies that are received at once, so that its pods leave room for those of other jobs."""
+MAX_REPORTED_GENERATION = MAX_GENERATION // 2
 SHORTEST_WAIT = 0.75
 """A poll ends after this part of the requested time at the earliest, so that a job's polls do not end together."""
 
@@ -76,6 +80,8 @@ class AgentRegistry:
         """The worker of rank 0."""
         self.rate_limiter = RateLimiter(clock)
         """Limits the requests of each worker's agent."""
+        self.body_budget = ByteBudget(JOB_BODY_BYTES)
+        """Bytes of the bodies that are being received."""
         self._closed = False
         self._published = False
         self._presences: dict[int, _Presence] = {}
@@ -230,8 +236,12 @@ class AgentRegistry:
         return old is None or _decision_fields(old.report) != _decision_fields(report)
 
     def _record_generation(self, generation: int) -> None:
-        """Record the highest generation that an agent has reported. Ignore numbers that are out of range."""
-        if generation <= MAX_GENERATION:
+        """Record the highest generation that an agent has reported, if it is a number that a job can reach.
+
+        The next generation is above it, and agents can name that one only up to `MAX_GENERATION`. So a number from a
+        user's pod may not use up the numbers of later generations.
+        """
+        if generation <= MAX_REPORTED_GENERATION:
             self._newest = max(self._newest, generation)
 
     def agents(self) -> Agents:

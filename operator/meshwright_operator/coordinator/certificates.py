@@ -42,6 +42,10 @@ class Authority:
         """When it expires."""
         return self.certificate.not_valid_after_utc
 
+    def valid_at(self, now: datetime) -> bool:
+        """Whether agents accept it at this time."""
+        return self.certificate.not_valid_before_utc <= now < self.not_after
+
     @property
     def pem(self) -> str:
         """The certificate."""
@@ -60,6 +64,7 @@ class ServingCertificate:
     chain: str
     """The certificate and those between it and the CA, in PEM format."""
     key: str = field(repr=False)
+    not_before: datetime
     not_after: datetime
 
 
@@ -95,20 +100,26 @@ def issue(authority: Authority, names: Iterable[str], now: datetime, lifetime: t
         .add_extension(issuer, critical=False)
         .sign(authority.key, hashes.SHA256())
     )
-    return ServingCertificate(certificate_pem(certificate), _key_pem(key), certificate.not_valid_after_utc)
+    valid = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    return ServingCertificate(certificate_pem(certificate), _key_pem(key), *valid)
 
 
 def rotated(authorities: Sequence[Authority], now: datetime, lifetime: timedelta) -> tuple[Authority, ...]:
-    """The CAs from now on, oldest first: without expired ones, and with a new one if the newest is due."""
-    valid = tuple(authority for authority in authorities if authority.not_after > now)
+    """The CAs from now on, oldest first: without expired ones, and with a new one if the newest is due.
+
+    One that is not valid yet stays, but signs nothing: a clock is wrong now, or was wrong when it was created.
+    """
+    kept = tuple(authority for authority in authorities if authority.not_after > now)
+    valid = [authority for authority in kept if authority.valid_at(now)]
     if valid and valid[-1].not_after - now >= lifetime / 3:
-        return valid
-    return (*valid, create_authority(now, lifetime))
+        return kept
+    return tuple(sorted((*kept, create_authority(now, lifetime)), key=lambda authority: authority.not_after))
 
 
 def signer(authorities: Sequence[Authority], now: datetime, lifetime: timedelta) -> Authority:
     """The CA that signs serving certificates: the oldest that outlives one, because most agents know it."""
-    return next((a for a in authorities if a.not_after - now >= lifetime / SERVING_PART), authorities[-1])
+    valid = [authority for authority in authorities if authority.valid_at(now)] or list(authorities)
+    return next((a for a in valid if a.not_after - now >= lifetime / SERVING_PART), valid[-1])
 
 
 def bundle(authorities: Iterable[Authority]) -> str:

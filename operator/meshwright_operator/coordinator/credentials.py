@@ -3,6 +3,9 @@
 The operator creates the Secret if it does not exist, completes and rotates it, and never overwrites an entry that it
 cannot read. Replicas that create it at the same time agree, because only one create succeeds and the others read. Each
 update is a PUT with the resourceVersion that was read.
+
+A new key stops the workers of all running jobs. So every replica that runs restores a Secret that was deleted, with the
+key that it has in memory, and a replica that starts waits for that while another one leads.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import base64
 import binascii
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
@@ -98,6 +101,7 @@ class CredentialsStore:
         name: The Secret's name.
         ca_lifetime: Lifetime of a CA; None if the Secret has no CA, because certificates come from files.
         now: The clock.
+        leader: Name of another process that leads now; empty if there is none. It has the key of the running jobs.
     """
 
     def __init__(
@@ -107,12 +111,14 @@ class CredentialsStore:
         name: str,
         ca_lifetime: timedelta | None,
         now: Callable[[], datetime] = utc_now,
+        leader: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
         self._client = client
         self._namespace = namespace
         self._name = name
         self._ca_lifetime = ca_lifetime
         self._now = now
+        self._leader = leader
         self._current: Credentials | None = None
 
     async def load(self) -> Credentials:
@@ -121,7 +127,8 @@ class CredentialsStore:
         The key of this process does not change while it runs, because the agents of running jobs have its tokens.
 
         Raises:
-            ApiError: The API server could not be reached, or rejected a call.
+            ApiError: The API server could not be reached, or rejected a call. Or the Secret is gone, and the leader has
+                not restored it yet.
             CredentialsError: The Secret cannot be used. It was not changed.
         """
         for _ in range(ATTEMPTS):
@@ -161,6 +168,8 @@ class CredentialsStore:
 
     async def _create(self) -> Credentials:
         """Create the Secret, with the contents that this process had read before it was deleted, if any."""
+        if self._current is None and self._leader is not None and (holder := await self._leader()):
+            raise ApiError(404, "NotFound", f"the Secret is gone: waiting for {holder}, which leads, to restore it")
         complete = self._completed(self._current)
         labels = {"app.kubernetes.io/name": "meshwright", "app.kubernetes.io/managed-by": "meshwright-operator"}
         body = {

@@ -20,9 +20,15 @@ MAX_OPEN_POLLS = 4
 """Polls of one worker that may be open at once: one, and broken connections that have not timed out yet."""
 
 
+URGENT_RATE = 0.5
+URGENT_BURST = 40.0
+"""Changes of a worker's state for which its job is reconciled at once. A start of a generation has about ten."""
+
+
 @dataclass(slots=True)
 class _Worker:
     bucket: TokenBucket
+    urgent: TokenBucket
     pod: Sender | None = None
     last_counters: dict[str, int] = field(default_factory=dict)
     """Endpoint -> counter of the pod's last request."""
@@ -38,6 +44,14 @@ class RateLimiter:
     def delay_for(self, worker: int) -> float:
         """Count a request. Return 0 if it is allowed now, or the seconds after which it will be."""
         return self._worker(worker).bucket.take(self._clock())
+
+    def may_hurry(self, worker: int) -> bool:
+        """Count a change of the worker's state. Return whether its job is reconciled for it at once.
+
+        Otherwise one pod, whose state goes back and forth with each request, would have the job's status written as
+        often.
+        """
+        return self._worker(worker).urgent.take(self._clock()) == 0
 
     def is_next(self, endpoint: str, sender: Sender, counter: int) -> bool:
         """Whether a request comes after the last one of the pod, and record it.
@@ -61,5 +75,7 @@ class RateLimiter:
     def _worker(self, index: int) -> _Worker:
         worker = self._workers.get(index)
         if worker is None:
-            worker = self._workers[index] = _Worker(TokenBucket(RATE, BURST, self._clock()))
+            now = self._clock()
+            urgent = TokenBucket(URGENT_RATE, URGENT_BURST, now)
+            worker = self._workers[index] = _Worker(TokenBucket(RATE, BURST, now), urgent)
         return worker

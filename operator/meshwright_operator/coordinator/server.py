@@ -89,7 +89,10 @@ class Coordinator:
 
     def registry(self, uid: str) -> AgentRegistry:
         """The registry of the job with this uid."""
-        return self._registry_by_uid.setdefault(uid, AgentRegistry(self._clock))
+        registry = self._registry_by_uid.get(uid)
+        if registry is None:
+            registry = self._registry_by_uid[uid] = AgentRegistry(self._clock)
+        return registry
 
     async def forget(self, uid: str) -> None:
         """Drop the registry of a deleted job. Its agents exit at their next request."""
@@ -147,7 +150,7 @@ class Coordinator:
         new = registry.is_new(mesh_request)
         with registry.polling(mesh_request):
             if new:
-                self._notify_urgently(signed_request.key, registry)
+                self._notify_change(signed_request, registry)
             document = await registry.wait_for_newer(mesh_request)
         if document is not None:
             return document
@@ -166,7 +169,7 @@ class Coordinator:
             if len(report.ranks) > signed_request.max_ranks:
                 raise web.HTTPBadRequest(text=f"ranks: a worker of this job has at most {signed_request.max_ranks}")
             if registry.receive_report(report, head.digest, interval):
-                self._notify_urgently(key, registry)
+                self._notify_change(signed_request, registry)
             else:
                 self._notify(key, False)
         return self._reply(registry.generation, interval)
@@ -175,6 +178,13 @@ class Coordinator:
         # The headers contain everything that is needed, but the body must be the one that was signed.
         await self._read(signed_request, request)
         return self._trust
+
+    def _notify_change(self, signed_request: SignedRequest, registry: AgentRegistry) -> None:
+        """Have the job reconciled now, unless the worker's state changes so often that its pod must be broken."""
+        if registry.rate_limiter.may_hurry(signed_request.sender.worker):
+            self._notify_urgently(signed_request.key, registry)
+        else:
+            self._notify(signed_request.key, False)
 
     def _notify_urgently(self, key: JobKey, registry: AgentRegistry) -> None:
         """Have the job reconciled now; in a large job, once for all agents that report at the same time."""
@@ -195,16 +205,19 @@ class Coordinator:
 
     async def _read(self, signed_request: SignedRequest, request: web.Request) -> bytes:
         """The body, which must be the one that was signed."""
-        length = signed_request.head.length
-        if not self._body_budget.take(length):
+        length, budgets = signed_request.head.length, (signed_request.registry.body_budget, self._body_budget)
+        if any(budget.left < length for budget in budgets):
             raise web.HTTPServiceUnavailable(text="too many bodies at once", headers={"Retry-After": "1"})
+        for budget in budgets:
+            budget.take(length)
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await request.read()
         except TimeoutError:
             raise web.HTTPRequestTimeout(text=f"request body not received within {BODY_SECONDS:g} s") from None
         finally:
-            self._body_budget.give_back(length)
+            for budget in budgets:
+                budget.give_back(length)
         if not signed_request.head.matches(body):
             raise web.HTTPUnauthorized(text="the body is not the one that was signed")
         return body

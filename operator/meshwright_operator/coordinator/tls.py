@@ -27,7 +27,7 @@ from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.timestamps import format_time, utc_now
 
 CHECK_SECONDS = 3600.0
-"""Longest time between two looks at the Secret, so that it is restored if somebody deleted it."""
+"""Longest time between two looks at the CAs, so that those that another replica added are served."""
 FILE_CHECK_SECONDS = 10.0
 RETRY_SECONDS = 60.0
 SHORTEST_PAUSE_SECONDS = 1.0
@@ -82,7 +82,10 @@ class ManagedCertificates:
         self._signer = ""
 
     async def identity(self) -> Identity:
-        """The current certificate, or a new one if a third of its lifetime is left or another CA signs."""
+        """The current certificate, or a new one if a third of its lifetime is left or another CA signs.
+
+        Also a new one if the current one is not valid yet: the clock was ahead when it was issued.
+        """
         authorities = (await self._store.load()).authorities
         now = self._now()
         authority = certificates.signer(authorities, now, self._ca_lifetime)
@@ -97,7 +100,7 @@ class ManagedCertificates:
         return min(CHECK_SECONDS, self._seconds_until_due())
 
     def _seconds_until_due(self) -> float:
-        if self._serving is None:
+        if self._serving is None or self._serving.not_before > self._now():
             return 0.0
         return (self._serving.not_after - self._lifetime / 3 - self._now()).total_seconds()
 
@@ -237,10 +240,17 @@ def check_handshake(context: ssl.SSLContext, bundle: str, server_name: str) -> N
 
 def _load(context: ssl.SSLContext, identity: Identity) -> None:
     """Load certificate and key. `ssl` reads only files: this one is private, and is deleted at once."""
-    with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:
-        file.write(f"{identity.chain.strip()}\n{identity.key.strip()}\n")
-        file.flush()
-        context.load_cert_chain(file.name)
+    try:
+        with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:
+            file.write(f"{identity.chain.strip()}\n{identity.key.strip()}\n")
+            file.flush()
+            context.load_cert_chain(file.name)
+    except ssl.SSLError:  # an OSError, too
+        raise
+    except OSError as error:
+        raise CredentialsError(
+            f"cannot write the certificate to a temporary file: {error.strerror}: free space, or set TMPDIR"
+        ) from None
 
 
 def _reason(error: ssl.SSLError) -> str:

@@ -146,7 +146,7 @@ def _decode(text: str, revision: str) -> RunningSpec | None:
     """The applied spec in `text`, if it is that of the revision. Cached, because each reconcile needs it."""
     try:
         document = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(document, dict) or document.get("apiVersion") != API_VERSION:
         return None

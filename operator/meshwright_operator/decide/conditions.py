@@ -11,7 +11,7 @@ from datetime import datetime
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find, with_condition
-from meshwright.api.status import Condition, ParallelTrainingJobStatus
+from meshwright.api.status import MAX_CONDITIONS, Condition, ParallelTrainingJobStatus
 from meshwright_operator.text import sentences
 from meshwright_operator.timestamps import format_time
 
@@ -99,7 +99,8 @@ def set_job_state(status: ParallelTrainingJobStatus, job_state: JobState, genera
     update_observed_generation(status, generation)
     by_type = {c.type: c for c in status.conditions}
     known = [by_type.pop(kind) for kind in names.ALL if kind in by_type]
-    status.conditions = [*known, *by_type.values()]
+    # Other controllers may add conditions. With more than the schema allows, nothing could be written at all.
+    status.conditions = [*known, *by_type.values()][:MAX_CONDITIONS]
 
 
 def update_observed_generation(status: ParallelTrainingJobStatus, generation: int) -> None:

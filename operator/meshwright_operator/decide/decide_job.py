@@ -8,6 +8,7 @@ from meshwright.api import conditions as names
 from meshwright.api.conditions import find, is_true
 from meshwright.api.labels import LABEL_JOB
 from meshwright.api.spec import FailureAction
+from meshwright.api.status import added
 from meshwright_operator.decide import (
     failure_detection,
     gang,
@@ -29,10 +30,12 @@ from meshwright_operator.decide.mesh_generation import next_generation
 from meshwright_operator.decide.observed import Observed, PodState, has_started
 from meshwright_operator.decide.restart_policy import Interruption, Undetermined
 from meshwright_operator.decide.succeeded_workers import format_workers
-from meshwright_operator.text import counted, sentences
+from meshwright_operator.text import capitalized, counted, sentences
 from meshwright_operator.timestamps import format_time, parse_time
 
 REQUEUE_SECONDS = 15.0
+RESULT_LOST = "ResultLost"
+"""Reason of a finished job of which nobody knows whether it completed or failed."""
 CLOCK_SKEW_SECONDS = 30.0
 """A time in status that is later than this after now is from a clock that was set back since."""
 
@@ -58,10 +61,14 @@ def decide(observed: Observed) -> Decision:
     decision.blocked_nodes = stuck_pods.nodes_to_avoid(observed.stuck_pods)
     decision.delete += [pod for worker in observed.workers for pod in worker.obsolete_pods]
     _record_succeeded_workers(decision)
-    if observed.spec.suspend:
-        _suspend(decision)
-    elif lifecycle.succeeded(observed):
+    if lifecycle.succeeded(observed) and not (observed.spec.suspend and observed.mesh.pending_cause):
+        # Also if the job is to be suspended now: while it is, the pods that prove its success may be removed. Pods that
+        # were deleted to suspend it prove nothing.
         decision.complete(_completion(decision))
+    elif observed.spec.suspend:
+        _suspend(decision)
+    elif _exit_overdue(decision):
+        _complete_without_exit(decision)
     else:
         _resume(decision)
         resize.update_size(decision)
@@ -71,11 +78,21 @@ def decide(observed: Observed) -> Decision:
 
 def _clean_up_finished(decision: Decision) -> None:
     """Deletes a finished job's live pods, and the job itself once its time to live is over."""
+    if not lifecycle.has_result(decision.status):
+        _report_lost_result(decision)
     update_observed_generation(decision.status, decision.observed.generation)
     decision.delete_live_pods()
     left = lifecycle.ttl_left(decision.observed.spec, decision.status, decision.observed.now)
     decision.delete_job = left is not None and left <= 0
     decision.requeue_within(left)
+
+
+def _report_lost_result(decision: Decision) -> None:
+    """Reports that a job has finished, and that somebody removed the condition with the result."""
+    text = f"The job finished at {decision.status.completion_time}, and its conditions were removed since"
+    for kind in (names.COMPLETE, names.FAILED):
+        decision.unknown_condition(kind, RESULT_LOST, text)
+    decision.job_state(RESULT_LOST, text, stalled=True, unknown=True, final=True)
 
 
 def _completion(decision: Decision) -> str:
@@ -94,7 +111,8 @@ def _adopt_plan(decision: Decision) -> None:
         status.plan = plan
     elif not status.plan.revision:
         status.plan.revision = observed.revision
-    if changed:
+    edited = observed.generation != observed.status.observed_generation
+    if changed or (edited and observed.mesh.retry_time is not None):
         placement_outcome.reset_attempts(decision)
     status.applied_spec = updated_applied_spec(observed.status, observed.elastic or observed.spec, observed.revision)
     status.selector = f"{LABEL_JOB}={observed.name}"
@@ -113,8 +131,28 @@ def _record_succeeded_workers(decision: Decision) -> None:
     if observed.mesh.generation > 0 and not decision.mesh.pending_cause:
         succeeded = (worker.index for worker in observed.workers if worker.completed)
         decision.mesh.succeeded_workers = format_workers(succeeded)
+        completed = decision.mesh.completed_time or format_time(observed.now)
+        decision.mesh.completed_time = completed if lifecycle.all_completed(observed) else None
     elif decision.status.mesh is not None:
         decision.mesh.succeeded_workers = ""
+        decision.mesh.completed_time = None
+
+
+def _exit_overdue(decision: Decision) -> bool:
+    """Whether all ranks have completed, but pods have not exited in time: a sidecar or a hung agent keeps them."""
+    left = lifecycle.exit_left(decision.status, decision.observed.now)
+    if left is not None and left > 0:
+        decision.requeue_within(left)
+    return left is not None and left <= 0
+
+
+def _complete_without_exit(decision: Decision) -> None:
+    """Completes the job, and deletes the pods that have not exited."""
+    running = [pod.name for pod in decision.observed.live_pods]
+    more = f" and {len(running) - 3} more" if len(running) > 3 else ""
+    which = f"pod {', '.join(running[:3])}{more} did not exit within {lifecycle.EXIT_SECONDS:.0f} s and will be deleted"
+    decision.add_event("PodsDoNotExit", capitalized(which), WARNING)
+    decision.complete(sentences(_completion(decision), capitalized(which)))
 
 
 def _suspend(decision: Decision) -> None:
@@ -175,6 +213,8 @@ def _advance_generation(decision: Decision) -> None:
             decision.requeue_within(verdict.seconds)
             return
         _end_generation(decision, verdict)
+        if verdict.job_failure:
+            return
         if verdict.lost and not lifecycle.finished(decision.status):
             decision.starting(verdict.message)
             return
@@ -207,7 +247,10 @@ def _end_generation(decision: Decision, verdict: Interruption) -> None:
     cause = verdict.cause
     decision.add_cause_event(cause, verdict.message)
     if verdict.job_failure:
-        decision.fail(verdict.job_failure, verdict.message)
+        if decision.status.checkpoint is not None or verdict.job_failure == failure_detection.CHECKPOINT_INCOMPATIBLE:
+            _hold(decision, verdict)
+        else:
+            decision.fail(verdict.job_failure, verdict.message)
         return
     codes = cause.exit_codes(decision.observed)
     if cause.limited and not _may_restart(decision, codes, verdict.message):
@@ -217,6 +260,22 @@ def _end_generation(decision: Decision, verdict: Interruption) -> None:
     # Whole seconds, rounded up: pods that this verdict has counted ended before this time.
     decision.mesh.pending_since = format_time(decision.observed.now + timedelta(seconds=1))
     decision.delete += [w.pod for w in verdict.lost if w.pod is not None and not w.pod.deleting]
+
+
+def _hold(decision: Decision, verdict: Interruption) -> None:
+    """Releases the pods of a job whose ranks cannot start, and tries again later, or at once after an edit.
+
+    Its checkpoint belongs to this object: if the job failed, a corrected one would start at step 0.
+    """
+    restart_policy.record_failure(decision.mesh, decision.observed.now)
+    decision.mesh.pending_cause = verdict.cause.name
+    decision.mesh.pending_since = format_time(decision.observed.now + timedelta(seconds=1))
+    decision.mesh.attempts = decision.mesh.failures - 1  # a start that ranks reject resets it
+    decision.status.ready_ranks = f"0/{decision.observed.plan.layout.world_size}"
+    decision.status.tokens_per_second = decision.status.eta_seconds = None
+    placement_outcome.end_attempt(decision, gang_actions.EndAttempt(verdict.job_failure, verdict.message))
+    decision.delete.clear()
+    decision.delete_live_pods()
 
 
 def _may_restart(decision: Decision, codes: set[int], message: str) -> bool:
@@ -280,7 +339,7 @@ def _take(decision: Decision, action: gang_actions.GangAction) -> None:
             decision.delete += [pod for pod in pods if pod not in decision.delete]
             decision.avoid |= action.avoid
             if action.replaces_agents:
-                decision.mesh.agent_replacements += 1
+                decision.mesh.agent_replacements = added(decision.mesh.agent_replacements)
                 decision.avoid_seconds = placement_outcome.AVOID_FAILED_NODE_SECONDS
             decision.starting(f"Deleting {counted(len(pods), 'pod')}, because {why}")
         case gang_actions.Wait(message, reason, seconds):

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, RestartStatus
+from meshwright.api.status import (
+    MAX_RESTART_CAUSES,
+    MeshStatus,
+    ParallelTrainingJobStatus,
+    RestartStatus,
+    added,
+)
 from meshwright_operator.decide import conditions, lifecycle, restart_policy
 from meshwright_operator.decide.conditions import blocked_job_state
 from meshwright_operator.decide.events import NORMAL, WARNING, JobEvent
@@ -91,6 +97,12 @@ class Decision:
             self.status, kind, str(value), reason, message, self.observed.generation, self.observed.now
         )
 
+    def unknown_condition(self, kind: str, reason: str, message: str) -> None:
+        """Sets one other condition to Unknown."""
+        conditions.set_condition(
+            self.status, kind, "Unknown", reason, message, self.observed.generation, self.observed.now
+        )
+
     def add_event(self, reason: str, message: str, event_type: str = NORMAL) -> None:
         """Adds an event."""
         self.events.append(JobEvent(reason, message, event_type))
@@ -111,9 +123,13 @@ class Decision:
     def count_restart(self, cause: RestartCause, codes: AbstractSet[int] = frozenset()) -> None:
         """Counts one restart, and counts it toward the limit if its cause and exit codes do."""
         counts = {entry.cause: entry.count for entry in self.status.restarts}
-        counts[cause.name] = counts.get(cause.name, 0) + 1
-        self.status.restarts = [RestartStatus(cause=name, count=count) for name, count in counts.items()]
-        self.status.restart_count += 1
+        counts[cause.name] = added(counts.get(cause.name, 0))
+        others = [name for name in counts if name != cause.name]
+        kept = {cause.name, *others[: MAX_RESTART_CAUSES - 1]}
+        self.status.restarts = [
+            RestartStatus(cause=name, count=count) for name, count in counts.items() if name in kept
+        ]
+        self.status.restart_count = added(self.status.restart_count)
         restart_policy.count_failure(self.status, self.observed.spec, cause, codes, self.observed.now)
 
     def over_limit(self) -> bool:
@@ -145,3 +161,4 @@ class Decision:
             self.mesh.pending_cause = ""
             self.mesh.pending_since = None
             self.mesh.succeeded_workers = ""
+            self.mesh.completed_time = None

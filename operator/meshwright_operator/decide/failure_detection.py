@@ -34,11 +34,12 @@ PEER_LOST_WAIT_SECONDS = 10.0
 PAUSE_SECONDS = 20.0
 DRAIN_MARGIN_SECONDS = 60.0
 
+CHECKPOINT_INCOMPATIBLE = "CheckpointIncompatible"
 JOB_FAILURES = {
     FailureKind.REJECTED: "RunRejected",
-    FailureKind.CHECKPOINT_INCOMPATIBLE: "CheckpointIncompatible",
+    FailureKind.CHECKPOINT_INCOMPATIBLE: CHECKPOINT_INCOMPATIBLE,
 }
-"""Failures of ranks that another start would repeat -> reason for which the job fails at once."""
+"""Failures of ranks that another start would repeat -> reason. Without a checkpoint the job fails at once."""
 
 GONE = frozenset({PodState.MISSING, PodState.ENDING, PodState.DISRUPTED, PodState.LOST})
 
@@ -77,7 +78,7 @@ def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
     if down:
         named = ", ".join(f"worker {worker.index} on {worker.node}" for worker in down[:3]) + _more(down, 3)
         return Interruption(NODE_LOST, f"Ranks failed, and nodes are down: {named}", lost=down)
-    root = [received for received in failing.values() if received.report.failure is not FailureKind.PEER_LOST]
+    root = {index for index, received in failing.items() if received.report.failure is not FailureKind.PEER_LOST}
     oldest = max(received.halted_seconds for received in failing.values())
     wait = CAUSE_WAIT_SECONDS if root else PEER_LOST_WAIT_SECONDS
     if oldest < wait:
@@ -85,7 +86,7 @@ def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
     # A failure that would repeat fails the job, so name it. Otherwise name the earliest root failure.
     worker, received = max(
         failing.items(),
-        key=lambda item: (item[1].report.failure in JOB_FAILURES, item[1] in root, item[1].halted_seconds),
+        key=lambda item: (item[1].report.failure in JOB_FAILURES, item[0] in root, item[1].halted_seconds),
     )
     return Interruption(
         RANK_FAILURE,

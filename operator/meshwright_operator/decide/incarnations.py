@@ -12,11 +12,12 @@ from meshwright.api.conditions import find
 from meshwright_operator.decide import restart_policy
 from meshwright_operator.decide.gang_actions import EndAttempt, Wait
 from meshwright_operator.decide.observed import Observed, Worker
-from meshwright_operator.kube.pod_info import Pod
+from meshwright_operator.kube.pod_info import MAX_INCARNATION, Pod
 from meshwright_operator.timestamps import seconds_since
 
 WAITING_FOR_OLD_PODS = "WaitingForOldPods"
 NAME_TAKEN = "NameTaken"
+NO_NAME_LEFT = "NoNameLeft"
 OLD_PODS_SECONDS = 300.0
 """How long to wait for pods of a deleted job, in addition to the grace period in which they save a checkpoint."""
 
@@ -35,8 +36,14 @@ def next_incarnations(observed: Observed, pending_cause: str, workers: Sequence[
 
 
 def taken_names(observed: Observed, pending_cause: str, workers: Sequence[Worker]) -> Wait | EndAttempt | None:
-    """Waits for pods of a deleted job that have the names which the new pods of `workers` need. None without any."""
+    """Waits for pods of a deleted job that have the names which the new pods of `workers` need. None without any.
+
+    Ends the attempt if there is no name: a pod with more digits in its name would not be recognized as a worker.
+    """
     incarnations = next_incarnations(observed, pending_cause, workers)
+    unnamed = next((worker for worker in workers if incarnations[worker.index] > MAX_INCARNATION), None)
+    if unnamed is not None:
+        return EndAttempt(NO_NAME_LEFT, _no_name_left(unnamed, incarnations[unnamed.index]))
     taken = [pod for pod in observed.namesakes if incarnations.get(pod.worker) == pod.incarnation]
     if not taken:
         return None
@@ -50,6 +57,15 @@ def taken_names(observed: Observed, pending_cause: str, workers: Sequence[Worker
         f"is gone, run `kubectl delete pod {first.name} --force`"
     )
     return EndAttempt(NAME_TAKEN, text)
+
+
+def _no_name_left(worker: Worker, incarnation: int) -> str:
+    fix = (
+        f"Delete pod {worker.pod.name}"
+        if worker.pod is not None and worker.pod.incarnation == MAX_INCARNATION
+        else "Correct `incarnation` in `status.placement.workers`, or create the job again"
+    )
+    return f"Worker {worker.index} needs incarnation {incarnation}, and names of pods end at {MAX_INCARNATION}. {fix}"
 
 
 def old_pod_message(pod: Pod, others: int = 0) -> str:

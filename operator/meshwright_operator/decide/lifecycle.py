@@ -2,34 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import is_true
 from meshwright.api.spec import ParallelTrainingJobSpec, SuccessPolicy
-from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.api.status import ParallelTrainingJobStatus, added
 from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, PodState, Worker
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
 
+EXIT_SECONDS = 120.0
+"""Seconds in which pods should exit after all ranks have completed. Then the job is complete without that."""
+
 
 def finished(status: ParallelTrainingJobStatus) -> bool:
-    """Whether the job completed or failed. Nothing restarts a finished job."""
+    """Whether the job completed or failed. Nothing restarts a finished job.
+
+    A merge patch of another controller may replace all conditions. Then the completion time still shows that it did.
+    """
+    return has_result(status) or status.completion_time is not None
+
+
+def has_result(status: ParallelTrainingJobStatus) -> bool:
+    """Whether a condition says that the job completed, or that it failed."""
     return is_true(status.conditions, names.COMPLETE) or is_true(status.conditions, names.FAILED)
 
 
 def succeeded(observed: Observed) -> bool:
     """Whether the workers that the success policy names have succeeded, with the current revision of the spec."""
-    first = observed.spec.success_policy is SuccessPolicy.FIRST_WORKER
-    zero = rank_zero_worker(observed) if first and observed.workers else None
-    required = [worker for worker in observed.workers if zero is None or worker.index == zero]
+    required = _required(observed)
     return (
         bool(required)
         and observed.mesh.generation > 0
         and all(_succeeded(observed, worker) for worker in required)
         and any(worker.state is PodState.SUCCEEDED for worker in required)
     )
+
+
+def all_completed(observed: Observed) -> bool:
+    """Whether the workers that the success policy names have completed the run, whether their pods exit or not.
+
+    The last report of an agent, or its copy in status, says so.
+    """
+    required = _required(observed)
+    done = all(worker.completed and worker.state is not PodState.CRASHED for worker in required)
+    return bool(required) and observed.mesh.generation > 0 and done
+
+
+def exit_left(status: ParallelTrainingJobStatus, now: datetime) -> float | None:
+    """Seconds left for the pods to exit after all ranks completed; None before that."""
+    since = parse_time(status.mesh.completed_time) if status.mesh is not None else None
+    return EXIT_SECONDS - (now - since).total_seconds() if since is not None else None
+
+
+def _required(observed: Observed) -> Sequence[Worker]:
+    """The workers that the success policy names."""
+    first = observed.spec.success_policy is SuccessPolicy.FIRST_WORKER
+    zero = rank_zero_worker(observed) if first and observed.workers else None
+    return [worker for worker in observed.workers if zero is None or worker.index == zero]
 
 
 def _succeeded(observed: Observed, worker: Worker) -> bool:
@@ -57,7 +90,7 @@ def begin(status: ParallelTrainingJobStatus, now: datetime) -> None:
 
 def pause(status: ParallelTrainingJobStatus, now: datetime) -> None:
     """Stops the job's clock."""
-    status.active_seconds += int(seconds_since(status.active_since, now))
+    status.active_seconds = added(status.active_seconds, int(seconds_since(status.active_since, now)))
     status.active_since = None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from meshwright.addresses import join_host_port, split_host_port
 from meshwright.api.status import MeshStatus, parse_ranks
-from meshwright.protocol.messages import MeshDocument, MeshMember
+from meshwright.protocol.messages import MAX_GENERATION, MeshDocument, MeshMember
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.timestamps import format_time
 
@@ -49,15 +49,17 @@ def rank_zero_worker(observed: Observed) -> int:
 def next_generation(observed: Observed, cause: str, failures: int) -> MeshStatus:
     """The next generation: its number is above every number in status or in an agent's report.
 
-    Every worker must run and its agent must poll. The agent of rank 0 has reserved the store's port. `failures` is the
-    number of consecutive failures so far.
+    A number that agents cannot receive, which only a damaged status has, does not count. Every worker must run and its
+    agent must poll. The agent of rank 0 has reserved the store's port. `failures` is the number of consecutive failures
+    so far.
     """
     first = rank_zero_worker(observed)
     master = next(worker.pod for worker in observed.workers if worker.index == first)
     waiting_agent = observed.agents.waiting_agents[first]
     assert master is not None
+    numbers = (observed.mesh.generation, observed.agents.newest_generation)
     return MeshStatus(
-        generation=max(observed.mesh.generation, observed.agents.newest_generation) + 1,
+        generation=max((number for number in numbers if number < MAX_GENERATION), default=0) + 1,
         master=join_host_port(master.address, waiting_agent.store_port),
         started_time=format_time(observed.now),
         cause=cause,

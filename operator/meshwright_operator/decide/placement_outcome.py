@@ -13,14 +13,14 @@ from datetime import timedelta
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find
 from meshwright.api.objects import pod_name
-from meshwright.api.status import PlacementStatus, WorkerPlacement
+from meshwright.api.status import PlacementStatus, WorkerPlacement, added
 from meshwright.planner.placement import Placement
 from meshwright_operator.decide import failure_detection, lifecycle, restart_policy, size_status, stuck_pods
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
 from meshwright_operator.decide.gang_actions import EndAttempt, Place, size_of
-from meshwright_operator.decide.incarnations import NAME_TAKEN, next_incarnations
+from meshwright_operator.decide.incarnations import NAME_TAKEN, NO_NAME_LEFT, next_incarnations
 from meshwright_operator.decide.observed import PodState, Worker, has_started
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.pod_info import Pod
@@ -43,9 +43,9 @@ LONGEST_AVOID_SECONDS = 900.0
 
 NEEDS_USER_ACTION = frozenset(
     {
-        *("AdmissionDenied", "PodsForbidden", "PodsInvalid", NAME_TAKEN),
+        *("AdmissionDenied", "PodsForbidden", "PodsInvalid", NAME_TAKEN, NO_NAME_LEFT),
         *("InvalidImageName", "ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff"),
-        "AgentsMissing",
+        *("AgentsMissing", "RunRejected", "CheckpointIncompatible"),
         *("CreateContainerConfigError", "CreateContainerError", "RunContainerError"),
     }
 )
@@ -137,7 +137,9 @@ def new_incarnations(decision: Decision, workers: Sequence[Worker]) -> dict[int,
     if crashed:
         decision.count_restart(restart_policy.POD_FAILED, restart_policy.worker_exit_codes(crashed))
         decision.add_cause_event(restart_policy.POD_FAILED, failure_detection.crash_message(crashed))
-    if crashed or decision.mesh.pending_since is None:
+    # A gang that was suspended, or waited for nodes, has had no pods since: in that time no agent could come.
+    had_no_pods = not observed.live_pods and not decision.mesh.attempts and _retention_expired(decision)
+    if crashed or had_no_pods or decision.mesh.pending_since is None:
         decision.mesh.pending_since = format_time(observed.now)
     decision.mesh.retry_time = None
     return next_incarnations(observed, decision.mesh.pending_cause, workers)
@@ -169,7 +171,7 @@ def _apply_no_placement(decision: Decision, grant: NotGranted) -> None:
 def end_attempt(decision: Decision, action: EndAttempt) -> None:
     """Ends this attempt to start the gang: reports why, deletes its pods, and schedules the next attempt."""
     observed, mesh = decision.observed, decision.mesh
-    mesh.attempts += 1
+    mesh.attempts = added(mesh.attempts)
     pause = retry_pause(mesh.attempts)
     retry = observed.now + timedelta(seconds=pause)
     mesh.retry_time = format_time(retry)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from meshwright.api.spec import FailureAction, ParallelTrainingJobSpec, RecoverySpec
-from meshwright.api.status import MAX_RESTART_TIMES, MeshStatus, ParallelTrainingJobStatus
+from meshwright.api.status import MAX_RESTART_TIMES, MeshStatus, ParallelTrainingJobStatus, added
 from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.decide.events import NORMAL, WARNING
 from meshwright_operator.decide.observed import Observed, PodState, Worker
@@ -85,7 +85,10 @@ class Interruption:
     lost: tuple[Worker, ...] = ()
     """Workers that are unreachable, whose pods to delete."""
     job_failure: str = ""
-    """Reason for which the job fails at once, because a restart would not help. Usually empty."""
+    """Reason for which another start would not help. Usually empty.
+
+    The job fails at once. With a checkpoint it waits for an edit instead.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +156,18 @@ def count_failure(
     if not cause.limited:
         return
     status.mesh = status.mesh or MeshStatus()
-    _record_failure(status.mesh, now)
+    record_failure(status.mesh, now)
     if action_for(spec, codes)[0] is FailureAction.IGNORE:
         return
-    status.restarts_toward_limit += 1
+    status.restarts_toward_limit = added(status.restarts_toward_limit)
     if spec.recovery.restart_window_seconds is not None:
         status.restart_times = [*status.restart_times, format_time(now)][-MAX_RESTART_TIMES:]
 
 
-def _record_failure(mesh: MeshStatus, now: datetime) -> None:
+def record_failure(mesh: MeshStatus, now: datetime) -> None:
     """Counts one more consecutive failure. Starts again at 1 if the generation trained for long enough."""
     trained = 0.0 if mesh.pending_cause else seconds_since(mesh.started_time, now)
-    mesh.failures = 1 if trained >= FAILURE_RESET_SECONDS else mesh.failures + 1
+    mesh.failures = 1 if trained >= FAILURE_RESET_SECONDS else added(mesh.failures)
 
 
 def drop_expired(status: ParallelTrainingJobStatus, recovery: RecoverySpec, now: datetime) -> None:

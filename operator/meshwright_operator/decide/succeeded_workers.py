@@ -35,14 +35,26 @@ def format_workers(workers: Iterable[int]) -> str:
 
 def parse_workers(text: str) -> set[int]:
     """The workers in a string of ranges. Ignores parts that are not valid."""
-    workers: set[int] = set()
+    return {worker for workers in disjoint_ranges(text) for worker in workers}
+
+
+def disjoint_ranges(text: str) -> list[range]:
+    """The ranges in a string, without parts that are not valid.
+
+    No worker is in two of them: thousands of ranges that overlap must not take longer to read than all workers.
+    """
+    ranges = []
     for part in text.split(","):
         first, _, last = part.partition("-")
         last = last or first
-        if not (_is_index(first) and _is_index(last)):
-            continue
-        workers.update(range(int(first), min(int(last), MAX_INDEX) + 1))
-    return workers
+        if _is_index(first) and _is_index(last):
+            ranges.append((int(first), min(int(last), MAX_INDEX) + 1))
+    disjoint, following = [], 0
+    for first_worker, end in sorted(ranges):
+        if (begin := max(first_worker, following)) < end:
+            disjoint.append(range(begin, end))
+            following = end
+    return disjoint
 
 
 def stored_workers(mesh: MeshStatus | None) -> set[int]:

@@ -50,6 +50,8 @@ class Connection(asyncio.BufferedProtocol):
         self.deadline = 0.0
         self.connecting: asyncio.Task[None] | None = None
         """The TLS handshake. Set until the transport exists."""
+        self.silent: Callable[[], None] | None = None
+        """Closes the socket. Set until the client has sent a byte."""
         self.tolerated = False
         """Whether it stayed open once after a request that was not accepted."""
         self.accepted = False
@@ -140,6 +142,8 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
         elif self.connecting is not None:
             self.connecting.cancel()
+        elif self.silent is not None:
+            self.silent()
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase

@@ -13,6 +13,7 @@ import logging
 import socket
 import ssl
 import struct
+import time
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 
@@ -22,7 +23,7 @@ from aiohttp.typedefs import Handler
 
 from meshwright_operator.http.admission import Admission
 from meshwright_operator.http.connection import READ_BYTES, Connection, Phase
-from meshwright_operator.http.limits import ConnectionLimits
+from meshwright_operator.http.limits import ConnectionLimits, TokenBucket
 from meshwright_operator.http.tls_connection import TlsConnection
 
 BACKLOG = 1024
@@ -39,18 +40,26 @@ LINGER_SECONDS = 1.0
 """How long the rest of a body is received and dropped after the answer, so that the client can read the answer."""
 MAX_LINE_BYTES = 4096
 """Longest request line, and longest header."""
+ERROR_RECORDS_PER_SECOND = 0.1
+ERROR_RECORDS_AT_ONCE = 10.0
+"""Log records of requests that fail with an internal error."""
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 log = logging.getLogger(__name__)
 
 
 class _ClientErrors(logging.Filter):
-    """Drops the records of malformed requests: any client could fill the log."""
+    """Drops the records of malformed requests, and all but a few of the others: any client could fill the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bucket = TokenBucket(ERROR_RECORDS_PER_SECOND, ERROR_RECORDS_AT_ONCE, time.monotonic())
 
     def filter(self, record: logging.LogRecord) -> bool:
         """See logging."""
         error = record.exc_info[1] if record.exc_info else None
-        return not isinstance(error, HttpProcessingError)
+        # aiohttp fails with an error of its own on some headers, such as `Expect` with bytes that are not UTF-8.
+        return not isinstance(error, HttpProcessingError) and self._bucket.take(time.monotonic()) == 0
 
 
 _http_log = logging.getLogger("meshwright_operator.http.requests")
@@ -94,6 +103,8 @@ class GuardedServer:
         self.buffer = memoryview(bytearray(READ_BYTES))
         self._waiting: dict[Phase, dict[Connection, None]] = {Phase.HEAD: {}, Phase.IDLE: {}}
         """Connections with a deadline. Each phase has one time limit, so that the first is due first."""
+        self._silent: dict[socket.socket, Connection] = {}
+        """Connections whose client has sent nothing yet."""
         application.middlewares.append(_guard)
         self._runner = web.AppRunner(
             application,
@@ -122,6 +133,8 @@ class GuardedServer:
             await asyncio.gather(*tasks, return_exceptions=True)
             for listener in listeners:
                 listener.close()
+            for connection in list(self._silent.values()):
+                connection.close("")
             await self._runner.cleanup()
 
     def phase_changed(self, connection: Connection) -> None:
@@ -174,6 +187,22 @@ class GuardedServer:
         connection = Connection(self, source, self._limits.head_bytes, handler)
         self.admission.add(connection)
         self.phase_changed(connection)
+        client.setblocking(False)
+        connection.silent = lambda: self._stop_waiting(client)
+        self._silent[client] = connection
+        # A client that says nothing has no TLS connection, parser, task or timer: it costs a socket.
+        self._loop.add_reader(client, self._begin, client, connection)
+
+    def _stop_waiting(self, client: socket.socket) -> None:
+        self._loop.remove_reader(client)
+        self._silent.pop(client, None)
+        client.close()
+
+    def _begin(self, client: socket.socket, connection: Connection) -> None:
+        """The client has sent something, or closed its end."""
+        self._loop.remove_reader(client)
+        self._silent.pop(client, None)
+        connection.silent = None
         connection.connecting = self._loop.create_task(self._connect(client, connection))
 
     async def _connect(self, client: socket.socket, connection: Connection) -> None:

@@ -121,8 +121,10 @@ class KubeClient:
         token = ""
         while True:
             answer = await self._call("GET", path, {**query, "limit": str(PAGE_SIZE), "continue": token})
+            if "items" not in answer:
+                raise ApiError(0, "InvalidResponse", f"GET {path}: the response is not a list")
             metadata = answer.get("metadata") or {}
-            yield Page(answer.get("items") or [], str(metadata.get("resourceVersion") or ""))
+            yield Page(answer["items"] or [], str(metadata.get("resourceVersion") or ""))
             token = metadata.get("continue") or ""
             if not token:
                 return
@@ -265,12 +267,16 @@ class KubeClient:
 
 def _decode_response(code: int, data: bytes, headers: Mapping[str, str]) -> KubeObject:
     try:
-        answer = orjson.loads(data) if data else {}
+        answer = orjson.loads(data)
     except json.JSONDecodeError:
-        answer = {"message": data[:MESSAGE_LIMIT].decode(errors="replace")}
+        answer = None
+    succeeded = 200 <= code < 300
     if not isinstance(answer, dict):
-        answer = {}
-    if not 200 <= code < 300:
+        text = shortened(data[:MESSAGE_LIMIT].decode(errors="replace"), MESSAGE_LIMIT)
+        if succeeded:  # from a proxy: it must not count as a list without items
+            raise ApiError(0, "InvalidResponse", f"the response with code {code} is not a JSON object: {text}")
+        answer = {"message": text}
+    if not succeeded:
         retry_after = _retry_after(headers.get("Retry-After", ""))
         reason, message = str(answer.get("reason", "")), str(answer.get("message", ""))
         raise ApiError(code, reason[:REASON_LIMIT], shortened(message, MESSAGE_LIMIT), retry_after)

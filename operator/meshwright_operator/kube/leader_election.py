@@ -4,6 +4,9 @@ Every call has a timeout, and the clock is monotonic. A leader that cannot renew
 exits, before another process can take the lease. Even if it does not notice, its writes end: every renewal extends the
 fence, which each write checks. An overlap of two leaders would be harmless: status writes have the resourceVersion on
 which they were decided, and pod names are functions of the persisted status.
+
+A process calls `look` before it lists and `acquire` afterwards, so that none with an empty cache takes the lease from
+one that could lead at once.
 """
 
 from __future__ import annotations
@@ -60,8 +63,21 @@ class LeaderElector:
         self._last_observed: tuple[object, float] = (None, 0.0)
         self._released = False
         self._writing = asyncio.Lock()
-        self.attempted = asyncio.Event()
-        """Set once the first attempt to acquire the lease has ended, whatever its result."""
+        self._free_version: str | None = None
+        """resourceVersion of the lease when `look` found it free, empty if there was none. None if it was not free."""
+        self.led_alone = False
+        """Whether no other process has led since `look`: what was listed in between has all that others wrote."""
+
+    async def look(self) -> None:
+        """Read the lease once. Failing is harmless: another process then counts as the holder."""
+        try:
+            async with asyncio.timeout(self._seconds / 3):
+                lease = await self._read()
+        except (ApiError, TimeoutError) as error:
+            log.warning("lease request failed", extra={"error": str(error) or "timed out"})
+            return
+        holder = ((lease or {}).get("spec") or {}).get("holderIdentity") or self._identity
+        self._free_version = _version(lease) if holder == self._identity else None
 
     async def acquire(self) -> None:
         """Wait until this process leads."""
@@ -75,9 +91,7 @@ class LeaderElector:
                 holder = UNKNOWN_HOLDER
             if not holder:
                 log.info("acquired the lease", extra={"lease": self._name, "identity": self._identity})
-                self.attempted.set()
                 return
-            self.attempted.set()
             if holder not in (logged_holder, UNKNOWN_HOLDER):
                 log.info("another operator holds the lease", extra={"lease": self._name, "holder": holder})
                 logged_holder = holder
@@ -138,12 +152,8 @@ class LeaderElector:
             else:
                 self._fence.extend(started + self._seconds * RENEW_DEADLINE_FRACTION)
                 return ""
-        try:
-            self._object = await self._client.get(lease_path(self._namespace, self._name))
-        except ApiError as error:
-            if error.code != 404:
-                raise
-            self._object = None
+        self._object = await self._read()
+        found = _version(self._object)
         spec = (self._object or {}).get("spec") or {}
         holder = str(spec.get("holderIdentity") or "")
         if holder and holder != self._identity and not self._expired(spec):
@@ -158,8 +168,18 @@ class LeaderElector:
             if error.code == 409:
                 return UNKNOWN_HOLDER
             raise
+        self.led_alone = found == self._free_version
         self._fence.extend(started + self._seconds * RENEW_DEADLINE_FRACTION)
         return ""
+
+    async def _read(self) -> KubeObject | None:
+        """The lease; None if there is none."""
+        try:
+            return await self._client.get(lease_path(self._namespace, self._name))
+        except ApiError as error:
+            if error.code != 404:
+                raise
+            return None
 
     def _until_expiry(self) -> float:
         """Seconds until the lease expires if its holder does not renew it, but at least a moment."""
@@ -189,3 +209,7 @@ class LeaderElector:
         else:
             body = {**self._object, "spec": {**(self._object.get("spec") or {}), **fields, "renewTime": now}}
             self._object = await self._client.replace(lease_path(self._namespace, self._name), body)
+
+
+def _version(lease: KubeObject | None) -> str:
+    return str(lease["metadata"]["resourceVersion"]) if lease is not None else ""

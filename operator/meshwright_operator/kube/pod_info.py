@@ -19,6 +19,8 @@ from meshwright_operator.text import shortened
 from meshwright_operator.timestamps import parse_time
 
 NAME = re.compile(r"^(?P<job>.+)-w(?P<worker>\d{1,6})-(?P<incarnation>\d{1,9})$")
+MAX_INCARNATION = 999_999_999
+"""The highest incarnation in the name of a worker pod."""
 
 # Reasons of a Failed pod that the node, the kubelet or the scheduler caused.
 DISRUPTION_REASONS = frozenset(

@@ -8,7 +8,6 @@ cache. The watch starts at the resourceVersion of the last listing. If that is t
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 import time
@@ -89,8 +88,6 @@ class PodInformer:
 
     def _apply_event(self, event: KubeObject) -> None:
         obj = event["object"]
-        if event["type"] == "ERROR":
-            raise ApiError(int(obj.get("code") or 0), str(obj.get("reason", "")), str(obj.get("message", "")))
         if event["type"] != "BOOKMARK":
             try:
                 self._handlers.pod(event)
@@ -100,14 +97,21 @@ class PodInformer:
 
 
 def _event(line: bytes) -> KubeObject:
+    """Parse one line of a watch.
+
+    Raises:
+        ApiError: The server reports an error, or the line is not a watch event.
+    """
     try:
-        event = orjson.loads(line)
+        event: KubeObject = orjson.loads(line)
+        obj = event["object"]
         if event["type"] != "ERROR":
-            event["object"]["metadata"]["resourceVersion"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ApiError(0, "InvalidEvent", f"not a watch event: {error!r}") from None
-    parsed: KubeObject = event
-    return parsed
+            obj["metadata"]["resourceVersion"]
+            return event
+        error = ApiError(int(obj.get("code") or 0), str(obj.get("reason", "")), str(obj.get("message", "")))
+    except (AttributeError, KeyError, TypeError, ValueError) as malformed:
+        raise ApiError(0, "InvalidEvent", f"not a watch event: {malformed!r}") from None
+    raise error
 
 
 async def split_lines(content: aiohttp.StreamReader, on_data: Callable[[], None]) -> AsyncIterator[bytes]:

@@ -104,6 +104,10 @@ class EventRecorder:
         except ApiError as error:
             self._metrics.events.labels("failed").inc()
             log.warning("posting an event failed", extra={"reason": queued.event.reason, "error": str(error)})
+        except Exception:
+            # A message that cannot be encoded, for example, must not end the events of all jobs.
+            self._metrics.events.labels("failed").inc()
+            log.exception("posting an event failed", extra={"reason": queued.event.reason})
         else:
             self._metrics.events.labels("posted").inc()
 

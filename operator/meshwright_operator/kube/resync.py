@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 
 from meshwright.api.labels import LABEL_JOB
 from meshwright_operator.kube.cache import Cache, JobKey, key_of, pod_key_of
@@ -123,11 +124,9 @@ class Resync:
         async for page in self._pages(core_path(None, "nodes")):
             listing.start_page(page.version)
             for obj in page.items:
-                try:
+                with _ignoring_malformed("node"):
                     listing.add(obj["metadata"]["name"], str(obj["metadata"].get("uid", "")))
                     self._cache.put_node(obj)
-                except (AttributeError, KeyError, TypeError):
-                    log.warning("ignoring a malformed node object")
         self._cache.finish_nodes_listing(listing)
 
     def pods_version(self, namespace: str | None) -> str:
@@ -155,11 +154,12 @@ class Resync:
             version = page.version
             listing.start_page(version)
             for obj in page.items:
-                listing.add(pod_key_of(obj), str(obj["metadata"].get("uid", "")))
-                if (pod := read_pod(obj)) is not None:
-                    self._cache.put_pod(pod)
-                elif (key := self._cache.put_unowned_pod(obj)) is not None:
-                    self._queue.add(key)
+                with _ignoring_malformed("pod"):
+                    listing.add(pod_key_of(obj), str(obj["metadata"].get("uid", "")))
+                    if (pod := read_pod(obj)) is not None:
+                        self._cache.put_pod(pod)
+                    elif (key := self._cache.put_unowned_pod(obj)) is not None:
+                        self._queue.add(key)
         self._cache.finish_pods_listing(listing)
         self._pods_versions[namespace] = version
         return version
@@ -170,7 +170,17 @@ class Resync:
             async for page in self._pages(jobs_path(namespace)):
                 listing.start_page(page.version)
                 for obj in page.items:
-                    listing.add(key_of(obj), str(obj["metadata"].get("uid", "")))
-                    self._cache.put_job(obj)
+                    with _ignoring_malformed("job"):
+                        listing.add(key_of(obj), str(obj["metadata"].get("uid", "")))
+                        self._cache.put_job(obj)
             for key in self._cache.finish_jobs_listing(listing):
                 self._queue.add(key)
+
+
+@contextmanager
+def _ignoring_malformed(kind: str) -> Iterator[None]:
+    """Leaves out an object that cannot be read, so that it does not stop the listing of all others."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError):
+        log.warning("ignoring a malformed object", extra={"kind": kind}, exc_info=True)

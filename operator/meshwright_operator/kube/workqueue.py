@@ -117,7 +117,9 @@ class WorkQueue(Generic[Key]):
                 self._metrics.waited(time.monotonic() - since)
             try:
                 await handler(key)
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:
+                if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                    raise
                 delay = self._backoff(key)
                 if self._metrics is not None:
                     self._metrics.retried()
@@ -173,3 +175,9 @@ class WorkQueue(Generic[Key]):
         self._failures[key] = failures + 1
         delay = min(FIRST_BACKOFF_SECONDS * 2.0 ** min(failures, 16), LONGEST_BACKOFF_SECONDS)
         return delay * random.uniform(0.9, 1.1)
+
+
+def _is_cancelled() -> bool:
+    """Whether this task must end. A handler can also raise CancelledError because what it awaited was cancelled."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0

@@ -149,7 +149,7 @@ def _degrees(record: JobRecord) -> Iterable[Sample]:
 
 def _ranks(record: JobRecord) -> Iterable[Sample]:
     training, _, total = record.status.ready_ranks.partition("/")
-    if not (training.isdigit() and total.isdigit()):
+    if not (training.isdecimal() and total.isdecimal()):
         return []
     return [(("training",), int(training)), (("total",), int(total))]
 

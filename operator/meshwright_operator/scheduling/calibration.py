@@ -2,6 +2,9 @@
 
 Its input is in the jobs' status (plan, measured throughput, step), so a restarted operator computes the same constants.
 A job is left out if the cost model does not support its model or GPUs.
+
+The measured throughput of running jobs varies all the time, and other constants mean other plans of all waiting jobs.
+So a GPU's constants stay in use until the fitted ones differ by more than `THRESHOLD`.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from meshwright_operator.kube.cache import Cache
 from meshwright_operator.scheduling.scheduler import JobScheduler
 
 PERIOD_SECONDS = 60.0
-LOG_THRESHOLD = 0.05
-"""Fraction by which a constant must change before it is logged again."""
+THRESHOLD = 0.05
+"""Fraction by which one of a GPU's fitted constants must differ from the one in use to replace them."""
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +42,6 @@ class CalibrationLoop:
     def __init__(self, cache: Cache, scheduler: JobScheduler) -> None:
         self._cache = cache
         self._scheduler = scheduler
-        self._logged: dict[str, Constants] = {}
 
     async def run(self) -> None:
         """Refits every minute, until cancelled."""
@@ -54,19 +56,14 @@ class CalibrationLoop:
     async def refit(self) -> None:
         """Refits now, in a thread, because reading many jobs takes long."""
         jobs = list(self._cache.jobs.values())
-        calibration = await asyncio.to_thread(self._refitted, jobs)
-        self._scheduler.recalibrate(calibration)
-        if changed := sorted(gpu for gpu in calibration.constants if self._changed_enough(gpu, calibration)):
-            self._logged = {**self._logged, **{gpu: calibration.constants[gpu] for gpu in changed}}
+        fitted = await asyncio.to_thread(self._refitted, jobs)
+        used = self._scheduler.calibration
+        settled = Calibration({gpu: _settled(used.constants.get(gpu), new) for gpu, new in fitted.constants.items()})
+        if settled == used:
+            return
+        self._scheduler.recalibrate(settled)
+        if changed := sorted(gpu for gpu, new in settled.constants.items() if used.constants.get(gpu) != new):
             log.info("recalibrated", extra={"gpus": changed})
-
-    def _changed_enough(self, gpu: str, calibration: Calibration) -> bool:
-        """Whether a GPU's constants differ from those that were logged last by more than `LOG_THRESHOLD`."""
-        old = self._logged.get(gpu)
-        if old is None:
-            return True
-        before, now = asdict(old), asdict(calibration.constants[gpu])
-        return any(not isclose(now[name], value, rel_tol=LOG_THRESHOLD) for name, value in before.items())
 
     def _refitted(self, jobs: Sequence[KubeObject]) -> Calibration:
         inventories: dict[str, Inventory] = {}
@@ -118,3 +115,12 @@ class CalibrationLoop:
         )
         namespace = str(job["metadata"].get("namespace", ""))
         return StepMeasurement(cost_model, strategy, seconds, status.step, groups, namespace)
+
+
+def _settled(used: Constants | None, fitted: Constants) -> Constants:
+    """The constants in use, unless one of the fitted ones differs from them by more than `THRESHOLD`."""
+    if used is None:
+        return fitted
+    before, now = asdict(used), asdict(fitted)
+    close = all(isclose(now[name], value, rel_tol=THRESHOLD) for name, value in before.items())
+    return used if close else fitted

@@ -74,9 +74,9 @@ class FreeNodes:
         """Takes over a newer inventory: only the nodes that differ are counted again."""
         old, self.empty = self.empty.nodes, empty
         for name in old.keys() - empty.nodes.keys():
-            gone = replace(self.nodes.pop(name), unusable="gone")
+            del self.nodes[name]
             for blocks in self._blocks.values():
-                blocks.update(gone)
+                blocks.remove(name)
         self.refresh([name for name, node in empty.nodes.items() if old.get(name) is not node])
 
     def refresh(self, names: Iterable[str]) -> None:
@@ -164,6 +164,23 @@ class ClusterView:
         gone: dict[str, PodRequest | None] = dict.fromkeys(self._foreign - listed.keys())
         self._foreign = set(listed)
         return self.apply({**gone, **listed})
+
+    def has_pod(self, pod_id: str) -> bool:
+        """Whether the requests of this pod are counted."""
+        return pod_id in self._requests
+
+    def resources(self) -> list[str]:
+        """The GPU resources whose use is counted."""
+        return list(self._uses)
+
+    def forget_unused(self, gpu_resource: str) -> None:
+        """Stops to count the use of a GPU resource, unless pods use it."""
+        if self._uses[gpu_resource].gpus_by_occupant:
+            return
+        del self._uses[gpu_resource]
+        # What is free was read from the use that is not updated any more.
+        for requirements in [key for key, free in self._free.items() if free.use.gpu_resource == gpu_resource]:
+            del self._free[requirements]
 
     def knows(self, gpu_resource: str) -> bool:
         """Whether the use of this GPU resource is counted already."""

@@ -35,6 +35,10 @@ class CountedCapacity:
         self.view = ClusterView()
         """Changed only by the placer's task, and never while an attempt runs."""
         self._changes: dict[str, PodRequest | None] = {}
+        self._assumed: dict[str, dict[str, list[str]]] = {}
+        """uid of a job -> node -> ids of the pods that are assumed there."""
+        self._counting = False
+        """Whether a thread counts changes."""
         self.freed = 0
         """Changes whenever capacity may have become free. Then waiting jobs are tried again."""
         self.changed = 0
@@ -49,15 +53,37 @@ class CountedCapacity:
 
     def pod_changed(self, pod: str, request: PodRequest | None) -> None:
         """A pod requests this now; None if it requests nothing any more."""
-        self._changes[pod] = request
+        self._note(pod, request)
         self.changed += 1
         if request is None:
             self.may_be_freed()
+        elif request.job_uid:
+            self._replace_assumed(request)
 
-    def replaced(self, pod: str) -> None:
-        """An assumed pod exists now, so it no longer counts itself."""
-        self._changes[pod] = None
+    def assume(self, pod: str, request: PodRequest) -> None:
+        """Counts a pod that a job was granted until the job has a pod on its node, or until it is given up."""
+        self._assumed.setdefault(request.job_uid, {}).setdefault(request.node, []).append(pod)
+        self._note(pod, request)
         self.changed += 1
+
+    def give_up_assumed(self, job_uid: str) -> None:
+        """Frees the nodes of the pods that were assumed for a job and do not exist."""
+        for pods in self._assumed.pop(job_uid, {}).values():
+            for pod in pods:
+                self.pod_changed(pod, None)
+
+    def _replace_assumed(self, new: PodRequest) -> None:
+        """A pod of a job exists now. If it was assumed, it must not count twice."""
+        pods = self._assumed.get(new.job_uid, {}).get(new.node)
+        if pods:
+            self._note(pods.pop(), None)
+
+    def _note(self, pod: str, request: PodRequest | None) -> None:
+        if request is None and not self._counting and not self.view.has_pod(pod):
+            # Nobody may ask for months, as on standby: pods that came and went since the last count leave nothing.
+            self._changes.pop(pod, None)
+        else:
+            self._changes[pod] = request
 
     def may_be_freed(self) -> None:
         """Capacity may have become free."""
@@ -81,10 +107,22 @@ class CountedCapacity:
         # What changes while this waits is counted the next time.
         freed, changed = self.freed, self.changed
         if len(changes) > INLINE_CHANGES:
-            await asyncio.to_thread(self.view.apply, changes)
+            self._counting = True
+            try:
+                await asyncio.to_thread(self.view.apply, changes)
+            finally:
+                self._counting = False
         elif changes:
             self.view.apply(changes)
         self.counted_freed, self.counted_changed = freed, changed
-        for resource in set(self._gpu_resources()):
+        await self._count_resources()
+
+    async def _count_resources(self) -> None:
+        """Counts the use of the GPU resources that jobs request, and of no others: each takes as much as all nodes."""
+        requested = set(self._gpu_resources())
+        for resource in self.view.resources():
+            if resource not in requested:
+                self.view.forget_unused(resource)
+        for resource in requested:
             if not self.view.knows(resource):
                 await asyncio.to_thread(self.view.use_of, resource)

@@ -55,6 +55,15 @@ class FreeBlocks:
         self._places[node.name] = domain, workers
         self._add(domain, workers - before)
 
+    def remove(self, name: str) -> None:
+        """Forgets a node that is gone."""
+        domain, workers = self._places.pop(name, ("", 0))
+        self._add(domain, -workers)
+
+    def __len__(self) -> int:
+        """The number of nodes."""
+        return len(self._places)
+
     def total_with(self, changed: Mapping[str, Node]) -> int:
         """The number of blocks if these nodes replaced the nodes with the same names."""
         difference: defaultdict[str, int] = defaultdict(int)

@@ -8,6 +8,7 @@ the event loop is not blocked: await it before `empty` or `hardware`.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -55,6 +56,8 @@ class Inventories:
         self._pool: dict[Node, Node] = {}
         self._lock = asyncio.Lock()
         self._in_thread = False
+        self._owner = threading.get_ident()
+        """The thread of the event loop. Others, such as that of the calibration, only read."""
 
     @property
     def need_preparation(self) -> bool:
@@ -92,9 +95,9 @@ class Inventories:
     def _view(self, spec: ParallelTrainingJobSpec) -> _View:
         requirements, nodes = NodeRequirements.of(spec), self._cache.nodes
         view, version = self._views.get(requirements), self._cache.nodes_version
-        if self._in_thread:
-            # The last inventory is current enough. Without one, what the thread changes must not be used.
-            return view or self._unshared(requirements, nodes)
+        if self._in_thread or threading.get_ident() != self._owner:
+            # The last inventory is current enough. Without one, what another thread changes must not be used.
+            return view or self._unshared(requirements, dict(nodes))
         if view is None or view.version != version:
             return self._update(requirements, None, nodes, version)
         self._views.move_to_end(requirements)

@@ -11,6 +11,7 @@ waits.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -192,6 +193,8 @@ class Member:
     """Whether its reconcile left without an answer, and runs again when there is one."""
     excess: str = ""
     """Why the administrator's policy does not let it start now."""
+    asked: float = field(default_factory=time.monotonic)
+    """When it asked last, on the monotonic clock."""
 
 
 class JobQueue:
@@ -200,6 +203,8 @@ class JobQueue:
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
         self.policy = Policy()
+        self.version = 0
+        """Changes with every job that comes or leaves, and with every other request of a job."""
 
     def __len__(self) -> int:
         """The number of jobs."""
@@ -209,12 +214,14 @@ class JobQueue:
         """Adds a job, or updates its request."""
         member = self._members.get(request.uid)
         if member is None:
+            self.version += 1
             member = self._members[request.uid] = Member(request)
         elif not request.same_as(member.request):
             # The reservation stays: it follows the job's new request at the next attempt.
+            self.version += 1
             member = self._members[request.uid] = Member(request, claims=member.claims, reserved=member.reserved)
         else:
-            member.request = request
+            member.request, member.asked = request, time.monotonic()
         return member
 
     def get(self, uid: str) -> Member | None:
@@ -223,7 +230,9 @@ class JobQueue:
 
     def remove(self, uid: str) -> Member | None:
         """Removes a job, and returns it; None if it was not in the queue."""
-        return self._members.pop(uid, None)
+        member = self._members.pop(uid, None)
+        self.version += member is not None
+        return member
 
     def members(self) -> list[Member]:
         """All jobs, in any order."""

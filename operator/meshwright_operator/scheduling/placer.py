@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -28,10 +29,14 @@ from meshwright_operator.scheduling.job_queue import Member, PlacementRequest
 from meshwright_operator.scheduling.pod_request_lister import PodRequestLister
 from meshwright_operator.scheduling.policy import Policy
 from meshwright_operator.scheduling.policy_admission import POLICY_EXCEEDED
-from meshwright_operator.scheduling.waiting_jobs import Surroundings, WaitingJobs, not_granted
+from meshwright_operator.scheduling.waiting_jobs import (
+    FIRST_RETRY_SECONDS,
+    OvertakenError,
+    Surroundings,
+    WaitingJobs,
+    not_granted,
+)
 
-FIRST_RETRY_SECONDS = 15.0
-"""Time after which the first job of the queue asks again, so that foreign pods are listed: no watch reports them."""
 WAKE_COUNT = 4
 """How many jobs at the head of the queue are reconciled after a job got nodes."""
 MAX_WAITING_CALLERS = 3
@@ -102,16 +107,17 @@ class Placer:
         """A pod requests this now; None if it requests nothing any more."""
         self._capacity.pod_changed(pod, request)
 
-    def replaced(self, pod: str) -> None:
-        """An assumed pod exists now, so it no longer counts itself."""
-        self._capacity.replaced(pod)
+    def assume(self, pods: Mapping[str, PodRequest]) -> None:
+        """Counts the pods (by id) that a job was granted until they exist, or until they are given up."""
+        for pod, request in pods.items():
+            self._capacity.assume(pod, request)
+
+    def give_up_assumed(self, uid: str) -> None:
+        """Frees what was assumed for a job and does not exist: the job is placed again, or needs it no more."""
+        self._capacity.give_up_assumed(uid)
 
     def nodes_changed(self) -> None:
         """A node changed in a way that matters for placement."""
-        self._capacity.may_be_freed()
-
-    def capacity_freed(self) -> None:
-        """Tries the waiting jobs again."""
         self._capacity.may_be_freed()
 
     def _on_freed(self) -> None:
@@ -121,13 +127,12 @@ class Placer:
     def set_policy(self, policy: Policy) -> None:
         """Orders and bounds the queue by this policy from now on."""
         self.queue.policy = policy
-        self.capacity_freed()
+        self._capacity.may_be_freed()
 
     def withdraw(self, uid: str) -> None:
         """Removes a job from the queue, because it needs no more nodes."""
-        member = self.queue.remove(uid)
-        if member is not None and member.claims:
-            self.capacity_freed()
+        if self._jobs.remove(uid):
+            self._on_freed()  # The policy may let another job of the namespace wait.
 
     def withdraw_edit(self, uid: str) -> None:
         """Forgets the edit of a job that waits to fit."""
@@ -184,6 +189,11 @@ class Placer:
         try:
             while await self._step():
                 pass
+        except Exception as error:
+            log.exception("the placer failed")
+            for call in self._calls:
+                if not call.result.done():
+                    call.result.set_exception(RuntimeError(f"no placement: {error!r}"))
         finally:
             self._task = None
             for call in self._calls:
@@ -196,6 +206,7 @@ class Placer:
         if self._calls:
             await self._serve(self._next_call())
             return True
+        self._jobs.refresh_spares(if_freed=True)
         await self._capacity.count_changes()
         member, trial = self._jobs.next_member(), self._next_trial()
         if self._calls:
@@ -205,20 +216,10 @@ class Placer:
         if await self._pause() or self._capacity.uncounted:
             return True  # a request came, or there is something to count first
         started = time.monotonic()
-        failed = member or trial
-        assert failed is not None
-        try:
-            if member is not None:
-                await self._jobs.try_again(member)
-            elif trial is not None:
-                await self._try_trial_again(trial)
-        except Exception:
-            # A bug in the planner, for this job. Its reconcile asks again, and reports the error on the job.
-            log.exception("placement attempt failed", extra={"job": str(failed.request.key)})
-            failed.attempted = self._capacity.counted_freed
-            if member is not None:
-                member.wanted, member.due = False, True
-            self._around.wake(failed.request.key)
+        if member is not None:
+            await self._jobs.try_again(member)
+        elif trial is not None:
+            await self._try_trial_again(trial)
         # Half of the time is left to requests, and to other threads.
         ended = time.monotonic()
         self._pause_until = ended + min(ended - started, LONGEST_PAUSE_SECONDS)
@@ -254,6 +255,7 @@ class Placer:
     # Answers.
 
     async def _serve(self, call: _Call) -> None:
+        """Answers a request, or leaves it for later if one that comes first arrived meanwhile."""
         started = time.monotonic()
         result = "error"
         try:
@@ -267,12 +269,16 @@ class Placer:
                 self._metrics.placement_cost.observe(answer.placement.cost)
             if not call.result.done():
                 call.result.set_result(answer)
+        except OvertakenError:
+            result = ""
+            self._calls.append(call)
         except Exception as error:  # noqa: BLE001 - the caller gets it
             if not call.result.done():
                 call.result.set_exception(error)
         finally:
-            self._metrics.placement_attempts.labels(result).inc()
-            self._metrics.placement_seconds.observe(time.monotonic() - started)
+            if result:
+                self._metrics.placement_attempts.labels(result).inc()
+                self._metrics.placement_seconds.observe(time.monotonic() - started)
 
     async def _answer(self, call: _Call) -> Granted | NotGranted:
         self._jobs.refresh_spares()
@@ -308,36 +314,45 @@ class Placer:
     async def _place(self, call: _Call) -> Granted | NotGranted:
         """Nodes for a job, which then leaves the queue, or the reason why it stays in it."""
         member = self.queue.put(call.request)
-        allowed = self._jobs.ordered()
+        self._jobs.ordered()
         if member.excess:
             return self._jobs.note_answer(member, NotGranted(member.excess, reason=POLICY_EXCEEDED))
         basis = self._jobs.basis(member)
+
+        def is_overtaken() -> bool:
+            others = any(other.request.reuses_own_pods for other in self._calls)
+            return others and not call.request.reuses_own_pods
+
         if member.answer is None or member.answered != basis:
             outcome = await self._jobs.attempt(member.request, member)
-            if outcome.placement is not None and await self._jobs.bring_up_to_date(member):
+            if outcome.placement is not None and await self._jobs.bring_up_to_date(member, is_overtaken):
                 outcome = await self._jobs.attempt(member.request, member)
             if self.queue.get(call.request.uid) is not member or call.result.done():
                 return NotGranted("The job no longer waits for nodes")
             if (granted := _granted(outcome)) is not None:
                 return self._grant(member, granted)
             self._jobs.record(member, outcome, basis)
-        first = bool(allowed) and allowed[0].request.uid == member.request.uid
         assert member.answer is not None
-        return replace(member.answer, retry_seconds=FIRST_RETRY_SECONDS) if first else member.answer
+        return self._jobs.with_retry(member, member.answer)
 
     def _grant(self, member: Member, granted: Granted) -> Granted:
         self.queue.remove(member.request.uid)
         self._around.assume(member.request, granted.placement)
         if member.claims:
-            self.capacity_freed()
+            self._capacity.may_be_freed()
         head = self.queue.ordered(self._capacity.view.gpus_in_use)[:WAKE_COUNT]
         return replace(granted, wake=tuple(other.request.key for other in head))
 
     async def _try_trial_again(self, trial: _Trial) -> None:
         """Tries the edit or the growth of a running job after a change, and wakes the job if it fits."""
-        version = self._capacity.counted_freed
-        outcome = await self._jobs.attempt(trial.request, explain=False)
-        trial.attempted = version
+        trial.attempted = self._capacity.counted_freed
+        try:
+            outcome = await self._jobs.attempt(trial.request, explain=False)
+        except Exception:
+            # A bug in the planner, for this job. Its reconcile asks again, and reports the error on the job.
+            log.exception("placement attempt failed", extra={"job": str(trial.request.key)})
+            self._around.wake(trial.request.key)
+            return
         if outcome.placement is not None and not self._jobs.excess_of(trial.request):
             self._trials = {name: one for name, one in self._trials.items() if one is not trial}
             self._around.wake(trial.request.key)

@@ -21,6 +21,8 @@ FAST_LIST_SECONDS = 0.02
 """A listing that takes at most this long is repeated for every placement."""
 REUSE_FACTOR = 10.0
 """A slower listing is reused for this many times its duration."""
+LONGEST_REUSE_SECONDS = 300.0
+"""No listing is reused for longer, however long the API server made it wait."""
 
 
 class PodRequestLister:
@@ -44,7 +46,8 @@ class PodRequestLister:
         foreign = await self._list_foreign()
         ended = time.monotonic()
         took = ended - started
-        self._valid_until = ended + REUSE_FACTOR * took if took > FAST_LIST_SECONDS else started
+        reuse = min(REUSE_FACTOR * took, LONGEST_REUSE_SECONDS)
+        self._valid_until = ended + reuse if took > FAST_LIST_SECONDS else started
         return foreign
 
     async def _list_foreign(self) -> list[PodRequest]:

@@ -58,9 +58,7 @@ class PolicyFile:
             return
         try:
             text = self._read(self._path)
-            if text == self._text:
-                return
-            policy = await asyncio.to_thread(self._parse, text)
+            policy = None if text == self._text else await asyncio.to_thread(self._parse, text)
         except PolicyError as error:
             self._metrics.policy_valid.set(0)
             if str(error) != self._problem:
@@ -69,6 +67,8 @@ class PolicyFile:
             return
         self._text, self._problem = text, ""
         self._metrics.policy_valid.set(1)
+        if policy is None:
+            return
         log.info("policy changed", extra={"namespaces": len(policy.namespaces)})
         self._apply(policy)
 

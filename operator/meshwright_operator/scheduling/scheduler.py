@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from meshwright.api.labels import GPU_RESOURCE
+from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost_model import Calibration, cost_model_for
@@ -58,12 +59,13 @@ class JobScheduler:
         self._avoided: dict[str, dict[str, tuple[float, str]]] = {}
         self._blocked: dict[str, Mapping[str, str]] = {}
         """uid of a job -> node -> why the job cannot use it now."""
-        self._assumed: dict[str, list[str]] = {}
-        """uid of a job -> ids of the pods that are assumed for it."""
-        self._assumed_spares: dict[str, ReservedSpares] = {}
+        self._assumed: dict[str, ReservedSpares] = {}
+        """uid of a job -> its spare nodes, until its status has them."""
+        self._offered: tuple[int, set[str]] = (-1, set())
+        """The version of the cache's nodes, and the resources that they have."""
         around = Surroundings(
             inventory=self._prepared_inventory,
-            spares=lambda policy: [*reserved_spares(cache, policy), *self._assumed_spares.values()],
+            spares=lambda policy: [*reserved_spares(cache, policy), *self._assumed.values()],
             avoided=self._avoided_now,
             exists=self._exists,
             gpu_resources=self._gpu_resources,
@@ -123,7 +125,7 @@ class JobScheduler:
         try:
             yield await self._placer.ask(request, Purpose.PLACE)
         finally:
-            self._release_assumed(request.key, request.uid)
+            self._give_up_assumed(request.uid)
 
     async def fits_elsewhere(self, request: PlacementRequest) -> bool:
         """Whether the workers that are not in `request.assigned_nodes` fit on other nodes. Does not queue the job.
@@ -147,7 +149,7 @@ class JobScheduler:
             assert not isinstance(answer, Later)
             yield answer
         finally:
-            self._release_assumed(request.key, request.uid)
+            self._give_up_assumed(request.uid)
 
     async def try_edit(self, request: PlacementRequest) -> Plan | NotGranted:
         """The plan with which an edited job can restart, or why it cannot yet. With a plan the job is queued.
@@ -203,36 +205,34 @@ class JobScheduler:
         if before.keys() - nodes.keys():
             self._placer.capacity_freed()
 
-    def forget(self, key: JobKey, uid: str) -> None:
+    def forget(self, uid: str) -> None:
         """Drops the state of a deleted job."""
         self._placer.withdraw(uid)
         self._placer.withdraw_edit(uid)
         self._placer.withdraw_growth(uid)
         self._avoided.pop(uid, None)
         self._blocked.pop(uid, None)
-        self._release_assumed(key, uid)
+        self._give_up_assumed(uid)
 
     def _assume(self, request: PlacementRequest, placement: Placement) -> None:
         """Counts the nodes of workers without pods, and the spare nodes, as occupied."""
         request_json = request_json_for(request.plan.worker_request, request.spec.workers.gpu_resource)
         name, namespace = request.key.name, request.key.namespace
-        self._assumed_spares[request.uid] = ReservedSpares.by(request.key, request.uid, placement.spares)
-        self._assumed[request.uid] = ids = []
+        self._assumed[request.uid] = ReservedSpares.by(request.key, request.uid, placement.spares)
         kept = request.kept_in(placement)
-        for worker, node in placement.nodes.items():
-            if worker not in kept:
-                ids.append(f"assumed/{request.uid}/{worker}")
-                pod = PodRequest(f"{name}-w{worker}", namespace, node, request_json, name, request.uid)
-                self._placer.pod_changed(ids[-1], pod)
+        pods = {
+            f"assumed/{request.uid}/{worker}": PodRequest(
+                f"{name}-w{worker}", namespace, node, request_json, name, request.uid
+            )
+            for worker, node in placement.nodes.items()
+            if worker not in kept
+        }
+        self._placer.assume(pods)
 
-    def _release_assumed(self, key: JobKey, uid: str) -> None:
-        """Drops the assumed pods: either the job's pods exist now, or it will be placed again."""
-        self._assumed_spares.pop(uid, None)
-        ids = self._assumed.pop(uid, ())
-        for pod_id in ids:
-            self._placer.replaced(pod_id)
-        if ids and len(self._cache.pods(key, uid)) < len(ids):
-            self._placer.capacity_freed()
+    def _give_up_assumed(self, uid: str) -> None:
+        """The job's pods exist now, and its status has the spare nodes; or it will be placed again."""
+        self._assumed.pop(uid, None)
+        self._placer.give_up_assumed(uid)
 
     def _avoided_now(self, uid: str) -> dict[str, str]:
         """Node -> why this job avoids it now."""
@@ -253,9 +253,20 @@ class JobScheduler:
         return not (isinstance(spec, Mapping) and spec.get("suspend") is True)
 
     def _gpu_resources(self) -> Iterable[str]:
-        """The GPU resources that jobs request, so that all of them count as used by their namespaces."""
+        """The GPU resources of nodes that jobs request, so that all of them count as used by their namespaces."""
+        version, offered = self._offered
+        if version != self._cache.nodes_version:
+            offered = {name for node in self._cache.nodes.values() for name in _allocatable(node)}
+            self._offered = self._cache.nodes_version, offered
         for job in self._cache.jobs.values():
             spec = job.get("spec")
             workers = spec.get("workers") if isinstance(spec, Mapping) else None
             resource = workers.get("gpuResource") if isinstance(workers, Mapping) else None
-            yield resource if isinstance(resource, str) else GPU_RESOURCE
+            resource = resource if isinstance(resource, str) else GPU_RESOURCE
+            if resource in offered:
+                yield resource
+
+
+def _allocatable(node: KubeObject) -> Mapping[str, object]:
+    resources = node["status"]["allocatable"]
+    return resources if isinstance(resources, Mapping) else {}

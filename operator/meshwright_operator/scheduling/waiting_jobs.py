@@ -1,12 +1,15 @@
 """The jobs that wait for nodes: who may be placed now, beside what those ahead claim, and what attempts found.
 
 A job that fits claims its nodes until it asks for them, and one that has waited long claims the nodes reserved for it.
-Jobs behind it are placed beside these claims.
+Jobs behind it are placed beside these claims. Whenever a job gives up its claims, those behind it are tried again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +18,7 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost_model import Calibration
 from meshwright.planner.placement import Placement
-from meshwright_operator.decide.placement_outcome import NotGranted
+from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS, NotGranted
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.scheduling.attempt import Attempt, Outcome, run_attempt
 from meshwright_operator.scheduling.counted_capacity import CountedCapacity
@@ -28,6 +31,17 @@ from meshwright_operator.scheduling.reservations import (
     reserved_for_others,
     spares_allowed,
 )
+
+FIRST_RETRY_SECONDS = 15.0
+"""Time after which the first job of the queue asks again, so that foreign pods are listed: no watch reports them."""
+SILENT_SECONDS = 600.0
+"""A job that has not asked for its nodes for this long claims none. A waiting job asks every two minutes."""
+
+log = logging.getLogger(__name__)
+
+
+class OvertakenError(Exception):
+    """A request cannot be answered yet, because another one has to be answered first."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +71,12 @@ class WaitingJobs:
         self.queue = JobQueue()
         self._capacity = capacity
         self._around = around
+        self._order: list[Member] = []
+        self._order_of: object = None
+        """What the order depends on."""
         self._spares: Sequence[ReservedSpares] = ()
+        self._spares_of = -1
+        """The version of the free capacity in which they were collected."""
         self.calibration = Calibration()
         """The calibrated constants of the cluster's GPUs."""
 
@@ -71,18 +90,33 @@ class WaitingJobs:
         """The jobs that may be placed now, first to last. Notes why the policy does not let the others start."""
         for request in self.queue.requests():
             if not self._around.exists(request):
-                self.queue.remove(request.uid)
-        waiting: Counter[str] = Counter()
-        allowed = []
-        for member in self.queue.ordered(self._capacity.view.gpus_in_use):
-            namespace = member.request.key.namespace
-            waiting[namespace] += 1
-            member.excess = self.excess_of(member.request, waiting[namespace])
-            if member.excess:
-                member.claims, member.fits, member.reserved = {}, False, ()
-            else:
-                allowed.append(member)
-        return allowed
+                self.remove(request.uid)
+        basis = (self.queue.version, self.queue.policy, self._capacity.counted_changed)
+        if self._order_of != basis:
+            # Ordering all jobs for each attempt would take quadratic time.
+            self._order, self._order_of = self.queue.ordered(self._capacity.view.gpus_in_use), basis
+            waiting: Counter[str] = Counter()
+            for member in self._order:
+                namespace = member.request.key.namespace
+                waiting[namespace] += 1
+                member.excess = self.excess_of(member.request, waiting[namespace])
+        for member in self._order:
+            if member.claims and (member.excess or _is_silent(member)):
+                self._give_up_claims(member)
+        return [member for member in self._order if not member.excess]
+
+    def remove(self, uid: str) -> bool:
+        """Removes a job that waits no more. Returns whether it was in the queue."""
+        member = self.queue.remove(uid)
+        if member is not None:
+            self._give_up_claims(member)
+        return member is not None
+
+    def _give_up_claims(self, member: Member) -> None:
+        had_claims = bool(member.claims)
+        member.claims, member.fits, member.reserved = {}, False, ()
+        if had_claims:
+            self._capacity.may_be_freed()
 
     def excess_of(self, request: PlacementRequest, waiting: int = 0) -> str:
         """Why the policy does not let the job start now. A gang that holds pods keeps what it has."""
@@ -129,29 +163,54 @@ class WaitingJobs:
         """Whether something that matters for the job has changed since its last attempt."""
         return member.attempted != self._capacity.freed or (_due(member.request) and not member.due)
 
-    def refresh_spares(self) -> None:
-        """Collects the spare nodes of all jobs again."""
+    def refresh_spares(self, *, if_freed: bool = False) -> None:
+        """Collects the spare nodes of all jobs again; with `if_freed` only if capacity became free since."""
+        if if_freed and self._spares_of == self._capacity.freed:
+            return
         spares = self._around.spares(self.queue.policy)
         if spares != self._spares:
             self._spares = spares
             self._capacity.may_be_freed()
+        self._spares_of = self._capacity.freed
 
     # What attempts found.
 
-    async def bring_up_to_date(self, member: Member) -> bool:
+    async def bring_up_to_date(self, member: Member, is_overtaken: Callable[[], bool]) -> bool:
         """Tries the jobs ahead again whose last attempt is older than the last change. Returns whether there were any.
 
         Only then is it certain that a job does not take nodes on which one ahead of it fits now.
+
+        Args:
+            member: The job.
+            is_overtaken: Whether another request has to be answered first. Asked before every attempt.
+
+        Raises:
+            OvertakenError: Another request has to be answered first.
         """
         found = False
         for other in self.ahead(member.request):
             if self.is_stale(other):
+                if is_overtaken():
+                    raise OvertakenError
                 found = True
                 await self.try_again(other)
         return found
 
     async def try_again(self, member: Member) -> None:
-        """Tries a waiting job after a change, and wakes it if it fits."""
+        """Tries a waiting job after a change, and wakes it if it fits.
+
+        An attempt that raises, because of a bug in the planner, must concern only this job. The job is woken: its
+        reconcile asks again, and reports the error on the job.
+        """
+        try:
+            await self._try_again(member)
+        except Exception:
+            log.exception("placement attempt failed", extra={"job": str(member.request.key)})
+            member.attempted, member.due = self._capacity.counted_freed, True
+            self._give_up_claims(member)
+            self.wake(member)
+
+    async def _try_again(self, member: Member) -> None:
         basis, explain = self.basis(member), member.answer is None
         outcome = await self.attempt(member.request, member, explain=explain)
         if self.queue.get(member.request.uid) is not member:
@@ -168,10 +227,11 @@ class WaitingJobs:
         if outcome.placement is not None:
             self.note_fit(member, outcome.placement)
         else:
-            member.fits, member.reserved = False, outcome.reserved
-            member.claims = dict.fromkeys(outcome.reserved, f"reserved for job {member.request.key}")
+            reserved = () if _is_silent(member) else outcome.reserved
+            member.fits, member.reserved = False, reserved
+            member.claims = dict.fromkeys(reserved, f"reserved for job {member.request.key}")
             if explained:
-                self.note_answer(member, not_granted(outcome), basis)
+                self.note_answer(member, self.with_retry(member, not_granted(outcome)), basis)
         if before.keys() - member.claims.keys():
             position = self.position()
             for other in self.queue.members():
@@ -181,8 +241,14 @@ class WaitingJobs:
     def note_fit(self, member: Member, placement: Placement) -> None:
         """A job that fits now. Jobs behind it leave it the nodes until it asks for them."""
         member.fits, member.attempted, member.due = True, self._capacity.counted_freed, _due(member.request)
-        nodes = set(placement.nodes.values()) - set(member.request.assigned_nodes.values())
+        nodes = set() if _is_silent(member) else set(placement.nodes.values())
+        nodes -= set(member.request.assigned_nodes.values())
         member.claims = dict.fromkeys(sorted(nodes), f"next for job {member.request.key}")
+
+    def with_retry(self, member: Member, answer: NotGranted) -> NotGranted:
+        """The answer with the time after which the job asks again: the first job of the queue asks for all."""
+        first = not self.ahead(member.request)
+        return replace(answer, retry_seconds=FIRST_RETRY_SECONDS if first else WAITING_RETRY_SECONDS)
 
     def note_answer(
         self, member: Member, answer: NotGranted, basis: Basis | None = None, *, undelivered: bool = False
@@ -200,9 +266,9 @@ class WaitingJobs:
 
     def ahead(self, request: PlacementRequest) -> list[Member]:
         """The jobs ahead of this one that may be placed now, first to last."""
-        position = self.position()
-        own = position(request)
-        return [other for other in self.ordered() if other.request.uid != request.uid and position(other.request) < own]
+        position, allowed = self.position(), self.ordered()
+        count = bisect_left(allowed, position(request), key=lambda member: position(member.request))
+        return [member for member in allowed[:count] if member.request.uid != request.uid]
 
     async def attempt(
         self, request: PlacementRequest, member: Member | None = None, *, explain: bool = True
@@ -235,7 +301,11 @@ class WaitingJobs:
         first: JobKey | None = None
         for other in ahead:
             attempt = await self._attempt_of(other.request, claims, explain=False, without_pods_of=uid)
-            outcome = await asyncio.to_thread(run_attempt, attempt, self._capacity.view)
+            try:
+                outcome = await asyncio.to_thread(run_attempt, attempt, self._capacity.view)
+            except Exception:
+                log.exception("placement attempt failed", extra={"job": str(other.request.key)})
+                outcome = Outcome()
             if outcome.placement is not None:
                 first = first or other.request.key
                 nodes = outcome.placement.nodes.values()
@@ -269,6 +339,11 @@ class WaitingJobs:
         in_use = self._capacity.view.gpus_in_use(namespace, request.uid)
         sizes = tuple(one for one in request.sizes if not quota_excess(one.plan, namespace, in_use, bounds))
         return replace(request, sizes=sizes or request.sizes[-1:])
+
+
+def _is_silent(member: Member) -> bool:
+    """Whether the job has not asked for so long that its reconciles must be failing before they can."""
+    return time.monotonic() - member.asked > SILENT_SECONDS
 
 
 def _due(request: PlacementRequest) -> bool:

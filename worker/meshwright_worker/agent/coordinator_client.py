@@ -30,6 +30,9 @@ from meshwright_worker.agent.settings import Settings
 # Added to the coordinator's maximum poll time, for the response to travel.
 ANSWER_SECONDS = 10.0
 LONGEST_RETRY_AFTER = 60.0
+MAX_ANSWER_BYTES = 16 << 20
+"""Longest answer that is read. The mesh document of 65,536 workers has about 8 MB."""
+READ_BYTES = 64 << 10
 HEADERS = {"Content-Type": "application/json", VERSION_HEADER: supported()}
 
 Model = TypeVar("Model", bound=ApiModel)
@@ -183,7 +186,7 @@ class CoordinatorClient:
                 ssl=context,
                 server_hostname=self._server_name,
             ) as response:
-                body = await response.read()
+                body = await _read(response)
         except aiohttp.ClientConnectorCertificateError as error:
             raise CertificateRejectedError(f"certificate rejected: {error.certificate_error}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -227,6 +230,20 @@ class CoordinatorClient:
             self._signer.follow(received)
         except signing.SignatureError as error:
             raise UnavailableError(f"{source}: {error}") from None
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body, which is verified only afterwards.
+
+    Raises:
+        aiohttp.ClientPayloadError: it is longer than any message.
+    """
+    body = bytearray()
+    async for part in response.content.iter_chunked(READ_BYTES):
+        body += part
+        if len(body) > MAX_ANSWER_BYTES:
+            raise aiohttp.ClientPayloadError(f"the answer has more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(body)
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:

@@ -186,7 +186,11 @@ class Heartbeat:
         end = time.monotonic() + seconds
         while (remaining := end - time.monotonic()) > 0:
             try:
-                await self._client.report(self._build_report(), seconds=remaining)
+                # A request may be several: for another session, or for a new CA bundle.
+                async with asyncio.timeout(remaining):
+                    await self._client.report(self._build_report(), seconds=remaining)
+            except TimeoutError:
+                return False
             except (SupersededError, RejectedError, IncompatibleError):
                 return False
             except UnavailableError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
 import sys
@@ -121,9 +122,10 @@ class Launcher:
 
 
 def write_line(line: str) -> None:
-    """Write one line to the pod's log."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    """Write one line to the pod's log. If it cannot be written, it is lost: a full disk must not stop the ranks."""
+    with contextlib.suppress(OSError):
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
 
 class ReservedPort:
