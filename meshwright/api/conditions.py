@@ -15,7 +15,10 @@ FAILED = "Failed"
 SUSPENDED = "Suspended"
 RESCALING = "Rescaling"
 
-ALL = (READY, RECONCILING, STALLED, PLACED, COMPLETE, FAILED, SUSPENDED, RESCALING)
+ALL = (READY, RECONCILING, STALLED, PLACED, COMPLETE, FAILED, SUSPENDED)
+"""The conditions of every job."""
+KNOWN = (*ALL, RESCALING)
+"""All conditions. Only elastic jobs have `Rescaling`."""
 
 
 def find(conditions: Sequence[Condition], kind: str) -> Condition | None:

@@ -33,11 +33,12 @@ def later_build(monkeypatch: pytest.MonkeyPatch, **defaults: Any) -> Iterator[No
     revision = importlib.import_module("meshwright.rules.revision")
     applied_spec = importlib.import_module("meshwright_operator.decide.applied_spec")
     with monkeypatch.context() as patch:
-        later = {**tables.DEFAULTS[1], **{f"workers.{fields[name].alias}": value for name, value in defaults.items()}}
+        scheme, known = tables.SCHEME + 1, tables.DEFAULTS
+        later = {**tables.DEFAULTS[tables.SCHEME], **{f"workers.{fields[name].alias}": value for name, value in defaults.items()}}
         for module in (tables, revision, applied_spec):
-            patch.setattr(module, "DEFAULTS", {1: tables.FIRST, 2: later})
-            patch.setattr(module, "SCHEME", 2)
-        patch.setattr(revision, "NO_RESTART", {1: tables.NO_RESTART[1], 2: tables.NO_RESTART[1]})
+            patch.setattr(module, "DEFAULTS", {**known, scheme: later})
+            patch.setattr(module, "SCHEME", scheme)
+        patch.setattr(revision, "NO_RESTART", {**tables.NO_RESTART, scheme: tables.NO_RESTART[scheme - 1]})
         patch.setattr(applied_spec.revision_of, "__defaults__", (2,))
         for function in (revision.revision_of_fields, revision.restarting_fields, revision.with_defaults):
             patch.setattr(function, "__defaults__", (2,))

@@ -100,13 +100,13 @@ def test_the_scheme_is_read_from_a_revision() -> None:
 
 
 def test_a_later_version_with_other_defaults_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = [revision_of_fields(spec) for spec in SPECS]
-    later = {**DEFAULTS[1], "workers.terminationGracePeriodSeconds": 90, "training.newField": 5}
-    tables = {**DEFAULTS, 2: later}
+    before = [revision_of_fields(spec, 1) for spec in SPECS]
+    later = {**DEFAULTS[SCHEME], "workers.terminationGracePeriodSeconds": 90, "training.newField": 5}
+    tables = {**DEFAULTS, SCHEME + 1: later}
     for module in (revision, spec_defaults):
         monkeypatch.setattr(module, "DEFAULTS", tables)
-        monkeypatch.setattr(module, "SCHEME", 2)
-    monkeypatch.setattr(revision, "NO_RESTART", {**NO_RESTART, 2: NO_RESTART[1]})
+        monkeypatch.setattr(module, "SCHEME", SCHEME + 1)
+    monkeypatch.setattr(revision, "NO_RESTART", {**NO_RESTART, SCHEME + 1: NO_RESTART[SCHEME]})
     revision._tree.cache_clear()
     try:
         assert [revision_of_fields(spec, 1) for spec in SPECS] == before

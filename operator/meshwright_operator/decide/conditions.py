@@ -98,7 +98,7 @@ def set_job_state(status: ParallelTrainingJobStatus, job_state: JobState, genera
             set_condition(status, kind, "False", f"Not{kind}", "", generation, now)
     update_observed_generation(status, generation)
     by_type = {c.type: c for c in status.conditions}
-    known = [by_type.pop(kind) for kind in names.ALL if kind in by_type]
+    known = [by_type.pop(kind) for kind in names.KNOWN if kind in by_type]
     # Other controllers may add conditions. With more than the schema allows, nothing could be written at all.
     status.conditions = [*known, *by_type.values()][:MAX_CONDITIONS]
 
@@ -109,6 +109,6 @@ def update_observed_generation(status: ParallelTrainingJobStatus, generation: in
     Conditions of other types are those of a later version, which alone knows when they are true.
     """
     status.conditions = [
-        c.model_copy(update={"observed_generation": generation}) if c.type in names.ALL else c
+        c.model_copy(update={"observed_generation": generation}) if c.type in names.KNOWN else c
         for c in status.conditions
     ]
