@@ -14,7 +14,7 @@ from datetime import datetime
 
 from meshwright.api.conditions import SUSPENDED, is_true
 from meshwright.api.objects import KubeObject
-from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
+from meshwright.api.parsing import InvalidSpecError
 from meshwright_operator import logging_config
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.missing_pods import Incarnation
@@ -168,7 +168,7 @@ class Reconciler:
             return await self._edit_admission.admit(key, job, observed)
         except JobRejectedError as rejection:
             self._leave_queue(uid)
-            if rejection.retryable and not lifecycle.finished(parse_status(job)):
+            if rejection.retryable and not lifecycle.finished(self._cache.parsed.status(job)):
                 self._queue.add_after(key, RETRY_PLACEMENT_SECONDS)
             await self._reporter.report_rejected(key, job, rejection)
             return None
@@ -184,7 +184,7 @@ class Reconciler:
 
     async def _report_pending(self, key: JobKey, job: KubeObject, pending: PlanPendingError) -> None:
         """Report that planning takes long. The planner adds the key to the queue. A running job keeps its status."""
-        if pending.slow and not has_started(parse_status(job)):
+        if pending.slow and not has_started(self._cache.parsed.status(job)):
             rejection = JobRejectedError("Planning", capitalized(PLANNING), retryable=True)
             await self._reporter.report_rejected(key, job, rejection)
 
@@ -193,7 +193,7 @@ class Reconciler:
         if not self._inventories.need_preparation:
             return
         with contextlib.suppress(InvalidSpecError):
-            await self._inventories.prepare(parse_spec(job))
+            await self._inventories.prepare(self._cache.parsed.spec(job))
 
     async def _confirm_missing_pods(
         self, key: JobKey, job: KubeObject, registry: AgentRegistry, observed: Observed
