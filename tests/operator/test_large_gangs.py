@@ -13,7 +13,7 @@ from meshwright_operator.controller import pod_control
 from meshwright_operator.controller.pod_control import PodControl
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.manifests.owned_objects import token_secret
-from meshwright_operator.manifests.worker_pod import PodContext
+from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from tests.operator.builders import NOW, spec
 from tests.operator.memory import MemoryCluster
@@ -36,11 +36,10 @@ class SlowCluster(MemoryCluster):
 
 async def test_the_manifests_of_a_large_gang_are_not_built_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[int] = []
-    build = pod_control.worker_pod
 
     def counting(context: PodContext, placed: WorkerPlacement) -> KubeObject:
         built.append(placed.worker)
-        return build(context, placed)
+        return worker_pod(context, placed)
 
     monkeypatch.setattr(pod_control, "worker_pod", counting)
     cluster = SlowCluster()

@@ -92,7 +92,7 @@ def test_what_was_parsed_goes_with_the_job_and_is_bounded(monkeypatch: pytest.Mo
     cache.remove_job(cache.jobs[JobKey("", "one")])
     assert len(cache.parsed) == 2
     listing = cache.begin_jobs_listing(None)
-    listing.start_page(9)
+    listing.start_page("9")
     cache.finish_jobs_listing(listing)
     assert len(cache.parsed) == 0
     monkeypatch.setattr(parsed_jobs, "MAX_JOBS", 4)

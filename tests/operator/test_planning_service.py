@@ -24,7 +24,7 @@ from meshwright_operator.planning import planner as planner_module
 from meshwright_operator.planning import planning_service
 from meshwright_operator.planning.planner import Planner, PlanPendingError
 from meshwright_operator.planning.planning_service import PlanningService
-from meshwright_operator.planning.process_client import PlanPreemptedError
+from meshwright_operator.planning.process_client import PlanPreemptedError, ProcessClient
 from meshwright_operator.planning.request import PlanFailure, PlanRequest, solve
 from meshwright_operator.planning.turns import RecentUse, Turns
 from meshwright_operator.scheduling.inventories import Inventories
@@ -188,7 +188,7 @@ async def test_a_slow_plan_is_preempted_for_a_namespace_that_used_less() -> None
 
 
 async def test_a_preempted_process_makes_the_next_plan() -> None:
-    client = planning_service.ProcessClient(0)
+    client = ProcessClient(0)
     client.preempt()
     spec = parse_spec(job("honest", parallelism={}))
     hardware = Hardware.of(Inventories(cache_of_h100()).empty(spec), 2)
@@ -212,7 +212,7 @@ async def test_a_preempted_process_makes_the_next_plan() -> None:
 async def test_a_process_that_is_killed_fails_one_plan_only(asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = parse_spec(job("honest", parallelism={}))
     await asking.plans(HONEST, spec)
-    client = planning_service.ProcessClient(0)
+    client = ProcessClient(0)
     await client.solve(PlanRequest.new(spec, Hardware()), 1.0)
     process = client._process
     assert process is not None
@@ -317,7 +317,7 @@ def admitted(draw: random.Random) -> Any:
         return draw.choice([value for value in rich if least <= value <= most])
 
     heads = number(1024)
-    model = {
+    model: dict[str, Any] = {
         "layers": number(1024),
         "hiddenSize": heads * draw.choice([64, 128]),
         "intermediateSize": number(1048576),
