@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/planning_fairness.py [--quick] [--json FILE]
 
-The baseline of the same run is the same jobs without the hostile ones. Rounds with and without alternate. Also measured
-are the wait of the first job, when the planner does not know the hostile namespace yet, and the longest time for which
-the event loop did not run.
+The baseline of the same run is the same specs without the hostile ones. Rounds with and without alternate. Each begins
+with a planner that knows nothing of the hostile namespace, so that its first plans are measured too. Also measured is
+the longest time for which the event loop did not run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from meshwright_operator.planning.planning_service import PlanningService
 from meshwright_operator.scheduling.inventories import Inventories
 
 HOSTILE_JOBS = 8
-WARM_UP_SECONDS = 20.0
-"""Until the namespace of the hostile jobs has used much CPU time. On a busy machine this takes longer."""
 NODES = 64
 
 
@@ -45,14 +43,14 @@ def node(number: int) -> dict[str, Any]:
     }
 
 
-def spec_of(layers: int, batch: int, length: int) -> Any:
-    """A job whose degrees are left out."""
+def spec_of(layers: int, batch: int, length: int, steps: int = 50) -> Any:
+    """A job whose degrees are left out. With another number of `steps`, the same search is done again."""
     model = {"layers": layers, "hiddenSize": 4096, "intermediateSize": 14336, "heads": 32, "kvHeads": 8}
     spec = {
         "replicas": 2,
         "model": {**model, "vocabSize": 128256},
         "data": {"source": "PythonStdlib"},
-        "training": {"steps": 50, "globalBatchSize": batch, "sequenceLength": length},
+        "training": {"steps": steps, "globalBatchSize": batch, "sequenceLength": length},
         "workers": {"image": "worker", "gpusPerWorker": 8},
     }
     return parse_spec({"spec": spec})
@@ -103,41 +101,52 @@ class Bench:
             self.stall = max(self.stall, time.perf_counter() - due)
 
     async def round(self, jobs: int) -> list[float]:
-        """Seconds of each of several honest jobs, one after another."""
+        """Seconds of each of several honest jobs, one after another. Every round searches the same degrees."""
         seconds = []
-        for _ in range(jobs):
-            number = next(self.numbers)
-            seconds.append(await self.plan(JobKey("honest", f"job-{number}"), spec_of(32, 1024 + 8 * number, 4096)))
+        for number in range(jobs):
+            steps = 50 + next(self.numbers)
+            spec = spec_of(32, 1024 + 8 * number, 4096, steps)
+            seconds.append(await self.plan(JobKey("honest", f"job-{steps}"), spec))
         return seconds
+
+
+async def round_of(jobs: int, hostile: int) -> tuple[list[float], float]:
+    """Seconds of each of several honest jobs beside this many hostile ones, and the event loop's longest stall."""
+    bench = Bench()
+    serving = asyncio.create_task(bench.service.run())
+    await bench.round(1)  # Starts the process.
+    others = [asyncio.create_task(bench.watch()), *(asyncio.create_task(bench.be_hostile(n)) for n in range(hostile))]
+    await asyncio.sleep(0)
+    seconds = await bench.round(jobs)
+    for task in (*others, serving):
+        task.cancel()
+    await asyncio.gather(*others, serving, return_exceptions=True)
+    return seconds, bench.stall
 
 
 async def measure(rounds: int, jobs: int) -> dict[str, float]:
     """Alternate rounds without and with hostile jobs."""
-    bench = Bench()
-    serving = asyncio.create_task(bench.service.run())
-    watching = asyncio.create_task(bench.watch())
-    await bench.round(1)  # Starts the process.
     alone: list[float] = []
     first: list[float] = []
     beside: list[float] = []
+    stall = 0.0
     for _ in range(rounds):
-        alone += await bench.round(jobs)
-        hostile = [asyncio.create_task(bench.be_hostile(number)) for number in range(HOSTILE_JOBS)]
-        first += await bench.round(1)
-        await asyncio.sleep(WARM_UP_SECONDS)
-        beside += await bench.round(jobs)
-        for task in hostile:
-            task.cancel()
-        await asyncio.gather(*hostile, return_exceptions=True)
-    for task in (watching, serving):
-        task.cancel()
-    await asyncio.gather(watching, serving, return_exceptions=True)
-    numbers = {"alone_s": statistics.median(alone), "beside_s": statistics.median(beside)}
+        alone += (await round_of(jobs, 0))[0]
+        seconds, stalled = await round_of(jobs, HOSTILE_JOBS)
+        first.append(seconds[0])
+        beside += seconds
+        stall = max(stall, stalled)
     return {
-        **numbers,
-        "ratio": numbers["beside_s"] / numbers["alone_s"],
-        "first_s": max(first),
-        "longest_stall_s": bench.stall,
+        "alone_s": statistics.median(alone),
+        "beside_s": statistics.median(beside),
+        "ratio": statistics.median(beside) / statistics.median(alone),
+        "alone_mean_s": statistics.fmean(alone),
+        "beside_mean_s": statistics.fmean(beside),
+        "ratio_of_means": statistics.fmean(beside) / statistics.fmean(alone),
+        "longest_alone_s": max(alone),
+        "longest_beside_s": max(beside),
+        "first_beside_s": statistics.median(first),
+        "longest_stall_s": stall,
     }
 
 
@@ -147,7 +156,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the same numbers")
     parser.add_argument("--quick", action="store_true", help="one round of few jobs")
     args = parser.parse_args()
-    numbers = asyncio.run(measure(1, 5) if args.quick else measure(3, 20))
+    numbers = asyncio.run(measure(1, 20) if args.quick else measure(5, 60))
     rows = [[name, f"{value:.3f}"] for name, value in numbers.items()]
     table("Plans of honest jobs, without and beside hostile ones (ratio at most 1.2)", ["number", "value"], rows)
     write_json(args.json, numbers)

@@ -56,6 +56,12 @@ def check_deadline() -> None:
         raise PlanningDeadlineError(_current.message)
 
 
+def end_planning() -> None:
+    """Let the planning of this thread raise at its next layout, as past its deadline. Signal handlers may call it."""
+    if _current.end is not None:
+        _current.end = float("-inf")
+
+
 def deadline_message(spec: ParallelTrainingJobSpec, cpu_seconds: float) -> str:
     """What to change in a spec whose plan takes more than `cpu_seconds`: first the degrees that it leaves out."""
     asked = spec.parallelism

@@ -68,6 +68,14 @@ def test_the_time_out_follows_the_step_time_unless_it_is_set(
     assert HangRule(observed(received=received([first]), recovery=recovery)).timeout(started) == expected
 
 
+def test_the_time_of_a_step_is_not_looked_up_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Observed] = []
+    leader = hang_detection.rank_zero_worker
+    monkeypatch.setattr(hang_detection, "rank_zero_worker", lambda seen: asked.append(seen) or leader(seen))
+    assert verdict(observed(received=received([trains(w, 3.0) for w in range(4)]))) is None
+    assert 0 < len(asked) < 8, "not for each of the eight ranks: a look-up reads all workers"
+
+
 def test_the_rank_that_is_behind_is_named_with_its_node_step_and_phase() -> None:
     reports = [trains(w, 301.0, step=6 if w == 2 else 7) for w in range(4)]
     found = verdict(observed(received=received(reports)))

@@ -24,11 +24,13 @@ from meshwright_operator.planning import planner as planner_module
 from meshwright_operator.planning import planning_service
 from meshwright_operator.planning.planner import Planner, PlanPendingError
 from meshwright_operator.planning.planning_service import PlanningService
+from meshwright_operator.planning.process_client import PlanPreemptedError, ProcessClient
 from meshwright_operator.planning.request import PlanFailure, PlanRequest, solve
-from meshwright_operator.planning.turns import Turns
+from meshwright_operator.planning.turns import RecentUse, Turns
 from meshwright_operator.scheduling.inventories import Inventories
 from tests.operator.support import job, node
 from tests.operator.world import World
+from tests.patience import patient
 from tests.planner.test_deadline import SLOW
 from tests.randomness import first_seed, runs
 
@@ -69,14 +71,27 @@ class Asking:
                         pass
 
 
-@pytest.fixture
-async def asking() -> AsyncIterator[Asking]:
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[Asking]:
     asking = Asking()
     running = asyncio.create_task(asking.service.run())
     yield asking
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
+
+
+@pytest.fixture
+async def asking() -> AsyncIterator[Asking]:
+    async with serving() as asking:
+        yield asking
+
+
+@pytest.fixture
+def no_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expensive plans end only if they are preempted."""
+    monkeypatch.setattr(planning_service, "QUICK_SECONDS", 1000.0)
+    monkeypatch.setattr(planning_service, "DEADLINE_SECONDS", 1000.0)
 
 
 async def test_a_plan_of_another_process_is_the_same(asking: Asking) -> None:
@@ -93,11 +108,14 @@ async def test_a_plan_of_another_process_is_the_same(asking: Asking) -> None:
 
 
 @pytest.mark.slow
-async def test_a_hostile_spec_delays_nobody_and_ends_at_its_deadline(
-    asking: Asking, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_hostile_spec_delays_nobody_and_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning_service, "QUICK_SECONDS", 0.3)
     monkeypatch.setattr(planning_service, "DEADLINE_SECONDS", 1.5)
+    async with serving() as asking:
+        await hostile_spec_ends_at_its_deadline(asking)
+
+
+async def hostile_spec_ends_at_its_deadline(asking: Asking) -> None:
     hostile = parse_spec(job("hostile", **SLOW))
     loop_time = time.thread_time()
     with pytest.raises(PlanPendingError):
@@ -117,10 +135,84 @@ async def test_a_hostile_spec_delays_nobody_and_ends_at_its_deadline(
         asking.service.plans(HOSTILE, hostile)
 
 
+def expensive(number: int) -> Any:
+    """One of several specs whose plans take minutes."""
+    return parse_spec(job("hostile", **{**SLOW, "training": {**SLOW["training"], "steps": 50 + number}}))
+
+
+@pytest.mark.usefixtures("no_deadlines")
+async def test_the_first_plans_of_a_hostile_namespace_are_preempted_for_others() -> None:
+    async with serving() as asking:
+        asking.service._use.count("honest", 2.0, time.monotonic())  # It has planned more than the hostile namespace.
+        hostile = [JobKey("hostile", f"job-{number}") for number in range(4)]
+        for number, key in enumerate(hostile):
+            with pytest.raises(PlanPendingError):
+                asking.service.plans(key, expensive(number))
+        async with asyncio.timeout(patient(60)):
+            for tensor in (1, 2):
+                assert await asking.plans(HONEST, parse_spec(job("honest", parallelism={"tensor": tensor})))
+        with pytest.raises(PlanPendingError) as pending:
+            asking.service.plans(JobKey("hostile", "another"), expensive(9))
+        assert pending.value.slow, "the namespace's plans wait for each other, not others for them"
+
+
+@pytest.mark.usefixtures("no_deadlines")
+async def test_a_namespace_with_much_use_makes_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning_service, "QUICK_SLICE_SECONDS", 1000.0)
+    async with serving() as asking:
+        asking.service._use.count("hostile", 50.0, time.monotonic())
+        asking.service._use.count("honest", 10.0, time.monotonic())
+        with pytest.raises(PlanPendingError) as pending:
+            asking.service.plans(HOSTILE, expensive(0))
+        assert not pending.value.slow
+        async with asyncio.timeout(patient(60)):
+            for tensor in range(1, planning_service.MAX_PREEMPTIONS + 1):
+                assert await asking.plans(HONEST, parse_spec(job("honest", parallelism={"tensor": tensor})))
+        assert not asking.service._slow.serves("hostile"), "it begins again in the same process"
+
+
+@pytest.mark.usefixtures("no_deadlines")
+async def test_a_slow_plan_is_preempted_for_a_namespace_that_used_less() -> None:
+    async with serving() as asking:
+        asking.service._use.count("hostile", 50.0, time.monotonic())
+        asking.service._use.count("honest", 10.0, time.monotonic())
+        specs = {HOSTILE: expensive(0), HONEST: parse_spec(job("honest", parallelism={}))}
+        for spec in specs.values():  # As if both had taken too long in the quick process.
+            hardware = asking.inventories.hardware(spec).calibrated(Calibration())
+            asking.service._slow_specs[PlanRequest.new(spec, hardware).spec_digest] = None
+        with pytest.raises(PlanPendingError) as pending:
+            asking.service.plans(HOSTILE, specs[HOSTILE])
+        assert pending.value.slow
+        async with asyncio.timeout(patient(60)):
+            assert await asking.plans(HONEST, specs[HONEST])
+
+
+async def test_a_preempted_process_makes_the_next_plan() -> None:
+    client = ProcessClient(0)
+    client.preempt()
+    spec = parse_spec(job("honest", parallelism={}))
+    hardware = Hardware.of(Inventories(cache_of_h100()).empty(spec), 2)
+    await client.solve(PlanRequest.new(spec, hardware), 5.0)
+    process = client._process
+    client.preempt()
+    ending = asyncio.create_task(client.solve(PlanRequest.new(expensive(0), hardware), 1000.0))
+    async with asyncio.timeout(patient(60)):
+        while client.used() < 0.1 and not ending.done():  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.01)
+        client.preempt()
+        with pytest.raises(PlanPreemptedError) as preempted:
+            await ending
+        assert preempted.value.cpu_seconds > 0
+        assert client.used() == 0
+        assert not isinstance((await client.solve(PlanRequest.new(spec, hardware), 5.0))[0], PlanFailure)
+    assert client._process is process
+    await client.close()
+
+
 async def test_a_process_that_is_killed_fails_one_plan_only(asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = parse_spec(job("honest", parallelism={}))
     await asking.plans(HONEST, spec)
-    client = planning_service.ProcessClient(0)
+    client = ProcessClient(0)
     await client.solve(PlanRequest.new(spec, Hardware()), 1.0)
     process = client._process
     assert process is not None
@@ -180,21 +272,41 @@ def test_a_plan_that_passed_its_deadline_is_repeated_after_growing_pauses(monkey
 
 
 async def test_namespaces_take_turns_and_running_jobs_come_first() -> None:
-    turns = Turns()
+    use = RecentUse()
+    turns = Turns(use)
     requests = [PlanRequest(f'{{"n": {number}}}', Hardware()) for number in range(4)]
     for number, request in enumerate(requests):
         turns.add(JobKey("many", f"job-{number}"), request)
     turns.add(HONEST, requests[0])
     turns.add(JobKey("many", "running"), PlanRequest("{}", Hardware(), "{}"))
-    turns.count("many", 5.0, 0.0)
+    use.count("many", 5.0, 0.0)
     order = [str((await turns.next(1.0))[0]) for _ in range(6)]
     assert order == ["many/running", "honest/job", *(f"many/job-{number}" for number in range(4))]
     turns.add(HONEST, requests[0])
     turns.discard(HONEST)
+    assert not turns.wait_for("honest")
     waiting = asyncio.create_task(turns.next(1.0))
     await asyncio.sleep(0)
     turns.add(HOSTILE, requests[1])
     assert (await waiting)[0] == HOSTILE
+
+
+async def test_a_rival_is_of_another_namespace_that_used_less() -> None:
+    use = RecentUse()
+    use.count("honest", 2.0, 0.0)
+    turns = Turns(use)
+    request = PlanRequest("{}", Hardware())
+    turns.add(HOSTILE, request)
+    turns.add(HONEST, request)
+    await turns.rival("hostile", 3.0, 0.0)
+    waiting = asyncio.create_task(turns.rival("hostile", 1.0, 0.0))
+    await asyncio.sleep(0)
+    turns.add(JobKey("hostile", "another"), request)
+    await asyncio.sleep(0.01)
+    assert not waiting.done(), "not for its own namespace, nor for one that used more"
+    assert turns.take("hostile") == [(HOSTILE, request), (JobKey("hostile", "another"), request)]
+    turns.add(JobKey("hostile", "running"), PlanRequest("{}", Hardware(), "{}"))
+    await waiting
 
 
 def admitted(draw: random.Random) -> Any:
@@ -205,7 +317,7 @@ def admitted(draw: random.Random) -> Any:
         return draw.choice([value for value in rich if least <= value <= most])
 
     heads = number(1024)
-    model = {
+    model: dict[str, Any] = {
         "layers": number(1024),
         "hiddenSize": heads * draw.choice([64, 128]),
         "intermediateSize": number(1048576),

@@ -12,6 +12,7 @@ from meshwright.api.parsing import parse_status
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_operator.controller import status_patch
 from meshwright_operator.kube.client import ApiError
+from meshwright_operator.kube.parsed_jobs import ParsedJobs
 from tests.operator.memory import _merge
 from tests.operator.support import job
 from tests.operator.world import World
@@ -118,12 +119,12 @@ async def test_an_older_crd_rejects_what_is_kept_and_gets_the_rest() -> None:
 
 @pytest.mark.parametrize("known", [{"step": 3}, {"step": 3, "tokensPerSecond": 7}])
 def test_what_this_version_knows_is_deleted(known: dict[str, Any]) -> None:
-    old = {"status": {**known, "unknown": 1, "loss": ["damaged"]}}
+    old = {"metadata": {"name": "train"}, "status": {**known, "unknown": 1, "loss": ["damaged"]}}
     status = parse_status(old)
     status.step = status.tokens_per_second = None
     new = dict(status.wire())
     after = copy.deepcopy(old["status"])
-    _merge(after, status_patch.status_patch(old, new))
+    _merge(after, status_patch.status_patch(old, new, ParsedJobs()))
     assert "step" not in after
     assert "tokensPerSecond" not in after
     assert after["unknown"] == 1

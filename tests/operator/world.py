@@ -6,6 +6,7 @@ and worker agents, which call the agent registry instead of HTTP. Whatever must 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections import defaultdict
@@ -16,6 +17,9 @@ from typing import Any
 
 from meshwright.api.labels import GANG_GATE
 from meshwright.api.objects import KubeObject
+from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.protocol.messages import (
     AgentState,
     FailureKind,
@@ -33,6 +37,7 @@ from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.kube.cache import Cache, JobKey, awaits_layout, key_of, pod_key_of
 from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.parsed_jobs import ParsedJobs
 from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.workqueue import WorkQueue
@@ -45,6 +50,26 @@ from meshwright_operator.timestamps import format_time, parse_time
 from tests.operator.builders import NOW
 from tests.operator.memory import MemoryCluster
 from tests.operator.support import JOBS, PODS, node
+
+
+class UnchangedParsedJobs(ParsedJobs):
+    """Checks that nobody has changed what all share."""
+
+    def spec(self, job: KubeObject) -> ParallelTrainingJobSpec:
+        spec = super().spec(job)
+        assert spec == parse_spec(job), "somebody changed the shared spec"
+        return spec
+
+    def status(self, job: KubeObject) -> ParallelTrainingJobStatus:
+        status = super().status(job)
+        assert status == parse_status(job), "somebody changed the shared status"
+        return status
+
+    def check(self, job: KubeObject) -> None:
+        """Check a job's, after it was reconciled."""
+        self.status(job)
+        with contextlib.suppress(InvalidSpecError):
+            self.spec(job)
 
 
 class VirtualQueue(WorkQueue[JobKey]):
@@ -88,6 +113,7 @@ class Operator:
     def __init__(self, world: World) -> None:
         self.world = world
         self.cache, self.queue, self.notes = Cache(), VirtualQueue(world), Notes()
+        self.cache.parsed = UnchangedParsedJobs()
         self.blind = False
         """While set, no watch event reaches the cache."""
         self.missed = False
@@ -228,6 +254,8 @@ class Operator:
                 await self.reconciler(key)
             except ApiError:
                 self.queue.add_after(key, 1.0)
+            if isinstance(self.cache.parsed, UnchangedParsedJobs) and (job := self.cache.jobs.get(key)) is not None:
+                self.cache.parsed.check(job)
         return len(due)
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 
 from meshwright.api.labels import MANAGER
 from meshwright.api.objects import KubeObject
-from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
+from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.planner.errors import PlanError
@@ -28,7 +28,7 @@ from meshwright_operator.planning.planner import Planner, PlanPendingError
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.text import capitalized, with_warnings
 
-PLANNING = "planning takes more than 1 s of CPU time, and continues in the background"
+PLANNING = "planning this job, or another one of its namespace, takes long, and continues in the background"
 
 
 class JobRejectedError(Exception):
@@ -67,18 +67,18 @@ def observe_job(
         JobRejectedError: The spec is invalid or no plan fits, and no earlier revision of the job is running.
         PlanPendingError: A plan is being made.
     """
-    status = parse_status(job)
+    status = cache.parsed.status(job)
     observer = _JobObserver(key, job, status, cache, scheduler, planner, agents, now, rejection)
     running = running_spec(status)
     if running is None:
-        spec = _parsed(job)
+        spec = _parsed(job, cache)
         return observer.observe_as(*spec_at_start(job["spec"], status, spec))
     if lifecycle.finished(status):
-        return observer.observe_as(_running_with_live_fields(running, job), running.revision)
+        return observer.observe_as(_running_with_live_fields(running, job, cache), running.revision)
     try:
-        requested = _parsed(job)
+        requested = _parsed(job, cache)
     except JobRejectedError as error:
-        as_running = observer.observe_as(_running_with_live_fields(running, job), running.revision)
+        as_running = observer.observe_as(_running_with_live_fields(running, job, cache), running.revision)
         return replace(as_running, blocked_edit=_blocked(error))
     if running.runs(job["spec"]):
         return _observe_deferred_edit(observer, running, requested)
@@ -158,9 +158,9 @@ class _JobObserver:
         )
 
 
-def _parsed(job: KubeObject) -> ParallelTrainingJobSpec:
+def _parsed(job: KubeObject, cache: Cache) -> ParallelTrainingJobSpec:
     try:
-        return parse_spec(job)
+        return cache.parsed.spec(job)
     except InvalidSpecError as error:
         raise JobRejectedError("InvalidSpec", str(error)) from None
 
@@ -203,10 +203,10 @@ def _blocked(error: JobRejectedError) -> BlockedEdit:
     return BlockedEdit(error.reason, f"The edit cannot be applied: {error.message}", retryable=error.retryable)
 
 
-def _running_with_live_fields(running: RunningSpec, job: KubeObject) -> ParallelTrainingJobSpec:
+def _running_with_live_fields(running: RunningSpec, job: KubeObject, cache: Cache) -> ParallelTrainingJobSpec:
     """The applied spec with the object's values of the fields that take effect at once, if they can be parsed."""
     try:
-        return with_live_fields(running.spec, parse_spec(job))
+        return with_live_fields(running.spec, cache.parsed.spec(job))
     except InvalidSpecError:
         return running.spec.model_copy(update={"suspend": suspended_by_user(job)})
 

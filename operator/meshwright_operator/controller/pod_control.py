@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+MAX_CREATING = 64
+"""Pods of a gang for which a manifest is built and sent at the same time: a thousand would block the event loop. More
+than the client has in flight, so that it never waits for a manifest."""
+
 
 class PodsRejectedError(Exception):
     """The API server rejects the job's pods, a change of them, its Service or its Secret: a quota, a limit or a policy,
@@ -61,7 +65,13 @@ class PodControl:
         except PodsRejectedError:
             self.missing.set_absent(context.uid, (Incarnation(entry.worker, entry.incarnation) for entry in placed))
             raise
-        await _all([self._create(context, entry) for entry in placed])
+        creating = asyncio.Semaphore(MAX_CREATING)
+
+        async def create(entry: WorkerPlacement) -> None:
+            async with creating:
+                await self._create(context, entry)
+
+        await _all([create(entry) for entry in placed])
 
     async def ungate(self, pods: Iterable[Pod]) -> int:
         """Remove the gang's scheduling gate. Other gates stay.

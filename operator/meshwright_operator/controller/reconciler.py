@@ -14,7 +14,7 @@ from datetime import datetime
 
 from meshwright.api.conditions import SUSPENDED, is_true
 from meshwright.api.objects import KubeObject
-from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
+from meshwright.api.parsing import InvalidSpecError
 from meshwright_operator import logging_config
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.missing_pods import Incarnation
@@ -191,7 +191,7 @@ class Reconciler:
             self._leave_queue(uid)
             await self._stop_rejected(key, job)
             await self._reporter.report_rejected(key, job, rejection, live_pods=self._live_pods(key, uid))
-            if rejection.retryable and not lifecycle.finished(parse_status(job)):
+            if rejection.retryable and not lifecycle.finished(self._cache.parsed.status(job)):
                 # The event of this status reconciles the job again, with the nodes that changed meanwhile.
                 self._queue.add_after(key, NO_LAYOUT_RETRY_SECONDS)
             return None
@@ -207,7 +207,7 @@ class Reconciler:
 
     async def _report_pending(self, key: JobKey, job: KubeObject, pending: PlanPendingError) -> None:
         """Report that planning takes long. The planner adds the key to the queue. A running job keeps its status."""
-        if pending.slow and not has_started(parse_status(job)):
+        if pending.slow and not has_started(self._cache.parsed.status(job)):
             rejection = JobRejectedError("Planning", capitalized(PLANNING), retryable=True)
             uid = job["metadata"]["uid"]
             await self._reporter.report_rejected(key, job, rejection, live_pods=self._live_pods(key, uid))
@@ -217,7 +217,7 @@ class Reconciler:
 
         A started job usually has its applied spec. There is none if the spec is too large for the status.
         """
-        if suspended_by_user(job) or lifecycle.finished(parse_status(job)):
+        if suspended_by_user(job) or lifecycle.finished(self._cache.parsed.status(job)):
             live = self._live_pods(key, job["metadata"]["uid"])
             await self._pod_control.delete([pod for pod in live if not pod.deleting])
 
@@ -229,7 +229,7 @@ class Reconciler:
         if not self._inventories.need_preparation:
             return
         with contextlib.suppress(InvalidSpecError):
-            await self._inventories.prepare(parse_spec(job))
+            await self._inventories.prepare(self._cache.parsed.spec(job))
 
     async def _confirm_missing_pods(
         self, key: JobKey, job: KubeObject, registry: AgentRegistry, observed: Observed

@@ -8,12 +8,12 @@ from typing import Any
 from pydantic.alias_generators import to_camel
 
 from meshwright.api.objects import KubeObject
-from meshwright.api.parsing import parse_status
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_operator.controller.unknown_fields import with_unknown_fields
 from meshwright_operator.decide.progress import THROTTLED_FIELDS
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.parsed_jobs import ParsedJobs
 from meshwright_operator.kube.paths import jobs_path
 from meshwright_operator.kube.workqueue import WorkQueue
 
@@ -50,7 +50,7 @@ class StatusWriter:
         old = job.get("status")
         old = old if isinstance(old, dict) else {}
         new: KubeObject = dict(status.wire())
-        patch = status_patch(job, new)
+        patch = status_patch(job, new, self._cache.parsed)
         if not patch:
             return False
         uid, now = job["metadata"]["uid"], time.monotonic()
@@ -97,13 +97,13 @@ class StatusWriter:
         self._written.pop(uid, None)
 
 
-def status_patch(job: KubeObject, new: KubeObject) -> KubeObject:
+def status_patch(job: KubeObject, new: KubeObject, parsed: ParsedJobs) -> KubeObject:
     """The merge patch that turns the status of `job` into `new`, except for what this version cannot read."""
     old = job.get("status")
     old = old if isinstance(old, dict) else {}
     if old == new:
         return {}
-    target = with_unknown_fields(old, dict(parse_status(job).wire()), new, ParallelTrainingJobStatus)
+    target = with_unknown_fields(old, parsed.readable_status(job), new, ParallelTrainingJobStatus)
     patch: KubeObject = merge_diff(old, target)
     return patch
 

@@ -57,7 +57,10 @@ class Decision:
     @classmethod
     def of(cls, observed: Observed) -> Decision:
         """A decision that changes nothing yet."""
-        status = observed.status.model_copy(deep=True)
+        # A placement is replaced and never changed. With many workers, its copy would take longer than the decision.
+        placement = observed.status.placement
+        status = observed.status.model_copy(update={"placement": None}).model_copy(deep=True)
+        status.placement = placement
         status.observed_generation = observed.generation
         return cls(observed, status)
 

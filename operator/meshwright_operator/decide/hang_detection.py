@@ -9,7 +9,7 @@ advance, the silent worker's ranks must be alive, and only its connection to the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from meshwright.protocol.messages import DEFAULT_REPORT_SECONDS, AgentState, RankProcess
@@ -62,6 +62,11 @@ class HangRule:
     """When a rank counts as hung and an agent as silent, for one job at one moment."""
 
     observed: Observed
+    step_seconds: float = field(init=False)
+    """Seconds of a step as rank 0 reports them; 0 if unknown."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "step_seconds", _step_seconds(self.observed))
 
     @property
     def applies(self) -> bool:
@@ -75,7 +80,7 @@ class HangRule:
             started: whether the rank has finished a step of this generation.
         """
         chosen = self.observed.spec.recovery.hang_timeout_seconds
-        default = max(MIN_TIMEOUT_SECONDS, TIMEOUT_STEPS * self._step_seconds())
+        default = max(MIN_TIMEOUT_SECONDS, TIMEOUT_STEPS * self.step_seconds)
         seconds = float(chosen) if chosen is not None else default
         return seconds if started else max(seconds, FIRST_STEP_SECONDS)
 
@@ -85,7 +90,7 @@ class HangRule:
 
     def is_stalled(self, rank: IdleRank) -> bool:
         """Whether a live rank has made no progress for so long that a silent agent may be the cause."""
-        limit = max(SILENT_SECONDS, SILENT_STEPS * self._step_seconds()) if rank.started else FIRST_STEP_SECONDS
+        limit = max(SILENT_SECONDS, SILENT_STEPS * self.step_seconds) if rank.started else FIRST_STEP_SECONDS
         return rank.seconds >= limit
 
     def silence(self, worker: Worker) -> float:
@@ -102,14 +107,15 @@ class HangRule:
         """Whether the worker's agent has missed several reports."""
         return self.silence(worker) >= self.silent_after(worker)
 
-    def _step_seconds(self) -> float:
-        received = self.observed.agents.reports.get(rank_zero_worker(self.observed))
-        progress = received.report.progress if received is not None else None
-        if progress is None or received is None or received.report.generation != self.observed.mesh.generation:
-            return 0.0
-        seconds = progress.step_seconds
-        # The value comes from a user's pod: NaN must not disable the timeout.
-        return seconds if 0.0 <= seconds <= MIN_TIMEOUT_SECONDS * TIMEOUT_STEPS else 0.0
+
+def _step_seconds(observed: Observed) -> float:
+    received = observed.agents.reports.get(rank_zero_worker(observed))
+    progress = received.report.progress if received is not None else None
+    if progress is None or received is None or received.report.generation != observed.mesh.generation:
+        return 0.0
+    seconds = progress.step_seconds
+    # The value comes from a user's pod: NaN must not disable the timeout.
+    return seconds if 0.0 <= seconds <= MIN_TIMEOUT_SECONDS * TIMEOUT_STEPS else 0.0
 
 
 def hung_ranks(observed: Observed) -> Interruption | None:

@@ -28,6 +28,7 @@ def plan_workers(observed: Observed) -> dict[int, int]:
     entries = {entry.worker: entry for entry in placement.workers} if placement is not None else {}
     first = {ranks.start: plan_worker for plan_worker, ranks in enumerate(observed.plan.workers)}
     assigned: dict[int, int] = {}
+    taken: set[int] = set()
     for worker in observed.workers:
         entry = entries.get(worker.index)
         if entry is None:
@@ -36,8 +37,9 @@ def plan_workers(observed: Observed) -> dict[int, int]:
             continue
         ranks = parse_ranks(entry.ranks)
         plan_worker = first.get(ranks.start) if ranks is not None else None
-        if plan_worker is not None and plan_worker not in assigned.values():
+        if plan_worker is not None and plan_worker not in taken:
             assigned[worker.index] = plan_worker
+            taken.add(plan_worker)
     return assigned
 
 

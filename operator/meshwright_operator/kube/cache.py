@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from meshwright.api.objects import KubeObject
 from meshwright_operator.decide.rejected_job import NO_LAYOUT
+from meshwright_operator.kube.parsed_jobs import ParsedJobs
 from meshwright_operator.kube.pod_index import JobKey, PodIndex, PodKey, RequestListener
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.kube.pod_requests import PodRequest, read_pod_request
@@ -39,6 +40,8 @@ class Cache:
         self._pods: VersionedStore[PodKey, StoredPod] = VersionedStore(_namespace, final=False)
         self.jobs = self._jobs.values
         self.nodes = self._nodes.values
+        self.parsed = ParsedJobs()
+        """The specs and statuses of the jobs. Shared: nobody may change them."""
         self._index = PodIndex()
         self._awaiting: set[JobKey] = set()
         self._capacity_listener: CapacityListener | None = None
@@ -63,6 +66,7 @@ class Cache:
         key = key_of(obj)
         if self._jobs.remove(key, _uid(obj), _version(obj)):
             self._awaiting.discard(key)
+            self.parsed.forget(_uid(obj))
 
     def jobs_awaiting_layout(self) -> list[JobKey]:
         """The jobs of which no layout fitted the cluster's nodes at their last reconcile."""
@@ -74,9 +78,11 @@ class Cache:
 
     def finish_jobs_listing(self, listing: Listing[JobKey, KubeObject]) -> list[JobKey]:
         """Remove the jobs that the complete list does not contain, and return their keys."""
-        removed = [key for key, _ in listing.finish()]
-        self._awaiting.difference_update(removed)
-        return removed
+        removed = listing.finish()
+        for key, job in removed:
+            self._awaiting.discard(key)
+            self.parsed.forget(_uid(job))
+        return [key for key, _ in removed]
 
     # Pods.
 

@@ -203,7 +203,7 @@ class JobScheduler:
         if nodes:
             self._blocked[uid] = dict(nodes)
         if before.keys() - nodes.keys():
-            self._placer.capacity_freed()
+            self._placer.nodes_changed()
 
     def forget(self, uid: str) -> None:
         """Drops the state of a deleted job."""
@@ -242,7 +242,7 @@ class JobScheduler:
         now = time.monotonic()
         current = {name: entry for name, entry in self._avoided[uid].items() if entry[0] > now}
         self._avoided[uid] = current
-        return {name: why for name, (_, why) in current.items()} | blocked
+        return {name: why for name, (_, why) in current.items()} | dict(blocked)
 
     def _exists(self, request: PlacementRequest) -> bool:
         """Whether the job still exists and is not suspended."""
