@@ -187,7 +187,7 @@ class MeshGeneration:
         """Record that all ranks of the job are asked to stop. A peer that was lost has stopped before this worker's
         ranks were asked, so that it is not a failure.
         """
-        self.paused = self.ending = True
+        self.paused = True
         if all(failure.kind is FailureKind.PEER_LOST for failure in self.failures):
             self.failures.clear()
             self.failed_at = None
