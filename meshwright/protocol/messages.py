@@ -258,6 +258,9 @@ class WorkerReport(OpenMessage):
     """The generation the ranks below belong to."""
     state: Annotated[AgentState, BeforeValidator(_known_or(AgentState, AgentState.STARTING))]
     """What the agent does. An unknown state counts as `Starting`, which restarts nothing."""
+    paused: bool = False
+    """Whether the ranks of `generation` stop, or have stopped, because of `ReportReply.pause`. The pod stays: the state
+    is `Starting` or `Running` until all have exited, and then `Idle`. Agents before 0.2 never set it."""
     ranks: Annotated[list[RankProcess], Field(max_length=1024)] = []
     """Its ranks' processes."""
     failure: Annotated[FailureKind | None, BeforeValidator(_known_or(FailureKind, FailureKind.ERROR))] = None
@@ -281,6 +284,9 @@ class ReportReply(OpenMessage):
     """The newest announced generation."""
     report_seconds: float = DEFAULT_REPORT_SECONDS
     """Time until the agent's next report, unless its state changes before."""
+    pause: Generation | None = None
+    """The ranks of this generation save a checkpoint and stop. The agent then waits for the next generation. Agents
+    before 0.2 ignore it."""
     trust: Annotated[str, Field(max_length=64)] | None = None
     """Name of the CA bundle with which agents verify the coordinator (`meshwright.protocol.trust`). If an agent has
     another bundle, it requests this one. Missing without TLS."""

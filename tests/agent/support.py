@@ -51,6 +51,8 @@ class Coordinator:
     """A status to answer everything with, or None to behave."""
     headers: dict[str, str] = field(default_factory=dict)
     """Further headers of every answer."""
+    pause: int = 0
+    """The generation whose ranks must stop while their pods stay; 0 for none."""
     extra: dict[str, object] = field(default_factory=dict)
     """Fields of a newer version, in every message."""
     forge: bool = False
@@ -61,6 +63,8 @@ class Coordinator:
     session: str = "session-1"
     counters: dict[tuple[str, int], int] = field(default_factory=dict)
     """The last counter of each path and worker."""
+    _paused: dict[int, int] = field(default_factory=dict)
+    """Worker -> the last generation for whose pause its poll was ended."""
 
     @property
     def url(self) -> str:
@@ -82,6 +86,10 @@ class Coordinator:
 
     def announce(self, document: MeshDocument) -> None:
         self.document = document
+        self._wake()
+
+    def pause_ranks(self, generation: int) -> None:
+        self.pause = generation
         self._wake()
 
     def answer_all(self, status: int | None) -> None:
@@ -144,6 +152,9 @@ class Coordinator:
             if self.document is not None and self.document.generation > hello.generation:
                 self.hellos.pop(hello.worker, None)
                 return 200, json.dumps({**self.document.wire(), **self.extra}).encode()
+            if self.pause and self.pause == hello.generation != self._paused.get(hello.worker):
+                self._paused[hello.worker] = self.pause
+                return 204, b""
             try:
                 async with asyncio.timeout(left):
                     await self._changed.wait()
@@ -154,9 +165,12 @@ class Coordinator:
     async def _report(self, body: bytes) -> tuple[int, bytes]:
         if self.answer:
             return self.answer, b""
-        self.reports.append(WorkerReport.model_validate_json(body))
+        report = WorkerReport.model_validate_json(body)
+        self.reports.append(report)
         generation = self.document.generation if self.document else 0
-        return 200, json.dumps({**ReportReply(generation=generation, report_seconds=0.5).wire(), **self.extra}).encode()
+        pause = self.pause if self.pause and self.pause == report.generation else None
+        reply = ReportReply(generation=generation, report_seconds=0.5, pause=pause)
+        return 200, json.dumps({**reply.wire(), **self.extra}).encode()
 
     async def gang(self, workers: int, *, above: int = 0) -> list[MeshRequest]:
         """Wait until every worker waits for a generation newer than `above`."""

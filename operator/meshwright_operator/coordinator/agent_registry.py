@@ -72,6 +72,10 @@ class AgentRegistry:
         """The document of the current generation; None before the first, and while the next one is being formed."""
         self.generation = 0
         """The newest generation that was published."""
+        self.pause: int | None = None
+        """The generation whose ranks must save a checkpoint and stop, while their pods stay."""
+        self._notified_of_pause: set[tuple[int, int]] = set()
+        """(worker, incarnation) of the agents that have received `pause`, or whose poll has ended because of it."""
         self._incarnations: Mapping[int, int] = {}
         self._pods: Mapping[int, str] = {}
         self._members: frozenset[tuple[int, int]] = frozenset()
@@ -98,6 +102,7 @@ class AgentRegistry:
         *,
         generation: int = 0,
         closed: bool = False,
+        pause: bool = False,
         pods: Mapping[int, str] | None = None,
     ) -> None:
         """Set what agents receive, and wake waiting polls.
@@ -107,16 +112,21 @@ class AgentRegistry:
             incarnations: Worker -> current incarnation.
             generation: The newest generation, even if it has ended.
             closed: Whether the job needs no pods, so that agents must exit.
+            pause: Whether the ranks of `generation` must save a checkpoint and stop, while their pods stay.
             pods: Worker -> uid of the pod of its current incarnation, if it is known.
         """
         self.generation = generation
         pods = pods or {}
-        now = self.document, self._incarnations, self._closed, self._pods
-        same = (document, incarnations, closed, pods) == now
+        paused = generation if pause else None
+        now = self.document, self._incarnations, self._closed, self._pods, self.pause
+        same = (document, incarnations, closed, pods, paused) == now
         if same and self._published:
             return
         self.document, self._incarnations, self._closed, self._published = document, incarnations, closed, True
         self._pods = pods
+        if paused != self.pause:
+            self.pause = paused
+            self._notified_of_pause.clear()
         # Encode once: a thousand agents may ask for the document at the same time.
         self._encoded = encode(document) if document is not None else None
         members = document.members if document is not None else []
@@ -175,10 +185,13 @@ class AgentRegistry:
             current.seen = self._clock()
 
     async def wait_for_newer(self, request: MeshRequest) -> EncodedMessage | None:
-        """Wait for a newer document. Return it encoded, or None if the agent is superseded or the time is up."""
+        """Wait for a newer document. Return it encoded, or None if the agent is superseded, must report at once to
+        receive a pause, or the time is up.
+        """
 
         def done() -> bool:
-            return self.document_for(request) is not None or self.superseded(request)
+            newer = self.document_for(request) is not None
+            return newer or self.superseded(request) or self._must_be_notified_of_pause(request)
 
         try:
             seconds = request.wait_seconds * random.uniform(SHORTEST_WAIT, 1.0)  # noqa: S311 - spreading, not secrecy
@@ -188,9 +201,24 @@ class AgentRegistry:
             return None
         if self.superseded(request):
             return None
+        if self.document_for(request) is None and self._must_be_notified_of_pause(request):
+            self._notified_of_pause.add((request.worker, request.incarnation))
+            return None
         # The agent now uses its store port: it must poll again before it counts for the next generation.
         self._presences.pop(request.worker, None)
         return self._encoded if self.document_for(request) is not None else None
+
+    def _must_be_notified_of_pause(self, request: MeshRequest) -> bool:
+        """Whether a poll ends because of a pause: once per pause and agent, since older agents ignore it."""
+        return self.pause == request.generation and (request.worker, request.incarnation) not in self._notified_of_pause
+
+    def pause_for(self, worker: int) -> int | None:
+        """The pause for the reply to the worker's last report: that of the report's generation."""
+        last = self._reports.get(worker)
+        if last is None or last.report.generation != self.pause:
+            return None
+        self._notified_of_pause.add((worker, last.report.incarnation))
+        return self.pause
 
     def polls(self, worker: int) -> int:
         """The number of open polls of this worker."""
@@ -274,4 +302,5 @@ def _halt_state(report: WorkerReport) -> tuple[AgentState, int]:
 def _decision_fields(report: WorkerReport) -> tuple[object, ...]:
     """The parts of a report on which a decision may depend."""
     phases = tuple((phase.name, phase.seconds) for phase in report.phases)
-    return report.incarnation, report.generation, report.state, report.failure, report.message, phases
+    failure = report.failure, report.message
+    return report.incarnation, report.generation, report.state, report.paused, *failure, phases

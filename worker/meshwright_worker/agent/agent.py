@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.addresses import join_host_port
 from meshwright.perplexity import perplexity
-from meshwright.protocol.messages import MeshRequest, WorkerReport
+from meshwright.protocol.messages import MeshRequest, ReportReply, WorkerReport
 from meshwright.protocol.run_config import NativeRun, UnsupportedRun
 from meshwright_worker.agent import state_machine as decisions
 from meshwright_worker.agent.coordinator_client import CoordinatorClient
@@ -24,6 +24,7 @@ from meshwright_worker.agent.events import (
     EventQueue,
     MeshReceived,
     OutputWritten,
+    PauseRequested,
     RankExited,
     RankMessageReceived,
     ShutdownRequested,
@@ -98,9 +99,15 @@ class Agent:
         return settings.worker, settings.incarnation, settings.namespace, settings.job
 
     def _start_coordinator_tasks(self, client: CoordinatorClient) -> None:
-        self._poll = MeshPoll(client, self._build_mesh_request, self._event_queue, self._settings.reject_seconds)
         self._heartbeat = Heartbeat(
-            client, self._build_report, self._event_queue, self._settings.report_seconds, self._on_generation_announced
+            client, self._build_report, self._event_queue, self._settings.report_seconds, self._on_reply
+        )
+        self._poll = MeshPoll(
+            client,
+            self._build_mesh_request,
+            self._event_queue,
+            self._settings.reject_seconds,
+            self._heartbeat.report_now,
         )
         self._start_background_task(self._poll.run())
         self._start_background_task(self._heartbeat.run())
@@ -136,9 +143,11 @@ class Agent:
         read_state = command_state if runs_command else process_state
         return build_report(self._state_machine, time.monotonic(), read_state)
 
-    def _on_generation_announced(self, generation: int) -> None:
-        if generation > self._state_machine.generation:
+    def _on_reply(self, reply: ReportReply) -> None:
+        if reply.generation > self._state_machine.generation:
             self._poll.wake()
+        if reply.pause is not None:
+            self._event_queue.put_nowait(PauseRequested(reply.pause))
 
     def _on_signal(self, name: str) -> None:
         self._shutdown_requested.set()
@@ -179,7 +188,7 @@ class Agent:
         reportable = (
             self._state_machine.state,
             self._state_machine.checkpoint,
-            current and (current.number, len(current.failures)),
+            current and (current.number, len(current.failures), current.paused),
         )
         if reportable != self._last_reported:
             self._last_reported = reportable
@@ -209,12 +218,23 @@ class Agent:
                 self._launcher.remove(rank)
                 self._metrics.rank_up(rank, up=False)
                 return self._state_machine.on_exit(generation, rank, code, tail, now)
+            case PauseRequested(generation=generation):
+                return self._pause(generation, now)
             case ShutdownRequested(code=code, reason=reason):
                 if self._state_machine.exit_code_on_shutdown is None:
                     log.info("shutting down: %s", reason)
                 return self._state_machine.on_shutdown(code, now)
             case BackgroundTaskFailed(error=error):
                 raise error
+
+    def _pause(self, generation: int, now: float) -> list[decisions.Action]:
+        """Every reply in a pause has it: log the first."""
+        current = self._state_machine.current
+        paused_before = current is None or current.paused
+        actions = self._state_machine.on_pause(generation, now)
+        if current is not None and current.paused and not paused_before:
+            log.info("generation %d is paused: its ranks stop, and this pod waits for the next generation", generation)
+        return actions
 
     async def _start(self, start: decisions.StartRanks) -> list[decisions.Action]:
         document, member = start.document, start.member

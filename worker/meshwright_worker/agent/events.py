@@ -44,6 +44,13 @@ class RankExited:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseRequested:
+    """The ranks of a generation are to save a checkpoint and stop, while the pod stays."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShutdownRequested:
     """The pod is to stop; `reason` is for the log."""
 
@@ -58,5 +65,13 @@ class BackgroundTaskFailed:
     error: BaseException
 
 
-Event = MeshReceived | RankMessageReceived | OutputWritten | RankExited | ShutdownRequested | BackgroundTaskFailed
+Event = (
+    MeshReceived
+    | RankMessageReceived
+    | OutputWritten
+    | RankExited
+    | PauseRequested
+    | ShutdownRequested
+    | BackgroundTaskFailed
+)
 EventQueue = asyncio.Queue[Event]

@@ -95,6 +95,8 @@ class MeshGeneration:
     failed_at: float | None = None
     ending: bool = False
     """Ranks were asked to stop: an exit from now on is not a failure."""
+    paused: bool = False
+    """They were asked by the coordinator, and the pod stays."""
     latest: StepReport | None = None
     evaluation: Evaluation | None = None
     """The newest evaluation with a finite loss (JSON cannot encode others). Only the worker of rank 0 has it."""
@@ -181,6 +183,15 @@ class MeshGeneration:
             return Outcome.STOPPED
         return {0: Outcome.COMPLETE, EXIT_STOPPED: Outcome.STOPPED}.get(code)
 
+    def record_pause(self) -> None:
+        """Record that all ranks of the job are asked to stop. A peer that was lost has stopped before this worker's
+        ranks were asked, so that it is not a failure.
+        """
+        self.paused = True
+        if all(failure.kind is FailureKind.PEER_LOST for failure in self.failures):
+            self.failures.clear()
+            self.failed_at = None
+
     def _record_failure(self, failure: Failure, now: float) -> None:
         self.failures.append(failure)
         self.failed_at = now if self.failed_at is None else self.failed_at
@@ -189,6 +200,12 @@ class MeshGeneration:
     def live(self) -> list[int]:
         """Ranks whose processes run."""
         return [view.rank for view in self.ranks.values() if view.live]
+
+    @property
+    def can_save(self) -> bool:
+        """Whether its ranks may have a step to save, and peers to save it with. Unknown for the user's command."""
+        steps = all(view.step is not None for view in self.ranks.values())
+        return not self.uses_builtin_runtime or (steps and not self.failures)
 
     @property
     def failure(self) -> Failure | None:

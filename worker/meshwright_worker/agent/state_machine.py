@@ -1,4 +1,4 @@
-"""Decides the agent's next actions: a pure state machine over mesh documents, rank events, SIGTERM and time.
+"""Decides the agent's next actions: a pure state machine over mesh documents, rank events, pauses, SIGTERM and time.
 
 Every input method returns the resulting actions; the agent executes them in order. The rules:
 
@@ -6,6 +6,9 @@ Every input method returns the resulting actions; the agent executes them in ord
 - Once a rank fails, the pod's other ranks are stopped. If the failure is a lost peer, the agent waits first
   (`PEER_LOST_WAIT_SECONDS`): if the cause is in this pod too, that rank's own error arrives meanwhile and is reported
   instead.
+- A pause of the current generation lets its ranks save and stop within the same time as SIGTERM. The agent then waits
+  for the next generation. Ranks that have finished no step have nothing to save, and may wait for a peer or compile for
+  minutes; ranks that have lost a peer cannot save. Both are killed.
 - A pod that stops (SIGTERM, or superseded) lets its ranks save and stop within the grace period, then exits.
 """
 
@@ -141,6 +144,17 @@ class AgentStateMachine:
             current.record_exit(rank, code, tail, now)
         return self.on_tick(now)
 
+    def on_pause(self, generation: int, now: float) -> list[Action]:
+        """Handle a request to stop the ranks of a generation while the pod stays. Ignores one for another generation,
+        and one while the pod stops. Later calls have no effect.
+        """
+        current = self._matching_generation(generation)
+        stops_anyway = generation != self.generation or self.exit_code_on_shutdown is not None
+        if current is not None and not current.paused and not stops_anyway:
+            self._schedule_kill(now + (self.drain_seconds if current.can_save else 0.0))
+            current.record_pause()
+        return self.on_tick(now)
+
     def on_shutdown(self, code: int, now: float) -> list[Action]:
         """Handle a request to stop the pod: let ranks save and stop, then exit with `code`. Later calls have
         no effect.
@@ -259,6 +273,7 @@ def build_report(
         pod_uid=state_machine.pod_uid,
         generation=current.number,
         state=state_machine.state,
+        paused=current.paused,
         ranks=current.processes(now, read_process_state),
         failure=failure.kind if failure else None,
         message=failure.message if failure else "",
