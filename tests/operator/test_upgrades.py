@@ -13,6 +13,7 @@ import pytest
 
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.workers import WorkersSpec
+from meshwright.rules.spec_defaults import SCHEME
 from tests.operator.support import JOBS, job
 from tests.operator.world import World
 
@@ -34,14 +35,15 @@ def later_build(monkeypatch: pytest.MonkeyPatch, **defaults: Any) -> Iterator[No
     applied_spec = importlib.import_module("meshwright_operator.decide.applied_spec")
     with monkeypatch.context() as patch:
         scheme, known = tables.SCHEME + 1, tables.DEFAULTS
-        later = {**tables.DEFAULTS[tables.SCHEME], **{f"workers.{fields[name].alias}": value for name, value in defaults.items()}}
+        changed = {f"workers.{fields[name].alias}": value for name, value in defaults.items()}
+        later = {**tables.DEFAULTS[tables.SCHEME], **changed}
         for module in (tables, revision, applied_spec):
             patch.setattr(module, "DEFAULTS", {**known, scheme: later})
             patch.setattr(module, "SCHEME", scheme)
         patch.setattr(revision, "NO_RESTART", {**tables.NO_RESTART, scheme: tables.NO_RESTART[scheme - 1]})
-        patch.setattr(applied_spec.revision_of, "__defaults__", (2,))
+        patch.setattr(applied_spec.revision_of, "__defaults__", (scheme,))
         for function in (revision.revision_of_fields, revision.restarting_fields, revision.with_defaults):
-            patch.setattr(function, "__defaults__", (2,))
+            patch.setattr(function, "__defaults__", (scheme,))
         for name, value in defaults.items():
             fields[name].default = value
         rebuild()
@@ -117,8 +119,8 @@ async def test_a_new_field_that_the_api_server_adds_restarts_nobody(monkeypatch:
         world.operators[0].relist()
         await world.run(60)
         assert world.true("train", "Ready")
-        assert {revision.partition("-")[0] for revision in pods(world).values()} == {"2"}
-        assert json.loads(world.status("train")["appliedSpec"])["scheme"] == 2
+        assert {revision.partition("-")[0] for revision in pods(world).values()} == {str(SCHEME + 1)}
+        assert json.loads(world.status("train")["appliedSpec"])["scheme"] == SCHEME + 1
         assert {obj["spec"]["containers"][0]["imagePullPolicy"] for obj in world.cluster.of("pods")} == {"Always"}
 
 

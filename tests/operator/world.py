@@ -290,6 +290,8 @@ class Agent:
         if self.silent:
             return
         registry, key = operator.coordinator.registry(self.uid), JobKey(self.pod.namespace, self.pod.job)
+        if self.state is AgentState.RUNNING and registry.pause == self.generation and not self.hung:
+            self.state = AgentState.IDLE  # its ranks have saved a checkpoint
         if registry.superseded(self._hello()):
             self.state = AgentState.DRAINING
             return

@@ -37,7 +37,7 @@ from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed, PodState, Rejection, has_started
 from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS
-from meshwright_operator.decide.restart_policy import SPEC_CHANGED
+from meshwright_operator.decide.restart_policy import RESCALED, SPEC_CHANGED
 from meshwright_operator.decide.stuck_pods import seconds_until_stuck
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
@@ -309,7 +309,12 @@ class Reconciler:
         closed = over and not observed.live_pods
         pods = {worker.index: worker.pod.uid for worker in workers if worker.pod is not None}
         await registry.publish(
-            None if over else current, incarnations, generation=mesh.generation, closed=closed, pods=pods
+            None if over else current,
+            incarnations,
+            generation=mesh.generation,
+            closed=closed,
+            pods=pods,
+            pause=not over and mesh.pending_cause == RESCALED.name,
         )
 
     def _leave_queue(self, uid: str) -> None:

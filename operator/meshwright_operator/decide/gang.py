@@ -42,6 +42,8 @@ MAX_AGENT_REPLACEMENTS = 3
 """How often pods are replaced because their agents do not poll, before the attempt ends."""
 SAVE_MARGIN_SECONDS = 30.0
 """Time that ranks have before a resize, besides the grace period of their pods, to save a checkpoint."""
+PAUSE_RECEIVED_SECONDS = 15.0
+"""Time after which an agent that has not confirmed a pause does not know pauses."""
 SILENT_GANG_SECONDS = 600.0
 """Seconds after which the attempt ends if no agent of the gang reaches the coordinator."""
 
@@ -182,12 +184,17 @@ def _absent_agents(observed: Observed, absent: list[Worker]) -> GangAction | Non
 
 
 def _saving_agents(observed: Observed) -> int:
-    """The number of workers whose ranks still run before a resize, as long as they may take to save a checkpoint."""
+    """The number of workers whose ranks still run before a resize, as long as they may take to save a checkpoint.
+
+    Agents before version 0.2 do not pause: they are not waited for.
+    """
+    waited = _pending_seconds(observed)
     limit = observed.spec.workers.termination_grace_period_seconds + SAVE_MARGIN_SECONDS
-    if _pending_seconds(observed) >= limit:
-        return 0
     states = (AgentState.STARTING, AgentState.RUNNING, AgentState.DRAINING)
-    return sum(len(observed.reports_in(state)) for state in states)
+    reports = [received.report for state in states for received in observed.reports_in(state).values()]
+    if waited >= limit:
+        return 0
+    return sum(waited < PAUSE_RECEIVED_SECONDS or report.paused for report in reports)
 
 
 def _pending_seconds(observed: Observed) -> float:
