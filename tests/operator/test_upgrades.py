@@ -66,6 +66,13 @@ def submitted(name: str = "train", **workers: Any) -> dict[str, Any]:
     return base
 
 
+def change(world: World, **workers: Any) -> None:
+    """The object has these fields now, in a new version."""
+    new = copy.deepcopy(world.cluster.objects[f"{JOBS}/train"])
+    new["spec"]["workers"] |= workers
+    world.cluster.update(f"{JOBS}/train", new)
+
+
 def restart(world: World) -> None:
     """The operator's process is replaced: by the code as it is now."""
     world.cluster.watchers.clear()
@@ -110,13 +117,12 @@ async def test_a_new_field_that_the_api_server_adds_restarts_nobody(monkeypatch:
     world = await running_world()
     before = pods(world)
     with later_build(monkeypatch, image_pull_policy="Always"):
-        world.cluster.objects[f"{JOBS}/train"]["spec"]["workers"]["imagePullPolicy"] = "Always"
+        change(world, imagePullPolicy="Always")
         restart(world)
         await world.run(60)
         assert pods(world) == before
         # An edit restarts all of them, with the defaults of today.
-        world.cluster.objects[f"{JOBS}/train"]["spec"]["workers"]["image"] = "other"
-        world.operators[0].relist()
+        change(world, image="other")
         await world.run(60)
         assert world.true("train", "Ready")
         assert {revision.partition("-")[0] for revision in pods(world).values()} == {str(SCHEME + 1)}
