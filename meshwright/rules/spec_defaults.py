@@ -122,24 +122,29 @@ FIRST: Mapping[str, Any] = MappingProxyType(
 )
 """Path below `spec` -> value of an absent field. `[]` stands for every item of a list. Objects come before members."""
 
-DEFAULTS: Mapping[int, Mapping[str, Any]] = MappingProxyType({1: FIRST})
+CHOSEN_BY_THE_PLANNER = ("parallelism.contextMethod", "parallelism.zeroStage")
+"""Fields of `FIRST` that have no default from scheme 2 on: the planner chooses what is left out."""
+
+SECOND: Mapping[str, Any] = MappingProxyType(
+    {path: value for path, value in FIRST.items() if path not in CHOSEN_BY_THE_PLANNER}
+)
+
+DEFAULTS: Mapping[int, Mapping[str, Any]] = MappingProxyType({1: FIRST, 2: SECOND})
 """Scheme -> defaults."""
 
-NO_RESTART: Mapping[int, tuple[str, ...]] = MappingProxyType(
-    {
-        1: (
-            "suspend",
-            "activeDeadlineSeconds",
-            "ttlSecondsAfterFinished",
-            "recovery",
-            "successPolicy",
-            "priority",
-            "checkpoint.everySteps",
-            "checkpoint.keep",
-            "managedBy",
-        )
-    }
+_FIRST_NO_RESTART = (
+    "suspend",
+    "activeDeadlineSeconds",
+    "ttlSecondsAfterFinished",
+    "recovery",
+    "successPolicy",
+    "priority",
+    "checkpoint.everySteps",
+    "checkpoint.keep",
+    "managedBy",
 )
+
+NO_RESTART: Mapping[int, tuple[str, ...]] = MappingProxyType({1: _FIRST_NO_RESTART, 2: _FIRST_NO_RESTART})
 """Scheme -> fields that restart no worker, which a revision does not cover."""
 
 SCHEME = max(DEFAULTS)
