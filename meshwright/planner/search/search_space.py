@@ -86,7 +86,7 @@ def _may_have_stages(request: SearchRequest, stage: int, pipeline: int) -> bool:
     """Whether a pipeline of stages with so many ranks may be tried."""
     if request.pipelines_in_domain or pipeline == 1 or request.pins.pipeline is not None or request.machine is None:
         return True
-    return stage * pipeline > request.machine.fabric.domain
+    return request.machine.gpu.domain == 1 or stage * pipeline > request.machine.fabric.domain
 
 
 def _with_replicas(request: SearchRequest, replica: Layout) -> Iterator[Layout]:
