@@ -189,6 +189,7 @@ def apply_strategy(spec: ParallelTrainingJobSpec, strategy: Strategy) -> Paralle
     return spec.model_copy(
         update={
             "replicas": strategy.data,
+            "gpus": None,
             "parallelism": parallelism_of(strategy, spec.parallelism),
             "training": training_of(spec.training, strategy.checkpointing, strategy.optimizer_offload),
         }
