@@ -112,10 +112,13 @@ def test_a_command_gets_as_many_replicas_as_fill_workers() -> None:
 
 
 def test_a_budget_that_no_layout_divides_names_the_fields() -> None:
-    workers = {"image": "worker", "gpusPerWorker": 8}
-    training = {**LLAMA["training"], "globalBatchSize": 5}
+    spec = llama(
+        gpus=12,
+        training={**LLAMA["training"], "globalBatchSize": 5},
+        parallelism={"tensor": 1, "pipeline": 1, "context": 1},
+    )
     with pytest.raises(PlanError, match="change `gpus`, `workers.gpusPerWorker` or `training.globalBatchSize`"):
-        make_plan(llama(gpus=12, training=training, workers=workers, parallelism={"tensor": 1, "pipeline": 1, "context": 1}), H100)
+        make_plan(spec, H100)
 
 
 def test_the_run_and_the_status_have_every_choice() -> None:
