@@ -48,8 +48,9 @@ class SequenceSharding:
         """Return the sharding of a run."""
         spec = run.parallelism
         unit = run.tensor if spec.sequence else 1
-        inner = (spec.ulysses or 1) if spec.context_method is ContextMethod.RING_ULYSSES else 1
-        return cls(spec.context_method, run.context, unit, inner)
+        method = spec.context_method_or_default
+        inner = (spec.ulysses or 1) if method is ContextMethod.RING_ULYSSES else 1
+        return cls(method, run.context, unit, inner)
 
     @property
     def min_length(self) -> int:

@@ -79,6 +79,12 @@ ASSUMED_CONTEXT = 1
 ASSUMED_SCHEDULE = PipelineSchedule.ONE_F_ONE_B
 """The schedule that rules assume until the planner has chosen one."""
 
+ASSUMED_CONTEXT_METHOD = ContextMethod.RING_ZIG_ZAG
+"""The context method that rules assume until the planner has chosen one."""
+
+ASSUMED_ZERO_STAGE = 0
+"""The ZeRO stage that rules assume until the planner has chosen one."""
+
 
 _ENGINE_OF_STAGE = {
     0: DataParallelEngine.ALL_REDUCE,
@@ -112,24 +118,27 @@ class ParallelismSpec(ApiModel):
     """Context-parallel degree: number of GPUs that share the tokens of each sequence. Multiplies the GPUs of a replica.
     Defaults to 1, or the smallest degree with which a layout fits. Rules assume 1 until it is chosen.
     `training.sequenceLength` must be at least twice `context` times `tensor`; with `Ring` and `Ulysses` once."""
-    context_method: ContextMethod = ContextMethod.RING_ZIG_ZAG
-    """How the GPUs of a context group compute attention. `RingZigZag`: keys and values move around the ring of GPUs,
-    with even work for causal attention. `Ring`: the same with consecutive tokens. `Ulysses`: GPUs exchange tokens for
-    heads; `context` times `tensor` must divide `model.heads`. `AllGather`: keys and values are gathered. `RingUlysses`:
-    groups of `ulysses` GPUs exchange heads, with a ring across the groups."""
+    context_method: ContextMethod | None = None
+    """How the GPUs of a context group compute attention. Defaults to `RingZigZag`, or to `Ulysses` or `AllGather` if
+    that fits and is estimated to be more than 1 % faster. Rules assume `RingZigZag` until it is chosen. `RingZigZag`:
+    keys and values move around the ring of GPUs, with even work for causal attention. `Ring`: the same with consecutive
+    tokens. `Ulysses`: GPUs exchange tokens for heads; `context` times `tensor` must divide `model.heads`. `AllGather`:
+    keys and values are gathered. `RingUlysses`: groups of `ulysses` GPUs exchange heads, with a ring across the
+    groups."""
     ulysses: Degree | None = None
     """Number of neighbors that exchange heads. Required with `contextMethod: RingUlysses`, and only allowed then. Must
     divide `context`; times `tensor` it must divide `model.heads`."""
     schedule: PipelineSchedule | None = None
     """Order in which a pipeline runs its micro-batches. Defaults to `1F1B`, or to a synchronous schedule that fits and
-    is estimated to be more than 2 % faster. Rules assume `1F1B` until it is chosen. `Naive`: one micro-batch at a time.
+    is estimated to be more than 1 % faster. Rules assume `1F1B` until it is chosen. `Naive`: one micro-batch at a time.
     `GPipe` (arXiv 1811.06965), `1F1B` (PipeDream-Flush, arXiv 2006.09503), `Interleaved1F1B` (arXiv 2104.04473),
     `LoopedBFS` (arXiv 2211.05953). With a split backward pass: `ZBH1`, `ZBH2`, `Automatic` (arXiv 2401.10241; searched
     for the times of the job's own stages, which its first steps measure), `ZBV` (arXiv 2405.15362). With overlapping
     forward and backward passes: `DualPipe`, `DualPipeV` (arXiv 2412.19437). Without a flush, and therefore with stale
     weights: `PipeDream` (arXiv 1806.03377), `PipeDream2BW` (arXiv 2006.09503)."""
     virtual_stages: Annotated[int, Field(ge=2, le=64)] | None = None
-    """Number of stages of one rank. Only allowed with `Interleaved1F1B` and `LoopedBFS`, where it defaults to 2."""
+    """Number of stages of one rank. Only allowed with `Interleaved1F1B` and `LoopedBFS`. Defaults to 2, or to 4 if
+    that fits and is estimated to be more than 1 % faster. Rules assume 2 until it is chosen."""
     layer_split: Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1, max_length=1024)] | None = (
         None
     )
@@ -147,8 +156,10 @@ class ParallelismSpec(ApiModel):
     micro_batches: Annotated[int, Field(ge=1, le=65536)] | None = None
     """Number of micro-batches per replica and step: at least one for every stage. `training.globalBatchSize` must be
     divisible by `replicas` times this."""
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    """Sharding over replicas (ZeRO, arXiv 1910.02054): 0 none, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    """Sharding over replicas (ZeRO, arXiv 1910.02054): 0 none, 1 optimizer state, 2 gradients too, 3 parameters too.
+    Defaults to the fastest stage that fits, and to the lowest of those that are about as fast. Rules assume 0 until it
+    is chosen, or a stage of `dataParallel.strategy`."""
     data_parallel: DataParallelSpec = DataParallelSpec()
     """How replicas stay equal."""
 
@@ -163,8 +174,18 @@ class ParallelismSpec(ApiModel):
         return self.context or ASSUMED_CONTEXT
 
     @property
+    def context_method_or_default(self) -> ContextMethod:
+        """The context method, or the one that rules assume if it is left out."""
+        return self.context_method or ASSUMED_CONTEXT_METHOD
+
+    @property
+    def zero_stage_or_default(self) -> int:
+        """The ZeRO stage, or the one that rules assume if it is left out."""
+        return ASSUMED_ZERO_STAGE if self.zero_stage is None else self.zero_stage
+
+    @property
     def data_parallel_engine(self) -> DataParallelEngine:
         """The engine of `dataParallel.strategy`, or of `zeroStage` if it is left out."""
         if self.data_parallel.strategy is DataParallelStrategy.ZERO:
             return DataParallelEngine.FLAT
-        return _ENGINE_OF_STAGE[self.zero_stage]
+        return _ENGINE_OF_STAGE[self.zero_stage_or_default]

@@ -123,9 +123,14 @@ class ParallelTrainingJobSpec(ApiModel):
     """What to train, how to split it, and the pods that it runs in."""
 
     replicas: Degree = 1
-    """Data-parallel replicas of the model. With `elastic`, the wanted number: `status.replicas` has the current one."""
+    """Data-parallel replicas of the model. Must be 1 with `gpus`. With `elastic`, the wanted number: `status.replicas` has
+    the current one."""
     elastic: ElasticSpec | None = None
     """How the number of replicas follows the cluster. Without it, the job always runs with `replicas`."""
+    gpus: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Largest number of GPUs to train on, instead of `replicas`. The planner chooses every degree that is left out for
+    the shortest step, also the number of replicas. It uses fewer GPUs if workers or the batch do not divide evenly:
+    `status.plan.reasons` says why. The number does not depend on how many GPUs are free."""
     model: ModelSpec | None = None
     """The model. Required unless `runtime.command` is set."""
     data: DataSpec | None = None

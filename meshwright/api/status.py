@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from meshwright.api.base import ApiModel
-from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing
 
 Text = Annotated[str, Field(max_length=1024)]
@@ -63,12 +63,20 @@ class PlanStatus(ApiModel):
     """Micro-batches per replica and step."""
     schedule: PipelineSchedule | None = None
     """Pipeline schedule. Not set without a pipeline."""
+    virtual_stages: Count | None = None
+    """Stages of one rank. Only set with a schedule that has several."""
+    context_method: ContextMethod | None = None
+    """How the ranks of a context group compute attention. Only set with a context degree above 1."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
+    """ZeRO stage: 0 none, 1 optimizer state, 2 gradients too, 3 parameters too. Not set with `runtime.command`."""
     activation_checkpointing: ActivationCheckpointing | None = None
     """What the backward pass recomputes. Not set with `runtime.command`."""
     world_size: Count
     """Number of ranks."""
     workers: Count
     """Number of worker pods."""
+    unused_gpus: Count | None = None
+    """GPUs of `spec.gpus` that the plan does not use. Not set without `spec.gpus`."""
     memory_per_rank_bytes: Count | None = None
     """Estimated peak memory of the fullest rank."""
     parameters: Count | None = None

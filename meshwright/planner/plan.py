@@ -25,12 +25,14 @@ from meshwright.planner.run_config import refusals_of, run_config_of, runnable
 from meshwright.planner.search.best_first import ranked_layouts
 from meshwright.planner.search.candidate import FittingLayout
 from meshwright.planner.search.errors import plan_error
-from meshwright.planner.search.explain import reasons_by_preference
+from meshwright.planner.search.explain_plan import reasons_of_plan
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.spec_request import pinned_request
 from meshwright.planner.workload import TrainingJob
 from meshwright.protocol.run_config import RunConfig
+from meshwright.rules.parallelism import MAX_WORKERS
 from meshwright.rules.validation import check_spec
+from meshwright.schedules.registry import kind_of
 
 MAX_PLANS = 6
 """Number of layouts to choose from by free GPUs. Each needs a placement."""
@@ -55,6 +57,8 @@ class Plan:
     """The reason for each degree, in sentences."""
     estimate: Estimate | None = None
     """Estimated memory and time of a step. None if the model or the cluster's GPUs are unknown."""
+    gpus: int | None = None
+    """The job's budget of GPUs. None if the job states `replicas`."""
 
     @property
     def layout(self) -> Layout:
@@ -97,9 +101,13 @@ class Plan:
             expert=used.expert,
             micro_batches=used.micro_batches,
             schedule=used.schedule if used.pipeline > 1 and self.architecture else None,
+            virtual_stages=used.virtual_stages if used.pipeline > 1 and used.schedule_kind.virtual_stages else None,
+            context_method=used.context_method if used.context > 1 and self.architecture else None,
+            zero_stage=used.zero_stage if self.architecture else None,
             activation_checkpointing=used.checkpointing if self.architecture else None,
             world_size=used.world_size,
             workers=used.world_size // self.gpus_per_worker,
+            unused_gpus=self.gpus - used.world_size if self.gpus is not None else None,
             memory_per_rank_bytes=int(self.memory.total) if self.memory else None,
             parameters=self.architecture.parameters if self.architecture else None,
             estimated_step_milliseconds=round(1000 * self.estimate.seconds) if self.estimate else None,
@@ -187,7 +195,7 @@ def new_plans(spec: ParallelTrainingJobSpec, hardware: Hardware, max_plans: int 
     plans = []
     for chosen in ranked[:max_plans]:
         plan = _with_estimate(_plan(spec, architecture, chosen, ()), cost_model)
-        plans.append(replace(plan, reasons=reasons_by_preference(request, chosen, plan.estimate)))
+        plans.append(replace(plan, reasons=reasons_of_plan(request, chosen, plan.estimate, spec.gpus)))
     return plans
 
 
@@ -246,12 +254,17 @@ def _running_plan(spec: ParallelTrainingJobSpec, architecture: Architecture | No
     if architecture is None or spec.training is None:
         return _command_plan(spec)
     asked = spec.parallelism
+    schedule = asked.schedule or keep.schedule or PipelineSchedule.ONE_F_ONE_B
+    has_stages = kind_of(schedule).virtual_stages
     parallelism_kept = asked.model_copy(
         update={
             "tensor": asked.tensor or keep.tensor,
             "pipeline": asked.pipeline or keep.pipeline,
             "context": asked.context or keep.context or 1,
-            "schedule": asked.schedule or keep.schedule or PipelineSchedule.ONE_F_ONE_B,
+            "context_method": asked.context_method or keep.context_method,
+            "schedule": schedule,
+            "virtual_stages": asked.virtual_stages or (keep.virtual_stages if has_stages else None),
+            "zero_stage": (keep.zero_stage or 0) if asked.zero_stage is None else asked.zero_stage,
             "expert": asked.expert or keep.expert,
             "micro_batches": asked.micro_batches or keep.micro_batches,
         },
@@ -260,7 +273,8 @@ def _running_plan(spec: ParallelTrainingJobSpec, architecture: Architecture | No
         spec.training.activation_checkpointing or keep.activation_checkpointing or ActivationCheckpointing.NONE
     )
     training = spec.training.model_copy(update={"activation_checkpointing": checkpointing_kept})
-    spec_kept = spec.model_copy(update={"parallelism": parallelism_kept, "training": training})
+    replicas = {"replicas": keep.data, "gpus": None} if spec.gpus is not None else {}
+    spec_kept = spec.model_copy(update={"parallelism": parallelism_kept, "training": training, **replicas})
     if not (parallelism_kept.tensor and parallelism_kept.pipeline and parallelism_kept.micro_batches) or check_spec(
         _with_model_numbers(spec_kept, architecture)
     ):
@@ -325,9 +339,33 @@ def _check_nodes_known(spec: ParallelTrainingJobSpec, cluster_limits: ClusterLim
 def _command_plan(spec: ParallelTrainingJobSpec) -> Plan:
     """The plan for a user's command. The model is unknown, so no degree is chosen and no memory is estimated."""
     asked = spec.parallelism
-    strategy = Strategy(asked.tensor or 1, asked.pipeline or 1, spec.replicas, asked.context_or_default)
-    reason = "degrees as in `parallelism`, 1 where left out: `runtime.command` brings its own model"
-    return replace(_pods(spec, strategy), reasons=(reason,))
+    replica = Layout(asked.tensor or 1, asked.pipeline or 1, 1, asked.context_or_default)
+    strategy = Strategy(replica.tensor, replica.pipeline, _replicas_of_command(spec, replica), replica.context)
+    reasons = ["degrees as in `parallelism`, 1 where left out: `runtime.command` brings its own model"]
+    if spec.gpus is not None:
+        reasons.append(f"DP {strategy.data}: as many replicas as `gpus` and complete workers allow")
+    return replace(_pods(spec, strategy), reasons=tuple(reasons))
+
+
+def _replicas_of_command(spec: ParallelTrainingJobSpec, replica: Layout) -> int:
+    """`replicas`, or the most that fill workers with `gpus`.
+
+    Raises:
+        PlanError: no number of replicas fills workers.
+    """
+    if spec.gpus is None:
+        return spec.replicas
+    each = spec.workers.gpus_per_worker
+    budget = min(spec.gpus, MAX_WORKERS * each)
+    most = budget // replica.replica_size
+    found = next((count for count in range(most, 0, -1) if count * replica.replica_size % each == 0), None)
+    if found is None:
+        raise PlanError(
+            f"no number of replicas of {replica.replica_size} ranks fills workers of {each} GPUs with `gpus: "
+            f"{spec.gpus}`: raise it, or change `workers.gpusPerWorker`",
+            "InvalidSpec",
+        )
+    return found
 
 
 def _plan(
@@ -346,4 +384,5 @@ def _pods(spec: ParallelTrainingJobSpec, strategy: Strategy) -> Plan:
         gpus_per_worker=spec.workers.gpus_per_worker,
         worker_request=Resources(spec.workers.gpus_per_worker, asked.cpu_milli, asked.memory_bytes, 1),
         global_batch_size=spec.training.global_batch_size if spec.training else None,
+        gpus=spec.gpus,
     )

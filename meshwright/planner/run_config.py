@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.strategy import Strategy
@@ -26,7 +26,7 @@ def run_config_of(spec: ParallelTrainingJobSpec, architecture: Architecture | No
     command = spec.runtime.command
     if command is not None:
         return CommandRun(
-            **_shared_fields(spec, strategy, strategy.schedule), checkpoint=spec.checkpoint, command=command
+            **_shared_fields(spec, strategy, strategy.schedule, {}), checkpoint=spec.checkpoint, command=command
         )
     if architecture is None or spec.data is None or spec.training is None:
         raise ValueError("`model`, `data` and `training` are required unless `runtime.command` is set")
@@ -36,7 +36,7 @@ def run_config_of(spec: ParallelTrainingJobSpec, architecture: Architecture | No
     # With one stage the schedule has no effect, and stays as in the spec.
     schedule = spec.parallelism.order if strategy.pipeline == 1 else strategy.schedule
     return NativeRun(
-        **_shared_fields(spec, strategy, schedule),
+        **_shared_fields(spec, strategy, schedule, techniques_of(spec.parallelism, strategy)),
         architecture=architecture,
         data=spec.data,
         training=spec.training.model_copy(update={"activation_checkpointing": strategy.checkpointing}),
@@ -44,7 +44,23 @@ def run_config_of(spec: ParallelTrainingJobSpec, architecture: Architecture | No
     )
 
 
-def _shared_fields(spec: ParallelTrainingJobSpec, strategy: Strategy, schedule: PipelineSchedule) -> dict[str, Any]:
+def techniques_of(stated: ParallelismSpec, strategy: Strategy) -> dict[str, Any]:
+    """What the spec may leave open besides degrees. A field that has no effect in this layout stays as stated."""
+    has_stages = strategy.pipeline > 1 and strategy.schedule_kind.virtual_stages
+    allowed = stated.data_parallel.strategy.zero_stages if stated.data_parallel.strategy else (strategy.zero_stage,)
+    # One rank has nothing to shard: the stage has no effect, but must match `dataParallel.strategy`.
+    zero_stage = strategy.zero_stage if strategy.zero_stage in allowed else allowed[0]
+    method = strategy.context_method if strategy.context > 1 else stated.context_method_or_default
+    return {
+        "virtual_stages": strategy.virtual_stages if has_stages else stated.virtual_stages,
+        "context_method": stated.context_method or method,
+        "zero_stage": zero_stage if stated.zero_stage is None else stated.zero_stage,
+    }
+
+
+def _shared_fields(
+    spec: ParallelTrainingJobSpec, strategy: Strategy, schedule: PipelineSchedule, techniques: dict[str, Any]
+) -> dict[str, Any]:
     """The fields of both kinds of runs."""
     return {
         "tensor": strategy.tensor,
@@ -53,7 +69,9 @@ def _shared_fields(spec: ParallelTrainingJobSpec, strategy: Strategy, schedule: 
         "context": strategy.context,
         "expert": strategy.expert,
         "micro_batches": strategy.micro_batches,
-        "parallelism": spec.parallelism.model_copy(update={**dict.fromkeys(DEGREES), "schedule": schedule}),
+        "parallelism": spec.parallelism.model_copy(
+            update={**dict.fromkeys(DEGREES), "schedule": schedule, **techniques}
+        ),
     }
 
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from meshwright.api.data_parallel import DataParallelStrategy, GradientCompression
 from meshwright.api.lora import LoraSpec
-from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageBalance
+from meshwright.api.parallelism import ContextMethod, ParallelismSpec, PipelineSchedule, StageBalance
 from meshwright.api.precision import Fp8Scaling, Precision
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.training import ActivationCheckpointing, OptimizerName, OuterMethod, TrainingSpec
@@ -56,7 +56,7 @@ class TrainingJob:
         fixed = Strategy(
             tensor_overlap=parallelism.tensor_overlap,
             expert_tensor=parallelism.expert_tensor,
-            context_method=parallelism.context_method,
+            context_method=parallelism.context_method_or_default,
             ulysses=parallelism.ulysses or 1,
             checkpoint_every=training.checkpoint_every,
             optimizer_offload=training.optimizer.offload,
@@ -75,8 +75,12 @@ class TrainingJob:
         micro_batches: int,
         schedule: PipelineSchedule | None = None,
         checkpointing: ActivationCheckpointing | None = None,
+        *,
+        virtual_stages: int | None = None,
+        context_method: ContextMethod | None = None,
+        zero_stage: int | None = None,
     ) -> Strategy:
-        """Return the strategy for a layout. Schedule and checkpointing default to the spec's.
+        """Return the strategy for a layout. What is None is as in the spec, or as rules assume if that leaves it out.
 
         Raises:
             ValueError: there are more stages than layers.
@@ -84,6 +88,9 @@ class TrainingJob:
         parallelism, has_pipeline = self.parallelism, layout.pipeline > 1
         if schedule is not None and schedule is not parallelism.order:
             parallelism = parallelism.model_copy(update={"schedule": schedule})
+        if virtual_stages is not None and virtual_stages != parallelism.virtual_stages:
+            parallelism = parallelism.model_copy(update={"virtual_stages": virtual_stages})
+        stage = parallelism.zero_stage_or_default if zero_stage is None else zero_stage
         return replace(
             self.fixed,
             tensor=layout.tensor,
@@ -95,7 +102,8 @@ class TrainingJob:
             schedule=parallelism.order if has_pipeline else PipelineSchedule.ONE_F_ONE_B,
             virtual_stages=stages_per_rank(parallelism, layout.pipeline),
             layer_split=layer_split(parallelism, layout.pipeline, self.architecture, self.work.sequence_length),
-            zero_stage=parallelism.zero_stage if layout.shard_ranks > 1 else 0,
+            context_method=context_method or self.fixed.context_method,
+            zero_stage=stage if layout.shard_ranks > 1 else 0,
             micro_batch_size=max(1, self.work.global_batch // (layout.data * micro_batches)),
             micro_batches=micro_batches,
             checkpointing=self.training.checkpointing if checkpointing is None else checkpointing,

@@ -36,8 +36,9 @@ def _sequence_long_enough(facts: Facts) -> bool:
     p = facts.parallelism
     if p.context_or_default == 1 or facts.training is None:
         return True
-    inner = (p.ulysses or 1) if p.context_method is ContextMethod.RING_ULYSSES else 1
-    sharding = SequenceSharding(p.context_method, p.context_or_default, sequence_unit(p), inner)
+    method = p.context_method_or_default
+    inner = (p.ulysses or 1) if method is ContextMethod.RING_ULYSSES else 1
+    sharding = SequenceSharding(method, p.context_or_default, sequence_unit(p), inner)
     return facts.training.sequence_length >= sharding.min_length
 
 
@@ -51,13 +52,13 @@ def _sequence_splits_evenly(facts: Facts) -> bool:
 def _ulysses_divides_context(facts: Facts) -> bool:
     p = facts.parallelism
     if p.ulysses is None:
-        return p.context_method is not ContextMethod.RING_ULYSSES
-    return p.context_method is ContextMethod.RING_ULYSSES and p.context_or_default % p.ulysses == 0
+        return p.context_method_or_default is not ContextMethod.RING_ULYSSES
+    return p.context_method_or_default is ContextMethod.RING_ULYSSES and p.context_or_default % p.ulysses == 0
 
 
 def _heads_exchange(facts: Facts, method: ContextMethod) -> bool:
     p, model = facts.parallelism, facts.model
-    if p.context_method is not method or model is None or model.heads is None:
+    if p.context_method_or_default is not method or model is None or model.heads is None:
         return True
     ranks = head_exchange_ranks(method, p.context_or_default, p.ulysses)
     return ranks == 1 or heads_divide(model.heads, model.kv_heads or model.heads, p.tensor or 1, ranks)

@@ -13,6 +13,8 @@ from meshwright.schedules.schedule import PipelineScheduleKind
 
 _DATA = "self.parallelism.dataParallel"
 _STAGE = "self.parallelism.zeroStage"
+_ALL_STAGES = (0, 1, 2, 3)
+_REPLICAS_OPEN = "has(self.gpus)"
 _NO_OUTER_OR = "!has(self.training) || !has(self.training.outer) || "
 _ISLANDS = (
     "(!has(self.training) || !has(self.training.outer) ? 1"
@@ -23,13 +25,32 @@ _FLAT_SHARDS = f"(({_STAGE} == 1 || {_IS_ZERO}) && self.replicas * self.parallel
 _HAS_PIPELINE = "has(self.parallelism.pipeline) && self.parallelism.pipeline > 1"
 
 
+def possible_zero_stages(facts: Facts) -> tuple[int, ...]:
+    """The ZeRO stage, or those that `dataParallel.strategy` leaves to choose from if it is left out."""
+    stage, strategy = facts.parallelism.zero_stage, facts.parallelism.data_parallel.strategy
+    if stage is not None:
+        return (stage,)
+    return _ALL_STAGES if strategy is None else strategy.zero_stages
+
+
+def zero_stage_may_be(*stages: int) -> str:
+    """In CEL, that the ZeRO stage is one of these, or may be chosen to be one."""
+    names = [f"'{strategy}'" for strategy in DataParallelStrategy if not {*strategy.zero_stages} & {*stages}]
+    chosen = f"!has({_DATA}.strategy) || !({_DATA}.strategy in [{', '.join(names)}])"
+    return f"(has({_STAGE}) ? {_STAGE} in {list(stages)} : ({chosen}))"
+
+
+def _may_be(facts: Facts, *stages: int) -> bool:
+    return any(stage in stages for stage in possible_zero_stages(facts))
+
+
 def _bidirectional(kind: PipelineScheduleKind) -> bool:
     return kind.bidirectional
 
 
 def _stage_of_strategy(facts: Facts) -> bool:
     strategy = facts.parallelism.data_parallel.strategy
-    return strategy is None or facts.parallelism.zero_stage in strategy.zero_stages
+    return strategy is None or any(stage in strategy.zero_stages for stage in possible_zero_stages(facts))
 
 
 def _stage_of_strategy_cel() -> str:
@@ -40,7 +61,7 @@ def _stage_of_strategy_cel() -> str:
         f"({_DATA}.strategy in [{', '.join(names)}] && {_STAGE} in {list(allowed)})"
         for allowed, names in stages.items()
     )
-    return f"!has({_DATA}.strategy) || {cases}"
+    return f"!has({_DATA}.strategy) || !has({_STAGE}) || {cases}"
 
 
 def _hybrid(facts: Facts) -> bool:
@@ -50,19 +71,22 @@ def _hybrid(facts: Facts) -> bool:
 
 
 def _sharded(facts: Facts) -> bool:
-    return facts.parallelism.data_parallel.shard_size is None or facts.parallelism.zero_stage > 0
+    return facts.parallelism.data_parallel.shard_size is None or _may_be(facts, 1, 2, 3)
 
 
 def _shard_size_divides(facts: Facts) -> bool:
-    return divides(facts.parallelism.data_parallel.shard_size, facts.replicas // islands(facts))
+    shard_size = facts.parallelism.data_parallel.shard_size
+    return facts.gpus is not None or divides(shard_size, facts.replicas // islands(facts))
 
 
 def _reshards_parameters(facts: Facts) -> bool:
-    return facts.parallelism.data_parallel.reshard_size is None or facts.parallelism.zero_stage == 3
+    return facts.parallelism.data_parallel.reshard_size is None or _may_be(facts, 3)
 
 
 def _reshard_size_divides(facts: Facts) -> bool:
     data = facts.parallelism.data_parallel
+    if facts.gpus is not None and data.shard_size is None:
+        return True
     return divides(data.reshard_size, data.shard_size or facts.replicas)
 
 
@@ -75,7 +99,7 @@ def _reshards_alone(facts: Facts) -> bool:
 
 def _compressed(facts: Facts) -> bool:
     compression = facts.parallelism.data_parallel.compression
-    return compression is GradientCompression.NONE or facts.parallelism.zero_stage == 0
+    return compression is GradientCompression.NONE or _may_be(facts, 0)
 
 
 def _command_owns_replicas(facts: Facts) -> bool:
@@ -118,8 +142,10 @@ def _parameters_are_sharded(facts: Facts) -> bool:
     if facts.training is None or not facts.training.parameter_offload:
         return True
     # Islands do not share shards, so each island needs at least two ranks.
-    company = facts.parallelism.context is None or shard_ranks(facts) > islands(facts)
-    return company and facts.parallelism.data_parallel_engine is DataParallelEngine.FSDP
+    open_ranks = facts.gpus is not None or facts.parallelism.context is None
+    company = open_ranks or shard_ranks(facts) > islands(facts)
+    zero = facts.parallelism.data_parallel.strategy is DataParallelStrategy.ZERO
+    return company and not zero and _may_be(facts, 2, 3)
 
 
 def _outer(facts: Facts) -> OuterSpec | None:
@@ -178,25 +204,25 @@ REPLICA_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "parallelism.dataParallel.shardSize",
         "needs `zeroStage` 1, 2 or 3, because stage 0 has no shards: raise the stage, or remove this field",
-        f"!has({_DATA}.shardSize) || {_STAGE} > 0",
+        f"!has({_DATA}.shardSize) || {zero_stage_may_be(1, 2, 3)}",
         _sharded,
     ),
     Rule(
         "parallelism.dataParallel.shardSize",
         "must divide `replicas`, or the number of replicas of an island with `training.outer`",
-        f"!has({_DATA}.shardSize) || (self.replicas / {_ISLANDS}) % {_DATA}.shardSize == 0",
+        f"!has({_DATA}.shardSize) || {_REPLICAS_OPEN} || (self.replicas / {_ISLANDS}) % {_DATA}.shardSize == 0",
         _shard_size_divides,
     ),
     Rule(
         "parallelism.dataParallel.reshardSize",
         "needs `parallelism.zeroStage: 3`, the only stage that reshards: set the stage to 3, or remove this field",
-        f"!has({_DATA}.reshardSize) || {_STAGE} == 3",
+        f"!has({_DATA}.reshardSize) || {zero_stage_may_be(3)}",
         _reshards_parameters,
     ),
     Rule(
         "parallelism.dataParallel.reshardSize",
         "must divide `replicas`, or `parallelism.dataParallel.shardSize` if that is set",
-        f"!has({_DATA}.reshardSize)"
+        f"!has({_DATA}.reshardSize) || ({_REPLICAS_OPEN} && !has({_DATA}.shardSize))"
         f" || (has({_DATA}.shardSize) ? {_DATA}.shardSize : self.replicas) % {_DATA}.reshardSize == 0",
         _reshard_size_divides,
     ),
@@ -214,7 +240,7 @@ REPLICA_RULES: tuple[Rule[Facts], ...] = (
         "parallelism.dataParallel.compression",
         "needs `parallelism.zeroStage: 0`, because only full gradients can be compressed: set the stage to 0, or "
         "remove this field",
-        f"{_DATA}.compression == 'None' || {_STAGE} == 0",
+        f"{_DATA}.compression == 'None' || {zero_stage_may_be(0)}",
         _compressed,
     ),
     Rule(
@@ -264,8 +290,9 @@ REPLICA_RULES: tuple[Rule[Facts], ...] = (
         "needs FSDP over at least two ranks, which gathers one layer at a time: set `zeroStage: 3`, or `2` without "
         "`dataParallel.strategy: ZeRO`, and raise `replicas` or `parallelism.context` so that at least two ranks "
         "(of each island with `training.outer`) share the parameters",
-        f"!has(self.training) || !self.training.parameterOffload || ({_STAGE} >= 2 && !{_IS_ZERO}"
-        f" && (!has(self.parallelism.context) || self.replicas * self.parallelism.context > {_ISLANDS}))",
+        f"!has(self.training) || !self.training.parameterOffload || ({zero_stage_may_be(2, 3)} && !{_IS_ZERO}"
+        f" && ({_REPLICAS_OPEN} || !has(self.parallelism.context)"
+        f" || self.replicas * self.parallelism.context > {_ISLANDS}))",
         _parameters_are_sharded,
     ),
     Rule(

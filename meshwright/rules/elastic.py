@@ -71,6 +71,12 @@ ELASTIC_RULES: tuple[Rule[Spec], ...] = (
         "!has(self.elastic) || !has(self.training) || !has(self.training.outer)",
         _one_island,
     ),
+    Rule(
+        "elastic",
+        "is not supported with `gpus`, which leaves the number of replicas to the planner: remove one of them",
+        "!has(self.elastic) || !has(self.gpus)",
+        lambda spec: spec.elastic is None or spec.gpus is None,
+    ),
 )
 
 

@@ -103,6 +103,10 @@ class Facts(Protocol):
         """Data-parallel replicas."""
 
     @property
+    def gpus(self) -> int | None:
+        """The budget of GPUs, with which the number of replicas is open. None if `replicas` determines it."""
+
+    @property
     def parallelism(self) -> ParallelismSpec:
         """Degrees and techniques. A degree that is None is open."""
 
@@ -143,6 +147,7 @@ class ResolvedFacts:
     checkpoint: CheckpointSpec | None = None
     runtime: RuntimeSpec = field(default_factory=RuntimeSpec)
     workers: WorkersSpec | None = None
+    gpus: int | None = None
 
 
 def facts_of_run(run: NativeRun) -> ResolvedFacts:

@@ -149,8 +149,12 @@ MIXTURE_RULES: tuple[Rule[Facts], ...] = (
         "parallelism.expert",
         "must divide `replicas` times `parallelism.context`, because experts are spread over the ranks with the "
         "same dense parameters",
-        "!has(self.parallelism.expert) || self.replicas * self.parallelism.context % self.parallelism.expert == 0",
-        lambda facts: divides(facts.parallelism.expert, facts.replicas * facts.parallelism.context_or_default),
+        "!has(self.parallelism.expert) || has(self.gpus)"
+        " || self.replicas * self.parallelism.context % self.parallelism.expert == 0",
+        lambda facts: (
+            facts.gpus is not None
+            or divides(facts.parallelism.expert, facts.replicas * facts.parallelism.context_or_default)
+        ),
     ),
     Rule(
         "parallelism.expert",

@@ -9,11 +9,15 @@ MAX_WORLD_SIZE = 65536
 MAX_WORKERS = 1024
 """Limited because `status.placement.workers` lists each worker, and an object must stay small."""
 
-_WORLD_SIZE = (
+LEAST_WORLD_SIZE = (
     "(has(self.parallelism.tensor) ? self.parallelism.tensor : 1)"
     " * (has(self.parallelism.pipeline) ? self.parallelism.pipeline : 1) * self.parallelism.context * self.replicas"
 )
-_WORLD_SIZE_KNOWN = "(has(self.runtime.command) || (has(self.parallelism.tensor) && has(self.parallelism.pipeline)))"
+"""In CEL, the number of ranks. A degree that is left out counts as 1."""
+_WORLD_SIZE_KNOWN = (
+    "(!has(self.gpus)"
+    " && (has(self.runtime.command) || (has(self.parallelism.tensor) && has(self.parallelism.pipeline))))"
+)
 
 
 def least_world_size(facts: Facts) -> int:
@@ -26,7 +30,7 @@ def _world_size(facts: Facts) -> int | None:
     """The number of ranks, or None if the planner determines it."""
     p = facts.parallelism
     known = facts.runtime.command is not None or (p.tensor is not None and p.pipeline is not None)
-    return least_world_size(facts) if known else None
+    return least_world_size(facts) if known and facts.gpus is None else None
 
 
 def _gpus_per_worker(facts: Facts) -> int | None:
@@ -83,20 +87,20 @@ PARALLELISM_RULES: tuple[Rule[Facts], ...] = (
         "replicas",
         "`replicas` times `parallelism.tensor`, `parallelism.pipeline` and `parallelism.context` must be at most "
         f"{MAX_WORLD_SIZE}: lower one of them",
-        f"{_WORLD_SIZE} <= {MAX_WORLD_SIZE}",
+        f"{LEAST_WORLD_SIZE} <= {MAX_WORLD_SIZE}",
         lambda facts: least_world_size(facts) <= MAX_WORLD_SIZE,
     ),
     Rule(
         "workers.gpusPerWorker",
         "must divide the world size (`replicas` times `parallelism.tensor`, `parallelism.pipeline` and "
         "`parallelism.context`), because all workers have the same number of ranks",
-        f"!{_WORLD_SIZE_KNOWN} || ({_WORLD_SIZE}) % self.workers.gpusPerWorker == 0",
+        f"!{_WORLD_SIZE_KNOWN} || ({LEAST_WORLD_SIZE}) % self.workers.gpusPerWorker == 0",
         _whole_workers,
     ),
     Rule(
         "workers.gpusPerWorker",
         f"must be at least the world size divided by {MAX_WORKERS}, because a job has at most {MAX_WORKERS} workers",
-        f"!{_WORLD_SIZE_KNOWN} || {_WORLD_SIZE} <= {MAX_WORKERS} * self.workers.gpusPerWorker",
+        f"!{_WORLD_SIZE_KNOWN} || {LEAST_WORLD_SIZE} <= {MAX_WORKERS} * self.workers.gpusPerWorker",
         _worker_limit,
     ),
     Rule(

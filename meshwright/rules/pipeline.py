@@ -161,7 +161,7 @@ def _asynchronous_without_mixture(facts: Facts) -> bool:
 
 
 def _asynchronous_without_zero(facts: Facts) -> bool:
-    return not _kind(facts).asynchronous or facts.parallelism.zero_stage == 0
+    return not _kind(facts).asynchronous or facts.parallelism.zero_stage_or_default == 0
 
 
 def _tied_on_one_stage(facts: Facts) -> bool:

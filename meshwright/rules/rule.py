@@ -7,7 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from meshwright.api.parallelism import ASSUMED_CONTEXT, ASSUMED_SCHEDULE
+from meshwright.api.parallelism import (
+    ASSUMED_CONTEXT,
+    ASSUMED_CONTEXT_METHOD,
+    ASSUMED_SCHEDULE,
+    ASSUMED_ZERO_STAGE,
+)
 from meshwright.schedules.registry import schedules_where
 from meshwright.schedules.schedule import PipelineScheduleKind
 
@@ -15,7 +20,9 @@ Subject = TypeVar("Subject", contravariant=True)
 
 _ASSUMED = {
     "self.parallelism.context": str(ASSUMED_CONTEXT),
+    "self.parallelism.contextMethod": repr(ASSUMED_CONTEXT_METHOD.value),
     "self.parallelism.schedule": repr(ASSUMED_SCHEDULE.value),
+    "self.parallelism.zeroStage": str(ASSUMED_ZERO_STAGE),
 }
 """CEL of what rules assume for a field that is left out. In Python these are properties of `ParallelismSpec`."""
 

@@ -24,9 +24,9 @@ def _command_owns_checkpoints(facts: Facts) -> bool:
 
 def _command_owns_schedule(facts: Facts) -> bool:
     p = facts.parallelism
-    defaults_kept = p.context_method is ContextMethod.RING_ZIG_ZAG and p.ulysses is None
+    defaults_kept = p.context_method_or_default is ContextMethod.RING_ZIG_ZAG and p.ulysses is None
     defaults_kept = defaults_kept and p.sequence and p.expert_tensor and not p.tensor_overlap
-    return facts.runtime.command is None or (p.micro_batches is None and p.zero_stage == 0 and defaults_kept)
+    return facts.runtime.command is None or (p.micro_batches is None and p.zero_stage_or_default == 0 and defaults_kept)
 
 
 RUNTIME_RULES: tuple[Rule[Facts], ...] = (

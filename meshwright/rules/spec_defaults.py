@@ -122,9 +122,12 @@ FIRST: Mapping[str, Any] = MappingProxyType(
 )
 """Path below `spec` -> value of an absent field. `[]` stands for every item of a list. Objects come before members."""
 
+CHOSEN_BY_THE_PLANNER = ("parallelism.contextMethod", "parallelism.zeroStage")
+"""Fields of `FIRST` that have no default from scheme 2 on: the planner chooses what is left out."""
+
 SECOND: Mapping[str, Any] = MappingProxyType(
     {
-        **FIRST,
+        **{path: value for path, value in FIRST.items() if path not in CHOSEN_BY_THE_PLANNER},
         "elastic.minReplicas": 1,
         "elastic.fill": False,
         "elastic.replacementSeconds": 30,

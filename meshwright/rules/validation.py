@@ -28,6 +28,7 @@ from meshwright.rules.data_parallel import REPLICA_RULES
 from meshwright.rules.edits import IMMUTABLE
 from meshwright.rules.elastic import ELASTIC_RULES
 from meshwright.rules.facts import Facts, facts_of_run
+from meshwright.rules.gpus import GPUS_RULES
 from meshwright.rules.mixture import MIXTURE_RULES
 from meshwright.rules.model import MODEL_FORM_RULES, MODEL_RULES
 from meshwright.rules.nearest import sentence
@@ -53,6 +54,7 @@ FACT_RULES: tuple[Rule[Facts], ...] = (
 SPEC_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
     *RUNTIME_RULES,
     *MODEL_FORM_RULES,
+    *GPUS_RULES,
     *(rule for rule in FACT_RULES if rule.condition is not None),
     *WORKERS_RULES,
     *ELASTIC_RULES,

@@ -33,9 +33,7 @@ class ElasticSettling(Settling):
         self.end_faults()
         settled = self.cluster.settle(SETTLES_WITHIN, QUIET)
         wanted = {
-            name: obj["spec"]["replicas"]
-            for name, obj in self.cluster.jobs().items()
-            if not obj["spec"].get("suspend")
+            name: obj["spec"]["replicas"] for name, obj in self.cluster.jobs().items() if not obj["spec"].get("suspend")
         }
         usable = len(self.usable_nodes())
         sizes = {name: len(settled[name]["pods"]) for name in wanted}

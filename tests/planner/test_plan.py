@@ -85,7 +85,7 @@ def test_a_small_model_is_not_split_at_all() -> None:
 
 
 def test_the_smallest_tensor_degree_that_fits_memory_is_chosen_and_explained() -> None:
-    plan = make_plan(spec_of(model={"preset": "llama-3-8b"}, **LARGE), H100)
+    plan = make_plan(spec_of(model={"preset": "llama-3-8b"}, parallelism={"zeroStage": 0}, **LARGE), H100)
     assert plan.layout == Layout(4, 1, 2)
     assert plan.memory is not None
     assert plan.memory.total < 0.97 * 81559 * 2**20
@@ -102,9 +102,14 @@ def test_a_model_beyond_one_domain_gets_a_pipeline_with_enough_micro_batches() -
 
 def test_sharding_over_replicas_needs_less_splitting() -> None:
     asked = {**LARGE, "replicas": 8, "workers": {"image": "worker", "gpusPerWorker": 2}}
-    plain = make_plan(spec_of(model={"preset": "llama-3-8b"}, **asked), H100)
-    sharded = make_plan(spec_of(model={"preset": "llama-3-8b"}, parallelism={"zeroStage": 3}, **asked), H100)
+    plain, sharded, chosen = (
+        make_plan(spec_of(model={"preset": "llama-3-8b"}, parallelism=parallelism, **asked), H100)
+        for parallelism in ({"zeroStage": 0}, {"zeroStage": 3}, {})
+    )
     assert sharded.layout.replica_size < plain.layout.replica_size
+    assert chosen.layout.replica_size == sharded.layout.replica_size
+    assert chosen.strategy.zero_stage > 0
+    assert any(reason.startswith(f"ZeRO-{chosen.strategy.zero_stage}: ") for reason in chosen.reasons)
 
 
 def test_a_tied_model_never_gets_a_pipeline() -> None:

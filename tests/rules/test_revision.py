@@ -100,22 +100,34 @@ def test_the_scheme_is_read_from_a_revision() -> None:
 
 
 def test_a_later_version_with_other_defaults_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = [revision_of_fields(spec, 1) for spec in SPECS]
+    before = [revision_of_fields(spec) for spec in SPECS]
     later = {**DEFAULTS[SCHEME], "workers.terminationGracePeriodSeconds": 90, "training.newField": 5}
-    tables = {**DEFAULTS, SCHEME + 1: later}
+    newest = SCHEME + 1
+    tables = {**DEFAULTS, newest: later}
     for module in (revision, spec_defaults):
         monkeypatch.setattr(module, "DEFAULTS", tables)
-        monkeypatch.setattr(module, "SCHEME", SCHEME + 1)
-    monkeypatch.setattr(revision, "NO_RESTART", {**NO_RESTART, SCHEME + 1: NO_RESTART[SCHEME]})
+        monkeypatch.setattr(module, "SCHEME", newest)
+    monkeypatch.setattr(revision, "NO_RESTART", {**NO_RESTART, newest: NO_RESTART[SCHEME]})
     revision._tree.cache_clear()
     try:
-        assert [revision_of_fields(spec, 1) for spec in SPECS] == before
-        running = with_defaults(GOOD, 1)
+        assert [revision_of_fields(spec, SCHEME) for spec in SPECS] == before
+        running = with_defaults(GOOD, SCHEME)
         # The API server added the new field's default to the object; the old default was stored in it before.
         stored = changed(GOOD, {"training.newField": 5, "workers.terminationGracePeriodSeconds": 60})
-        assert revision_of_fields(without_later_defaults(stored, running), 1) == before[0]
+        assert revision_of_fields(without_later_defaults(stored, running), SCHEME) == before[0]
         for edit in ({"training.newField": 6}, {"workers.terminationGracePeriodSeconds": 90}):
             edited = without_later_defaults(changed(stored, edit), running)
-            assert revision_of_fields(edited, 1) != before[0]
+            assert revision_of_fields(edited, SCHEME) != before[0]
     finally:
         revision._tree.cache_clear()
+
+
+def test_a_job_of_the_first_scheme_keeps_what_the_planner_now_chooses() -> None:
+    """An object that an older API server stored has the old defaults, and one that it did not default gets them."""
+    asked = changed(GOOD, {"parallelism.zeroStage": None})
+    running = with_defaults(asked, 1)
+    assert (running["parallelism"]["zeroStage"], running["parallelism"]["contextMethod"]) == (0, "RingZigZag")
+    for stored in (asked, running):
+        assert revision_of_fields(without_later_defaults(stored, running), 1) == revision_of_fields(running, 1)
+    assert "zeroStage" not in with_defaults(asked)["parallelism"]
+    assert revision_of_fields(running) != revision_of_fields(asked)

@@ -72,6 +72,8 @@ def shards(**fields: Any) -> dict[str, Any]:
     return {f"parallelism.dataParallel.{name}": value for name, value in fields.items()}
 
 
+BUDGET = {"gpus": 8, "replicas": None}
+"""A number of GPUs instead of replicas, of which each has four."""
 ISLANDS = {"training.outer": {"method": "DiLoCo"}}
 ONE_STAGE = {"parallelism.tensor": 1, "parallelism.pipeline": 1}
 ROUNDED = {"training.precision": "bf16", "training.masterWeights": False}
@@ -91,16 +93,17 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("workers.annotations", {"workers.annotations": {"prometheus.io/port": "1"}}),
     ("workers.annotations", {"workers.annotations": {"seccomp.security.alpha.kubernetes.io/pod": "unconfined"}}),
     ("recovery.spareNodes", {"workers.schedulerName": "volcano", "recovery": {"spareNodes": 1}}),
-    ("parallelism.dataParallel.strategy", {"parallelism.dataParallel.strategy": "ZeRO"}),
+    ("parallelism.dataParallel.strategy", {"parallelism.dataParallel.strategy": "ZeRO", "parallelism.zeroStage": 0}),
     ("parallelism.dataParallel.strategy", {"parallelism.dataParallel.strategy": "DDP", "parallelism.zeroStage": 2}),
-    ("parallelism.dataParallel.strategy", {"parallelism.dataParallel.strategy": "FULL_SHARD"}),
+    ("parallelism.dataParallel.strategy", {"parallelism.zeroStage": 2, **shards(strategy="FULL_SHARD")}),
     (
         "parallelism.dataParallel.shardSize",
         {"parallelism.dataParallel.strategy": "HYBRID_SHARD", "parallelism.zeroStage": 3},
     ),
-    ("parallelism.dataParallel.shardSize", {"parallelism.dataParallel.shardSize": 2}),
+    ("parallelism.dataParallel.shardSize", {"parallelism.dataParallel.shardSize": 2, "parallelism.zeroStage": 0}),
+    ("parallelism.dataParallel.shardSize", shards(shardSize=2, strategy="DDP")),
     ("parallelism.dataParallel.shardSize", {"parallelism.dataParallel.shardSize": 3, "parallelism.zeroStage": 1}),
-    ("parallelism.dataParallel.reshardSize", {"parallelism.dataParallel.reshardSize": 2}),
+    ("parallelism.dataParallel.reshardSize", {"parallelism.zeroStage": 2, **shards(reshardSize=2)}),
     ("parallelism.dataParallel.reshardSize", {"parallelism.dataParallel.reshardSize": 3, "parallelism.zeroStage": 3}),
     (
         "parallelism.dataParallel.compression",
@@ -135,7 +138,14 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("parallelism.zeroStage", {"parallelism.schedule": "DualPipe", "parallelism.zeroStage": 1}),
     ("parallelism.zeroStage", {"training.optimizer.name": "Muon", "parallelism.zeroStage": 1}),
     ("parallelism.zeroStage", {**ROUNDED, "parallelism.zeroStage": 1}),
-    ("training.parameterOffload", {"training.parameterOffload": True}),
+    ("training.parameterOffload", {"training.parameterOffload": True, "parallelism.zeroStage": 0}),
+    ("training.parameterOffload", {"training.parameterOffload": True, **shards(strategy="NO_SHARD")}),
+    ("parallelism.dataParallel.compression", shards(compression="Int8", strategy="FSDP")),
+    ("replicas", {**BUDGET, "replicas": 2}),
+    ("gpus", {**BUDGET, **ISLANDS, "training.outer": {"method": "DiLoCo", "islands": 2}}),
+    ("gpus", {**BUDGET, "gpus": 1}),
+    ("gpus", {**BUDGET, "gpus": 3}),
+    ("gpus", {**BUDGET, "parallelism.context": 4}),
     ("training.parameterOffload", {"training.parameterOffload": True, "parallelism.zeroStage": 1}),
     (
         "training.parameterOffload",
@@ -419,6 +429,20 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"model.gated": False, "training.lora": {"targets": ["Gate", "Up"]}}),
     (GOOD, {"training.lora": {"targets": ["Gate"]}}),
     (GOOD, {"recovery": {"maxRestarts": 100, "restartWindowSeconds": 600}}),
+    (GOOD, shards(strategy="FULL_SHARD")),
+    (GOOD, shards(strategy="ZeRO")),
+    (GOOD, shards(shardSize=2)),
+    (GOOD, {**ONE_STAGE, **shards(reshardSize=2)}),
+    (GOOD, {"training.parameterOffload": True}),
+    (GOOD, shards(compression="Int8")),
+    (GOOD, BUDGET),
+    (GOOD, {**BUDGET, "replicas": 1, "parallelism": None}),
+    (GOOD, {**BUDGET, "gpus": 7}),
+    (GOOD, {**BUDGET, **shards(shardSize=2)}),
+    (GOOD, {**BUDGET, **ONE_STAGE, "gpus": 4, **shards(reshardSize=4)}),
+    (GOOD, {**BUDGET, "training.parameterOffload": True, "parallelism.context": 1}),
+    (GOOD, {**BUDGET, **mixture(), "parallelism.expert": 2}),
+    (COMMAND, {**BUDGET, "gpus": 5}),
     (GOOD, {"recovery": {"exitCodes": [{"values": [2, 137], "action": "FailJob"}]}}),
 ]
 CASES = [

@@ -51,6 +51,11 @@ class ClusterLimits:
         """Whether there is a usable node."""
         return self.node_gpus is not None
 
+    @property
+    def gpus(self) -> int:
+        """GPUs of all usable nodes."""
+        return self.gpus_of_unknown_memory + sum(self.gpus_by_memory.values())
+
     def memory_for(self, gpus: int) -> float:
         """The most bytes that each of `gpus` GPUs can hold: 0 if there are fewer, infinite if nothing is known."""
         if not self.known or self.gpus_of_unknown_memory >= gpus:

@@ -38,7 +38,7 @@ def fit_error(plan: Plan, inventory: Inventory, kept: Mapping[int, str], blocked
         *_groups(shape),
         *_other_resources(plan, inventory, needed, workers_that_fit),
         *_skipped_nodes(plan, inventory),
-        f"Free {missing_gpus}, or set `spec.replicas: {replicas_fitting}` to start now"
+        f"Free {missing_gpus}, or set {_size_to_set(plan, replicas_fitting)} to start now"
         if replicas_fitting
         else "No smaller number of replicas fits now",
     ]
@@ -51,6 +51,13 @@ def fit_error(plan: Plan, inventory: Inventory, kept: Mapping[int, str], blocked
         replicas_that_fit=replicas_fitting,
         blocked_by_kept_workers=blocked_by_kept_workers,
     )
+
+
+def _size_to_set(plan: Plan, replicas: int) -> str:
+    """The field for this number of replicas."""
+    if plan.gpus is None:
+        return f"`spec.replicas: {replicas}`"
+    return f"`spec.gpus: {replicas * plan.layout.replica_size}`"
 
 
 def _gpus(count: int) -> str:

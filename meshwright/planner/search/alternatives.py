@@ -50,7 +50,7 @@ def _single_changes(request: SearchRequest, winner: Strategy) -> Iterator[tuple[
         now = getattr(winner, name)
         for other in (now // 2, now * 2):
             if other >= 1 and other != now and (name != "context" or request.techniques.context):
-                changed = _trade_for_data(winner, name, now, other)
+                changed = traded_for_data(winner, name, now, other)
                 if changed is not None:
                     yield f"{label} {other} instead of {now}", changed
     if pins.zero_stage is None and winner.shard_ranks > 1:
@@ -66,7 +66,7 @@ def _single_changes(request: SearchRequest, winner: Strategy) -> Iterator[tuple[
                 )
 
 
-def _trade_for_data(winner: Strategy, name: str, now: int, other: int) -> Strategy | None:
+def traded_for_data(winner: Strategy, name: str, now: int, other: int) -> Strategy | None:
     """Return the strategy with another degree and as many GPUs. None if the batch or replicas do not divide evenly."""
     numerator = winner.data * now
     if numerator % other:

@@ -4,12 +4,12 @@ The first bound of a layout is its step at the largest micro-batch, without the 
 bubble, gradient reduction, recomputation and offload. Then micro-batch, schedule and context method are filled in, each
 with a new bound. The memory savings are last. The first that fits is taken, since saving more memory never makes a
 layout faster that fits already. The entry with the lowest bound is expanded first. So no cost is estimated for layouts
-whose bound exceeds the best by more than 2 %, within which plans count as equally good.
+whose bound exceeds the best by more than 1 %, within which plans count as equally good.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -27,17 +27,19 @@ from meshwright.planner.search.expand import (
     base_strategies,
     can_fit,
     estimate_cost,
+    fastest_update,
     first_that_fits_any_gpu,
+    job_savings,
     memory_savings,
     preferred_strategies,
     strategy_of,
     with_balanced_stages,
 )
 from meshwright.planner.search.request import Objective, SearchRequest
-from meshwright.planner.search.search_space import layouts, micro_batch_sizes, request_tiers
+from meshwright.planner.search.search_space import layouts, micro_batch_sizes, request_tiers, with_fewer_replicas
 
-TIE_TOLERANCE = 1.02
-"""Plans within 2 % of the best count as equally good, because estimates are not more exact. The simplest is chosen."""
+TIE_TOLERANCE = 1.01
+"""Plans within 1 % of the best count as equally good, because estimates are not more exact. The simplest is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,8 @@ class SearchResult:
     request: SearchRequest
     best: Candidate
     ranked: tuple[Candidate, ...]
-    """Within 2 % of the best score, the simplest first; with an order of preference one for each layout, the best
-    first. `best` is the first.
+    """Within 1 % of the best score, the simplest first; for a job one for each layout, the best first. `best` is the
+    first.
     """
     alternatives: tuple[Candidate, ...]
     """The Pareto front over step time, GPUs and robustness of all estimated layouts."""
@@ -91,7 +93,12 @@ def search(request: SearchRequest) -> SearchResult:
     if not found:
         raise nothing_fits_error(request)
     found += [better for one in balance_candidates(request, found) for better in with_balanced_stages(request, one)]
-    ranked = _in_order_of_preference(found) if request.order_of_preference else _ranked(request, found)
+    if request.order_of_preference:
+        ranked = _in_order_of_preference(found)
+    else:
+        ranked = _ranked(request, found)
+        if request.job is not None:
+            ranked = _of_each_layout(ranked[0], found)
     return SearchResult(request, ranked[0], tuple(ranked), tuple(pareto(found)), len(tried), len(found))
 
 
@@ -109,10 +116,16 @@ def _explore(request: SearchRequest) -> tuple[list[Layout], list[Candidate]]:
     best = float("inf")
     while queue and queue[0].bound <= best * TIE_TOLERANCE:
         partial = heappop(queue)
+        if partial.micro_batch is None and not request.order_of_preference:
+            fewer = with_fewer_replicas(request, partial.layout)
+            for layout, bound in _with_bounds(request, [fewer] if fewer is not None else []):
+                all_layouts.append(layout)
+                heappush(queue, _PartialLayout(bound, next(numbers), layout))
         if request.order_of_preference and found and partial.layout.world_size != found[0].strategy.world_size:
             continue
         if partial.base is not None or request.order_of_preference:
-            for strategy, memory in _fitting(request, partial):
+            longest = best * TIE_TOLERANCE if request.objective is Objective.TIME else float("inf")
+            for strategy, memory in _fitting(request, partial, longest):
                 found.append(Candidate(strategy, estimate_cost(request, strategy, memory), request.node))
                 best = min(best, found[-1].score(request.objective))
         else:
@@ -121,8 +134,10 @@ def _explore(request: SearchRequest) -> tuple[list[Layout], list[Candidate]]:
     return all_layouts, found
 
 
-def _fitting(request: SearchRequest, partial: _PartialLayout) -> Iterator[tuple[Strategy, Memory]]:
-    """Return complete strategies that fit, with their memory."""
+def _fitting(request: SearchRequest, partial: _PartialLayout, longest: float) -> Iterator[tuple[Strategy, Memory]]:
+    """Return complete strategies that fit, with their memory. Those of a free job whose step is too long may miss."""
+    if partial.base is not None and request.job is not None:
+        return job_savings(request, partial.base, longest)
     if partial.base is not None:
         return memory_savings(request, partial.base)
     return preferred_strategies(request, partial.layout)
@@ -136,22 +151,33 @@ def _filled_in(request: SearchRequest, partial: _PartialLayout) -> Iterator[tupl
             yield _strategy_bound(request, base), partial.micro_batch, base
         return
     for size in micro_batch_sizes(request, layout):
-        if can_fit(request, layout, size):
+        if not can_fit(request, layout, size):
+            if request.job is not None:
+                return  # Larger micro-batches need more.
+        else:
             yield max(partial.bound, _layout_bound(request, layout, size)), size, None
 
 
 def _bounded_layouts(request: SearchRequest) -> Iterator[tuple[Layout, float]]:
-    for layout in layouts(request):
+    return _with_bounds(request, layouts(request))
+
+
+def _with_bounds(request: SearchRequest, all_layouts: Iterable[Layout]) -> Iterator[tuple[Layout, float]]:
+    for layout in all_layouts:
         if request.order_of_preference:
             yield layout, 0.0
-        elif sizes := micro_batch_sizes(request, layout):
-            yield layout, _layout_bound(request, layout, sizes[-1])
+            continue
+        possible: Layout | None = layout
+        while possible is not None and not (sizes := micro_batch_sizes(request, possible)):
+            possible = with_fewer_replicas(request, possible)
+        if possible is not None:
+            yield possible, _layout_bound(request, possible, sizes[-1])
 
 
 def _layout_bound(request: SearchRequest, layout: Layout, size: int) -> float:
     """The lowest score of any strategy of a layout with micro-batches of up to `size` sequences."""
     method = request.pins.context_method or (request.techniques.context or (ContextMethod.RING_ZIG_ZAG,))[0]
-    strategy = strategy_of(request, layout, size, context_method=method)
+    strategy = strategy_of(request, layout, size, context_method=method, zero_stage=fastest_update(request, layout))
     several_methods = len(request.techniques.context) > 1 and layout.context > 1
     time = time_of(request.work, strategy, request.required_machine)
     least = time.total - time.bubble - time.data - time.pipeline - (time.context if several_methods else 0.0)
@@ -175,7 +201,7 @@ def _score(request: SearchRequest, layout: Layout, least: float) -> float:
 
 
 def _ranked(request: SearchRequest, found: list[Candidate]) -> list[Candidate]:
-    """Return all candidates within 2 % of the best: the simplest first, and of equally simple ones the fastest."""
+    """Return all candidates within 1 % of the best: the simplest first, and of equally simple ones the fastest."""
     objective = request.objective
     least = min(one.score(objective) for one in found)
     within_tolerance = [one for one in found if one.score(objective) <= least * TIE_TOLERANCE]
@@ -191,17 +217,23 @@ def _ranked(request: SearchRequest, found: list[Candidate]) -> list[Candidate]:
 def _in_order_of_preference(found: list[Candidate]) -> list[Candidate]:
     """One candidate for each layout, the best first.
 
-    The best is the first in the order of `found` that takes at most 2 % longer than the fastest. First one is chosen
+    The best is the first in the order of `found` that takes at most 1 % longer than the fastest. First one is chosen
     for each layout and checkpointing, among its micro-batches and schedules, and then one of these. The others follow
     by time.
     """
+    fastest = min(one.seconds for one in found)
     variants: dict[tuple[Layout, ActivationCheckpointing], list[Candidate]] = {}
     for one in found:
         variants.setdefault((one.strategy.layout, one.strategy.checkpointing), []).append(one)
     preferred = [_first_of_fastest(same) for same in variants.values()]
-    best = _first_of_fastest(preferred)
+    best = next(one for one in preferred if one.seconds <= TIE_TOLERANCE * fastest)
+    return _of_each_layout(best, preferred)
+
+
+def _of_each_layout(best: Candidate, found: list[Candidate]) -> list[Candidate]:
+    """One candidate for each layout: `best` first, the others by time."""
     of_layout: dict[Layout, Candidate] = {}
-    for one in (best, *sorted((one for one in preferred if one is not best), key=lambda one: one.seconds)):
+    for one in (best, *sorted((one for one in found if one is not best), key=lambda one: one.seconds)):
         of_layout.setdefault(one.strategy.layout, one)
     return list(of_layout.values())
 

@@ -64,7 +64,7 @@ class Candidate:
             int(used.optimizer_offload is not OptimizerOffload.NONE) + int(used.activation_offload),
             int(used.checkpointing is not ActivationCheckpointing.NONE),
             int(used.schedule is not PipelineSchedule.ONE_F_ONE_B),
-            int(used.zero_stage == 3),
+            used.zero_stage,
         )
 
     def score(self, objective: Objective) -> float:

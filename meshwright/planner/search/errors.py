@@ -92,15 +92,30 @@ def plan_error(request: SearchRequest) -> PlanError:
     return PlanError(
         f"the model does not fit: TP {used.tensor} x PP {used.pipeline} with {used.micro_batches} micro-batches needs "
         f"the least memory, {format_bytes(memory.total)} per GPU ({memory_text(memory)}), "
-        f"and GPUs have {format_bytes(request.memory_limit(1))} usable. Raise `parallelism.zeroStage`, "
-        "`parallelism.microBatches` or `replicas`, shorten `training.sequenceLength`, or add larger GPUs",
+        f"and GPUs have {format_bytes(request.memory_limit(1))} usable. "
+        f"Raise {_fields_to_raise(request)}, shorten `training.sequenceLength`, or add larger GPUs",
         "OutOfMemory",
         depends_on_cluster=True,
     )
 
 
+def _fields_to_raise(request: SearchRequest) -> str:
+    """The fields whose larger values need less memory, as text. A ZeRO stage that is left out was raised already."""
+    fields = ["`parallelism.zeroStage`"] if request.pins.zero_stage is not None else []
+    more = "gpus" if request.pins.data is None else "replicas"
+    return f"{', '.join([*fields, '`parallelism.microBatches`'])} or `{more}`"
+
+
 def _no_candidate(request: SearchRequest) -> PlanError:
     gpus = request.gpus_per_worker
+    if request.pins.data is None:
+        return PlanError(
+            f"no layout fills workers of {gpus} GPUs with at most {request.gpus} GPUs and divides the batch of "
+            f"{request.work.global_batch} sequences over its replicas: change `gpus`, `workers.gpusPerWorker` or "
+            "`training.globalBatchSize`, or leave more of `parallelism` to the planner",
+            "InvalidSpec",
+            depends_on_cluster=request.pins.tensor is None,
+        )
     return PlanError(
         f"no tensor and pipeline degree gives full workers of {gpus} GPUs with `replicas` {request.pins.data}: change "
         "`workers.gpusPerWorker` or `replicas`, or set `parallelism.tensor` and `parallelism.pipeline`",

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, product
 
 from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.layout import Layout
-from meshwright.planner.cost.estimate import Estimate, estimate
+from meshwright.planner.cost.estimate import Estimate, estimate, time_of
 from meshwright.planner.cost.memory import Memory, memory_within, model_states_fit
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.deadline import check_deadline
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.request import SearchRequest
-from meshwright.planner.search.runtime_rules import allowed_schedules
+from meshwright.planner.search.runtime_rules import allowed_schedules, allowed_stages_of
 from meshwright.planner.search.search_space import layouts, micro_batch_sizes
 from meshwright.rules.context import heads_divide
 from meshwright.schedules.flop_costs import layer_costs, output_costs
@@ -27,7 +27,14 @@ MAX_ESTIMATED = 16
 
 
 def strategy_of(request: SearchRequest, layout: Layout, size: int, **more: object) -> Strategy:
-    """Return a strategy for a layout with micro-batches of `size` sequences; `more` are other fields of `Strategy`."""
+    """Return a strategy for a layout with micro-batches of `size` sequences; `more` are other fields of `Strategy`.
+
+    Raises:
+        ValueError: there are more stages than layers.
+    """
+    count = request.work.global_batch // layout.data // size
+    if request.job is not None:
+        return request.job.strategy(layout, count, **more)  # type: ignore[arg-type]
     sequence = request.pins.sequence_parallel
     return replace(
         request.fixed,
@@ -38,7 +45,7 @@ def strategy_of(request: SearchRequest, layout: Layout, size: int, **more: objec
         expert=layout.expert,
         sequence_parallel=layout.tensor > 1 if sequence is None else sequence,
         micro_batch_size=size,
-        micro_batches=request.work.global_batch // layout.data // size,
+        micro_batches=count,
         **more,  # type: ignore[arg-type]
     )
 
@@ -51,7 +58,7 @@ def estimate_cost(request: SearchRequest, strategy: Strategy, memory: Memory | N
 
 def base_strategies(request: SearchRequest, layout: Layout, size: int) -> Iterator[Strategy]:
     """Yield strategies with each schedule and context method of a layout, without memory savings."""
-    stages = _zero_stages(request, layout.shard_ranks)
+    stage = fastest_update(request, layout)
     for schedule, chunks in _schedules(request, layout, size):
         for method in _context_methods(request, layout):
             yield strategy_of(
@@ -61,15 +68,30 @@ def base_strategies(request: SearchRequest, layout: Layout, size: int) -> Iterat
                 schedule=schedule,
                 virtual_stages=chunks,
                 context_method=method,
-                zero_stage=stages[min(1, len(stages) - 1)],
+                zero_stage=stage,
             )
 
 
+def fastest_update(request: SearchRequest, layout: Layout) -> int:
+    """Return a ZeRO stage of a layout whose optimizer step is as short as that of any other, for a lower bound."""
+    stages = _zero_stages(request, layout.shard_ranks)
+    return stages[min(1, len(stages) - 1)]
+
+
 def _zero_stages(request: SearchRequest, replicas: int) -> tuple[int, ...]:
+    if request.job is not None and replicas == 1:
+        return (0,)
     if request.pins.zero_stage is not None:
         return (request.pins.zero_stage,)
     stages = request.techniques.zero_stages
     return stages if replicas > 1 else stages[:1]
+
+
+def stages_to_try(request: SearchRequest, layout: Layout, schedule: PipelineSchedule) -> Sequence[int | None]:
+    """Return the ZeRO stages to choose from. Only None, which is the job's, if it states one."""
+    if request.pins.zero_stage is not None or layout.shard_ranks == 1:
+        return (None,)
+    return allowed_stages_of(request.pinned_job, layout, schedule, request.techniques.zero_stages)
 
 
 def _schedules(request: SearchRequest, layout: Layout, size: int) -> Iterator[tuple[PipelineSchedule, int]]:
@@ -132,7 +154,7 @@ def memory_savings(request: SearchRequest, base: Strategy) -> Iterator[tuple[Str
                 stage if recompute_option is stage.checkpointing else replace(stage, checkpointing=recompute_option)
             )
             if not techniques.allow(request.work, strategy):
-                break
+                continue
             memory = memory_if_fits(request, strategy)
             if memory is not None:
                 fitted = True
@@ -148,6 +170,53 @@ def memory_savings(request: SearchRequest, base: Strategy) -> Iterator[tuple[Str
         if memory is not None:
             yield strategy, memory
             return
+
+
+def job_savings(request: SearchRequest, base: Strategy, longest: float) -> Iterator[tuple[Strategy, Memory]]:
+    """Yield strategies of a job that fit, with their memory: for each ZeRO stage the first recomputation that fits.
+
+    The highest stage needs the least memory, so no other one fits with less recomputation. If that alone makes the step
+    longer than `longest` seconds, nothing is yielded.
+    """
+    pins, stages = request.pins, _zero_stages(request, base.shard_ranks)
+    options = (pins.checkpointing,) if pins.checkpointing is not None else request.techniques.checkpointing
+    most_saved = replace(base, zero_stage=stages[-1])
+    options = tuple(_from_first_that_fits(request, most_saved, options))
+    if not options or _exceeds(request, replace(most_saved, checkpointing=options[0]), longest):
+        return
+    whole = False
+    for zero in stages:
+        # Stages 1 and 2 take the same time, and with a pipeline stage 3 gathers parameters for every micro-batch.
+        if whole and (zero == 2 or (zero == 3 and base.pipeline > 1)):
+            continue
+        if not _states_fit(request, replace(base, zero_stage=zero, checkpointing=options[0])):
+            continue
+        for option in options:
+            strategy = replace(base, zero_stage=zero, checkpointing=option)
+            memory = memory_if_fits(request, strategy)
+            if memory is not None and request.techniques.allow(request.work, strategy):
+                whole = whole or (zero > 0 and option is ActivationCheckpointing.NONE)
+                yield strategy, memory
+                break
+
+
+def _from_first_that_fits(
+    request: SearchRequest, strategy: Strategy, options: Sequence[ActivationCheckpointing]
+) -> Sequence[ActivationCheckpointing]:
+    """Return the recomputation options of a strategy from the first that fits on."""
+    fitting = (
+        index
+        for index, option in enumerate(options)
+        if memory_if_fits(request, replace(strategy, checkpointing=option)) is not None
+    )
+    first = next(fitting, None)
+    return () if first is None else options[first:]
+
+
+def _exceeds(request: SearchRequest, strategy: Strategy, longest: float) -> bool:
+    """Whether a step takes longer than `longest` seconds, even without reducing gradients."""
+    time = time_of(request.work, strategy, request.required_machine)
+    return time.total - time.data > longest
 
 
 def memory_if_fits(request: SearchRequest, strategy: Strategy) -> Memory | None:
@@ -172,55 +241,89 @@ def preferred_strategies(request: SearchRequest, layout: Layout) -> Iterator[tup
     The simplest schedule and the fewest micro-batches come first. At most `MAX_ESTIMATED` numbers of micro-batches are
     tried for each schedule. Without a machine it is only the first, because there is no time to compare.
     """
-    smallest = next(least_memory_strategies(request, layout), None)
-    if smallest is None or not _fits_any_gpu(request, smallest):
+    if not any(_fits_any_gpu(request, smallest) for smallest in least_memory_strategies(request, layout)):
         return
-    for schedule in _preferred_schedules(request, layout):
-        fitting = _fitting_micro_batches(request, layout, schedule)
+    for choices in _choices(request, layout):
+        fitting = _fitting_micro_batches(request, layout, choices)
         yield from islice(fitting, MAX_ESTIMATED if request.machine is not None else 1)
 
 
-def _preferred_schedules(request: SearchRequest, layout: Layout) -> list[PipelineSchedule]:
-    """Return the job's schedule or, if the job leaves it open, those that the runtime runs with its other fields."""
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a job may leave open in a layout, besides micro-batches and checkpointing. None: as in its spec."""
+
+    schedule: PipelineSchedule | None = None
+    virtual_stages: int | None = None
+    context_method: ContextMethod | None = None
+    zero_stage: int | None = None
+
+
+def _choices(request: SearchRequest, layout: Layout) -> Iterator[Choices]:
+    """Yield the schedules, context methods and ZeRO stages of a layout, the simplest first."""
+    for schedule, chunks in _preferred_schedules(request, layout):
+        for method in _context_methods(request, layout):
+            for stage in stages_to_try(request, layout, schedule):
+                yield Choices(schedule, chunks, method if layout.context > 1 else None, stage)
+
+
+def _preferred_schedules(request: SearchRequest, layout: Layout) -> list[tuple[PipelineSchedule, int | None]]:
+    """Return the job's schedule or, if the job leaves it open, those that the runtime runs with its other fields.
+
+    Each has a number of virtual stages, or None if that is the job's.
+    """
     job = request.pinned_job
-    if request.pins.schedule is not None or layout.pipeline == 1 or request.machine is None:
-        return [job.parallelism.order]
-    return allowed_schedules(job, layout, (schedule for schedule, _ in schedules_of(request, layout)))
+    if layout.pipeline == 1 or request.machine is None:
+        return [(job.parallelism.order, None)]
+    possible = list(schedules_of(request, layout))
+    if request.pins.schedule is None:
+        allowed = allowed_schedules(job, layout, {schedule: None for schedule, _ in possible})
+        possible = [one for one in possible if one[0] in allowed]
+    elif not possible:
+        return [(request.pins.schedule, None)]
+    return [(schedule, chunks if kind_of(schedule).virtual_stages else None) for schedule, chunks in possible]
 
 
 def _fitting_micro_batches(
-    request: SearchRequest, layout: Layout, schedule: PipelineSchedule
+    request: SearchRequest, layout: Layout, choices: Choices
 ) -> Iterator[tuple[Strategy, Memory]]:
     """Yield the layout with each number of micro-batches that fits, the fewest first."""
-    sizes = micro_batch_sizes(request, layout, schedule)
-    if not _ranks_accept(request, layout, sizes, schedule):
+    sizes = micro_batch_sizes(request, layout, choices.schedule)
+    if not _ranks_accept(request, layout, sizes, choices):
         return
     for size in reversed(sizes):
         check_deadline()
-        strategy = pinned_strategy(request, layout, size, schedule)
+        strategy = job_strategy(request, layout, size, choices)
         memory = memory_if_fits(request, strategy)
         if memory is not None:
             yield strategy, memory
 
 
-def pinned_strategy(
-    request: SearchRequest, layout: Layout, size: int, schedule: PipelineSchedule | None = None
-) -> Strategy:
+_AS_STATED = Choices()
+
+
+def job_strategy(request: SearchRequest, layout: Layout, size: int, choices: Choices = _AS_STATED) -> Strategy:
     """Return the strategy of the request's job in a layout with micro-batches of `size` sequences.
 
     Raises:
         ValueError: there are more stages than layers.
     """
-    micro_batches = request.work.global_batch // layout.data // size
-    return request.pinned_job.strategy(layout, micro_batches, schedule, request.pins.checkpointing)
+    return request.pinned_job.strategy(
+        layout,
+        request.work.global_batch // layout.data // size,
+        choices.schedule,
+        request.pins.checkpointing,
+        virtual_stages=choices.virtual_stages,
+        context_method=choices.context_method,
+        zero_stage=choices.zero_stage,
+    )
 
 
-def _ranks_accept(request: SearchRequest, layout: Layout, sizes: list[int], schedule: PipelineSchedule) -> bool:
+def _ranks_accept(request: SearchRequest, layout: Layout, sizes: list[int], choices: Choices) -> bool:
     """Whether ranks accept the layout. If they reject it, they do so with every number of micro-batches."""
     if not sizes or request.techniques.runs is None:
         return bool(sizes)
     try:
-        return request.techniques.allow(request.work, pinned_strategy(request, layout, sizes[-1], schedule))
+        return request.techniques.allow(request.work, job_strategy(request, layout, sizes[-1], choices))
     except ValueError:
         return False  # There are stages without layers.
 
@@ -245,11 +348,14 @@ def least_memory_strategies(request: SearchRequest, layout: Layout, size: int | 
     of a micro-batch, and defaults to the smallest.
     """
     check_deadline()
-    if request.job is not None:
-        order = request.job.parallelism.order
+    if request.order_of_preference:
+        order = request.pinned_job.parallelism.order
         sizes = micro_batch_sizes(request, layout, order)
-        if _ranks_accept(request, layout, sizes, order):
-            yield pinned_strategy(request, layout, sizes[0])
+        for method in _context_methods(request, layout):
+            for stage in stages_to_try(request, layout, order):
+                choices = Choices(order, None, method if layout.context > 1 else None, stage)
+                if _ranks_accept(request, layout, sizes, choices):
+                    yield job_strategy(request, layout, sizes[0], choices)
         return
     if size is None:
         sizes = micro_batch_sizes(request, layout)
@@ -261,7 +367,14 @@ def least_memory_strategies(request: SearchRequest, layout: Layout, size: int | 
     schedule = pins.schedule or (
         default_schedule if default_schedule in techniques.schedules else techniques.schedules[0]
     )
-    for recompute_option in (pins.checkpointing,) if pins.checkpointing is not None else techniques.checkpointing[-2:]:
+    recompute = (pins.checkpointing,) if pins.checkpointing is not None else techniques.checkpointing[-2:]
+    if request.job is not None:
+        for method in _context_methods(request, layout):
+            options = {"schedule": schedule, "virtual_stages": pins.virtual_stages, "context_method": method}
+            for stage, option in product(_zero_stages(request, layout.shard_ranks), recompute):
+                yield strategy_of(request, layout, size, **options, zero_stage=stage, checkpointing=option)
+        return
+    for recompute_option in recompute:
         yield strategy_of(
             request,
             layout,

@@ -96,9 +96,9 @@ class Pins:
 class SearchRequest:
     """One search.
 
-    Without `job`, the objective decides all degrees that `pins` leaves open. With it, the fields that the job states
-    are kept, and its layouts are tried in order of preference. Only layouts with as many GPUs as the first that fits
-    are compared by time: see `order_of_preference`.
+    The objective decides all degrees that `pins` leaves open. With `job`, the fields that the job states are kept. If
+    the job also fixes its replicas, its layouts are tried in order of preference, and only layouts with as many GPUs as
+    the first that fits are compared by time: see `order_of_preference`.
 
     Raises:
         ValueError: there is no GPU to plan for, `usable` is not a fraction, or there is neither machine nor job.
@@ -124,6 +124,8 @@ class SearchRequest:
     """The job whose schedule, layer split, virtual stages and memory savings are kept if its spec states them."""
     limits: ClusterLimits | None = None
     """GPUs by memory, if they differ. Defaults to those of `machine`."""
+    pipelines_in_domain: bool = True
+    """Whether a pipeline may be tried for a replica that is not larger than an NVLink domain."""
     world_size: int | None = None
     """Number of GPUs of every layout. Defaults to any number up to `gpus`."""
 
@@ -183,12 +185,13 @@ class SearchRequest:
         The order is fewest stages, then fewest tensor-parallel ranks, then fewest parts of the experts. A
         tensor-parallel group communicates in every layer, but over NVLink. A pipeline communicates little, but idles
         (p - 1) / (m + p - 1) of the time (PipeDream-Flush, arXiv 2006.09503): a replica has one stage if the model fits
-        in an NVLink domain.
+        in an NVLink domain. If the number of replicas is open, the machine decides, and this order only without one.
         """
-        return self.job is not None
+        return self.job is not None and (self.pins.data is not None or self.machine is None)
 
     def memory_limit(self, gpus: int) -> float:
         """Bytes that an estimate may fill on each of `gpus` GPUs."""
         if self.limits is not None:
-            return self.limits.memory_for(gpus)
+            # A budget is not shrunk to the cluster: GPUs that are missing are assumed to be like its smallest.
+            return self.limits.memory_for(min(gpus, self.limits.gpus) if self.pins.data is None else gpus)
         return self.usable * self.required_machine.gpu.memory

@@ -6,19 +6,26 @@ so the API's fields bound every number, and `apply_strategy` writes what was che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from operator import attrgetter
 
 from pydantic import ValidationError
 
-from meshwright.api.parallelism import ContextMethod, ParallelismSpec, PipelineSchedule
+from meshwright.api.parallelism import (
+    ASSUMED_CONTEXT_METHOD,
+    ContextMethod,
+    ParallelismSpec,
+    PipelineSchedule,
+)
 from meshwright.api.spec import RuntimeSpec
 from meshwright.api.training import ActivationCheckpointing, OptimizerOffload, TrainingSpec
 from meshwright.layout import Layout
 from meshwright.planner.cost.strategy import Strategy, Workload
+from meshwright.planner.run_config import techniques_of
 from meshwright.planner.workload import TrainingJob
+from meshwright.rules.data_parallel import possible_zero_stages
 from meshwright.rules.facts import Facts, ResolvedFacts
 from meshwright.rules.rule import Rule
 from meshwright.rules.validation import is_allowed, rules_on
@@ -76,7 +83,7 @@ def parallelism_of(strategy: Strategy, stated: ParallelismSpec) -> ParallelismSp
         expert_tensor=strategy.expert_tensor,
         tensor_overlap=stated.tensor_overlap and strategy.tensor > 1 and strategy.sequence_parallel,
         context=strategy.context,
-        context_method=strategy.context_method if has_context else ContextMethod.RING_ZIG_ZAG,
+        context_method=strategy.context_method if has_context else ASSUMED_CONTEXT_METHOD,
         ulysses=strategy.ulysses if has_context and strategy.context_method is ContextMethod.RING_ULYSSES else None,
         schedule=strategy.schedule if has_pipeline else None,
         virtual_stages=strategy.virtual_stages if has_pipeline and kind.virtual_stages else None,
@@ -96,14 +103,39 @@ def training_of(
     return training.model_copy(update={"activation_checkpointing": checkpointing, "optimizer": optimizer})
 
 
+def resolved_parallelism(strategy: Strategy, stated: ParallelismSpec) -> ParallelismSpec:
+    """Return the job's `spec.parallelism` with every field that it leaves open as in a strategy."""
+    return stated.model_copy(
+        update={
+            "tensor": strategy.tensor,
+            "pipeline": strategy.pipeline,
+            "expert": strategy.expert,
+            "context": strategy.context,
+            "schedule": strategy.schedule if strategy.pipeline > 1 else stated.order,
+            "micro_batches": strategy.micro_batches,
+            **techniques_of(stated, strategy),
+        }
+    )
+
+
 def rules_of_worker(stated: ParallelismSpec | None = None, training: TrainingSpec | None = None) -> AllowsStrategy:
-    """Return the check whether Meshwright's runtime runs a strategy.
+    """Return the check whether Meshwright's runtime runs a strategy, as `parallelism_of` writes it.
 
     Args:
         stated: the job's `spec.parallelism`; the API's defaults if there is no job.
         training: the job's `spec.training`. Without it, rules about training are not checked.
     """
-    parallelism, layout_rules = stated or ParallelismSpec(), _rules_that_read(*_LAYOUT_FIELDS)
+    parallelism = stated or ParallelismSpec()
+    return _rules_on(lambda strategy: parallelism_of(strategy, parallelism), training)
+
+
+def rules_of_job(job: TrainingJob) -> AllowsStrategy:
+    """Return the check whether Meshwright's runtime runs a job with a strategy for all that the job leaves open."""
+    return _rules_on(lambda strategy: resolved_parallelism(strategy, job.parallelism), job.training)
+
+
+def _rules_on(as_spec: Callable[[Strategy], ParallelismSpec], training: TrainingSpec | None) -> AllowsStrategy:
+    layout_rules = _rules_that_read(*_LAYOUT_FIELDS)
     training_rules = _rules_that_read(*_TRAINING_FIELDS) if training is not None else ()
     facts_of_layouts: dict[object, ResolvedFacts | None] = {}
 
@@ -114,7 +146,7 @@ def rules_of_worker(stated: ParallelismSpec | None = None, training: TrainingSpe
     def facts_of(work: Workload, strategy: Strategy) -> ResolvedFacts | None:
         """The facts without recomputation and offload; None if a rule or a bound of the API rejects them."""
         try:
-            chosen = parallelism_of(strategy, parallelism)
+            chosen = as_spec(strategy)
         except ValidationError:
             return None
         plain = training_with(ActivationCheckpointing.NONE, OptimizerOffload.NONE)
@@ -146,6 +178,17 @@ def allowed_schedules(
     facts = _with(stated, **degrees)
     rules = [rule for rule in _rules_that_read("parallelism.schedule") if rule.holds(facts)]
     return [schedule for schedule in schedules if is_allowed(_with(facts, schedule=schedule), rules)]
+
+
+def allowed_stages_of(
+    job: TrainingJob, layout: Layout, schedule: PipelineSchedule, stages: Sequence[int]
+) -> Sequence[int]:
+    """Return the ZeRO stages that the job allows in a layout. All of its strategy if a rule rejects each of them."""
+    stated = ResolvedFacts(layout.data, job.parallelism, job.architecture, None, job.training, runtime=_RUNTIME)
+    degrees = {name: getattr(layout, name) for name in ("tensor", "pipeline", "context", "expert")}
+    facts, rules = _with(stated, **degrees, schedule=schedule), _rules_that_read("parallelism.zeroStage")
+    allowed = [stage for stage in stages if is_allowed(_with(facts, zero_stage=stage), rules)]
+    return allowed or possible_zero_stages(stated)
 
 
 def allowed_zero_stages(job: TrainingJob, stages: Iterable[int]) -> tuple[int, ...]:

@@ -26,6 +26,8 @@ from meshwright.schedules.registry import kind_of
 MIN_CONTEXT_TOKENS = 2048
 MAX_MICRO_BATCHES = largest_value("microBatches")
 MAX_MICRO_BATCH = 32
+MAX_EVERY_DEGREE = 256
+"""Largest budget of GPUs for which every pipeline degree and every size of a micro-batch is tried. More take time."""
 MICRO_BATCHES_PER_STAGE = 4
 """Target in order of preference: with 4 micro-batches per stage a pipeline idles less than a fifth of the time."""
 
@@ -47,9 +49,14 @@ def request_tiers(request: SearchRequest) -> Iterator[list[SearchRequest]]:
 
     With an order of preference there is a list for each context degree. Its requests are the checkpointing options, in
     the order of their cost. Sharing sequences needs more GPUs for every replica; recomputation only takes time.
+
+    For a budget of GPUs the last list has pipelines inside an NVLink domain. Its links are fast enough for ZeRO and
+    tensor parallelism, and a pipeline that is faster by its formula loses that to uneven passes.
     """
     if not request.order_of_preference:
         yield [request]
+        if not request.pipelines_in_domain:
+            yield [replace(request, pipelines_in_domain=True)]
         return
     pins = request.pins
     options = (pins.checkpointing,) if pins.checkpointing is not None else request.techniques.checkpointing
@@ -61,22 +68,49 @@ def layouts(request: SearchRequest) -> list[Layout]:
     """Return every layout that the request allows, in order of preference if it has one."""
     found = [one for one in _layouts(request) if request.world_size in (None, one.world_size)]
     if request.order_of_preference:
-        found.sort(key=lambda one: (one.pipeline, one.tensor, one.expert))
+        found.sort(key=lambda one: (one.pipeline, one.tensor, one.expert, -one.data))
     return found
 
 
 def _layouts(request: SearchRequest) -> Iterator[Layout]:
-    model = request.work.model
     for tensor in tensor_degrees(request):
         for context in context_degrees(request, tensor):
             for pipeline in pipeline_degrees(request):
                 check_deadline()
-                size = tensor * context * pipeline
-                for data in data_degrees(request, size):
-                    if not _fills_workers(request, tensor, size * data):
-                        continue
-                    for expert in expert_degrees(request, model, context * data):
-                        yield Layout(tensor, pipeline, data, context, expert)
+                if not _may_have_stages(request, tensor * context, pipeline):
+                    continue
+                yield from _with_replicas(request, Layout(tensor, pipeline, 1, context))
+
+
+def _may_have_stages(request: SearchRequest, stage: int, pipeline: int) -> bool:
+    """Whether a pipeline of stages with so many ranks may be tried."""
+    if request.pipelines_in_domain or pipeline == 1 or request.pins.pipeline is not None or request.machine is None:
+        return True
+    return request.machine.gpu.domain == 1 or stage * pipeline > request.machine.fabric.domain
+
+
+def _with_replicas(request: SearchRequest, replica: Layout) -> Iterator[Layout]:
+    """Yield the layouts of a replica: with all numbers of replicas, or for each expert degree only with the most."""
+    every = request.objective in (Objective.GPUS, Objective.COST) or request.order_of_preference
+    found: set[int] = set()
+    for data in data_degrees(request, replica):
+        for expert in expert_degrees(request, request.work.model, replica.context * data):
+            if every or expert not in found:
+                found.add(expert)
+                yield Layout(replica.tensor, replica.pipeline, data, replica.context, expert)
+
+
+def with_fewer_replicas(request: SearchRequest, layout: Layout) -> Layout | None:
+    """Return a layout with the next smaller number of replicas. None if there is none, or if all are listed anyway.
+
+    Fewer replicas take longer, but may be the only ones that a schedule, a micro-batch or memory allows.
+    """
+    every = request.objective in (Objective.GPUS, Objective.COST) or request.order_of_preference
+    if every or request.job is None or request.pins.data is not None:
+        return None
+    spread = (data for data in data_degrees(request, layout) if data * layout.context % layout.expert == 0)
+    fewer = next((data for data in spread if data < layout.data), None)
+    return None if fewer is None else replace(layout, data=fewer)
 
 
 def tensor_degrees(request: SearchRequest) -> list[int]:
@@ -122,7 +156,8 @@ def context_degrees(request: SearchRequest, tensor: int) -> list[int]:
 def pipeline_degrees(request: SearchRequest) -> list[int]:
     """Return the divisors of the layers (embedding and output count as zero, one or two), and powers of two.
 
-    With an order of preference, return every degree with which each stage has a layer.
+    For the replicas of a job, or at most `MAX_EVERY_DEGREE` GPUs, return every degree with which each stage has a
+    layer.
     """
     if request.pins.pipeline is not None:
         return [request.pins.pipeline]
@@ -130,25 +165,23 @@ def pipeline_degrees(request: SearchRequest) -> list[int]:
     if request.work.model.tie_embeddings and not request.techniques.ties_over_stages:
         return [1]
     max_degree = min(layers, request.gpus)
-    if job is not None:
+    if job is not None and (request.order_of_preference or request.gpus <= MAX_EVERY_DEGREE):
         return [p for p in range(1, max_degree + 1) if p * stages_per_rank(job.parallelism, p) <= layers]
     degrees_to_try = {*divisors(layers), *divisors(layers + 1), *divisors(layers + 2)}
     degrees_to_try.update(1 << power for power in range(max_degree.bit_length()))
-    if not request.techniques.uneven_split and layers <= 64:
+    if not request.techniques.uneven_split and layers <= 64 and job is None:
         degrees_to_try.update(range(1, layers + 1))
-    return sorted(degree for degree in degrees_to_try if degree <= max_degree)
+    chunks = stages_per_rank(job.parallelism, 2) if job is not None else 1
+    return sorted(p for p in degrees_to_try if p <= max_degree and (p == 1 or p * chunks <= layers))
 
 
-def data_degrees(request: SearchRequest, size: int) -> list[int]:
-    """Return the numbers of replicas of `size` ranks that divide the batch: the largest, or by objective all."""
+def data_degrees(request: SearchRequest, replica: Layout) -> list[int]:
+    """Return the numbers of replicas that divide the batch and fill workers, the largest first."""
+    size, batch = replica.replica_size, request.work.global_batch
     max_replicas = request.gpus // size
-    batch = request.work.global_batch
-    if request.pins.data is not None:
-        return [request.pins.data] if request.pins.data <= max_replicas and batch % request.pins.data == 0 else []
-    replica_counts = [count for count in divisors(batch) if count <= max_replicas]
-    if request.objective in (Objective.GPUS, Objective.COST):
-        return replica_counts
-    return replica_counts[-1:]
+    pinned = request.pins.data
+    counts = reversed(divisors(batch)) if pinned is None else [pinned] if batch % pinned == 0 else []
+    return [count for count in counts if count <= max_replicas and _fills_workers(request, replica, count)]
 
 
 def expert_degrees(request: SearchRequest, model: Architecture, replicas: int) -> list[int]:
@@ -163,9 +196,9 @@ def expert_degrees(request: SearchRequest, model: Architecture, replicas: int) -
 def micro_batch_sizes(request: SearchRequest, layout: Layout, schedule: PipelineSchedule | None = None) -> list[int]:
     """Return numbers of sequences of a micro-batch, ascending: the pinned one, or divisors of a replica's batch.
 
-    A free search tries powers of two up to `MAX_MICRO_BATCH`, with at least one micro-batch for each stage. In order of
-    preference there are at least `MICRO_BATCHES_PER_STAGE` for each. If the batch is too small, micro-batches are as
-    small as possible.
+    There is at least one micro-batch for each stage, and without a machine, which could estimate the bubble, at least
+    `MICRO_BATCHES_PER_STAGE`. If the batch is too small, micro-batches are as small as possible. Without a job, and for
+    more than `MAX_EVERY_DEGREE` GPUs, only powers of two up to `MAX_MICRO_BATCH` are tried.
 
     Args:
         request: the search.
@@ -179,17 +212,17 @@ def micro_batch_sizes(request: SearchRequest, layout: Layout, schedule: Pipeline
         sizes = [pins.micro_batch_size] if replica_batch % pins.micro_batch_size == 0 else []
     else:
         sizes = divisors(replica_batch)
-        if not request.order_of_preference:
+        if request.job is None or (not request.order_of_preference and request.gpus > MAX_EVERY_DEGREE):
             sizes = [size for size in sizes if size <= MAX_MICRO_BATCH and size & (size - 1) == 0]
     if schedule is not None:
         accepts = kind_of(schedule).accepts
         counts = [(size, replica_batch // size) for size in sizes]
         sizes = [size for size, count in counts if count <= MAX_MICRO_BATCHES and accepts(pipeline, count)]
-    per_stage = MICRO_BATCHES_PER_STAGE if request.order_of_preference else 1
+    per_stage = MICRO_BATCHES_PER_STAGE if request.machine is None else 1
     least = per_stage * pipeline if pipeline > 1 else 1
     return [size for size in sizes if replica_batch // size >= least] or sizes[:1]
 
 
-def _fills_workers(request: SearchRequest, tensor: int, world: int) -> bool:
-    gpus = request.gpus_per_worker
-    return world % gpus == 0 and (tensor % gpus == 0 or gpus % tensor == 0)
+def _fills_workers(request: SearchRequest, replica: Layout, replicas: int) -> bool:
+    gpus, tensor = request.gpus_per_worker, replica.tensor
+    return replica.replica_size * replicas % gpus == 0 and (tensor % gpus == 0 or gpus % tensor == 0)

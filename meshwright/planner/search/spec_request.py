@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.api.parallelism import ContextMethod, ParallelismSpec
+from meshwright.api.parallelism import ASSUMED_CONTEXT_METHOD, ParallelismSpec
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.training import ActivationCheckpointing
+from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.planner.cluster.limits import ClusterLimits
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.strategy import Strategy
@@ -18,12 +18,12 @@ from meshwright.planner.search.runtime_rules import (
     allows_shared_sequences,
     allows_split_experts,
     parallelism_of,
+    rules_of_job,
     rules_of_worker,
     training_of,
 )
 from meshwright.planner.workload import TrainingJob
 from meshwright.rules.parallelism import MAX_WORKERS, MAX_WORLD_SIZE
-from meshwright.schedules.pipeline_layout import DEFAULT_VIRTUAL_STAGES
 from meshwright.schedules.registry import kind_of, schedules_where
 
 
@@ -50,7 +50,7 @@ def search_request(
         fixed=replace(
             job.fixed,
             tensor_overlap=False,
-            context_method=ContextMethod.RING_ZIG_ZAG,
+            context_method=ASSUMED_CONTEXT_METHOD,
             ulysses=1,
             settings=replace(
                 job.fixed.settings,
@@ -73,7 +73,9 @@ def pinned_request(
     limits: ClusterLimits | None = None,
     techniques: Techniques | None = None,
 ) -> SearchRequest:
-    """Return a search that keeps `replicas` and all stated fields of the job, and decides those that are left out.
+    """Return a search that keeps all stated fields of the job, and decides those that are left out.
+
+    Also `replicas` is kept, unless the job has `gpus`: then their number is decided too, for at most so many GPUs.
 
     Args:
         spec: the job's spec.
@@ -83,11 +85,15 @@ def pinned_request(
         techniques: the techniques to choose from. Defaults to those of the runtime that the job allows.
     """
     stated, workers = spec.parallelism, spec.workers
+    if techniques is None:
+        techniques = _preferred_techniques(job)
+        if spec.gpus is not None:
+            techniques = replace(techniques, runs=rules_of_job(job))
     return SearchRequest(
         job.work,
         machine,
-        min(MAX_WORLD_SIZE, MAX_WORKERS * workers.gpus_per_worker),
-        techniques=techniques or _preferred_techniques(job),
+        min(spec.gpus or MAX_WORLD_SIZE, MAX_WORLD_SIZE, MAX_WORKERS * workers.gpus_per_worker),
+        techniques=techniques,
         pins=Pins(
             tensor=stated.tensor,
             sequence_parallel=stated.sequence,
@@ -97,7 +103,7 @@ def pinned_request(
             schedule=stated.schedule,
             virtual_stages=stated.virtual_stages,
             expert=stated.expert,
-            data=spec.replicas,
+            data=spec.replicas if spec.gpus is None else None,
             zero_stage=stated.zero_stage,
             micro_batches=stated.micro_batches,
             checkpointing=job.training.activation_checkpointing,
@@ -107,6 +113,7 @@ def pinned_request(
         max_tensor=(limits.domain_gpus or job.architecture.heads) if limits is not None else None,
         job=job,
         limits=limits,
+        pipelines_in_domain=spec.gpus is None,
     )
 
 
@@ -124,8 +131,9 @@ def _preferred_techniques(job: TrainingJob) -> Techniques:
     return replace(
         techniques_for(job),
         schedules=CANDIDATE_SCHEDULES,
-        virtual_stages=(DEFAULT_VIRTUAL_STAGES,),
+        zero_stages=MESHWRIGHT_TECHNIQUES.zero_stages,
         expert=True,
+        offload=(OptimizerOffload.NONE,),
         uneven_split=False,
         ties_over_stages=not kind_of(job.parallelism.order).asynchronous,
         runs=None,
@@ -181,6 +189,7 @@ def apply_strategy(spec: ParallelTrainingJobSpec, strategy: Strategy) -> Paralle
     return spec.model_copy(
         update={
             "replicas": strategy.data,
+            "gpus": None,
             "parallelism": parallelism_of(strategy, spec.parallelism),
             "training": training_of(spec.training, strategy.checkpointing, strategy.optimizer_offload),
         }

@@ -106,7 +106,15 @@ class CalibrationLoop:
             return None  # not a layout that can have run
         schedule = plan.schedule or PipelineSchedule.ONE_F_ONE_B
         checkpointing = plan.activation_checkpointing or ActivationCheckpointing.NONE
-        strategy = cost_model.job.strategy(layout, plan.micro_batches, schedule, checkpointing)
+        strategy = cost_model.job.strategy(
+            layout,
+            plan.micro_batches,
+            schedule,
+            checkpointing,
+            virtual_stages=plan.virtual_stages,
+            context_method=plan.context_method,
+            zero_stage=plan.zero_stage,
+        )
         if cost_model.estimate(strategy).seconds <= 0:
             return None
         seconds = cost_model.work.tokens / status.tokens_per_second

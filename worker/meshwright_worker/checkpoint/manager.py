@@ -145,7 +145,7 @@ def manifest_template(run: NativeRun, stream: str, mesh: Mesh) -> Manifest:
         data=mesh.layout.data,
         context=mesh.layout.context,
         expert=mesh.layout.expert,
-        zero_stage=run.parallelism.zero_stage,
+        zero_stage=run.parallelism.zero_stage_or_default,
     )
     return Manifest(
         state=TrainingState(),

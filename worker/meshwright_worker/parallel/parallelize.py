@@ -105,7 +105,7 @@ def _build_stage(
         apply_tensor_parallel(stage, mesh.device_mesh[TENSOR], sequence=asked.sequence, overlap=asked.tensor_overlap)
     _apply_local_features(stage, run.training, model, mesh, sequence=run.parallelism.sequence)
     if uses_fsdp(run):
-        zero, offload = run.parallelism.zero_stage, parameter_offload(run.training, mesh.device)
+        zero, offload = run.parallelism.zero_stage_or_default, parameter_offload(run.training, mesh.device)
         apply_fsdp_to_experts(stage, mesh, zero_stage=zero, precision=precision, offload=offload)
         apply_fsdp(stage, mesh.hsdp_mesh or mesh.replicas, run.parallelism, precision, offload)
     init_weights(stage, model, run.training.seed, mesh.device, parameter_device(run.training, mesh.device))

@@ -48,7 +48,7 @@ def apply_fsdp(
         offload: where shards are stored.
     """
     policy = sharding_policy(precision)
-    free: bool | int = parallelism.zero_stage == 3 and (parallelism.data_parallel.reshard_size or True)
+    free: bool | int = parallelism.zero_stage_or_default == 3 and (parallelism.data_parallel.reshard_size or True)
     for module in [*stage.layers.values(), stage]:
         unit = fully_shard(module, mesh=replicas, reshard_after_forward=free, mp_policy=policy, offload_policy=offload)
         sum_gradients(unit)

@@ -69,7 +69,7 @@ class ZeroShards:
         ]
         self.shards = [_owned_rows(shard, mesh) for shard in shards]
         self._pending: tuple[_Bucket, torch.Tensor, torch.Tensor, dist.Work | None] | None = None
-        each_pass = watch and parallelism.zero_stage == 2
+        each_pass = watch and parallelism.zero_stage_or_default == 2
         watched = [bucket.members for bucket in self._buckets] if each_pass or (watch and spec.overlap) else []
         passes, self._rounds = (1, micro_batches) if each_pass else (micro_batches, 1)
         self._started = 0

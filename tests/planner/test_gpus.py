@@ -1,0 +1,135 @@
+"""`gpus`: a budget for which every degree is chosen, replicas too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.planner.cost.memory import worst_stage
+from meshwright.planner.errors import PlanError
+from meshwright.planner.plan import Plan, make_plan
+from meshwright.planner.plan_and_place import choose_plan
+from meshwright.planner.workload import TrainingJob
+from meshwright.protocol.run_config import NativeRun
+from tests.planner.builders import inventory, node, racks, spec_of
+
+PRODUCT = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+H100 = inventory(*racks(1, 8, 8, labels=PRODUCT))
+LLAMA: dict[str, Any] = {
+    "model": {"preset": "llama-3-8b"},
+    "replicas": 1,
+    "training": {"steps": 10, "globalBatchSize": 64, "sequenceLength": 4096, "precision": "bf16"},
+    "workers": {"image": "worker", "gpusPerWorker": 8},
+}
+COMMAND = {"model": None, "data": None, "training": None, "runtime": {"command": ["python", "train.py"]}}
+
+
+def llama(**changes: Any) -> ParallelTrainingJobSpec:
+    return spec_of(**{**LLAMA, **changes})
+
+
+def starting(plan: Plan, name: str) -> list[str]:
+    return [reason for reason in plan.reasons if reason.startswith(name)]
+
+
+@pytest.mark.parametrize("batch", [32, 256, 1024])
+@pytest.mark.parametrize("length", [2048, 8192])
+def test_llama_8b_on_one_node_shards_over_its_replicas(batch: int, length: int) -> None:
+    training = {**LLAMA["training"], "globalBatchSize": batch, "sequenceLength": length}
+    spec = llama(gpus=8, training=training)
+    plan = make_plan(spec, H100)
+    assert (plan.layout.tensor, plan.layout.pipeline, plan.layout.world_size) == (1, 1, 8)
+    assert plan.estimate is not None
+    for stage in (0, 1, 2, 3):
+        try:
+            other = make_plan(llama(gpus=8, training=training, parallelism={"zeroStage": stage}), H100)
+        except PlanError:
+            continue
+        assert other.estimate is not None
+        assert other.estimate.seconds >= plan.estimate.seconds / 1.01
+
+
+def test_reasons_are_in_the_order_of_decisions() -> None:
+    reasons = make_plan(llama(gpus=64, model={"preset": "mixtral-8x7b"}), H100).reasons
+    order = ["64 of `gpus: 64`", "DP ", "ZeRO-", "TP ", "PP ", "EP ", "memory: ", "time: "]
+    at = [next(index for index, reason in enumerate(reasons) if reason.startswith(name)) for name in order]
+    assert at == sorted(at)
+
+
+def test_stages_that_do_not_fit_are_named() -> None:
+    plan = make_plan(llama(gpus=8), H100)
+    stage = plan.strategy.zero_stage
+    assert stage > 1
+    (reason,) = starting(plan, "ZeRO-")
+    assert f"with stage {stage - 1} a rank needs" in reason or f"than stage {stage - 1}" in reason
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch", "used", "why"),
+    [(64, 64, 64, ""), (63, 64, 56, "all workers have 8 GPUs"), (48, 64, 32, "no larger number of replicas")],
+)
+def test_what_is_left_over_is_told(gpus: int, batch: int, used: int, why: str) -> None:
+    training = {**LLAMA["training"], "globalBatchSize": batch}
+    parallelism = {"tensor": 1, "pipeline": 1, "context": 1} if gpus != 63 else {"tensor": 1, "pipeline": 7}
+    plan = make_plan(llama(gpus=gpus, training=training, parallelism=parallelism), H100)
+    assert plan.layout.world_size == used
+    assert plan.to_status().unused_gpus == gpus - used
+    (reason,) = starting(plan, f"{used} of `gpus: {gpus}` are used")
+    assert why in reason
+    assert ("left over" in reason) == (used < gpus)
+
+
+def test_what_the_spec_states_stays() -> None:
+    stated = {"tensor": 2, "zeroStage": 1, "microBatches": 16}
+    plan = make_plan(llama(gpus=16, parallelism=stated), H100)
+    assert (plan.strategy.tensor, plan.strategy.zero_stage, plan.strategy.micro_batches) == (2, 1, 16)
+
+
+def test_the_number_of_gpus_does_not_depend_on_the_cluster() -> None:
+    """A job waits for its GPUs: it does not start with the few that are there."""
+    few = inventory(node("only", labels=PRODUCT))
+    assert make_plan(llama(gpus=32), few).layout.world_size == 32
+    plan, placement = choose_plan(llama(gpus=32), few)
+    assert plan.layout.world_size == 32
+    assert placement is None
+
+
+def test_without_a_known_gpu_the_first_layout_in_the_usual_order_is_taken() -> None:
+    unknown = inventory(*racks(1, 8, 8))
+    plan = make_plan(llama(gpus=16), unknown)
+    assert (plan.layout.tensor, plan.layout.pipeline, plan.layout.data) == (1, 1, 16)
+    assert plan.strategy.zero_stage > 0
+
+
+def test_a_command_gets_as_many_replicas_as_fill_workers() -> None:
+    plan = make_plan(spec_of(gpus=21, replicas=1, parallelism={"tensor": 2}, **COMMAND), H100)
+    assert (plan.layout.tensor, plan.layout.data) == (2, 10)
+    assert plan.to_status().unused_gpus == 1
+    with pytest.raises(PlanError, match="fills workers of 2 GPUs with `gpus: 3`"):
+        make_plan(spec_of(gpus=3, replicas=1, parallelism={"tensor": 1, "context": 3}, **COMMAND), H100)
+
+
+def test_a_budget_that_no_layout_divides_names_the_fields() -> None:
+    spec = llama(
+        gpus=12,
+        training={**LLAMA["training"], "globalBatchSize": 5},
+        parallelism={"tensor": 1, "pipeline": 1, "context": 1},
+    )
+    with pytest.raises(PlanError, match="change `gpus`, `workers.gpusPerWorker` or `training.globalBatchSize`"):
+        make_plan(spec, H100)
+
+
+def test_the_run_and_the_status_have_every_choice() -> None:
+    spec = llama(gpus=64, model={"preset": "llama-3-70b"})
+    plan = make_plan(spec, H100)
+    status, run, used = plan.to_status(), plan.run_config(spec), plan.strategy
+    assert isinstance(run, NativeRun)
+    assert plan.architecture is not None
+    job = TrainingJob.of(spec, plan.architecture)
+    assert run.parallelism.zero_stage == status.zero_stage == used.zero_stage
+    assert run.parallelism.context_method == used.context_method
+    assert status.context_method == (used.context_method if used.context > 1 else None)
+    assert run.data_parallel == status.data == used.data
+    assert worst_stage(job.work, used, job.runtime).total <= 0.97 * 81559 * 2**20
