@@ -123,8 +123,8 @@ class ParallelTrainingJobSpec(ApiModel):
     """What to train, how to split it, and the pods that it runs in."""
 
     replicas: Degree = 1
-    """Data-parallel replicas of the model. Must be 1 with `gpus`. With `elastic`, the wanted number: `status.replicas` has
-    the current one."""
+    """Data-parallel replicas of the model. Must be 1 with `gpus`. With `elastic`, the wanted number: `status.replicas`
+    has the current one."""
     elastic: ElasticSpec | None = None
     """How the number of replicas follows the cluster. Without it, the job always runs with `replicas`."""
     gpus: Annotated[int, Field(ge=1, le=65536)] | None = None
