@@ -93,3 +93,41 @@ async def test_a_job_starts_with_what_is_there_and_fills_the_cluster() -> None:
     await world.run(60)
     assert world.true("job", "Ready")
     assert size(world, "job") == 3
+
+
+async def test_a_job_of_higher_priority_takes_a_replica_and_gives_it_back() -> None:
+    world = World(4, nodes=3, work=FOREVER)
+    world.submit(elastic("low", 3))
+    await world.run(20)
+    assert size(world, "low") == 3
+    urgent = submitted("urgent", 1)
+    urgent["spec"]["priority"] = 10
+    world.submit(urgent)
+    await world.run(90)
+    assert world.true("urgent", "Ready"), world.condition("urgent", "Placed")
+    assert size(world, "low") == 2
+    assert world.true("low", "Ready"), world.condition("low", "Ready")
+    assert any("default/urgent" in note.message for note in events(world, "low", "Rescaled"))
+    world.cluster.remove(f"{JOBS}/urgent")
+    for pod in world.pods("urgent"):
+        world.crash(pod.name)
+    await world.run(240)
+    assert size(world, "low") == 3
+    assert world.true("low", "Ready")
+
+
+async def test_nothing_is_taken_below_the_minimum() -> None:
+    world = World(5, nodes=3, work=FOREVER)
+    world.submit(elastic("low", 3, minReplicas=3))
+    await world.run(20)
+    urgent = submitted("urgent", 1)
+    urgent["spec"]["priority"] = 10
+    world.submit(urgent)
+    await world.run(120)
+    assert not world.true("urgent", "Ready")
+    assert size(world, "low") == 3
+    assert world.true("low", "Ready")
+
+
+def events(world: World, job: str, reason: str) -> list[Any]:
+    return [note for name, note in world.operators[0].notes.notes if name == job and note.reason == reason]

@@ -127,10 +127,10 @@ class Cluster:
             }
         return found
 
-    def settle(self) -> dict[str, Any]:
+    def settle(self, within: float = SETTLES_WITHIN, quiet_for: float = QUIET) -> dict[str, Any]:
         """Lets time pass until nothing has changed for a while. Every operator lists everything now and then."""
         last, quiet = self.summary(), 0.0
-        for number in range(round(SETTLES_WITHIN / STEP)):
+        for number in range(round(within / STEP)):
             if number * STEP % RESYNC == RESYNC / 2:
                 for operator in self.world.operators:
                     self.call(operator.begin_list())
@@ -138,9 +138,9 @@ class Cluster:
             now = self.summary()
             quiet = quiet + STEP if now == last else 0.0
             last = now
-            if quiet >= QUIET:
+            if quiet >= quiet_for:
                 return now
-        raise AssertionError(f"still changing after {SETTLES_WITHIN} s: {last}")
+        raise AssertionError(f"still changing after {within} s: {last}")
 
     def check_steady(self) -> None:
         """Once settled, the operators write nothing but how far training is."""
@@ -182,6 +182,8 @@ async def _world(seed: int) -> World:
 class Settling(RuleBasedStateMachine):
     """Everything that may happen to two jobs on five nodes."""
 
+    submitted = staticmethod(submitted)
+
     def __init__(self) -> None:
         super().__init__()
         self.cluster: Cluster = Cluster(0)
@@ -195,7 +197,7 @@ class Settling(RuleBasedStateMachine):
         self.cluster = Cluster(seed)
         for name, workers in zip(NAMES, sizes, strict=True):
             if workers:
-                self.cluster.call(partial(self.world.submit, submitted(name, workers)))
+                self.cluster.call(partial(self.world.submit, self.submitted(name, workers)))
         self.cluster.do(self.world.run(10))
 
     @property
@@ -208,7 +210,7 @@ class Settling(RuleBasedStateMachine):
         if name in self.cluster.jobs():
             self.cluster.remove(name)
             self.cluster.do(self.world.run(pause))
-        self.cluster.call(lambda: self.world.submit(submitted(name, workers)))
+        self.cluster.call(lambda: self.world.submit(self.submitted(name, workers)))
 
     @rule(name=st.sampled_from(NAMES))
     def delete(self, name: str) -> None:
@@ -312,17 +314,10 @@ class Settling(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Faults end, watches stand again, time passes: now look."""
-        self.world.cluster.refuse = lambda path, body: None
-        for operator in self.world.operators:
-            operator.clock_error, operator.lag = timedelta(0), timedelta(0)
-            operator.blind = False
+        self.end_faults()
         settled = self.cluster.settle()
         wanted = {name: obj["spec"] for name, obj in self.cluster.jobs().items() if not obj["spec"].get("suspend")}
-        usable = [
-            obj
-            for obj in self.world.nodes.values()
-            if obj["status"]["conditions"][0]["status"] == "True" and not obj.get("spec", {}).get("unschedulable")
-        ]
+        usable = self.usable_nodes()
         event(f"{len(wanted)} jobs, {len(usable)} nodes")
         if sum(spec["replicas"] for spec in wanted.values()) <= len(usable):
             assert settled == self.oracle(), "the way here shows"
@@ -335,6 +330,21 @@ class Settling(RuleBasedStateMachine):
             assert not pods or len(pods) == settled[name]["world"][-1], "a gang is whole, or it is not there"
         self.cluster.check_steady()
         self.cluster.close()
+
+    def end_faults(self) -> None:
+        """The API server answers, watches stand, and clocks are right again."""
+        self.world.cluster.refuse = lambda path, body: None
+        for operator in self.world.operators:
+            operator.clock_error, operator.lag = timedelta(0), timedelta(0)
+            operator.blind = False
+
+    def usable_nodes(self) -> list[KubeObject]:
+        """The nodes that accept pods."""
+        return [
+            obj
+            for obj in self.world.nodes.values()
+            if obj["status"]["conditions"][0]["status"] == "True" and not obj.get("spec", {}).get("unschedulable")
+        ]
 
     def oracle(self) -> dict[str, Any]:
         """What a fresh operator makes of the final input."""

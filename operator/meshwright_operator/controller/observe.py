@@ -127,7 +127,8 @@ class _JobObserver:
         if elastic is None:
             plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
         else:
-            found = _size_plans(self.key, spec, self.status, revision, self.planner, self.scheduler)
+            uid = metadata["uid"]
+            found = _size_plans(self.key, uid, spec, self.status, revision, self.planner, self.scheduler)
             spec, plan, others, sizes = found.spec, found.plan, [], found.sizes
         pods = self.cache.pods(self.key, metadata["uid"])
         down = _down_nodes(self.status, pods, self.cache)
@@ -149,6 +150,7 @@ class _JobObserver:
             other_plans=others,
             elastic=elastic,
             size_plans=sizes,
+            taken_by=_taken_by(self.scheduler, metadata["uid"]) if elastic is not None else "",
             joining=workers[len(indices) :],
             excess_pods=excess_pods,
             stuck_pods=stuck_pods(pods, down, self.now),
@@ -231,6 +233,7 @@ def _plans(
 
 def _size_plans(
     key: JobKey,
+    uid: str,
     spec: ParallelTrainingJobSpec,
     status: ParallelTrainingJobStatus,
     revision: str,
@@ -238,12 +241,19 @@ def _size_plans(
     scheduler: JobScheduler,
 ) -> SizePlans:
     try:
-        return plan_sizes(key, spec, status, revision, planner)
+        limit = scheduler.replica_limit(uid)
+        return plan_sizes(key, spec, status, revision, planner, limit[0] if limit is not None else None)
     except PlanError as error:
         node_warnings = planner.warnings(spec) if error.depends_on_cluster else ()
         raise JobRejectedError(
             error.reason, with_warnings(capitalized(str(error)), node_warnings), retryable=error.depends_on_cluster
         ) from None
+
+
+def _taken_by(scheduler: JobScheduler, uid: str) -> str:
+    """The job of higher priority for which an elastic job shrinks; empty if there is none."""
+    limit = scheduler.replica_limit(uid)
+    return str(limit[1]) if limit is not None else ""
 
 
 def _workers(

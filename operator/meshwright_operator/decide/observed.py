@@ -101,6 +101,8 @@ class Observed:
     size_plans: Sequence[Plan] = ()
     """Of an elastic job: the plans of the sizes that it may have now, the largest first. Empty while its size need not
     change."""
+    taken_by: str = ""
+    """Of an elastic job: the waiting job of higher priority for which it shrinks."""
     joining: Sequence[Worker] = ()
     """Workers that start while the others train, to make the job larger."""
     excess_pods: Sequence[Pod] = ()

@@ -53,7 +53,8 @@ def update_size(decision: Decision) -> None:
         return
     size = sizing.size_for(observed, plan, [w for w in observed.workers if w.state in LIVE])
     if not size.new_workers:
-        shrink(decision, size, f"`spec.replicas` is {plan.layout.data}")
+        reason = f"job {observed.taken_by}, which waits, has a higher priority" if observed.taken_by else ""
+        shrink(decision, size, reason or f"{plan.layout.data} are wanted")
 
 
 def _revision(observed: Observed) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.api.spec import ParallelTrainingJobSpec
@@ -15,6 +15,7 @@ from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.scheduling.capacity_hint import Amounts, capacity_hint, occupants
 from meshwright_operator.scheduling.cluster_view import ClusterView, FreeNodes
 from meshwright_operator.scheduling.job_queue import PlacementRequest
+from meshwright_operator.scheduling.preemption import Holder, Victim, choose_victims
 from meshwright_operator.scheduling.reservations import choose_nodes, placement_for
 from meshwright_operator.text import counted, sentences
 
@@ -42,6 +43,10 @@ class Attempt:
     """The nodes that are reserved for it so far."""
     without_pods_of: str = ""
     """uid of a job whose pods do not count, because they would be deleted first; empty for none."""
+    holders: Sequence[Holder] = ()
+    """Elastic jobs from which replicas may be taken if the job does not fit; empty if it must not take any."""
+    priority: int = 0
+    """The job's priority, as far as the policy allows it."""
     explain: bool = True
     """Whether the message of a failure is needed."""
     calibration: Calibration
@@ -60,6 +65,8 @@ class Outcome:
     """If it fits without the claims of those ahead: the first job ahead that fits too."""
     reserved: tuple[str, ...] = ()
     """The nodes to reserve for the job."""
+    victims: tuple[Victim, ...] = ()
+    """The elastic jobs that have to shrink so that the job fits."""
 
 
 def run_attempt(attempt: Attempt, view: ClusterView) -> Outcome:
@@ -88,9 +95,34 @@ def run_attempt(attempt: Attempt, view: ClusterView) -> Outcome:
         outcome = Outcome()
     if attempt.explain:
         outcome = _explained(attempt, view, free, changed, outcome)
+    if attempt.holders:
+        outcome = replace(outcome, victims=_victims(attempt, view, free, rest))
     if attempt.reserves:
         outcome = replace(outcome, reserved=_chosen(attempt, free, rest))
     return outcome
+
+
+def _victims(attempt: Attempt, view: ClusterView, free: FreeNodes, rest: dict[str, Node]) -> tuple[Victim, ...]:
+    """The elastic jobs of lower priority that have to shrink so that the job fits at its smallest size."""
+    request, resource = attempt.request.smallest, attempt.request.spec.workers.gpu_resource
+    others = [holder for holder in attempt.holders if holder.uid != request.uid]
+    holders = [holder.using(view.used_by_job(holder.uid, resource)) for holder in others]
+
+    def fits(amounts: Mapping[str, Resources]) -> bool:
+        changed = {
+            name: replace(node, free=node.free + amount)
+            for name, amount in amounts.items()
+            if (node := rest.get(name) or free.nodes.get(name)) is not None and not node.unusable
+        }
+        if not request.reuses_own_pods:
+            return free.has_capacity(request.plan, {**rest, **changed})
+        try:
+            placement_for(request, free.inventory({**rest, **changed}), attempt.calibration)
+        except DoesNotFitError:
+            return False
+        return True
+
+    return choose_victims(holders, attempt.priority, fits)
 
 
 def may_fit(request: PlacementRequest, free: FreeNodes, changed: Mapping[str, Node]) -> bool:

@@ -30,6 +30,7 @@ from meshwright_operator.decide.placement_outcome import NotGranted
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.scheduling.policy import Policy
+from meshwright_operator.scheduling.preemption import Victim
 from meshwright_operator.timestamps import parse_time
 
 
@@ -193,6 +194,8 @@ class Member:
     """Whether its reconcile left without an answer, and runs again when there is one."""
     excess: str = ""
     """Why the administrator's policy does not let it start now."""
+    victims: dict[str, Victim] = field(default_factory=dict)
+    """uid -> how far this elastic job has to shrink for it. They stay as small as they are until it has started."""
     asked: float = field(default_factory=time.monotonic)
     """When it asked last, on the monotonic clock."""
 

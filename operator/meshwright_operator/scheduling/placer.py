@@ -21,6 +21,7 @@ from enum import Enum
 from meshwright.planner.cost_model import Calibration
 from meshwright.planner.placement import Placement
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted
+from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.pod_requests import PodRequest
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.attempt import Outcome
@@ -141,6 +142,10 @@ class Placer:
     def withdraw_growth(self, uid: str) -> None:
         """Forgets that a job waits to grow."""
         self._trials.pop((uid, Purpose.GROW), None)
+
+    def replica_limit(self, uid: str) -> tuple[int, JobKey] | None:
+        """The number of replicas that jobs of higher priority leave to an elastic job, and the first of these jobs."""
+        return self._jobs.replica_limit(uid)
 
     async def idle(self) -> None:
         """Waits until there is nothing to do."""

@@ -27,6 +27,7 @@ from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.placer import Later, Placer, Purpose
 from meshwright_operator.scheduling.pod_request_lister import PodRequestLister
 from meshwright_operator.scheduling.policy import Bounds, Policy
+from meshwright_operator.scheduling.preemption import Holder, holder_of
 from meshwright_operator.scheduling.reservations import ReservedSpares, reserved_spares
 from meshwright_operator.scheduling.waiting_jobs import Surroundings
 
@@ -71,6 +72,7 @@ class JobScheduler:
             gpu_resources=self._gpu_resources,
             assume=self._assume,
             wake=wake,
+            holders=self._holders,
         )
         self._placer = Placer(PodRequestLister(cluster, cache, namespaces), metrics, around)
         for pod, request in cache.pod_requests().items():
@@ -185,6 +187,18 @@ class JobScheduler:
     def withdraw_edit(self, uid: str) -> None:
         """Forgets the job's edit that waits to fit."""
         self._placer.withdraw_edit(uid)
+
+    def replica_limit(self, uid: str) -> tuple[int, JobKey] | None:
+        """The number of replicas that jobs of higher priority leave to an elastic job, and the first of these jobs."""
+        return self._placer.replica_limit(uid)
+
+    def _holders(self, policy: Policy) -> list[Holder]:
+        """The elastic jobs that have workers."""
+        found = (
+            holder_of(key, job, self._cache.parsed, policy.of(key.namespace).priority.clamp)
+            for key, job in self._cache.jobs.items()
+        )
+        return [holder for holder in found if holder is not None]
 
     def withdraw_growth(self, uid: str) -> None:
         """Forgets that the job waits to grow."""

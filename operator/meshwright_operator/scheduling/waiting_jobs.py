@@ -25,6 +25,7 @@ from meshwright_operator.scheduling.counted_capacity import CountedCapacity
 from meshwright_operator.scheduling.job_queue import Basis, JobQueue, Member, PlacementRequest, QueuePosition
 from meshwright_operator.scheduling.policy import Bounds, Policy
 from meshwright_operator.scheduling.policy_admission import POLICY_EXCEEDED, quota_excess, waiting_excess
+from meshwright_operator.scheduling.preemption import Holder
 from meshwright_operator.scheduling.reservations import (
     RESERVE_SECONDS,
     ReservedSpares,
@@ -62,6 +63,8 @@ class Surroundings:
     """Counts what a job was granted as occupied."""
     wake: Callable[[JobKey], None]
     """Queues the key of a job to be reconciled."""
+    holders: Callable[[Policy], Sequence[Holder]] = lambda policy: ()
+    """The elastic jobs, from which jobs of higher priority may take replicas."""
 
 
 class WaitingJobs:
@@ -232,11 +235,32 @@ class WaitingJobs:
             member.claims = dict.fromkeys(reserved, f"reserved for job {member.request.key}")
             if explained:
                 self.note_answer(member, self.with_retry(member, not_granted(outcome)), basis)
+        self._note_victims(member, outcome)
         if before.keys() - member.claims.keys():
             position = self.position()
             for other in self.queue.members():
                 if position(other.request) > position(member.request):
                     other.attempted = -1
+
+    def _note_victims(self, member: Member, outcome: Outcome) -> None:
+        """Notes which elastic jobs have to shrink for a job, and has them reconciled."""
+        if outcome.placement is not None:
+            return  # they stay as they are until it has started
+        if not outcome.victims:
+            member.victims = {}
+            return
+        member.victims |= {victim.uid: victim for victim in outcome.victims}
+        for victim in outcome.victims:
+            self._around.wake(victim.key)
+
+    def replica_limit(self, uid: str) -> tuple[int, JobKey] | None:
+        """The number of replicas that jobs of higher priority leave to an elastic job, and the first of these jobs."""
+        limits = [
+            (member.victims[uid].replicas, member.request.key)
+            for member in self.queue.members()
+            if uid in member.victims
+        ]
+        return min(limits, default=None)
 
     def note_fit(self, member: Member, placement: Placement) -> None:
         """A job that fits now. Jobs behind it leave it the nodes until it asks for them."""
@@ -292,6 +316,8 @@ class WaitingJobs:
             ahead=len(ahead),
             reserves=reserves,
             reserved=member.reserved if member is not None else (),
+            holders=self._around.holders(self.queue.policy) if member is not None and not ahead else (),
+            priority=self.queue.policy.of(namespace).priority.clamp(request.spec.priority),
         )
         return await asyncio.to_thread(run_attempt, attempt, view)
 
