@@ -131,3 +131,15 @@ async def test_nothing_is_taken_below_the_minimum() -> None:
 
 def events(world: World, job: str, reason: str) -> list[Any]:
     return [note for name, note in world.operators[0].notes.notes if name == job and note.reason == reason]
+
+
+async def test_an_edit_does_not_wait_for_the_pause_after_a_resize() -> None:
+    world = World(6, nodes=3, work=FOREVER)
+    world.submit(elastic("job", 1, pauseSeconds=3600))
+    await world.run(20)
+    for replicas in (2, 3):
+        edit(world, "job", replicas=replicas)
+        await world.run(90)
+        assert size(world, "job") == replicas
+        assert world.true("job", "Ready"), world.condition("job", "Ready")
+        assert world.status("job")["elastic"]["wantedReplicas"] == replicas

@@ -72,6 +72,11 @@ def shards(**fields: Any) -> dict[str, Any]:
     return {f"parallelism.dataParallel.{name}": value for name, value in fields.items()}
 
 
+def elastic(**fields: Any) -> dict[str, Any]:
+    """An elastic job with these fields of `elastic`."""
+    return {"elastic": fields, "checkpoint": {"claimName": "c"}}
+
+
 ISLANDS = {"training.outer": {"method": "DiLoCo"}}
 ONE_STAGE = {"parallelism.tensor": 1, "parallelism.pipeline": 1}
 ROUNDED = {"training.precision": "bf16", "training.masterWeights": False}
@@ -341,6 +346,12 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("parallelism.expert", {**mixture(experts=9), "parallelism.expert": 2}),
     ("parallelism.tensor", mixture(intermediateSize=63)),
     ("parallelism.tensor", mixture(sharedIntermediateSize=63)),
+    ("elastic.minReplicas", elastic(minReplicas=3)),
+    ("elastic.maxReplicas", elastic(maxReplicas=1)),
+    ("elastic.maxReplicas", elastic(fill=True)),
+    ("elastic", {**elastic(), "checkpoint": None}),
+    ("elastic", {**elastic(), "workers.schedulerName": "volcano"}),
+    ("elastic", {**elastic(), **ISLANDS}),
 ]
 BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("runtime.command", {"data": {"source": "PythonStdlib"}}),
@@ -358,6 +369,7 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("parallelism.expert", {"parallelism.expert": 2}),
     ("workers.gpusPerWorker", {"replicas": 3}),
     ("workers.gpusPerWorker", {"replicas": 2050, "workers.gpusPerWorker": 1}),
+    ("elastic.maxReplicas", {"elastic": {"maxReplicas": 3}}),
 ]
 FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {}),
@@ -420,6 +432,10 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"training.lora": {"targets": ["Gate"]}}),
     (GOOD, {"recovery": {"maxRestarts": 100, "restartWindowSeconds": 600}}),
     (GOOD, {"recovery": {"exitCodes": [{"values": [2, 137], "action": "FailJob"}]}}),
+    (GOOD, elastic()),
+    (GOOD, elastic(minReplicas=2, maxReplicas=2)),
+    (GOOD, elastic(maxReplicas=16, fill=True)),
+    (COMMAND, {"elastic": {"maxReplicas": 16, "fill": True, "pauseSeconds": 10}}),
 ]
 CASES = [
     *((GOOD, changes, field) for field, changes in BAD),
