@@ -143,3 +143,21 @@ async def test_an_edit_does_not_wait_for_the_pause_after_a_resize() -> None:
         assert size(world, "job") == replicas
         assert world.true("job", "Ready"), world.condition("job", "Ready")
         assert world.status("job")["elastic"]["wantedReplicas"] == replicas
+
+
+async def test_a_job_trains_on_until_the_new_workers_can_start_ranks_at_once() -> None:
+    world = World(7, nodes=2, work=FOREVER)
+    world.submit(elastic("job", 1))
+    await world.run(20)
+    world.unprepared = True
+    edit(world, "job", replicas=2)
+    await world.run(90)
+    assert len(pods(world, "job")) == 2
+    assert size(world, "job") == 1
+    assert world.true("job", "Ready"), "the first worker trains meanwhile"
+    assert world.true("job", "Rescaling")
+    for agent in world.agents.values():
+        agent.preparing = False
+    await world.run(20)
+    assert size(world, "job") == 2
+    assert world.true("job", "Ready")

@@ -152,6 +152,7 @@ def _ready(observed: Observed) -> bool:
         and worker.pod.address
         and worker.index in waiting
         and waiting[worker.index].incarnation == worker.incarnation
+        and not waiting[worker.index].preparing
         for worker in observed.joining
     )
 
