@@ -109,6 +109,9 @@ class MeshRequest(OpenMessage):
     """IP address of the pod."""
     store_port: Annotated[int, Field(ge=1, le=65535)]
     """Port that this agent reserves for rank 0's store in the next generation."""
+    preparing: bool = False
+    """Whether the agent still imports the training runtime. It can take part in a generation anyway, but a job that
+    trains grows only once its new workers are prepared. Agents before 0.2 never set it."""
     wait_seconds: Annotated[float, Field(ge=0, le=60)] = 45.0
     """Time for which the coordinator may delay the response."""
 

@@ -101,23 +101,35 @@ def resized(spec: Spec, replicas: int, total_micro_batches: int | None = None) -
     Args:
         spec: The spec.
         replicas: The number of replicas.
-        total_micro_batches: Micro-batches of all replicas in one step at the full size. By default those of the spec.
+        total_micro_batches: Micro-batches of all replicas in one step at the full size with which the job started. If
+            the spec has more, those count.
     """
     if spec.training is None:
-        return spec.model_copy(update={"replicas": replicas, "elastic": None})
+        return fixed_size(spec, replicas)
     given = spec.parallelism.micro_batches
     full = (spec.elastic.max_replicas or spec.replicas) if spec.elastic is not None else spec.replicas
-    total = given * full if given is not None else total_micro_batches
+    total = max(given * full if given is not None else 0, total_micro_batches or 0)
     batch = spec.training.global_batch_size
     if batch % replicas:
         return None
-    if total is None:
-        return spec.model_copy(update={"replicas": replicas, "elastic": None})
+    if not total:
+        return fixed_size(spec, replicas)
     count = next((n for n in range(-(-total // replicas), batch // replicas + 1) if batch % (n * replicas) == 0), None)
-    if count is None:
-        return None
-    parallelism = spec.parallelism.model_copy(update={"micro_batches": count})
-    return spec.model_copy(update={"replicas": replicas, "parallelism": parallelism, "elastic": None})
+    return None if count is None else fixed_size(spec, replicas, count)
+
+
+def fixed_size(spec: Spec, replicas: int, micro_batches: int | None = None) -> Spec:
+    """The spec of the job with this fixed number of replicas.
+
+    Args:
+        spec: The spec.
+        replicas: The number of replicas.
+        micro_batches: Micro-batches of a replica in one step. By default those of the spec.
+    """
+    changes: dict[str, object] = {"replicas": replicas, "elastic": None}
+    if micro_batches is not None:
+        changes["parallelism"] = spec.parallelism.model_copy(update={"micro_batches": micro_batches})
+    return spec.model_copy(update=changes)
 
 
 def sizes(spec: Spec, largest: int, smallest: int | None = None) -> list[int]:

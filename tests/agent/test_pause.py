@@ -174,3 +174,53 @@ async def test_the_agent_reports_after_a_poll_that_ended_early(
     client: Any = Answers(*at_once)
     await MeshPoll(client, lambda: request, asyncio.Queue(), 60.0, lambda: early.append(None)).run()
     assert len(early) == reports
+
+
+class Open:
+    """A coordinator's client whose first poll stays open; the second one ends the pod."""
+
+    def __init__(self) -> None:
+        self.requests: list[MeshRequest] = []
+        self.cancelled = False
+
+    async def mesh(self, request: MeshRequest) -> MeshDocument | None:
+        self.requests.append(request)
+        if len(self.requests) > 1:
+            raise SupersededError
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        return None
+
+
+async def test_an_open_poll_is_sent_again_when_the_agent_is_prepared() -> None:
+    preparing = True
+
+    def request() -> MeshRequest:
+        return MeshRequest(
+            worker=0, incarnation=0, pod_uid="uid", address="10.0.0.1", store_port=2000, preparing=preparing
+        )
+
+    early: list[None] = []
+    coordinator = Open()
+    client: Any = coordinator
+    poll = MeshPoll(client, request, asyncio.Queue(), 60.0, lambda: early.append(None))
+    running = asyncio.create_task(poll.run())
+    await until(lambda: coordinator.requests, 30)
+    preparing = False
+    poll.repeat()
+    await asyncio.wait_for(running, 30)
+    assert [one.preparing for one in coordinator.requests] == [True, False]
+    assert coordinator.cancelled
+    assert not early, "the coordinator has not asked for a report"
+
+
+async def test_an_agent_says_when_it_has_imported_the_runtime(
+    coordinator: Coordinator, start_agent: Callable[..., AgentProcess]
+) -> None:
+    agent = start_agent()
+    await until(lambda: 0 in coordinator.hellos, 60)
+    await until(lambda: "ready to fork ranks" in agent.log, 120)
+    await until(lambda: not coordinator.hellos[0].preparing, 10)

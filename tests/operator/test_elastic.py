@@ -129,5 +129,46 @@ async def test_nothing_is_taken_below_the_minimum() -> None:
     assert world.true("low", "Ready")
 
 
+def gauge(world: World, name: str) -> float:
+    """The value of a metric of the only job."""
+    (family,) = [family for family in world.operators[0].jobs.collect() if family.name == name]
+    (sample,) = family.samples
+    value: float = sample.value
+    return value
+
+
 def events(world: World, job: str, reason: str) -> list[Any]:
     return [note for name, note in world.operators[0].notes.notes if name == job and note.reason == reason]
+
+
+async def test_an_edit_does_not_wait_for_the_pause_after_a_resize() -> None:
+    world = World(6, nodes=3, work=FOREVER)
+    world.submit(elastic("job", 1, pauseSeconds=3600))
+    await world.run(20)
+    for replicas in (2, 3):
+        edit(world, "job", replicas=replicas)
+        await world.run(90)
+        assert size(world, "job") == replicas
+        assert world.true("job", "Ready"), world.condition("job", "Ready")
+        assert world.status("job")["elastic"]["wantedReplicas"] == replicas
+    set_ready(world, world.pods("job")[0].node, ready=False)
+    await world.run(90)
+    assert (gauge(world, "ptj_job_replicas"), gauge(world, "ptj_job_replicas_wanted")) == (2, 3)
+
+
+async def test_a_job_trains_on_until_the_new_workers_can_start_ranks_at_once() -> None:
+    world = World(7, nodes=2, work=FOREVER)
+    world.submit(elastic("job", 1))
+    await world.run(20)
+    world.unprepared = True
+    edit(world, "job", replicas=2)
+    await world.run(90)
+    assert len(pods(world, "job")) == 2
+    assert size(world, "job") == 1
+    assert world.true("job", "Ready"), "the first worker trains meanwhile"
+    assert world.true("job", "Rescaling")
+    for agent in world.agents.values():
+        agent.preparing = False
+    await world.run(20)
+    assert size(world, "job") == 2
+    assert world.true("job", "Ready")

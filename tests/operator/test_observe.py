@@ -135,3 +135,14 @@ def test_whose_job_it_is(stated: dict[str, Any], ours: bool) -> None:
     assert managed_here({"spec": stated}) is ours
     assert managed_here({"spec": "damaged"})
     assert managed_here({})
+
+
+def test_an_edit_of_the_size_changes_no_micro_batch_of_what_runs() -> None:
+    fields: dict[str, Any] = {"elastic": {}, "checkpoint": {"claimName": "c"}}
+    before = spec(**fields)
+    revision = revision_of(before)
+    status = running_status(applied_spec=encode_spec(before), plan=plan_status(revision=revision))
+    seen = look(status, [pod(worker, revision=revision) for worker in range(4)], replicas=4, **fields)
+    assert (seen.plan.layout.data, seen.plan.strategy.micro_batches) == (2, 2)
+    assert (seen.spec.replicas, seen.spec.parallelism.micro_batches) == (2, 2)
+    assert [(plan.layout.data, plan.strategy.micro_batches) for plan in seen.size_plans] == [(4, 2), (2, 2), (1, 8)]

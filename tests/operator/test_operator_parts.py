@@ -417,6 +417,21 @@ def test_the_chronicle_tells_where_a_recovery_spent_its_time() -> None:
     assert timeline.update(trains, 206.0) == []
 
 
+def test_a_worker_that_joins_and_waits_delays_no_detection() -> None:
+    timeline = StartTimeline()
+    joins = report(4, AgentState.IDLE, 0)
+    running = [report(worker, AgentState.RUNNING) for worker in range(4)]
+    waits = agents([*running, joins], halted_seconds=6.7)
+    broken = decide(observed([pod(0), pod(1), pod(2, deleting=True), pod(3)], received=waits))
+    assert timeline.update(broken, 200.0) == []
+    formed = decide(observed(status=broken.status))
+    assert timeline.update(formed, 203.5) == []
+    phases = [Phase(name="first-step", seconds=0.5)]
+    trains = decide(observed(status=formed.status, received=agents([report(0, AgentState.RUNNING, 2, phases=phases)])))
+    (note,) = timeline.update(trains, 205.0)
+    assert note.message.startswith("Training again after 4.0 s: detect 0.0, ")
+
+
 def replace_draft(decision: Any, **changes: Any) -> Any:
     return replace(decision, **changes)
 

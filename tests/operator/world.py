@@ -270,6 +270,7 @@ class Agent:
     trained: float = 0.0
     state: AgentState = AgentState.IDLE
     silent: bool = False
+    preparing: bool = False
     hung: bool = False
     """Its ranks live and do nothing."""
     failure: FailureKind | None = None
@@ -313,6 +314,7 @@ class Agent:
             generation=self.generation,
             address=self.address,
             store_port=20000,
+            preparing=self.preparing,
         )
 
     def report(self) -> WorkerReport:
@@ -359,6 +361,8 @@ class World:
         self.broken_image = False
         self.mute = False
         """While set, agents of new pods reach no coordinator."""
+        self.unprepared = False
+        """While set, agents of new pods still import the training runtime."""
         self.started: list[tuple[str, int, int, int]] = []
         """(job uid, generation, worker, incarnation) of every start of a worker's ranks."""
         self.lost_unseen: set[str] = set()
@@ -375,7 +379,7 @@ class World:
 
     def agent(self, pod: Pod, address: str) -> Agent:
         """The agent of a pod that starts."""
-        return Agent(pod, pod.owner, address, silent=self.mute)
+        return Agent(pod, pod.owner, address, silent=self.mute, preparing=self.unprepared)
 
     def seconds(self) -> float:
         return (self.now - NOW).total_seconds()

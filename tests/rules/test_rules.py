@@ -72,6 +72,11 @@ def shards(**fields: Any) -> dict[str, Any]:
     return {f"parallelism.dataParallel.{name}": value for name, value in fields.items()}
 
 
+def elastic(**fields: Any) -> dict[str, Any]:
+    """An elastic job with these fields of `elastic`."""
+    return {"elastic": fields, "checkpoint": {"claimName": "c"}}
+
+
 BUDGET = {"gpus": 8, "replicas": None}
 """A number of GPUs instead of replicas, of which each has four."""
 ISLANDS = {"training.outer": {"method": "DiLoCo"}}
@@ -188,6 +193,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ),
     ("training.activationCheckpointing", {**SELECTIVE, "parallelism.tensor": 1, "parallelism.schedule": "ZBH1"}),
     ("model.hiddenSize", {"model.hiddenSize": 130, "model.headSize": 32}),
+    ("elastic", {"gpus": 16, "replicas": None, **elastic()}),
     ("runtime.command", {"model": None}),
     ("runtime.command", {"data": None}),
     ("runtime.command", {"training": None}),
@@ -351,6 +357,12 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("parallelism.expert", {**mixture(experts=9), "parallelism.expert": 2}),
     ("parallelism.tensor", mixture(intermediateSize=63)),
     ("parallelism.tensor", mixture(sharedIntermediateSize=63)),
+    ("elastic.minReplicas", elastic(minReplicas=3)),
+    ("elastic.maxReplicas", elastic(maxReplicas=1)),
+    ("elastic.maxReplicas", elastic(fill=True)),
+    ("elastic", {**elastic(), "checkpoint": None}),
+    ("elastic", {**elastic(), "workers.schedulerName": "volcano"}),
+    ("elastic", {**elastic(), **ISLANDS}),
 ]
 BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("runtime.command", {"data": {"source": "PythonStdlib"}}),
@@ -368,6 +380,7 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("parallelism.expert", {"parallelism.expert": 2}),
     ("workers.gpusPerWorker", {"replicas": 3}),
     ("workers.gpusPerWorker", {"replicas": 2050, "workers.gpusPerWorker": 1}),
+    ("elastic.maxReplicas", {"elastic": {"maxReplicas": 3}}),
 ]
 FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {}),
@@ -444,6 +457,10 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {**BUDGET, **mixture(), "parallelism.expert": 2}),
     (COMMAND, {**BUDGET, "gpus": 5}),
     (GOOD, {"recovery": {"exitCodes": [{"values": [2, 137], "action": "FailJob"}]}}),
+    (GOOD, elastic()),
+    (GOOD, elastic(minReplicas=2, maxReplicas=2)),
+    (GOOD, elastic(maxReplicas=16, fill=True)),
+    (COMMAND, {"elastic": {"maxReplicas": 16, "fill": True, "pauseSeconds": 10}}),
 ]
 CASES = [
     *((GOOD, changes, field) for field, changes in BAD),

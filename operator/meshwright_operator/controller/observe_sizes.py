@@ -9,7 +9,7 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus, PlanStatus
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan
-from meshwright.rules.elastic import resized, sizes, wanted_replicas
+from meshwright.rules.elastic import fixed_size, resized, sizes, wanted_replicas
 from meshwright_operator.decide.observed import has_started
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.planning.planner import Planner
@@ -91,9 +91,8 @@ def _after_the_start(
     total = elastic.micro_batches if elastic is not None and elastic.micro_batches else None
     if total is None and spec.training is not None:
         total = running.micro_batches * running.data
-    current = resized(spec, running.data, total)
-    if current is None:
-        raise PlanError(_NO_SIZE.format(spec.training.global_batch_size if spec.training else 1), "InvalidSpec")
+    # An edit may change how other sizes divide the batch, but not what runs now.
+    current = fixed_size(spec, running.data, running.micro_batches if spec.training is not None else None)
     plan = planner.running_plan(key, current, running)
     trains = mesh is not None and mesh.generation > 0 and not mesh.pending_cause
     if trains and running.data == candidates[0]:

@@ -46,7 +46,11 @@ class StartTimeline:
         forming = bool(after.pending_cause)
         formed_at = after.generation > before.generation
         if self.start is None and (forming or formed_at):
-            detection_seconds = max((h.halted_seconds for h in decision.observed.agents.reports.values()), default=0.0)
+            # Agents that only join have waited longer than the ranks of this generation.
+            received = [
+                r for r in decision.observed.agents.reports.values() if r.report.generation == before.generation
+            ]
+            detection_seconds = max((r.halted_seconds for r in received), default=0.0)
             self.start = _Start(clock - detection_seconds, detection_seconds)
         start = self.start
         if start is None:

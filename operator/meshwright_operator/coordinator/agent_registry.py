@@ -276,7 +276,7 @@ class AgentRegistry:
         """The state of the job's agents now."""
         now = self._clock()
         waiting_agents = {
-            worker: WaitingAgent(p.request.incarnation, p.request.address, p.request.store_port)
+            worker: WaitingAgent(p.request.incarnation, p.request.address, p.request.store_port, p.request.preparing)
             for worker, p in self._presences.items()
             if p.polls > 0 or now - p.seen <= ABSENT_SECONDS
         }

@@ -16,6 +16,8 @@ class WaitingAgent:
     incarnation: int
     address: str
     store_port: int
+    preparing: bool = False
+    """Whether it still imports the training runtime: its ranks would start later than those of the others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,9 @@ def update_size(decision: Decision) -> None:
     if new and observed.elastic.training is not None:
         full = max(observed.size_plans, key=lambda plan: plan.layout.data, default=observed.plan)
         status.micro_batches = full.strategy.micro_batches * full.strategy.data
-    if sizing.current_size(observed) == wanted_replicas(observed.elastic):
-        status.wanted_replicas = wanted_replicas(observed.elastic)
+    wanted = wanted_replicas(observed.elastic)
+    if sizing.current_size(observed) == wanted or wanted < status.wanted_replicas or not status.wanted_replicas:
+        status.wanted_replicas = wanted  # a larger one only with the first attempt to grow, which does not wait
     plan = sizing.smaller_plan(observed)
     if plan is None or observed.status.placement is None:
         return
@@ -151,6 +152,7 @@ def _ready(observed: Observed) -> bool:
         and worker.pod.address
         and worker.index in waiting
         and waiting[worker.index].incarnation == worker.incarnation
+        and not waiting[worker.index].preparing
         for worker in observed.joining
     )
 

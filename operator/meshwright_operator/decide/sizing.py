@@ -14,6 +14,7 @@ from meshwright.api.elastic import ElasticSpec
 from meshwright.api.status import ElasticStatus
 from meshwright.planner.placement.resize import workers_on_resize
 from meshwright.planner.plan import Plan
+from meshwright.rules.elastic import wanted_replicas
 from meshwright_operator.decide.gang_actions import Size
 from meshwright_operator.decide.mesh_generation import plan_workers
 from meshwright_operator.decide.observed import LIVE, Observed, Worker, has_started
@@ -107,8 +108,10 @@ def sizes_to_grow(observed: Observed) -> tuple[Size, ...]:
 
 
 def seconds_until_growth(observed: Observed) -> float:
-    """Seconds until a job that trains may grow; 0 if it may now."""
+    """Seconds until a job that trains may grow; 0 if it may now, as after an edit that wants more replicas."""
     now, elastic = observed.now, state(observed)
+    if observed.elastic is not None and 0 < elastic.wanted_replicas < wanted_replicas(observed.elastic):
+        return 0.0
     ends = [parse_time(elastic.retry_time)]
     resized = parse_time(elastic.resized_time)
     if resized is not None:

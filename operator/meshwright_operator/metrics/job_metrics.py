@@ -212,6 +212,18 @@ class JobMetrics(Catalog, Collector):
         Label("state", ("total", "training")),
         read=_ranks,
     )
+    replicas = job_metric(
+        "ptj_job_replicas",
+        Kind.GAUGE,
+        "Current number of replicas.",
+        read=lambda record: one(plan.data if (plan := record.status.plan) is not None else None),
+    )
+    replicas_wanted = job_metric(
+        "ptj_job_replicas_wanted",
+        Kind.GAUGE,
+        "Number of replicas with which an elastic job runs if there are enough nodes.",
+        read=lambda record: one(elastic.wanted_replicas if (elastic := record.status.elastic) is not None else None),
+    )
     restarts = job_metric(
         "ptj_job_restarts_total",
         Kind.COUNTER,

@@ -110,6 +110,7 @@ class Agent:
             self._heartbeat.report_now,
         )
         self._start_background_task(self._poll.run())
+        self._start_background_task(self._announce_prepared())
         self._start_background_task(self._heartbeat.run())
 
     def _start_background_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -135,7 +136,15 @@ class Agent:
             generation=self._state_machine.generation,
             address=self._settings.pod_address,
             store_port=self._launcher.store_port,
+            preparing=self._launcher.preparing,
         )
+
+    async def _announce_prepared(self) -> None:
+        """Tell the coordinator when ranks can start at once. A job that grows waits for it."""
+        if self._launcher.preparing:
+            await self._launcher.prepared()
+            if self._state_machine.generation == 0:
+                self._poll.repeat()
 
     def _build_report(self) -> WorkerReport:
         current = self._state_machine.current

@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Callable
 
-from meshwright.protocol.messages import MeshRequest, ReportReply, WorkerReport
+from meshwright.protocol.messages import MeshDocument, MeshRequest, ReportReply, WorkerReport
 from meshwright_worker.agent.coordinator_client import (
     CoordinatorClient,
     IncompatibleError,
@@ -79,12 +79,17 @@ class MeshPoll:
         self._reject_seconds = reject_seconds
         self._on_early_answer = on_early_answer
         self._wake = asyncio.Event()
+        self._changed = asyncio.Event()
         self._applied = asyncio.Event()
         self._generation = 0
 
     def wake(self) -> None:
         """End a wait between tries early, because a new mesh is available."""
         self._wake.set()
+
+    def repeat(self) -> None:
+        """Send an open poll again at once, because the request has changed."""
+        self._changed.set()
 
     def mark_applied(self, generation: int) -> None:
         """Record that the mesh of `generation` was applied: the next poll, with the next store port, may be sent."""
@@ -97,9 +102,10 @@ class MeshPoll:
         rejected_since: float | None = None
         unreachable = False
         while True:
+            self._changed.clear()
             request, opened = self._build_mesh_request(), time.monotonic()
             try:
-                document = await self._client.mesh(request)
+                document = await self._ask(request)
             except SupersededError:
                 self._event_queue.put_nowait(ShutdownRequested(EXIT_DRAINED, "the job no longer wants this pod"))
                 return
@@ -132,9 +138,21 @@ class MeshPoll:
                 while self._generation < document.generation:
                     self._applied.clear()
                     await self._applied.wait()
-            elif time.monotonic() - opened < EARLY_ANSWER * request.wait_seconds:
+            elif not self._changed.is_set() and time.monotonic() - opened < EARLY_ANSWER * request.wait_seconds:
                 self._on_early_answer()
             await asyncio.sleep(POLL_PAUSE_SECONDS)
+
+    async def _ask(self, request: MeshRequest) -> MeshDocument | None:
+        """The answer to a poll. None if there is no newer mesh yet, or if the request has changed meanwhile."""
+        poll = asyncio.create_task(self._client.mesh(request))
+        changed = asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait((poll, changed), return_when=asyncio.FIRST_COMPLETED)
+            return await poll if poll.done() else None
+        finally:
+            poll.cancel()
+            changed.cancel()
+            await asyncio.gather(poll, changed, return_exceptions=True)
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):

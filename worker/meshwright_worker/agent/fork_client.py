@@ -63,6 +63,16 @@ class ForkServerClient:
         self._ready = asyncio.get_running_loop().create_future()
         self._reader = asyncio.create_task(self._listen(ours, self._ready))
 
+    @property
+    def importing(self) -> bool:
+        """Whether the server still imports torch."""
+        return self._ready is not None and not self._ready.done()
+
+    async def imported(self) -> None:
+        """Wait until the server has imported torch, or has failed to. Returns at once if it was not started."""
+        if self._ready is not None:
+            await asyncio.wait([self._ready])
+
     async def ready(self) -> None:
         """Start the server if it is not running, and wait until it has imported torch.
 

@@ -54,6 +54,15 @@ class Launcher:
         """Start importing torch while the pod waits for its gang."""
         await self._server.start()
 
+    @property
+    def preparing(self) -> bool:
+        """Whether torch is still being imported."""
+        return self._server.importing
+
+    async def prepared(self) -> None:
+        """Wait until torch was imported, or could not be."""
+        await self._server.imported()
+
     async def prepare(self, start: StartRanks) -> None:
         """Prepare to start the ranks of a generation; then release the port, if rank 0's store is about to use it.
 

@@ -1,0 +1,129 @@
+"""Elastic jobs with real ranks: they are scaled, lose a node without a spare, and train on the samples of any run."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from meshwright.api.conditions import RESCALING, is_true
+from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright_local.cluster import LEAF_LABEL
+from meshwright_local.control_socket import send
+from meshwright_local.kube.resources import JOBS
+from tests.e2e.local_stack import NAMESPACE, Stage, Test, tiny
+
+RACK = {LEAF_LABEL: "rack1"}
+"""Two nodes, each of which takes one replica."""
+CONSTANT = {"minLearningRate": 0.003}
+"""The learning rate of the tiny job: it does not decay."""
+LAST_STEPS = 20
+
+
+def elastic(name: str, replicas: int, **fields: Any) -> list[dict[str, Any]]:
+    """A job that trains until `finish`, at a constant learning rate: its losses do not depend on its length."""
+    return tiny(
+        name,
+        replicas=replicas,
+        elastic={"maxReplicas": 2, "replacementSeconds": 5, "pauseSeconds": 10, **fields},
+        workers={"nodeSelector": RACK},
+        training={"steps": 100_000, "optimizer": CONSTANT},
+    )
+
+
+def runs_with(replicas: int) -> Test:
+    """The test that all ranks of this many replicas train, and that no resize is in progress."""
+
+    def holds(status: ParallelTrainingJobStatus) -> bool:
+        ranks = 2 * replicas
+        settled = not is_true(status.conditions, RESCALING)
+        return settled and status.replicas == replicas and status.ready_ranks == f"{ranks}/{ranks}"
+
+    return holds
+
+
+async def runs(stage: Stage, name: str, replicas: int) -> ParallelTrainingJobStatus:
+    """Wait until the job trains with this many replicas, and has taken a step with them."""
+    status = await stage.until(name, runs_with(replicas), f"training with {replicas} replicas")
+    step = status.step or 0
+    return await stage.until(name, lambda s: (s.step or 0) > step, f"past step {step} with {replicas} replicas")
+
+
+async def scale(stage: Stage, name: str, replicas: int) -> None:
+    """Do what `kubectl scale` and the HorizontalPodAutoscaler do."""
+    await stage.client.patch(JOBS, name, {"spec": {"replicas": replicas}}, NAMESPACE, subresource="scale")
+
+
+async def uids(stage: Stage, name: str) -> dict[str, str]:
+    """Name of each pod that has not ended -> its uid."""
+    ended = ("Succeeded", "Failed")
+    pods = [p for p in await stage.pods(name) if p["status"].get("phase") not in ended]
+    return {p["metadata"]["name"]: p["metadata"]["uid"] for p in pods if "deletionTimestamp" not in p["metadata"]}
+
+
+async def finish(stage: Stage, name: str) -> dict[str, Any]:
+    """Let the job end soon, and return the state that it ends with."""
+    steps = ((await stage.status(name)).step or 0) + LAST_STEPS
+    await stage.client.patch(JOBS, name, {"spec": {"training": {"steps": steps}}}, NAMESPACE)
+    await stage.complete(name)
+    saved = await stage.saved(name)
+    await stage.delete(name)
+    return saved
+
+
+async def uninterrupted(stage: Stage, steps: int) -> dict[str, Any]:
+    """The state that a job without resizes ends with after these steps."""
+    training = {"steps": steps, "optimizer": CONSTANT}
+    await stage.apply(tiny("fixed", replicas=1, parallelism={"microBatches": 4}, training=training))
+    await stage.complete("fixed", 300)
+    saved = await stage.saved("fixed")
+    await stage.delete("fixed")
+    return saved
+
+
+async def same_run(stage: Stage, saved: dict[str, Any]) -> None:
+    """Check that every sample was used once, and that the losses are those of a run without resizes."""
+    expected = await uninterrupted(stage, saved["step"])
+    assert saved["samples"] == saved["step"] * 8
+    assert (saved["samples"], saved["digest"]) == (expected["samples"], expected["digest"])
+    assert float.fromhex(saved["loss"]) == pytest.approx(float.fromhex(expected["loss"]), rel=1e-2)
+
+
+async def test_a_job_is_scaled_up_and_down_in_the_pods_that_stay(stage: Stage) -> None:
+    await stage.apply(elastic("scaled", 1))
+    await runs(stage, "scaled", 1)
+    first = await uids(stage, "scaled")
+    await scale(stage, "scaled", 2)
+    status = await runs(stage, "scaled", 2)
+    assert status.mesh is not None
+    assert (status.mesh.cause, status.mesh.generation, status.restarts_toward_limit) == ("Rescaled", 2, 0)
+    both = await uids(stage, "scaled")
+    assert len(both) == 2
+    assert first.items() < both.items()
+    await scale(stage, "scaled", 1)
+    status = await runs(stage, "scaled", 1)
+    assert await uids(stage, "scaled") == first
+    assert [(r.cause, r.count) for r in status.restarts] == [("Rescaled", 2)]
+    await same_run(stage, await finish(stage, "scaled"))
+
+
+async def test_a_job_trains_on_without_a_lost_node_and_grows_when_it_returns(stage: Stage) -> None:
+    await stage.apply(elastic("shrunk", 2))
+    await runs(stage, "shrunk", 2)
+    before = await uids(stage, "shrunk")
+    lost = await stage.pod("shrunk", 0)
+    control = stage.directory / "cluster"
+    await asyncio.to_thread(send, control, action="power-off", node=lost["spec"]["nodeName"])
+    try:
+        await runs(stage, "shrunk", 1)
+        survivors = await uids(stage, "shrunk")
+    finally:
+        await asyncio.to_thread(send, control, action="recover", node=lost["spec"]["nodeName"])
+    del before[lost["metadata"]["name"]]
+    assert survivors == before
+    status = await runs(stage, "shrunk", 2)
+    assert before.items() < (await uids(stage, "shrunk")).items()
+    assert status.mesh is not None
+    assert status.mesh.cause == "Rescaled"
+    await same_run(stage, await finish(stage, "shrunk"))
