@@ -16,6 +16,11 @@ Quantity = Annotated[
 ]
 """A Kubernetes resource quantity."""
 
+Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
+MAX_SAFE_INTEGER = (1 << 53) - 1
+"""The largest integer that every JSON reader represents exactly."""
+Count = Annotated[int, Field(ge=0, le=MAX_SAFE_INTEGER)]
+
 
 class ApiModel(BaseModel):
     """A part of the ParallelTrainingJob object or of a message between operator and worker.

@@ -7,15 +7,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from meshwright.api.base import ApiModel
+from meshwright.api.base import MAX_SAFE_INTEGER, ApiModel, Count, Time
+from meshwright.api.goodput import GoodputStatus
 from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.api.training import ActivationCheckpointing
 
 Text = Annotated[str, Field(max_length=1024)]
-Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]
-MAX_SAFE_INTEGER = (1 << 53) - 1
-"""The largest integer that every JSON reader represents exactly."""
-Count = Annotated[int, Field(ge=0, le=MAX_SAFE_INTEGER)]
 
 MAX_CONDITIONS = 16
 MAX_RESTART_CAUSES = 16
@@ -280,6 +277,8 @@ class ParallelTrainingJobStatus(ApiModel):
     """Latest evaluation, with `training.evaluation`."""
     checkpoint: CheckpointStatus | None = None
     """Latest durable checkpoint."""
+    goodput: GoodputStatus | None = None
+    """What the time of the job was spent on."""
     restarts: Annotated[
         list[RestartStatus], Field(max_length=MAX_RESTART_CAUSES, json_schema_extra={"x-list-map-key": "cause"})
     ] = []

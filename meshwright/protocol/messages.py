@@ -215,6 +215,8 @@ class Progress(OpenMessage):
     """Recent mean time of a step."""
     samples: Int64 = 0
     """Sequences consumed since the beginning of the run."""
+    checkpoint_stall_seconds: float = 0.0
+    """Time that the steps of this generation stood still for checkpoints, all together. Agents before 0.2 send none."""
 
 
 class Evaluation(OpenMessage):

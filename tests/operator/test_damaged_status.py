@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.api.base import MAX_SAFE_INTEGER
 from meshwright.api.objects import KubeObject
-from meshwright.api.status import MAX_APPLIED_SPEC, MAX_SAFE_INTEGER, MAX_SUCCEEDED_WORKERS, ParallelTrainingJobStatus
+from meshwright.api.status import MAX_APPLIED_SPEC, MAX_SUCCEEDED_WORKERS, ParallelTrainingJobStatus
 from meshwright.protocol.messages import MAX_GENERATION
 from meshwright_operator.decide.incarnations import NO_NAME_LEFT
 from meshwright_operator.decide.succeeded_workers import MAX_INDEX, disjoint_ranges, parse_workers

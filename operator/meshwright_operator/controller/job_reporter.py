@@ -18,7 +18,7 @@ from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_operator.controller.observe import JobRejectedError, suspended_by_user
 from meshwright_operator.controller.start_timeline import StartTimeline
 from meshwright_operator.controller.status_patch import StatusRejectedError, StatusWriter
-from meshwright_operator.decide import lifecycle, rejected_job
+from meshwright_operator.decide import goodput, lifecycle, rejected_job
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.decide.hang_detection import silence
@@ -77,7 +77,8 @@ class JobReporter:
         progress = received.report.progress if received is not None and current else None
         runs = decision.mesh.generation > 0 and not decision.mesh.pending_cause
         oldest = silence(observed).oldest_seconds if runs else None
-        self._jobs.record(key, observed.uid).put(decision.status, progress, time.monotonic(), oldest)
+        seconds = self._seconds_by_cause(decision.status)
+        self._jobs.record(key, observed.uid).put(decision.status, progress, time.monotonic(), oldest, seconds)
         started = is_true(decision.status.conditions, READY) and not is_true(observed.status.conditions, READY)
         if started and observed.mesh.generation == 1 and not lifecycle.finished(decision.status):
             created = job["metadata"].get("creationTimestamp")
@@ -95,6 +96,7 @@ class JobReporter:
         uid = job["metadata"]["uid"]
         old = parse_status(job)
         status = self._rejected_status(job, old, rejection, suspended=suspended_by_user(job) and not live_pods)
+        goodput.update_without_decision(status, old, self._now(), job["metadata"].get("creationTimestamp"))
         event = JobEvent("PlacementFailed" if rejection.retryable else rejection.reason, rejection.message, WARNING)
         try:
             if await self._writer.write(key, job, status, False) and not lifecycle.finished(old):
@@ -105,7 +107,7 @@ class JobReporter:
                 self._events.post(job, event)
             raise
         finally:
-            self._jobs.record(key, uid).put(status, None, time.monotonic())
+            self._jobs.record(key, uid).put(status, None, time.monotonic(), seconds=self._seconds_by_cause(status))
 
     async def report_terminating(
         self, key: JobKey, job: KubeObject, *, live_pods: Sequence[Pod], finalizers: Sequence[str]
@@ -117,12 +119,17 @@ class JobReporter:
         """
         old, generation = parse_status(job), int(job["metadata"].get("generation", 0))
         status = rejected_job.terminating(old, generation, self._now(), live_pods=live_pods, finalizers=finalizers)
+        goodput.update_without_decision(status, old, self._now(), job["metadata"].get("creationTimestamp"))
         # The number of pods that have not exited yet is progress. That none is left is written at once.
         try:
             await self._writer.write(key, job, status, not live_pods)
         except StatusRejectedError:
             log.info("status of a job that is being deleted was rejected", extra={"job": str(key)})
-        self._jobs.record(key, job["metadata"]["uid"]).put(status, None, time.monotonic())
+        seconds = self._seconds_by_cause(status)
+        self._jobs.record(key, job["metadata"]["uid"]).put(status, None, time.monotonic(), seconds=seconds)
+
+    def _seconds_by_cause(self, status: ParallelTrainingJobStatus) -> dict[str, float]:
+        return goodput.seconds_by_cause(status, self._now())
 
     def report_error(self, job: KubeObject, error: Exception) -> None:
         """Post an event about an error, if the user can do something about it."""

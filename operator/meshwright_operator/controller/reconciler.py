@@ -32,7 +32,7 @@ from meshwright_operator.controller.status_patch import ConflictError
 from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
-from meshwright_operator.decide import decide_job, lifecycle, placement_outcome, resize
+from meshwright_operator.decide import decide_job, goodput, lifecycle, placement_outcome, resize
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed, PodState, Rejection, has_started
@@ -250,6 +250,7 @@ class Reconciler:
 
     async def _execute(self, key: JobKey, job: KubeObject, registry: AgentRegistry, draft: Decision) -> None:
         observed = draft.observed
+        goodput.update_goodput(draft, job["metadata"].get("creationTimestamp"))
         await self._reporter.write_status(key, job, draft)
         # Status now contains the rejection, so a later one is a new rejection.
         if observed.rejection is not None:

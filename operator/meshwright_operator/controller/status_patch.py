@@ -20,7 +20,8 @@ from meshwright_operator.kube.workqueue import WorkQueue
 PROGRESS_SECONDS = 10.0
 """Shortest time between two writes of a job's status that only update progress."""
 
-PROGRESS_FIELDS = frozenset({*map(to_camel, THROTTLED_FIELDS), "readyRanks"})
+GOODPUT = "goodput"
+PROGRESS_FIELDS = frozenset({*map(to_camel, THROTTLED_FIELDS), "readyRanks", GOODPUT})
 
 
 class ConflictError(Exception):
@@ -51,7 +52,7 @@ class StatusWriter:
         old = old if isinstance(old, dict) else {}
         new: KubeObject = dict(status.wire())
         patch = status_patch(job, new, self._cache.parsed)
-        if not patch:
+        if not patch or _only_books_time(old, patch):
             return False
         uid, now = job["metadata"]["uid"], time.monotonic()
         since = now - self._written.get(uid, float("-inf"))
@@ -124,6 +125,12 @@ def merge_diff(old: Any, new: Any) -> Any:
 def is_urgent(old: KubeObject, new: KubeObject) -> bool:
     """Whether `new` changes more than progress. Then it is written at once."""
     return _without_progress(old) != _without_progress(new)
+
+
+def _only_books_time(old: KubeObject, patch: KubeObject) -> bool:
+    """Whether the patch only books more time for the same cause. That is written with the next other change."""
+    changes = patch[GOODPUT] if patch.keys() == {GOODPUT} else None
+    return isinstance(old.get(GOODPUT), dict) and isinstance(changes, dict) and not changes.keys() & {"cause"}
 
 
 def _without_progress(status: KubeObject) -> KubeObject:

@@ -245,6 +245,7 @@ def _repair_pending_since(decision: Decision) -> None:
 def _end_generation(decision: Decision, verdict: Interruption) -> None:
     """Ends the generation: counts the restart, posts the cause, and fails the job if it reached its restart limit."""
     cause = verdict.cause
+    decision.detection_seconds = verdict.detected_in
     decision.add_cause_event(cause, verdict.message)
     if verdict.job_failure:
         if decision.status.checkpoint is not None or verdict.job_failure == failure_detection.CHECKPOINT_INCOMPATIBLE:

@@ -50,6 +50,8 @@ class Decision:
     """For how long; None for the scheduler's default."""
     blocked_nodes: dict[str, str] = field(default_factory=dict)
     """Node -> why this job must not be placed there, as long as the decision says so."""
+    detection_seconds: float = 0.0
+    """If this decision ended a generation that failed: seconds from the first symptom to the verdict."""
     delete_job: bool = False
     requeue_after: float | None = None
     """Seconds after which to reconcile the job again, even without an event."""

@@ -11,7 +11,8 @@ from collections.abc import Set
 
 from pydantic import ValidationError
 
-from meshwright.api.status import MAX_SAFE_INTEGER, CheckpointStatus, EvaluationStatus, ParallelTrainingJobStatus
+from meshwright.api.base import MAX_SAFE_INTEGER
+from meshwright.api.status import CheckpointStatus, EvaluationStatus, ParallelTrainingJobStatus
 from meshwright.perplexity import perplexity
 from meshwright.protocol.messages import AgentState, Evaluation, Progress, WorkerReport
 from meshwright.protocol.run_config import NativeRun

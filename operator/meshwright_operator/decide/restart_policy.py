@@ -55,6 +55,11 @@ class RestartCause:
     detect: Detector | None = None
     """Detects it, if it is not one of the causes below, which `failure_detection.DETECTORS` detect."""
 
+    @property
+    def is_failure(self) -> bool:
+        """Whether something failed. The operator or a user decides on all other restarts, while steps still run."""
+        return self.restarts and self.event_type == WARNING
+
 
 CAUSES: dict[str, RestartCause] = {}
 """Every cause by name."""

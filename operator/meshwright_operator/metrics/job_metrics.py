@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from meshwright.api import conditions as names
+from meshwright.api.base import MAX_SAFE_INTEGER
 from meshwright.api.conditions import find
-from meshwright.api.status import MAX_SAFE_INTEGER, ParallelTrainingJobStatus
+from meshwright.api.goodput import TimeCause
+from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.metrics.declaration import Catalog, Kind, Label, Metric, Sample
 from meshwright.metrics.exporter import scraped
 from meshwright.protocol.messages import Progress
+from meshwright_operator.decide.goodput import goodput_ratio
+from meshwright_operator.decide.time_ledger import STEPPING
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.timestamps import parse_time
 
@@ -41,6 +45,11 @@ class JobRecord:
     furthest_step: int | None = None
     lost_steps: int = 0
     last_step: int | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """The job's time by cause, of its whole life, up to `seconds_at`."""
+    seconds_at: float = 0.0
+    exported: dict[str, float] = field(default_factory=dict)
+    """The largest value of each cause so far: a counter never goes back, also if a step is reported late."""
     oldest_report_at: float | None = None
     """When the oldest of its agents' last reports arrived. None while no worker runs in a mesh generation."""
 
@@ -50,9 +59,13 @@ class JobRecord:
         progress: Progress | None,
         clock: float,
         oldest_report_age: float | None = None,
+        seconds: Mapping[str, float] | None = None,
     ) -> None:
-        """Record the job's status, its latest progress and the age of its agents' oldest report at the time `clock`."""
+        """Record the job's status, its latest progress, the age of its agents' oldest report and the seconds by cause
+        at the time `clock`.
+        """
         self.status = status
+        self.seconds, self.seconds_at = seconds or {}, clock
         self.oldest_report_at = None if oldest_report_age is None else clock - oldest_report_age
         self._add_elapsed(clock)
         self.phase = phase_of(status)
@@ -74,6 +87,20 @@ class JobRecord:
         """Seconds by phase, up to the moment `clock`."""
         self._add_elapsed(clock)
         return dict(self.wallclock)
+
+    def seconds_by_cause(self, clock: float) -> dict[str, float]:
+        """Seconds by cause up to the moment `clock`; with steps, up to the last one that was reported."""
+        found = dict(self.seconds)
+        cause = self.status.goodput.cause if self.status.goodput is not None else ""
+        if cause and cause not in STEPPING:
+            found[cause] = found.get(cause, 0.0) + max(0.0, clock - self.seconds_at)
+        return found
+
+    def exported_seconds(self, clock: float) -> dict[str, float]:
+        """The same for a counter."""
+        for cause, seconds in self.seconds_by_cause(clock).items():
+            self.exported[cause] = max(seconds, self.exported.get(cause, 0.0))
+        return self.exported
 
     def oldest_report_age(self, clock: float) -> float | None:
         """Age of the oldest of its agents' last reports, at the time `clock`."""
@@ -170,6 +197,11 @@ def _seconds_by_phase(record: JobRecord) -> Iterable[Sample]:
     return [((phase,), seconds) for phase, seconds in record.seconds_by_phase(time.monotonic()).items()]
 
 
+def _seconds_by_cause(record: JobRecord) -> Iterable[Sample]:
+    seconds = record.exported_seconds(time.monotonic())
+    return [((cause.value,), seconds[cause]) for cause in TimeCause if cause in seconds]
+
+
 def _checkpoint(record: JobRecord) -> tuple[int, float] | None:
     """The step of the latest checkpoint, and its time in seconds since 1970."""
     checkpoint = record.status.checkpoint
@@ -256,6 +288,19 @@ class JobMetrics(Catalog, Collector):
         Kind.GAUGE,
         "Age of the last report of the agent that has been silent for the longest time, while a generation runs.",
         read=lambda record: one(record.oldest_report_age(time.monotonic())),
+    )
+    seconds_by_cause = job_metric(
+        "ptj_job_seconds_total",
+        Kind.COUNTER,
+        "Time of the job by cause, since its creation, also under earlier operators.",
+        Label("cause", tuple(cause.value for cause in TimeCause)),
+        read=_seconds_by_cause,
+    )
+    goodput_ratio = job_metric(
+        "ptj_job_goodput_ratio",
+        Kind.GAUGE,
+        "Time of steps that count, divided by all time in which the job was not suspended.",
+        read=lambda record: one(goodput_ratio(record.seconds_by_cause(time.monotonic()))),
     )
     productive_seconds = job_metric(
         "ptj_job_productive_seconds_total",

@@ -262,6 +262,7 @@ class MeshGeneration:
             tokens_per_second=self.throughput.tokens_per_second,
             step_seconds=self.throughput.step_seconds,
             samples=self.latest.samples,
+            checkpoint_stall_seconds=self.latest.checkpoint_stall_seconds,
         )
 
 

@@ -89,6 +89,8 @@ class StepReport:
     """The same plus recomputation."""
     peak_flops: float | None = None
     """Peak bf16 FLOP/s of all of the job's GPUs; None if they are not known."""
+    checkpoint_stall_seconds: float = 0.0
+    """Time for which all steps of this generation so far stood still for checkpoints."""
     evaluation_loss: float | None = None
     """Mean loss per token on held-out documents after this step; None if it was not evaluated."""
     experts: tuple[ExpertLoad, ...] = ()

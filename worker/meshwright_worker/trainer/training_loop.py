@@ -89,6 +89,8 @@ class TrainingLoop:
         self._digest = SampleDigest()
         self._unreported = 0.0
         """Seconds of steps without a result yet: a pipeline without flushes reports results later."""
+        self._stall_seconds = 0.0
+        """Time in which steps stood still for a save."""
         self._samples = Prefetcher(self._read_samples, mesh.device)
 
     def run(self, state: TrainingState) -> Outcome:
@@ -123,7 +125,7 @@ class TrainingLoop:
         return Outcome.STOPPED if stopped and state.step < self._training.steps else Outcome.COMPLETE
 
     def _save(self, state: TrainingState, *, wait: bool) -> None:
-        trainer = self._trainer
+        started_at, trainer = time.monotonic(), self._trainer
         if self._checkpoint_manager is not None:
             self._checkpoint_manager.save(
                 trainer.shards,
@@ -134,6 +136,7 @@ class TrainingLoop:
                 trainer.compression_state,
                 wait=wait,
             )
+        self._stall_seconds += time.monotonic() - started_at
 
     def _step(self, number: int, state: TrainingState) -> tuple[TrainingState, bool]:
         started_at = time.monotonic()
@@ -224,6 +227,7 @@ class TrainingLoop:
             model_flops=flops.model,
             hardware_flops=flops.hardware,
             peak_flops=flops.peak,
+            checkpoint_stall_seconds=self._stall_seconds,
             experts=result.experts,
             pipeline_bubble=result.bubble,
         )

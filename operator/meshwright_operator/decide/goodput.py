@@ -1,0 +1,167 @@
+"""`status.goodput`: what a decision means for the ledger of the job's time.
+
+The ledger is written with other changes of the status, and never causes a write of its own while its cause stays. What
+was not written is computed again from the ledger in status, so that several decisions between two writes book no time
+twice.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from meshwright.api import conditions as names
+from meshwright.api.conditions import find, is_true
+from meshwright.api.goodput import GoodputStatus, TimeCause
+from meshwright.api.status import MAX_SAFE_INTEGER, ParallelTrainingJobStatus
+from meshwright.protocol.messages import WorkerReport
+from meshwright.protocol.run_config import CommandRun
+from meshwright_operator.decide import lifecycle, restart_policy, time_ledger
+from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
+from meshwright_operator.decide.mesh_generation import rank_zero_worker
+from meshwright_operator.decide.observed import Observed
+from meshwright_operator.decide.restart_policy import cause_named
+from meshwright_operator.decide.time_ledger import STEPPING, Seen, Steps
+from meshwright_operator.timestamps import parse_time
+
+FINISHED = ""
+"""The cause of a job that has finished or is being deleted: its time does not count."""
+
+
+def update_goodput(decision: Decision, created: str | None) -> None:
+    """Writes to `decision.status` what the time up to now was spent on, once it is known which nodes the job gets.
+
+    `created` is the time at which the job was created.
+    """
+    observed, status = decision.observed, decision.status
+    if lifecycle.finished(observed.status):
+        return
+    old = observed.status.goodput
+    seen = _seen(decision, old.cause if old is not None else "")
+    if old is None:
+        old = _new_ledger(observed.status, observed.now, created, seen.cause)
+    status.goodput = time_ledger.advance(old, seen)
+
+
+def update_without_decision(
+    status: ParallelTrainingJobStatus, old: ParallelTrainingJobStatus, now: datetime, created: str | None
+) -> None:
+    """The same for a job for which no decision is made: it waits for a layout or an edit, or is being deleted."""
+    if lifecycle.finished(old):
+        return
+    mesh = old.mesh
+    ready = find(status.conditions, names.READY)
+    if ready is not None and ready.reason == "Terminating":
+        cause = FINISHED
+    elif is_true(status.conditions, names.SUSPENDED):
+        cause = TimeCause.SUSPENDED
+    elif mesh is None or not mesh.generation or mesh.pending_cause:
+        cause = TimeCause.QUEUED
+    else:
+        return  # its ranks train, whatever the new spec says
+    ledger = old.goodput or _new_ledger(old, now, created, cause)
+    status.goodput = time_ledger.advance(ledger, Seen(now=now, cause=cause)) if ledger.cause else ledger
+
+
+def seconds_by_cause(status: ParallelTrainingJobStatus, now: datetime) -> dict[str, float]:
+    """Seconds by cause up to `now`, for metrics. Those after the last step are left out: their cause is not known yet.
+
+    Otherwise, a counter would go back when they turn out to be part of a failure.
+    """
+    ledger = status.goodput
+    if ledger is None:
+        return {}
+    known_until = (parse_time(ledger.since) or now) if ledger.cause in STEPPING else now
+    return time_ledger.seconds_by_cause(ledger, known_until)
+
+
+def goodput_ratio(seconds: dict[str, float]) -> float | None:
+    """Time of steps that count over all time that is not suspended. None if there is none."""
+    total = sum(seconds.values()) - seconds.get(TimeCause.SUSPENDED, 0.0)
+    return seconds.get(TimeCause.TRAINING, 0.0) / total if total > 0 else None
+
+
+def _new_ledger(status: ParallelTrainingJobStatus, now: datetime, created: str | None, cause: str) -> GoodputStatus:
+    """The ledger of a job that has none. A job that an earlier version has started begins now, with what it does."""
+    if status.conditions or status.mesh is not None:
+        step = max(status.step or 0, status.checkpoint.step if status.checkpoint is not None else 0)
+        return time_ledger.begin(now, cause, step)
+    # The API server's clock may be ahead.
+    return time_ledger.begin(min(parse_time(created) or now, now), TimeCause.QUEUED)
+
+
+def _seen(decision: Decision, before: str) -> Seen:
+    """What the job does after the decision. `before` is the cause so far."""
+    observed, status = decision.observed, decision.status
+    steps = _steps(observed)
+    ran = observed.mesh.generation > 0 and not observed.mesh.pending_cause
+    ended = bool(decision.mesh.pending_cause) or decision.mesh.generation != observed.mesh.generation
+    world, _, total = status.ready_ranks.partition("/")
+    all_train = world == total and world not in ("", "0")
+    trains_unseen = ran and not ended and all_train and isinstance(observed.run, CommandRun)
+    failed_job = is_true(status.conditions, names.FAILED)
+    # One decision may end a generation and form the next one.
+    failed_generation = ended and cause_named(decision.mesh.pending_cause or decision.mesh.cause).is_failure
+    # After a restart of the operator, the agents' first reports are missing. `before` tells that steps run: it is of
+    # the current generation, because the end of one is written with another cause.
+    return Seen(
+        now=observed.now,
+        cause=_cause(decision, trains=not ended and (steps is not None or before in STEPPING or trains_unseen)),
+        steps=steps,
+        trains_unseen=trains_unseen,
+        failed=ran and (failed_job or failed_generation),
+        detection_seconds=decision.detection_seconds,
+    )
+
+
+def _cause(decision: Decision, *, trains: bool) -> str:
+    """What the job spends time on after the decision."""
+    observed, status, mesh = decision.observed, decision.status, decision.mesh
+    if lifecycle.finished(status):
+        return FINISHED
+    if observed.spec.suspend:
+        return TimeCause.SUSPENDED
+    if decision.place is not None and not decision.create:
+        return TimeCause.QUEUED
+    if mesh.pending_cause or not mesh.generation:
+        placed = find(status.conditions, names.PLACED)
+        unbound = placed is not None and placed.status == "False" and placed.reason == WAITING_FOR_SCHEDULER
+        return TimeCause.QUEUED if unbound else _start_cause(mesh.pending_cause)
+    if trains:
+        return TimeCause.TRAINING
+    return _start_cause(mesh.cause)
+
+
+def _start_cause(cause: str) -> TimeCause:
+    """What the time of a start counts as."""
+    if cause == restart_policy.RESCALED.name:
+        return TimeCause.RESCALING
+    return TimeCause.RESTARTING if cause and cause_named(cause).restarts else TimeCause.STARTING
+
+
+def _steps(observed: Observed) -> Steps | None:
+    """The steps of the generation that ran before the decision; None before its first one."""
+    received = observed.agents.reports.get(rank_zero_worker(observed))
+    if received is None or observed.mesh.pending_cause or isinstance(observed.run, CommandRun):
+        return None
+    generation = observed.mesh.generation
+    if not generation or received.report.generation != generation:
+        return None
+    last = _last_step(received.report)
+    if last is None:
+        return None
+    progress = received.report.progress
+    seconds, stall = (progress.step_seconds, progress.checkpoint_stall_seconds) if progress is not None else (0.0, 0.0)
+    return Steps(last, _first_step(observed, last), seconds, stall)
+
+
+def _last_step(report: WorkerReport) -> int | None:
+    """The last step of rank 0. There is no progress while the loss is not finite. The values are a user's pod's."""
+    steps = [report.progress.step] if report.progress is not None else [r.step for r in report.ranks if r.step]
+    return next((step for step in steps if 0 <= step <= MAX_SAFE_INTEGER), None)
+
+
+def _first_step(observed: Observed, last: int) -> int:
+    """The step that the generation continued from; a later one if it has saved a checkpoint since."""
+    checkpoint = observed.status.checkpoint
+    return min(checkpoint.step, last) if checkpoint is not None else 0
