@@ -329,7 +329,9 @@ def test_what_an_old_generation_says_is_ignored(driver: Driver) -> None:
 
 
 def step(number: int, loss: float = 2.0, seconds: float = 0.5) -> StepDone:
-    return StepDone(StepReport(number, loss, 1.0, 1e-3, 1000, number * 4, seconds, 0.0))
+    return StepDone(
+        StepReport(number, loss, 1.0, 1e-3, 1000, number * 4, seconds, 0.0, checkpoint_stall_seconds=number / 8)
+    )
 
 
 def test_only_the_worker_of_rank_zero_reports_progress() -> None:
@@ -363,7 +365,7 @@ def test_progress_is_smoothed_and_the_checkpoint_outlives_its_generation(driver:
     driver.tell(0, step(1, seconds=1.0), step(2, seconds=0.25), CheckpointSaved(2, "/c/step-2", 0.1))
     progress = build_report(driver.state_machine).progress
     assert progress is not None
-    assert (progress.step, progress.samples) == (2, 8)
+    assert (progress.step, progress.samples, progress.checkpoint_stall_seconds) == (2, 8, 0.25)
     assert progress.step_seconds == pytest.approx(0.625)
     assert progress.tokens_per_second == pytest.approx(1600)
     driver.state_machine.on_mesh(document(2), driver.now)

@@ -146,6 +146,7 @@ def test_a_job_of_an_earlier_version_begins_with_what_it_does() -> None:
     running = trains(130)
     old = replace(running, status=running.status.model_copy(update={"goodput": None}))
     assert booked_by(old) == ("Training", {})
+    assert booked_by(replace(old, agents=agents([]))) == ("Training", {})
 
 
 def test_a_finished_job_books_nothing_more() -> None:

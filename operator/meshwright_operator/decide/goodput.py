@@ -20,6 +20,7 @@ from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed
+from meshwright_operator.decide.rejected_job import TERMINATING
 from meshwright_operator.decide.restart_policy import cause_named
 from meshwright_operator.decide.time_ledger import STEPPING, Seen, Steps
 from meshwright_operator.timestamps import parse_time
@@ -51,7 +52,7 @@ def update_without_decision(
         return
     mesh = old.mesh
     ready = find(status.conditions, names.READY)
-    if ready is not None and ready.reason == "Terminating":
+    if ready is not None and ready.reason == TERMINATING:
         cause = FINISHED
     elif is_true(status.conditions, names.SUSPENDED):
         cause = TimeCause.SUSPENDED
@@ -103,10 +104,11 @@ def _seen(decision: Decision, before: str) -> Seen:
     # One decision may end a generation and form the next one.
     failed_generation = ended and cause_named(decision.mesh.pending_cause or decision.mesh.cause).is_failure
     # After a restart of the operator, the agents' first reports are missing. `before` tells that steps run: it is of
-    # the current generation, because the end of one is written with another cause.
+    # the current generation, because the end of one is written with another cause. An earlier version wrote none.
+    stepping = steps is not None or trains_unseen or before in STEPPING or (all_train and not before)
     return Seen(
         now=observed.now,
-        cause=_cause(decision, trains=not ended and (steps is not None or before in STEPPING or trains_unseen)),
+        cause=_cause(decision, trains=stepping and not ended),
         steps=steps,
         trains_unseen=trains_unseen,
         failed=ran and (failed_job or failed_generation),
