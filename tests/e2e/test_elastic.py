@@ -116,7 +116,8 @@ async def test_a_job_trains_on_without_a_lost_node_and_grows_when_it_returns(sta
     control = stage.directory / "cluster"
     await asyncio.to_thread(send, control, action="power-off", node=lost["spec"]["nodeName"])
     try:
-        await runs(stage, "shrunk", 1)
+        status = await runs(stage, "shrunk", 1)
+        assert status.restarts_toward_limit == 0
         survivors = await uids(stage, "shrunk")
     finally:
         await asyncio.to_thread(send, control, action="recover", node=lost["spec"]["nodeName"])

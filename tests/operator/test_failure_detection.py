@@ -93,6 +93,28 @@ def test_a_failed_rank_is_judged_after_a_moment(reports, halted_seconds, expecte
         assert verdict == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "age", "interval", "cause"),
+    [
+        (PEER, 11.0, 2.0, "PodLost"),
+        (PEER, 9.0, 2.0, "RankFailure"),
+        (PEER, 11.0, 20.0, "RankFailure"),
+        (ERROR, 11.0, 2.0, "RankFailure"),
+    ],
+    ids=["silent", "reports", "reports rarely", "a rank failed by itself"],
+)
+def test_peers_of_a_worker_that_is_silent_since_have_not_failed(
+    kind: FailureKind, age: float, interval: float, cause: str
+) -> None:
+    """A node without power is marked as down only after 40 s."""
+    failures = agents([failed(0, kind), failed(1, PEER)], halted_seconds=10.5)
+    silent = ReceivedReport(report(2, AgentState.RUNNING), age, 0.0, interval)
+    verdict = detect(observed(received=replace(failures, reports={**failures.reports, 2: silent})))
+    assert isinstance(verdict, Interruption)
+    assert verdict.cause.name == cause
+    assert verdict.lost == (), "its pod may be well"
+
+
 def test_the_root_cause_is_told() -> None:
     received = agents([failed(0, PEER, "connection closed"), failed(2, ERROR, "ZeroDivisionError")], halted_seconds=3)
     verdict = detect(observed(received=received))

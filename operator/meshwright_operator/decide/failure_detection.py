@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.decide.hang_detection import hung_command, hung_ranks, silent_agents, stuck_agents
 from meshwright_operator.decide.observed import Observed, PodState, Worker
+from meshwright_operator.decide.report_interval import FRESH_INTERVALS
 from meshwright_operator.decide.restart_policy import (
     CAUSE_WAIT_SECONDS,
     CAUSES,
@@ -83,6 +84,10 @@ def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
     wait = CAUSE_WAIT_SECONDS if root else PEER_LOST_WAIT_SECONDS
     if oldest < wait:
         return Undetermined(wait - oldest)
+    if not root and (gone := _unheard_since(observed, oldest)):
+        named = ", ".join(f"worker {worker.index} on {worker.node}" for worker in gone[:3]) + _more(gone, 3)
+        message = f"Ranks lost their peers, and no report has arrived since from {named}"
+        return Interruption(POD_LOST, message, detected_in=oldest)
     # A failure that would repeat fails the job, so name it. Otherwise name the earliest root failure.
     worker, received = max(
         failing.items(),
@@ -94,6 +99,21 @@ def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
         detected_in=oldest,
         job_failure=JOB_FAILURES.get(received.report.failure, "") if received.report.failure is not None else "",
     )
+
+
+def _unheard_since(observed: Observed, seconds: float) -> list[Worker]:
+    """The workers whose agents have sent no report in this time, although several were due.
+
+    Their nodes are probably down, which Kubernetes finds out only after `node-monitor-grace-period`, 40 s by default.
+    """
+    reports = observed.agents.reports
+    return [
+        worker
+        for worker in observed.workers
+        if worker.state is PodState.RUNNING
+        and (received := reports.get(worker.index)) is not None
+        and received.age >= max(seconds, FRESH_INTERVALS * received.interval)
+    ]
 
 
 def paused_ranks(observed: Observed) -> Interruption | Undetermined | None:
