@@ -10,9 +10,10 @@ from __future__ import annotations
 from datetime import datetime
 
 from meshwright.api import conditions as names
+from meshwright.api.base import MAX_SAFE_INTEGER
 from meshwright.api.conditions import find, is_true
 from meshwright.api.goodput import GoodputStatus, TimeCause
-from meshwright.api.status import MAX_SAFE_INTEGER, ParallelTrainingJobStatus
+from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.protocol.messages import WorkerReport
 from meshwright.protocol.run_config import CommandRun
 from meshwright_operator.decide import lifecycle, restart_policy, time_ledger

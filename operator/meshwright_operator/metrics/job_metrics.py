@@ -73,11 +73,11 @@ class JobRecord:
         if progress is None or not 0 <= progress.step <= MAX_SAFE_INTEGER:
             return
         step = progress.step
-        seconds = progress.step_seconds if 0 <= progress.step_seconds <= LONGEST_STEP_SECONDS else 0.0
+        step_seconds = progress.step_seconds if 0 <= progress.step_seconds <= LONGEST_STEP_SECONDS else 0.0
         if self.furthest_step is None:
             self.furthest_step = step
         if step > self.furthest_step:
-            self.productive += (step - self.furthest_step) * seconds
+            self.productive += (step - self.furthest_step) * step_seconds
             self.furthest_step = step
         if self.last_step is not None and step < self.last_step:
             self.lost_steps += self.last_step - step
