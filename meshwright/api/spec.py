@@ -151,8 +151,8 @@ class ParallelTrainingJobSpec(ApiModel):
     """`AllWorkers`: the job is complete when every worker has exited with code 0. `FirstWorker`: when the worker of
     rank 0 has; the others are then stopped. `FirstWorker` needs `runtime.command`."""
     priority: Annotated[int, Field(ge=-1000000000, le=1000000000)] = 0
-    """Priority in the queue of waiting jobs: higher first. The administrator's policy may bound it. Running jobs are
-    never stopped for others."""
+    """Priority in the queue of waiting jobs: higher first. The administrator's policy may bound it. No running
+    job is stopped for another one. Elastic jobs give up replicas above their minimum to jobs of higher priority."""
     suspend: bool = False
     """Whether the job is suspended: its pods are deleted. When this is set to false, it resumes from the latest
     checkpoint."""

@@ -252,7 +252,7 @@ class ParallelTrainingJobStatus(ApiModel):
     conditions: Annotated[
         list[Condition], Field(max_length=MAX_CONDITIONS, json_schema_extra={"x-list-map-key": "type"})
     ] = []
-    """Ready, Reconciling, Stalled, Placed, Complete, Failed, Suspended."""
+    """Ready, Reconciling, Stalled, Placed, Complete, Failed, Suspended; with `elastic` also Rescaling."""
     plan: PlanStatus | None = None
     """The effective layout."""
     placement: PlacementStatus | None = None

@@ -172,3 +172,16 @@ async def test_a_job_trains_on_until_the_new_workers_can_start_ranks_at_once() -
     await world.run(20)
     assert size(world, "job") == 2
     assert world.true("job", "Ready")
+
+
+async def test_the_workers_that_stay_are_kept_however_long_the_job_waits_for_a_replacement() -> None:
+    world = World(6, nodes=2, work=FOREVER)
+    world.submit(elastic("job", 2, replacementSeconds=90))
+    await world.run(20)
+    victim = next(pod for pod in world.pods("job") if pod.worker == 0)
+    survivors = pods(world, "job") - {victim.name}
+    set_ready(world, victim.node, ready=False)
+    await world.run(150)
+    assert size(world, "job") == 1
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert pods(world, "job") == survivors

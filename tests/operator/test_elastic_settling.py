@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
-import pytest
-from hypothesis import HealthCheck, Phase, settings
-
-from tests.operator.test_settling import Settling, submitted
-from tests.randomness import ASKED
-from tests.randomness import runs as histories
+from tests.operator.test_settling import Settling, chaos_test, submitted
 
 SETTLES_WITHIN = 4000.0
 QUIET = 700.0
@@ -47,21 +41,4 @@ class ElasticSettling(Settling):
         self.cluster.close()
 
 
-class _ElasticSettling(ElasticSettling.TestCase):  # type: ignore[name-defined, misc]
-    def setUp(self) -> None:
-        # Hypothesis parses this file. In CPython 3.11 that fails if a finalizer of an earlier test runs meanwhile.
-        gc.collect()
-        super().setUp()
-
-
-TestElasticSettling = pytest.mark.chaos(_ElasticSettling)
-del _ElasticSettling  # else it would be collected under both names
-TestElasticSettling.settings = settings(
-    max_examples=histories(4),
-    stateful_step_count=20,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    print_blob=True,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking would take longer than finding
-    derandomize=not ASKED,
-)
+TestElasticSettling = chaos_test(ElasticSettling, 4)

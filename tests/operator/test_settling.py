@@ -366,21 +366,25 @@ async def _operator(world: World) -> Operator:
     return Operator(world)
 
 
-class _Settling(Settling.TestCase):  # type: ignore[name-defined, misc]
-    def setUp(self) -> None:
-        # Hypothesis parses this file. In CPython 3.11 that fails if a finalizer of an earlier test runs meanwhile.
-        gc.collect()
-        super().setUp()
+def chaos_test(machine: type[RuleBasedStateMachine], default: int) -> Any:
+    """The test of a machine: so many histories, unless others are asked for."""
+
+    class Case(machine.TestCase):  # type: ignore[name-defined, misc]
+        def setUp(self) -> None:
+            # Hypothesis parses this file. In CPython 3.11 that fails if a finalizer of an earlier test runs meanwhile.
+            gc.collect()
+            super().setUp()
+
+    Case.settings = settings(
+        max_examples=histories(default),
+        stateful_step_count=20,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+        phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking would take longer than finding
+        derandomize=not ASKED,
+    )
+    return pytest.mark.chaos(Case)
 
 
-TestSettling = pytest.mark.chaos(_Settling)
-del _Settling  # else it would be collected under both names
-TestSettling.settings = settings(
-    max_examples=histories(6),
-    stateful_step_count=20,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    print_blob=True,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking would take longer than finding
-    derandomize=not ASKED,
-)
+TestSettling = chaos_test(Settling, 6)

@@ -3,8 +3,8 @@
 Every replica serves health, reads the coordinator's key and certificate, lists everything and watches. The one that
 holds the lease also reconciles and serves agents. The others are on standby: their caches are up to date, so they are
 ready, and take over within the duration of the lease. A replica that has not listed everything yet does not compete for
-the lease: one on standby can lead at once. A replica that stops hands over: it finishes its reconciles,
-answers the open polls, and releases the lease.
+the lease: one on standby can lead at once. A replica that stops hands over: it finishes its reconciles, answers the
+open polls, and releases the lease.
 """
 
 from __future__ import annotations

@@ -124,11 +124,13 @@ class _JobObserver:
         metadata = self.job["metadata"]
         elastic = spec if spec.elastic is not None else None
         sizes: Sequence[Plan] = ()
+        taken_by = ""
         if elastic is None:
             plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
         else:
-            uid = metadata["uid"]
-            found = _size_plans(self.key, uid, spec, self.status, revision, self.planner, self.scheduler)
+            limit = self.scheduler.replica_limit(metadata["uid"])
+            found = _size_plans(self.key, spec, self.status, revision, self.planner, limit)
+            taken_by = str(limit[1]) if limit is not None else ""
             spec, plan, others, sizes = found.spec, found.plan, [], found.sizes
         pods = self.cache.pods(self.key, metadata["uid"])
         down = _down_nodes(self.status, pods, self.cache)
@@ -150,7 +152,7 @@ class _JobObserver:
             other_plans=others,
             elastic=elastic,
             size_plans=sizes,
-            taken_by=_taken_by(self.scheduler, metadata["uid"]) if elastic is not None else "",
+            taken_by=taken_by,
             joining=workers[len(indices) :],
             excess_pods=excess_pods,
             stuck_pods=stuck_pods(pods, down, self.now),
@@ -225,35 +227,29 @@ def _plans(
         return planner.plans(key, spec)
     except PlanError as error:
         depends_on_nodes = error.depends_on_cluster and running_plan is None
-        node_warnings = planner.warnings(spec) if depends_on_nodes else ()
-        raise JobRejectedError(
-            error.reason, with_warnings(capitalized(str(error)), node_warnings), retryable=error.depends_on_cluster
-        ) from None
+        raise _unplannable(error, spec, planner, depends_on_nodes=depends_on_nodes) from None
 
 
 def _size_plans(
     key: JobKey,
-    uid: str,
     spec: ParallelTrainingJobSpec,
     status: ParallelTrainingJobStatus,
     revision: str,
     planner: Planner,
-    scheduler: JobScheduler,
+    limit: tuple[int, JobKey] | None,
 ) -> SizePlans:
     try:
-        limit = scheduler.replica_limit(uid)
         return plan_sizes(key, spec, status, revision, planner, limit[0] if limit is not None else None)
     except PlanError as error:
-        node_warnings = planner.warnings(spec) if error.depends_on_cluster else ()
-        raise JobRejectedError(
-            error.reason, with_warnings(capitalized(str(error)), node_warnings), retryable=error.depends_on_cluster
-        ) from None
+        raise _unplannable(error, spec, planner, depends_on_nodes=error.depends_on_cluster) from None
 
 
-def _taken_by(scheduler: JobScheduler, uid: str) -> str:
-    """The job of higher priority for which an elastic job shrinks; empty if there is none."""
-    limit = scheduler.replica_limit(uid)
-    return str(limit[1]) if limit is not None else ""
+def _unplannable(
+    error: PlanError, spec: ParallelTrainingJobSpec, planner: Planner, *, depends_on_nodes: bool
+) -> JobRejectedError:
+    """The error, with problems of nodes if these may be the reason."""
+    message = with_warnings(capitalized(str(error)), planner.warnings(spec) if depends_on_nodes else ())
+    return JobRejectedError(error.reason, message, retryable=error.depends_on_cluster)
 
 
 def _workers(

@@ -232,7 +232,10 @@ def _release_pods(decision: Decision, failed_pods: Sequence[Pod]) -> None:
 
 
 def _retention_expired(decision: Decision) -> bool:
-    return seconds_since(decision.mesh.pending_since, decision.observed.now) >= RETAIN_PODS_SECONDS
+    """Whether the pods that survived have waited long enough. Those of an elastic job are needed until it shrinks."""
+    elastic = decision.observed.elastic.elastic if decision.observed.elastic is not None else None
+    wait = RETAIN_PODS_SECONDS + (elastic.replacement_seconds if elastic is not None else 0)
+    return seconds_since(decision.mesh.pending_since, decision.observed.now) >= wait
 
 
 def placement_text(placement: PlacementStatus) -> str:

@@ -75,8 +75,15 @@ def shrink(decision: Decision, size: Size, why: str) -> None:
     layout = size.plan.layout
     placement = observed.status.placement.model_copy(
         update={
-            **{"workers": entries, "tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data},
-            **{"cost": "", "gap": "", "straddling_tensor_groups": 0, "straddling_replicas": 0},
+            "workers": entries,
+            "tensor": layout.tensor,
+            "pipeline": layout.pipeline,
+            "data": layout.data,
+            # Not known without the nodes' locations, until workers are placed again.
+            "cost": "",
+            "gap": "",
+            "straddling_tensor_groups": 0,
+            "straddling_replicas": 0,
         }
     )
     apply_size(decision, size.plan, placement, why)
@@ -132,8 +139,8 @@ def _continue_growth(decision: Decision) -> None:
     if plan is None or len(plan.workers) != len(following.workers):
         abandon_growth(decision, "the wanted size has changed", failed=False)
     elif ended:
-        names_ = ", ".join(pod_name(observed.name, worker.index, worker.incarnation) for worker in ended[:3])
-        abandon_growth(decision, f"pods have ended: {names_}", failed=True)
+        named = ", ".join(pod_name(observed.name, worker.index, worker.incarnation) for worker in ended[:3])
+        abandon_growth(decision, f"pods have ended: {named}", failed=True)
     elif (problem := _problem(observed)) is not None:
         abandon_growth(decision, problem, failed=True)
     elif gated := [worker.pod for worker in joining if worker.pod is not None and worker.pod.gated]:

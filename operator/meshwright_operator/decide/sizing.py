@@ -90,12 +90,6 @@ def sizes_to_place(observed: Observed) -> tuple[Size, ...]:
     return tuple(size_for(observed, plan, live) for plan in plans)
 
 
-def seconds_until_shrink(observed: Observed) -> float | None:
-    """Seconds until the job may continue with fewer replicas than it had. None if it already may."""
-    left = elastic_of(observed).replacement_seconds - seconds_since(observed.mesh.pending_since, observed.now)
-    return left if left > 0 else None
-
-
 def sizes_to_grow(observed: Observed) -> tuple[Size, ...]:
     """The sizes to which a job that trains may grow now, the largest first. Empty if it must wait, or has its size."""
     own, elastic = current_size(observed), elastic_of(observed)
