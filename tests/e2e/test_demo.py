@@ -77,6 +77,30 @@ async def test_demo_loses_a_worker_recovers_and_tells_it(tmp_path, job):
 
 
 @pytest.mark.long
+async def test_demo_of_an_elastic_job_loses_a_node_shrinks_and_grows_again(tmp_path):
+    """Four replicas on four nodes. With three, the batch cannot be divided: two train on."""
+    path, directory = tmp_path / "job.yaml", tmp_path / "demo"
+    elastic = {"replacementSeconds": 2, "pauseSeconds": 10}
+    path.write_text(yaml.safe_dump_all(tiny("sizes", replicas=4, elastic=elastic, training={"steps": 1500})))
+    process = await start(directory, "--manifest", str(path))
+    out = (await asyncio.wait_for(process.communicate(), patient(240)))[0].decode()
+    assert process.returncode == 0, out
+    for word in (
+        "RECOVERED",
+        "is gone for good",
+        "SMALLER: 2 of 4 replicas train on",
+        "replicas 2 of 4",
+        "-spare joins the cluster",
+        "GROWN: 4 of 4 replicas train again",
+        "step 1500, 12,000 samples",
+        ", as computed from the data alone",
+        "-spare w",
+    ):
+        assert word in out, out
+    assert connected(directory) == []
+
+
+@pytest.mark.long
 async def test_a_stopped_demo_leaves_no_process_and_the_next_one_works(tmp_path, job):
     directory = tmp_path / "demo"
 
