@@ -202,13 +202,13 @@ def test_picture_fits_a_terminal_of_80_x_24():
     assert "Reason0" not in text
 
 
-def test_fault_strikes_once_after_a_fifth_of_the_steps_when_every_rank_trains():
+def test_fault_strikes_once_after_a_tenth_of_the_steps_when_every_rank_trains():
     pods = [pod(0), pod(1)]
-    assert not Fault().due(snapshot(running(19), pods, []))
+    assert not Fault().due(snapshot(running(9), pods, []))
     assert not Fault().due(snapshot(running(60, ready="3/4"), pods, []))
     assert not Fault().due(snapshot(running(60), [], []))
     fault = Fault()
-    now = snapshot(running(20), pods, [])
+    now = snapshot(running(10), pods, [])
     assert fault.due(now)
     fault.deleted_pod, fault.generation, fault.step = now.pods[-1], now.generation, now.step
     assert not fault.due(now)
@@ -259,13 +259,13 @@ def resized_node():
     return node
 
 
-def test_a_node_is_lost_after_two_fifths_of_the_steps_but_never_that_of_rank_0():
+def test_a_node_is_lost_after_a_fifth_of_the_steps_but_never_that_of_rank_0():
     node, pods = LostNode(Path()), [pod(0), pod(1)]
-    assert node.due(snapshot(sized(40, 2, 2), pods, []))
-    assert not node.due(snapshot(sized(39, 2, 2), pods, []))
-    assert not node.due(snapshot(sized(40, 2, 1), pods, []))
-    assert not node.due(snapshot(sized(40, 2, 2, ready="3/4"), pods, []))
-    assert not node.due(snapshot(sized(40, 2, 2), pods[:1], []))
+    assert node.due(snapshot(sized(20, 2, 2), pods, []))
+    assert not node.due(snapshot(sized(19, 2, 2), pods, []))
+    assert not node.due(snapshot(sized(20, 2, 1), pods, []))
+    assert not node.due(snapshot(sized(20, 2, 2, ready="3/4"), pods, []))
+    assert not node.due(snapshot(sized(20, 2, 2), pods[:1], []))
 
 
 PLAN = {"tensor": 2, "pipeline": 1, "data": 1, "microBatches": 1, "worldSize": 2, "workers": 1}

@@ -55,7 +55,7 @@ def failed_checks(
 def failed_recovery_checks(end: Snapshot, fault: Fault) -> list[str]:
     """Evidence of a lost worker and of the recovery that is missing."""
     if fault.deleted_pod is None:
-        return ["no worker was deleted: the job finished before a fifth of its steps was observed"]
+        return ["no worker was deleted: the job finished before a tenth of its steps was observed"]
     problems = []
     if fault.recovered_at is None or fault.replacement is None:
         problems.append(f"no new mesh generation trained after {fault.deleted_pod.name} was deleted")

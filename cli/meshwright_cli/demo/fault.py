@@ -34,8 +34,8 @@ class Fault:
         return None if self.resumed_after is None else max(0, self.step - self.resumed_after)
 
     def due(self, now: Snapshot) -> bool:
-        """Whether to delete the pod: a fifth of the steps is done and every rank is training."""
-        late = now.total_steps > 0 and 5 * now.step >= now.total_steps
+        """Whether to delete the pod: a tenth of the steps is done and every rank is training."""
+        late = now.total_steps > 0 and 10 * now.step >= now.total_steps
         return self.deleted_pod is None and late and all_ranks_train(now) and bool(now.pods)
 
     async def inject(self, client: ApiClient, namespace: str, now: Snapshot) -> PodView:

@@ -14,7 +14,7 @@ from meshwright_cli.demo.fault import all_ranks_train
 from meshwright_cli.demo.snapshot import Snapshot
 from meshwright_local import control_socket
 
-JOIN_SECONDS = 5.0
+JOIN_SECONDS = 3.0
 """How long the job trains with fewer replicas before a node joins, so that this can be seen."""
 
 
@@ -62,8 +62,8 @@ class LostNode:
         return None if resumed is None else max(0, self.step - resumed)
 
     def due(self, now: Snapshot) -> bool:
-        """Whether to remove a node: two fifths of the steps are done, and every rank of several replicas trains."""
-        late = now.total_steps > 0 and 5 * now.step >= 2 * now.total_steps
+        """Whether to remove a node: a fifth of the steps is done, and every rank of several replicas trains."""
+        late = now.total_steps > 0 and 5 * now.step >= now.total_steps
         return not self.name and late and now.replicas > 1 and settled(now) and bool(self._target(now))
 
     async def remove(self, now: Snapshot) -> str:

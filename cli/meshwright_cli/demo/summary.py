@@ -104,6 +104,8 @@ def node_rows(end: Snapshot, node: LostNode) -> list[tuple[str, str]]:
 
 def repeated(steps: int | None) -> str:
     """How many completed steps were repeated."""
+    if steps == 1:
+        return "1 completed step was repeated"
     return f"{steps} completed steps were repeated" if steps else "no completed step was repeated"
 
 
