@@ -6,15 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.api.parallelism import PipelineSchedule as Schedule
 from meshwright.api.precision import Precision
 from meshwright.models.presets import published
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.comm_groups import group_spans
 from meshwright.planner.cost.comm_time import expert_comm_time, nodes_per_token
-from meshwright.planner.cost.estimate import machine_for
-from meshwright.planner.cost.fabric import BASE_LATENCY, INTER_LATENCY, INTRA_LATENCY
+from meshwright.planner.cost.estimate import estimate, machine_for
+from meshwright.planner.cost.fabric import BASE_LATENCY, INTER_LATENCY, INTRA_LATENCY, Fabric
 from meshwright.planner.cost.frameworks import FRAMEWORKS
-from meshwright.planner.cost.strategy import LayerStrategy, Strategy
+from meshwright.planner.cost.strategy import LayerStrategy, Strategy, Workload
+from meshwright.schedules.registry import kind_of
+from meshwright.schedules.schedule import PipelineShape
 
 H100S = machine_for(ACCELERATORS["H100-SXM5-80GB"])
 V3 = published("deepseek-v3")
@@ -53,3 +56,39 @@ def test_rows_travel_in_the_format_of_the_layer() -> None:
     fp8 = replace(SPREAD, precision=Precision.BF16, fp8=True)
     assert exchange(fp8) == pytest.approx(exchange(SPREAD))
     assert exchange(fp8, "megatron-core") == pytest.approx(0.75 * exchange(fp8, "meshwright") * 56 / 63, rel=0.02)
+
+
+def test_overlapped_passes_hide_the_exchange() -> None:
+    # Every rank sends its rows while the other micro-batch of the pair computes, and pairs are most of a step.
+    work = Workload(V3, 4096, 15360)
+    apart, pairs = (
+        estimate(work, replace(SPREAD, schedule=schedule), H100S).time.expert
+        for schedule in (Schedule.ZB_V, Schedule.DUAL_PIPE_V)
+    )
+    assert pairs < 0.7 * apart
+    # An exchange that takes longer than the other pass's kernels is not hidden entirely.
+    slow = machine_for(ACCELERATORS["H100-SXM5-80GB"], fabric=Fabric.of(ACCELERATORS["H100-SXM5-80GB"], nic=5e9))
+    apart, pairs = (
+        estimate(work, replace(SPREAD, schedule=schedule), slow).time.expert
+        for schedule in (Schedule.ZB_V, Schedule.DUAL_PIPE_V)
+    )
+    assert 0.85 * apart < pairs < apart
+
+
+def test_passes_that_fill_and_drain_hide_nothing() -> None:
+    work = Workload(V3, 4096, 15360)
+    spread = replace(SPREAD, schedule=Schedule.DUAL_PIPE_V)
+    few, many = (
+        estimate(work, replace(spread, data=data, micro_batches=15360 // data), H100S).time for data in (64 * 6, 64)
+    )
+    assert few.expert / few.compute > 1.3 * many.expert / many.compute
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 20), (8, 64), (16, 120)])
+@pytest.mark.parametrize("schedule", [Schedule.DUAL_PIPE, Schedule.DUAL_PIPE_V])
+def test_pairs_are_those_of_the_schedule(schedule: Schedule, ranks: int, micro_batches: int) -> None:
+    kind, shape = kind_of(schedule), PipelineShape(ranks, micro_batches)
+    order = kind.generate(shape)
+    passes = micro_batches * (2 if kind.v_shaped else 1)
+    fewest = min(sum(len(slot) == 2 for slot in slots) for slots in order.ranks)
+    assert kind.paired(shape) == pytest.approx(fewest / passes)
