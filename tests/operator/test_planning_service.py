@@ -366,7 +366,7 @@ def test_every_admitted_spec_ends_within_its_deadline() -> None:
 
 async def test_the_first_plan_does_not_wait_for_the_imports_of_a_process(asking: Asking) -> None:
     async def started() -> None:
-        while asking.service._quick.client._process is None:
+        while asking.service._quick.client._process is None:  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0.01)
 
     await asyncio.wait_for(started(), patient(10))
