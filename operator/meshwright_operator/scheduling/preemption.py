@@ -1,8 +1,8 @@
 """Which replicas elastic jobs must give up for a job that waits. Pure functions.
 
 Only whole replicas above `elastic.minReplicas` are taken, those of the lowest priority first, and of the job that has
-most replicas above its minimum. Nothing is taken unless all of it together lets the waiting job start. A job of the same
-priority gives up only what it has above `spec.replicas` with `elastic.fill`, and nothing during its pause after a resize.
+most replicas above its minimum. Nothing is taken unless all of it together lets the waiting job start. A job of the
+same priority gives up only what `elastic.fill` added to `spec.replicas`, and nothing during its pause after a resize.
 """
 
 from __future__ import annotations
