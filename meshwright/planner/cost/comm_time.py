@@ -79,26 +79,23 @@ def context_comm_time(
     """Time of one layer that attention's `core` seconds of computation do not hide."""
     if strategy.context == 1:
         return NO_COMM
-    size = strategy.precision.bytes
-    key_value_size = 2.0 * model.kv_heads * model.head_size / strategy.tensor
-    if model.latent is not None:
-        key_value_size = float(model.latent.kv_rank + model.latent.rope_size)
+    element = strategy.precision.bytes
+    own_bytes = tokens * key_value_width(model) / strategy.tensor * element
+    query_and_output = model.heads * (model.key_size + model.value_size) / strategy.tensor
+    exchanged_bytes = tokens * element * query_and_output + own_bytes
     if strategy.context_method is ContextMethod.ULYSSES:
-        bytes_exchanged = tokens * size * (2 * model.heads * model.head_size / strategy.tensor + key_value_size)
-        exchange_seconds = all_to_all(bytes_exchanged, span, fabric)
+        exchange_seconds = all_to_all(exchanged_bytes, span, fabric)
         return LayerCommTime(exchange_seconds, exchange_seconds, 2, 2)
-    gathered_bytes = tokens * key_value_size * size * strategy.context
     if strategy.context_method is ContextMethod.ALL_GATHER:
-        gathered = all_gather(gathered_bytes, span, fabric)
+        gathered = all_gather(own_bytes * strategy.context, span, fabric)
         return LayerCommTime(gathered, 2 * gathered, 1, 2)
     # With an exchange of heads inside it, a ring has fewer turns with the same bytes each (USP, arXiv 2405.07719).
     inner = strategy.ulysses if strategy.context_method is ContextMethod.RING_ULYSSES else 1
     ring_steps = strategy.context // inner - 1
-    ring = ring_steps * send(gathered_bytes / strategy.context, span.top, fabric)
+    ring = ring_steps * send(own_bytes, span.top, fabric)
     step_overhead = ring_steps * SYNCHRONISE  # each turn waits for its neighbor and launches separate kernels
-    bytes_exchanged = tokens * size * (2 * model.heads * model.head_size / strategy.tensor + key_value_size)
     exchange_seconds = all_to_all(
-        bytes_exchanged, Span(tuple(min(ranks_inside, inner) for ranks_inside in span.members)), fabric
+        exchanged_bytes, Span(tuple(min(ranks_inside, inner) for ranks_inside in span.members)), fabric
     )
     blocking_calls = 2 if inner > 1 else 0
     return LayerCommTime(
@@ -107,6 +104,15 @@ def context_comm_time(
         blocking_calls,
         blocking_calls,
     )
+
+
+def key_value_width(model: Architecture) -> int:
+    """Elements of a token's keys and values that context parallelism moves, before tensor parallelism splits them.
+
+    Latent attention expands its latent before attention: the keys and values of every head travel.
+    """
+    heads = model.heads if model.latent is not None else model.kv_heads
+    return heads * (model.key_size + model.value_size)
 
 
 def expert_comm_time(

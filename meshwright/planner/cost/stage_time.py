@@ -251,19 +251,14 @@ def _layer_time(
     tensor_seconds = (1.0 - hidden) * _with_recomputation(tensor, tensor_repeated)
     if runtime.partitioned_checkpoints and repeated and chosen.tensor > 1:
         tensor_seconds += all_gather(tokens * model.hidden_size * chosen.precision.bytes, tensor_span, fabric)
-    core = time.core * constants.compute
-    context = context_comm_time(tokens, model, chosen, context_span, fabric, core)
-    context_seconds = _with_recomputation(context, repeated)
-    if repeated and recompute_method is ActivationCheckpointing.SELECTIVE:
-        # Attention itself does not run again, and hides nothing.
-        again = context_comm_time(tokens, model, chosen, context_span, fabric, 0.0)
-        context_seconds += repeated * (again.forward - context.forward)
+    context = context_comm_time(tokens, model, chosen, context_span, fabric, time.core * constants.compute)
+    context_repeated = 0.0 if recompute_method is ActivationCheckpointing.SELECTIVE else repeated
     expert, gather = NO_COMM, NO_COMM
     if mixture:
         expert = expert_comm_time(tokens, model, chosen, expert_span, fabric, runtime)
         gather = expert_gather_time(tokens, model, chosen, tensor_span, fabric)
         tensor_seconds += _with_recomputation(gather, repeated)
-    parts = ((tensor, tensor_repeated), (context, repeated), (expert, repeated), (gather, repeated))
+    parts = ((tensor, tensor_repeated), (context, context_repeated), (expert, repeated), (gather, repeated))
     blocking = sum(part.blocking_forward * (1 + again_part) + part.blocking_backward for part, again_part in parts)
     one = MicroBatchTime(
         forward=constants.compute * time.forward,
@@ -271,7 +266,7 @@ def _layer_time(
         backward_weight=constants.compute * time.backward_weight,
         recompute=constants.compute * time.recomputed(recompute_method, runtime),
         tensor=constants.communication * tensor_seconds,
-        context=constants.communication * context_seconds,
+        context=constants.communication * _with_recomputation(context, context_repeated),
         expert=constants.communication * _with_recomputation(expert, repeated),
         host=0.0,
     )
