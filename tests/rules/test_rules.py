@@ -362,6 +362,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("elastic.maxReplicas", elastic(fill=True)),
     ("elastic", {**elastic(), "checkpoint": None}),
     ("elastic", {**elastic(), "workers.schedulerName": "volcano"}),
+    ("preemptible", {"preemptible": True, "workers.schedulerName": "volcano"}),
     ("elastic", {**elastic(), **ISLANDS}),
 ]
 BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [

@@ -124,11 +124,14 @@ class _JobObserver:
         metadata = self.job["metadata"]
         elastic = spec if spec.elastic is not None else None
         sizes: Sequence[Plan] = ()
-        taken_by = ""
+        taken_by = preempted_by = ""
+        limit = self.scheduler.replica_limit(metadata["uid"])
+        if limit is not None and not limit[0]:
+            preempted_by = str(limit[1])
+            limit = None
         if elastic is None:
             plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
         else:
-            limit = self.scheduler.replica_limit(metadata["uid"])
             found = _size_plans(self.key, spec, self.status, revision, self.planner, limit)
             taken_by = str(limit[1]) if limit is not None else ""
             spec, plan, others, sizes = found.spec, found.plan, [], found.sizes
@@ -153,6 +156,7 @@ class _JobObserver:
             elastic=elastic,
             size_plans=sizes,
             taken_by=taken_by,
+            preempted_by=preempted_by,
             joining=workers[len(indices) :],
             excess_pods=excess_pods,
             stuck_pods=stuck_pods(pods, down, self.now),

@@ -103,6 +103,8 @@ class Observed:
     change."""
     taken_by: str = ""
     """Of an elastic job: the waiting job of higher priority for which it shrinks."""
+    preempted_by: str = ""
+    """The waiting job of higher priority for which this one has to stop."""
     joining: Sequence[Worker] = ()
     """Workers that start while the others train, to make the job larger."""
     excess_pods: Sequence[Pod] = ()

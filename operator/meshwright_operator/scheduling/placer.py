@@ -144,7 +144,7 @@ class Placer:
         self._trials.pop((uid, Purpose.GROW), None)
 
     def replica_limit(self, uid: str) -> tuple[int, JobKey] | None:
-        """The number of replicas that jobs of higher priority leave to an elastic job, and the first of these jobs."""
+        """The number of replicas that jobs of higher priority leave to a job, and the first of these jobs."""
         return self._jobs.replica_limit(uid)
 
     async def idle(self) -> None:
@@ -343,6 +343,7 @@ class Placer:
     def _grant(self, member: Member, granted: Granted) -> Granted:
         self.queue.remove(member.request.uid)
         self._around.assume(member.request, granted.placement)
+        self._jobs.release_victims(member)
         if member.claims:
             self._capacity.may_be_freed()
         head = self.queue.ordered(self._capacity.view.gpus_in_use)[:WAKE_COUNT]

@@ -64,7 +64,7 @@ class Surroundings:
     wake: Callable[[JobKey], None]
     """Queues the key of a job to be reconciled."""
     holders: Callable[[Policy], Sequence[Holder]] = lambda policy: ()
-    """The elastic jobs, from which jobs of higher priority may take replicas."""
+    """The elastic and the preemptible jobs, which may shrink or stop for jobs of higher priority."""
 
 
 class WaitingJobs:
@@ -113,7 +113,14 @@ class WaitingJobs:
         member = self.queue.remove(uid)
         if member is not None:
             self._give_up_claims(member)
+            self.release_victims(member)
         return member is not None
+
+    def release_victims(self, member: Member) -> None:
+        """Lets the jobs that shrank or stopped for a job grow or start again, because it has started or waits no more."""
+        victims, member.victims = member.victims, {}
+        for victim in victims.values():
+            self._around.wake(victim.key)
 
     def _give_up_claims(self, member: Member) -> None:
         had_claims = bool(member.claims)
@@ -232,7 +239,8 @@ class WaitingJobs:
         else:
             reserved = () if _is_silent(member) else outcome.reserved
             member.fits, member.reserved = False, reserved
-            member.claims = dict.fromkeys(reserved, f"reserved for job {member.request.key}")
+            claimed = () if _is_silent(member) else outcome.claimed
+            member.claims = dict.fromkeys((*reserved, *claimed), f"reserved for job {member.request.key}")
             if explained:
                 self.note_answer(member, self.with_retry(member, not_granted(outcome)), basis)
         self._note_victims(member, outcome)
@@ -243,18 +251,18 @@ class WaitingJobs:
                     other.attempted = -1
 
     def _note_victims(self, member: Member, outcome: Outcome) -> None:
-        """Notes which elastic jobs have to shrink for a job, and has them reconciled."""
+        """Notes which jobs have to shrink or to stop for a job, and has them reconciled."""
         if outcome.placement is not None:
             return  # they stay as they are until it has started
-        if not outcome.victims:
-            member.victims = {}
-            return
-        member.victims |= {victim.uid: victim for victim in outcome.victims}
-        for victim in outcome.victims:
+        before, member.victims = member.victims, {victim.uid: victim for victim in outcome.victims}
+        for victim in (before | member.victims).values():
             self._around.wake(victim.key)
 
     def replica_limit(self, uid: str) -> tuple[int, JobKey] | None:
-        """The number of replicas that jobs of higher priority leave to an elastic job, and the first of these jobs."""
+        """The number of replicas that jobs of higher priority leave to a job, and the first of these jobs.
+
+        0 if it has to stop. None if no job needs its nodes.
+        """
         limits = [
             (member.victims[uid].replicas, member.request.key)
             for member in self.queue.members()
@@ -317,6 +325,7 @@ class WaitingJobs:
             reserves=reserves,
             reserved=member.reserved if member is not None else (),
             holders=self._around.holders(self.queue.policy) if member is not None and not ahead else (),
+            victims=tuple(member.victims.values()) if member is not None else (),
             priority=self.queue.policy.of(namespace).priority.clamp(request.spec.priority),
         )
         return await asyncio.to_thread(run_attempt, attempt, view)
