@@ -117,7 +117,7 @@ class WaitingJobs:
         return member is not None
 
     def release_victims(self, member: Member) -> None:
-        """Lets the jobs that shrank or stopped for a job grow or start again, because it has started or waits no more."""
+        """Lets the jobs that shrank or stopped for a job grow or start again: it has started, or waits no more."""
         victims, member.victims = member.victims, {}
         for victim in victims.values():
             self._around.wake(victim.key)
