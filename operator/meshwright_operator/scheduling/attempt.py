@@ -110,19 +110,24 @@ def run_attempt(attempt: Attempt, view: ClusterView) -> Outcome:
 def _victims(
     attempt: Attempt, view: ClusterView, free: FreeNodes, rest: dict[str, Node]
 ) -> tuple[tuple[Victim, ...], tuple[str, ...]]:
-    """The jobs of lower priority that have to shrink or to stop so that the job fits at its smallest size.
+    """The jobs that have to shrink or to stop so that the job fits at its smallest size.
 
-    Also returns the nodes that the job then gets besides those that it has: no job behind it may use them meanwhile.
+    Pods that are ending count as gone: a job that has shrunk for this one would otherwise shrink again. Also returns
+    the nodes that the job then gets besides those that it has: no job behind it may use them meanwhile.
     """
     request, resource = attempt.request.smallest, attempt.request.spec.workers.gpu_resource
-    others = [one for one in attempt.holders if one.uid != request.uid and one.priority < attempt.priority]
+    others = [one for one in attempt.holders if one.uid != request.uid and one.against(attempt.priority) is not None]
     holders = [holder.using(view.used_by_job(holder.uid, resource)) for holder in others]
     spare_of = {node: f"spare node of job {one.key}" for one in holders for node in one.spares}
+    leaving: dict[str, Resources] = {}
+    for holder in others:
+        leaving = _sum(leaving, holder.leaving(view.used_by_job(holder.uid, resource)))
 
-    def changed(amounts: Mapping[str, Resources]) -> dict[str, Node]:
+    def changed(taken: Mapping[str, Resources]) -> dict[str, Node]:
+        amounts = {**leaving, **_sum(leaving, taken)}
         nodes = {name: rest.get(name) or free.nodes.get(name) for name in amounts}
         usable = {
-            name: replace(node, unusable="") if node.unusable == spare_of.get(name) else node
+            name: replace(node, unusable="") if node.unusable and node.unusable == spare_of.get(name) else node
             for name, node in nodes.items()
             if node is not None
         }
@@ -130,18 +135,21 @@ def _victims(
             name: replace(node, free=node.free + amounts[name]) for name, node in usable.items() if not node.unusable
         }
 
-    def placed(amounts: Mapping[str, Resources]) -> Placement | None:
+    def placed(taken: Mapping[str, Resources]) -> Placement | None:
         try:
-            return placement_for(request, free.inventory({**rest, **changed(amounts)}), attempt.calibration)
+            return placement_for(request, free.inventory({**rest, **changed(taken)}), attempt.calibration)
         except DoesNotFitError:
             return None
 
-    def fits(amounts: Mapping[str, Resources]) -> bool:
+    def fits(taken: Mapping[str, Resources]) -> bool:
         if not request.reuses_own_pods:
-            return free.has_capacity(request.plan, {**rest, **changed(amounts)})
-        return placed(amounts) is not None
+            return free.has_capacity(request.plan, {**rest, **changed(taken)})
+        return placed(taken) is not None
 
-    victims, freed = _choose(attempt, holders, fits)
+    victims: tuple[Victim, ...] = tuple(attempt.victims)
+    freed: Mapping[str, Resources] = {}
+    if not leaving or not fits({}):
+        victims, freed = _choose(attempt, holders, fits)
     placement = placed(freed) if victims else None
     if placement is None:
         return (), ()

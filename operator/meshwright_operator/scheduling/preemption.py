@@ -1,9 +1,10 @@
-"""Which replicas elastic jobs give up, and which preemptible jobs stop, for a waiting job of higher priority.
+"""Which replicas elastic jobs give up, and which preemptible jobs stop, for a job that waits. Pure functions.
 
-Pure functions. First replicas above `elastic.minReplicas` are taken, those of the lowest priority first, and of the job
-that has most replicas above its minimum. If all of them are not enough, preemptible jobs stop: those of the lowest
-priority first, then the smallest that is enough, then the one that started last. Nothing is taken unless all of it
-together lets the waiting job start.
+First whole replicas above `elastic.minReplicas` are taken, those of the lowest priority first, and of the job that has
+most replicas above its minimum. A job of the same priority gives up only what `elastic.fill` added to `spec.replicas`,
+and nothing during its pause after a resize. If all of that is not enough, preemptible jobs of lower priority stop:
+those of the lowest priority first, then the smallest that is enough, then the one that started last. Nothing is taken
+unless all of it together lets the waiting job start.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from itertools import groupby
 
 from meshwright.api.objects import KubeObject
@@ -19,6 +21,7 @@ from meshwright.api.status import in_rank_order
 from meshwright.planner.cluster.pod_resources import Resources
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.parsed_jobs import ParsedJobs
+from meshwright_operator.timestamps import parse_time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,11 +53,28 @@ class Holder:
         """GPUs of all its pods."""
         return sum(amount.gpus for amount in self.used.values())
 
+    joining: Sequence[str] = ()
+    """Nodes of the workers with which it will grow."""
+    filled_from: int | None = None
+    """With `elastic.fill`, the number of replicas that it keeps if a job of its own priority waits. None: all."""
+    rests_until: datetime | None = None
+    """End of its pause after a resize. Until then it gives up nothing to jobs of its own priority. None: it is over."""
+
+    def against(self, priority: int) -> Holder | None:
+        """The same with what it keeps if a job of this priority waits. None if it gives up nothing."""
+        if self.priority < priority:
+            return self
+        if self.priority > priority or self.filled_from is None or self.rests_until is not None:
+            return None
+        return replace(self, min_replicas=max(self.min_replicas, self.filled_from))
+
     def using(self, amounts: Mapping[str, Resources]) -> Holder:
         """The same with `nodes` and `used`, if all its pods together use these amounts (by node)."""
-        if self.replicas <= self.min_replicas:
-            return replace(self, used=amounts)
         counts = Counter(self.workers)
+        leaving = self.leaving(amounts)
+        staying_on = {node: amount - leaving.get(node, Resources()) for node, amount in amounts.items()}
+        if self.replicas <= self.min_replicas:
+            return replace(self, used=staying_on)
         per_replica = len(self.workers) // self.replicas
         per_worker = self.replicas // len(self.workers)
         nodes: list[dict[str, Resources]] = []
@@ -65,9 +85,19 @@ class Holder:
                 own = self.workers[replica // per_worker : replica // per_worker + (replica % per_worker == 0)]
             used: dict[str, Resources] = {}
             for node in own:
-                used[node] = used.get(node, Resources()) + _share(amounts.get(node, Resources()), counts[node])
+                staying = staying_on.get(node, Resources())
+                used[node] = used.get(node, Resources()) + _share(staying, counts[node])
             nodes.append(used)
-        return replace(self, nodes=nodes, used=amounts)
+        return replace(self, nodes=nodes, used=staying_on)
+
+    def leaving(self, amounts: Mapping[str, Resources]) -> dict[str, Resources]:
+        """Node -> what pods of it use that are not its workers any more, if all its pods together use these amounts."""
+        counts = Counter((*self.workers, *self.joining))
+        return {
+            node: _share(amount, amount.pods) * (amount.pods - counts[node])
+            for node, amount in amounts.items()
+            if amount.pods > counts[node]
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +125,15 @@ def choose_victims(
             them, even if nothing becomes free there.
         chosen: The victims of an earlier choice. If they are enough, no other job becomes one.
     """
-    lower = [holder for holder in holders if holder.priority < priority]
-    if (again := _chosen_again(lower, chosen)) is not None and fits(freed_by(*again)):
+    giving = [one for holder in holders if (one := holder.against(priority)) is not None]
+    if (again := _chosen_again(giving, chosen)) is not None and fits(freed_by(*again)):
         return _needed(*again, fits)
     taken: list[Holder] = []
-    for holder in _in_order(lower):
+    for holder in _in_order(giving):
         taken.append(holder)
         if fits(freed_by(taken)):
             return _needed(taken, [], fits)
-    stopped = _to_stop([holder for holder in lower if holder.preemptible and holder.gpus], taken, fits)
+    stopped = _to_stop([one for one in giving if one.preemptible and one.priority < priority and one.gpus], taken, fits)
     return _needed(taken, stopped, fits) if stopped else ()
 
 
@@ -193,7 +223,9 @@ def _needed(taken: Sequence[Holder], stopped: Sequence[Holder], fits: Fits) -> t
     return (*shrunk, *(Victim(holder.key, holder.uid, 0) for holder in ending))
 
 
-def holder_of(key: JobKey, job: KubeObject, parsed: ParsedJobs, priority: Callable[[int], int]) -> Holder | None:
+def holder_of(
+    key: JobKey, job: KubeObject, parsed: ParsedJobs, priority: Callable[[int], int], now: datetime
+) -> Holder | None:
     """The job as a holder of replicas. None if it is neither elastic nor preemptible, or has no workers.
 
     Args:
@@ -201,6 +233,7 @@ def holder_of(key: JobKey, job: KubeObject, parsed: ParsedJobs, priority: Callab
         job: Its object.
         parsed: Parses it.
         priority: The priority that the policy allows for a priority.
+        now: The time of the request for which replicas are needed.
     """
     fields = job.get("spec")
     if not isinstance(fields, Mapping) or not (fields.get("elastic") or fields.get("preemptible")):
@@ -214,22 +247,35 @@ def holder_of(key: JobKey, job: KubeObject, parsed: ParsedJobs, priority: Callab
     if status.placement is None or not entries or not replicas:
         return None
     # Otherwise a worker would have parts of several replicas.
-    divisible = not len(entries) % replicas or not replicas % len(entries)
-    least = spec.elastic.min_replicas if spec.elastic is not None and divisible else replicas
+    elastic = spec.elastic if not len(entries) % replicas or not replicas % len(entries) else None
     preemptible = spec.preemptible and spec.workers.scheduler_name is None
-    if least >= replicas and not preemptible:
+    if elastic is None and not preemptible:
         return None
+    following = status.elastic.next_placement if status.elastic is not None else None
+    resized = parse_time(status.elastic.resized_time) if status.elastic is not None else None
     return Holder(
         key,
         job["metadata"]["uid"],
         priority(spec.priority),
         replicas,
-        least,
+        elastic.min_replicas if elastic is not None else replicas,
         workers=[entry.node for entry in entries],
+        joining=[entry.node for entry in following.workers] if following is not None else [],
+        filled_from=spec.replicas if elastic is not None and elastic.fill else None,
+        rests_until=_end_of_pause(resized, elastic.pause_seconds, now) if elastic is not None else None,
         preemptible=preemptible,
         started=(status.mesh.started_time if status.mesh is not None else None) or "",
         spares=status.placement.spares,
     )
+
+
+def _end_of_pause(resized: datetime | None, seconds: float, now: datetime) -> datetime | None:
+    """The end of a job's pause after a resize. None if it is over."""
+    if resized is None:
+        return None
+    end = resized + timedelta(seconds=seconds)
+    # After a clock was set back, the pause must not be longer.
+    return end if 0.0 < (end - now).total_seconds() <= seconds else None
 
 
 def _share(amount: Resources, parts: int) -> Resources:
