@@ -48,17 +48,17 @@ class Holder:
     used: Mapping[str, Resources] = field(default_factory=dict)
     """Node -> what all of its pods use there."""
 
-    @property
-    def gpus(self) -> int:
-        """GPUs of all its pods."""
-        return sum(amount.gpus for amount in self.used.values())
-
     joining: Sequence[str] = ()
     """Nodes of the workers with which it will grow."""
     filled_from: int | None = None
     """With `elastic.fill`, the number of replicas that it keeps if a job of its own priority waits. None: all."""
     rests_until: datetime | None = None
     """End of its pause after a resize. Until then it gives up nothing to jobs of its own priority. None: it is over."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all its pods."""
+        return sum(amount.gpus for amount in self.used.values())
 
     def against(self, priority: int) -> Holder | None:
         """The same with what it keeps if a job of this priority waits. None if it gives up nothing."""
