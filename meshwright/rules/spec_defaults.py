@@ -133,6 +133,7 @@ SECOND: Mapping[str, Any] = MappingProxyType(
         "elastic.replacementSeconds": 30,
         "elastic.pauseSeconds": 300,
         "elastic.minGainPercent": 0,
+        "elastic.replan": False,
     }
 )
 """Of version 0.2.0, which adds `elastic`."""

@@ -119,7 +119,7 @@ def _needed(taken: Sequence[Holder], fits: Callable[[Mapping[str, Resources]], b
 
 
 def holder_of(key: JobKey, job: KubeObject, parsed: ParsedJobs, priority: Callable[[int], int]) -> Holder | None:
-    """The job as a holder of replicas. None if it is not elastic, or has no workers.
+    """The job as a holder of replicas. None if it is not elastic, has no workers, or runs below its smallest size.
 
     Args:
         key: The job's key.
@@ -135,7 +135,8 @@ def holder_of(key: JobKey, job: KubeObject, parsed: ParsedJobs, priority: Callab
         return None
     entries = in_rank_order(status.placement.workers) if status.placement is not None else []
     replicas = status.plan.data if status.plan is not None else 0
-    if spec.elastic is None or not entries or not replicas:
+    replanned = status.plan is not None and status.plan.replanned
+    if spec.elastic is None or not entries or not replicas or replanned:
         return None
     if len(entries) % replicas and replicas % len(entries):
         return None  # a worker would have parts of several replicas
