@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import datetime
 from typing import Any
 
 from tests.operator.support import JOBS
@@ -114,6 +115,44 @@ async def test_a_job_of_higher_priority_takes_a_replica_and_gives_it_back() -> N
     await world.run(240)
     assert size(world, "low") == 3
     assert world.true("low", "Ready")
+
+
+async def test_a_job_that_fills_the_cluster_gives_up_replicas_to_its_own_priority_after_its_pause() -> None:
+    """Only those above `replicas`: a second job of the same priority waits for these."""
+    world = World(8, nodes=4, work=FOREVER)
+    world.submit(elastic("fills", 2, maxReplicas=4, fill=True, pauseSeconds=300))
+    await world.run(20)
+    assert size(world, "fills") == 4
+    for name in ("second", "third", "fourth"):
+        world.submit(submitted(name, 1))
+    seen = await sizes_of(world, "fills", 600)
+    assert [count for _, count in seen] == [3, 2], seen
+    assert 300 <= (seen[1][0] - seen[0][0]).total_seconds() <= 330
+    assert [world.true(name, "Ready") for name in ("second", "third", "fourth")] == [True, True, False]
+    assert world.true("fills", "Ready")
+
+
+async def test_a_job_of_higher_priority_does_not_wait_for_the_pause() -> None:
+    world = World(9, nodes=4, work=FOREVER)
+    world.submit(elastic("fills", 2, maxReplicas=4, fill=True, pauseSeconds=3600))
+    await world.run(20)
+    for name in ("urgent", "more-urgent"):
+        body = submitted(name, 1)
+        body["spec"]["priority"] = 10
+        world.submit(body)
+        await world.run(90)
+        assert world.true(name, "Ready")
+    assert size(world, "fills") == 2
+
+
+async def sizes_of(world: World, name: str, seconds: int) -> list[tuple[datetime, int]]:
+    """The sizes that a job has in this time, and when each began."""
+    seen: list[tuple[datetime, int]] = []
+    for _ in range(seconds):
+        await world.tick()
+        if not seen or seen[-1][1] != size(world, name):
+            seen.append((world.now, size(world, name)))
+    return seen
 
 
 async def test_nothing_is_taken_below_the_minimum() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,6 +41,20 @@ def test_nothing_is_taken_below_the_minimum_or_if_it_does_not_help() -> None:
 
 def test_a_job_of_the_same_priority_gives_up_nothing() -> None:
     assert chosen([holder("a", 4, priority=1)], 1, 1) == {}
+
+
+def test_a_job_that_fills_gives_its_own_priority_what_it_has_above_its_replicas() -> None:
+    fills = replace(holder("a", 4, priority=1), filled_from=3)
+    assert chosen([fills], 1, 1) == {"a": 3}
+    assert chosen([fills], 1, 2) == {}
+    assert chosen([fills], 2, 2) == {"a": 2}
+    assert chosen([fills], 0, 1) == {}
+
+
+def test_a_job_that_was_resized_gives_nothing_to_its_own_priority_until_its_pause_ends() -> None:
+    rests = replace(holder("a", 4, priority=1), filled_from=1, rests_until=datetime(2026, 1, 1, tzinfo=UTC))
+    assert chosen([rests], 1, 1) == {}
+    assert chosen([rests], 2, 1) == {"a": 3}
 
 
 def test_the_lowest_priority_gives_first() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.api.mixture import MixtureSpec
 from meshwright.api.parallelism import ContextMethod
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.architecture import Architecture
@@ -85,25 +86,39 @@ def context_comm_time(
 def expert_comm_time(
     tokens: float, model: Architecture, strategy: LayerStrategy, span: Span, fabric: Fabric, runtime: Framework
 ) -> LayerCommTime:
-    """Time of one mixture layer: tokens to their experts and back.
+    """Time of one mixture layer: tokens to their experts and back. The return is in 16 bits.
 
-    Dispatch is in the products' format, return in 16 bits.
-
-    A token whose experts share a domain of the innermost level crosses the network once for all of them.
+    A rank sends `per_token` rows for each of its tokens, one to each expert, also if several of them are on one node.
+    Libraries with a two-step exchange send one row to each node, and forward it there (DeepSeek-V3, arXiv 2412.19437,
+    section 3.2.2).
     """
     moe = model.mixture
     if strategy.expert == 1 or moe is None:
         return NO_COMM
-    rows = tokens / (strategy.tensor if strategy.sequence_parallel else 1)
-    copies = float(moe.per_token)
-    domains = span.size / span.inner
-    if span.top > 0:
-        copies = domains * (1.0 - (1.0 - 1.0 / domains) ** moe.per_token)
-    dispatched_bytes = rows * copies * model.hidden_size * matmul_bytes(strategy)
-    returned_bytes = rows * copies * model.hidden_size * strategy.precision.bytes
-    exchange_seconds = all_to_all(dispatched_bytes, span, fabric) + all_to_all(returned_bytes, span, fabric)
-    exposed = exchange_seconds * (1.0 - runtime.overlap_experts)
+    tokens_here = tokens / (strategy.tensor if strategy.sequence_parallel else 1)
+    sent = matmul_bytes(strategy) if runtime.fp8_dispatch else strategy.precision.bytes
+
+    def one_way(element: float) -> float:
+        each = tokens_here * model.hidden_size * element
+        if not runtime.sends_once_per_node or span.top == 0:
+            return all_to_all(each * moe.per_token, span, fabric)
+        inside = Span((span.inner,) * len(span.members))
+        between = all_to_all(each * nodes_per_token(moe, span.size / span.inner), span, fabric)
+        return max(between, all_to_all(each * moe.per_token, inside, fabric))
+
+    exposed = (one_way(sent) + one_way(strategy.precision.bytes)) * (1.0 - runtime.overlap_experts)
     return LayerCommTime(exposed, exposed, 2, 2)
+
+
+def nodes_per_token(moe: MixtureSpec, nodes: float) -> float:
+    """Expected number of nodes with an expert of one token, if experts are spread over `nodes`.
+
+    A router that is limited to groups of experts reaches only the nodes of these groups.
+    """
+    reached = nodes
+    if moe.groups > 1:
+        reached = min(nodes, max(1.0, moe.groups_per_token * max(1.0, nodes / moe.groups)))
+    return reached * (1.0 - (1.0 - 1.0 / reached) ** moe.per_token)
 
 
 def stage_send_seconds(

@@ -42,11 +42,13 @@ class MicroBatchTime(NamedTuple):
     context: float
     expert: float
     host: float
+    paired: float = 0.0
+    """Of `expert`, what is hidden if the passes overlap those of another micro-batch. Not a part of its own."""
 
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return sum(self)
+        return sum(self) - self.paired
 
 
 class _LayerTimes(NamedTuple):
@@ -185,7 +187,9 @@ def _stage_time(layers: _LayerKey, stage: Stage, layer_times: list[_LayerTimes],
         for count, one in zip(counts, unit, strict=True)
         if count
     ]
-    total = MicroBatchTime(*(sum(count * one[index] for count, one in parts) for index in range(8)))
+    total = MicroBatchTime(
+        *(sum(count * one[index] for count, one in parts) for index in range(len(MicroBatchTime._fields)))
+    )
     extra = edges.output if stage.output else 0.0
     embedding_seconds = edges.embedding if stage.embedding else 0.0
     return total._replace(
@@ -248,8 +252,20 @@ def _layer_time(
         expert=constants.communication * _with_recomputation(expert, recomputed_part_time),
         host=0.0,
     )
+    one = one._replace(paired=_hidden_by_pairs(one, expert, recomputed_part_time, constants.communication))
     launch_seconds = exposed_host((3.0 + recomputed_part_time) * HOST_PER_LAYER * constants.host, one.total)
     return one._replace(host=launch_seconds + blocking * SYNCHRONISE * constants.host)
+
+
+def _hidden_by_pairs(one: MicroBatchTime, expert: LayerCommTime, recomputed: float, factor: float) -> float:
+    """Seconds of a layer's exchanges that overlapped passes hide.
+
+    Two passes run in turns: while one waits for its rows, the other computes up to its own exchange. So the forward
+    pass hides the exchanges of a backward pass behind its kernels, and the reverse (arXiv 2412.19437, section 3.2.1).
+    """
+    forward, backward = factor * expert.forward, factor * (expert.backward + recomputed * expert.forward)
+    kernels = one.backward_input + one.backward_weight + one.recompute
+    return min(forward, kernels) + min(backward, one.forward)
 
 
 def _with_recomputation(traffic: LayerCommTime, recomputed_part_time: float) -> float:

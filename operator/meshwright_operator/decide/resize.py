@@ -59,7 +59,7 @@ def update_size(decision: Decision) -> None:
         return
     size = sizing.size_for(observed, plan, [w for w in observed.workers if w.state in LIVE])
     if not size.new_workers:
-        reason = f"job {observed.taken_by}, which waits, has a higher priority" if observed.taken_by else ""
+        reason = f"job {observed.taken_by}, which waits, comes first" if observed.taken_by else ""
         shrink(decision, size, reason or f"{plan.layout.data} are wanted")
 
 

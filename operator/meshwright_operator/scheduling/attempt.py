@@ -45,6 +45,8 @@ class Attempt:
     """uid of a job whose pods do not count, because they would be deleted first; empty for none."""
     holders: Sequence[Holder] = ()
     """Elastic jobs from which replicas may be taken if the job does not fit; empty if it must not take any."""
+    victims: Sequence[Victim] = ()
+    """Those that shrink for it already."""
     priority: int = 0
     """The job's priority, as far as the policy allows it."""
     explain: bool = True
@@ -103,12 +105,19 @@ def run_attempt(attempt: Attempt, view: ClusterView) -> Outcome:
 
 
 def _victims(attempt: Attempt, view: ClusterView, free: FreeNodes, rest: dict[str, Node]) -> tuple[Victim, ...]:
-    """The elastic jobs of lower priority that have to shrink so that the job fits at its smallest size."""
+    """The elastic jobs that have to shrink so that the job fits at its smallest size.
+
+    Pods that are ending count as gone: a job that has shrunk for this one would otherwise shrink again.
+    """
     request, resource = attempt.request.smallest, attempt.request.spec.workers.gpu_resource
     others = [holder for holder in attempt.holders if holder.uid != request.uid]
     holders = [holder.using(view.used_by_job(holder.uid, resource)) for holder in others]
+    leaving: dict[str, Resources] = {}
+    for holder in others:
+        leaving = _sum(leaving, holder.leaving(view.used_by_job(holder.uid, resource)))
 
-    def fits(amounts: Mapping[str, Resources]) -> bool:
+    def fits(taken: Mapping[str, Resources]) -> bool:
+        amounts = {**leaving, **_sum(leaving, taken)}
         changed = {
             name: replace(node, free=node.free + amount)
             for name, amount in amounts.items()
@@ -122,6 +131,8 @@ def _victims(attempt: Attempt, view: ClusterView, free: FreeNodes, rest: dict[st
             return False
         return True
 
+    if leaving and fits({}):
+        return tuple(attempt.victims)
     return choose_victims(holders, attempt.priority, fits)
 
 

@@ -145,7 +145,7 @@ class Placer:
         self._trials.pop((uid, Purpose.GROW), None)
 
     def replica_limit(self, uid: str) -> tuple[int, JobKey] | None:
-        """The number of replicas that jobs of higher priority leave to an elastic job, and the first of these jobs."""
+        """The number of replicas that waiting jobs leave to an elastic job, and the first of these jobs."""
         return self._jobs.replica_limit(uid)
 
     async def idle(self) -> None:

@@ -1,7 +1,8 @@
-"""Which replicas elastic jobs must give up for a job of higher priority that waits. Pure functions.
+"""Which replicas elastic jobs must give up for a job that waits. Pure functions.
 
 Only whole replicas above `elastic.minReplicas` are taken, those of the lowest priority first, and of the job that has
-most replicas above its minimum. Nothing is taken unless all of it together lets the waiting job start.
+most replicas above its minimum. Nothing is taken unless all of it together lets the waiting job start. A job of the
+same priority gives up only what `elastic.fill` added to `spec.replicas`, and nothing during its pause after a resize.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError
@@ -16,6 +18,7 @@ from meshwright.api.status import in_rank_order
 from meshwright.planner.cluster.pod_resources import Resources
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.parsed_jobs import ParsedJobs
+from meshwright_operator.timestamps import parse_time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,10 +36,25 @@ class Holder:
 
     workers: Sequence[str] = ()
     """Nodes of the workers, in the order of their ranks."""
+    joining: Sequence[str] = ()
+    """Nodes of the workers with which it will grow."""
+    filled_from: int | None = None
+    """With `elastic.fill`, the number of replicas that it keeps if a job of its own priority waits. None: all."""
+    rests_until: datetime | None = None
+    """End of its pause after a resize. Until then it gives up nothing to jobs of its own priority. None: it is over."""
+
+    def against(self, priority: int) -> Holder | None:
+        """The same with what it keeps if a job of this priority waits. None if it gives up nothing."""
+        if self.priority < priority:
+            return self
+        if self.priority > priority or self.filled_from is None or self.rests_until is not None:
+            return None
+        return replace(self, min_replicas=max(self.min_replicas, self.filled_from))
 
     def using(self, amounts: Mapping[str, Resources]) -> Holder:
         """The same with `nodes`, if all its pods together use these amounts (by node)."""
         counts = Counter(self.workers)
+        leaving = self.leaving(amounts)
         per_replica = len(self.workers) // self.replicas
         per_worker = self.replicas // len(self.workers)
         nodes: list[dict[str, Resources]] = []
@@ -47,9 +65,19 @@ class Holder:
                 own = self.workers[replica // per_worker : replica // per_worker + (replica % per_worker == 0)]
             used: dict[str, Resources] = {}
             for node in own:
-                used[node] = used.get(node, Resources()) + _share(amounts.get(node, Resources()), counts[node])
+                staying = amounts.get(node, Resources()) - leaving.get(node, Resources())
+                used[node] = used.get(node, Resources()) + _share(staying, counts[node])
             nodes.append(used)
         return replace(self, nodes=nodes)
+
+    def leaving(self, amounts: Mapping[str, Resources]) -> dict[str, Resources]:
+        """Node -> what pods of it use that are not its workers any more, if all its pods together use these amounts."""
+        counts = Counter((*self.workers, *self.joining))
+        return {
+            node: _share(amount, amount.pods) * (amount.pods - counts[node])
+            for node, amount in amounts.items()
+            if amount.pods > counts[node]
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +101,8 @@ def choose_victims(
         fits: Whether the job would fit if these amounts (by node) were free.
     """
     taken: list[Holder] = []
-    for holder in _in_order([holder for holder in holders if holder.priority < priority]):
+    giving = [one for holder in holders if (one := holder.against(priority)) is not None]
+    for holder in _in_order(giving):
         taken.append(holder)
         if fits(_freed(taken)):
             return _needed(taken, fits)
@@ -118,7 +147,9 @@ def _needed(taken: Sequence[Holder], fits: Callable[[Mapping[str, Resources]], b
     return tuple(Victim(by_uid[uid].key, uid, by_uid[uid].replicas - count) for uid, count in sorted(counts.items()))
 
 
-def holder_of(key: JobKey, job: KubeObject, parsed: ParsedJobs, priority: Callable[[int], int]) -> Holder | None:
+def holder_of(
+    key: JobKey, job: KubeObject, parsed: ParsedJobs, priority: Callable[[int], int], now: datetime
+) -> Holder | None:
     """The job as a holder of replicas. None if it is not elastic, has no workers, or runs below its smallest size.
 
     Args:
@@ -126,6 +157,7 @@ def holder_of(key: JobKey, job: KubeObject, parsed: ParsedJobs, priority: Callab
         job: Its object.
         parsed: Parses it.
         priority: The priority that the policy allows for a priority.
+        now: The time of the request for which replicas are needed.
     """
     if not isinstance(job.get("spec"), Mapping) or not job["spec"].get("elastic"):
         return None
@@ -141,8 +173,28 @@ def holder_of(key: JobKey, job: KubeObject, parsed: ParsedJobs, priority: Callab
     if len(entries) % replicas and replicas % len(entries):
         return None  # a worker would have parts of several replicas
     workers = [entry.node for entry in entries]
-    least = spec.elastic.min_replicas
-    return Holder(key, job["metadata"]["uid"], priority(spec.priority), replicas, least, workers=workers)
+    following = status.elastic.next_placement if status.elastic is not None else None
+    resized = parse_time(status.elastic.resized_time) if status.elastic is not None else None
+    return Holder(
+        key,
+        job["metadata"]["uid"],
+        priority(spec.priority),
+        replicas,
+        spec.elastic.min_replicas,
+        workers=workers,
+        joining=[entry.node for entry in following.workers] if following is not None else [],
+        filled_from=spec.replicas if spec.elastic.fill else None,
+        rests_until=_end_of_pause(resized, spec.elastic.pause_seconds, now),
+    )
+
+
+def _end_of_pause(resized: datetime | None, seconds: float, now: datetime) -> datetime | None:
+    """The end of a job's pause after a resize. None if it is over."""
+    if resized is None:
+        return None
+    end = resized + timedelta(seconds=seconds)
+    # After a clock was set back, the pause must not be longer.
+    return end if 0.0 < (end - now).total_seconds() <= seconds else None
 
 
 def _share(amount: Resources, parts: int) -> Resources:
