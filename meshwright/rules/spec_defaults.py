@@ -134,6 +134,7 @@ SECOND: Mapping[str, Any] = MappingProxyType(
         "elastic.pauseSeconds": 300,
         "elastic.minGainPercent": 0,
         "preemptible": False,
+        "elastic.replan": False,
     }
 )
 """Of version 0.2.0, which adds `elastic` and `preemptible`."""

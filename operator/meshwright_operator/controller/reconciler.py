@@ -293,8 +293,9 @@ class Reconciler:
             secret=secret["metadata"]["name"],
         )
         following = draft.status.elastic.next_placement if draft.status.elastic is not None else None
-        placement = following or draft.status.placement
-        entries = [entry for entry in placement.workers if entry.worker in draft.create]
+        placed = {entry.worker: entry for entry in following.workers} if following is not None else {}
+        placed |= {entry.worker: entry for entry in draft.status.placement.workers}
+        entries = [placed[worker] for worker in draft.create if worker in placed]
         await self._pod_control.create(context, secret, entries)
 
     async def _publish(self, registry: AgentRegistry, draft: Decision) -> None:

@@ -16,7 +16,7 @@ from meshwright.api.goodput import GoodputStatus, TimeCause
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.protocol.messages import WorkerReport
 from meshwright.protocol.run_config import CommandRun
-from meshwright_operator.decide import lifecycle, restart_policy, time_ledger
+from meshwright_operator.decide import lifecycle, restart_policy, size_status, time_ledger
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
@@ -131,6 +131,8 @@ def _cause(decision: Decision, *, trains: bool) -> str:
         return TimeCause.QUEUED
     if mesh.pending_cause or not mesh.generation:
         unbound = placed is not None and placed.status == "False" and placed.reason == WAITING_FOR_SCHEDULER
+        if size_status.is_replanning(status):
+            return TimeCause.RESCALING
         return TimeCause.QUEUED if unbound else _start_cause(mesh.pending_cause)
     if trains:
         return TimeCause.TRAINING

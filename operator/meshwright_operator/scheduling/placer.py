@@ -20,6 +20,7 @@ from enum import Enum
 
 from meshwright.planner.cost_model import Calibration
 from meshwright.planner.placement import Placement
+from meshwright_operator.decide.gang_actions import size_of
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.pod_requests import PodRequest
@@ -309,9 +310,9 @@ class Placer:
     def _reserve(self, request: PlacementRequest, purpose: Purpose, placement: Placement) -> None:
         """Keeps the nodes that an edit or a growth gets from other jobs."""
         if purpose is Purpose.EDIT:
-            plan = placement.plan
-            sizes = tuple(size for size in request.sizes if size.replicas == plan.layout.data)
-            queued = self.queue.put(replace(request, plan=plan, other_plans=(), sizes=sizes))
+            size = size_of(request.sizes, placement)
+            sizes = (size,) if size is not None else ()
+            queued = self.queue.put(replace(request, plan=placement.plan, other_plans=(), sizes=sizes))
             self._jobs.note_fit(queued, placement)
         elif purpose is Purpose.GROW:
             self._around.assume(request, placement)

@@ -228,6 +228,8 @@ def holder_of(
 ) -> Holder | None:
     """The job as a holder of replicas. None if it is neither elastic nor preemptible, or has no workers.
 
+    A job that runs below its smallest size gives up no replicas.
+
     Args:
         key: The job's key.
         job: Its object.
@@ -244,10 +246,11 @@ def holder_of(
         return None
     entries = in_rank_order(status.placement.workers) if status.placement is not None else []
     replicas = status.plan.data if status.plan is not None else 0
-    if status.placement is None or not entries or not replicas:
+    if status.placement is None or status.plan is None or not entries or not replicas:
         return None
     # Otherwise a worker would have parts of several replicas.
-    elastic = spec.elastic if not len(entries) % replicas or not replicas % len(entries) else None
+    divisible = not len(entries) % replicas or not replicas % len(entries)
+    elastic = spec.elastic if divisible and not status.plan.replanned else None
     preemptible = spec.preemptible and spec.workers.scheduler_name is None
     if elastic is None and not preemptible:
         return None
