@@ -59,6 +59,8 @@ class Plan:
     """Estimated memory and time of a step. None if the model or the cluster's GPUs are unknown."""
     gpus: int | None = None
     """The job's budget of GPUs. None if the job states `replicas`."""
+    replanned: bool = False
+    """Whether an elastic job was planned anew for the GPUs that were left, instead of having fewer replicas."""
 
     @property
     def layout(self) -> Layout:
@@ -114,6 +116,7 @@ class Plan:
             estimated_tokens_per_second=round(self.estimate.tokens_per_second) if self.estimate else None,
             summary=self.summary,
             reasons=[reason[:_MAX_REASON_TEXT] for reason in self.reasons[:_MAX_REASONS]],
+            replanned=self.replanned or None,
         )
 
     def run_config(self, spec: ParallelTrainingJobSpec) -> RunConfig:
