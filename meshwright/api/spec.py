@@ -154,8 +154,12 @@ class ParallelTrainingJobSpec(ApiModel):
     """`AllWorkers`: the job is complete when every worker has exited with code 0. `FirstWorker`: when the worker of
     rank 0 has; the others are then stopped. `FirstWorker` needs `runtime.command`."""
     priority: Annotated[int, Field(ge=-1000000000, le=1000000000)] = 0
-    """Priority in the queue of waiting jobs: higher first. The administrator's policy may bound it. No running
-    job is stopped for another one. Elastic jobs give up replicas above their minimum to jobs of higher priority."""
+    """Priority in the queue of waiting jobs: higher first. The administrator's policy may bound it. Elastic jobs give
+    up replicas above their minimum to jobs of higher priority. No other running job is stopped, unless it is
+    `preemptible`."""
+    preemptible: bool = False
+    """Whether the job may be stopped for a job of higher priority that waits. It saves a checkpoint first, is queued
+    again, and resumes when nodes are free."""
     suspend: bool = False
     """Whether the job is suspended: its pods are deleted. When this is set to false, it resumes from the latest
     checkpoint."""

@@ -31,7 +31,8 @@ class TopologyLevels(ApiModel):
 
 class TopologySpec(ApiModel):
     """Levels of the fabric that the ranks of a group share, by dimension. A level holds for the tensor-parallel groups
-    of these ranks too."""
+    of these ranks too.
+    """
 
     tensor: TopologyLevels | None = None
     """Tensor-parallel groups. `required` defaults to `domain`."""

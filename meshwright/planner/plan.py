@@ -62,6 +62,8 @@ class Plan:
     """The job's budget of GPUs. None if the job states `replicas`."""
     topology: TopologySpec | None = None
     """The levels of the fabric that groups must not, or should not, leave."""
+    replanned: bool = False
+    """Whether an elastic job was planned anew for the GPUs that were left, instead of having fewer replicas."""
 
     @property
     def layout(self) -> Layout:
@@ -117,6 +119,7 @@ class Plan:
             estimated_tokens_per_second=round(self.estimate.tokens_per_second) if self.estimate else None,
             summary=self.summary,
             reasons=[reason[:_MAX_REASON_TEXT] for reason in self.reasons[:_MAX_REASONS]],
+            replanned=self.replanned or None,
         )
 
     def run_config(self, spec: ParallelTrainingJobSpec) -> RunConfig:
@@ -339,7 +342,7 @@ def _tensor_level(spec: ParallelTrainingJobSpec) -> FabricLevel:
 
 
 def _limits(spec: ParallelTrainingJobSpec, limits: ClusterLimits) -> ClusterLimits:
-    """The limits of the cluster for this job: the widest tensor-parallel group depends on the level that it may span."""
+    """The limits of the cluster for this job: how wide a tensor-parallel group may be depends on its level."""
     level, widest, tensor = _tensor_level(spec), limits.domain_gpus, spec.parallelism.tensor
     if level is FabricLevel.NODE and limits.node_gpus is not None:
         return replace(limits, domain_gpus=min(limits.node_gpus, widest or limits.node_gpus))

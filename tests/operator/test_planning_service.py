@@ -21,7 +21,7 @@ from meshwright.planner.plan import Plan, make_plans
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.planning import planner as planner_module
-from meshwright_operator.planning import planning_service
+from meshwright_operator.planning import planning_service, process_client
 from meshwright_operator.planning.planner import Planner, PlanPendingError
 from meshwright_operator.planning.planning_service import PlanningService
 from meshwright_operator.planning.process_client import PlanPreemptedError, ProcessClient
@@ -362,3 +362,24 @@ def test_every_admitted_spec_ends_within_its_deadline() -> None:
         assert answer
         worst = max(worst, (took, f"seed {seed}: {answer if isinstance(answer, PlanFailure) else answer[0].summary}"))
     assert worst[0] < 5.0, worst
+
+
+async def test_the_first_plan_does_not_wait_for_the_imports_of_a_process(asking: Asking) -> None:
+    async def started() -> None:
+        while asking.service._quick.client._process is None:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(started(), patient(10))
+    process = asking.service._quick.client._process
+    await asking.plans(HONEST, parse_spec(job("honest")))
+    assert asking.service._quick.client._process is process
+
+
+async def test_a_process_that_cannot_be_started_early_is_started_for_the_first_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_client.sys, "executable", "/nowhere/python")
+    async with serving() as asking:
+        await asyncio.sleep(0.1)
+        monkeypatch.undo()
+        assert await asking.plans(HONEST, parse_spec(job("honest")))

@@ -76,7 +76,7 @@ class DomainBins:
         groups = mesh.groups()
         self._costs = [[weights.of(g.dimension, level) * g.count for level in levels] for g in groups]
         self._costs += [list(group.weights) for group in extra]
-        members = [group.blocks for group in (*groups, *extra)]
+        members = [group.blocks for group in groups] + [group.blocks for group in extra]
         self._lengths = list(map(len, members))
         self._ignores_domains = not any(costs[0] for costs in self._costs)
         self._domains: defaultdict[Key, list[str]] = defaultdict(list)

@@ -4,7 +4,7 @@ Groups that share a block and must not leave a level are in one location of it t
 the blocks into *units*, each inside one location, and each unit of a level consists of equally many units of the next
 closer level. The fabric is a tree, hence it is exact to count from the closest level up:
 
-    units that fit in a location = (units of the closer level that fit in it - those that are bound to it) / units in one
+    units that fit = (units of the closer level that fit - those bound to the location) / units of that level in one
 
 Blocks that stay where they are bind their units: these must get their other blocks in the same location.
 """

@@ -64,6 +64,7 @@ class Placement:
             plan_workers: worker -> plan worker, if they differ.
         """
         given = plan_workers or {worker: worker for worker in self.nodes}
+        ranks = self.plan.workers
         return PlacementStatus(
             workers=[
                 WorkerPlacement(
@@ -71,7 +72,7 @@ class Placement:
                     incarnation=incarnations.get(worker, 0),
                     pod=pod_name(job, worker, incarnations.get(worker, 0)),
                     node=self.nodes[plan_worker],
-                    ranks=format_ranks(self.plan.workers[plan_worker]),
+                    ranks=format_ranks(ranks[plan_worker]),
                     domain=self.places[plan_worker].domain,
                     rack=self.places[plan_worker].rack,
                 )

@@ -80,11 +80,11 @@ def document(observed: Observed, mesh: MeshStatus) -> MeshDocument | None:
         address, port = split_host_port(mesh.master)
     except ValueError:
         return None
-    members, known = [], plan_workers(observed)
+    members, known, ranks_by_worker = [], plan_workers(observed), observed.plan.workers
     for worker in sorted(observed.workers, key=lambda worker: known.get(worker.index, -1)):
         if worker.pod is None or not worker.pod.address or worker.index not in known:
             return None
-        ranks = observed.plan.workers[known[worker.index]]
+        ranks = ranks_by_worker[known[worker.index]]
         members.append(
             MeshMember(
                 worker=worker.index,

@@ -13,6 +13,7 @@ preempted only so often that each plan ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict
@@ -98,7 +99,8 @@ class PlanningService(Planner):
     async def run(self) -> None:
         """Make plans until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._serve(self._quick), name="quick plans")
+            # The imports of a process take several times as long as a plan: the first job must not wait for them.
+            group.create_task(self._serve(self._quick, prestart=True), name="quick plans")
             group.create_task(self._serve(self._slow), name="slow plans")
 
     def forget(self, key: JobKey) -> None:
@@ -113,8 +115,11 @@ class PlanningService(Planner):
         (self._slow if slow else self._quick).turns.add(key, request)
         raise PlanPendingError(slow=slow)
 
-    async def _serve(self, lane: _Lane) -> None:
+    async def _serve(self, lane: _Lane, *, prestart: bool = False) -> None:
         try:
+            if prestart:
+                with contextlib.suppress(PlanningStoppedError, OSError):  # the first request starts it again
+                    await lane.client.start()
             while True:
                 key, request = await lane.turns.next(time.monotonic())
                 if self._known(request) is None:

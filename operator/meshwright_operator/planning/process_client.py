@@ -92,6 +92,20 @@ class ProcessClient:
         found: tuple[Answer, float] = pickle.loads(await process.stdout.readexactly(length))  # noqa: S301 - our own
         return found
 
+    async def start(self) -> None:
+        """Start the process, if there is none, and wait until it is ready.
+
+        Raises:
+            PlanningStoppedError: The process ended before it was ready.
+            OSError: No process can be started.
+        """
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._started()
+        except (TimeoutError, asyncio.IncompleteReadError) as error:
+            await self.close()
+            raise PlanningStoppedError from error
+
     async def close(self) -> None:
         """Kill the process, if there is one."""
         process = self._process
