@@ -224,3 +224,38 @@ async def test_the_workers_that_stay_are_kept_however_long_the_job_waits_for_a_r
     assert size(world, "job") == 1
     assert world.true("job", "Ready"), world.condition("job", "Ready")
     assert pods(world, "job") == survivors
+
+
+async def test_an_edit_during_a_growth_restarts_the_gang_once() -> None:
+    """The pods of the growth are of the old revision. They were created and deleted without end."""
+    world = World(8, nodes=3, work=FOREVER)
+    world.submit(elastic("job", 1))
+    await world.run(20)
+    world.unprepared = True
+    edit(world, "job", replicas=2)
+    await world.run(60)
+    assert world.true("job", "Rescaling")
+    world.unprepared = False
+    workers = world.cluster.objects[f"{JOBS}/job"]["spec"]["workers"]
+    edit(world, "job", workers={**workers, "image": "meshwright/worker:2"})
+    await world.run(300)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert size(world, "job") == 2
+    restarts = {entry["cause"]: entry["count"] for entry in world.status("job")["restarts"]}
+    assert restarts == {"SpecChanged": 1}
+
+
+async def test_an_edit_of_a_job_that_does_not_fit_at_its_full_size_restarts_it_smaller() -> None:
+    """The edit was blocked with `EditDoesNotFit` until the full size fitted."""
+    world = World(9, nodes=3, work=FOREVER)
+    world.submit(elastic("job", 3))
+    await world.run(20)
+    set_ready(world, next(pod.node for pod in world.pods("job") if pod.worker == 1), ready=False)
+    await world.run(90)
+    assert size(world, "job") == 2
+    workers = world.cluster.objects[f"{JOBS}/job"]["spec"]["workers"]
+    edit(world, "job", workers={**workers, "image": "meshwright/worker:2"})
+    await world.run(120)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert size(world, "job") == 2
+    assert world.status("job")["observedGeneration"] == 2

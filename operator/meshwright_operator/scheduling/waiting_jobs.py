@@ -65,7 +65,7 @@ class Surroundings:
     wake: Callable[[JobKey], None]
     """Queues the key of a job to be reconciled."""
     holders: Callable[[Policy, datetime], Sequence[Holder]] = lambda policy, now: ()
-    """The elastic jobs, from which waiting jobs may take replicas, as they are at a time."""
+    """The elastic and the preemptible jobs, which may shrink or stop for waiting jobs, as they are at a time."""
 
 
 class WaitingJobs:
@@ -114,7 +114,14 @@ class WaitingJobs:
         member = self.queue.remove(uid)
         if member is not None:
             self._give_up_claims(member)
+            self.release_victims(member)
         return member is not None
+
+    def release_victims(self, member: Member) -> None:
+        """Lets the jobs that shrank or stopped for a job grow or start again: it has started, or waits no more."""
+        victims, member.victims = member.victims, {}
+        for victim in victims.values():
+            self._around.wake(victim.key)
 
     def _give_up_claims(self, member: Member) -> None:
         had_claims = bool(member.claims)
@@ -233,7 +240,8 @@ class WaitingJobs:
         else:
             reserved = () if _is_silent(member) else outcome.reserved
             member.fits, member.reserved = False, reserved
-            member.claims = dict.fromkeys(reserved, f"reserved for job {member.request.key}")
+            claimed = () if _is_silent(member) else outcome.claimed
+            member.claims = dict.fromkeys((*reserved, *claimed), f"reserved for job {member.request.key}")
             if explained:
                 self.note_answer(member, self.with_retry(member, not_granted(outcome)), basis)
         self._note_victims(member, outcome)
@@ -244,18 +252,18 @@ class WaitingJobs:
                     other.attempted = -1
 
     def _note_victims(self, member: Member, outcome: Outcome) -> None:
-        """Notes which elastic jobs have to shrink for a job, and has them reconciled."""
+        """Notes which jobs have to shrink or to stop for a job, and has them reconciled."""
         if outcome.placement is not None:
             return  # they stay as they are until it has started
-        if not outcome.victims:
-            member.victims = {}
-            return
-        member.victims |= {victim.uid: victim for victim in outcome.victims}
-        for victim in outcome.victims:
+        before, member.victims = member.victims, {victim.uid: victim for victim in outcome.victims}
+        for victim in (before | member.victims).values():
             self._around.wake(victim.key)
 
     def replica_limit(self, uid: str) -> tuple[int, JobKey] | None:
-        """The number of replicas that waiting jobs leave to an elastic job, and the first of these jobs."""
+        """The number of replicas that waiting jobs leave to a job, and the first of these jobs.
+
+        0 if it has to stop. None if no job needs its nodes.
+        """
         limits = [
             (member.victims[uid].replicas, member.request.key)
             for member in self.queue.members()

@@ -6,15 +6,28 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.api.parallelism import ContextMethod
 from meshwright.api.parallelism import PipelineSchedule as Schedule
 from meshwright.api.precision import Precision
+from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.presets import published
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.comm_groups import group_spans
-from meshwright.planner.cost.comm_time import expert_comm_time, nodes_per_token
+from meshwright.planner.cost.comm_time import (
+    NO_COMM,
+    context_comm_time,
+    expert_comm_time,
+    expert_gather_time,
+    key_value_width,
+    nodes_per_token,
+    tensor_comm_time,
+)
+from meshwright.planner.cost.constants import SYNCHRONISE
 from meshwright.planner.cost.estimate import estimate, machine_for
 from meshwright.planner.cost.fabric import BASE_LATENCY, INTER_LATENCY, INTRA_LATENCY, Fabric
 from meshwright.planner.cost.frameworks import FRAMEWORKS
+from meshwright.planner.cost.stage_time import MicroBatchTime, forward_and_backward_parts
+from meshwright.planner.cost.step_time import StepTime
 from meshwright.planner.cost.strategy import LayerStrategy, Strategy, Workload
 from meshwright.schedules.registry import kind_of
 from meshwright.schedules.schedule import PipelineShape
@@ -92,3 +105,59 @@ def test_pairs_are_those_of_the_schedule(schedule: Schedule, ranks: int, micro_b
     passes = micro_batches * (2 if kind.v_shaped else 1)
     fewest = min(sum(len(slot) == 2 for slot in slots) for slots in order.ranks)
     assert kind.paired(shape) == pytest.approx(fewest / passes)
+
+
+def layer(strategy: Strategy) -> StepTime:
+    return estimate(Workload(V3, 4096, strategy.data * strategy.micro_batches), strategy, H100S).time
+
+
+SPLIT = Strategy(tensor=2, expert=8, data=8, micro_batches=8, zero_stage=1)
+"""Experts split by number over data, and by width over the tensor group."""
+
+
+def test_a_tensor_group_gathers_the_rows_of_its_experts() -> None:
+    # Rows of both ranks, 8 for each token: before the experts, and their outputs after them; in both passes.
+    span = group_spans(SPLIT, H100S.fabric, H100S.runtime.order).tensor
+    time = expert_gather_time(TOKENS, V3, LayerStrategy.of(SPLIT), span, H100S.fabric)
+    gathered = TOKENS * PER_TOKEN * HIDDEN * 2 / 2
+    assert time.forward == time.backward == pytest.approx(2 * gathered / (450e9 * 0.8), rel=0.02)
+    whole = LayerStrategy.of(replace(SPLIT, expert_tensor=False))
+    assert expert_gather_time(TOKENS, V3, whole, span, H100S.fabric) == NO_COMM
+    assert layer(replace(SPLIT, expert_tensor=False)).tensor < 0.6 * layer(SPLIT).tensor
+
+
+def test_own_positions_need_no_gather_for_a_mixture_without_shared_experts() -> None:
+    mixtral = published("mixtral-8x7b")
+    span = group_spans(SPLIT, H100S.fabric, H100S.runtime.order).tensor
+    dense, routed = (
+        tensor_comm_time(TOKENS, mixtral, LayerStrategy.of(SPLIT), mixture, span, H100S.fabric).forward
+        for mixture in (False, True)
+    )
+    assert routed == pytest.approx(dense / 2)
+
+
+@pytest.mark.parametrize(("part", "again"), [("expert", 1.5), ("tensor", 1.45)])
+def test_selective_recomputation_repeats_the_exchanges(part: str, again: float) -> None:
+    # It stores outputs of products and attention. The rows that arrive at experts are inputs: they are sent again.
+    stored, selective = (
+        getattr(layer(replace(SPLIT, checkpointing=how)), part)
+        for how in (ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE)
+    )
+    assert selective == pytest.approx(again * stored, rel=0.04)
+
+
+def test_weight_gradients_wait_for_no_exchange() -> None:
+    one = MicroBatchTime(1.0, 1.0, 1.0, 0.0, 0.2, 0.0, 0.4, 0.3)
+    assert forward_and_backward_parts(one) == pytest.approx((1.4, 1.4, 1.1))
+
+
+def test_context_parallelism_moves_the_expanded_keys_and_values() -> None:
+    # 128 heads with keys of 128 + 64 and values of 128 numbers, not the latent's 512 + 64.
+    assert key_value_width(V3) == 128 * (192 + 128)
+    for method in (ContextMethod.ALL_GATHER, ContextMethod.RING_ZIG_ZAG):
+        shared = LayerStrategy.of(Strategy(context=2, context_method=method))
+        span = group_spans(Strategy(context=2), H100S.fabric, H100S.runtime.order).context
+        time = context_comm_time(TOKENS, V3, shared, span, H100S.fabric, 0.0)
+        moved = TOKENS * key_value_width(V3) * 2
+        overhead = 0.0 if method is ContextMethod.ALL_GATHER else SYNCHRONISE
+        assert time.forward - overhead == pytest.approx(moved / (450e9 * 0.8), rel=0.06)
