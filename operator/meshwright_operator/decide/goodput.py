@@ -124,8 +124,8 @@ def _cause(decision: Decision, *, trains: bool) -> str:
         return FINISHED
     if observed.spec.suspend:
         return TimeCause.SUSPENDED
-    if decision.place is not None and not decision.create:
-        return TimeCause.QUEUED
+    if decision.place is not None and status.placement is observed.status.placement:
+        return TimeCause.QUEUED  # not granted: a placement is replaced, also by one that needs no new pods
     if mesh.pending_cause or not mesh.generation:
         placed = find(status.conditions, names.PLACED)
         unbound = placed is not None and placed.status == "False" and placed.reason == WAITING_FOR_SCHEDULER
