@@ -16,6 +16,7 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.counts import attended_keys
 from meshwright.planner.cost.accelerators import Accelerator
 from meshwright.planner.cost.frameworks import Framework
+from meshwright.planner.units import FP32_BYTES
 
 MEMORY_PART = 0.80
 """Fraction of the nominal memory bandwidth that a streaming kernel reaches."""
@@ -60,7 +61,7 @@ class LayerTime:
     core: float
     """Part of `forward` for attention's core, which selective recomputation runs again."""
     elementwise: float
-    """Part of `forward` outside matrix products and attention."""
+    """Part of `forward` outside matrix products and attention, with the casts of experts' weights."""
 
     def recomputed(self, how: ActivationCheckpointing, runtime: Framework) -> float:
         """Seconds of the recomputation before the backward pass."""
@@ -80,15 +81,41 @@ def layer_time(shape: LayerShape, gpu: Accelerator, runtime: Framework) -> Layer
     products = sum(
         _matmul_seconds(m, n, k, count, shape.precision, shape.fp8, gpu) for m, n, k, count in matmuls_of(shape)
     )
+    memory_rate = gpu.bandwidth * MEMORY_PART
+    weights = expert_weights(shape)
+    cast = weights * _cast_bytes(shape.precision, runtime) / memory_rate
     core_forward, core_backward = _attention_core_seconds(shape, gpu, runtime)
-    moved = elementwise_bytes(shape, runtime) / (gpu.bandwidth * MEMORY_PART) + runtime.kernels * KERNEL_GAP
+    moved = elementwise_bytes(shape, runtime) / memory_rate + runtime.kernels * KERNEL_GAP
     return LayerTime(
-        forward=products + core_forward + moved,
+        forward=products + core_forward + moved + cast,
         backward_input=products + core_backward + moved,
-        backward_weight=products + runtime.kernels / 2 * KERNEL_GAP,
+        backward_weight=products + runtime.kernels / 2 * KERNEL_GAP + weights * runtime.accumulation / memory_rate,
         core=core_forward,
-        elementwise=moved,
+        elementwise=moved + cast,
     )
+
+
+def expert_weights(shape: LayerShape) -> float:
+    """Weights of the experts of one rank in a layer.
+
+    What a micro-batch does with each weight takes no more time with more rows. For dense weights it is a small part of
+    their products, and of the constants that were fitted to dense models. Experts have as many more weights as rows
+    have experts to choose from.
+    """
+    moe = shape.model.mixture
+    if not shape.mixture or moe is None:
+        return 0.0
+    matrices = 3 if shape.model.gated else 2
+    width = moe.intermediate_size / (shape.tensor if shape.expert_tensor else 1)
+    return moe.experts / shape.expert * matrices * shape.model.hidden_size * width
+
+
+def _cast_bytes(precision: Precision, runtime: Framework) -> float:
+    """Bytes of memory traffic that copies a weight into the compute format, in every forward pass of a micro-batch.
+
+    FSDP gathers in that format, and copies out of its buffer instead.
+    """
+    return FP32_BYTES + precision.bytes if runtime.stores_masters and precision.bytes < FP32_BYTES else 0.0
 
 
 def matmuls_of(shape: LayerShape) -> list[tuple[float, float, float, float]]:

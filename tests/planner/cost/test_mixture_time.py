@@ -26,6 +26,7 @@ from meshwright.planner.cost.constants import SYNCHRONISE
 from meshwright.planner.cost.estimate import estimate, machine_for
 from meshwright.planner.cost.fabric import BASE_LATENCY, INTER_LATENCY, INTRA_LATENCY, Fabric
 from meshwright.planner.cost.frameworks import FRAMEWORKS
+from meshwright.planner.cost.roofline import LayerShape, LayerTime, layer_time
 from meshwright.planner.cost.stage_time import MicroBatchTime, forward_and_backward_parts
 from meshwright.planner.cost.step_time import StepTime
 from meshwright.planner.cost.strategy import LayerStrategy, Strategy, Workload
@@ -161,3 +162,24 @@ def test_context_parallelism_moves_the_expanded_keys_and_values() -> None:
         moved = TOKENS * key_value_width(V3) * 2
         overhead = 0.0 if method is ContextMethod.ALL_GATHER else SYNCHRONISE
         assert time.forward - overhead == pytest.approx(moved / (450e9 * 0.8), rel=0.06)
+
+
+def layer_seconds(tokens: int, expert: int, runtime: str = "meshwright") -> LayerTime:
+    shape = LayerShape(V3, True, tokens, 4096, 1, 1, False, expert, True, Precision.BF16)
+    return layer_time(shape, H100S.gpu, FRAMEWORKS[runtime])
+
+
+@pytest.mark.parametrize("expert", [1, 4])
+def test_few_rows_for_each_expert_wait_for_memory(expert: int) -> None:
+    # Next to each product's read of the weights, 3 x 7,168 x 2,048 of each expert, a micro-batch casts them from fp32,
+    # and adds their gradient in bf16 to one in fp32.
+    rate, weights = 3.35e12 * 0.8, (256 / expert - 1) * 3 * 7168 * 2048
+    more, fewer = layer_seconds(1, expert), layer_seconds(1, 256)
+    assert more.forward - fewer.forward == pytest.approx(weights * (2 + 6) / rate, rel=0.02)
+    assert more.backward_input - fewer.backward_input == pytest.approx(weights * 2 / rate, rel=0.02)
+    assert more.backward_weight - fewer.backward_weight == pytest.approx(weights * (2 + 10) / rate, rel=0.02)
+
+
+def test_a_larger_micro_batch_moves_weights_less_often() -> None:
+    small, large = (layer_seconds(tokens, 4) for tokens in (4096, 16384))
+    assert small.backward_weight / 4096 > 1.5 * large.backward_weight / 16384
