@@ -26,7 +26,7 @@ from meshwright.planner.cost.constants import SYNCHRONISE
 from meshwright.planner.cost.estimate import estimate, machine_for
 from meshwright.planner.cost.fabric import BASE_LATENCY, INTER_LATENCY, INTRA_LATENCY, Fabric
 from meshwright.planner.cost.frameworks import FRAMEWORKS
-from meshwright.planner.cost.roofline import LayerShape, LayerTime, layer_time
+from meshwright.planner.cost.roofline import LayerShape, LayerTime, layer_time, matmuls_of, tile_rows
 from meshwright.planner.cost.stage_time import MicroBatchTime, forward_and_backward_parts
 from meshwright.planner.cost.step_time import StepTime
 from meshwright.planner.cost.strategy import LayerStrategy, Strategy, Workload
@@ -176,10 +176,23 @@ def test_few_rows_for_each_expert_wait_for_memory(expert: int) -> None:
     rate, weights = 3.35e12 * 0.8, (256 / expert - 1) * 3 * 7168 * 2048
     more, fewer = layer_seconds(1, expert), layer_seconds(1, 256)
     assert more.forward - fewer.forward == pytest.approx(weights * (2 + 6) / rate, rel=0.02)
-    assert more.backward_input - fewer.backward_input == pytest.approx(weights * 2 / rate, rel=0.02)
+    assert more.backward_input - fewer.backward_input == pytest.approx(weights * 2 / rate, rel=0.06)
     assert more.backward_weight - fewer.backward_weight == pytest.approx(weights * (2 + 10) / rate, rel=0.02)
 
 
 def test_a_larger_micro_batch_moves_weights_less_often() -> None:
     small, large = (layer_seconds(tokens, 4) for tokens in (4096, 16384))
     assert small.backward_weight / 4096 > 1.5 * large.backward_weight / 16384
+
+
+def test_the_last_tile_of_each_expert_is_half_full() -> None:
+    # 4,096 tokens with 8 of 256 experts: 128 rows for each, in 1 or 2 tiles of 128; 1.5 on average.
+    assert [tile_rows(rows) for rows in (0, 64, 128, 4096)] == [0, 128, 192, 4160]
+    assert tile_rows(8) == pytest.approx(128, rel=0.001)
+    shape = LayerShape(V3, True, 4096, 4096, 1, 1, False, 1, True, Precision.BF16)
+    grouped = [one for one in matmuls_of(shape) if one[3] > 1]
+    assert [(rows, computed) for rows, _, _, _, computed in grouped] == [(128, 192), (128, 192)]
+    # Spread over 64 ranks, each expert has the rows of all of them.
+    spread = replace(shape, expert=64)
+    assert {one[4] / one[0] for one in matmuls_of(spread) if one[3] > 1} == {8256 / 8192}
+    assert {one[4] / one[0] for one in matmuls_of(replace(shape, mixture=False))} == {1.0}
