@@ -10,7 +10,7 @@ from meshwright.api.parallelism import ContextMethod
 from meshwright.api.parallelism import PipelineSchedule as Schedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing
-from meshwright.models.presets import published
+from meshwright.models.presets import PRESETS, published
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.comm_groups import group_spans
 from meshwright.planner.cost.comm_time import (
@@ -27,7 +27,8 @@ from meshwright.planner.cost.estimate import estimate, machine_for
 from meshwright.planner.cost.fabric import BASE_LATENCY, INTER_LATENCY, INTRA_LATENCY, Fabric
 from meshwright.planner.cost.frameworks import FRAMEWORKS
 from meshwright.planner.cost.roofline import LayerShape, LayerTime, layer_time, matmuls_of, tile_rows
-from meshwright.planner.cost.stage_time import MicroBatchTime, forward_and_backward_parts
+from meshwright.planner.cost.stage_time import Bottleneck, MicroBatchTime, bottleneck_of, forward_and_backward_parts
+from meshwright.planner.cost.stages import stages_of
 from meshwright.planner.cost.step_time import StepTime
 from meshwright.planner.cost.strategy import LayerStrategy, Strategy, Workload
 from meshwright.schedules.registry import kind_of
@@ -196,3 +197,29 @@ def test_the_last_tile_of_each_expert_is_half_full() -> None:
     spread = replace(shape, expert=64)
     assert {one[4] / one[0] for one in matmuls_of(spread) if one[3] > 1} == {8256 / 8192}
     assert {one[4] / one[0] for one in matmuls_of(replace(shape, mixture=False))} == {1.0}
+
+
+def test_a_rank_of_both_directions_has_the_mean_of_its_stages() -> None:
+    # The last of 8 ranks has the output of a large vocabulary. DualPipe's ranks have a stage from each end, each for
+    # half of the micro-batches.
+    model = PRESETS["llama-3.1-70b"].model_copy(update={"vocab_size": 512_000})
+    plain = Strategy(pipeline=8, micro_batches=64, schedule=Schedule.ZB_H1)
+
+    def slowest(strategy: Strategy) -> Bottleneck:
+        groups = group_spans(strategy, H100S.fabric, H100S.runtime.order)
+        return bottleneck_of(Workload(model, 4096, 64), strategy, H100S, groups, stages_of(model, strategy))
+
+    one, both = slowest(plain), slowest(replace(plain, schedule=Schedule.DUAL_PIPE))
+    assert one.slowest.output
+    assert both.longest < 0.9 * one.longest
+    assert both.mean == pytest.approx(one.mean)
+    assert both.longest == pytest.approx(both.worst.total)
+
+
+def test_multi_token_prediction_has_a_layer_of_its_own() -> None:
+    predicting = V3.model_copy(update={"prediction_layers": 1})
+    strategy = Strategy(expert=8, data=8, micro_batches=8, zero_stage=1)
+    work = [Workload(model, 4096, 64) for model in (predicting, V3, V3.model_copy(update={"layers": 62}))]
+    one, none, more = (estimate(each, strategy, H100S).time for each in work)
+    assert one.expert == pytest.approx(more.expert)
+    assert one.compute > more.compute > none.compute  # It also has logits.
