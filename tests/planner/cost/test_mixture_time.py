@@ -107,6 +107,7 @@ def test_pairs_are_those_of_the_schedule(schedule: Schedule, ranks: int, micro_b
     passes = micro_batches * (2 if kind.v_shaped else 1)
     fewest = min(sum(len(slot) == 2 for slot in slots) for slots in order.ranks)
     assert kind.paired(shape) == pytest.approx(fewest / passes)
+    assert kind.paired(PipelineShape(ranks, 1)) == 0.0
 
 
 def layer(strategy: Strategy) -> StepTime:
