@@ -22,7 +22,14 @@ class ElasticSpec(ApiModel):
     replacement_seconds: Annotated[int, Field(ge=0, le=86400)] = 30
     """How long a job that lost workers waits for nodes to replace them before it continues with fewer replicas."""
     pause_seconds: Annotated[int, Field(ge=10, le=86400)] = 300
-    """Shortest time between a resize and the next growth. An edit of `replicas` does not wait."""
+    """Shortest time between a resize and the next growth, or the next shrink for a waiting job of the same priority.
+    An edit of `replicas` does not wait."""
     min_gain_percent: Annotated[int, Field(ge=0, le=1000)] = 0
     """Growth of less than this part of the current replicas is not worth a restart of the ranks. An edit of `replicas`
     takes effect in any case."""
+    replan: bool = False
+    """Whether the job is planned anew if fewer than `minReplicas` fit on the nodes that are left: with other tensor,
+    pipeline, context and expert degrees and another ZeRO stage, for the GPUs that are left. It continues from the
+    resharded checkpoint, and returns to its full layout when nodes are free. Not supported with `runtime.command`."""
+    min_gpus: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Smallest number of GPUs that the job is planned anew for. Needs `replan: true`. Defaults to one worker."""

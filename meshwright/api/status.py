@@ -43,8 +43,8 @@ class Condition(ApiModel):
     """Details for people."""
 
 
-class PlanStatus(ApiModel):
-    """The layout in effect, and why."""
+class LayoutStatus(ApiModel):
+    """Degrees, micro-batches and techniques of a layout."""
 
     tensor: Count
     """Tensor-parallel degree."""
@@ -68,6 +68,11 @@ class PlanStatus(ApiModel):
     """ZeRO stage: 0 none, 1 optimizer state, 2 gradients too, 3 parameters too. Not set with `runtime.command`."""
     activation_checkpointing: ActivationCheckpointing | None = None
     """What the backward pass recomputes. Not set with `runtime.command`."""
+
+
+class PlanStatus(LayoutStatus):
+    """The layout in effect, and why."""
+
     world_size: Count
     """Number of ranks."""
     workers: Count
@@ -89,6 +94,8 @@ class PlanStatus(ApiModel):
     revision: Annotated[str, Field(max_length=64)] = ""
     """Hash of the parts of `spec` that determine the plan and the pods, after the number of the scheme that computed
     it. If an edit changes it, the workers restart."""
+    replanned: bool | None = None
+    """True if the layout was planned anew for the GPUs that were left, by `elastic.replan`. Not set otherwise."""
 
 
 class WorkerPlacement(ApiModel):
@@ -157,6 +164,8 @@ class PlacementStatus(ApiModel):
     """Number of tensor-parallel groups that leave their NVLink domain."""
     straddling_replicas: Count = 0
     """Number of replicas whose pipeline leaves its rack."""
+    topology: Annotated[dict[str, Annotated[str, Field(max_length=16)]], Field(max_length=8)] = {}
+    """With `spec.topology`: dimension -> the closest level that none of its groups leaves, or `cluster`."""
     spares: Annotated[list[Annotated[str, Field(max_length=253)]], Field(max_length=64)] = []
     """Nodes reserved for replacements of lost workers, the most useful first."""
 
@@ -212,6 +221,8 @@ class ElasticStatus(ApiModel):
     """Number of attempts to grow that failed in a row."""
     retry_time: Time | None = None
     """Time before which the job does not try to grow again."""
+    full_plan: LayoutStatus | None = None
+    """With `elastic.replan`: the layout to which the job returns after it was planned anew for fewer GPUs."""
 
 
 class EvaluationStatus(ApiModel):

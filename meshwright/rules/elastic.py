@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.api.status import PlanStatus
+from meshwright.rules.replan import REPLAN_RULES, replanned_spec
 from meshwright.rules.rule import Rule
 
 MAX_SIZES = 16
@@ -71,12 +73,7 @@ ELASTIC_RULES: tuple[Rule[Spec], ...] = (
         "!has(self.elastic) || !has(self.training) || !has(self.training.outer)",
         _one_island,
     ),
-    Rule(
-        "elastic",
-        "is not supported with `gpus`, which leaves the number of replicas to the planner: remove one of them",
-        "!has(self.elastic) || !has(self.gpus)",
-        lambda spec: spec.elastic is None or spec.gpus is None,
-    ),
+    *REPLAN_RULES,
 )
 
 
@@ -130,6 +127,15 @@ def fixed_size(spec: Spec, replicas: int, micro_batches: int | None = None) -> S
     if micro_batches is not None:
         changes["parallelism"] = spec.parallelism.model_copy(update={"micro_batches": micro_batches})
     return spec.model_copy(update=changes)
+
+
+def spec_of_plan(spec: Spec, plan: PlanStatus) -> Spec:
+    """The spec of an elastic job that runs with this plan: without `elastic`, and with the replicas of the plan."""
+    if plan.replanned:
+        return replanned_spec(spec, plan.data, plan.micro_batches)
+    counted = spec.model_copy(update={"gpus": None})
+    # An edit may change how other sizes divide the batch, but not what runs now.
+    return fixed_size(counted, plan.data, plan.micro_batches if spec.training is not None else None)
 
 
 def sizes(spec: Spec, largest: int, smallest: int | None = None) -> list[int]:

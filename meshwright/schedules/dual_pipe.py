@@ -171,6 +171,10 @@ class DualPipe(PipelineScheduleKind):
         """Of both directions together."""
         return float(min(shape.micro_batches, shape.ranks + 1))
 
+    def paired(self, shape: PipelineShape) -> float:
+        """On the outermost ranks."""
+        return _paired(shape.ranks // 2, shape.micro_batches // 2)
+
     def _bubble(self, shape: PipelineShape, times: StageTimes) -> float:
         return max(shape.ranks / 2 - 1, 0.0) * _phase_seconds(times)
 
@@ -193,6 +197,10 @@ class DualPipeV(PipelineScheduleKind):
         """Of both chunks together."""
         return min(float(shape.micro_batches), shape.ranks + 0.5)
 
+    def paired(self, shape: PipelineShape) -> float:
+        """On the first rank."""
+        return _paired(shape.ranks, shape.micro_batches)
+
     def _bubble(self, shape: PipelineShape, times: StageTimes) -> float:
         return (shape.ranks - 1) * _phase_seconds(times) / 2
 
@@ -200,3 +208,10 @@ class DualPipeV(PipelineScheduleKind):
 def _phase_seconds(times: StageTimes) -> float:
     """What a rank waits for each rank of a half pipeline."""
     return max(times.forward + 2 * times.backward_input - times.backward_weight, 0.0)
+
+
+def _paired(depth: int, count: int) -> float:
+    """Fraction of the passes of the outermost rank of a fold `depth` deep that overlap, with `count` passes a side."""
+    # Two for each turn of the middle phase, and one for each inner rank while draining: see `_phases`.
+    pairs = 2 * (count - 2 * depth + 1) + depth - 1 - (depth == 1)
+    return max(0.0, pairs / (2 * count))

@@ -178,6 +178,10 @@ class PipelineScheduleKind(ABC):
     def _bubble(self, shape: PipelineShape, times: StageTimes) -> float:
         """`bubble` with at least two ranks."""
 
+    def paired(self, shape: PipelineShape) -> float:
+        """Fraction of the forward passes that overlap a backward pass, on the rank with the fewest such pairs."""
+        return 0.0
+
     def extra_weight_versions(self, ranks: int, rank: int) -> float:
         """Versions of the weights that a rank stores in addition to those that it updates, with at least two ranks."""
         return 0.0

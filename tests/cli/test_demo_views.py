@@ -1,7 +1,9 @@
 """The demo's pure parts: from raw objects to what a person reads, and to the verdict."""
 
 import io
+import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from meshwright_cli.demo.fault import Fault
 from meshwright_cli.demo.line_view import LineWriter
 from meshwright_cli.demo.live_view import render_live_view
 from meshwright_cli.demo.loss_curve import LossCurve, sparkline
+from meshwright_cli.demo.lost_node import LostNode
 from meshwright_cli.demo.observer import gauge
 from meshwright_cli.demo.snapshot import snapshot
+from meshwright_cli.demo.story import Story
 from meshwright_cli.demo.summary import DemoResult, summary
 from meshwright_cli.demo.text import clock, format_age
 
@@ -167,13 +171,44 @@ def test_picture_shows_what_matters():
     assert "KUBECONFIG" in text
 
 
-def test_fault_strikes_once_at_half_time_when_every_rank_trains():
+def test_picture_fits_a_terminal_of_80_x_24():
+    """The view of the demo's job while it has fewer replicas: nothing is cut, and the latest message is there."""
+    plan = {**dict.fromkeys(("tensor", "pipeline", "data", "microBatches", "worldSize", "workers"), 2)}
+    status = {
+        "checkpoint": {"step": 40, "time": TIME, "path": "/c"},
+        "restarts": [{"cause": "PodLost", "count": 1}, {"cause": "Rescaled", "count": 2}],
+        "restartCount": 3,
+        "plan": {**plan, "summary": "TP 2 x PP 2 x DP 1"},
+    }
+    events = [event(f"Reason{number}", "a long note " * 9) for number in range(9)]
+    now = snapshot(sized(50, 3, 1, **status), [pod(worker) for worker in range(4)], events)
+    curve = LossCurve({step: 5.0 / step for step in range(1, 51)})
+    message = "NODE: rack1-spare joins the cluster"
+    view = render_live_view(now, curve, 75.0, datetime.now(UTC), "export KUBECONFIG=" + "x" * 90, message, 24)
+    lines = rendered(view, 80).splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    for expected in (
+        "replicas 1 of 2",
+        "3 (PodLost 1, Rescaled 2)",
+        message,
+        "Reason8",
+        "lm-w3-0",
+        "ETA 1:15",
+        "KUBECONFIG",
+    ):
+        assert expected in text, text
+    assert "Reason0" not in text
+
+
+def test_fault_strikes_once_after_a_tenth_of_the_steps_when_every_rank_trains():
     pods = [pod(0), pod(1)]
-    assert not Fault().due(snapshot(running(49), pods, []))
+    assert not Fault().due(snapshot(running(9), pods, []))
     assert not Fault().due(snapshot(running(60, ready="3/4"), pods, []))
     assert not Fault().due(snapshot(running(60), [], []))
     fault = Fault()
-    now = snapshot(running(50), pods, [])
+    now = snapshot(running(10), pods, [])
     assert fault.due(now)
     fault.deleted_pod, fault.generation, fault.step = now.pods[-1], now.generation, now.step
     assert not fault.due(now)
@@ -196,6 +231,43 @@ def test_recovery_is_seen_only_with_a_new_generation_a_new_pod_and_every_rank():
     assert not fault.observe(snapshot(running(54, generation=2), [pod(0), pod(1, 1)], []))
 
 
+def sized(step: int, generation: int, replicas: int, ready: str = "4/4", **more: Any) -> dict[str, Any]:
+    """An elastic job that wants two replicas."""
+    return running(step, generation, ready, replicas=replicas, elastic={"wantedReplicas": 2}, **more)
+
+
+def resized_node():
+    """A node that was lost in generation 2 and another one that joined, both with the resize that followed."""
+    pods = [pod(0), pod(1)]
+    node = LostNode(Path(), rack="rack1", name="node1", replicas=2, generation=2, step=61, lost_at=time.monotonic())
+    assert not node.observe(snapshot(sized(62, 2, 2), pods, []))
+    assert not node.observe(snapshot(sized(60, 3, 1, ready="0/2"), pods[:1], []))
+    smaller = snapshot(sized(61, 3, 1, ready="2/2"), pods[:1], [])
+    assert node.observe(smaller)
+    node.resized(smaller, 60)
+    assert not node.join_due(smaller)  # it is to be seen with fewer replicas first
+    node.joined, node.joined_at = "rack1-spare", time.monotonic()
+    rescaling = [condition("Ready", reason="Running"), condition("Rescaling")]
+    assert not node.observe(
+        snapshot({**sized(71, 4, 2), "status": {**sized(71, 4, 2)["status"], "conditions": rescaling}}, pods, [])
+    )
+    larger = snapshot(sized(72, 4, 2), pods, [])
+    assert node.observe(larger)
+    node.resized(larger, 70)
+    assert not node.observe(larger)
+    assert node.repeated_steps == 2
+    return node
+
+
+def test_a_node_is_lost_after_a_fifth_of_the_steps_but_never_that_of_rank_0():
+    node, pods = LostNode(Path()), [pod(0), pod(1)]
+    assert node.due(snapshot(sized(20, 2, 2), pods, []))
+    assert not node.due(snapshot(sized(19, 2, 2), pods, []))
+    assert not node.due(snapshot(sized(20, 2, 1), pods, []))
+    assert not node.due(snapshot(sized(20, 2, 2, ready="3/4"), pods, []))
+    assert not node.due(snapshot(sized(20, 2, 2), pods[:1], []))
+
+
 PLAN = {"tensor": 2, "pipeline": 1, "data": 1, "microBatches": 1, "worldSize": 2, "workers": 1}
 PLACEMENT = {"workers": [{"worker": 0, "incarnation": 0, "pod": "p", "node": "n0", "ranks": "0-1", "rack": "r0"}]}
 
@@ -208,7 +280,7 @@ def completed(generation=2, restarts=1, step=100):
             restartCount=restarts, checkpoint={"step": 100, "time": TIME, "path": "/c"}, plan=PLAN, placement=PLACEMENT,
         ),
         [],
-        [event("Recovered", "Training again after 6.1 s: replace pod 2.0")],
+        [event("Recovered", "Training again after 6.1 s: replace pod 2.0 (generation 2, PodLost)")],
     )  # fmt: skip
 
 
@@ -221,9 +293,27 @@ def recovered_fault():
     return fault
 
 
+def story(fault=None, node=None):
+    return Story(fault or recovered_fault(), node)
+
+
 def test_evidence_of_a_successful_run():
-    assert checks.failed_checks(completed(), recovered_fault(), SAVED, 1600) == []
-    assert checks.failed_checks(completed(generation=1, restarts=0), None, SAVED, 1600) == []
+    assert checks.failed_checks(completed(), story(), SAVED, 1600, "d1") == []
+    assert checks.failed_checks(completed(generation=4), story(node=resized_node()), SAVED, 1600, "d1") == []
+    assert checks.failed_checks(completed(generation=1, restarts=0), None, SAVED, 1600, "") == []
+
+
+def test_evidence_names_what_is_missing_of_a_lost_node_and_of_the_data():
+    def problems(node, digest="d1"):
+        return " ".join(checks.failed_checks(completed(generation=4), story(node=node), SAVED, 1600, digest))
+
+    assert "the data digest is d1, but that of the data is d2" in problems(resized_node(), "d2")
+    assert "no node was removed" in problems(LostNode(Path()))
+    node = resized_node()
+    node.grown = None
+    assert "did not train with 2 replicas again after rack1-spare joined" in problems(node)
+    node.shrunk = None
+    assert "did not train on without node1" in problems(node)
 
 
 @pytest.mark.parametrize(
@@ -240,13 +330,13 @@ def test_evidence_of_a_successful_run():
     ],
 )
 def test_evidence_names_what_is_missing(end, fault, saved, word):
-    problems = checks.failed_checks(end, fault, saved, 1600)
+    problems = checks.failed_checks(end, story(fault), saved, 1600, "")
     assert any(word in problem for problem in problems), problems
 
 
 def test_summary_has_every_part():
     curve = LossCurve({1: 5.75, 100: 1.9})
-    ending = DemoResult(completed(), curve, recovered_fault(), SAVED, "def ", "def f():", 150.0)
+    ending = DemoResult(completed(), curve, story(node=resized_node()), SAVED, "def ", "def f():", 150.0, "d1")
     text = rendered(summary(ending))
     for expected in (
         "5.7500 (step 1)",
@@ -254,6 +344,13 @@ def test_summary_has_every_part():
         "lm-w1-0",
         "Training again after 6.1 s",
         "1,600 samples",
+        "node1 removed near step 62; no other node was free",
+        "trained on with 1 of 2 replicas after",
+        "resumed after step 60: 2 completed steps were repeated",
+        "rack1-spare",
+        "trained with 2 replicas again after",
+        "from step 71 on",
+        "d1, as computed from the data alone",
         "2:30",
     ):
         assert expected in text, expected

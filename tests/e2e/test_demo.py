@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.local_stack import eventually, tiny
+from tests.e2e.local_stack import EXAMPLES, eventually, tiny
 from tests.patience import patient
 
 DEMO = [sys.executable, "-c", "from meshwright_cli.main import main; main()", "demo"]
@@ -73,6 +73,31 @@ async def test_demo_loses_a_worker_recovers_and_tells_it(tmp_path, job):
     assert "step 100, 800 samples" in out
     checkpoint = next(Path(line.split()[-1]) for line in out.splitlines() if line.startswith("checkpoint "))
     assert (checkpoint / "meshwright.json").exists()
+    assert connected(directory) == []
+
+
+@pytest.mark.long
+async def test_demo_of_an_elastic_job_loses_a_node_shrinks_and_grows_again(tmp_path):
+    """The demo's own job, with half of its steps."""
+    path, directory = tmp_path / "job.yaml", tmp_path / "demo"
+    items = list(yaml.safe_load_all((EXAMPLES / "stdlib-lm.yaml").read_text()))
+    items[-1]["spec"]["training"]["steps"] = 100
+    path.write_text(yaml.safe_dump_all(items))
+    process = await start(directory, "--manifest", str(path))
+    out = (await asyncio.wait_for(process.communicate(), patient(240)))[0].decode()
+    assert process.returncode == 0, out
+    for word in (
+        "RECOVERED",
+        "FAULT: node rack1-node1 is gone for good",
+        "SMALLER: 1 of 2 replicas trains on",
+        "replicas 1 of 2",
+        "NODE: rack1-spare joins the cluster",
+        "GROWN: 2 of 2 replicas train again",
+        "step 100, 3,200 samples",
+        ", as computed from the data alone",
+        "rack1-spare w3",
+    ):
+        assert word in out, out
     assert connected(directory) == []
 
 

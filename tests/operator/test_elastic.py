@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import datetime
 from typing import Any
 
 from tests.operator.support import JOBS
@@ -116,6 +117,44 @@ async def test_a_job_of_higher_priority_takes_a_replica_and_gives_it_back() -> N
     assert world.true("low", "Ready")
 
 
+async def test_a_job_that_fills_the_cluster_gives_up_replicas_to_its_own_priority_after_its_pause() -> None:
+    """Only those above `replicas`: a second job of the same priority waits for these."""
+    world = World(8, nodes=4, work=FOREVER)
+    world.submit(elastic("fills", 2, maxReplicas=4, fill=True, pauseSeconds=300))
+    await world.run(20)
+    assert size(world, "fills") == 4
+    for name in ("second", "third", "fourth"):
+        world.submit(submitted(name, 1))
+    seen = await sizes_of(world, "fills", 600)
+    assert [count for _, count in seen] == [3, 2], seen
+    assert 300 <= (seen[1][0] - seen[0][0]).total_seconds() <= 330
+    assert [world.true(name, "Ready") for name in ("second", "third", "fourth")] == [True, True, False]
+    assert world.true("fills", "Ready")
+
+
+async def test_a_job_of_higher_priority_does_not_wait_for_the_pause() -> None:
+    world = World(9, nodes=4, work=FOREVER)
+    world.submit(elastic("fills", 2, maxReplicas=4, fill=True, pauseSeconds=3600))
+    await world.run(20)
+    for name in ("urgent", "more-urgent"):
+        body = submitted(name, 1)
+        body["spec"]["priority"] = 10
+        world.submit(body)
+        await world.run(90)
+        assert world.true(name, "Ready")
+    assert size(world, "fills") == 2
+
+
+async def sizes_of(world: World, name: str, seconds: int) -> list[tuple[datetime, int]]:
+    """The sizes that a job has in this time, and when each began."""
+    seen: list[tuple[datetime, int]] = []
+    for _ in range(seconds):
+        await world.tick()
+        if not seen or seen[-1][1] != size(world, name):
+            seen.append((world.now, size(world, name)))
+    return seen
+
+
 async def test_nothing_is_taken_below_the_minimum() -> None:
     world = World(5, nodes=3, work=FOREVER)
     world.submit(elastic("low", 3, minReplicas=3))
@@ -185,3 +224,38 @@ async def test_the_workers_that_stay_are_kept_however_long_the_job_waits_for_a_r
     assert size(world, "job") == 1
     assert world.true("job", "Ready"), world.condition("job", "Ready")
     assert pods(world, "job") == survivors
+
+
+async def test_an_edit_during_a_growth_restarts_the_gang_once() -> None:
+    """The pods of the growth are of the old revision. They were created and deleted without end."""
+    world = World(8, nodes=3, work=FOREVER)
+    world.submit(elastic("job", 1))
+    await world.run(20)
+    world.unprepared = True
+    edit(world, "job", replicas=2)
+    await world.run(60)
+    assert world.true("job", "Rescaling")
+    world.unprepared = False
+    workers = world.cluster.objects[f"{JOBS}/job"]["spec"]["workers"]
+    edit(world, "job", workers={**workers, "image": "meshwright/worker:2"})
+    await world.run(300)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert size(world, "job") == 2
+    restarts = {entry["cause"]: entry["count"] for entry in world.status("job")["restarts"]}
+    assert restarts == {"SpecChanged": 1}
+
+
+async def test_an_edit_of_a_job_that_does_not_fit_at_its_full_size_restarts_it_smaller() -> None:
+    """The edit was blocked with `EditDoesNotFit` until the full size fitted."""
+    world = World(9, nodes=3, work=FOREVER)
+    world.submit(elastic("job", 3))
+    await world.run(20)
+    set_ready(world, next(pod.node for pod in world.pods("job") if pod.worker == 1), ready=False)
+    await world.run(90)
+    assert size(world, "job") == 2
+    workers = world.cluster.objects[f"{JOBS}/job"]["spec"]["workers"]
+    edit(world, "job", workers={**workers, "image": "meshwright/worker:2"})
+    await world.run(120)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert size(world, "job") == 2
+    assert world.status("job")["observedGeneration"] == 2

@@ -362,7 +362,12 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("elastic.maxReplicas", elastic(fill=True)),
     ("elastic", {**elastic(), "checkpoint": None}),
     ("elastic", {**elastic(), "workers.schedulerName": "volcano"}),
+    ("preemptible", {"preemptible": True, "workers.schedulerName": "volcano"}),
     ("elastic", {**elastic(), **ISLANDS}),
+    ("elastic.maxReplicas", {"gpus": 16, "replicas": None, **elastic(replan=True, maxReplicas=2)}),
+    ("elastic.replan", {**elastic(replan=True), **STALE}),
+    ("elastic.minGpus", elastic(minGpus=2)),
+    ("elastic.minGpus", {"gpus": 16, "replicas": None, **elastic(replan=True, minGpus=17)}),
 ]
 BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("runtime.command", {"data": {"source": "PythonStdlib"}}),
@@ -381,6 +386,7 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("workers.gpusPerWorker", {"replicas": 3}),
     ("workers.gpusPerWorker", {"replicas": 2050, "workers.gpusPerWorker": 1}),
     ("elastic.maxReplicas", {"elastic": {"maxReplicas": 3}}),
+    ("elastic.replan", {"elastic": {"replan": True}}),
 ]
 FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {}),
@@ -460,6 +466,8 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, elastic()),
     (GOOD, elastic(minReplicas=2, maxReplicas=2)),
     (GOOD, elastic(maxReplicas=16, fill=True)),
+    (GOOD, elastic(replan=True, minGpus=2)),
+    (GOOD, {"gpus": 16, "replicas": None, **elastic(replan=True, minGpus=16)}),
     (COMMAND, {"elastic": {"maxReplicas": 16, "fill": True, "pauseSeconds": 10}}),
 ]
 CASES = [

@@ -1,1 +1,1 @@
-"""`meshwright demo`: the whole product on one machine, with a fault in the middle."""
+"""`meshwright demo`: the whole product on one machine, with faults on the way."""

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from meshwright.api import conditions
 from meshwright_cli.demo.fault import Fault
+from meshwright_cli.demo.lost_node import LostNode
 from meshwright_cli.demo.snapshot import Snapshot
+from meshwright_cli.demo.story import Story
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +20,17 @@ class CheckpointRecord:
     digest: str
 
 
-def failed_checks(end: Snapshot, fault: Fault | None, record: CheckpointRecord | None, samples: int) -> list[str]:
+def failed_checks(
+    end: Snapshot, story: Story | None, record: CheckpointRecord | None, samples: int, digest: str
+) -> list[str]:
     """Each claim of the demo that the cluster or the checkpoint contradicts. Empty if all are true.
 
     Args:
         end: the job at the end.
-        fault: the fault; None when the demo was to have none.
+        story: the faults; None when the demo was to have none.
         record: manifest of the latest checkpoint; None when there is none.
         samples: sequences that the whole run must have consumed.
+        digest: digest of these sequences, computed from the data; empty for a job whose data are not known.
     """
     problems = []
     if not end.holds(conditions.COMPLETE):
@@ -39,15 +44,18 @@ def failed_checks(end: Snapshot, fault: Fault | None, record: CheckpointRecord |
             f"the latest checkpoint has step {record.step} and {record.samples} samples, "
             f"expected step {end.total_steps} and {samples} samples"
         )
-    if fault is not None:
-        problems += failed_recovery_checks(end, fault)
+    elif digest and record.digest != digest:
+        problems.append(f"the data digest is {record.digest}, but that of the data is {digest}")
+    if story is not None:
+        problems += failed_recovery_checks(end, story.fault)
+        problems += failed_resize_checks(story.node) if story.node is not None else []
     return problems
 
 
 def failed_recovery_checks(end: Snapshot, fault: Fault) -> list[str]:
     """Evidence of a lost worker and of the recovery that is missing."""
     if fault.deleted_pod is None:
-        return ["no worker was deleted: the job finished before half of its steps were observed"]
+        return ["no worker was deleted: the job finished before a tenth of its steps was observed"]
     problems = []
     if fault.recovered_at is None or fault.replacement is None:
         problems.append(f"no new mesh generation trained after {fault.deleted_pod.name} was deleted")
@@ -56,3 +64,15 @@ def failed_recovery_checks(end: Snapshot, fault: Fault) -> list[str]:
     if end.status.restart_count < 1:
         problems.append("`status.restarts` counts no restart")
     return problems
+
+
+def failed_resize_checks(node: LostNode) -> list[str]:
+    """Evidence of a lost node and of both resizes that is missing."""
+    if not node.name:
+        return ["no node was removed: the job finished before it was due"]
+    if node.shrunk is None:
+        return [f"the job did not train on without {node.name}"]
+    if node.grown is None:
+        joined = node.joined or "a node"
+        return [f"the job did not train with {node.replicas} replicas again after {joined} joined"]
+    return []

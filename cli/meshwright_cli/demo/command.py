@@ -46,15 +46,17 @@ EXAMPLE = Path(__file__).with_name("stdlib-lm.yaml")
     default=None,
     help="Manifest of the job to train. It must fit on 4 nodes with 2 GPUs each, and save checkpoints.",
 )
-@click.option("--no-fault", is_flag=True, help="Do not delete a worker pod midway.")
+@click.option("--no-fault", is_flag=True, help="Delete neither a worker pod nor a node.")
 @click.option("--keep-running", is_flag=True, help="Keep the cluster running after the end, until Ctrl-C.")
 @click.option(
     "--timeout", type=click.IntRange(min=1), default=900, show_default=True, help="Timeout of the job in seconds."
 )
 def demo(directory: Path, manifest: Path | None, no_fault: bool, keep_running: bool, timeout: int) -> None:
-    """Train a language model on the embedded cluster, with a fault midway.
+    """Train a language model on the embedded cluster. It loses a worker pod and then a node.
 
-    Ends with exit code 0 only when the job completed and, unless --no-fault is given, really recovered from the loss.
+    If the job is elastic, it continues with fewer replicas, and grows again when another node joins. Otherwise no node
+    is lost. Ends with exit code 0 only when the job completed on every sample and, unless --no-fault is given, really
+    recovered from each loss.
     """
     console = Console()
     try:

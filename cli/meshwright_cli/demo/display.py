@@ -41,6 +41,7 @@ class LiveDisplay:
         self._console = console
         self._hint = hint
         self._started = time.monotonic()
+        self._latest = ""
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
 
     def __enter__(self) -> Self:
@@ -53,13 +54,16 @@ class LiveDisplay:
         self._live.stop()
 
     def announce(self, text: str) -> None:
-        """Print a message above the live view."""
+        """Print a message above the live view, and show it there until the next one."""
+        self._latest = text
         self._console.print(Text.assemble((f"[{clock(time.monotonic() - self._started):>5}] ", "dim"), (text, "bold")))
 
     def show(self, now: Snapshot, curve: LossCurve) -> None:
         """Redraw the live view."""
         elapsed = time.monotonic() - self._started
-        self._live.update(render_live_view(now, curve, elapsed, datetime.now(UTC), self._hint), refresh=True)
+        height = self._console.height
+        view = render_live_view(now, curve, elapsed, datetime.now(UTC), self._hint, self._latest, height)
+        self._live.update(view, refresh=True)
 
 
 class LineDisplay:

@@ -1,4 +1,4 @@
-"""The fault of the demo: it deletes one worker pod midway and records the recovery as evidence."""
+"""The fault of the demo: it deletes one worker pod early in the run and records the recovery as evidence."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Fault:
         return None if self.resumed_after is None else max(0, self.step - self.resumed_after)
 
     def due(self, now: Snapshot) -> bool:
-        """Whether to delete the pod: half of the steps are done and every rank is training."""
-        halfway = now.total_steps > 0 and 2 * now.step >= now.total_steps
-        return self.deleted_pod is None and halfway and all_ranks_train(now) and bool(now.pods)
+        """Whether to delete the pod: a tenth of the steps is done and every rank is training."""
+        late = now.total_steps > 0 and 10 * now.step >= now.total_steps
+        return self.deleted_pod is None and late and all_ranks_train(now) and bool(now.pods)
 
     async def inject(self, client: ApiClient, namespace: str, now: Snapshot) -> PodView:
         """Delete the pod of the last worker gracefully, and return it."""

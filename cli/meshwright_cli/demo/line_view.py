@@ -36,6 +36,8 @@ def progress(now: Snapshot) -> str:
     """The progress of the job in one line."""
     status = now.status
     parts = [f"{now.state:<12}", f"ranks {status.ready_ranks or '-'}", f"generation {now.generation}"]
+    if now.wanted_replicas > now.replicas > 0:
+        parts.append(f"replicas {now.replicas} of {now.wanted_replicas}")
     if now.total_steps:
         parts.append(f"step {now.step}/{now.total_steps}")
     if now.loss is not None:

@@ -16,10 +16,21 @@ from meshwright_cli.demo.snapshot import Snapshot
 from meshwright_cli.demo.text import clock, format_age
 
 SHOWN_EVENTS = 7
+"""Events that are shown if the terminal is high enough."""
+OTHER_LINES = 15
+"""Lines of the view apart from pods, events and the latest message."""
 POD_STYLES = {"Running": "green", "Completed": "cyan", "Terminating": "yellow", "Error": "red"}
 
 
-def render_live_view(now: Snapshot, curve: LossCurve, elapsed: float, moment: datetime, hint: str) -> RenderableType:
+def render_live_view(
+    now: Snapshot,
+    curve: LossCurve,
+    elapsed: float,
+    moment: datetime,
+    hint: str,
+    latest: str = "",
+    height: int = 40,
+) -> RenderableType:
     """The complete view.
 
     Args:
@@ -28,18 +39,23 @@ def render_live_view(now: Snapshot, curve: LossCurve, elapsed: float, moment: da
         elapsed: seconds since the demo began.
         moment: the present, for ages.
         hint: the line that says how to look from another terminal.
+        latest: what the demo did last, which scrolls out of a small terminal.
+        height: lines of the terminal. In a small one, only the latest events are shown.
     """
     title = f"[bold]{now.name}[/bold]  {now.state}"
+    message = [Text(latest, style="bold", no_wrap=True, overflow="ellipsis")] if latest else []
+    shown = min(SHOWN_EVENTS, max(1, height - OTHER_LINES - len(now.pods) - len(message)))
     parts: list[RenderableType] = [
         numbers(now, curve, moment),
         progress(now),
         Text(),
         workers(now),
         Text(),
-        events(now),
+        events(now, shown),
+        *message,
     ]
     body = Panel(Group(*parts), title=title, subtitle=clock(elapsed), title_align="left", subtitle_align="right")
-    return Group(body, Text(hint, style="dim", no_wrap=True, overflow="ignore"))
+    return Group(body, Text(hint, style="dim", no_wrap=True, overflow="ellipsis"))
 
 
 def numbers(now: Snapshot, curve: LossCurve, moment: datetime) -> Table:
@@ -49,13 +65,19 @@ def numbers(now: Snapshot, curve: LossCurve, moment: datetime) -> Table:
     grid.add_column(style="dim")
     grid.add_column(no_wrap=True)
     grid.add_row("plan", status.plan.summary if status.plan else "")
-    grid.add_row("ranks ready", f"{status.ready_ranks}   generation {now.generation}   restarts {restarts(now)}")
+    grid.add_row("ranks ready", f"{status.ready_ranks}   {replicas(now)}generation {now.generation}")
+    grid.add_row("restarts", restarts(now))
     loss = "" if now.loss is None else f"{now.loss:.4f}"
     grid.add_row("loss", Text.assemble(f"{loss}  ", (sparkline(curve.values(), 48), "cyan")))
     grid.add_row("tokens/s", f"{status.tokens_per_second:,}" if status.tokens_per_second else "")
     grid.add_row("checkpoint", checkpoint(now, moment))
     grid.add_row("conditions", ", ".join(c.type for c in status.conditions if c.status == "True"))
     return grid
+
+
+def replicas(now: Snapshot) -> str:
+    """The number of replicas of an elastic job, and how many it wants."""
+    return f"replicas {now.replicas} of {now.wanted_replicas}   " if now.wanted_replicas else ""
 
 
 def restarts(now: Snapshot) -> str:
@@ -94,10 +116,10 @@ def workers(now: Snapshot) -> Table:
     return table
 
 
-def events(now: Snapshot) -> Table:
+def events(now: Snapshot, count: int) -> Table:
     """The latest events."""
     grid = Table.grid(padding=(0, 2))
-    for event in now.events[-SHOWN_EVENTS:]:
+    for event in now.events[-count:]:
         style = "yellow" if event.warning else "green"
         note = Text(event.note, no_wrap=True, overflow="ellipsis")
         grid.add_row(Text(event.clock, "dim"), Text(event.reason, style), note)

@@ -1,4 +1,4 @@
-"""One demo: set up, train, delete a worker, recover, finish, and summarize."""
+"""One demo: set up, train, lose a worker and a node, recover, finish, and summarize."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwright.api import conditions
+from meshwright.api.data import DataSource
 from meshwright.api.labels import KIND
 from meshwright.api.parsing import parse_spec
 from meshwright.api.spec import ParallelTrainingJobSpec
@@ -24,8 +25,10 @@ from meshwright_cli.demo import checks, display, failure_logs, setup
 from meshwright_cli.demo.display import Display
 from meshwright_cli.demo.fault import Fault
 from meshwright_cli.demo.loss_curve import LossCurve
+from meshwright_cli.demo.lost_node import LostNode
 from meshwright_cli.demo.observer import Observer
 from meshwright_cli.demo.snapshot import Snapshot
+from meshwright_cli.demo.story import Story
 from meshwright_cli.demo.summary import DemoResult, summary
 from meshwright_local.kube.client import ApiClient
 
@@ -43,7 +46,7 @@ class Options:
     manifest: Path
     """Manifest of the job and the objects that it needs."""
     fault: bool
-    """Whether a worker pod is deleted midway."""
+    """Whether a worker pod is deleted, and a node if the job is elastic."""
     keep_running: bool
     """Whether the cluster keeps running after the end, until a signal."""
     seconds: float
@@ -75,21 +78,22 @@ async def run(options: Options, console: Console) -> None:
             async with setup.connect(kubeconfig) as client:
                 shown.announce(hint)
                 await prepare(programs, client, options, kubeconfig, items, shown)
-                fault = Fault() if options.fault else None
-                curve = LossCurve()
-                end = await follow_job(programs, client, options, job, fault, curve, shown)
                 spec: ParallelTrainingJobSpec = parse_spec(job)
+                story = plan_story(spec, options) if options.fault else None
+                curve = LossCurve()
+                end = await follow_job(programs, client, options, job, story, curve, shown)
                 if end.status.checkpoint is not None and spec.checkpoint is not None:
                     saved_at = (NAMESPACE, spec.checkpoint.claim_name, end.status.checkpoint.path)
                     end.status.checkpoint.path = str(await setup.local_checkpoint_path(client, *saved_at))
                 record = read_checkpoint_record(end)
-                problems = checks.failed_checks(end, fault, record, total_samples(job))
+                digest = await expected_digest(programs, spec, options)
+                problems = checks.failed_checks(end, story, record, total_samples(spec), digest)
                 if problems:
                     logs = await failure_logs.logs(client, NAMESPACE, end, options.directory)
                     raise DemoError("\n".join([*problems, "", logs]))
         text = await generate_text(programs, end, options.directory)
         seconds = time.monotonic() - started
-        console.print(summary(DemoResult(end, curve, fault, record, PROMPT, text, seconds)), soft_wrap=True)
+        console.print(summary(DemoResult(end, curve, story, record, PROMPT, text, seconds, digest)), soft_wrap=True)
         if options.keep_running:
             console.print(f"\nthe cluster runs until Ctrl-C; {hint}", soft_wrap=True, highlight=False)
             with contextlib.suppress(asyncio.CancelledError):  # the expected end: the demo succeeded
@@ -119,11 +123,11 @@ async def follow_job(
     client: ApiClient,
     options: Options,
     job: Mapping[str, Any],
-    fault: Fault | None,
+    story: Story | None,
     curve: LossCurve,
     shown: Display,
 ) -> Snapshot:
-    """Follow the job until it finishes, and delete a worker pod midway if a fault is wanted.
+    """Follow the job until it finishes, with the faults of a story.
 
     Raises:
         DemoError: it took longer than it may.
@@ -136,8 +140,8 @@ async def follow_job(
         if now.loss is not None:
             curve.add(now.step, now.loss)
         shown.show(now, curve)
-        if fault is not None:
-            await inject_fault(client, observer, fault, now, shown)
+        if story is not None:
+            await story.go_on(client, NAMESPACE, observer, now, shown)
         if now.holds(conditions.COMPLETE) or now.holds(conditions.FAILED) or now.holds(conditions.STALLED):
             return now
         if time.monotonic() > deadline:
@@ -147,16 +151,10 @@ async def follow_job(
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def inject_fault(client: ApiClient, observer: Observer, fault: Fault, now: Snapshot, shown: Display) -> None:
-    """Delete the worker pod when it is due, and report that and the recovery."""
-    if fault.due(now):
-        deleted_pod = await fault.inject(client, NAMESPACE, now)
-        shown.announce(
-            f"FAULT: deleting worker pod {deleted_pod.name} on {deleted_pod.node}, as kubectl delete pod does"
-        )
-    elif fault.observe(now) and fault.seconds is not None:
-        fault.resumed_after = await observer.resumed_after(now)
-        shown.announce(f"RECOVERED: every rank trains again, {fault.seconds:.1f} s after the pod was deleted")
+def plan_story(spec: ParallelTrainingJobSpec, options: Options) -> Story:
+    """The faults: a pod, and a node if the job can continue with fewer replicas."""
+    shrinks = spec.elastic is not None and spec.replicas > spec.elastic.min_replicas
+    return Story(Fault(), LostNode(options.directory / "cluster") if shrinks else None)
 
 
 def only_job(items: list[dict[str, Any]], path: Path) -> dict[str, Any]:
@@ -171,9 +169,8 @@ def only_job(items: list[dict[str, Any]], path: Path) -> dict[str, Any]:
     return jobs[0]
 
 
-def total_samples(job: Mapping[str, Any]) -> int:
+def total_samples(spec: ParallelTrainingJobSpec) -> int:
     """Number of sequences that the run consumes: each exactly once, also after faults."""
-    spec: ParallelTrainingJobSpec = parse_spec(job)
     return spec.training.steps * spec.training.global_batch_size if spec.training else 0
 
 
@@ -186,6 +183,14 @@ def read_checkpoint_record(end: Snapshot) -> checks.CheckpointRecord | None:
         return checks.CheckpointRecord(int(state["step"]), int(state["samples"]), f"{int(state['digest']):016x}")
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+async def expected_digest(programs: Programs, spec: ParallelTrainingJobSpec, options: Options) -> str:
+    """The digest of the run's samples, computed from the data without training. Empty if only pods have the data."""
+    if spec.data is None or spec.data.source is not DataSource.PYTHON_STDLIB:
+        return ""
+    argv = [sys.executable, "-m", "meshwright_worker.expected_digest", str(options.manifest)]
+    return (await programs.output("data digest", argv, options.directory / "digest.log")).strip()
 
 
 async def generate_text(programs: Programs, end: Snapshot, directory: Path) -> str:

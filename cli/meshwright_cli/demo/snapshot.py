@@ -83,6 +83,16 @@ class Snapshot:
         return self.status.mesh.generation if self.status.mesh else 0
 
     @property
+    def replicas(self) -> int:
+        """Replicas in effect; 0 before the first generation."""
+        return self.status.replicas
+
+    @property
+    def wanted_replicas(self) -> int:
+        """Replicas with which an elastic job runs if there are enough nodes; 0 for other jobs."""
+        return self.status.elastic.wanted_replicas if self.status.elastic else 0
+
+    @property
     def step(self) -> int:
         """Last completed step, from rank 0's metrics if available, because they are newer."""
         return self.sample.step if self.sample else self.status.step or 0

@@ -75,13 +75,20 @@ def fits(work: Workload, strategy: Strategy, machine: Machine, *, usable: float 
     return memory_of(work, strategy, machine).total <= usable * machine.gpu.memory
 
 
-def time_of(work: Workload, strategy: Strategy, machine: Machine, groups: GroupSpans | None = None) -> StepTime:
-    """Seconds of one step, by part. Does not check memory.
+def time_of(
+    work: Workload,
+    strategy: Strategy,
+    machine: Machine,
+    groups: GroupSpans | None = None,
+    paired: float | None = None,
+) -> StepTime:
+    """Seconds of one step, by part. Does not check memory. `paired` is as for `step_time`.
 
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
     """
-    return step_time(work, strategy, machine, groups or group_spans(strategy, machine.fabric, machine.runtime.order))
+    groups = groups or group_spans(strategy, machine.fabric, machine.runtime.order)
+    return step_time(work, strategy, machine, groups, paired)
 
 
 def estimate(

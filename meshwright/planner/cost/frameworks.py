@@ -87,7 +87,12 @@ class Framework:
     overlap_pipeline: bool = False
     """Whether sends between stages hide behind computation."""
     overlap_experts: float = 0.0
-    """Fraction of the experts' all-to-all that other computation hides."""
+    """Fraction of the experts' all-to-all that other computation hides, whatever the schedule."""
+    sends_once_per_node: bool = False
+    """Whether a token crosses the network once for all of its experts on a node, which then forwards it (DeepEP).
+    Otherwise each of its experts gets a copy."""
+    fp8_dispatch: bool = True
+    """Whether tokens travel to their experts in fp8 if products are in fp8."""
     partitioned_checkpoints: bool = False
     """Whether the stored input of a recomputed layer is split over the tensor-parallel group and gathered again."""
     order: RankOrder = RankOrder.DATA_INNER
@@ -114,6 +119,7 @@ _FRAMEWORKS = (
         frees_halfway=True,
         selects_products=True,
         copies_routed=True,
+        fp8_dispatch=False,
         ring_gradients=FP32_BYTES,
         fp8_weights=0.0,
     ),
@@ -156,10 +162,12 @@ _FRAMEWORKS = (
 )
 
 _TITAN = next(runtime for runtime in _FRAMEWORKS if runtime.name == "torchtitan")
+_MEGATRON_CORE = next(runtime for runtime in _FRAMEWORKS if runtime.name == "megatron-core")
 _VARIANTS = (
     replace(_TITAN, name="torchtitan-async", overlap_tensor=ASYNC_TENSOR_OVERLAP, family="torchtitan"),
     replace(_TITAN, name="torchtitan-eager", fused=False, kernels=40, family="torchtitan"),
     replace(_FRAMEWORKS[2], name="vtrain-single"),
+    replace(_MEGATRON_CORE, name="megatron-core-deepep", sends_once_per_node=True, family="megatron-core"),
 )
 
 FRAMEWORKS: Mapping[str, Framework] = MappingProxyType({runtime.name: runtime for runtime in _FRAMEWORKS + _VARIANTS})

@@ -47,6 +47,11 @@ def bubble_seconds(strategy: Strategy, times: StageTimes) -> float:
     return strategy.schedule_kind.bubble(strategy.pipeline_shape, times)
 
 
+def paired_passes(strategy: Strategy) -> float:
+    """Fraction of the forward passes that overlap a backward pass."""
+    return 0.0 if strategy.pipeline == 1 else strategy.schedule_kind.paired(strategy.pipeline_shape)
+
+
 def extra_weight_versions(strategy: Strategy, rank: int) -> float:
     """Number of versions of its weights that a rank stores in addition to those that it updates.
 

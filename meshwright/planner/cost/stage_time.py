@@ -19,7 +19,9 @@ from meshwright.planner.cost.comm_time import (
     LayerCommTime,
     context_comm_time,
     expert_comm_time,
+    expert_gather_time,
     recomputed_part,
+    recomputed_tensor_part,
     tensor_comm_time,
 )
 from meshwright.planner.cost.constants import HOST_PER_LAYER, SYNCHRONISE
@@ -42,11 +44,13 @@ class MicroBatchTime(NamedTuple):
     context: float
     expert: float
     host: float
+    paired: float = 0.0
+    """Of `expert`, what is hidden if the passes overlap those of another micro-batch. Not a part of its own."""
 
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return sum(self)
+        return sum(self) - self.paired
 
 
 class _LayerTimes(NamedTuple):
@@ -117,9 +121,16 @@ def stage_times(
 
 
 def forward_and_backward_parts(one: MicroBatchTime) -> tuple[float, float, float]:
-    """Seconds of (forward, backward for inputs with recomputation, backward for weights), the rest spread evenly."""
-    shared = (one.tensor + one.context + one.expert + one.host) / 3.0
-    return one.forward + shared, one.backward_input + one.recompute + shared, one.backward_weight + shared
+    """Seconds of (forward, backward for inputs with recomputation, backward for weights).
+
+    Gradients of weights need no collective of a layer. The host's time is spread evenly.
+    """
+    sent, launched = (one.tensor + one.context + one.expert) / 2.0, one.host / 3.0
+    return (
+        one.forward + sent + launched,
+        one.backward_input + one.recompute + sent + launched,
+        one.backward_weight + launched,
+    )
 
 
 def _units(work: Workload, layers: _LayerKey, machine: Machine) -> list[_LayerTimes]:
@@ -185,7 +196,9 @@ def _stage_time(layers: _LayerKey, stage: Stage, layer_times: list[_LayerTimes],
         for count, one in zip(counts, unit, strict=True)
         if count
     ]
-    total = MicroBatchTime(*(sum(count * one[index] for count, one in parts) for index in range(8)))
+    total = MicroBatchTime(
+        *(sum(count * one[index] for count, one in parts) for index in range(len(MicroBatchTime._fields)))
+    )
     extra = edges.output if stage.output else 0.0
     embedding_seconds = edges.embedding if stage.embedding else 0.0
     return total._replace(
@@ -193,6 +206,10 @@ def _stage_time(layers: _LayerKey, stage: Stage, layer_times: list[_LayerTimes],
         backward_input=total.backward_input + extra,
         backward_weight=total.backward_weight + extra + embedding_seconds,
     )
+
+
+_FEW_LAUNCHES = (ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE)
+"""Recomputations that launch few kernels again."""
 
 
 @lru_cache(maxsize=65536)
@@ -227,29 +244,47 @@ def _layer_time(
         chosen.expert_tensor,
     )
     time = layer_time(shape, machine.gpu, runtime)
-    recomputed_part_time = recomputed_part(recompute_method)
-    tensor = tensor_comm_time(tokens, model, chosen, tensor_span, fabric)
+    repeated = recomputed_part(recompute_method, runtime)
+    tensor_repeated = recomputed_tensor_part(recompute_method, runtime, chosen.sequence_parallel)
+    tensor = tensor_comm_time(tokens, model, chosen, mixture, tensor_span, fabric)
     hidden = ASYNC_TENSOR_OVERLAP if chosen.tensor_overlap else runtime.overlap_tensor
-    tensor_seconds = (1.0 - hidden) * _with_recomputation(tensor, recomputed_part_time)
-    if runtime.partitioned_checkpoints and recomputed_part_time and chosen.tensor > 1:
+    tensor_seconds = (1.0 - hidden) * _with_recomputation(tensor, tensor_repeated)
+    if runtime.partitioned_checkpoints and repeated and chosen.tensor > 1:
         tensor_seconds += all_gather(tokens * model.hidden_size * chosen.precision.bytes, tensor_span, fabric)
     context = context_comm_time(tokens, model, chosen, context_span, fabric, time.core * constants.compute)
-    expert = expert_comm_time(tokens, model, chosen, expert_span, fabric, runtime) if mixture else NO_COMM
-    blocking = sum(
-        t.blocking_forward * (1 + recomputed_part_time) + t.blocking_backward for t in (tensor, context, expert)
-    )
+    context_repeated = 0.0 if recompute_method is ActivationCheckpointing.SELECTIVE else repeated
+    expert, gather = NO_COMM, NO_COMM
+    if mixture:
+        expert = expert_comm_time(tokens, model, chosen, expert_span, fabric, runtime)
+        gather = expert_gather_time(tokens, model, chosen, tensor_span, fabric)
+        tensor_seconds += _with_recomputation(gather, repeated)
+    parts = ((tensor, tensor_repeated), (context, context_repeated), (expert, repeated), (gather, repeated))
+    blocking = sum(part.blocking_forward * (1 + again_part) + part.blocking_backward for part, again_part in parts)
     one = MicroBatchTime(
         forward=constants.compute * time.forward,
         backward_input=constants.compute * time.backward_input,
         backward_weight=constants.compute * time.backward_weight,
         recompute=constants.compute * time.recomputed(recompute_method, runtime),
         tensor=constants.communication * tensor_seconds,
-        context=constants.communication * _with_recomputation(context, recomputed_part_time),
-        expert=constants.communication * _with_recomputation(expert, recomputed_part_time),
+        context=constants.communication * _with_recomputation(context, context_repeated),
+        expert=constants.communication * _with_recomputation(expert, repeated),
         host=0.0,
     )
-    launch_seconds = exposed_host((3.0 + recomputed_part_time) * HOST_PER_LAYER * constants.host, one.total)
+    one = one._replace(paired=_hidden_by_pairs(one, expert, repeated, constants.communication))
+    launches = 3.0 if recompute_method in _FEW_LAUNCHES else 4.0
+    launch_seconds = exposed_host(launches * HOST_PER_LAYER * constants.host, one.total)
     return one._replace(host=launch_seconds + blocking * SYNCHRONISE * constants.host)
+
+
+def _hidden_by_pairs(one: MicroBatchTime, expert: LayerCommTime, recomputed: float, factor: float) -> float:
+    """Seconds of a layer's exchanges that overlapped passes hide.
+
+    Two passes run in turns: while one waits for its rows, the other computes up to its own exchange. So the forward
+    pass hides the exchanges of a backward pass behind its kernels, and the reverse (arXiv 2412.19437, section 3.2.1).
+    """
+    forward, backward = factor * expert.forward, factor * (expert.backward + recomputed * expert.forward)
+    kernels = one.backward_input + one.backward_weight + one.recompute
+    return min(forward, kernels) + min(backward, one.forward)
 
 
 def _with_recomputation(traffic: LayerCommTime, recomputed_part_time: float) -> float:

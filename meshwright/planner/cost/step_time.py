@@ -7,13 +7,13 @@ the gradient reduction, the optimizer, and everything that no computation hides.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.planner.cost.comm_groups import GroupSpans
 from meshwright.planner.cost.comm_time import stage_send_seconds
 from meshwright.planner.cost.constants import PER_STEP, SYNCHRONISE
 from meshwright.planner.cost.machine import Machine
-from meshwright.planner.cost.schedule_cost import bubble_seconds
+from meshwright.planner.cost.schedule_cost import bubble_seconds, paired_passes
 from meshwright.planner.cost.stage_time import MicroBatchTime, bottleneck_of, forward_and_backward_parts
 from meshwright.planner.cost.stages import stages_of
 from meshwright.planner.cost.strategy import Strategy, Workload
@@ -56,8 +56,17 @@ class StepTime:
         )
 
 
-def step_time(work: Workload, strategy: Strategy, machine: Machine, groups: GroupSpans) -> StepTime:
+def step_time(
+    work: Workload, strategy: Strategy, machine: Machine, groups: GroupSpans, paired: float | None = None
+) -> StepTime:
     """Estimate the time of one step.
+
+    Args:
+        work: what a step processes.
+        strategy: the layout.
+        machine: the hardware and framework.
+        groups: shapes of the communication groups.
+        paired: fraction of the passes that overlap those of another micro-batch. Default: as in the schedule.
 
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
@@ -65,6 +74,7 @@ def step_time(work: Workload, strategy: Strategy, machine: Machine, groups: Grou
     stages = stages_of(work.model, strategy)
     slowest, worst, longest, mean = bottleneck_of(work, strategy, machine, groups, stages)
     count = strategy.micro_batches
+    paired = paired_passes(strategy) if paired is None else paired
     slowdown = 1.0 / machine.slowest
     compute = worst.forward + worst.backward_input + worst.backward_weight
     return StepTime(
@@ -72,7 +82,7 @@ def step_time(work: Workload, strategy: Strategy, machine: Machine, groups: Grou
         recompute=count * worst.recompute * slowdown,
         tensor=count * worst.tensor,
         context=count * worst.context,
-        expert=count * worst.expert,
+        expert=count * (worst.expert - paired * worst.paired),
         pipeline=_sending(work, strategy, machine, groups),
         bubble=_bubble(strategy, worst, mean / longest) * slowdown,
         data=gradient_sync_seconds(work, strategy, machine, groups, stages, _overlappable_seconds(worst)),
@@ -92,6 +102,9 @@ def _bubble(strategy: Strategy, worst: MicroBatchTime, part: float) -> float:
     if strategy.pipeline == 1:
         return 0.0
     times = StageTimes(*(part * seconds for seconds in forward_and_backward_parts(worst)))
+    if paired_passes(strategy) > 0.0:
+        # The bubble of such a schedule has one overlapped pair for each of its phases.
+        times = replace(times, forward=times.forward - part * worst.paired)
     return bubble_seconds(strategy, times)
 
 

@@ -31,6 +31,7 @@ from meshwright.planner.search.expand import (
     first_that_fits_any_gpu,
     job_savings,
     memory_savings,
+    most_paired,
     preferred_strategies,
     strategy_of,
     with_balanced_stages,
@@ -179,7 +180,7 @@ def _layout_bound(request: SearchRequest, layout: Layout, size: int) -> float:
     method = request.pins.context_method or (request.techniques.context or (ContextMethod.RING_ZIG_ZAG,))[0]
     strategy = strategy_of(request, layout, size, context_method=method, zero_stage=fastest_update(request, layout))
     several_methods = len(request.techniques.context) > 1 and layout.context > 1
-    time = time_of(request.work, strategy, request.required_machine)
+    time = time_of(request.work, strategy, request.required_machine, paired=most_paired(request, layout))
     least = time.total - time.bubble - time.data - time.pipeline - (time.context if several_methods else 0.0)
     return _score(request, layout, least)
 

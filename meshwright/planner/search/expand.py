@@ -21,6 +21,7 @@ from meshwright.rules.context import heads_divide
 from meshwright.schedules.flop_costs import layer_costs, output_costs
 from meshwright.schedules.partition import partition_layers
 from meshwright.schedules.registry import kind_of
+from meshwright.schedules.schedule import PipelineShape
 
 MAX_ESTIMATED = 16
 """How many numbers of micro-batches are estimated for a layout and schedule, in order of preference. More take time."""
@@ -117,6 +118,20 @@ def schedules_of(request: SearchRequest, layout: Layout) -> Iterator[tuple[Pipel
         for chunks in counts:
             if request.work.model.layers >= kind.stages_per_rank(chunks) * layout.pipeline:
                 yield schedule, chunks
+
+
+def most_paired(request: SearchRequest, layout: Layout) -> float:
+    """The largest fraction of passes that overlap in any schedule of a layout, for a lower bound."""
+    if layout.expert == 1 or layout.pipeline == 1:
+        return 0.0
+    micro_batches = request.work.global_batch // layout.data
+    return max(
+        (
+            kind_of(schedule).paired(PipelineShape(layout.pipeline, micro_batches, chunks))
+            for schedule, chunks in schedules_of(request, layout)
+        ),
+        default=0.0,
+    )
 
 
 def _context_methods(request: SearchRequest, layout: Layout) -> Iterator[ContextMethod]:

@@ -124,15 +124,19 @@ class _JobObserver:
         metadata = self.job["metadata"]
         elastic = spec if spec.elastic is not None else None
         sizes: Sequence[Plan] = ()
-        taken_by = ""
+        taken_by, preempted_by, full = "", "", None
+        limit = self.scheduler.replica_limit(metadata["uid"])
+        if limit is not None and not limit[0]:
+            preempted_by = str(limit[1])
+            limit = None
+        pods = self.cache.pods(self.key, metadata["uid"])
         if elastic is None:
             plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
         else:
-            limit = self.scheduler.replica_limit(metadata["uid"])
-            found = _size_plans(self.key, spec, self.status, revision, self.planner, limit)
+            left = sum(not pod.terminal and not pod.deleting for pod in pods) * spec.workers.gpus_per_worker
+            found = _size_plans(self.key, spec, self.status, revision, self.planner, limit, left)
             taken_by = str(limit[1]) if limit is not None else ""
-            spec, plan, others, sizes = found.spec, found.plan, [], found.sizes
-        pods = self.cache.pods(self.key, metadata["uid"])
+            spec, plan, others, sizes, full = found.spec, found.plan, [], found.sizes, found.full
         down = _down_nodes(self.status, pods, self.cache)
         rejecting, draining = _rejecting_nodes(spec, pods, self.cache, self.scheduler)
         indices, joining = _workers(plan, self.status, revision, elastic=elastic is not None)
@@ -152,7 +156,9 @@ class _JobObserver:
             other_plans=others,
             elastic=elastic,
             size_plans=sizes,
+            full_plan=full,
             taken_by=taken_by,
+            preempted_by=preempted_by,
             joining=workers[len(indices) :],
             excess_pods=excess_pods,
             stuck_pods=stuck_pods(pods, down, self.now),
@@ -237,9 +243,10 @@ def _size_plans(
     revision: str,
     planner: Planner,
     limit: tuple[int, JobKey] | None,
+    gpus_left: int,
 ) -> SizePlans:
     try:
-        return plan_sizes(key, spec, status, revision, planner, limit[0] if limit is not None else None)
+        return plan_sizes(key, spec, status, revision, planner, limit[0] if limit is not None else None, gpus_left)
     except PlanError as error:
         raise _unplannable(error, spec, planner, depends_on_nodes=error.depends_on_cluster) from None
 

@@ -38,7 +38,7 @@ from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed, PodState, Rejection, has_started
 from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS
-from meshwright_operator.decide.restart_policy import RESCALED, SPEC_CHANGED
+from meshwright_operator.decide.restart_policy import SPEC_CHANGED, cause_named
 from meshwright_operator.decide.stuck_pods import seconds_until_stuck
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
@@ -329,7 +329,7 @@ class Reconciler:
             generation=mesh.generation,
             closed=closed,
             pods=pods,
-            pause=not over and mesh.pending_cause == RESCALED.name,
+            pause=not over and cause_named(mesh.pending_cause).pauses,
         )
 
     def _leave_queue(self, uid: str) -> None:
@@ -372,7 +372,7 @@ class Reconciler:
 def _entries_to_create(draft: Decision) -> list[WorkerPlacement]:
     """The placement of the workers whose pods a decision creates."""
     following = draft.status.elastic.next_placement if draft.status.elastic is not None else None
-    placement = following or draft.status.placement
-    assert placement is not None
-    new = set(draft.create)
-    return [entry for entry in placement.workers if entry.worker in new]
+    assert draft.status.placement is not None
+    placed = {entry.worker: entry for entry in following.workers} if following is not None else {}
+    placed |= {entry.worker: entry for entry in draft.status.placement.workers}
+    return [placed[worker] for worker in draft.create if worker in placed]

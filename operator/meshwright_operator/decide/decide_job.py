@@ -16,9 +16,11 @@ from meshwright_operator.decide import (
     lifecycle,
     mesh_generation,
     placement_outcome,
+    preempted_job,
     progress,
     resize,
     restart_policy,
+    size_status,
     stuck_pods,
     training_state,
 )
@@ -71,8 +73,9 @@ def decide(observed: Observed) -> Decision:
         _complete_without_exit(decision)
     else:
         _resume(decision)
-        resize.update_size(decision)
-        _advance_generation(decision)
+        if not preempted_job.stop(decision):
+            resize.update_size(decision)
+            _advance_generation(decision)
     return decision
 
 
@@ -111,6 +114,8 @@ def _adopt_plan(decision: Decision) -> None:
         status.plan = plan
     elif not status.plan.revision:
         status.plan.revision = observed.revision
+    if changed:
+        resize.forget_growth(decision)
     edited = observed.generation != observed.status.observed_generation
     if changed or (edited and observed.mesh.retry_time is not None):
         placement_outcome.reset_attempts(decision)
@@ -363,6 +368,7 @@ def _take(decision: Decision, action: gang_actions.GangAction) -> None:
             decision.add_event("GangStarted", text if count > 1 else single)
             decision.starting(f"Starting {counted(count, 'pod')}")
         case gang_actions.FormGeneration():
+            cause = restart_policy.RESCALED.name if size_status.is_replanning(decision.status) else cause
             decision.status.mesh = next_generation(decision.observed, cause, decision.mesh.failures)
             _announce(decision)
             decision.starting(f"Starting generation {decision.mesh.generation}")

@@ -39,7 +39,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A number of replicas with which an elastic job could run, and which worker then runs which ranks."""
+    """A layout with which an elastic job could run, and which worker then runs which ranks."""
 
     plan: Plan
     plan_workers: Mapping[int, int]
@@ -60,7 +60,7 @@ class Size:
 
 def size_of(sizes: Sequence[Size], placement: Placement) -> Size | None:
     """The size that was placed. None for a job that is not elastic."""
-    return next((size for size in sizes if size.replicas == placement.plan.layout.data), None)
+    return next((size for size in sizes if size.plan.layout == placement.plan.layout), None)
 
 
 @dataclass(frozen=True, slots=True)

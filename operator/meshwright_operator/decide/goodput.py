@@ -16,11 +16,12 @@ from meshwright.api.goodput import GoodputStatus, TimeCause
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.protocol.messages import WorkerReport
 from meshwright.protocol.run_config import CommandRun
-from meshwright_operator.decide import lifecycle, restart_policy, time_ledger
+from meshwright_operator.decide import lifecycle, restart_policy, size_status, time_ledger
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed
+from meshwright_operator.decide.placement_outcome import PREEMPTED
 from meshwright_operator.decide.rejected_job import TERMINATING
 from meshwright_operator.decide.restart_policy import cause_named
 from meshwright_operator.decide.time_ledger import STEPPING, Seen, Steps
@@ -124,11 +125,14 @@ def _cause(decision: Decision, *, trains: bool) -> str:
         return FINISHED
     if observed.spec.suspend:
         return TimeCause.SUSPENDED
-    if decision.place is not None and not decision.create:
+    placed = find(status.conditions, names.PLACED)
+    preempted = placed is not None and placed.status == "False" and placed.reason == PREEMPTED
+    if (decision.place is not None or preempted) and not decision.create:
         return TimeCause.QUEUED
     if mesh.pending_cause or not mesh.generation:
-        placed = find(status.conditions, names.PLACED)
         unbound = placed is not None and placed.status == "False" and placed.reason == WAITING_FOR_SCHEDULER
+        if size_status.is_replanning(status):
+            return TimeCause.RESCALING
         return TimeCause.QUEUED if unbound else _start_cause(mesh.pending_cause)
     if trains:
         return TimeCause.TRAINING

@@ -8,7 +8,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, WorkerPlacement
+from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, PlanStatus, WorkerPlacement
 from meshwright.planner.plan import Plan
 from meshwright.protocol.messages import AgentState
 from meshwright.protocol.run_config import RunConfig
@@ -99,10 +99,14 @@ class Observed:
     elastic: ParallelTrainingJobSpec | None = None
     """The spec of an elastic job. `spec` then has the number of replicas of `plan`. None for other jobs."""
     size_plans: Sequence[Plan] = ()
-    """Of an elastic job: the plans of the sizes that it may have now, the largest first. Empty while its size need not
-    change."""
+    """Of an elastic job: the plans of the sizes that it may have now, the largest first. Those for which it was planned
+    anew come last. Empty while its size need not change."""
+    full_plan: PlanStatus | None = None
+    """Of an elastic job: the layout that it has with enough nodes. Its `data` is the wanted number with `gpus`."""
     taken_by: str = ""
     """Of an elastic job: the waiting job of higher priority for which it shrinks."""
+    preempted_by: str = ""
+    """The waiting job of higher priority for which this one has to stop."""
     joining: Sequence[Worker] = ()
     """Workers that start while the others train, to make the job larger."""
     excess_pods: Sequence[Pod] = ()

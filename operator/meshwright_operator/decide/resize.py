@@ -12,8 +12,8 @@ from datetime import timedelta
 from meshwright.api import conditions as names
 from meshwright.api.conditions import is_true
 from meshwright.api.objects import pod_name
-from meshwright.api.status import format_ranks
-from meshwright.rules.elastic import wanted_replicas
+from meshwright.api.status import PlacementStatus, format_ranks
+from meshwright.planner.plan import Plan
 from meshwright_operator.decide import sizing
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
@@ -22,9 +22,12 @@ from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState,
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted, placement_text
 from meshwright_operator.decide.size_status import (
     apply_size,
+    change_text,
     elastic_status,
     incarnations_of,
+    layout_text,
     record_incarnations,
+    remember_full_plan,
 )
 from meshwright_operator.text import capitalized, counted, sentences
 from meshwright_operator.timestamps import format_time, seconds_since
@@ -44,9 +47,11 @@ def update_size(decision: Decision) -> None:
     status = elastic_status(decision)
     new = not has_started(observed.status) or _revision(observed) != observed.revision
     if new and observed.elastic.training is not None:
-        full = max(observed.size_plans, key=lambda plan: plan.layout.data, default=observed.plan)
+        whole = [plan for plan in observed.size_plans if not plan.replanned]
+        full = max(whole, key=lambda plan: plan.layout.data, default=observed.plan)
         status.micro_batches = full.strategy.micro_batches * full.strategy.data
-    wanted = wanted_replicas(observed.elastic)
+    remember_full_plan(decision)
+    wanted = sizing.wanted(observed)
     if sizing.current_size(observed) == wanted or wanted < status.wanted_replicas or not status.wanted_replicas:
         status.wanted_replicas = wanted  # a larger one only with the first attempt to grow, which does not wait
     plan = sizing.smaller_plan(observed)
@@ -54,7 +59,7 @@ def update_size(decision: Decision) -> None:
         return
     size = sizing.size_for(observed, plan, [w for w in observed.workers if w.state in LIVE])
     if not size.new_workers:
-        reason = f"job {observed.taken_by}, which waits, has a higher priority" if observed.taken_by else ""
+        reason = f"job {observed.taken_by}, which waits, comes first" if observed.taken_by else ""
         shrink(decision, size, reason or f"{plan.layout.data} are wanted")
 
 
@@ -98,12 +103,13 @@ def report_training(decision: Decision) -> None:
         _continue_growth(decision)
         return
     if is_true(observed.status.conditions, names.RESCALING):
-        size = sizing.current_size(observed)
-        decision.condition(names.RESCALING, False, "Rescaled", f"{counted(size, 'replica')} in effect")
+        size = counted(sizing.current_size(observed), "replica")
+        text = layout_text(observed.plan) if observed.plan.replanned else size
+        decision.condition(names.RESCALING, False, "Rescaled", f"{text} in effect")
     sizes = sizing.sizes_to_grow(observed)
     if sizes:
         decision.grow = Place((), {worker.index: worker.node for worker in observed.workers}, sizes)
-    elif any(plan.layout.data > sizing.current_size(observed) for plan in observed.size_plans):
+    elif any(sizing.is_larger(plan, observed) for plan in observed.size_plans):
         decision.requeue_within(sizing.seconds_until_growth(observed) or None)
 
 
@@ -113,7 +119,7 @@ def apply_growth(decision: Decision, grant: Granted | NotGranted) -> None:
     assert decision.grow is not None
     assert observed.elastic is not None
     elastic = elastic_status(decision)
-    elastic.wanted_replicas = wanted_replicas(observed.elastic)
+    elastic.wanted_replicas = sizing.wanted(observed)
     if not isinstance(grant, Granted):
         return
     size = size_of(decision.grow.sizes, grant.placement)
@@ -122,8 +128,7 @@ def apply_growth(decision: Decision, grant: Granted | NotGranted) -> None:
     record_incarnations(decision, placement)
     elastic.next_placement, elastic.growing_since = placement, format_time(observed.now)
     decision.create += list(size.new_workers)
-    own, new = sizing.current_size(observed), size.replicas
-    text = f"Starting {counted(len(size.new_workers), 'worker')} to grow from {counted(own, 'replica')} to {new}"
+    text = f"Starting {counted(len(size.new_workers), 'worker')} to {change_text(observed, size.plan)}"
     decision.add_event("Growing", sentences(text, capitalized(placement_text(placement))))
     decision.condition(names.RESCALING, True, "Growing", text)
 
@@ -133,10 +138,10 @@ def _continue_growth(decision: Decision) -> None:
     observed = decision.observed
     following = sizing.state(observed).next_placement
     assert following is not None
-    plan = next((plan for plan in observed.size_plans if plan.layout.data == following.data), None)
+    plan = next((plan for plan in observed.size_plans if _is_of(following, plan)), None)
     joining = observed.joining
     ended = [worker for worker in joining if worker.state in ENDED or worker.state is PodState.ENDING]
-    if plan is None or len(plan.workers) != len(following.workers):
+    if plan is None:
         abandon_growth(decision, "the wanted size has changed", failed=False)
     elif ended:
         named = ", ".join(pod_name(observed.name, worker.index, worker.incarnation) for worker in ended[:3])
@@ -149,6 +154,13 @@ def _continue_growth(decision: Decision) -> None:
         apply_size(decision, plan, following, "the new workers are ready")
         return
     decision.requeue_within(15.0)
+
+
+def _is_of(placement: PlacementStatus, plan: Plan) -> bool:
+    """Whether a placement is of this plan."""
+    layout = plan.layout
+    degrees = (placement.tensor, placement.pipeline, placement.data)
+    return degrees == (layout.tensor, layout.pipeline, layout.data) and len(plan.workers) == len(placement.workers)
 
 
 def _ready(observed: Observed) -> bool:
@@ -172,6 +184,15 @@ def _problem(observed: Observed) -> str | None:
     if seconds_since(sizing.state(observed).growing_since, observed.now) >= START_SECONDS:
         return f"they were not ready within {START_SECONDS:.0f} s"
     return None
+
+
+def forget_growth(decision: Decision) -> None:
+    """Ends a growth whose pods are of an older revision. They are deleted with the other pods of it."""
+    elastic = decision.status.elastic
+    if elastic is not None and elastic.next_placement is not None:
+        record_incarnations(decision, elastic.next_placement)
+        elastic.next_placement, elastic.growing_since = None, None
+        decision.condition(names.RESCALING, False, "GrowthEnded", "The job does not grow, because the spec has changed")
 
 
 def abandon_growth(decision: Decision, why: str, *, failed: bool) -> None:

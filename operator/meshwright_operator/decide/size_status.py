@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshwright.api import conditions as names
-from meshwright.api.status import ElasticStatus, PlacementStatus, WorkerPlacement
+from meshwright.api.conditions import find
+from meshwright.api.status import (
+    ElasticStatus,
+    LayoutStatus,
+    ParallelTrainingJobStatus,
+    PlacementStatus,
+    WorkerPlacement,
+)
 from meshwright.planner.placement import Placement
 from meshwright.planner.plan import Plan
 from meshwright_operator.decide import restart_policy, sizing
@@ -14,6 +21,9 @@ from meshwright_operator.decide.gang_actions import Size
 from meshwright_operator.decide.observed import Observed, has_started
 from meshwright_operator.text import counted
 from meshwright_operator.timestamps import format_time
+
+REPLANNING = "Replanning"
+"""Reason of the condition `Rescaling` while the job changes to a layout with other degrees."""
 
 
 def elastic_status(decision: Decision) -> ElasticStatus:
@@ -26,7 +36,7 @@ def elastic_status(decision: Decision) -> ElasticStatus:
 def apply_size(decision: Decision, plan: Plan, placement: PlacementStatus, why: str) -> None:
     """Takes over the plan and the placement of another size. Ends the generation if one runs."""
     observed, status = decision.observed, decision.status
-    own, new = sizing.current_size(observed), plan.layout.data
+    new = plan.layout.data
     status.plan = plan.to_status()
     status.plan.revision = observed.revision
     status.placement, status.replicas = placement, new
@@ -34,29 +44,30 @@ def apply_size(decision: Decision, plan: Plan, placement: PlacementStatus, why: 
     elastic = elastic_status(decision)
     elastic.next_placement, elastic.growing_since = None, None
     elastic.attempts, elastic.retry_time = 0, None
-    _report_size(decision, own, new, why)
+    _report_size(decision, plan, why)
     if observed.mesh.generation > 0 and not decision.mesh.pending_cause:
         decision.count_restart(restart_policy.RESCALED)
         decision.mesh.pending_cause = restart_policy.RESCALED.name
         decision.mesh.pending_since = format_time(observed.now)
-    decision.starting(f"Saving a checkpoint, then continuing with {counted(new, 'replica')}")
+    text = layout_text(plan) if plan.replanned or observed.plan.replanned else counted(new, "replica")
+    decision.starting(f"Saving a checkpoint, then continuing with {text}")
 
 
 def place_size(decision: Decision, placement: Placement, size: Size) -> None:
     """Takes over the size that was placed while no generation runs, and creates the pods of its new workers."""
     observed, status = decision.observed, decision.status
-    own, new = sizing.current_size(observed), size.replicas
+    changes = observed.plan.layout != size.plan.layout
     started = has_started(observed.status)
     incarnations = incarnations_of(observed, size)
-    if not started or own != new:
+    if not started or changes:
         status.plan = size.plan.to_status() if started else placement.plan.to_status()
         status.plan.revision = observed.revision
     status.placement = placement.to_status(observed.name, incarnations, size.plan_workers)
-    status.replicas = new
+    status.replicas = size.replicas
     record_incarnations(decision, status.placement)
     decision.create += list(size.new_workers)
-    if own != new:
-        _report_size(decision, own, new, "that is what the free nodes allow")
+    if changes:
+        _report_size(decision, size.plan, _why_this_size(decision, size.plan))
 
 
 def incarnations_of(observed: Observed, size: Size) -> Mapping[int, int]:
@@ -75,9 +86,59 @@ def record_incarnations(decision: Decision, placement: PlacementStatus) -> None:
     elastic.incarnation = max([elastic.incarnation, *(entry.incarnation for entry in entries)])
 
 
-def _report_size(decision: Decision, own: int, new: int, why: str) -> None:
-    elastic = elastic_status(decision)
+def remember_full_plan(decision: Decision) -> None:
+    """Records the full layout, to which a job returns after it was planned anew for fewer GPUs."""
+    observed, elastic = decision.observed, elastic_status(decision)
+    assert observed.elastic is not None
+    assert observed.elastic.elastic is not None
+    if observed.full_plan is None or not (observed.elastic.elastic.replan or observed.plan.replanned):
+        elastic.full_plan = None
+    else:
+        fields = {name: getattr(observed.full_plan, name) for name in LayoutStatus.model_fields}
+        elastic.full_plan = LayoutStatus(**fields)
+
+
+def is_replanning(status: ParallelTrainingJobStatus) -> bool:
+    """Whether the job is about to continue in a layout with other degrees than before."""
+    condition = find(status.conditions, names.RESCALING)
+    return condition is not None and condition.status == "True" and condition.reason == REPLANNING
+
+
+def layout_text(plan: Plan) -> str:
+    """The layout and its GPUs, such as `TP 2 on 2 GPUs`."""
+    used = plan.layout
+    degrees = {"TP": used.tensor, "CP": used.context, "PP": used.pipeline, "DP": used.data}
+    named = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+    experts = f", EP {used.expert}" if used.expert > 1 else ""
+    return f"{named or 'one rank'}{experts} on {counted(used.world_size, 'GPU')}"
+
+
+def change_text(observed: Observed, plan: Plan) -> str:
+    """What a growth to this plan does, after `to`."""
+    own = observed.plan
+    if own.replanned or plan.replanned:
+        return f"continue as {layout_text(plan)} instead of {layout_text(own)}"
+    return f"grow from {counted(own.layout.data, 'replica')} to {plan.layout.data}"
+
+
+def _why_this_size(decision: Decision, plan: Plan) -> str:
+    spec = decision.observed.elastic
+    if plan.replanned and spec is not None and spec.elastic is not None:
+        least = counted(spec.elastic.min_replicas, "replica")
+        return f"the nodes that are left do not fit {least} in the full layout"
+    return "that is what the free nodes allow"
+
+
+def _report_size(decision: Decision, plan: Plan, why: str) -> None:
+    elastic, own = elastic_status(decision), decision.observed.plan
     elastic.resized_time = format_time(decision.observed.now)
-    text = f"From {counted(own, 'replica')} to {new}: {why}"
+    if plan.replanned or own.replanned:
+        text = f"Continues as {layout_text(plan)} instead of {layout_text(own)}, because {why}"
+        kept = (restart_policy.SPEC_CHANGED.name, restart_policy.RESUME.name)
+        restarts = decision.observed.mesh.generation > 0 and decision.mesh.pending_cause not in kept
+        reason = REPLANNING if restarts else "Shrinking"
+    else:
+        text = f"From {counted(own.layout.data, 'replica')} to {plan.layout.data}: {why}"
+        reason = "Growing" if plan.layout.data > own.layout.data else "Shrinking"
     decision.add_event(restart_policy.RESCALED.name, text)
-    decision.condition(names.RESCALING, True, "Growing" if new > own else "Shrinking", text)
+    decision.condition(names.RESCALING, True, reason, text)

@@ -8,13 +8,14 @@ and nodes, and their ranks if the coordinates still exist.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 
 from meshwright.api.elastic import ElasticSpec
 from meshwright.api.status import ElasticStatus
 from meshwright.planner.placement.resize import workers_on_resize
 from meshwright.planner.plan import Plan
-from meshwright.rules.elastic import wanted_replicas
+from meshwright.rules.elastic import spec_of_plan, wanted_replicas
 from meshwright_operator.decide.gang_actions import Size
 from meshwright_operator.decide.mesh_generation import plan_workers
 from meshwright_operator.decide.observed import LIVE, Observed, Worker, has_started
@@ -41,12 +42,26 @@ def current_size(observed: Observed) -> int:
     return observed.plan.layout.data
 
 
+def wanted(observed: Observed) -> int:
+    """The number of replicas with which the job runs if there are enough nodes. With `gpus`, that of the full plan."""
+    assert observed.elastic is not None
+    if observed.elastic.gpus is not None and observed.full_plan is not None:
+        return observed.full_plan.data
+    return wanted_replicas(observed.elastic)
+
+
+def is_larger(plan: Plan, observed: Observed) -> bool:
+    """Whether a plan has more ranks than the one in effect."""
+    return plan.layout.world_size > observed.plan.layout.world_size
+
+
 def smaller_plan(observed: Observed) -> Plan | None:
     """The plan to which the job has to shrink now, because its size is above the wanted one. None otherwise."""
-    plans = observed.size_plans
-    if not plans or plans[0].layout.data >= current_size(observed):
+    plans, own = observed.size_plans, observed.plan
+    if not plans or plans[0].replanned or plans[0].layout == own.layout or is_larger(plans[0], observed):
         return None
-    return plans[0]
+    same_size = plans[0].layout.world_size == own.layout.world_size
+    return plans[0] if own.replanned or not same_size else None
 
 
 def size_for(observed: Observed, plan: Plan, stay: Iterable[Worker]) -> Size:
@@ -79,22 +94,37 @@ def sizes_to_place(observed: Observed) -> tuple[Size, ...]:
     """
     live = [worker for worker in observed.workers if worker.state in LIVE]
     plans = list(observed.size_plans) or [observed.plan]
-    own = current_size(observed)
-    if live and own <= plans[0].layout.data:
+    own = observed.plan.layout.world_size
+    if live and own <= plans[0].layout.world_size:
         waited = seconds_since(observed.mesh.pending_since, observed.now)
         if waited < elastic_of(observed).replacement_seconds:
-            plans = [plan for plan in plans if plan.layout.data == own] or [observed.plan]
+            plans = [plan for plan in plans if plan.layout.world_size == own] or [observed.plan]
         else:
             # Workers that wait for others are not worth more than those that train: no growth yet.
-            plans = [plan for plan in plans if plan.layout.data <= own]
+            plans = [plan for plan in plans if plan.layout.world_size <= own]
     return tuple(size_for(observed, plan, live) for plan in plans)
+
+
+def sizes_of_edit(observed: Observed) -> tuple[Size, ...]:
+    """The sizes with which an edited elastic job may start again, the preferred one first. None of its pods stays."""
+    return tuple(
+        Size(plan, {worker: worker for worker in range(len(plan.workers))}, {}) for plan in observed.size_plans
+    )
+
+
+def with_plan(observed: Observed, plan: Plan) -> Observed:
+    """The job with the plan that it gets."""
+    if observed.elastic is None:
+        return replace(observed, plan=plan)
+    return replace(observed, plan=plan, spec=spec_of_plan(observed.elastic, plan.to_status()))
 
 
 def sizes_to_grow(observed: Observed) -> tuple[Size, ...]:
     """The sizes to which a job that trains may grow now, the largest first. Empty if it must wait, or has its size."""
     own, elastic = current_size(observed), elastic_of(observed)
-    plans = [plan for plan in observed.size_plans if plan.layout.data > own]
-    if observed.elastic is not None and elastic.fill and own >= observed.elastic.replicas:
+    plans = [plan for plan in observed.size_plans if is_larger(plan, observed)]
+    beyond = observed.elastic is not None and own >= observed.elastic.replicas and not observed.plan.replanned
+    if elastic.fill and beyond:
         plans = [plan for plan in plans if (plan.layout.data - own) * 100 >= elastic.min_gain_percent * own]
     if not plans or seconds_until_growth(observed) > 0:
         return ()
@@ -104,7 +134,7 @@ def sizes_to_grow(observed: Observed) -> tuple[Size, ...]:
 def seconds_until_growth(observed: Observed) -> float:
     """Seconds until a job that trains may grow; 0 if it may now, as after an edit that wants more replicas."""
     now, elastic = observed.now, state(observed)
-    if observed.elastic is not None and 0 < elastic.wanted_replicas < wanted_replicas(observed.elastic):
+    if 0 < elastic.wanted_replicas < wanted(observed):
         return 0.0
     ends = [parse_time(elastic.retry_time)]
     resized = parse_time(elastic.resized_time)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from meshwright.api.objects import KubeObject
 from meshwright.planner.plan import Plan
+from meshwright_operator.decide import sizing
 from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.mesh_generation import uses_external_scheduler
 from meshwright_operator.decide.observed import Observed
@@ -44,10 +45,11 @@ class EditAdmission:
         ):
             self._scheduler.withdraw_edit(observed.uid)
             return observed
-        request = PlacementRequest.of(key, job, observed, since=observed.now, restarts=True)
+        sizes = sizing.sizes_of_edit(observed)
+        request = PlacementRequest.of(key, job, observed, since=observed.now, restarts=True, sizes=sizes)
         result = await self._scheduler.try_edit(request)
         if isinstance(result, Plan):
-            return replace(observed, plan=result)
+            return sizing.with_plan(observed, result)
         blocked = BlockedEdit(result.reason or DOES_NOT_FIT, _message(result), retryable=True)
         return replace(running, blocked_edit=blocked)
 

@@ -20,6 +20,7 @@ from enum import Enum
 
 from meshwright.planner.cost_model import Calibration
 from meshwright.planner.placement import Placement
+from meshwright_operator.decide.gang_actions import size_of
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.pod_requests import PodRequest
@@ -144,7 +145,7 @@ class Placer:
         self._trials.pop((uid, Purpose.GROW), None)
 
     def replica_limit(self, uid: str) -> tuple[int, JobKey] | None:
-        """The number of replicas that jobs of higher priority leave to an elastic job, and the first of these jobs."""
+        """The number of replicas that waiting jobs leave to a job, and the first of these jobs."""
         return self._jobs.replica_limit(uid)
 
     async def idle(self) -> None:
@@ -309,9 +310,9 @@ class Placer:
     def _reserve(self, request: PlacementRequest, purpose: Purpose, placement: Placement) -> None:
         """Keeps the nodes that an edit or a growth gets from other jobs."""
         if purpose is Purpose.EDIT:
-            plan = placement.plan
-            sizes = tuple(size for size in request.sizes if size.replicas == plan.layout.data)
-            queued = self.queue.put(replace(request, plan=plan, other_plans=(), sizes=sizes))
+            size = size_of(request.sizes, placement)
+            sizes = (size,) if size is not None else ()
+            queued = self.queue.put(replace(request, plan=placement.plan, other_plans=(), sizes=sizes))
             self._jobs.note_fit(queued, placement)
         elif purpose is Purpose.GROW:
             self._around.assume(request, placement)
@@ -343,6 +344,7 @@ class Placer:
     def _grant(self, member: Member, granted: Granted) -> Granted:
         self.queue.remove(member.request.uid)
         self._around.assume(member.request, granted.placement)
+        self._jobs.release_victims(member)
         if member.claims:
             self._capacity.may_be_freed()
         head = self.queue.ordered(self._capacity.view.gpus_in_use)[:WAKE_COUNT]

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import datetime
 
 from meshwright.api.labels import GPU_RESOURCE
 from meshwright.api.objects import KubeObject
@@ -189,13 +190,13 @@ class JobScheduler:
         self._placer.withdraw_edit(uid)
 
     def replica_limit(self, uid: str) -> tuple[int, JobKey] | None:
-        """The number of replicas that jobs of higher priority leave to an elastic job, and the first of these jobs."""
+        """The number of replicas that waiting jobs leave to a job, and the first of these jobs."""
         return self._placer.replica_limit(uid)
 
-    def _holders(self, policy: Policy) -> list[Holder]:
-        """The elastic jobs that have workers."""
+    def _holders(self, policy: Policy, now: datetime) -> list[Holder]:
+        """The elastic and the preemptible jobs that have workers."""
         found = (
-            holder_of(key, job, self._cache.parsed, policy.of(key.namespace).priority.clamp)
+            holder_of(key, job, self._cache.parsed, policy.of(key.namespace).priority.clamp, now)
             for key, job in self._cache.jobs.items()
         )
         return [holder for holder in found if holder is not None]

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory
@@ -63,8 +64,8 @@ class Surroundings:
     """Counts what a job was granted as occupied."""
     wake: Callable[[JobKey], None]
     """Queues the key of a job to be reconciled."""
-    holders: Callable[[Policy], Sequence[Holder]] = lambda policy: ()
-    """The elastic jobs, from which jobs of higher priority may take replicas."""
+    holders: Callable[[Policy, datetime], Sequence[Holder]] = lambda policy, now: ()
+    """The elastic and the preemptible jobs, which may shrink or stop for waiting jobs, as they are at a time."""
 
 
 class WaitingJobs:
@@ -113,7 +114,14 @@ class WaitingJobs:
         member = self.queue.remove(uid)
         if member is not None:
             self._give_up_claims(member)
+            self.release_victims(member)
         return member is not None
+
+    def release_victims(self, member: Member) -> None:
+        """Lets the jobs that shrank or stopped for a job grow or start again: it has started, or waits no more."""
+        victims, member.victims = member.victims, {}
+        for victim in victims.values():
+            self._around.wake(victim.key)
 
     def _give_up_claims(self, member: Member) -> None:
         had_claims = bool(member.claims)
@@ -164,7 +172,7 @@ class WaitingJobs:
 
     def is_stale(self, member: Member) -> bool:
         """Whether something that matters for the job has changed since its last attempt."""
-        return member.attempted != self._capacity.freed or (_due(member.request) and not member.due)
+        return member.attempted != self._capacity.freed or (_due(member.request) and not member.due) or member.rested
 
     def refresh_spares(self, *, if_freed: bool = False) -> None:
         """Collects the spare nodes of all jobs again; with `if_freed` only if capacity became free since."""
@@ -232,7 +240,8 @@ class WaitingJobs:
         else:
             reserved = () if _is_silent(member) else outcome.reserved
             member.fits, member.reserved = False, reserved
-            member.claims = dict.fromkeys(reserved, f"reserved for job {member.request.key}")
+            claimed = () if _is_silent(member) else outcome.claimed
+            member.claims = dict.fromkeys((*reserved, *claimed), f"reserved for job {member.request.key}")
             if explained:
                 self.note_answer(member, self.with_retry(member, not_granted(outcome)), basis)
         self._note_victims(member, outcome)
@@ -243,18 +252,18 @@ class WaitingJobs:
                     other.attempted = -1
 
     def _note_victims(self, member: Member, outcome: Outcome) -> None:
-        """Notes which elastic jobs have to shrink for a job, and has them reconciled."""
+        """Notes which jobs have to shrink or to stop for a job, and has them reconciled."""
         if outcome.placement is not None:
             return  # they stay as they are until it has started
-        if not outcome.victims:
-            member.victims = {}
-            return
-        member.victims |= {victim.uid: victim for victim in outcome.victims}
-        for victim in outcome.victims:
+        before, member.victims = member.victims, {victim.uid: victim for victim in outcome.victims}
+        for victim in (before | member.victims).values():
             self._around.wake(victim.key)
 
     def replica_limit(self, uid: str) -> tuple[int, JobKey] | None:
-        """The number of replicas that jobs of higher priority leave to an elastic job, and the first of these jobs."""
+        """The number of replicas that waiting jobs leave to a job, and the first of these jobs.
+
+        0 if it has to stop. None if no job needs its nodes.
+        """
         limits = [
             (member.victims[uid].replicas, member.request.key)
             for member in self.queue.members()
@@ -286,7 +295,8 @@ class WaitingJobs:
     def basis(self, member: Member) -> Basis:
         """What an answer that is found now depends on."""
         request, avoided = member.request, tuple(self._around.avoided(member.request.uid))
-        return Basis(self._capacity.counted_freed, self._capacity.counted_changed, _due(request), avoided)
+        freed, changed = self._capacity.counted_freed, self._capacity.counted_changed
+        return Basis(freed, changed, _due(request), avoided, member.rested)
 
     def ahead(self, request: PlacementRequest) -> list[Member]:
         """The jobs ahead of this one that may be placed now, first to last."""
@@ -310,14 +320,22 @@ class WaitingJobs:
         reserving = {other.request.key.namespace for other in ahead if other.reserved}
         reserves = member is not None and _due(request) and namespace not in reserving
         attempt = await self._attempt_of(request, claims, explain=explain)
+        priority = self.queue.policy.of(namespace).priority.clamp(request.spec.priority)
+        holders: Sequence[Holder] = ()
+        if member is not None and not ahead:
+            holders = self._around.holders(self.queue.policy, request.requested_at)
+        if member is not None:
+            rests = [one.rests_until for one in holders if one.priority == priority and one.filled_from is not None]
+            member.rests_until = min((end for end in rests if end is not None), default=None)
         attempt = replace(
             attempt,
             blocked_by=first,
             ahead=len(ahead),
             reserves=reserves,
             reserved=member.reserved if member is not None else (),
-            holders=self._around.holders(self.queue.policy) if member is not None and not ahead else (),
-            priority=self.queue.policy.of(namespace).priority.clamp(request.spec.priority),
+            holders=holders,
+            victims=tuple(member.victims.values()) if member is not None else (),
+            priority=priority,
         )
         return await asyncio.to_thread(run_attempt, attempt, view)
 

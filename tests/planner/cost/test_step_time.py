@@ -139,9 +139,11 @@ def test_a_mixture_that_was_never_fitted() -> None:
         fp8=True,
         layer_split=(4,) * 13 + (3,) * 3,
     )
-    machine = machine_for(ACCELERATORS["H800-SXM5-80GB"], FRAMEWORKS["megatron-core"])
+    # It sends a token once to each node, of at most four (arXiv 2412.19437, section 3.2.2).
+    machine = machine_for(ACCELERATORS["H800-SXM5-80GB"], FRAMEWORKS["megatron-core-deepep"])
     found = estimate(Workload(published("deepseek-v3"), 4096, 15360), strategy, machine)
-    assert found.seconds == pytest.approx(19.926, rel=0.15)
+    # The estimate leaves out what makes experts' loads differ, and quantization: it is below what was measured.
+    assert 0.7 <= found.seconds / 19.926 <= 1.0
 
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
@@ -264,10 +266,11 @@ def test_offloading_is_slower_than_keeping() -> None:
 def test_experts_pay_more_outside_their_domain() -> None:
     model = published("deepseek-v3")
     work = Workload(model, 4096, 512)
-    base = Strategy(pipeline=8, data=64, expert=64, micro_batches=8, zero_stage=1)
+    # Ranks of the expert group are 8 apart: in one domain of 72 GPUs, and each in its own of 8.
+    base = Strategy(pipeline=8, data=64, expert=8, micro_batches=8, zero_stage=1)
     small = estimate(work, base, machine_for(H100)).time.expert
     large = estimate(work, base, machine_for(ACCELERATORS["GB200"])).time.expert
-    assert small > 2 * large > 0
+    assert small > 5 * large > 0
 
 
 def test_the_slowest_gpu_sets_the_pace() -> None:

@@ -1,0 +1,163 @@
+"""The parts of a step that only mixtures of experts have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.api.parallelism import ContextMethod
+from meshwright.api.parallelism import PipelineSchedule as Schedule
+from meshwright.api.precision import Precision
+from meshwright.api.training import ActivationCheckpointing
+from meshwright.models.presets import published
+from meshwright.planner.cost.accelerators import ACCELERATORS
+from meshwright.planner.cost.comm_groups import group_spans
+from meshwright.planner.cost.comm_time import (
+    NO_COMM,
+    context_comm_time,
+    expert_comm_time,
+    expert_gather_time,
+    key_value_width,
+    nodes_per_token,
+    tensor_comm_time,
+)
+from meshwright.planner.cost.constants import SYNCHRONISE
+from meshwright.planner.cost.estimate import estimate, machine_for
+from meshwright.planner.cost.fabric import BASE_LATENCY, INTER_LATENCY, INTRA_LATENCY, Fabric
+from meshwright.planner.cost.frameworks import FRAMEWORKS
+from meshwright.planner.cost.stage_time import MicroBatchTime, forward_and_backward_parts
+from meshwright.planner.cost.step_time import StepTime
+from meshwright.planner.cost.strategy import LayerStrategy, Strategy, Workload
+from meshwright.schedules.registry import kind_of
+from meshwright.schedules.schedule import PipelineShape
+
+H100S = machine_for(ACCELERATORS["H100-SXM5-80GB"])
+V3 = published("deepseek-v3")
+TOKENS, HIDDEN, PER_TOKEN = 4096, 7168, 8
+SPREAD = Strategy(pipeline=16, data=128, expert=64, micro_batches=120, zero_stage=1)
+"""Experts on 8 nodes. With stages of a replica on consecutive ranks, each has one expert rank of a group."""
+
+
+def exchange(strategy: Strategy, runtime: str = "meshwright") -> float:
+    framework = FRAMEWORKS[runtime]
+    span = group_spans(strategy, H100S.fabric, framework.order).expert
+    time = expert_comm_time(TOKENS, V3, LayerStrategy.of(strategy), span, H100S.fabric, framework)
+    return time.forward / (1.0 - framework.overlap_experts)
+
+
+def test_every_expert_of_a_token_gets_a_row() -> None:
+    # 8 rows of 7,168 bf16 numbers for each token, there and back, of which 63/64 leave the rank: 50 GB/s, 96 % of it.
+    sent = 2 * 2 * TOKENS * PER_TOKEN * HIDDEN * 63 / 64
+    assert exchange(SPREAD) == pytest.approx(sent / (50e9 * 0.96), rel=0.01)
+
+
+def test_a_library_that_forwards_inside_nodes_sends_one_row_to_each() -> None:
+    # Ranks of an expert group fill nodes: 7 of 8 nodes are others, and 3.6 of at most 4 have an expert of a token.
+    nodes = 4 * (1 - (3 / 4) ** 8)
+    assert V3.mixture is not None
+    assert nodes_per_token(V3.mixture, 8) == pytest.approx(nodes)
+    sent = 2 * 2 * TOKENS * nodes * HIDDEN * 7 / 8
+    assert exchange(SPREAD, "megatron-core-deepep") == pytest.approx(sent / (50e9 * 0.96), rel=0.02)
+    latency = 2 * (BASE_LATENCY + 3 * INTER_LATENCY + 3 * INTRA_LATENCY)
+    copies = exchange(SPREAD, "megatron-core") - latency
+    assert copies / (exchange(SPREAD, "megatron-core-deepep") - latency) == pytest.approx(PER_TOKEN / nodes)
+
+
+def test_rows_travel_in_the_format_of_the_layer() -> None:
+    # The runtime quantizes rows at the experts, after they arrived; others send fp8.
+    fp8 = replace(SPREAD, precision=Precision.BF16, fp8=True)
+    assert exchange(fp8) == pytest.approx(exchange(SPREAD))
+    assert exchange(fp8, "megatron-core") == pytest.approx(0.75 * exchange(fp8, "meshwright") * 56 / 63, rel=0.02)
+
+
+def test_overlapped_passes_hide_the_exchange() -> None:
+    # Every rank sends its rows while the other micro-batch of the pair computes, and pairs are most of a step.
+    work = Workload(V3, 4096, 15360)
+    apart, pairs = (
+        estimate(work, replace(SPREAD, schedule=schedule), H100S).time.expert
+        for schedule in (Schedule.ZB_V, Schedule.DUAL_PIPE_V)
+    )
+    assert pairs < 0.7 * apart
+    # An exchange that takes longer than the other pass's kernels is not hidden entirely.
+    slow = machine_for(ACCELERATORS["H100-SXM5-80GB"], fabric=Fabric.of(ACCELERATORS["H100-SXM5-80GB"], nic=5e9))
+    apart, pairs = (
+        estimate(work, replace(SPREAD, schedule=schedule), slow).time.expert
+        for schedule in (Schedule.ZB_V, Schedule.DUAL_PIPE_V)
+    )
+    assert 0.85 * apart < pairs < apart
+
+
+def test_passes_that_fill_and_drain_hide_nothing() -> None:
+    work = Workload(V3, 4096, 15360)
+    spread = replace(SPREAD, schedule=Schedule.DUAL_PIPE_V)
+    few, many = (
+        estimate(work, replace(spread, data=data, micro_batches=15360 // data), H100S).time for data in (64 * 6, 64)
+    )
+    assert few.expert / few.compute > 1.3 * many.expert / many.compute
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 20), (8, 64), (16, 120)])
+@pytest.mark.parametrize("schedule", [Schedule.DUAL_PIPE, Schedule.DUAL_PIPE_V])
+def test_pairs_are_those_of_the_schedule(schedule: Schedule, ranks: int, micro_batches: int) -> None:
+    kind, shape = kind_of(schedule), PipelineShape(ranks, micro_batches)
+    order = kind.generate(shape)
+    passes = micro_batches * (2 if kind.v_shaped else 1)
+    fewest = min(sum(len(slot) == 2 for slot in slots) for slots in order.ranks)
+    assert kind.paired(shape) == pytest.approx(fewest / passes)
+
+
+def layer(strategy: Strategy) -> StepTime:
+    return estimate(Workload(V3, 4096, strategy.data * strategy.micro_batches), strategy, H100S).time
+
+
+SPLIT = Strategy(tensor=2, expert=8, data=8, micro_batches=8, zero_stage=1)
+"""Experts split by number over data, and by width over the tensor group."""
+
+
+def test_a_tensor_group_gathers_the_rows_of_its_experts() -> None:
+    # Rows of both ranks, 8 for each token: before the experts, and their outputs after them; in both passes.
+    span = group_spans(SPLIT, H100S.fabric, H100S.runtime.order).tensor
+    time = expert_gather_time(TOKENS, V3, LayerStrategy.of(SPLIT), span, H100S.fabric)
+    gathered = TOKENS * PER_TOKEN * HIDDEN * 2 / 2
+    assert time.forward == time.backward == pytest.approx(2 * gathered / (450e9 * 0.8), rel=0.02)
+    whole = LayerStrategy.of(replace(SPLIT, expert_tensor=False))
+    assert expert_gather_time(TOKENS, V3, whole, span, H100S.fabric) == NO_COMM
+    assert layer(replace(SPLIT, expert_tensor=False)).tensor < 0.6 * layer(SPLIT).tensor
+
+
+def test_own_positions_need_no_gather_for_a_mixture_without_shared_experts() -> None:
+    mixtral = published("mixtral-8x7b")
+    span = group_spans(SPLIT, H100S.fabric, H100S.runtime.order).tensor
+    dense, routed = (
+        tensor_comm_time(TOKENS, mixtral, LayerStrategy.of(SPLIT), mixture, span, H100S.fabric).forward
+        for mixture in (False, True)
+    )
+    assert routed == pytest.approx(dense / 2)
+
+
+@pytest.mark.parametrize(("part", "again"), [("expert", 1.5), ("tensor", 1.45)])
+def test_selective_recomputation_repeats_the_exchanges(part: str, again: float) -> None:
+    # It stores outputs of products and attention. The rows that arrive at experts are inputs: they are sent again.
+    stored, selective = (
+        getattr(layer(replace(SPLIT, checkpointing=how)), part)
+        for how in (ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE)
+    )
+    assert selective == pytest.approx(again * stored, rel=0.04)
+
+
+def test_weight_gradients_wait_for_no_exchange() -> None:
+    one = MicroBatchTime(1.0, 1.0, 1.0, 0.0, 0.2, 0.0, 0.4, 0.3)
+    assert forward_and_backward_parts(one) == pytest.approx((1.4, 1.4, 1.1))
+
+
+def test_context_parallelism_moves_the_expanded_keys_and_values() -> None:
+    # 128 heads with keys of 128 + 64 and values of 128 numbers, not the latent's 512 + 64.
+    assert key_value_width(V3) == 128 * (192 + 128)
+    for method in (ContextMethod.ALL_GATHER, ContextMethod.RING_ZIG_ZAG):
+        shared = LayerStrategy.of(Strategy(context=2, context_method=method))
+        span = group_spans(Strategy(context=2), H100S.fabric, H100S.runtime.order).context
+        time = context_comm_time(TOKENS, V3, shared, span, H100S.fabric, 0.0)
+        moved = TOKENS * key_value_width(V3) * 2
+        overhead = 0.0 if method is ContextMethod.ALL_GATHER else SYNCHRONISE
+        assert time.forward - overhead == pytest.approx(moved / (450e9 * 0.8), rel=0.06)
