@@ -17,7 +17,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -113,6 +113,7 @@ class KubeClient:
         fence: Limits writes; None for no limit.
         max_in_flight: Number of concurrent calls.
         timeout: Seconds for one call.
+        on_write: Called with the seconds of every write that was answered, except those of leases.
     """
 
     def __init__(
@@ -123,13 +124,15 @@ class KubeClient:
         *,
         max_in_flight: int = 32,
         timeout: float = 30.0,
+        on_write: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._configuration = configuration
         self._metrics = metrics
         self._fence = fence
-        self._connections = _Connections(configuration)  # type: ignore[no-untyped-call]
+        self._connections = _Connections(configuration)
         self._in_flight = asyncio.Semaphore(max_in_flight)
         self._timeout = timeout
+        self._on_write = on_write
         self._backoff_until = 0.0
 
     async def close(self) -> None:
@@ -283,9 +286,11 @@ class KubeClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ApiError(0, "Unreachable", f"{verb} {path}: {error or type(error).__name__}") from None
         finally:
-            resource = resource_of(path)
+            resource, took = resource_of(path), time.monotonic() - started
             self._metrics.api_requests.labels(verb, resource, str(code)).inc()
-            self._metrics.api_request_seconds.labels(verb, resource).observe(time.monotonic() - started)
+            self._metrics.api_request_seconds.labels(verb, resource).observe(took)
+            if code and verb != "GET" and not path.startswith(LEASES):
+                self._on_write(took)
         return _decode_response(code, data, response.headers)
 
     async def _open(
