@@ -120,6 +120,20 @@ def schedules_of(request: SearchRequest, layout: Layout) -> Iterator[tuple[Pipel
                 yield schedule, chunks
 
 
+def stage_layouts(request: SearchRequest, layout: Layout) -> list[dict[str, object]]:
+    """Arguments of `strategy_of` for one schedule of each way to put the layers of a layout on its ranks.
+
+    A lower bound needs all of them: the slowest rank is faster if its stages, of both ends in a V, are lighter. Stages
+    that follow each other, one or several on a rank, make no rank faster than one stage each.
+    """
+    ways: dict[tuple[bool, bool], dict[str, object]] = {}
+    if layout.pipeline > 1:
+        for schedule, chunks in schedules_of(request, layout):
+            kind = kind_of(schedule)
+            ways.setdefault((kind.v_shaped, kind.bidirectional), {"schedule": schedule, "virtual_stages": chunks})
+    return list(ways.values()) or [{}]
+
+
 def most_paired(request: SearchRequest, layout: Layout) -> float:
     """The largest fraction of passes that overlap in any schedule of a layout, for a lower bound."""
     if layout.expert == 1 or layout.pipeline == 1:
