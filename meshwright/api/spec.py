@@ -13,6 +13,7 @@ from meshwright.api.data_parallel import Degree
 from meshwright.api.elastic import ElasticSpec
 from meshwright.api.model import ModelSpec
 from meshwright.api.parallelism import ParallelismSpec
+from meshwright.api.topology import TopologySpec
 from meshwright.api.training import TrainingSpec
 from meshwright.api.workers import WorkersSpec
 
@@ -139,6 +140,8 @@ class ParallelTrainingJobSpec(ApiModel):
     """Length, batch, precision and optimizer. Required unless `runtime.command` is set."""
     parallelism: ParallelismSpec = ParallelismSpec()
     """How one replica is split over GPUs."""
+    topology: TopologySpec | None = None
+    """Levels of the fabric that groups of ranks must not, or should not, leave."""
     workers: WorkersSpec
     """The worker pods."""
     runtime: RuntimeSpec = RuntimeSpec()
@@ -151,8 +154,12 @@ class ParallelTrainingJobSpec(ApiModel):
     """`AllWorkers`: the job is complete when every worker has exited with code 0. `FirstWorker`: when the worker of
     rank 0 has; the others are then stopped. `FirstWorker` needs `runtime.command`."""
     priority: Annotated[int, Field(ge=-1000000000, le=1000000000)] = 0
-    """Priority in the queue of waiting jobs: higher first. The administrator's policy may bound it. No running
-    job is stopped for another one. Elastic jobs give up replicas above their minimum to jobs of higher priority."""
+    """Priority in the queue of waiting jobs: higher first. The administrator's policy may bound it. Elastic jobs give
+    up replicas above their minimum to jobs of higher priority. No other running job is stopped, unless it is
+    `preemptible`."""
+    preemptible: bool = False
+    """Whether the job may be stopped for a job of higher priority that waits. It saves a checkpoint first, is queued
+    again, and resumes when nodes are free."""
     suspend: bool = False
     """Whether the job is suspended: its pods are deleted. When this is set to false, it resumes from the latest
     checkpoint."""

@@ -37,6 +37,7 @@ LIVE = (
     "recovery",
     "successPolicy",
     "priority",
+    "preemptible",
     "elastic",
 )
 """Fields that the operator reads at each reconcile. Pods and ranks do not depend on them."""

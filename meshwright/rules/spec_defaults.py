@@ -133,15 +133,20 @@ SECOND: Mapping[str, Any] = MappingProxyType(
         "elastic.replacementSeconds": 30,
         "elastic.pauseSeconds": 300,
         "elastic.minGainPercent": 0,
+        "preemptible": False,
         "elastic.replan": False,
     }
 )
-"""Of version 0.2.0, which adds `elastic`."""
+"""Of version 0.2.0, which adds `elastic` and `preemptible`."""
 
 DEFAULTS: Mapping[int, Mapping[str, Any]] = MappingProxyType({1: FIRST, 2: SECOND})
 """Scheme -> defaults."""
 
+_LATER = ("preemptible",)
+"""Fields of later versions that are in no revision, whatever its scheme: workers of older versions do not restart."""
+
 _NO_RESTART_FIRST = (
+    *_LATER,
     "suspend",
     "activeDeadlineSeconds",
     "ttlSecondsAfterFinished",

@@ -34,6 +34,7 @@ from meshwright.rules.model import MODEL_FORM_RULES, MODEL_RULES
 from meshwright.rules.nearest import sentence
 from meshwright.rules.parallelism import PARALLELISM_RULES
 from meshwright.rules.pipeline import PIPELINE_RULES
+from meshwright.rules.preemption import PREEMPTION_RULES
 from meshwright.rules.rule import Rule
 from meshwright.rules.runtime import RUNTIME_RULES
 from meshwright.rules.training import TRAINING_RULES
@@ -58,6 +59,7 @@ SPEC_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
     *(rule for rule in FACT_RULES if rule.condition is not None),
     *WORKERS_RULES,
     *ELASTIC_RULES,
+    *PREEMPTION_RULES,
 )
 """Every rule of a spec: also those on what a run does not have, such as worker pods."""
 

@@ -124,12 +124,15 @@ class _JobObserver:
         metadata = self.job["metadata"]
         elastic = spec if spec.elastic is not None else None
         sizes: Sequence[Plan] = ()
-        taken_by, full = "", None
+        taken_by, preempted_by, full = "", "", None
+        limit = self.scheduler.replica_limit(metadata["uid"])
+        if limit is not None and not limit[0]:
+            preempted_by = str(limit[1])
+            limit = None
         pods = self.cache.pods(self.key, metadata["uid"])
         if elastic is None:
             plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
         else:
-            limit = self.scheduler.replica_limit(metadata["uid"])
             left = sum(not pod.terminal and not pod.deleting for pod in pods) * spec.workers.gpus_per_worker
             found = _size_plans(self.key, spec, self.status, revision, self.planner, limit, left)
             taken_by = str(limit[1]) if limit is not None else ""
@@ -155,6 +158,7 @@ class _JobObserver:
             size_plans=sizes,
             full_plan=full,
             taken_by=taken_by,
+            preempted_by=preempted_by,
             joining=workers[len(indices) :],
             excess_pods=excess_pods,
             stuck_pods=stuck_pods(pods, down, self.now),

@@ -97,7 +97,14 @@ def updated_applied_spec(status: ParallelTrainingJobStatus, spec: ParallelTraini
     stored, wire = json.loads(status.applied_spec), spec.wire()
     before = json.dumps(stored)
     for path in (*LIVE, *NEXT_START):
-        if field_at(stored["spec"], path) != (value := field_at(wire, path)):
+        before_edit, value = field_at(stored["spec"], path), field_at(wire, path)
+        if (
+            before_edit is None
+            and path not in DEFAULTS[_known_scheme(revision)]
+            and value == DEFAULTS[SCHEME].get(path)
+        ):
+            continue  # a later version added the field, and nobody has set it
+        if before_edit != value:
             set_field(stored["spec"], path, value)
     if json.dumps(stored) == before:
         return status.applied_spec

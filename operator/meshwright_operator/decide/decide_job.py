@@ -16,6 +16,7 @@ from meshwright_operator.decide import (
     lifecycle,
     mesh_generation,
     placement_outcome,
+    preempted_job,
     progress,
     resize,
     restart_policy,
@@ -72,8 +73,9 @@ def decide(observed: Observed) -> Decision:
         _complete_without_exit(decision)
     else:
         _resume(decision)
-        resize.update_size(decision)
-        _advance_generation(decision)
+        # A job that has another size now must not form a generation of the former one.
+        if not preempted_job.stop(decision) and not resize.update_size(decision):
+            _advance_generation(decision)
     return decision
 
 

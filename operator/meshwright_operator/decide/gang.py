@@ -104,7 +104,7 @@ def _wait_for_agents(observed: Observed, pending_cause: str) -> GangAction:
         )
     if absent:
         return _absent_agents(observed, absent) or Wait(f"{total - len(absent)} of {total} agents are ready")
-    if pending_cause == restart_policy.RESCALED.name and (saving := _saving_agents(observed)):
+    if restart_policy.cause_named(pending_cause).pauses and (saving := saving_agents(observed)):
         return Wait(f"{counted(saving, 'worker')} still {'saves' if saving == 1 else 'save'} a checkpoint")
     left, pause = restart_policy.backoff_left(observed, restart_policy.cause_named(pending_cause))
     if left > 0:
@@ -183,8 +183,8 @@ def _absent_agents(observed: Observed, absent: list[Worker]) -> GangAction | Non
     return EndAttempt("AgentsUnreachable", message, late)
 
 
-def _saving_agents(observed: Observed) -> int:
-    """The number of workers whose ranks still run before a resize, as long as they may take to save a checkpoint.
+def saving_agents(observed: Observed) -> int:
+    """The number of workers whose ranks still run after a pause, as long as they may take to save a checkpoint.
 
     Agents before version 0.2 do not pause: they are not waited for.
     """

@@ -21,6 +21,7 @@ from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed
+from meshwright_operator.decide.placement_outcome import PREEMPTED
 from meshwright_operator.decide.rejected_job import TERMINATING
 from meshwright_operator.decide.restart_policy import cause_named
 from meshwright_operator.decide.time_ledger import STEPPING, Seen, Steps
@@ -124,10 +125,13 @@ def _cause(decision: Decision, *, trains: bool) -> str:
         return FINISHED
     if observed.spec.suspend:
         return TimeCause.SUSPENDED
-    if decision.place is not None and status.placement is observed.status.placement:
-        return TimeCause.QUEUED  # not granted: a placement is replaced, also by one that needs no new pods
+    placed = find(status.conditions, names.PLACED)
+    preempted = placed is not None and placed.status == "False" and placed.reason == PREEMPTED
+    # A placement is replaced when nodes are granted, also if no new pods are needed.
+    asks = decision.place is not None and status.placement is observed.status.placement
+    if asks or (preempted and not decision.create):
+        return TimeCause.QUEUED
     if mesh.pending_cause or not mesh.generation:
-        placed = find(status.conditions, names.PLACED)
         unbound = placed is not None and placed.status == "False" and placed.reason == WAITING_FOR_SCHEDULER
         if size_status.is_replanning(status):
             return TimeCause.RESCALING

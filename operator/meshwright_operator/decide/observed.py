@@ -105,6 +105,8 @@ class Observed:
     """Of an elastic job: the layout that it has with enough nodes. Its `data` is the wanted number with `gpus`."""
     taken_by: str = ""
     """Of an elastic job: the waiting job of higher priority for which it shrinks."""
+    preempted_by: str = ""
+    """The waiting job of higher priority for which this one has to stop."""
     joining: Sequence[Worker] = ()
     """Workers that start while the others train, to make the job larger."""
     excess_pods: Sequence[Pod] = ()

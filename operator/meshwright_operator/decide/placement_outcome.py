@@ -29,6 +29,8 @@ from meshwright_operator.timestamps import format_time, parse_time, seconds_sinc
 
 QUEUED = "Queued"
 DOES_NOT_FIT = "DoesNotFit"
+PREEMPTED = "Preempted"
+"""Reason of a job that was stopped for another one, and waits for nodes."""
 
 RETRY_PLACEMENT_SECONDS = 15.0
 WAITING_RETRY_SECONDS = 120.0
@@ -148,10 +150,11 @@ def new_incarnations(decision: Decision, workers: Sequence[Worker]) -> dict[int,
 def _apply_no_placement(decision: Decision, grant: NotGranted) -> None:
     """Records that the gang does not fit, and deletes pods that occupy GPUs which other jobs could use."""
     observed = decision.observed
-    reason = grant.reason or (QUEUED if grant.waits_for_turn else DOES_NOT_FIT)
+    preempted = decision.mesh.pending_cause == restart_policy.JOB_PREEMPTED.name
+    reason = grant.reason or (PREEMPTED if preempted else QUEUED if grant.waits_for_turn else DOES_NOT_FIT)
     message = with_warnings(grant.message, grant.warnings)
     old = find(observed.status.conditions, names.PLACED)
-    same = (reason,) if grant.reason else (QUEUED, DOES_NOT_FIT)
+    same = (reason,) if grant.reason else (QUEUED, DOES_NOT_FIT, PREEMPTED)
     if old is None or old.status != "False" or old.reason not in same:
         decision.add_event(grant.reason or "PlacementFailed", message, WARNING)
     decision.condition(names.PLACED, False, reason, message)
@@ -159,7 +162,7 @@ def _apply_no_placement(decision: Decision, grant: NotGranted) -> None:
         text = sentences(stuck_pods.describe(observed.stuck_pods), message)
         decision.job_state(stuck_pods.POD_STUCK_TERMINATING, text, stalled=True)
     else:
-        decision.job_state("Placing", message)
+        decision.job_state(PREEMPTED if preempted else "Placing", message)
     if not observed.live_pods:
         decision.requeue_within(grant.retry_seconds)
     elif grant.blocked_by_kept_workers or _retention_expired(decision):

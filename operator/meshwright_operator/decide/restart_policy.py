@@ -52,6 +52,8 @@ class RestartCause:
     """Whether it is a restart in `status`. A first start and a resumption are not."""
     replaces_gang: bool = False
     """Whether every worker gets a new pod, so that all of them have the same incarnation."""
+    pauses: bool = False
+    """Whether the ranks save a checkpoint and stop while their pods stay."""
     detect: Detector | None = None
     """Detects it, if it is not one of the causes below, which `failure_detection.DETECTORS` detect."""
 
@@ -128,7 +130,10 @@ def rank_exit_codes(observed: Observed) -> set[int]:
 START = declare(RestartCause("Start", restarts=False))
 RESUME = declare(RestartCause("Resume", restarts=False, replaces_gang=True))
 SPEC_CHANGED = declare(RestartCause("SpecChanged", event_type=NORMAL, replaces_gang=True))
-RESCALED = declare(RestartCause("Rescaled", event_type=NORMAL))
+RESCALED = declare(RestartCause("Rescaled", event_type=NORMAL, pauses=True))
+JOB_PREEMPTED = declare(
+    RestartCause("JobPreempted", event="Preempted", event_type=NORMAL, replaces_gang=True, pauses=True)
+)
 NODE_DRAINED = declare(RestartCause("NodeDrained", event_type=NORMAL))
 NODE_LOST = declare(RestartCause("NodeLost"))
 PREEMPTED = declare(RestartCause("Preempted"))

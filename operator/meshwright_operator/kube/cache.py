@@ -54,12 +54,15 @@ class Cache:
 
     # Jobs.
 
-    def put_job(self, obj: KubeObject) -> None:
-        """Store a job, unless a newer version is stored or it was deleted."""
+    def put_job(self, obj: KubeObject) -> bool:
+        """Store a job, unless a newer version is stored or it was deleted. Return whether it has another version."""
         key = key_of(obj)
         trimmed = trim_job(obj)
-        if self._jobs.put(key, _uid(obj), _version(obj), trimmed):
-            (self._awaiting.add if awaits_layout(trimmed) else self._awaiting.discard)(key)
+        old = self.jobs.get(key)
+        if not self._jobs.put(key, _uid(obj), _version(obj), trimmed):
+            return False
+        (self._awaiting.add if awaits_layout(trimmed) else self._awaiting.discard)(key)
+        return old is None or not _version(obj) or (_uid(old), _version(old)) != (_uid(obj), _version(obj))
 
     def remove_job(self, obj: KubeObject) -> None:
         """Remove a job that was deleted, unless another object with the same name has replaced it."""

@@ -15,7 +15,7 @@ from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.scheduling.capacity_hint import Amounts, capacity_hint, occupants
 from meshwright_operator.scheduling.cluster_view import ClusterView, FreeNodes
 from meshwright_operator.scheduling.job_queue import PlacementRequest
-from meshwright_operator.scheduling.preemption import Holder, Victim, choose_victims
+from meshwright_operator.scheduling.preemption import Fits, Holder, Victim, choose_victims, freed_by
 from meshwright_operator.scheduling.reservations import choose_nodes, placement_for
 from meshwright_operator.text import counted, sentences
 
@@ -44,9 +44,9 @@ class Attempt:
     without_pods_of: str = ""
     """uid of a job whose pods do not count, because they would be deleted first; empty for none."""
     holders: Sequence[Holder] = ()
-    """Elastic jobs from which replicas may be taken if the job does not fit; empty if it must not take any."""
+    """Jobs that may have to shrink or to stop if the job does not fit; empty if it must not take anything."""
     victims: Sequence[Victim] = ()
-    """Those that shrink for it already."""
+    """Those that shrink or stop for it already."""
     priority: int = 0
     """The job's priority, as far as the policy allows it."""
     explain: bool = True
@@ -68,7 +68,9 @@ class Outcome:
     reserved: tuple[str, ...] = ()
     """The nodes to reserve for the job."""
     victims: tuple[Victim, ...] = ()
-    """The elastic jobs that have to shrink so that the job fits."""
+    """The jobs that have to shrink or to stop so that the job fits."""
+    claimed: tuple[str, ...] = ()
+    """The nodes on which it then runs."""
 
 
 def run_attempt(attempt: Attempt, view: ClusterView) -> Outcome:
@@ -98,42 +100,81 @@ def run_attempt(attempt: Attempt, view: ClusterView) -> Outcome:
     if attempt.explain:
         outcome = _explained(attempt, view, free, changed, outcome)
     if attempt.holders:
-        outcome = replace(outcome, victims=_victims(attempt, view, free, rest))
+        victims, claimed = _victims(attempt, view, free, rest)
+        outcome = replace(outcome, victims=victims, claimed=claimed)
     if attempt.reserves:
         outcome = replace(outcome, reserved=_chosen(attempt, free, rest))
     return outcome
 
 
-def _victims(attempt: Attempt, view: ClusterView, free: FreeNodes, rest: dict[str, Node]) -> tuple[Victim, ...]:
-    """The elastic jobs that have to shrink so that the job fits at its smallest size.
+def _victims(
+    attempt: Attempt, view: ClusterView, free: FreeNodes, rest: dict[str, Node]
+) -> tuple[tuple[Victim, ...], tuple[str, ...]]:
+    """The jobs that have to shrink or to stop so that the job fits at its smallest size.
 
-    Pods that are ending count as gone: a job that has shrunk for this one would otherwise shrink again.
+    Pods that are ending count as gone: a job that has shrunk for this one would otherwise shrink again. Also returns
+    the nodes that the job then gets besides those that it has: no job behind it may use them meanwhile.
     """
     request, resource = attempt.request.smallest, attempt.request.spec.workers.gpu_resource
-    others = [holder for holder in attempt.holders if holder.uid != request.uid]
+    others = [one for one in attempt.holders if one.uid != request.uid and one.against(attempt.priority) is not None]
     holders = [holder.using(view.used_by_job(holder.uid, resource)) for holder in others]
+    spare_of = {node: f"spare node of job {one.key}" for one in holders for node in one.spares}
     leaving: dict[str, Resources] = {}
     for holder in others:
         leaving = _sum(leaving, holder.leaving(view.used_by_job(holder.uid, resource)))
 
-    def fits(taken: Mapping[str, Resources]) -> bool:
+    def changed(taken: Mapping[str, Resources]) -> dict[str, Node]:
         amounts = {**leaving, **_sum(leaving, taken)}
-        changed = {
-            name: replace(node, free=node.free + amount)
-            for name, amount in amounts.items()
-            if (node := rest.get(name) or free.nodes.get(name)) is not None and not node.unusable
+        nodes = {name: rest.get(name) or free.nodes.get(name) for name in amounts}
+        usable = {
+            name: replace(node, unusable="") if node.unusable and node.unusable == spare_of.get(name) else node
+            for name, node in nodes.items()
+            if node is not None
         }
-        if not request.reuses_own_pods:
-            return free.has_capacity(request.plan, {**rest, **changed})
-        try:
-            placement_for(request, free.inventory({**rest, **changed}), attempt.calibration)
-        except DoesNotFitError:
-            return False
-        return True
+        return {
+            name: replace(node, free=node.free + amounts[name]) for name, node in usable.items() if not node.unusable
+        }
 
-    if leaving and fits({}):
-        return tuple(attempt.victims)
-    return choose_victims(holders, attempt.priority, fits)
+    def placed(taken: Mapping[str, Resources]) -> Placement | None:
+        try:
+            return placement_for(request, free.inventory({**rest, **changed(taken)}), attempt.calibration)
+        except DoesNotFitError:
+            return None
+
+    def fits(taken: Mapping[str, Resources]) -> bool:
+        if not request.reuses_own_pods:
+            return free.has_capacity(request.plan, {**rest, **changed(taken)})
+        return placed(taken) is not None
+
+    victims: tuple[Victim, ...] = tuple(attempt.victims)
+    freed: Mapping[str, Resources] = {}
+    if not leaving or not fits({}):
+        victims, freed = _choose(attempt, holders, fits)
+    placement = placed(freed) if victims else None
+    if placement is None:
+        return (), ()
+    kept = set(request.kept_in(placement).values())
+    return victims, tuple(sorted(set(placement.nodes.values()) - kept))
+
+
+def _choose(
+    attempt: Attempt, holders: Sequence[Holder], fits: Fits
+) -> tuple[tuple[Victim, ...], Mapping[str, Resources]]:
+    """The victims, with those that have shrunk or stopped already, and what the others will free (by node)."""
+    victims = choose_victims(holders, attempt.priority, fits, attempt.victims)
+    if not victims:
+        return (), {}
+    by_uid = {holder.uid: holder for holder in holders}
+    done = [
+        victim
+        for victim in attempt.victims
+        if (holder := by_uid.get(victim.uid)) is None
+        or (holder.replicas <= victim.replicas if victim.replicas else not holder.gpus)
+    ]
+    shrinking = [by_uid[v.uid] for v in victims if v.replicas for _ in range(by_uid[v.uid].replicas - v.replicas)]
+    freed = freed_by(shrinking, [by_uid[victim.uid] for victim in victims if not victim.replicas])
+    chosen = {victim.uid for victim in victims}
+    return (*victims, *(victim for victim in done if victim.uid not in chosen)), freed
 
 
 def may_fit(request: PlacementRequest, free: FreeNodes, changed: Mapping[str, Node]) -> bool:

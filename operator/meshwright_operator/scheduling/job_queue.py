@@ -197,7 +197,7 @@ class Member:
     excess: str = ""
     """Why the administrator's policy does not let it start now."""
     victims: dict[str, Victim] = field(default_factory=dict)
-    """uid -> how far this elastic job has to shrink for it. They stay as small as they are until it has started."""
+    """uid -> how far this job has to shrink for it, or that it has to stop. It stays so until this job has started."""
     rests_until: datetime | None = None
     """At the last attempt, the first end of the pause of a job that will give up replicas then."""
     asked: float = field(default_factory=time.monotonic)
@@ -231,7 +231,9 @@ class JobQueue:
         elif not request.same_as(member.request):
             # The reservation stays: it follows the job's new request at the next attempt.
             self.version += 1
-            member = self._members[request.uid] = Member(request, claims=member.claims, reserved=member.reserved)
+            member = self._members[request.uid] = Member(
+                request, claims=member.claims, reserved=member.reserved, victims=member.victims
+            )
         else:
             member.request, member.asked = request, time.monotonic()
         return member

@@ -145,7 +145,7 @@ class Placer:
         self._trials.pop((uid, Purpose.GROW), None)
 
     def replica_limit(self, uid: str) -> tuple[int, JobKey] | None:
-        """The number of replicas that waiting jobs leave to an elastic job, and the first of these jobs."""
+        """The number of replicas that waiting jobs leave to a job, and the first of these jobs."""
         return self._jobs.replica_limit(uid)
 
     async def idle(self) -> None:
@@ -344,8 +344,11 @@ class Placer:
     def _grant(self, member: Member, granted: Granted) -> Granted:
         self.queue.remove(member.request.uid)
         self._around.assume(member.request, granted.placement)
+        self._jobs.release_victims(member)
         if member.claims:
-            self._capacity.may_be_freed()
+            self._jobs.release_claims(member, set(granted.placement.nodes.values()))
+            for trial in self._trials.values():
+                trial.attempted = -1
         head = self.queue.ordered(self._capacity.view.gpus_in_use)[:WAKE_COUNT]
         return replace(granted, wake=tuple(other.request.key for other in head))
 

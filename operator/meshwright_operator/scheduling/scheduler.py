@@ -190,11 +190,11 @@ class JobScheduler:
         self._placer.withdraw_edit(uid)
 
     def replica_limit(self, uid: str) -> tuple[int, JobKey] | None:
-        """The number of replicas that waiting jobs leave to an elastic job, and the first of these jobs."""
+        """The number of replicas that waiting jobs leave to a job, and the first of these jobs."""
         return self._placer.replica_limit(uid)
 
     def _holders(self, policy: Policy, now: datetime) -> list[Holder]:
-        """The elastic jobs that have workers."""
+        """The elastic and the preemptible jobs that have workers."""
         found = (
             holder_of(key, job, self._cache.parsed, policy.of(key.namespace).priority.clamp, now)
             for key, job in self._cache.jobs.items()
