@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -167,3 +168,28 @@ async def test_replan_that_is_turned_on_while_the_job_waits() -> None:
     await world.run(120)
     assert world.true("job", "Ready"), world.condition("job", "Ready")
     assert layout(world, "job") == (2, 1, 1)
+
+
+async def test_a_job_on_gpus_of_the_catalog_is_planned_anew() -> None:
+    world = World(9, nodes=2, work=FOREVER)
+    for name, obj in world.nodes.items():
+        labelled = copy.deepcopy(obj)
+        labelled["metadata"]["labels"] |= {
+            "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3",
+            "nvidia.com/gpu.memory": "81559",
+        }
+        world.cluster.stamp(labelled)
+        world.nodes[name] = labelled
+        world.operators[0].cache.put_node(labelled)
+        world.operators[0].nodes_changed()
+    world.submit(replanning("job"))
+    await world.run(30)
+    assert "estimatedStepMilliseconds" in world.status("job")["plan"]
+    node = lose(world, 0)
+    await world.run(90)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert layout(world, "job") == (2, 1, 1)
+    set_ready(world, node, ready=True)
+    await world.run(240)
+    assert layout(world, "job") == (2, 2, 1)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")

@@ -57,7 +57,8 @@ def update_size(decision: Decision) -> bool:
         status.micro_batches = full.strategy.micro_batches * full.strategy.data
     remember_full_plan(decision)
     wanted = sizing.wanted(observed)
-    if sizing.current_size(observed) == wanted or wanted < status.wanted_replicas or not status.wanted_replicas:
+    reached = sizing.current_size(observed) == wanted and not observed.plan.replanned
+    if reached or wanted < status.wanted_replicas or not status.wanted_replicas:
         status.wanted_replicas = wanted  # a larger one only with the first attempt to grow, which does not wait
     plan = sizing.smaller_plan(observed)
     if plan is None or observed.status.placement is None:
