@@ -56,8 +56,12 @@ async def test_a_job_continues_without_a_stage_and_returns_to_its_layout(worker:
     assert layout(world, "job") == (2, 2, 1)
     survivor = next(pod.name for pod in world.pods("job") if pod.worker != worker)
     node = lose(world, worker)
-    await world.run(90)
+    spent = set()
+    for _ in range(90):
+        await world.run(1)
+        spent.add(world.status("job")["goodput"]["cause"])
     assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert "Rescaling" in spent, spent
     status = world.status("job")
     assert layout(world, "job") == (2, 1, 1)
     assert (status["plan"]["replanned"], status["plan"]["worldSize"], status["readyRanks"]) == (True, 2, "2/2")
