@@ -167,6 +167,7 @@ class Manager:
         """Releases the lease and closes connections."""
         await self._release()
         self._queue.close()
+        await self._planner.close()
         await self._access.close()
         await self._client.close()
 
@@ -242,6 +243,8 @@ class Manager:
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
         await self._elector.look()
+        if self._elector.found_free:
+            self._planner.prestart()  # while everything is listed: this process will probably lead
         await self._resync.ensure_listed_since(0.0)
         self._listed.set()
         watch = EventHandlers(self._cache, self._queue, self._metrics)
