@@ -122,6 +122,7 @@ class PlanningService(Planner):
 
     def forget(self, key: JobKey) -> None:
         """Drop the state of a deleted job."""
+        super().forget(key)
         self._quick.turns.discard(key)
         self._slow.turns.discard(key)
 
