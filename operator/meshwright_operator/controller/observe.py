@@ -22,6 +22,7 @@ from meshwright_operator.decide.applied_spec import RunningSpec, revision_of, ru
 from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.observed import Observed, Rejection, has_started, observe_workers
 from meshwright_operator.decide.stuck_pods import stuck_pods
+from meshwright_operator.decide.waiting_edit import edit_waits, waiting_edit
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.planning.planner import Planner, PlanPendingError
@@ -183,7 +184,11 @@ def _observe_edit(observer: _JobObserver, running: RunningSpec, requested: Paral
         text = "; ".join(f"spec.{p.field}: {p.message}" for p in forbidden)
         return replace(as_running, blocked_edit=BlockedEdit("ImmutableField", text, retryable=False))
     try:
-        return replace(observer.observe_as(requested, revision_of(requested)), fallback=as_running)
+        edited = replace(observer.observe_as(requested, revision_of(requested)), fallback=as_running)
+        waiting = waiting_edit(as_running, edited)
+        return (
+            edited if waiting is None else replace(as_running, waiting_edit=waiting, blocked_edit=edit_waits(waiting))
+        )
     except JobRejectedError as error:
         return replace(as_running, blocked_edit=_blocked(error))
     except PlanPendingError as pending:
