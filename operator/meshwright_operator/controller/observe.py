@@ -135,7 +135,8 @@ class _JobObserver:
             plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
         else:
             left = sum(not pod.terminal and not pod.deleting for pod in pods) * spec.workers.gpus_per_worker
-            found = _size_plans(self.key, spec, self.status, revision, self.planner, limit, left)
+            drains = bool(_rejecting_nodes(spec, pods, self.cache, self.scheduler)[1])
+            found = _size_plans(self.key, spec, self.status, revision, self.planner, limit, left, drains=drains)
             taken_by = str(limit[1]) if limit is not None else ""
             spec, plan, others, sizes, full = found.spec, found.plan, [], found.sizes, found.full
         down = _down_nodes(self.status, pods, self.cache)
@@ -249,9 +250,12 @@ def _size_plans(
     planner: Planner,
     limit: tuple[int, JobKey] | None,
     gpus_left: int,
+    *,
+    drains: bool,
 ) -> SizePlans:
+    replicas = limit[0] if limit is not None else None
     try:
-        return plan_sizes(key, spec, status, revision, planner, limit[0] if limit is not None else None, gpus_left)
+        return plan_sizes(key, spec, status, revision, planner, replicas, gpus_left, drains=drains)
     except PlanError as error:
         raise _unplannable(error, spec, planner, depends_on_nodes=error.depends_on_cluster) from None
 
