@@ -13,6 +13,7 @@ from meshwright.api.data_parallel import Degree
 from meshwright.api.elastic import ElasticSpec
 from meshwright.api.model import ModelSpec
 from meshwright.api.parallelism import ParallelismSpec
+from meshwright.api.topology import TopologySpec
 from meshwright.api.training import TrainingSpec
 from meshwright.api.workers import WorkersSpec
 
@@ -147,6 +148,8 @@ class ParallelTrainingJobSpec(ApiModel):
     """Length, batch, precision and optimizer. Required unless `runtime.command` is set."""
     parallelism: ParallelismSpec = ParallelismSpec()
     """How one replica is split over GPUs."""
+    topology: TopologySpec | None = None
+    """Levels of the fabric that groups of ranks must not, or should not, leave."""
     workers: WorkersSpec
     """The worker pods."""
     runtime: RuntimeSpec = RuntimeSpec()

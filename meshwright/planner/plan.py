@@ -8,6 +8,7 @@ from meshwright.api.model import ModelSpec
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import PlanStatus
+from meshwright.api.topology import FabricLevel, TopologySpec
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
@@ -59,6 +60,8 @@ class Plan:
     """Estimated memory and time of a step. None if the model or the cluster's GPUs are unknown."""
     gpus: int | None = None
     """The job's budget of GPUs. None if the job states `replicas`."""
+    topology: TopologySpec | None = None
+    """The levels of the fabric that groups must not, or should not, leave."""
     replanned: bool = False
     """Whether an elastic job was planned anew for the GPUs that were left, instead of having fewer replicas."""
 
@@ -188,7 +191,7 @@ def new_plans(spec: ParallelTrainingJobSpec, hardware: Hardware, max_plans: int 
     """
     architecture = _model_of(spec)
     _check(spec, architecture)
-    cost_model, cluster_limits = cost_model_on(spec, architecture, hardware.machine), hardware.limits
+    cost_model, cluster_limits = cost_model_on(spec, architecture, hardware.machine), _limits(spec, hardware.limits)
     _check_node_and_domain_size(spec, cluster_limits)
     if architecture is None or spec.training is None:
         return [_command_plan(spec)]
@@ -312,7 +315,17 @@ def _check_node_and_domain_size(spec: ParallelTrainingJobSpec, cluster_limits: C
             "NoNodeLargeEnough",
             depends_on_cluster=True,
         )
-    if cluster_limits.domain_gpus is not None and tensor > cluster_limits.domain_gpus:
+    level = _tensor_level(spec)
+    if level is FabricLevel.NODE and cluster_limits.node_gpus is not None and tensor > cluster_limits.node_gpus:
+        raise PlanError(
+            f"`topology.tensor.required` is `node`, `parallelism.tensor` is {tensor}, and the largest usable node has "
+            f"{cluster_limits.node_gpus} GPUs: lower `parallelism.tensor` to {cluster_limits.node_gpus}, or set "
+            "`topology.tensor.required: domain`",
+            "NoNodeLargeEnough",
+            depends_on_cluster=True,
+        )
+    may_leave = level not in (FabricLevel.NODE, FabricLevel.DOMAIN)
+    if not may_leave and cluster_limits.domain_gpus is not None and tensor > cluster_limits.domain_gpus:
         raise PlanError(
             f"`parallelism.tensor` is {tensor} and the widest NVLink domain has {cluster_limits.domain_gpus} "
             "GPUs: lower it, "
@@ -320,6 +333,22 @@ def _check_node_and_domain_size(spec: ParallelTrainingJobSpec, cluster_limits: C
             "NoDomainWideEnough",
             depends_on_cluster=True,
         )
+
+
+def _tensor_level(spec: ParallelTrainingJobSpec) -> FabricLevel:
+    """The level that tensor-parallel groups must not leave."""
+    stated = spec.topology.tensor if spec.topology is not None else None
+    return (stated.required if stated is not None else None) or FabricLevel.DOMAIN
+
+
+def _limits(spec: ParallelTrainingJobSpec, limits: ClusterLimits) -> ClusterLimits:
+    """The limits of the cluster for this job: how wide a tensor-parallel group may be depends on its level."""
+    level, widest, tensor = _tensor_level(spec), limits.domain_gpus, spec.parallelism.tensor
+    if level is FabricLevel.NODE and limits.node_gpus is not None:
+        return replace(limits, domain_gpus=min(limits.node_gpus, widest or limits.node_gpus))
+    if level is not FabricLevel.DOMAIN and widest is not None and tensor is not None:
+        return replace(limits, domain_gpus=max(widest, tensor))
+    return limits
 
 
 def _check_nodes_known(spec: ParallelTrainingJobSpec, cluster_limits: ClusterLimits) -> None:
@@ -388,4 +417,5 @@ def _pods(spec: ParallelTrainingJobSpec, strategy: Strategy) -> Plan:
         worker_request=Resources(spec.workers.gpus_per_worker, asked.cpu_milli, asked.memory_bytes, 1),
         global_batch_size=spec.training.global_batch_size if spec.training else None,
         gpus=spec.gpus,
+        topology=spec.topology,
     )

@@ -126,6 +126,12 @@ WORKERS_RULES: tuple[Rule[Spec], ...] = (
         lambda spec: spec.workers.scheduler_name is None or spec.recovery.spare_nodes == 0,
     ),
     Rule(
+        "topology",
+        "is not supported with `workers.schedulerName`, because another scheduler places the pods: remove one of them",
+        "!has(self.topology) || !has(self.workers.schedulerName)",
+        lambda spec: spec.topology is None or spec.workers.scheduler_name is None,
+    ),
+    Rule(
         "workers.env",
         f"must not set names that start with {' or '.join(VARIABLE_PREFIXES)}, which are reserved: rename them",
         f"!self.workers.env.exists(e, {_starts_with('e.name', VARIABLE_PREFIXES)})",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import datetime
+from typing import Any
 
 from meshwright.api.labels import PLURAL
 from meshwright.api.objects import KubeObject
@@ -38,7 +38,7 @@ class MemoryCluster(KubeClient):
 
     async def get(self, path: str) -> KubeObject:
         self.requests.append(("get", path))
-        return copy.deepcopy(self._at(path))
+        return copied(self._at(path))
 
     async def pages(self, path: str, **query: str) -> AsyncIterator[Page]:
         self.requests.append(("list", path))
@@ -67,7 +67,7 @@ class MemoryCluster(KubeClient):
         wanted = metadata.get("uid", old["metadata"]["uid"]), metadata.get("resourceVersion")
         if wanted[0] != old["metadata"]["uid"] or wanted[1] not in (None, old["metadata"]["resourceVersion"]):
             raise ApiError(409, "Conflict", f"{path} has changed")
-        new = copy.deepcopy(old)
+        new = copied(old)
         _merge(new, {**body, "metadata": {"labels": metadata.get("labels") or {}}})
         if "/pods/" in path:
             self.on_pod_change(old, new)
@@ -93,7 +93,7 @@ class MemoryCluster(KubeClient):
 
     def put(self, path: str, body: KubeObject) -> KubeObject:
         """A new object, with what a server adds."""
-        obj = copy.deepcopy(body)
+        obj = copied(body)
         obj["metadata"] |= {
             "uid": f"uid-{self._version}",
             "creationTimestamp": format_time(self._now()),
@@ -114,7 +114,7 @@ class MemoryCluster(KubeClient):
         self.writes += 1
         self.objects[path] = obj
         self._tell(kind, path, obj)
-        return copy.deepcopy(obj)
+        return copied(obj)
 
     def remove(self, path: str) -> None:
         """The object is gone."""
@@ -125,12 +125,21 @@ class MemoryCluster(KubeClient):
     def _tell(self, kind: str, path: str, obj: KubeObject) -> None:
         if f"/{PLURAL}/" in path or "/pods/" in path:
             for watcher in self.watchers:
-                watcher(kind, copy.deepcopy(obj))
+                watcher(kind, copied(obj))
 
     def _at(self, path: str) -> KubeObject:
         if path not in self.objects:
             raise ApiError(404, "NotFound", f"{path} is not there")
         return self.objects[path]
+
+
+def copied(value: Any) -> Any:
+    """A copy of JSON: many times faster than `copy.deepcopy`."""
+    if isinstance(value, dict):
+        return {key: copied(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [copied(part) for part in value]
+    return value
 
 
 def _selected(labels: dict[str, str], selector: str) -> bool:
@@ -149,4 +158,4 @@ def _merge(target: KubeObject, patch: KubeObject) -> None:
         elif isinstance(value, dict) and isinstance(target.get(key), dict):
             _merge(target[key], value)
         else:
-            target[key] = copy.deepcopy(value)
+            target[key] = copied(value)

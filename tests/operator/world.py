@@ -20,6 +20,7 @@ from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.planner.cost_model import Calibration
 from meshwright.protocol.messages import (
     AgentState,
     FailureKind,
@@ -112,8 +113,8 @@ class Operator:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.cache, self.queue, self.notes = Cache(), VirtualQueue(world), Notes()
-        self.cache.parsed = UnchangedParsedJobs()
+        self.cache, self.queue, self.notes = Cache(), world.queue(), world.recorder()
+        self.cache.parsed = world.parsed_jobs()
         self.blind = False
         """While set, no watch event reaches the cache."""
         self.missed = False
@@ -128,7 +129,7 @@ class Operator:
         self.coordinator = Coordinator(self.cache, tokens, self.metrics, self.notify, world.seconds)
         inventories = Inventories(self.cache)
         self.scheduler = JobScheduler(self.cluster, self.cache, self.metrics, (), self.queue.add, inventories)
-        self.planner = Planner(inventories, lambda: self.scheduler.calibration, world.seconds)
+        self.planner = world.planner(inventories, lambda: self.scheduler.calibration)
         writer = StatusWriter(self.cluster, self.cache, self.queue)
         self.reconciler = Reconciler(
             cluster=self.cluster,
@@ -338,10 +339,12 @@ class Agent:
 class World:
     """Nodes, pods, agents and operators."""
 
-    def __init__(self, seed: int, nodes: int, *, gpus: int = 2, work: float = 30.0) -> None:
+    def __init__(
+        self, seed: int, nodes: int, *, gpus: int = 2, work: float = 30.0, cluster: type[MemoryCluster] = MemoryCluster
+    ) -> None:
         self.random = random.Random(seed)
         self.now = NOW
-        self.cluster = MemoryCluster(lambda: self.now)
+        self.cluster = cluster(lambda: self.now)
         self.cluster.on_pod_change = self._check_change
         self.nodes = {f"n{n}": node(f"n{n}", "r0", gpus) for n in range(nodes)}
         for name, obj in self.nodes.items():
@@ -372,6 +375,24 @@ class World:
     def operator(self) -> Operator:
         """A new operator process."""
         return Operator(self)
+
+    # The parts of an operator that another world may replace.
+
+    def queue(self) -> VirtualQueue:
+        """The keys to reconcile."""
+        return VirtualQueue(self)
+
+    def recorder(self) -> Notes:
+        """What receives the events."""
+        return Notes()
+
+    def parsed_jobs(self) -> ParsedJobs:
+        """Parses the jobs of a cache."""
+        return UnchangedParsedJobs()
+
+    def planner(self, inventories: Inventories, calibration: Callable[[], Calibration]) -> Planner:
+        """Makes the plans."""
+        return Planner(inventories, calibration, self.seconds)
 
     def connect(self, metrics: OperatorMetrics) -> KubeClient:
         """The API server as an operator reaches it."""

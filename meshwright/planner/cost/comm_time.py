@@ -30,9 +30,11 @@ NO_COMM = LayerCommTime(0.0, 0.0, 0, 0)
 
 
 def tensor_comm_time(
-    tokens: float, model: Architecture, strategy: LayerStrategy, span: Span, fabric: Fabric
+    tokens: float, model: Architecture, strategy: LayerStrategy, mixture: bool, span: Span, fabric: Fabric
 ) -> LayerCommTime:
     """Time of one layer: after attention and after the feed-forward layer, once in each pass.
+
+    A mixture without shared experts whose ranks route their own positions has only those of attention.
 
     With sequence parallelism each all-reduce is a gather and a scatter. The backward pass gathers the input once more
     for the weights' gradient (Korthikanti et al., arXiv 2205.05198, section 4.2.2), hidden behind the input's gradient.
@@ -42,9 +44,33 @@ def tensor_comm_time(
     size = tokens * model.hidden_size * strategy.precision.bytes
     if strategy.sequence_parallel:
         one = 2 * all_gather(size, span, fabric)
+        moe = model.mixture
+        if mixture and moe is not None and not moe.shared_intermediate_size and _routes_slices(strategy):
+            return LayerCommTime(one, one, 2, 2)
         return LayerCommTime(2 * one, 2 * one, 4, 4)
     one = all_reduce(size, span, fabric)
     return LayerCommTime(2 * one, 2 * one, 2, 2)
+
+
+def _routes_slices(strategy: LayerStrategy) -> bool:
+    """Whether each rank of a tensor group routes its own positions to the experts."""
+    spread = strategy.expert > 1 or not strategy.expert_tensor
+    return strategy.tensor > 1 and strategy.sequence_parallel and spread
+
+
+def expert_gather_time(
+    tokens: float, model: Architecture, strategy: LayerStrategy, span: Span, fabric: Fabric
+) -> LayerCommTime:
+    """Time of one mixture layer in the tensor group that splits the experts' widths.
+
+    Each rank received the rows of its positions. The group gathers all rows before the experts, and sums and scatters
+    their outputs (DeepSpeed-TED, arXiv 2303.06318, section 5.1). `span` is that of the tensor group.
+    """
+    moe = model.mixture
+    if moe is None or not strategy.expert_tensor or strategy.expert == 1 or not _routes_slices(strategy):
+        return NO_COMM
+    one = 2 * all_gather(tokens * moe.per_token * model.hidden_size * strategy.precision.bytes, span, fabric)
+    return LayerCommTime(one, one, 2, 2)
 
 
 def context_comm_time(
@@ -53,26 +79,23 @@ def context_comm_time(
     """Time of one layer that attention's `core` seconds of computation do not hide."""
     if strategy.context == 1:
         return NO_COMM
-    size = strategy.precision.bytes
-    key_value_size = 2.0 * model.kv_heads * model.head_size / strategy.tensor
-    if model.latent is not None:
-        key_value_size = float(model.latent.kv_rank + model.latent.rope_size)
+    element = strategy.precision.bytes
+    own_bytes = tokens * key_value_width(model) / strategy.tensor * element
+    query_and_output = model.heads * (model.key_size + model.value_size) / strategy.tensor
+    exchanged_bytes = tokens * element * query_and_output + own_bytes
     if strategy.context_method is ContextMethod.ULYSSES:
-        bytes_exchanged = tokens * size * (2 * model.heads * model.head_size / strategy.tensor + key_value_size)
-        exchange_seconds = all_to_all(bytes_exchanged, span, fabric)
+        exchange_seconds = all_to_all(exchanged_bytes, span, fabric)
         return LayerCommTime(exchange_seconds, exchange_seconds, 2, 2)
-    gathered_bytes = tokens * key_value_size * size * strategy.context
     if strategy.context_method is ContextMethod.ALL_GATHER:
-        gathered = all_gather(gathered_bytes, span, fabric)
+        gathered = all_gather(own_bytes * strategy.context, span, fabric)
         return LayerCommTime(gathered, 2 * gathered, 1, 2)
     # With an exchange of heads inside it, a ring has fewer turns with the same bytes each (USP, arXiv 2405.07719).
     inner = strategy.ulysses if strategy.context_method is ContextMethod.RING_ULYSSES else 1
     ring_steps = strategy.context // inner - 1
-    ring = ring_steps * send(gathered_bytes / strategy.context, span.top, fabric)
+    ring = ring_steps * send(own_bytes, span.top, fabric)
     step_overhead = ring_steps * SYNCHRONISE  # each turn waits for its neighbor and launches separate kernels
-    bytes_exchanged = tokens * size * (2 * model.heads * model.head_size / strategy.tensor + key_value_size)
     exchange_seconds = all_to_all(
-        bytes_exchanged, Span(tuple(min(ranks_inside, inner) for ranks_inside in span.members)), fabric
+        exchanged_bytes, Span(tuple(min(ranks_inside, inner) for ranks_inside in span.members)), fabric
     )
     blocking_calls = 2 if inner > 1 else 0
     return LayerCommTime(
@@ -81,6 +104,15 @@ def context_comm_time(
         blocking_calls,
         blocking_calls,
     )
+
+
+def key_value_width(model: Architecture) -> int:
+    """Elements of a token's keys and values that context parallelism moves, before tensor parallelism splits them.
+
+    Latent attention expands its latent before attention: the keys and values of every head travel.
+    """
+    heads = model.heads if model.latent is not None else model.kv_heads
+    return heads * (model.key_size + model.value_size)
 
 
 def expert_comm_time(
@@ -149,6 +181,21 @@ def _sent_bytes(size: float, strategy: Strategy, runtime: Framework) -> float:
     return size / strategy.tensor if strategy.sequence_parallel or runtime.sliced_sends else size
 
 
-def recomputed_part(how: ActivationCheckpointing) -> float:
-    """Fraction of the forward pass's collectives that runs again."""
-    return 0.0 if how in (ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE) else 1.0
+def recomputed_part(how: ActivationCheckpointing, runtime: Framework) -> float:
+    """Fraction of the forward pass's collectives that runs again.
+
+    If recomputation stores the outputs of products, it repeats what is between them, and so the exchanges.
+    """
+    if how is ActivationCheckpointing.NONE:
+        return 0.0
+    return 1.0 if how is not ActivationCheckpointing.SELECTIVE or runtime.selects_products else 0.0
+
+
+def recomputed_tensor_part(how: ActivationCheckpointing, runtime: Framework, sequence_parallel: bool) -> float:
+    """The same for the collectives of tensor parallelism.
+
+    Recomputation of a layer that stops at the last operator whose output is needed leaves out the last collective: one
+    of four with sequence parallelism, else one of two.
+    """
+    stops = runtime.selects_products and how in (ActivationCheckpointing.SELECTIVE, ActivationCheckpointing.FULL)
+    return (0.75 if sequence_parallel else 0.5) if stops else recomputed_part(how, runtime)

@@ -21,6 +21,7 @@ from meshwright.planner.cost.activations import (
     saved_bytes,
     weight_half_bytes_of_stage,
 )
+from meshwright.planner.cost.comm_time import key_value_width
 from meshwright.planner.cost.frameworks import Framework
 from meshwright.planner.cost.model_states import States, states_of
 from meshwright.planner.cost.schedule_cost import (
@@ -310,9 +311,6 @@ def _context_buffers(work: Workload, strategy: LayerStrategy, tokens: int, eleme
     """
     if strategy.context == 1 or strategy.context_method is ContextMethod.ULYSSES:
         return 0.0
-    model = work.model
-    saved = model.kv_heads * (model.head_size + model.value_size) / strategy.tensor
-    if model.latent is not None:
-        saved = float(model.latent.kv_rank + model.latent.rope_size)
+    saved = key_value_width(work.model) / strategy.tensor
     parts = strategy.context if strategy.context_method is ContextMethod.ALL_GATHER else 2
     return parts * tokens * saved * element

@@ -19,7 +19,9 @@ from meshwright.planner.cost.comm_time import (
     LayerCommTime,
     context_comm_time,
     expert_comm_time,
+    expert_gather_time,
     recomputed_part,
+    recomputed_tensor_part,
     tensor_comm_time,
 )
 from meshwright.planner.cost.constants import HOST_PER_LAYER, SYNCHRONISE
@@ -103,10 +105,26 @@ def _bottleneck(work: Workload, layers: _LayerKey, machine: Machine, stages: Sta
     layer_times, edges = _units(work, layers, machine), _edge_times(work, layers.layout, machine)
     sizes = [(unit.recomputed_part_time.total, unit.plain_time.total) for unit in layer_times]
     totals = [_total(layers, stage, sizes, edges) for stage in stages.distinct]
+    if stages.mirrored:
+        return _mirrored_bottleneck(layers, stages, totals, layer_times, edges)
     longest = max(totals)
     slowest = stages.distinct[totals.index(longest)]
     mean = sum(total * count for total, count in zip(totals, stages.count, strict=True)) / len(stages.every)
     return Bottleneck(slowest, _stage_time(layers, slowest, layer_times, edges), longest, mean)
+
+
+def _mirrored_bottleneck(
+    layers: _LayerKey, stages: Stages, totals: list[float], layer_times: list[_LayerTimes], edges: _EdgeTimes
+) -> Bottleneck:
+    """The slowest rank if each has two stages, for half of the micro-batches each."""
+    means = [(totals[one] + totals[other]) / 2.0 for one, other, _ in stages.mirrored]
+    longest = max(means)
+    one, other, _ = stages.mirrored[means.index(longest)]
+    first, second = (_stage_time(layers, stages.distinct[each], layer_times, edges) for each in (one, other))
+    worst = MicroBatchTime(*((a + b) / 2.0 for a, b in zip(first, second, strict=True)))
+    slowest = stages.distinct[one if totals[one] >= totals[other] else other]
+    mean = sum(each * count for each, (_, _, count) in zip(means, stages.mirrored, strict=True)) / len(stages.every)
+    return Bottleneck(slowest, worst, longest, mean)
 
 
 def stage_times(
@@ -119,9 +137,16 @@ def stage_times(
 
 
 def forward_and_backward_parts(one: MicroBatchTime) -> tuple[float, float, float]:
-    """Seconds of (forward, backward for inputs with recomputation, backward for weights), the rest spread evenly."""
-    shared = (one.tensor + one.context + one.expert + one.host) / 3.0
-    return one.forward + shared, one.backward_input + one.recompute + shared, one.backward_weight + shared
+    """Seconds of (forward, backward for inputs with recomputation, backward for weights).
+
+    Gradients of weights need no collective of a layer. The host's time is spread evenly.
+    """
+    sent, launched = (one.tensor + one.context + one.expert) / 2.0, one.host / 3.0
+    return (
+        one.forward + sent + launched,
+        one.backward_input + one.recompute + sent + launched,
+        one.backward_weight + launched,
+    )
 
 
 def _units(work: Workload, layers: _LayerKey, machine: Machine) -> list[_LayerTimes]:
@@ -140,13 +165,15 @@ def _units(work: Workload, layers: _LayerKey, machine: Machine) -> list[_LayerTi
     return found
 
 
-def _counts(layers: _LayerKey, stage: Stage) -> tuple[tuple[int, int], tuple[int, int]]:
+def _counts(layers: _LayerKey, stage: Stage, edges: _EdgeTimes) -> tuple[tuple[int, int], tuple[int, int]]:
     """For (dense, mixture): the number of a stage's layers with and without recomputation."""
+    dense_count, mixture_count = stage.dense, stage.mixtures
+    if stage.output:
+        dense_count, mixture_count = dense_count + edges.predicting[0], mixture_count + edges.predicting[1]
     if layers.limit is None:
-        return (stage.dense, 0), (stage.mixtures, 0)
-    dense = min(stage.dense, layers.limit)
-    mixed = min(stage.mixtures, layers.limit)
-    return (dense, stage.dense - dense), (mixed, stage.mixtures - mixed)
+        return (dense_count, 0), (mixture_count, 0)
+    dense, mixed = min(dense_count, layers.limit), min(mixture_count, layers.limit)
+    return (dense, dense_count - dense), (mixed, mixture_count - mixed)
 
 
 class _EdgeTimes(NamedTuple):
@@ -156,16 +183,22 @@ class _EdgeTimes(NamedTuple):
     """Logits and loss, forward."""
     embedding: float
     """Token look-up, and summing the gradients of the table."""
+    predicting: tuple[int, int] = (0, 0)
+    """Layers of multi-token prediction after the last layer: (dense, mixtures)."""
 
 
 def _edge_times(work: Workload, layout: LayerStrategy, machine: Machine) -> _EdgeTimes:
-    """Times of the last and the first stage. Multi-token prediction has separate logits."""
+    """Times of the last and the first stage.
+
+    Each depth of multi-token prediction has a layer of its own and separate logits (arXiv 2412.19437, section 2.2).
+    """
     model, tokens = work.model, -(-work.sequence_length * layout.micro_batch_size // layout.context)
     forward = logits_time(tokens, model, layout.tensor, machine.gpu, layout.precision)
     moved = 6.0 * tokens * model.hidden_size
     return _EdgeTimes(
         (1 + model.prediction_layers) * machine.constants.compute * forward,
         moved / (machine.gpu.bandwidth * MEMORY_PART) * machine.constants.compute,
+        (0, model.prediction_layers) if model.mixture is not None else (model.prediction_layers, 0),
     )
 
 
@@ -173,7 +206,7 @@ def _total(layers: _LayerKey, stage: Stage, sizes: list[tuple[float, float]], ed
     """Seconds of one micro-batch on a rank of `stage`, from the time of one layer of each kind."""
     total = (3.0 * edges.output if stage.output else 0.0) + (edges.embedding if stage.embedding else 0.0)
     for (recomputed_part_time, plain_time), (recomputing, not_recomputing) in zip(
-        _counts(layers, stage), sizes, strict=False
+        _counts(layers, stage, edges), sizes, strict=False
     ):
         total += recomputed_part_time * recomputing + plain_time * not_recomputing
     return total
@@ -183,7 +216,7 @@ def _stage_time(layers: _LayerKey, stage: Stage, layer_times: list[_LayerTimes],
     """Time of one micro-batch on one pipeline rank."""
     parts = [
         (count, one)
-        for counts, unit in zip(_counts(layers, stage), layer_times, strict=False)
+        for counts, unit in zip(_counts(layers, stage, edges), layer_times, strict=False)
         for count, one in zip(counts, unit, strict=True)
         if count
     ]
@@ -197,6 +230,10 @@ def _stage_time(layers: _LayerKey, stage: Stage, layer_times: list[_LayerTimes],
         backward_input=total.backward_input + extra,
         backward_weight=total.backward_weight + extra + embedding_seconds,
     )
+
+
+_FEW_LAUNCHES = (ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE)
+"""Recomputations that launch few kernels again."""
 
 
 @lru_cache(maxsize=65536)
@@ -231,29 +268,35 @@ def _layer_time(
         chosen.expert_tensor,
     )
     time = layer_time(shape, machine.gpu, runtime)
-    recomputed_part_time = recomputed_part(recompute_method)
-    tensor = tensor_comm_time(tokens, model, chosen, tensor_span, fabric)
+    repeated = recomputed_part(recompute_method, runtime)
+    tensor_repeated = recomputed_tensor_part(recompute_method, runtime, chosen.sequence_parallel)
+    tensor = tensor_comm_time(tokens, model, chosen, mixture, tensor_span, fabric)
     hidden = ASYNC_TENSOR_OVERLAP if chosen.tensor_overlap else runtime.overlap_tensor
-    tensor_seconds = (1.0 - hidden) * _with_recomputation(tensor, recomputed_part_time)
-    if runtime.partitioned_checkpoints and recomputed_part_time and chosen.tensor > 1:
+    tensor_seconds = (1.0 - hidden) * _with_recomputation(tensor, tensor_repeated)
+    if runtime.partitioned_checkpoints and repeated and chosen.tensor > 1:
         tensor_seconds += all_gather(tokens * model.hidden_size * chosen.precision.bytes, tensor_span, fabric)
     context = context_comm_time(tokens, model, chosen, context_span, fabric, time.core * constants.compute)
-    expert = expert_comm_time(tokens, model, chosen, expert_span, fabric, runtime) if mixture else NO_COMM
-    blocking = sum(
-        t.blocking_forward * (1 + recomputed_part_time) + t.blocking_backward for t in (tensor, context, expert)
-    )
+    context_repeated = 0.0 if recompute_method is ActivationCheckpointing.SELECTIVE else repeated
+    expert, gather = NO_COMM, NO_COMM
+    if mixture:
+        expert = expert_comm_time(tokens, model, chosen, expert_span, fabric, runtime)
+        gather = expert_gather_time(tokens, model, chosen, tensor_span, fabric)
+        tensor_seconds += _with_recomputation(gather, repeated)
+    parts = ((tensor, tensor_repeated), (context, context_repeated), (expert, repeated), (gather, repeated))
+    blocking = sum(part.blocking_forward * (1 + again_part) + part.blocking_backward for part, again_part in parts)
     one = MicroBatchTime(
         forward=constants.compute * time.forward,
         backward_input=constants.compute * time.backward_input,
         backward_weight=constants.compute * time.backward_weight,
         recompute=constants.compute * time.recomputed(recompute_method, runtime),
         tensor=constants.communication * tensor_seconds,
-        context=constants.communication * _with_recomputation(context, recomputed_part_time),
-        expert=constants.communication * _with_recomputation(expert, recomputed_part_time),
+        context=constants.communication * _with_recomputation(context, context_repeated),
+        expert=constants.communication * _with_recomputation(expert, repeated),
         host=0.0,
     )
-    one = one._replace(paired=_hidden_by_pairs(one, expert, recomputed_part_time, constants.communication))
-    launch_seconds = exposed_host((3.0 + recomputed_part_time) * HOST_PER_LAYER * constants.host, one.total)
+    one = one._replace(paired=_hidden_by_pairs(one, expert, repeated, constants.communication))
+    launches = 3.0 if recompute_method in _FEW_LAUNCHES else 4.0
+    launch_seconds = exposed_host(launches * HOST_PER_LAYER * constants.host, one.total)
     return one._replace(host=launch_seconds + blocking * SYNCHRONISE * constants.host)
 
 

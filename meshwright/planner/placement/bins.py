@@ -58,6 +58,7 @@ class DomainBins:
         stays: Mapping[int, Location],
         levels: Sequence[str],
         weights: Weights,
+        extra: Sequence[WeightedGroup] = (),
     ) -> None:
         """Build the bins.
 
@@ -67,13 +68,16 @@ class DomainBins:
             stays: block -> its location, for the blocks that are already placed.
             levels: the tree's levels, from the one that a tensor-parallel group must not leave.
             weights: cost of each further location of a group.
+            extra: further groups, with their cost at each of `levels`.
         """
         self._capacity = capacity
         self._levels = levels
         self.constant = 0.0
         groups = mesh.groups()
         self._costs = [[weights.of(g.dimension, level) * g.count for level in levels] for g in groups]
-        self._lengths = [len(group.blocks) for group in groups]
+        self._costs += [list(group.weights) for group in extra]
+        members = [group.blocks for group in groups] + [group.blocks for group in extra]
+        self._lengths = list(map(len, members))
         self._ignores_domains = not any(costs[0] for costs in self._costs)
         self._domains: defaultdict[Key, list[str]] = defaultdict(list)
         self._isolating: dict[Key, bool] = {}
@@ -88,8 +92,8 @@ class DomainBins:
         self.problem = Problem(
             size=mesh.blocks,
             groups=[
-                WeightedGroup(group.blocks, tuple(costs))
-                for group, costs in zip(groups, self._costs, strict=True)
+                WeightedGroup(blocks, tuple(costs))
+                for blocks, costs in zip(members, self._costs, strict=True)
                 if any(costs)
             ],
             bins=[

@@ -9,9 +9,14 @@ from meshwright.planner.cluster.inventory import Inventory, Node
 from meshwright.planner.cluster.limits import usable_memory
 from meshwright.planner.placement.rank_blocks import RankBlocks
 from meshwright.planner.plan import Plan
-from meshwright.planner.topology.levels import DOMAIN
+from meshwright.planner.topology.levels import DOMAIN, NODE
 from meshwright.planner.topology.location import Location
 from meshwright.planner.units import format_bytes
+
+
+def name_at(node: Node, level: str) -> str:
+    """The node's location at a level. Nodes are a level too."""
+    return node.name if level == NODE else node.place.at(level)
 
 
 class GangShape:
@@ -70,7 +75,7 @@ class FreeCapacity:
                 self._add(node, places)
 
     def _add(self, node: Node, places: int) -> None:
-        domain = node.place.at(self._domain_level)
+        domain = name_at(node, self._domain_level)
         self._places.setdefault(domain, node.place)
         self._racks[node.place.rack][domain] = None
         self._nodes[domain].append(node.name)

@@ -10,12 +10,40 @@ from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cluster.pod_resources import Resources
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement.capacity import FreeCapacity, GangShape, why_too_small
+from meshwright.planner.placement.group_levels import GroupLevels, with_nodes_as_level
+from meshwright.planner.placement.nested_capacity import LevelShortage, NestedCapacity
 from meshwright.planner.plan import Plan
+from meshwright.planner.topology.levels import DOMAIN
 
 _MAX_NAMED = 8
 
 
-def fit_error(plan: Plan, inventory: Inventory, kept: Mapping[int, str], blocked: int) -> DoesNotFitError:
+def fits(plan: Plan, inventory: Inventory, kept: Mapping[int, str] | None = None) -> bool:
+    """Whether a placement of the plan exists that meets its required levels. Exact."""
+    levels = GroupLevels.of(plan, inventory.levels)
+    if levels.names_nodes:
+        inventory = with_nodes_as_level(inventory)
+    shape, kept = GangShape(plan), kept or {}
+    capacity = FreeCapacity(plan, inventory, kept, levels.base)
+    first = shape.block_workers
+    fixed = {
+        block: inventory.nodes[kept[block * first]].place
+        for block in range(shape.blocks)
+        if kept.get(block * first) in inventory.nodes
+    }
+    if shape.blocks - len(fixed) > capacity.total_blocks():
+        return False
+    return not levels.required or NestedCapacity(shape.blocks, levels.required, capacity, fixed).fits
+
+
+def fit_error(
+    plan: Plan,
+    inventory: Inventory,
+    kept: Mapping[int, str],
+    blocked: int,
+    levels: GroupLevels | None = None,
+    shortage: LevelShortage | None = None,
+) -> DoesNotFitError:
     """Return the error for a plan that does not fit.
 
     Args:
@@ -23,26 +51,33 @@ def fit_error(plan: Plan, inventory: Inventory, kept: Mapping[int, str], blocked
         inventory: the nodes.
         kept: the workers that stay on their nodes: worker index -> node.
         blocked: number of workers that must be in the NVLink domain of a worker that stays, and do not fit there.
+        levels: the levels that groups must not leave.
+        shortage: the required level for which it does not fit, if there is enough capacity otherwise.
     """
+    levels = levels or GroupLevels.of(plan, inventory.levels)
     shape = GangShape(plan)
-    capacity, capacity_without_kept = FreeCapacity(plan, inventory, kept), FreeCapacity(plan, inventory, {})
+    capacity = FreeCapacity(plan, inventory, kept, levels.base)
     needed = shape.workers - len(kept)
     workers_that_fit = capacity.total_blocks() * shape.block_workers
     short = blocked or max(1, needed - workers_that_fit)
-    replicas_fitting = _replicas_that_fit(plan, capacity_without_kept.total_blocks() * shape.block_workers)
+    replicas_fitting = _replicas_that_fit(plan, inventory, levels)
     missing_gpus = _gpus(short * plan.gpus_per_worker)
     # More workers may fit in other domains than in those of the workers that stay.
     fitting = _fitting(plan, min(workers_that_fit, needed - short), needed, len(kept))
-    sentences = [
-        f"{fitting}{_per_rack(capacity, shape)}: {missing_gpus} missing",
-        *_groups(shape),
-        *_other_resources(plan, inventory, needed, workers_that_fit),
+    if shortage is not None:
+        sentences = [_level_sentence(plan, shape, shortage), *_never_fits(plan, inventory, shortage)]
+        free = "Free more GPUs there, or set a wider level"
+    else:
+        sentences = [f"{fitting}{_per_rack(capacity, shape)}: {missing_gpus} missing", *_groups(shape, levels)]
+        free = f"Free {missing_gpus}"
+    sentences += [
+        *(_other_resources(plan, inventory, needed, workers_that_fit) if shortage is None else ()),
         *_skipped_nodes(plan, inventory),
-        f"Free {missing_gpus}, or set {_size_to_set(plan, replicas_fitting)} to start now"
+        f"{free}, or set {_size_to_set(plan, replicas_fitting)} to start now"
         if replicas_fitting
         else "No smaller number of replicas fits now",
     ]
-    blocked_by_kept_workers = bool(kept) and capacity_without_kept.total_blocks() >= shape.blocks
+    blocked_by_kept_workers = bool(kept) and fits(plan, inventory)
     if blocked_by_kept_workers:
         sentences.append("It would fit if all workers were placed again")
     return DoesNotFitError(
@@ -51,6 +86,35 @@ def fit_error(plan: Plan, inventory: Inventory, kept: Mapping[int, str], blocked
         replicas_that_fit=replicas_fitting,
         blocked_by_kept_workers=blocked_by_kept_workers,
     )
+
+
+def _level_sentence(plan: Plan, shape: GangShape, shortage: LevelShortage) -> str:
+    """Which required level is not met, and what would be needed."""
+    rule = shortage.rules[0]
+    workers = shortage.unit_blocks * shape.block_workers
+    need = (
+        f"{workers} workers with {_gpus(plan.gpus_per_worker)} each in one {_LEVEL_NAMES.get(rule.level, rule.level)}"
+    )
+    names = ", ".join(f"`topology.{one.dimension}.required: {one.stated}`" for one in shortage.rules)
+    verb = "needs" if len(shortage.rules) == 1 else "need"
+    if rule.level != rule.stated:
+        names += f" (no node has a label of this level, so `{rule.level}` counts)"
+    if shortage.units == 1:
+        most = shortage.largest * shape.block_workers
+        return f"{names} {verb} {need}: the most that fit in one are {most}"
+    return f"{names} {verb} {shortage.units} times {need}: {shortage.fitting} of these fit"
+
+
+def _never_fits(plan: Plan, inventory: Inventory, shortage: LevelShortage) -> list[str]:
+    """A remark if the level could not be met without other pods either."""
+    emptied = {name: replace(node, free=node.capacity) for name, node in inventory.nodes.items()}
+    if fits(plan, replace(inventory, nodes=emptied)):
+        return []
+    names = " or ".join(f"`topology.{one.dimension}.required`" for one in shortage.rules)
+    return [f"It would not fit on the empty nodes either: set {names} to a wider level, or lower the degree"]
+
+
+_LEVEL_NAMES = {DOMAIN: "NVLink domain"}
 
 
 def _size_to_set(plan: Plan, replicas: int) -> str:
@@ -70,10 +134,11 @@ def _fitting(plan: Plan, fitting: int, needed: int, kept: int) -> str:
     return f"{fitting} of {workers}{f' next to the {kept} that run' if kept else ''}"
 
 
-def _groups(shape: GangShape) -> list[str]:
+def _groups(shape: GangShape, levels: GroupLevels) -> list[str]:
     if shape.block_workers == 1:
         return []
-    return [f"Each tensor-parallel group needs {shape.block_workers} workers in one NVLink domain"]
+    location = _LEVEL_NAMES.get(levels.base, levels.base)
+    return [f"Each tensor-parallel group needs {shape.block_workers} workers in one {location}"]
 
 
 def _per_rack(capacity: FreeCapacity, shape: GangShape) -> str:
@@ -109,9 +174,14 @@ def _skipped_nodes(plan: Plan, inventory: Inventory) -> list[str]:
     return [f"Excluded nodes: {len(reasons)} ({commonest})"]
 
 
-def _replicas_that_fit(plan: Plan, workers: int) -> int:
+def _replicas_that_fit(plan: Plan, inventory: Inventory, levels: GroupLevels) -> int:
+    shape = GangShape(plan)
+    workers = FreeCapacity(plan, inventory, {}, levels.base).total_blocks() * shape.block_workers
     for replicas in range(plan.layout.data - 1, 0, -1):
         needed = replicas * plan.layout.replica_size // plan.gpus_per_worker
-        if needed <= workers and plan.allows_replicas(replicas):
+        if needed > workers or not plan.allows_replicas(replicas):
+            continue
+        smaller = replace(plan, strategy=replace(plan.strategy, data=replicas))
+        if not levels.required or fits(smaller, inventory):
             return replicas
     return 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.placement.capacity import FreeCapacity, GangShape, why_too_small
+from meshwright.planner.placement.group_levels import GroupLevels
 from meshwright.planner.placement.options import PlacingOptions
 from meshwright.planner.placement.place import place
 from meshwright.planner.placement.result import Placement
@@ -40,8 +41,11 @@ def cost_of_fragmentation(placement: Placement, inventory: Inventory, options: P
 def nodes_to_free(plan: Plan, inventory: Inventory) -> NodesToFree | None:
     """The nodes to free for a plan that does not fit: those that add most capacity for the fewest GPUs in use.
 
-    None if the plan fits, and if it would not fit on an empty cluster either.
+    None if the plan fits, if it would not fit on an empty cluster either, and if it has levels that groups must not
+    leave: then not only the number of free GPUs counts.
     """
+    if GroupLevels.of(plan, inventory.levels).required:
+        return None
     blocks = GangShape(plan).blocks
     now, empty = FreeCapacity(plan, inventory, {}), FreeCapacity(plan, _emptied(inventory), {})
     missing = blocks - now.total_blocks()

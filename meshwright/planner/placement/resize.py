@@ -7,7 +7,7 @@ the gaps of others, at the same stage if possible.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from meshwright.planner.placement.capacity import GangShape
 from meshwright.planner.plan import Plan
@@ -16,7 +16,8 @@ from meshwright.planner.plan import Plan
 def workers_on_resize(old: Plan, new: Plan, running: Mapping[int, int]) -> dict[int, int]:
     """Assign the workers that run to the workers of a plan with another number of replicas.
 
-    Tensor-parallel groups of several workers are moved as a whole, because they must stay in one NVLink domain.
+    Tensor-parallel groups of several workers are moved as a whole, because they must stay in one NVLink domain. With
+    `topology`, only complete replicas are moved.
 
     Args:
         old: the previous plan.
@@ -42,9 +43,11 @@ def workers_on_resize(old: Plan, new: Plan, running: Mapping[int, int]) -> dict[
             assigned |= {segment * size + block: source * size + block for block in range(size)}
     used = set(assigned.values())
     rest = [block for block in sorted(blocks) if block not in used]
-    for same_stage in (lambda old, new: old == new, lambda old, new: old % size == new % size, lambda old, new: True):
+    # Blocks of two replicas may be in different locations of a level that a replica must not leave.
+    matches = _MATCHES[:1] if new.topology is not None else _MATCHES
+    for same in matches:
         for target in range(after.blocks):
-            if target not in assigned and (match := next((b for b in rest if same_stage(b, target)), None)) is not None:
+            if target not in assigned and (match := next((b for b in rest if same(b, target, size)), None)) is not None:
                 assigned[target] = match
                 rest.remove(match)
     return {
@@ -52,6 +55,14 @@ def workers_on_resize(old: Plan, new: Plan, running: Mapping[int, int]) -> dict[
         for target, source in assigned.items()
         for offset, worker in enumerate(blocks[source])
     }
+
+
+_MATCHES: tuple[Callable[[int, int, int], bool], ...] = (
+    lambda old, new, size: old == new,
+    lambda old, new, size: old % size == new % size,
+    lambda old, new, size: True,
+)
+"""Which block of the old plan may become a block of the new one, for blocks per replica, the best first."""
 
 
 def _degrees(plan: Plan) -> tuple[int, ...]:

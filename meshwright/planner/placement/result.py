@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshwright.api.objects import pod_name
 from meshwright.api.status import PlacementStatus, WorkerPlacement, format_ranks
@@ -33,6 +33,15 @@ class Placement:
     """Remarks about the placement, in sentences."""
     spares: tuple[str, ...] = ()
     """Nodes to reserve for the replacements of lost workers, the most useful first."""
+    topology: Mapping[str, str] = field(default_factory=dict)
+    """With `spec.topology`: dimension -> the closest level that none of its groups leaves."""
+    broken_preferences: int = 0
+    """How many locations too many the groups of preferred levels have together."""
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Lower is better: first fewer broken preferences, then a lower cost."""
+        return self.broken_preferences, self.cost
 
     @property
     def cost(self) -> float:
@@ -76,6 +85,7 @@ class Placement:
             gap=f"{self.gap:.3g}",
             straddling_tensor_groups=self.crossings.straddling_tensor_groups,
             straddling_replicas=self.crossings.straddling_replicas,
+            topology=dict(self.topology),
             spares=list(self.spares),
         )
 

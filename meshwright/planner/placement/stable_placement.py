@@ -14,6 +14,7 @@ from meshwright.api.status import PlacementStatus, in_rank_order, parse_ranks
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement.capacity import FreeCapacity, GangShape
+from meshwright.planner.placement.group_levels import base_level
 from meshwright.planner.placement.options import PlacingOptions
 from meshwright.planner.placement.place import place
 from meshwright.planner.placement.rank_mapping import keep_on_resize
@@ -91,7 +92,9 @@ def place_near_previous(
         if kept or (before is not None and before.data != plan.layout.data):
             return returned
         fresh = place(plan, inventory, kept, options)
-        return returned if returned.cost <= fresh.cost * _COST_TOLERANCE else fresh
+        fewer = returned.broken_preferences - fresh.broken_preferences
+        same_cost = returned.cost <= fresh.cost * _COST_TOLERANCE
+        return returned if fewer < 0 or (fewer == 0 and same_cost) else fresh
     return place(plan, inventory, kept, options)
 
 
@@ -102,7 +105,7 @@ def _with_returning_workers(
     previous_plan = before.plan_like(plan) if before is not None else None
     if before is None or previous_plan is None:
         return []
-    capacity = FreeCapacity(plan, inventory, keep, options.tensor_within)
+    capacity = FreeCapacity(plan, inventory, keep, base_level(plan) if plan.topology else options.tensor_within)
     free = {name: count for domain in capacity.domains for name, count in capacity.nodes_in(domain).items()}
     lost = frozenset(node for node in before.nodes.values() if not free.get(node))
     stays = dict(keep)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright.planner.placement.rank_blocks import Dimension
-from meshwright.planner.topology.levels import CORE, DOMAIN, RACK, REGION, SPINE, ZONE
+from meshwright.planner.topology.levels import CORE, DOMAIN, NODE, RACK, REGION, SPINE, ZONE
 from meshwright.planner.topology.links import Links
 
 _DEFAULTS: dict[Dimension, dict[str, float]] = {
@@ -70,6 +70,10 @@ class Weights:
         return cls(
             {d: {lv: size * links.extra_seconds_per_byte(lv) for lv in links.levels} for d, size in sent.items()}
         )
+
+    def without_nodes(self) -> Weights:
+        """The same weights if nodes are a level: nodes of one domain reach each other as fast as GPUs of one node."""
+        return Weights({dimension: {**costs, NODE: 0.0} for dimension, costs in self.costs.items()})
 
     def scaled(self, factor: float) -> Weights:
         """The same weights in another unit."""

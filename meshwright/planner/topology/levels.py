@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+NODE = "node"
+"""One node. It needs no label, and is a level of locations only where a job names it."""
 DOMAIN = "domain"
 RACK = "rack"
 SPINE = "spine"

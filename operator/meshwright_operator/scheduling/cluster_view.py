@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from meshwright.planner.cluster.inventory import MALFORMED, Inventory, Node
 from meshwright.planner.cluster.pod_resources import Resources
+from meshwright.planner.placement.fit_error import fits
 from meshwright.planner.plan import Plan
 from meshwright_operator.kube.pod_requests import PodRequest
 from meshwright_operator.scheduling.free_blocks import BlockShape, FreeBlocks
@@ -102,7 +103,9 @@ class FreeNodes:
                 self._blocks.popitem(last=False)
         self._blocks.move_to_end(shape)
         needed = plan.layout.world_size // plan.gpus_per_worker // shape.block_workers
-        return blocks.total_with(changed) >= needed
+        if blocks.total_with(changed) < needed:
+            return False
+        return plan.topology is None or fits(plan, self.inventory(changed))
 
     def inventory(self, changed: Mapping[str, Node]) -> Inventory:
         """The inventory, with these nodes instead of those with the same names."""

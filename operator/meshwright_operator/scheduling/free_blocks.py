@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from meshwright.planner.cluster.inventory import Node
 from meshwright.planner.cluster.pod_resources import Resources
-from meshwright.planner.placement.capacity import GangShape, why_too_small
+from meshwright.planner.placement.capacity import GangShape, name_at, why_too_small
+from meshwright.planner.placement.group_levels import base_level
 from meshwright.planner.plan import Plan
-from meshwright.planner.topology.levels import DOMAIN
 
 
 class BlockShape(NamedTuple):
@@ -23,12 +23,14 @@ class BlockShape(NamedTuple):
     request: Resources
     block_workers: int
     rank_memory: float | None
+    level: str
+    """The level that a block must not leave."""
 
     @classmethod
     def of(cls, plan: Plan) -> BlockShape:
         """The shape of a plan's blocks."""
         memory = plan.memory.total if plan.memory is not None else None
-        return cls(plan.worker_request, GangShape(plan).block_workers, memory)
+        return cls(plan.worker_request, GangShape(plan).block_workers, memory, base_level(plan))
 
 
 class FreeBlocks:
@@ -37,8 +39,9 @@ class FreeBlocks:
     def __init__(self, plan: Plan, nodes: Mapping[str, Node]) -> None:
         self._plan = plan
         self._block_workers = GangShape(plan).block_workers
+        self._level = base_level(plan)
         self._places: dict[str, tuple[str, int]] = {}
-        """Node -> its NVLink domain, and how many workers fit on it."""
+        """Node -> its location at the level that a block must not leave, and how many workers fit on it."""
         self._by_domain: defaultdict[str, int] = defaultdict(int)
         self.total = 0
         """Number of complete blocks that fit in all domains together."""
@@ -47,10 +50,10 @@ class FreeBlocks:
 
     def update(self, node: Node) -> None:
         """Counts a node again."""
-        domain, before = self._places.get(node.name, (node.place.at(DOMAIN), 0))
-        if domain != node.place.at(DOMAIN):
+        domain, before = self._places.get(node.name, (name_at(node, self._level), 0))
+        if domain != name_at(node, self._level):
             self._add(domain, -before)
-            domain, before = node.place.at(DOMAIN), 0
+            domain, before = name_at(node, self._level), 0
         workers = self._workers_on(node)
         self._places[node.name] = domain, workers
         self._add(domain, workers - before)
@@ -68,7 +71,7 @@ class FreeBlocks:
         """The number of blocks if these nodes replaced the nodes with the same names."""
         difference: defaultdict[str, int] = defaultdict(int)
         for name, node in changed.items():
-            domain, before = self._places.get(name, (node.place.at(DOMAIN), 0))
+            domain, before = self._places.get(name, (name_at(node, self._level), 0))
             difference[domain] += self._workers_on(node) - before
         return self.total + sum(
             (self._by_domain[domain] + workers) // self._block_workers - self._by_domain[domain] // self._block_workers

@@ -8,8 +8,9 @@ jobs ended reserves nothing, and of the jobs of one namespace only the first in 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,7 +18,9 @@ from meshwright.planner.cluster.inventory import Inventory, Node
 from meshwright.planner.cost_model import Calibration, cost_model_for
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement import Placement
-from meshwright.planner.placement.capacity import GangShape, why_too_small
+from meshwright.planner.placement.capacity import GangShape, name_at, why_too_small
+from meshwright.planner.placement.fit_error import fits
+from meshwright.planner.placement.group_levels import base_level
 from meshwright.planner.plan import Plan
 from meshwright.planner.plan_and_place import place_best, place_plan
 from meshwright.planner.topology.levels import DOMAIN
@@ -97,19 +100,33 @@ def _largest_that_fits(request: PlacementRequest, inventory: Inventory, calibrat
 
 def _fits_on(request: PlacementRequest, inventory: Inventory, names: Iterable[str]) -> bool:
     nodes = [inventory.nodes[name] for name in names if name in inventory.nodes]
-    return any(_enough(plan, nodes) for plan in request.plans)
+    return any(_enough(plan, nodes, inventory) for plan in request.plans)
 
 
-def _enough(plan: Plan, nodes: Iterable[Node]) -> list[str]:
+def _enough(plan: Plan, nodes: Sequence[Node], inventory: Inventory) -> list[str]:
     """The first of the nodes on which all of the plan's workers fit; empty if they do not fit on all."""
-    shape = GangShape(plan)
+    used = _enough_blocks(plan, nodes)
+    if plan.topology is None or not used:
+        return used
+
+    def fits_on(count: int) -> bool:
+        return fits(plan, replace(inventory, nodes={node.name: node for node in nodes[:count]}))
+
+    # More nodes never fit less.
+    count = bisect_left(range(len(nodes) + 1), True, key=fits_on)
+    return [node.name for node in nodes[:count]] if count <= len(nodes) else []
+
+
+def _enough_blocks(plan: Plan, nodes: Iterable[Node]) -> list[str]:
+    """As `_enough`, if only the level counts that a tensor-parallel group must not leave."""
+    shape, level = GangShape(plan), base_level(plan)
     free: defaultdict[str, int] = defaultdict(int)
     blocks, used = 0, []
     for node in nodes:
         workers = 0 if node.unusable or why_too_small(plan, node) else node.free.fits(plan.worker_request)
         if not workers:
             continue
-        domain = node.place.at(DOMAIN)
+        domain = name_at(node, level)
         blocks += (free[domain] + workers) // shape.block_workers - free[domain] // shape.block_workers
         free[domain] += workers
         used.append(node.name)
@@ -127,7 +144,7 @@ def _least_busy(plan: Plan, inventory: Inventory, busy: Mapping[str, int]) -> li
         inventory.nodes.values(),
         key=lambda node: (domains[node.place.at(DOMAIN)], node.place.at(DOMAIN), busy.get(node.name, 0), node.name),
     )
-    return _enough(plan, nodes)
+    return _enough(plan, nodes, inventory)
 
 
 class ReservedSpares(NamedTuple):
