@@ -45,6 +45,7 @@ CLOCK_SKEW_SECONDS = 30.0
 def decide(observed: Observed) -> Decision:
     """Return the job's next status and the actions to do now."""
     decision = Decision.of(observed)
+    decision.status.waiting_edit = observed.waiting_edit
     if lifecycle.finished(observed.status):
         _clean_up_finished(decision)
         return decision
@@ -73,8 +74,8 @@ def decide(observed: Observed) -> Decision:
         _complete_without_exit(decision)
     else:
         _resume(decision)
-        if not preempted_job.stop(decision):
-            resize.update_size(decision)
+        # A job that has another size now must not form a generation of the former one.
+        if not preempted_job.stop(decision) and not resize.update_size(decision):
             _advance_generation(decision)
     return decision
 
