@@ -166,6 +166,22 @@ async def test_a_second_shrink_while_the_first_one_is_under_way(delay: int) -> N
     assert world.true("low", "Ready")
 
 
+async def test_only_as_many_jobs_of_the_same_priority_shrink_as_are_needed() -> None:
+    """While the pods of the first ones end, one after the other, no other job gives up replicas too."""
+    world = World(11, nodes=10, work=FOREVER)
+    for name, most in (("one", 4), ("two", 4), ("three", 2)):
+        world.submit(elastic(name, 1, maxReplicas=most, fill=True, pauseSeconds=300))
+        await world.run(20)
+        assert size(world, name) == most
+    world.stuck = pods(world, "one")
+    world.submit(submitted("waits", 2))
+    await world.run(40)
+    world.stuck.clear()
+    await world.run(60)
+    assert world.true("waits", "Ready")
+    assert [size(world, name) for name in ("one", "two", "three")] == [3, 3, 2]
+
+
 async def sizes_of(world: World, name: str, seconds: int) -> list[tuple[datetime, int]]:
     """The sizes that a job has in this time, and when each began."""
     seen: list[tuple[datetime, int]] = []
