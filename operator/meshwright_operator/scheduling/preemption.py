@@ -24,7 +24,7 @@ from meshwright_operator.kube.parsed_jobs import ParsedJobs
 from meshwright_operator.timestamps import parse_time
 
 OLDEST_REQUEST_SECONDS = 600.0
-"""A waiting job is tried again with its last request. It asks again after two minutes, if its reconciles do not fail."""
+"""A waiting job is tried again with its last request. It asks every two minutes, unless its reconciles fail."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
