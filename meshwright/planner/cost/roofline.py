@@ -27,6 +27,10 @@ BATCHED_PART = 0.6
 """The same for the batched products around a stored score matrix."""
 TILE_ROWS = 128
 """Rows of one tile of a grouped product on tensor cores (CUTLASS, and DeepGEMM in DeepSeek-V3)."""
+QUANTIZED_FORWARD = 5.0
+"""Bytes of memory traffic that quantize one 16-bit weight to fp8: its largest value is found, then it is converted."""
+QUANTIZED_BACKWARD = 3.0
+"""The same in the backward pass, for a layout along the other dimension, with the scale of the forward pass."""
 KERNEL_GAP = 5e-6
 """Seconds between the end of a kernel and the start of the next."""
 
@@ -84,12 +88,14 @@ def layer_time(shape: LayerShape, gpu: Accelerator, runtime: Framework) -> Layer
     products = sum(_matmul_seconds(*matmul, shape.precision, shape.fp8, gpu) for matmul in matmuls_of(shape))
     memory_rate = gpu.bandwidth * MEMORY_PART
     weights = expert_weights(shape)
-    cast = weights * _cast_bytes(shape.precision, runtime) / memory_rate
+    quantizes = shape.fp8 and not runtime.fp8_weights
+    cast = weights * (_cast_bytes(shape.precision, runtime) + QUANTIZED_FORWARD * quantizes) / memory_rate
+    quantized_again = weights * QUANTIZED_BACKWARD * quantizes / memory_rate
     core_forward, core_backward = _attention_core_seconds(shape, gpu, runtime)
     moved = elementwise_bytes(shape, runtime) / memory_rate + runtime.kernels * KERNEL_GAP
     return LayerTime(
         forward=products + core_forward + moved + cast,
-        backward_input=products + core_backward + moved,
+        backward_input=products + core_backward + moved + quantized_again,
         backward_weight=products + runtime.kernels / 2 * KERNEL_GAP + weights * runtime.accumulation / memory_rate,
         core=core_forward,
         elementwise=moved + cast,

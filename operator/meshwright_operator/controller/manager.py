@@ -95,7 +95,7 @@ class Manager:
         self._configuration = configuration
         fence = Fence()
         limit = ReconcileLimit(settings.workers)
-        self._client = cluster = KubeClient(configuration, metrics, fence, on_write=limit.observe)
+        self._client = cluster = KubeClient(configuration, metrics, fence, on_create=limit.observe)
         self._metrics = metrics
         self._liveness = WatchLiveness(metrics, STALE_PERIODS * settings.watch_idle_seconds)
         self._cache = Cache()
@@ -167,6 +167,7 @@ class Manager:
         """Releases the lease and closes connections."""
         await self._release()
         self._queue.close()
+        await self._planner.close()
         await self._access.close()
         await self._client.close()
 
@@ -242,6 +243,8 @@ class Manager:
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
         await self._elector.look()
+        if self._elector.found_free:
+            self._planner.prestart()  # while everything is listed: this process will probably lead
         await self._resync.ensure_listed_since(0.0)
         self._listed.set()
         watch = EventHandlers(self._cache, self._queue, self._metrics)

@@ -98,6 +98,11 @@ class Cache:
         self._replace_pod(key, old, pod)
         return old != pod
 
+    def has_this_pod(self, obj: KubeObject) -> bool:
+        """Whether exactly this version of a worker pod is stored. Costs much less than reading it."""
+        pod = self._pods.values.get(pod_key_of(obj))
+        return isinstance(pod, Pod) and pod.version == _version(obj) > 0 and pod.uid == _uid(obj)
+
     def remove_pod(self, pod: Pod) -> None:
         """Remove a pod that was deleted, or that lost its label. Only a later version of it is stored again."""
         self._remove_pod(PodKey(pod.namespace, pod.name), pod.uid, pod.version)

@@ -182,6 +182,15 @@ def test_few_rows_for_each_expert_wait_for_memory(expert: int) -> None:
     assert more.backward_weight - fewer.backward_weight == pytest.approx(weights * (2 + 10) / rate, rel=0.02)
 
 
+def test_fp8_experts_are_quantized_for_every_micro_batch() -> None:
+    # Without copies of the weights in fp8: read twice and written forward, read and written backward.
+    rate, weights = 3.35e12 * 0.8, 63 * 3 * 7168 * 2048
+    shape = LayerShape(V3, True, 1, 4096, 1, 1, False, 4, True, Precision.BF16, fp8=True)
+    more, fewer = (layer_time(replace(shape, expert=ranks), H100S.gpu, FRAMEWORKS["meshwright"]) for ranks in (4, 256))
+    assert more.forward - fewer.forward == pytest.approx(weights * (1 + 6 + 5) / rate, rel=0.02)
+    assert more.backward_input - fewer.backward_input == pytest.approx(weights * (1 + 3) / rate, rel=0.06)
+
+
 def test_a_larger_micro_batch_moves_weights_less_often() -> None:
     small, large = (layer_seconds(tokens, 4) for tokens in (4096, 16384))
     assert small.backward_weight / 4096 > 1.5 * large.backward_weight / 16384
