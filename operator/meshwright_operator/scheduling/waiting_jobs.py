@@ -108,8 +108,9 @@ class WaitingJobs:
                 waiting[namespace] += 1
                 member.excess = self.excess_of(member.request, waiting[namespace])
         for member in self._order:
-            if member.claims and (member.excess or _is_silent(member)):
+            if (member.claims or member.victims) and (member.excess or _is_silent(member)):
                 self._give_up_claims(member)
+                self.release_victims(member)
         return [member for member in self._order if not member.excess]
 
     def remove(self, uid: str) -> bool:
