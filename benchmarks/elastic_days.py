@@ -141,6 +141,8 @@ def days(options: argparse.Namespace) -> tuple[list[Run], list[str]]:
             seconds = rigid.cpu_seconds + elastic.cpu_seconds
             line = f"seed {seed}: rigid {rigid.occupancy:.1%}, elastic {elastic.occupancy:.1%}, {seconds:.1f} s of CPU"
             print(line, file=sys.stderr, flush=True)
+            # If a later day is interrupted, the file has those before it.
+            write_json(options.json, {"failed": failed, "days": [asdict(run) for run in found]})
     return found, failed
 
 

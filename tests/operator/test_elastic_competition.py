@@ -1,8 +1,9 @@
 """Jobs that resize and compete for nodes settle after many faults, in the state that a fresh operator makes of them.
 
-Three jobs with priorities, `elastic` bounds and `fill` share five nodes. A history from a seed edits them, breaks pods,
-nodes, ranks, watches, clocks and operators, and now and then leaves everything alone: then the jobs must settle. Two
-histories always; `make chaos` draws others, and `make chaos RUNS=20` has 1,000 faults. `-s` prints how many of each.
+Three jobs with priorities, `elastic` bounds and `fill`, some of them `preemptible`, share five nodes. A history from a
+seed edits them, breaks pods, nodes, ranks, watches, clocks and operators, and now and then leaves all of it alone: then
+the jobs must settle. Two histories always; `make chaos` draws others, and `make chaos RUNS=20` has 1,000 faults. `-s`
+prints how many of each.
 """
 
 from __future__ import annotations
@@ -50,18 +51,22 @@ class Bounds:
     most: int
     """Replicas above which it does not grow."""
     elastic: bool
+    preemptible: bool
 
     @classmethod
     def of(cls, spec: KubeObject) -> Bounds:
         """Those of a spec."""
-        replicas, elastic = spec["replicas"], spec.get("elastic")
+        replicas, elastic, preemptible = spec["replicas"], spec.get("elastic"), spec["preemptible"]
         if elastic is None:
-            return cls(spec["priority"], replicas, replicas, replicas, elastic=False)
+            return cls(spec["priority"], replicas, replicas, replicas, elastic=False, preemptible=preemptible)
         most = elastic["maxReplicas"] if elastic["fill"] else replicas
-        return cls(spec["priority"], elastic["minReplicas"], replicas, most, elastic=True)
+        least = elastic["minReplicas"]
+        return cls(spec["priority"], least, replicas, most, elastic=True, preemptible=preemptible)
 
     def gives(self, size: int, priority: int) -> int:
         """How many replicas it gives up, of so many that it has, to a job of this priority that waits."""
+        if self.preemptible and self.priority < priority:
+            return size
         if not self.elastic or self.priority > priority:
             return 0
         return max(0, size - (self.least if self.priority < priority else max(self.least, self.replicas)))
@@ -97,7 +102,7 @@ class History:
         """Fields of a spec that may be edited."""
         replicas = self.draw.randint(1, 3)
         found: KubeObject = {"replicas": replicas, "priority": self.draw.choice([0, 0, 5, 10])}
-        found["checkpoint"] = {"claimName": "shared"}
+        found |= {"checkpoint": {"claimName": "shared"}, "preemptible": self.draw.random() < 0.3}
         if elastic:
             found["elastic"] = {
                 "minReplicas": self.draw.randint(1, replicas),
@@ -244,7 +249,12 @@ class History:
         self.world.cluster.refuse = lambda path, body: unreachable if next(calls) % every == 0 else None
         return f"every {every}"
 
+    def break_the_image(self) -> str:
+        self.world.broken_image = True
+        return ""
+
     FAULTS = (
+        break_the_image,
         crash_a_pod,
         evict_a_pod,
         fail_a_rank,
@@ -275,6 +285,7 @@ class History:
     def end_faults(self) -> None:
         """The API server answers, watches stand, clocks are right, and some nodes are back."""
         self.world.cluster.refuse = lambda path, body: None
+        self.world.broken_image = False
         for operator in self.world.operators:
             operator.clock_error, operator.lag, operator.blind = timedelta(0), timedelta(0), False
             self.cluster.call(operator.begin_list())
@@ -334,9 +345,7 @@ def _always_runs(name: str, bounds: dict[str, Bounds], usable: int) -> bool:
     """Whether a job runs however large the others of its priority and above are."""
     one = bounds[name]
     others = sum(other.most for key, other in bounds.items() if key != name and other.priority >= one.priority)
-    return one.least + others <= usable and all(
-        other.elastic or other.priority >= one.priority for key, other in bounds.items() if key != name
-    )
+    return one.least + others <= usable
 
 
 def _is_ready(obj: KubeObject) -> bool:

@@ -81,8 +81,19 @@ def test_a_worker_that_is_done_before_the_others_is_no_loss() -> None:
         ([failed(1, PEER), failed(2, PEER)], 10.5, "RankFailure"),
         ([failed(1, PEER), failed(2, ERROR)], 2.5, "RankFailure"),
         ([failed(1, ERROR, generation=0)], 9.0, None),
+        ([failed(0, PEER), failed(1, ERROR), failed(2, PEER), failed(3, PEER)], 0.1, "RankFailure"),
+        ([failed(worker, PEER) for worker in range(4)], 0.1, Undetermined(9.9)),
     ],
-    ids=["settling", "settled", "only peers", "only peers for long", "a root cause", "an old generation"],
+    ids=[
+        "settling",
+        "settled",
+        "only peers",
+        "only peers for long",
+        "a root cause",
+        "an old generation",
+        "all have reported",
+        "all have lost peers",
+    ],
 )
 def test_a_failed_rank_is_judged_after_a_moment(reports, halted_seconds, expected) -> None:  # type: ignore[no-untyped-def]
     verdict = detect(observed(received=agents(reports, halted_seconds=halted_seconds)))

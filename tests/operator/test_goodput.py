@@ -59,9 +59,8 @@ async def test_booked_seconds_add_up_to_the_life_of_the_job() -> None:
     kill_the_operator(world)
     await lives(world, 30, {"Training"})
     for agent in world.agents.values():
-        agent.state = AgentState.FAILED
-        agent.failure = FailureKind.ERROR if agent.pod.worker else FailureKind.PEER_LOST
-    await lives(world, 8, {"Detecting", "Restarting"})
+        agent.state, agent.failure = AgentState.FAILED, FailureKind.PEER_LOST
+    await lives(world, 16, {"Detecting", "Restarting"})
     kill_the_operator(world)
     await lives(world, 20, {"RedoneSteps"})
     edit(world, "job", suspend=True)

@@ -76,6 +76,17 @@ def test_the_time_of_a_step_is_not_looked_up_for_each_rank(monkeypatch: pytest.M
     assert 0 < len(asked) < 8, "not for each of the eight ranks: a look-up reads all workers"
 
 
+@pytest.mark.parametrize(("chosen", "idle", "expected"), [(20, 13.0, 6.9), (60, 58.0, 1.9), (None, 299.0, 0.9)])
+def test_a_job_is_looked_at_again_when_a_rank_would_count_as_hung(
+    chosen: int | None, idle: float, expected: float
+) -> None:
+    """Reports without progress are looked at only every ten seconds."""
+    recovery = {"hangTimeoutSeconds": chosen} if chosen else {}
+    reports = [trains(w, idle if w == 2 else 3.0) for w in range(4)]
+    decision = decide(observed(status=running_status(), received=received(reports), recovery=recovery))
+    assert decision.requeue_after == pytest.approx(expected)
+
+
 def test_the_rank_that_is_behind_is_named_with_its_node_step_and_phase() -> None:
     reports = [trains(w, 301.0, step=6 if w == 2 else 7) for w in range(4)]
     found = verdict(observed(received=received(reports)))

@@ -360,6 +360,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("elastic.minReplicas", elastic(minReplicas=3)),
     ("elastic.maxReplicas", elastic(maxReplicas=1)),
     ("elastic.maxReplicas", elastic(fill=True)),
+    ("topology", {"topology": {"data": {"required": "rack"}}, "workers.schedulerName": "volcano"}),
     ("elastic", {**elastic(), "checkpoint": None}),
     ("elastic", {**elastic(), "workers.schedulerName": "volcano"}),
     ("preemptible", {"preemptible": True, "workers.schedulerName": "volcano"}),

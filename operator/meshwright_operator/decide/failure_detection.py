@@ -71,7 +71,11 @@ def crashed_pods(observed: Observed) -> Interruption | None:
 
 
 def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
-    """Ranks that failed while their pods run, after a wait for other failures, or at once if a node is down."""
+    """Ranks that failed while their pods run, after a wait for other failures.
+
+    Without a wait if a node is down, or if a rank failed by itself and every agent has reported a failure: then no
+    report is missing, and no pod is gone.
+    """
     failing = observed.reports_in(AgentState.FAILED)
     if not failing:
         return None
@@ -82,6 +86,8 @@ def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
     root = {index for index, received in failing.items() if received.report.failure is not FailureKind.PEER_LOST}
     oldest = max(received.halted_seconds for received in failing.values())
     wait = CAUSE_WAIT_SECONDS if root else PEER_LOST_WAIT_SECONDS
+    if root and all(worker.index in failing for worker in observed.workers):
+        wait = 0.0
     if oldest < wait:
         return Undetermined(wait - oldest)
     if not root and (gone := _unheard_since(observed, oldest)):

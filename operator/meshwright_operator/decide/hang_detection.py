@@ -130,6 +130,15 @@ def hung_ranks(observed: Observed) -> Interruption | None:
     return Interruption(HANG, sentences(_describe(named), waiting), detected_in=named.seconds)
 
 
+def seconds_until_hung(observed: Observed) -> float | None:
+    """Seconds until the next rank counts as hung if it makes no progress. None if none can."""
+    if isinstance(observed.run, CommandRun):
+        timeout, ranks = observed.spec.recovery.hang_timeout_seconds, idle_commands(observed)
+        return None if timeout is None or not ranks else timeout - min(rank.seconds for rank in ranks)
+    rule = HangRule(observed)
+    return min((rule.timeout(rank.started) - rank.seconds for rank in _live_ranks(observed)), default=None)
+
+
 def _describe(rank: IdleRank) -> str:
     process, worker = rank.process, rank.worker
     state = f", {STUCK_PROCESS_STATES[process.state]}" if process.state in STUCK_PROCESS_STATES else ""

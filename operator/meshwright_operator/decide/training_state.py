@@ -43,6 +43,9 @@ def report_ready_ranks(decision: Decision, *, unsure: bool) -> bool:
     world = observed.plan.layout.world_size
     silence = hang_detection.silence(observed)
     decision.requeue_within(silence.next_seconds)
+    # Reports of ranks that make no progress are not urgent: look again when the time is over.
+    if (left := hang_detection.seconds_until_hung(observed)) is not None and left > 0:
+        decision.requeue_within(left)
     silent_before = _is_silent(observed.status)
     # In synchronous training, steps that advance show that all ranks are alive. A user's command reports no steps.
     unknown = silence.complete or bool(silence.silent and isinstance(observed.run, CommandRun))

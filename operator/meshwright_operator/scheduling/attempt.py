@@ -120,8 +120,9 @@ def _victims(
     holders = [holder.using(view.used_by_job(holder.uid, resource)) for holder in others]
     spare_of = {node: f"spare node of job {one.key}" for one in holders for node in one.spares}
     leaving: dict[str, Resources] = {}
-    for holder in others:
-        leaving = _sum(leaving, holder.leaving(view.used_by_job(holder.uid, resource)))
+    for holder in attempt.holders:
+        if holder.uid != request.uid:
+            leaving |= _sum(leaving, holder.leaving(view.used_by_job(holder.uid, resource)))
 
     def changed(taken: Mapping[str, Resources]) -> dict[str, Node]:
         amounts = {**leaving, **_sum(leaving, taken)}
