@@ -294,7 +294,8 @@ class WaitingJobs:
         """Notes which jobs have to shrink or to stop for a job, and has them reconciled."""
         if outcome.placement is not None:
             return  # they stay as they are until it has started
-        before, member.victims = member.victims, {victim.uid: victim for victim in outcome.victims}
+        victims = () if _is_silent(member) else outcome.victims
+        before, member.victims = member.victims, {victim.uid: victim for victim in victims}
         for victim in (before | member.victims).values():
             self._around.wake(victim.key)
 
