@@ -49,9 +49,10 @@ async def test_a_worker_saves_and_moves_off_a_draining_node(stage: Stage) -> Non
     try:
         status = await stage.until(
             "moves",
-            lambda s: s.ready_ranks == "2/2" and [r.cause for r in s.restarts] == ["NodeDrained"],
+            lambda s: s.ready_ranks == "2/2" and s.mesh is not None and s.mesh.cause == "NodeDrained",
             "moved",
         )
+        assert [entry.cause for entry in status.restarts] == ["NodeDrained"]
         assert (await stage.pod("moves", 0))["spec"]["nodeName"] != node
         assert not before.items() & (await uids(stage, "moves")).items()
     finally:
