@@ -161,7 +161,8 @@ class Cluster:
         for (verb, path), number in writes.items():
             name = path.removesuffix("/status").rpartition("/")[2]
             assert (verb, path) == ("patch", f"{JOBS}/{name}/status"), f"{verb} {path}"
-            assert runs(self.summary()[name]), f"{number} writes of {name}, which does not train"
+            # The writer's clock is not virtual: it may delay one new message for long.
+            assert runs(self.summary()[name]) or number == 1, f"{number} writes of {name}, which does not train"
             assert number <= STEADY / PROGRESS + 1, f"{number} writes of {name}"
 
     def without_versions(self) -> dict[str, KubeObject]:
