@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
 
 from meshwright.api.base import ApiModel
 from meshwright.api.data_parallel import Degree
+
+
+class LossAction(StrEnum):
+    """What a job does that lost workers."""
+
+    REPLACE = "Replace"
+    SHRINK = "Shrink"
 
 
 class ElasticSpec(ApiModel):
@@ -21,6 +29,10 @@ class ElasticSpec(ApiModel):
     """Whether the job grows up to `maxReplicas` while nodes are free. Otherwise it grows up to `replicas`."""
     replacement_seconds: Annotated[int, Field(ge=0, le=86400)] = 30
     """How long a job that lost workers waits for nodes to replace them before it continues with fewer replicas."""
+    on_loss: LossAction = LossAction.REPLACE
+    """What happens when workers are lost. `Replace`: the ranks wait until replacements have started, if nodes are free
+    within `replacementSeconds`. `Shrink`: the complete replicas that are left continue at once, if there are at least
+    `minReplicas`, and the job grows again once replacements have started beside them."""
     pause_seconds: Annotated[int, Field(ge=10, le=86400)] = 300
     """Shortest time between a resize and the next growth, or the next shrink for a waiting job of the same priority.
     An edit of `replicas` does not wait."""

@@ -131,6 +131,7 @@ SECOND: Mapping[str, Any] = MappingProxyType(
         "elastic.minReplicas": 1,
         "elastic.fill": False,
         "elastic.replacementSeconds": 30,
+        "elastic.onLoss": "Replace",
         "elastic.pauseSeconds": 300,
         "elastic.minGainPercent": 0,
         "preemptible": False,

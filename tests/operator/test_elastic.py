@@ -304,6 +304,40 @@ async def test_the_workers_that_stay_are_kept_however_long_the_job_waits_for_a_r
     assert pods(world, "job") == survivors
 
 
+async def test_with_shrink_on_loss_the_replicas_that_are_left_train_while_the_replacement_starts() -> None:
+    world = World(6, nodes=3, work=FOREVER)
+    world.submit(elastic("job", 2, onLoss="Shrink", pauseSeconds=300))
+    await world.run(20)
+    victim = next(pod for pod in world.pods("job") if pod.worker == 0)
+    survivors = pods(world, "job") - {victim.name}
+    world.unprepared = True
+    set_ready(world, victim.node, ready=False)
+    await world.run(25)
+    assert size(world, "job") == 1, "it does not wait, though a node is free"
+    assert world.true("job", "Ready")
+    assert survivors < pods(world, "job"), "the replacement starts beside it"
+    for agent in world.agents.values():
+        agent.preparing = False
+    await world.run(20)
+    assert size(world, "job") == 2
+    assert world.true("job", "Ready")
+    assert survivors < pods(world, "job")
+    restarts = {entry["cause"]: entry["count"] for entry in world.status("job")["restarts"]}
+    assert restarts == {"NodeLost": 1, "Rescaled": 1}
+
+
+async def test_a_job_whose_last_replica_lost_a_worker_waits_for_the_replacement_also_with_shrink_on_loss() -> None:
+    world = World(6, nodes=3, work=FOREVER)
+    world.submit(elastic("job", 2, onLoss="Shrink", minReplicas=2))
+    await world.run(20)
+    victim = next(pod for pod in world.pods("job") if pod.worker == 0)
+    set_ready(world, victim.node, ready=False)
+    await world.run(60)
+    assert size(world, "job") == 2
+    assert world.true("job", "Ready")
+    assert victim.node not in {pod.node for pod in world.pods("job") if not pod.terminal}
+
+
 async def test_an_edit_during_a_growth_restarts_the_gang_once() -> None:
     """The pods of the growth are of the old revision. They were created and deleted without end."""
     world = World(8, nodes=3, work=FOREVER)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from meshwright.api.elastic import LossAction
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import LayoutStatus, ParallelTrainingJobStatus, PlanStatus
 from meshwright.planner.errors import PlanError
@@ -120,7 +121,8 @@ class _Sizing:
         made = self.planner.running_plan(self.key, current, running)
         plan = replace(made, gpus=self.spec.gpus, replanned=bool(running.replanned))
         trains = mesh is not None and mesh.generation > 0 and not mesh.pending_cause
-        if trains and running.data == counts[0] and not plan.replanned and not self.drains:
+        may_shrink = self.drains or self._shrinks_on_loss
+        if trains and running.data == counts[0] and not plan.replanned and not may_shrink:
             return SizePlans(current, plan, full)
         known = {} if plan.replanned else {running.data: plan}
         others = self._plans([count for count in counts if count not in known], total, full)
@@ -203,6 +205,11 @@ class _Sizing:
         if self.spec.gpus is None or full is None:
             return self.spec
         return self.spec.model_copy(update={"gpus": None, "replicas": full.data})
+
+    @property
+    def _shrinks_on_loss(self) -> bool:
+        """Whether the decision that ends a generation needs the smaller sizes."""
+        return self.spec.elastic is not None and self.spec.elastic.on_loss is LossAction.SHRINK
 
     @property
     def _batch(self) -> int:

@@ -67,7 +67,13 @@ def place_size(decision: Decision, placement: Placement, size: Size) -> None:
     record_incarnations(decision, status.placement)
     decision.create += list(size.new_workers)
     if changes:
-        _report_size(decision, size.plan, _why_this_size(decision, size.plan))
+        resized_before = elastic_status(decision).resized_time
+        lost = started and not size.new_workers and sizing.shrinks_on_loss(observed)
+        why = "workers were lost" if lost else _why_this_size(decision, size.plan)
+        _report_size(decision, size.plan, why)
+        if lost:
+            # The replacements start at once: `pauseSeconds` counts from the last resize that was no loss.
+            elastic_status(decision).resized_time = resized_before
 
 
 def incarnations_of(observed: Observed, size: Size) -> Mapping[int, int]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 
-from meshwright.api.elastic import ElasticSpec
+from meshwright.api.elastic import ElasticSpec, LossAction
 from meshwright.api.status import ElasticStatus
 from meshwright.planner.placement.resize import workers_on_resize
 from meshwright.planner.plan import Plan
@@ -90,9 +90,12 @@ def size_for(observed: Observed, plan: Plan, stay: Iterable[Worker]) -> Size:
 def sizes_to_place(observed: Observed) -> tuple[Size, ...]:
     """The sizes to try while no generation runs, the preferred one first.
 
-    A job that lost some workers first waits for nodes to replace them, for `elastic.replacementSeconds`.
+    A job that lost some workers first waits for nodes to replace them, for `elastic.replacementSeconds`. With
+    `elastic.onLoss: Shrink` it continues without them if it can.
     """
     live = [worker for worker in observed.workers if worker.state in LIVE]
+    if shrinks_on_loss(observed) and (sizes := _sizes_of(observed, live)):
+        return sizes
     plans = list(observed.size_plans) or [observed.plan]
     own = observed.plan.layout.world_size
     if live and own <= plans[0].layout.world_size:
@@ -103,6 +106,19 @@ def sizes_to_place(observed: Observed) -> tuple[Size, ...]:
             # Workers that wait for others are not worth more than those that train: no growth yet.
             plans = [plan for plan in plans if plan.layout.world_size <= own]
     return tuple(size_for(observed, plan, live) for plan in plans)
+
+
+def shrinks_on_loss(observed: Observed) -> bool:
+    """Whether a loss of workers makes the job continue at once with fewer replicas."""
+    return observed.mesh.generation > 0 and elastic_of(observed).on_loss is LossAction.SHRINK
+
+
+def _sizes_of(observed: Observed, live: list[Worker]) -> tuple[Size, ...]:
+    """The smaller sizes for which these workers are enough."""
+    own = observed.plan.layout.world_size
+    plans = [plan for plan in observed.size_plans if plan.layout.world_size < own and not plan.replanned]
+    sizes = [size_for(observed, plan, live) for plan in plans]
+    return tuple(size for size in sizes if not size.new_workers)
 
 
 def sizes_of_edit(observed: Observed) -> tuple[Size, ...]:
