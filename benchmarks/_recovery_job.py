@@ -84,7 +84,7 @@ class Job:
         """Apply the job and wait until it trains; its mesh generation."""
         spec = dict(SPEC)
         if ELASTIC:
-            spec["elastic"] = {"maxReplicas": 2, "replacementSeconds": 60, "pauseSeconds": 10}
+            spec["elastic"] = {"maxReplicas": 2, "onLoss": "Shrink", "pauseSeconds": 10}
         await manifest.apply(self.client, CLAIM, NAMESPACE)
         await self.apply(NAME, spec)
         return int((await self.trains(0))["generation"])
@@ -119,6 +119,20 @@ class Job:
                 return {"generation": generation, **seen, "trains": now}
             await asyncio.sleep(0.1)
         raise TimeoutError(f"no generation after {after} trains after {LIMIT_SECONDS:.0f} s: {status}")
+
+    async def settled(self, ready_ranks: str) -> int:
+        """Wait until a job that shrank after a fault has its size again; its mesh generation.
+
+        Raises:
+            TimeoutError: after LIMIT_SECONDS.
+        """
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while time.monotonic() < deadline:
+            status = (await self.client.get(JOBS, NAME, NAMESPACE)).get("status", {})
+            if status.get("readyRanks") == ready_ranks:
+                return int(status["mesh"]["generation"])
+            await asyncio.sleep(0.1)
+        raise TimeoutError(f"not {ready_ranks} ranks after {LIMIT_SECONDS:.0f} s: {status}")
 
     async def watch_steps(self) -> None:
         """Note the moments at which rank 0 was at another step, until cancelled."""
@@ -203,8 +217,9 @@ class Job:
         for _ in range(50):
             for event in (await self.client.list(EVENTS, NAMESPACE)).items:
                 note = event.get("message", "") or event.get("note", "")
-                if event.get("reason") == "Recovered" and f"(generation {generation}," in note:
-                    parts = note.partition(": ")[2].partition(" (")[0].split(", ")
+                found = re.search(rf" s: (.*) \(generation {generation},", note)
+                if event.get("reason") == "Recovered" and found:
+                    parts = found.group(1).split(", ")
                     return {name: float(value) for name, _, value in (part.rpartition(" ") for part in parts)}
             await asyncio.sleep(0.1)
         return {}
@@ -236,6 +251,9 @@ FAULTS: dict[str, tuple[Act, Act, Act]] = {
 """What prepares each fault, what it is, and what follows once the job trains again. The order matters: `resize up`
 follows `resize down`, and nothing follows `preempt`."""
 
+SMALLER = ("resize down", "preempt")
+"""Faults after which the job has one replica."""
+
 
 async def measure(faults: list[str]) -> dict[str, dict[str, Any]]:
     """Seconds and phases by fault, in the order of FAULTS; `error` where the job did not train again in time."""
@@ -253,17 +271,19 @@ async def measure(faults: list[str]) -> dict[str, dict[str, Any]]:
                 found["start"] = {"seconds": round(time.monotonic() - began, 1)}
                 steps = asyncio.create_task(job.watch_steps())
                 for fault in (one for one in FAULTS if one in faults):
+                    found[fault] = {}
                     try:
-                        found[fault], generation = await _strike(job, fault, generation)
+                        await _strike(job, fault, generation, found[fault])
+                        generation = await _restore(job, fault, found[fault])
                     except TimeoutError as error:
-                        found[fault] = {"error": str(error)}
+                        found[fault]["error"] = str(error)
                         break
                 steps.cancel()
     return found
 
 
-async def _strike(job: Job, fault: str, generation: int) -> tuple[dict[str, Any], int]:
-    prepare, act, restore = FAULTS[fault]
+async def _strike(job: Job, fault: str, generation: int, result: dict[str, Any]) -> None:
+    prepare, act, _ = FAULTS[fault]
     await prepare(job)
     await asyncio.sleep(4)  # some steps, so that there is something to repeat
     began = time.monotonic()
@@ -271,17 +291,29 @@ async def _strike(job: Job, fault: str, generation: int) -> tuple[dict[str, Any]
     await act(job)
     seen = await job.trains(generation)
     await _steps_after(job, seen["trains"])
-    generation = int(seen["generation"])
-    result = {
+    result |= {
         "seconds": round(seen["trains"] - began, 2),
         "detected": round(seen["detected"] - began, 2),
         "started": round(seen["started"] - began, 2),
         "withoutSteps": round(_longest_gap(job.changes, began - 1), 2),
-        "phases": await job.phases(generation),
+        "phases": await job.phases(int(seen["generation"])),
         "load": round(load, 1),
     }
-    await restore(job)
-    return result, generation
+
+
+async def _restore(job: Job, fault: str, result: dict[str, Any]) -> int:
+    """Wait until the job has its size again, and count that resize too; its mesh generation."""
+    began = time.monotonic()
+    await FAULTS[fault][2](job)
+    before = job.changes[-1]
+    generation = await job.settled("2/2" if fault in SMALLER else "4/4")
+    restored = time.monotonic()
+    result["restored"] = 0.0
+    if restored - began > 0.5 and fault not in SMALLER:
+        await _steps_after(job, restored)
+        result["restored"] = round(_longest_gap(job.changes, before), 2)
+        result["withoutSteps"] = round(result["withoutSteps"] + result["restored"], 2)
+    return generation
 
 
 async def _steps_after(job: Job, moment: float) -> None:

@@ -2,10 +2,11 @@
 
 One embedded cluster, one operator, one job of two replicas of two ranks each, on two of four nodes. Each fault strikes
 while the job trains; the time ends when every rank of a newer mesh generation trains. "without steps" is the longest
-time in which rank 0 was observed at the same step: a job that grows or moves trains on while the new pods start. With
-`--baseline DIR`, a checkout with its own `.venv`, both commits take turns on this machine. A baseline without
-`spec.elastic` restarts the gang to resize, as its user had to: its restart of `resize down` is the time that "restart /
-this" divides by that of each recovery.
+time in which rank 0 was observed at the same step: a job that grows trains on while the new pods start. This job has
+`onLoss: Shrink`: the replica that is left trains on at once, and "without steps" includes the pause of the growth back
+to the full size. With `--baseline DIR`, a checkout with its own `.venv`, both commits take turns on this machine. A
+baseline without `spec.elastic` restarts the gang to resize, as its user had to: its restart of `resize down` is the
+time that "restart / this" divides by that of each recovery.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def row(fault: str, best: dict[str, dict[str, dict[str, Any]]]) -> list[object]:
             cells.append("-")
             continue
         phases = ", ".join(f"{name} {value}" for name, value in one["phases"].items() if value >= 0.1)
-        moments = f"detected {one['detected']}, ranks started {one['started']}, trains {one['seconds']}"
+        restored = f", growth back {one['restored']}" if one.get("restored") else ""
+        moments = f"detected {one['detected']}, ranks started {one['started']}, trains {one['seconds']}{restored}"
         cells.append(f"{moments}: {phases} (load {one['load']})")
     return cells
 
