@@ -1,6 +1,7 @@
 """Days of jobs on 64 nodes in virtual time: GPU occupancy, resizes and waits with elastic jobs, against rigid ones.
 
     .venv/bin/python -m benchmarks.elastic_days [--days 200] [--seed 1] [--processes 2] [--quick] [--json FILE]
+    .venv/bin/python -m benchmarks.elastic_days --combine PART.json PART.json [--json FILE]
 
 The operator's own reconciler, job queue, placer and preemption run each seeded day twice: once without `elastic`, where
 a job always has the replicas that it asks for, and once with. Jobs of several sizes, priorities and lengths arrive over
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
 import sys
 import time
@@ -118,31 +120,41 @@ def _early(job: DayJob, jobs: dict[str, DayJob]) -> Iterator[str]:
             yield f"{job.arrival.name}: {resize.before} to {resize.after} replicas {seconds:.0f} s after a resize"
 
 
-def days(options: argparse.Namespace) -> list[Run]:
-    """All days, in several processes if asked for."""
+def days(options: argparse.Namespace) -> tuple[list[Run], list[str]]:
+    """All days, in several processes if asked for, and what is wrong with the days that have no result."""
     hours = QUICK_HOURS if options.quick else DAY / 3600.0
     jobs = round(options.jobs * hours / 24.0)
     count = 3 if options.quick else options.days
     seeds = range(options.seed, options.seed + count)
     calls = [(seed, jobs, options.load, hours, elastic) for seed in seeds for elastic in (False, True)]
-    found = []
+    found, failed = [], []
     with ProcessPoolExecutor(options.processes) as pool:
-        for run in pool.map(_run_day, calls):
-            found.append(run)
-            if run.elastic:
-                rigid = found[-2]
-                print(
-                    f"seed {run.seed}: rigid {rigid.occupancy:.1%}, elastic {run.occupancy:.1%},"
-                    f" {rigid.cpu_seconds + run.cpu_seconds:.1f} s of CPU",
-                    file=sys.stderr,
-                    flush=True,
-                )
-    return found
+        waiting = [(seed, [pool.submit(_run_day, call) for call in calls if call[0] == seed]) for seed in seeds]
+        for seed, pair in waiting:
+            errors = [error for future in pair if (error := future.exception()) is not None]
+            if errors:
+                failed.append(f"seed {seed}: {'; '.join(map(str, errors))}")
+                print(failed[-1], file=sys.stderr, flush=True)
+                continue
+            rigid, elastic = (future.result() for future in pair)
+            found += [rigid, elastic]
+            seconds = rigid.cpu_seconds + elastic.cpu_seconds
+            line = f"seed {seed}: rigid {rigid.occupancy:.1%}, elastic {elastic.occupancy:.1%}, {seconds:.1f} s of CPU"
+            print(line, file=sys.stderr, flush=True)
+    return found, failed
 
 
 def _run_day(call: tuple[int, int, float, float, bool]) -> Run:
     seed, jobs, load, hours, elastic = call
     return run_day(seed, jobs, load, hours, elastic=elastic)
+
+
+def _combined(files: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """The days of parts that ran before, by seed, and those that failed."""
+    parts = [json.loads(file.read_text()) for file in files]
+    found = [Run(**run) for part in parts for run in part["days"]]
+    failed = [text for part in parts for text in part["failed"]]
+    return sorted(found, key=lambda run: (run.seed, run.elastic)), failed
 
 
 def rows(runs: Sequence[Run]) -> list[tuple[str, float, float, float]]:
@@ -193,8 +205,13 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="Processes (default: 1).")
     parser.add_argument("--quick", action="store_true", help=f"Run three parts of {QUICK_HOURS:.0f} hours.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="File to write the numbers to.")
+    parser.add_argument(
+        "--combine", type=Path, nargs="+", metavar="FILE", help="Run nothing, and combine the numbers of these files."
+    )
     options = parser.parse_args()
-    runs = days(options)
+    runs, failed = _combined(options.combine) if options.combine else days(options)
+    if not runs:
+        sys.exit(1)
     found = rows(runs)
     pairs = [(rigid, elastic) for rigid, elastic in zip(runs[::2], runs[1::2], strict=True)]
     gains = [elastic.occupancy - rigid.occupancy for rigid, elastic in pairs]
@@ -203,17 +220,18 @@ def main() -> None:
     table(title, ("measure", "rigid", "elastic", "elastic / rigid"), found)
     gain = statistics.mean(gains)
     print(f"gain in occupancy: {100 * gain:+.1f} points (worst day {100 * min(gains):+.1f})")
-    for text in early[:10]:
+    for text in [*failed, *early[:10]]:
         print(text)
     numbers: dict[str, Any] = {
         "load": options.load,
         "gain_points": 100 * gain,
         "gain_points_worst": 100 * min(gains),
         "measures": {name: {"rigid": a, "elastic": b} for name, a, b, _ in found},
+        "failed": failed,
         "days": [asdict(run) for run in runs],
     }
     write_json(options.json, numbers)
-    if early or (gain < WANTED_GAIN and not options.quick):
+    if failed or early or (gain < WANTED_GAIN and not options.quick):
         sys.exit(1)
 
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 Schema = dict[str, Any]
 
 _LIST_KEY = "x-list-map-key"
+_ATOMIC = "x-atomic"
 _COPIED = (
     "description",
     "enum",
@@ -121,6 +122,9 @@ class _Converter:
             return {"items": items, "x-kubernetes-list-type": "atomic"}
         if key not in items.get("required", ()):
             raise SchemaError(f"{path}: the list's key {key!r} must be required")
+        if source.get(_ATOMIC):
+            # One writer replaces the list. Its key only tells which entries of two versions are the same.
+            return {"items": items, "x-kubernetes-list-type": "atomic"}
         return {"items": items, "x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
 
     def _string(self, source: Schema, path: str) -> Schema:

@@ -212,6 +212,8 @@ def _phase_seconds(times: StageTimes) -> float:
 
 def _paired(depth: int, count: int) -> float:
     """Fraction of the passes of the outermost rank of a fold `depth` deep that overlap, with `count` passes a side."""
+    if count < 2 * depth:
+        return 0.0  # The schedule does not exist.
     # Two for each turn of the middle phase, and one for each inner rank while draining: see `_phases`.
     pairs = 2 * (count - 2 * depth + 1) + depth - 1 - (depth == 1)
     return max(0.0, pairs / (2 * count))

@@ -208,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--watch-idle-seconds", "SECONDS", float, default.watch_idle_seconds, text)
     text = "Time that a stopping process waits for running reconciles."
     add("--drain-seconds", "SECONDS", float, default.drain_seconds, text)
-    add("--workers", "COUNT", int, default.workers, "Number of jobs reconciled at the same time.")
+    add("--workers", "COUNT", int, default.workers, "Largest number of jobs reconciled at the same time.")
     levels = ["debug", "info", "warning", "error"]
     text = "Lowest level of the records that are logged."
     parser.add_argument("--log-level", choices=levels, default=default.log_level, help=text)

@@ -368,3 +368,13 @@ def test_no_bound_is_beyond_what_the_api_server_compares() -> None:
         found = list(bounds(yaml.safe_load(path.read_text())))
         assert found
         assert all(abs(bound) < 2**63 for bound in found)
+
+
+def test_a_list_with_an_entry_for_each_worker_is_replaced_as_one() -> None:
+    """Merging a thousand keys took the API server a third of a second in every write of a status."""
+    properties = root()["properties"]["status"]["properties"]
+    for placement in (properties["placement"], properties["elastic"]["properties"]["nextPlacement"]):
+        workers = placement["properties"]["workers"]
+        assert workers["x-kubernetes-list-type"] == "atomic"
+        assert "x-kubernetes-list-map-keys" not in workers
+    assert properties["conditions"]["x-kubernetes-list-map-keys"] == ["type"]

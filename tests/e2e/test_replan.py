@@ -76,10 +76,10 @@ async def test_a_job_loses_a_stage_and_returns_to_it(stage: Stage, gpus_per_work
         assert status.mesh is not None
         assert (status.plan.replanned, status.mesh.cause, status.restarts_toward_limit) == (True, "Rescaled", 0)
         assert set(await uids(stage, "planned")) == survivors
-        assert seconds_of(status, TimeCause.RESCALING) > 0
     finally:
         await asyncio.to_thread(send, control, action="recover", node=lost)
     status = await trains(stage, "planned", FULL)
+    assert seconds_of(status, TimeCause.RESCALING) > 0, status.goodput
     assert first.plan is not None
     assert status.plan is not None
     changing = {"reasons", "memory_per_rank_bytes", "estimated_step_milliseconds", "estimated_tokens_per_second"}

@@ -6,6 +6,8 @@ import copy
 from datetime import datetime
 from typing import Any
 
+import pytest
+
 from tests.operator.support import JOBS
 from tests.operator.test_settling import submitted
 from tests.operator.world import World
@@ -143,6 +145,25 @@ async def test_a_job_of_higher_priority_does_not_wait_for_the_pause() -> None:
         await world.run(90)
         assert world.true(name, "Ready")
     assert size(world, "fills") == 2
+
+
+@pytest.mark.parametrize("delay", range(2, 14))
+async def test_a_second_shrink_while_the_first_one_is_under_way(delay: int) -> None:
+    """Whenever it comes: the next generation has the size in status, and every worker has one pod."""
+    world = World(10, nodes=4, work=FOREVER)
+    world.submit(elastic("low", 4, pauseSeconds=30))
+    await world.run(20)
+    for name in ("urgent", "more-urgent"):
+        body = submitted(name, 1)
+        body["spec"]["priority"] = 10
+        world.submit(body)
+        await world.run(delay)
+    await world.run(60)
+    assert world.true("urgent", "Ready")
+    assert world.true("more-urgent", "Ready")
+    assert size(world, "low") == 2
+    assert {entry["pod"] for entry in world.status("low")["placement"]["workers"]} == pods(world, "low")
+    assert world.true("low", "Ready")
 
 
 async def sizes_of(world: World, name: str, seconds: int) -> list[tuple[datetime, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.operator.support import job
 from tests.operator.test_settling import Settling, chaos_test, submitted
 
 SETTLES_WITHIN = 4000.0
@@ -41,4 +42,43 @@ class ElasticSettling(Settling):
         self.cluster.close()
 
 
+def replanning(name: str, replicas: int) -> dict[str, Any]:
+    """A job whose replicas take two nodes each. On one node, it runs after it was planned anew."""
+    return job(
+        name,
+        replicas=replicas,
+        parallelism={"tensor": 2, "pipeline": 2, "microBatches": 2},
+        training={"steps": 10**6, "globalBatchSize": 96, "sequenceLength": 64},
+        recovery={"maxRestarts": 100000},
+        elastic={"replan": True, "pauseSeconds": 10},
+        checkpoint={"claimName": "shared"},
+    )
+
+
+class ReplanSettling(Settling):
+    """Everything that may happen to two jobs that are planned anew when no replica of two nodes is left."""
+
+    submitted = staticmethod(replanning)
+
+    def teardown(self) -> None:
+        self.end_faults()
+        settled = self.cluster.settle(SETTLES_WITHIN, QUIET)
+        wanted = {
+            name: obj["spec"]["replicas"] for name, obj in self.cluster.jobs().items() if not obj["spec"].get("suspend")
+        }
+        sizes = {name: len(settled[name]["pods"]) for name in wanted}
+        free = len(self.usable_nodes()) - sum(sizes.values())
+        for name, size in sizes.items():
+            allowed = [1, *(2 * replicas for replicas in range(1, wanted[name] + 1))]
+            assert size == 0 or size in allowed
+            assert not any(size < other <= size + free for other in allowed), f"{sizes} of {wanted}, and {free} free"
+            if size:
+                pipeline, replicas = (1, 1) if size == 1 else (2, size // 2)
+                assert settled[name]["world"] == [2, pipeline, replicas, 2 * size, size]
+                assert settled[name]["Ready"] == ("True", "Running"), settled[name]
+        self.cluster.check_steady()
+        self.cluster.close()
+
+
 TestElasticSettling = chaos_test(ElasticSettling, 4)
+TestReplanSettling = chaos_test(ReplanSettling, 4)

@@ -60,7 +60,12 @@ async def test_the_manifests_of_a_large_gang_are_not_built_all_at_once(monkeypat
         WorkerPlacement(worker=n, incarnation=0, pod=f"train-w{n}-0", node=f"n{n}", ranks=f"{2 * n}-{2 * n + 1}")
         for n in range(WORKERS)
     ]
-    creating = asyncio.create_task(control.create(context, secret, entries))
+
+    async def create() -> None:
+        async with control.shared_objects(context, secret) as shared:
+            await control.create(context, shared, entries)
+
+    creating = asyncio.create_task(create())
     for _ in range(20):
         await asyncio.sleep(0)
     assert 32 <= len(built) < 100, "as many as the client sends at a time, and not a thousand in one go"

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.planner.cost_model import Calibration
+from meshwright.planner.plan import Plan
 from meshwright_operator.controller.observe import JobRejectedError, managed_here, observe_job
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import encode_spec, revision_of
@@ -146,3 +148,18 @@ def test_an_edit_of_the_size_changes_no_micro_batch_of_what_runs() -> None:
     assert (seen.plan.layout.data, seen.plan.strategy.micro_batches) == (2, 2)
     assert (seen.spec.replicas, seen.spec.parallelism.micro_batches) == (2, 2)
     assert [(plan.layout.data, plan.strategy.micro_batches) for plan in seen.size_plans] == [(4, 2), (2, 2), (1, 8)]
+
+
+def test_the_plans_of_all_sizes_are_found_again_only_if_something_else_is_asked_for() -> None:
+    planner, made = Planner(Inventories(Cache()), Calibration), []
+
+    def make() -> list[Plan]:
+        made.append(1)
+        return []
+
+    for asked in ("a", "a", "b"):
+        planner.sizes(KEY, asked, make)
+    assert len(made) == 2
+    planner.forget(KEY)
+    planner.sizes(KEY, "b", make)
+    assert len(made) == 3

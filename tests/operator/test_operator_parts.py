@@ -25,6 +25,7 @@ from meshwright_operator.coordinator.tokens import KeyFileError, Tokens, load_ke
 from meshwright_operator.decide import gang
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.events import JobEvent
+from meshwright_operator.kube import client as client_module
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.paths import core_path, jobs_path, lease_path, pods_path, resource_of
@@ -466,3 +467,100 @@ async def test_a_watcher_that_survives_its_cancellation_is_cancelled_again() -> 
     assert not healthy.done()
     for task in (healthy, insisting):
         task.cancel()
+
+
+async def test_the_next_page_is_requested_while_one_is_read() -> None:
+    server = Server(
+        (200, {"items": [1], "metadata": {"continue": "next"}}),
+        (200, {"items": [2], "metadata": {"continue": "last"}}),
+        (200, {"items": [3], "metadata": {}}),
+    )
+
+    async def collect(cluster: KubeClient) -> list[int]:
+        requested = []
+        async for _ in cluster.pages("/api/v1/pods"):
+            await asyncio.sleep(0.2)
+            requested.append(len(server.requests))
+        return requested
+
+    assert await with_cluster(server, collect) == [2, 3, 3]
+
+
+async def test_an_error_of_a_page_ends_the_list_after_the_pages_before_it() -> None:
+    server = Server((200, {"items": [1], "metadata": {"continue": "next"}}), (410, {"reason": "Expired"}))
+    seen: list[int] = []
+
+    async def collect(cluster: KubeClient) -> None:
+        async for page in cluster.pages("/api/v1/pods"):
+            await asyncio.sleep(0.1)
+            seen.extend(page.items)  # type: ignore[arg-type]
+
+    with pytest.raises(ApiError, match="410"):
+        await with_cluster(server, collect)
+    assert seen == [1]
+
+
+@pytest.mark.parametrize(("seconds", "connections"), [(client_module.KEEP_ALIVE_SECONDS, 1), (0.01, 2)])
+async def test_connections_stay_open_between_calls(
+    seconds: float, connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client_module.KEEP_ALIVE_SECONDS > 60, "a gang may start long after the last one"
+    monkeypatch.setattr(client_module, "KEEP_ALIVE_SECONDS", seconds)
+    ports: set[int] = set()
+
+    async def answer(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        ports.add(request.transport.get_extra_info("peername")[1])
+        return web.json_response({})
+
+    application = web.Application()
+    application.router.add_get("/api/v1/x", answer)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    configuration = Configuration()
+    configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    cluster = KubeClient(configuration, OperatorMetrics(), timeout=5)
+    await cluster.get("/api/v1/x")
+    await asyncio.sleep(0.1)
+    await cluster.get("/api/v1/x")
+    await cluster.close()
+    await runner.cleanup()
+    assert len(ports) == connections
+
+
+async def test_a_body_that_is_not_valid_unicode_is_sent_all_the_same() -> None:
+    server = Server((201, {}), (201, {}))
+    await with_cluster(server, lambda cluster: cluster.create("/api/v1/x", {"a": "\ud800", "b": 2**70}))
+    assert server.requests[0][2] == {"a": "\ud800", "b": 2**70}
+
+
+async def test_what_was_deleted_before_the_watches_began_is_noticed_without_another_list_of_pods() -> None:
+    cache, queue, metrics = Cache(), WorkQueue[JobKey](), OperatorMetrics()
+
+    def job_object(name: str, version: int) -> dict[str, Any]:
+        return {"metadata": {"name": name, "namespace": "default", "uid": name, "resourceVersion": str(version)}}
+
+    for name in ("same", "changed", "ghost"):
+        cache.put_job(job_object(name, 5))
+    cache.put_pod(pod(0))
+    cache.put_node({"metadata": {"name": "n0"}})
+    jobs = [job_object("same", 5), job_object("changed", 6)]
+    server = Server(
+        (200, {"items": [{"metadata": {"name": "n0"}}]}),
+        (200, {"items": jobs, "metadata": {"resourceVersion": "9"}}),
+        (200, {"items": [{"metadata": {"name": "n1"}}]}),
+        (200, {"items": jobs, "metadata": {"resourceVersion": "9"}}),
+    )
+
+    async def catch_up(cluster: KubeClient) -> None:
+        resync = Resync(cluster, cache, queue, metrics, (), 60)
+        await resync.catch_up()
+        assert len(queue) == 2, "the job that has changed, and the one that is gone"
+        await resync.catch_up()
+        assert len(queue) == 3, "other nodes may matter to every job"
+
+    await with_cluster(server, catch_up)
+    assert set(cache.jobs) == {JobKey("default", "same"), JobKey("default", "changed")}
+    assert not any("/pods" in path for _, path, *_ in server.requests)
+    assert len(list(cache.all_pods())) == 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 
 from meshwright.api.objects import KubeObject, secret_name, service_name
+from meshwright_operator.kube.client import ApiError
 from meshwright_operator.kube.pod_info import read_pod
-from tests.operator.support import JOBS, PODS
+from tests.operator.support import JOBS, PODS, job
 from tests.operator.test_gang_races import small
 from tests.operator.world import World
 
@@ -158,3 +160,23 @@ async def test_the_name_of_a_labeled_pod_of_somebody_else_is_passed_over() -> No
     await world.run(15)
     assert world.true("mine", "Ready")
     assert {pod.name for pod in world.pods("mine") if pod.owner} == {"mine-w0-0", "mine-w1-1"}
+
+
+async def test_the_service_and_the_secret_are_created_while_the_status_is_written_and_pods_only_after_it() -> None:
+    world = World(seed=1, nodes=6)
+    merge_patch, during = world.cluster.merge_patch, list[list[str]]()
+
+    async def slow(path: str, body: KubeObject) -> KubeObject:
+        if path.endswith("/status") and "placement" in body["status"] and len(during) < 2:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            during.append([kind for kind in ("services", "secrets", "pods") if any(world.cluster.of(kind))])
+            if len(during) == 1:
+                raise ApiError(0, "Unreachable", "connection reset")
+        return await merge_patch(path, body)
+
+    world.cluster.merge_patch = slow  # type: ignore[method-assign]
+    world.submit(job("train"))
+    await world.run(60)
+    assert during == [["services", "secrets"]] * 2, "also after a write that failed"
+    assert world.true("train", "Ready")

@@ -62,7 +62,7 @@ async def test_waiting_jobs_are_tried_again_only_when_capacity_became_free(monke
     assert attempts.jobs == [], "nothing has changed since"
     tenants.end("second")
     assert await tenants.freed() == ["default/waits0"], "only the one that fits"
-    assert len(attempts.jobs) == 5
+    assert attempts.jobs == ["default/waits0", "default/waits1"], "the others request the same as the second one"
     tenants.cache.put_node(node("n9", "r0"))
     tenants.cache.put_node(node("n8", "r0"))
     assert await tenants.freed() == ["default/waits0", "default/waits1"]
@@ -177,3 +177,41 @@ async def test_waiting_jobs_and_edits_see_that_a_foreign_pod_ended() -> None:
     await world.run(60)
     assert world.true("waits", "Ready")
     assert world.true("grows", "Ready")
+
+
+async def start_all(tenants: Tenants, names: list[str]) -> list[str]:
+    """Has the jobs that are woken ask for their nodes, until none is woken any more. Returns those that got nodes."""
+    started: list[str] = []
+    while woken := await tenants.freed():
+        for name in woken:
+            key = name.removeprefix("default/")
+            if key in names and key not in started and isinstance(await tenants.ask(tenants.request(key, 1)), Granted):
+                started.append(key)
+    return started
+
+
+@pytest.mark.parametrize("jobs", [10, 30])
+async def test_jobs_that_share_a_node_are_tried_a_fixed_number_of_times_each(
+    jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that fits claims its whole node. Each grant tried all jobs behind it again: quadratic time."""
+    tenants = Tenants(1)
+    await tenants.start("runs", 1)
+    names = [f"waits{number}" for number in range(jobs)]
+    for name in names:
+        assert isinstance(await tenants.ask(tenants.request(name, 1)), NotGranted)
+    await tenants.freed()
+    attempts = Attempts(monkeypatch)
+    tenants.cache.put_node(node("large", "r0", 2 * jobs))
+    assert await start_all(tenants, names) == names, "in their order"
+    assert len(attempts.jobs) <= 6 * jobs
+
+
+async def test_a_job_is_tried_although_another_one_with_other_requirements_does_not_fit() -> None:
+    tenants = Tenants(2)
+    await tenants.start("runs", 2)
+    for name, size in (("wide", 3), ("wider", 3), ("narrow", 1)):
+        assert isinstance(await tenants.ask(tenants.request(name, size)), NotGranted)
+    await tenants.freed()
+    tenants.cache.put_node(node("more", "r0"))
+    assert await tenants.freed() == ["default/narrow"]

@@ -383,3 +383,21 @@ async def test_a_process_that_cannot_be_started_early_is_started_for_the_first_p
         await asyncio.sleep(0.1)
         monkeypatch.undo()
         assert await asking.plans(HONEST, parse_spec(job("honest")))
+
+
+async def test_a_process_that_was_started_early_is_used_once_plans_are_made_or_stopped() -> None:
+    asking = Asking()
+    await asking.service.prestart()
+    process = asking.service._quick.client._process
+    assert process is not None
+    running = asyncio.create_task(asking.service.run())
+    assert await asking.plans(HONEST, parse_spec(job("honest")))
+    assert asking.service._quick.client._process is process
+    running.cancel()
+    await asyncio.wait([running])
+    unused = Asking()
+    await unused.service.prestart()
+    process = unused.service._quick.client._process
+    assert process is not None
+    await unused.service.close()
+    assert process.returncode is not None

@@ -14,10 +14,11 @@ from kubernetes.aio.client import Configuration
 
 from meshwright.api import labels
 from meshwright_operator.controller.http_server import serve_application
-from meshwright_operator.kube import pod_informer
+from meshwright_operator.kube import pod_informer, watches
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.paths import pods_path
+from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.kube.pod_informer import PodInformer, split_lines
 from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.watch_liveness import WatchLiveness
@@ -183,3 +184,24 @@ async def test_lines_are_whole_however_they_arrive() -> None:
     found = [line async for line in split_lines(Content(), lambda: heard.append(None))]  # type: ignore[arg-type]
     assert found == [b"ab", b"c", b"", b"def"]
     assert len(heard) == 6
+
+
+async def test_an_event_that_repeats_what_is_known_is_not_read_again(
+    server: Server, cluster: KubeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(cluster, idle=5.0)
+    server.lists = [("7", [pod(0, 5), pod(1, 6)])]
+    server.watches = [
+        [event("ADDED", pod(0, 5)), event("ADDED", pod(1, 6)), event("MODIFIED", pod(0, 8, "Running"))],
+        [event("DELETED", pod(1, 6)), event("MODIFIED", pod(0, 9, "Failed"))],
+    ]
+    await parts.resync.pods(None)
+    read: list[str] = []
+
+    def reading(obj: dict[str, Any]) -> Pod | None:
+        read.append(obj["metadata"]["resourceVersion"])
+        return read_pod(obj)
+
+    monkeypatch.setattr(watches, "read_pod", reading)
+    await parts.until({0: "Failed"})
+    assert read == ["8", "6", "9"], "a deletion always counts"

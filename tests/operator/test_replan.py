@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 
-from tests.operator.support import job
+from meshwright.api.parsing import parse_spec
+from meshwright.api.status import PlanStatus
+from meshwright.rules.elastic import spec_of_plan
+from meshwright_operator.kube.cache import key_of
+from tests.operator.support import JOBS, job
 from tests.operator.test_elastic import FOREVER, edit, events, pods, set_ready
 from tests.operator.world import World
 
@@ -56,8 +61,12 @@ async def test_a_job_continues_without_a_stage_and_returns_to_its_layout(worker:
     assert layout(world, "job") == (2, 2, 1)
     survivor = next(pod.name for pod in world.pods("job") if pod.worker != worker)
     node = lose(world, worker)
-    await world.run(90)
+    spent = set()
+    for _ in range(90):
+        await world.run(1)
+        spent.add(world.status("job")["goodput"]["cause"])
     assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert "Rescaling" in spent, spent
     status = world.status("job")
     assert layout(world, "job") == (2, 1, 1)
     assert (status["plan"]["replanned"], status["plan"]["worldSize"], status["readyRanks"]) == (True, 2, "2/2")
@@ -163,3 +172,75 @@ async def test_replan_that_is_turned_on_while_the_job_waits() -> None:
     await world.run(120)
     assert world.true("job", "Ready"), world.condition("job", "Ready")
     assert layout(world, "job") == (2, 1, 1)
+
+
+async def test_a_job_on_gpus_of_the_catalog_is_planned_anew() -> None:
+    world = World(9, nodes=2, work=FOREVER)
+    for name, obj in world.nodes.items():
+        labelled = copy.deepcopy(obj)
+        labelled["metadata"]["labels"] |= {
+            "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3",
+            "nvidia.com/gpu.memory": "81559",
+        }
+        world.cluster.stamp(labelled)
+        world.nodes[name] = labelled
+        world.operators[0].cache.put_node(labelled)
+        world.operators[0].nodes_changed()
+    world.submit(replanning("job"))
+    await world.run(30)
+    assert "estimatedStepMilliseconds" in world.status("job")["plan"]
+    node = lose(world, 0)
+    await world.run(90)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert layout(world, "job") == (2, 1, 1)
+    set_ready(world, node, ready=True)
+    await world.run(240)
+    assert layout(world, "job") == (2, 2, 1)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallelism": {"tensor": 2, "pipeline": 2, "schedule": "ZBV", "layerSplit": [1, 1, 1, 1], "microBatches": 4}},
+        {"parallelism": {"tensor": 2, "pipeline": 2, "schedule": "Automatic", "activationLimit": 2, "microBatches": 8}},
+        {"parallelism": {"tensor": 2, "pipeline": 2, "rematerialize": True, "tensorOverlap": True, "microBatches": 4}},
+        {"parallelism": {"tensor": 1, "pipeline": 2, "context": 2, "contextMethod": "Ulysses", "microBatches": 2}},
+        {
+            "replicas": 4,
+            "elastic": {"replan": True, "minReplicas": 4},
+            "parallelism": {
+                "tensor": 1,
+                "pipeline": 1,
+                "zeroStage": 3,
+                "microBatches": 1,
+                "dataParallel": {"strategy": "HYBRID_SHARD", "shardSize": 2},
+            },
+        },
+        {
+            "replicas": 4,
+            "elastic": {"replan": True, "minReplicas": 4},
+            "parallelism": {"tensor": 1, "pipeline": 1, "microBatches": 1, "dataParallel": {"compression": "PowerSGD"}},
+        },
+    ],
+)
+async def test_ranks_accept_what_a_job_is_planned_anew_for(changes: dict[str, Any]) -> None:
+    """Whatever a spec states about its full layout."""
+    world = await running(10, **changes)
+    (operator,) = world.operators
+    full = world.status("job")["plan"]
+    assert full["worldSize"] == 4
+    node = lose(world, 0)
+    await world.run(90)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    plan = world.status("job")["plan"]
+    assert (plan["replanned"], plan["worldSize"]) == (True, 2)
+    obj = world.cluster.objects[f"{JOBS}/job"]
+    current = PlanStatus.model_validate(plan)
+    spec = spec_of_plan(parse_spec(obj), current)
+    assert operator.planner.running_plan(key_of(obj), spec, current).problems(spec) == []
+    set_ready(world, node, ready=True)
+    await world.run(240)
+    after = world.status("job")["plan"]
+    for name in ("tensor", "pipeline", "data", "context", "schedule", "zeroStage", "microBatches", "worldSize"):
+        assert after.get(name) == full.get(name), name

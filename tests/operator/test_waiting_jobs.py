@@ -155,7 +155,7 @@ async def test_many_waiting_jobs_are_not_ordered_again_for_each_of_them(monkeypa
     tenants = Tenants(4)
     await tenants.start("runs", 4)
     for number in range(30):
-        await tenants.ask(tenants.request(f"waits{number}", 4))
+        await tenants.ask(tenants.request(f"waits{number}", 4, activeDeadlineSeconds=1000 + number))
     await tenants.freed()
     attempts, orders, order = Attempts(monkeypatch), [0], JobQueue.ordered
 

@@ -78,6 +78,9 @@ class Framework:
     """Bytes of a parameter's fp8 copies, as it is and transposed, if a step quantizes weights once."""
     keeps_fp8: bool = True
     """Whether fp8 products store their inputs in fp8 for the backward pass."""
+    accumulation: float = 0.0
+    """Bytes of memory traffic by which adding the gradient of an expert's weight to its accumulator exceeds writing it
+    once, for each micro-batch."""
     overlap_gradients: float = 0.8
     """Fraction of the gradient reduction that a long enough backward pass hides."""
     overlap_tensor: float = 0.0
@@ -120,6 +123,7 @@ _FRAMEWORKS = (
         selects_products=True,
         copies_routed=True,
         fp8_dispatch=False,
+        accumulation=10.0,
         ring_gradients=FP32_BYTES,
         fp8_weights=0.0,
     ),
@@ -137,7 +141,14 @@ _FRAMEWORKS = (
         partitioned_checkpoints=True,
         context=5.0 * GIB,
     ),
-    Framework("megatron-core", overlap_tensor=0.5, overlap_pipeline=True, overlap_gradients=0.9, overlap_experts=0.3),
+    Framework(
+        "megatron-core",
+        overlap_tensor=0.5,
+        overlap_pipeline=True,
+        overlap_gradients=0.9,
+        overlap_experts=0.3,
+        accumulation=6.0,
+    ),
     Framework(
         "torchtitan",
         order=RankOrder.PIPELINE_INNER,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import exp
 
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing
@@ -16,6 +17,7 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.counts import attended_keys
 from meshwright.planner.cost.accelerators import Accelerator
 from meshwright.planner.cost.frameworks import Framework
+from meshwright.planner.units import FP32_BYTES
 
 MEMORY_PART = 0.80
 """Fraction of the nominal memory bandwidth that a streaming kernel reaches."""
@@ -23,6 +25,12 @@ FLASH_PART = 0.56
 """Fraction of large products' rate that flash attention reaches, forward and backward together."""
 BATCHED_PART = 0.6
 """The same for the batched products around a stored score matrix."""
+TILE_ROWS = 128
+"""Rows of one tile of a grouped product on tensor cores (CUTLASS, and DeepGEMM in DeepSeek-V3)."""
+QUANTIZED_FORWARD = 5.0
+"""Bytes of memory traffic that quantize one 16-bit weight to fp8: its largest value is found, then it is converted."""
+QUANTIZED_BACKWARD = 3.0
+"""The same in the backward pass, for a layout along the other dimension, with the scale of the forward pass."""
 KERNEL_GAP = 5e-6
 """Seconds between the end of a kernel and the start of the next."""
 
@@ -60,7 +68,7 @@ class LayerTime:
     core: float
     """Part of `forward` for attention's core, which selective recomputation runs again."""
     elementwise: float
-    """Part of `forward` outside matrix products and attention."""
+    """Part of `forward` outside matrix products and attention, with the casts of experts' weights."""
 
     def recomputed(self, how: ActivationCheckpointing, runtime: Framework) -> float:
         """Seconds of the recomputation before the backward pass."""
@@ -77,63 +85,112 @@ class LayerTime:
 @lru_cache(maxsize=65536)
 def layer_time(shape: LayerShape, gpu: Accelerator, runtime: Framework) -> LayerTime:
     """Seconds of one layer's kernels: products, attention's core, element-wise operations."""
-    products = sum(
-        _matmul_seconds(m, n, k, count, shape.precision, shape.fp8, gpu) for m, n, k, count in matmuls_of(shape)
-    )
+    products = sum(_matmul_seconds(*matmul, shape.precision, shape.fp8, gpu) for matmul in matmuls_of(shape))
+    memory_rate = gpu.bandwidth * MEMORY_PART
+    weights = expert_weights(shape)
+    quantizes = shape.fp8 and not runtime.fp8_weights
+    cast = weights * (_cast_bytes(shape.precision, runtime) + QUANTIZED_FORWARD * quantizes) / memory_rate
+    quantized_again = weights * QUANTIZED_BACKWARD * quantizes / memory_rate
     core_forward, core_backward = _attention_core_seconds(shape, gpu, runtime)
-    moved = elementwise_bytes(shape, runtime) / (gpu.bandwidth * MEMORY_PART) + runtime.kernels * KERNEL_GAP
+    moved = elementwise_bytes(shape, runtime) / memory_rate + runtime.kernels * KERNEL_GAP
     return LayerTime(
-        forward=products + core_forward + moved,
-        backward_input=products + core_backward + moved,
-        backward_weight=products + runtime.kernels / 2 * KERNEL_GAP,
+        forward=products + core_forward + moved + cast,
+        backward_input=products + core_backward + moved + quantized_again,
+        backward_weight=products + runtime.kernels / 2 * KERNEL_GAP + weights * runtime.accumulation / memory_rate,
         core=core_forward,
-        elementwise=moved,
+        elementwise=moved + cast,
     )
 
 
-def matmuls_of(shape: LayerShape) -> list[tuple[float, float, float, float]]:
-    """The layer's matrix products on one rank: (rows, columns, inner, how many)."""
+def expert_weights(shape: LayerShape) -> float:
+    """Weights of the experts of one rank in a layer.
+
+    What a micro-batch does with each weight takes no more time with more rows. For dense weights it is a small part of
+    their products, and of the constants that were fitted to dense models. Experts have as many more weights as rows
+    have experts to choose from.
+    """
+    moe = shape.model.mixture
+    if not shape.mixture or moe is None:
+        return 0.0
+    matrices = 3 if shape.model.gated else 2
+    width = moe.intermediate_size / (shape.tensor if shape.expert_tensor else 1)
+    return moe.experts / shape.expert * matrices * shape.model.hidden_size * width
+
+
+def _cast_bytes(precision: Precision, runtime: Framework) -> float:
+    """Bytes of memory traffic that copies a weight into the compute format, in every forward pass of a micro-batch.
+
+    FSDP gathers in that format, and copies out of its buffer instead.
+    """
+    return FP32_BYTES + precision.bytes if runtime.stores_masters and precision.bytes < FP32_BYTES else 0.0
+
+
+def tile_rows(rows: float) -> float:
+    """Rows that a grouped product computes for a group of about `rows`: whole tiles, the last of which is half full.
+
+    The number of rows differs from group to group, so on average half a tile is empty, and of small groups some have no
+    rows.
+    """
+    return rows + TILE_ROWS / 2 if rows >= TILE_ROWS / 2 else TILE_ROWS * (1.0 - exp(-rows))
+
+
+Matmul = tuple[float, float, float, float, float]
+"""(rows, columns, inner, how many, rows that the kernel computes)."""
+
+
+def matmuls_of(shape: LayerShape) -> list[Matmul]:
+    """The layer's matrix products on one rank."""
+    products = [(rows, columns, inner, 1.0, rows) for rows, columns, inner in _dense_matmuls(shape)]
+    model, moe, t = shape.model, shape.model.mixture, shape.tensor
+    if shape.mixture and moe is not None:
+        local = max(1.0, moe.experts / shape.expert)
+        # The tensor group splits either the experts' widths or their rows.
+        widths, parts = (t, 1) if shape.expert_tensor else (1, t)
+        each = shape.tokens * moe.per_token / local / parts
+        columns = 2 if model.gated else 1
+        computed = tile_rows(each)
+        products.append((each, columns * moe.intermediate_size / widths, model.hidden_size, local, computed))
+        products.append((each, model.hidden_size, moe.intermediate_size / widths, local, computed))
+    return products
+
+
+def _dense_matmuls(shape: LayerShape) -> list[tuple[float, float, float]]:
+    """(rows, columns, inner) of the products of attention, a feed-forward layer or shared experts, and a router."""
     model, t, rows = shape.model, shape.tensor, float(shape.tokens)
-    matmuls: list[tuple[float, float, float, float]] = []
+    matmuls: list[tuple[float, float, float]] = []
     latent = model.latent
     if latent is None:
         widths = (model.heads + model.kv_heads) * model.head_size + model.kv_heads * model.value_size
-        matmuls.append((rows, widths / t, model.hidden_size, 1))
+        matmuls.append((rows, widths / t, model.hidden_size))
     else:
         key_size = model.head_size + latent.rope_size
-        matmuls.append((rows, latent.query_rank + latent.kv_rank + latent.rope_size, model.hidden_size, 1))
-        matmuls.append((rows, model.heads * key_size / t, latent.query_rank or model.hidden_size, 1))
-        matmuls.append((rows, model.heads * (model.head_size + model.value_size) / t, latent.kv_rank, 1))
-    matmuls.append((rows, model.hidden_size, model.heads * model.value_size / t, 1))
+        matmuls.append((rows, latent.query_rank + latent.kv_rank + latent.rope_size, model.hidden_size))
+        matmuls.append((rows, model.heads * key_size / t, latent.query_rank or model.hidden_size))
+        matmuls.append((rows, model.heads * (model.head_size + model.value_size) / t, latent.kv_rank))
+    matmuls.append((rows, model.hidden_size, model.heads * model.value_size / t))
     columns = 2 if model.gated else 1
     moe = model.mixture
     width = model.intermediate_size if not shape.mixture or moe is None else moe.shared_intermediate_size
     if width:
-        matmuls.append((rows, columns * width / t, model.hidden_size, 1))
-        matmuls.append((rows, model.hidden_size, width / t, 1))
+        matmuls.append((rows, columns * width / t, model.hidden_size))
+        matmuls.append((rows, model.hidden_size, width / t))
     if shape.mixture and moe is not None:
-        local = max(1.0, moe.experts / shape.expert)
-        each = rows * moe.per_token / local
-        # The tensor group splits either the experts' widths or their rows.
-        widths, parts = (t, 1) if shape.expert_tensor else (1, t)
-        matmuls.append((each / parts, columns * moe.intermediate_size / widths, model.hidden_size, local))
-        matmuls.append((each / parts, model.hidden_size, moe.intermediate_size / widths, local))
-        matmuls.append((rows, moe.experts, model.hidden_size, 1))
+        matmuls.append((rows, moe.experts, model.hidden_size))
     return matmuls
 
 
 def _matmul_seconds(
-    m: float, n: float, k: float, count: float, precision: Precision, fp8: bool, gpu: Accelerator
+    m: float, n: float, k: float, count: float, computed: float, precision: Precision, fp8: bool, gpu: Accelerator
 ) -> float:
     element = 1.0 if fp8 else precision.bytes
     moved = element * (m * k + k * n) + precision.bytes * m * n
-    flops = 2.0 * m * n * k
+    flops = 2.0 * computed * n * k
     return count * (flops / (gpu.peak(precision, fp8=fp8) * gpu.sustained) + moved / (gpu.bandwidth * MEMORY_PART))
 
 
 def logits_time(tokens: int, model: Architecture, tensor: int, gpu: Accelerator, precision: Precision) -> float:
     """Seconds of the output projection and its loss, forward, on one rank. Never in fp8."""
-    product = _matmul_seconds(tokens, model.vocab_size / tensor, model.hidden_size, 1, precision, False, gpu)
+    product = _matmul_seconds(tokens, model.vocab_size / tensor, model.hidden_size, 1, tokens, precision, False, gpu)
     return product + 8.0 * tokens * model.vocab_size / tensor / (gpu.bandwidth * MEMORY_PART)
 
 

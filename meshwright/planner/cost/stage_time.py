@@ -105,10 +105,26 @@ def _bottleneck(work: Workload, layers: _LayerKey, machine: Machine, stages: Sta
     layer_times, edges = _units(work, layers, machine), _edge_times(work, layers.layout, machine)
     sizes = [(unit.recomputed_part_time.total, unit.plain_time.total) for unit in layer_times]
     totals = [_total(layers, stage, sizes, edges) for stage in stages.distinct]
+    if stages.mirrored:
+        return _mirrored_bottleneck(layers, stages, totals, layer_times, edges)
     longest = max(totals)
     slowest = stages.distinct[totals.index(longest)]
     mean = sum(total * count for total, count in zip(totals, stages.count, strict=True)) / len(stages.every)
     return Bottleneck(slowest, _stage_time(layers, slowest, layer_times, edges), longest, mean)
+
+
+def _mirrored_bottleneck(
+    layers: _LayerKey, stages: Stages, totals: list[float], layer_times: list[_LayerTimes], edges: _EdgeTimes
+) -> Bottleneck:
+    """The slowest rank if each has two stages, for half of the micro-batches each."""
+    means = [(totals[one] + totals[other]) / 2.0 for one, other, _ in stages.mirrored]
+    longest = max(means)
+    one, other, _ = stages.mirrored[means.index(longest)]
+    first, second = (_stage_time(layers, stages.distinct[each], layer_times, edges) for each in (one, other))
+    worst = MicroBatchTime(*((a + b) / 2.0 for a, b in zip(first, second, strict=True)))
+    slowest = stages.distinct[one if totals[one] >= totals[other] else other]
+    mean = sum(each * count for each, (_, _, count) in zip(means, stages.mirrored, strict=True)) / len(stages.every)
+    return Bottleneck(slowest, worst, longest, mean)
 
 
 def stage_times(
@@ -149,13 +165,15 @@ def _units(work: Workload, layers: _LayerKey, machine: Machine) -> list[_LayerTi
     return found
 
 
-def _counts(layers: _LayerKey, stage: Stage) -> tuple[tuple[int, int], tuple[int, int]]:
+def _counts(layers: _LayerKey, stage: Stage, edges: _EdgeTimes) -> tuple[tuple[int, int], tuple[int, int]]:
     """For (dense, mixture): the number of a stage's layers with and without recomputation."""
+    dense_count, mixture_count = stage.dense, stage.mixtures
+    if stage.output:
+        dense_count, mixture_count = dense_count + edges.predicting[0], mixture_count + edges.predicting[1]
     if layers.limit is None:
-        return (stage.dense, 0), (stage.mixtures, 0)
-    dense = min(stage.dense, layers.limit)
-    mixed = min(stage.mixtures, layers.limit)
-    return (dense, stage.dense - dense), (mixed, stage.mixtures - mixed)
+        return (dense_count, 0), (mixture_count, 0)
+    dense, mixed = min(dense_count, layers.limit), min(mixture_count, layers.limit)
+    return (dense, dense_count - dense), (mixed, mixture_count - mixed)
 
 
 class _EdgeTimes(NamedTuple):
@@ -165,16 +183,22 @@ class _EdgeTimes(NamedTuple):
     """Logits and loss, forward."""
     embedding: float
     """Token look-up, and summing the gradients of the table."""
+    predicting: tuple[int, int] = (0, 0)
+    """Layers of multi-token prediction after the last layer: (dense, mixtures)."""
 
 
 def _edge_times(work: Workload, layout: LayerStrategy, machine: Machine) -> _EdgeTimes:
-    """Times of the last and the first stage. Multi-token prediction has separate logits."""
+    """Times of the last and the first stage.
+
+    Each depth of multi-token prediction has a layer of its own and separate logits (arXiv 2412.19437, section 2.2).
+    """
     model, tokens = work.model, -(-work.sequence_length * layout.micro_batch_size // layout.context)
     forward = logits_time(tokens, model, layout.tensor, machine.gpu, layout.precision)
     moved = 6.0 * tokens * model.hidden_size
     return _EdgeTimes(
         (1 + model.prediction_layers) * machine.constants.compute * forward,
         moved / (machine.gpu.bandwidth * MEMORY_PART) * machine.constants.compute,
+        (0, model.prediction_layers) if model.mixture is not None else (model.prediction_layers, 0),
     )
 
 
@@ -182,7 +206,7 @@ def _total(layers: _LayerKey, stage: Stage, sizes: list[tuple[float, float]], ed
     """Seconds of one micro-batch on a rank of `stage`, from the time of one layer of each kind."""
     total = (3.0 * edges.output if stage.output else 0.0) + (edges.embedding if stage.embedding else 0.0)
     for (recomputed_part_time, plain_time), (recomputing, not_recomputing) in zip(
-        _counts(layers, stage), sizes, strict=False
+        _counts(layers, stage, edges), sizes, strict=False
     ):
         total += recomputed_part_time * recomputing + plain_time * not_recomputing
     return total
@@ -192,7 +216,7 @@ def _stage_time(layers: _LayerKey, stage: Stage, layer_times: list[_LayerTimes],
     """Time of one micro-batch on one pipeline rank."""
     parts = [
         (count, one)
-        for counts, unit in zip(_counts(layers, stage), layer_times, strict=False)
+        for counts, unit in zip(_counts(layers, stage, edges), layer_times, strict=False)
         for count, one in zip(counts, unit, strict=True)
         if count
     ]

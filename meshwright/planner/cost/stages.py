@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -71,6 +72,9 @@ class Stages:
     """Number of ranks that are equal to each of `distinct`."""
     heaviest: tuple[Stage, ...]
     """`distinct` without inner ranks that have no more of any part than an earlier inner rank."""
+    mirrored: tuple[tuple[int, int, int], ...] = ()
+    """If micro-batches enter at both ends: (index in `distinct` of a rank's stage, of its mirrored stage, number of
+    ranks with these two), each stage for half of the micro-batches. Empty if a rank has all of them."""
 
 
 @lru_cache(maxsize=16384)
@@ -92,7 +96,12 @@ def _stages(
     heaviest = tuple(
         stage for stage in distinct_stages if not any(_dominates(other, stage) for other in distinct_stages)
     )
-    return Stages(tuple(listed), distinct_stages, tuple(len(like) for like in kinds.values()), heaviest)
+    mirrored: tuple[tuple[int, int, int], ...] = ()
+    if kind_of(schedule).bidirectional:
+        numbers = {stage.rank: number for number, like in enumerate(kinds.values()) for stage in like}
+        both = Counter(tuple(sorted((numbers[rank], numbers[pipeline - 1 - rank]))) for rank in range(pipeline))
+        mirrored = tuple((one, other, count) for (one, other), count in both.items())
+    return Stages(tuple(listed), distinct_stages, tuple(len(like) for like in kinds.values()), heaviest, mirrored)
 
 
 def _dominates(one: Stage, other: Stage) -> bool:
@@ -113,6 +122,8 @@ def stages_of(model: Architecture, strategy: Strategy) -> Stages:
 def _split_key(strategy: Strategy) -> tuple[PipelineSchedule, int]:
     """The part of the schedule that determines the stages. Equal for schedules with equal stages."""
     kind = strategy.schedule_kind
+    if strategy.pipeline > 1 and kind.bidirectional:
+        return PipelineSchedule.DUAL_PIPE, 1
     if strategy.pipeline == 1 or not (kind.virtual_stages or kind.v_shaped):
         return PipelineSchedule.ONE_F_ONE_B, 1
     like = PipelineSchedule.ZB_V if kind.v_shaped else PipelineSchedule.INTERLEAVED

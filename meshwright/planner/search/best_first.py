@@ -33,6 +33,7 @@ from meshwright.planner.search.expand import (
     memory_savings,
     most_paired,
     preferred_strategies,
+    stage_layouts,
     strategy_of,
     with_balanced_stages,
 )
@@ -178,10 +179,14 @@ def _with_bounds(request: SearchRequest, all_layouts: Iterable[Layout]) -> Itera
 def _layout_bound(request: SearchRequest, layout: Layout, size: int) -> float:
     """The lowest score of any strategy of a layout with micro-batches of up to `size` sequences."""
     method = request.pins.context_method or (request.techniques.context or (ContextMethod.RING_ZIG_ZAG,))[0]
-    strategy = strategy_of(request, layout, size, context_method=method, zero_stage=fastest_update(request, layout))
     several_methods = len(request.techniques.context) > 1 and layout.context > 1
-    time = time_of(request.work, strategy, request.required_machine, paired=most_paired(request, layout))
-    least = time.total - time.bubble - time.data - time.pipeline - (time.context if several_methods else 0.0)
+    paired, stage = most_paired(request, layout), fastest_update(request, layout)
+    least = float("inf")
+    for chosen in stage_layouts(request, layout):
+        strategy = strategy_of(request, layout, size, context_method=method, zero_stage=stage, **chosen)
+        time = time_of(request.work, strategy, request.required_machine, paired=paired)
+        shown = time.total - time.bubble - time.data - time.pipeline - (time.context if several_methods else 0.0)
+        least = min(least, shown)
     return _score(request, layout, least)
 
 

@@ -120,6 +120,27 @@ def schedules_of(request: SearchRequest, layout: Layout) -> Iterator[tuple[Pipel
                 yield schedule, chunks
 
 
+def stage_layouts(request: SearchRequest, layout: Layout) -> list[dict[str, object]]:
+    """Arguments of `strategy_of` for schedules of which one has the fastest slowest rank, for a lower bound.
+
+    A rank of both directions has the mean of two stages, so its slowest rank is at least as fast as with one stage on
+    each rank. In a V, light dense layers at the front may share a rank with the output. Stages that follow each other,
+    one or several on a rank, make no rank faster than one stage each.
+    """
+    moe = request.work.model.mixture
+    plain: dict[str, object] = {}
+    both_ends: dict[str, object] | None = None
+    folded: dict[str, object] | None = None
+    if layout.pipeline > 1:
+        for schedule, chunks in schedules_of(request, layout):
+            kind, chosen = kind_of(schedule), {"schedule": schedule, "virtual_stages": chunks}
+            if kind.bidirectional and not (kind.even and layout.pipeline % 2):
+                both_ends = both_ends or chosen
+            elif kind.v_shaped and moe is not None and moe.dense_layers:
+                folded = folded or chosen
+    return [both_ends or plain, *([folded] if folded else [])]
+
+
 def most_paired(request: SearchRequest, layout: Layout) -> float:
     """The largest fraction of passes that overlap in any schedule of a layout, for a lower bound."""
     if layout.expert == 1 or layout.pipeline == 1:

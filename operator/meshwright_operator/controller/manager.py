@@ -33,6 +33,7 @@ from meshwright_operator.kube.config import load_configuration
 from meshwright_operator.kube.fence import Fence
 from meshwright_operator.kube.leader_election import LeaderElector
 from meshwright_operator.kube.pod_informer import PodInformer
+from meshwright_operator.kube.reconcile_limit import ReconcileLimit
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.watch_liveness import WatchLiveness
@@ -93,11 +94,12 @@ class Manager:
         self._settings = settings
         self._configuration = configuration
         fence = Fence()
-        self._client = cluster = KubeClient(configuration, metrics, fence)
+        limit = ReconcileLimit(settings.workers)
+        self._client = cluster = KubeClient(configuration, metrics, fence, on_write=limit.observe)
         self._metrics = metrics
         self._liveness = WatchLiveness(metrics, STALE_PERIODS * settings.watch_idle_seconds)
         self._cache = Cache()
-        self._queue: WorkQueue[JobKey] = WorkQueue(metrics, expected_errors=(ApiError,))
+        self._queue: WorkQueue[JobKey] = WorkQueue(metrics, expected_errors=(ApiError,), limit=limit)
         metrics.queue_depth(lambda: len(self._queue))
         tokens = Tokens()
         self._coordinator = Coordinator(self._cache, tokens, metrics, self._notify)
@@ -165,6 +167,7 @@ class Manager:
         """Releases the lease and closes connections."""
         await self._release()
         self._queue.close()
+        await self._planner.close()
         await self._access.close()
         await self._client.close()
 
@@ -240,6 +243,8 @@ class Manager:
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
         await self._elector.look()
+        if self._elector.found_free:
+            self._planner.prestart()  # while everything is listed: this process will probably lead
         await self._resync.ensure_listed_since(0.0)
         self._listed.set()
         watch = EventHandlers(self._cache, self._queue, self._metrics)

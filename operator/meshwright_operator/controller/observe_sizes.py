@@ -166,6 +166,10 @@ class _Sizing:
 
     def _plans(self, counts: Sequence[int], total: int | None, keep: PlanStatus) -> list[Plan]:
         """The plans in the full layout with these numbers of replicas, without those that ranks would reject."""
+        asked = self.spec, tuple(counts), total, keep
+        return self.planner.sizes(self.key, asked, lambda: self._checked_plans(counts, total, keep))
+
+    def _checked_plans(self, counts: Sequence[int], total: int | None, keep: PlanStatus) -> list[Plan]:
         found = []
         spec = self._counted(keep)
         for count in counts:

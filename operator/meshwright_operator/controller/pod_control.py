@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from meshwright.api.labels import GANG_GATE
@@ -53,15 +54,33 @@ class PodControl:
         self._metrics = metrics
         self.missing = MissingPods(cluster, cache)
 
-    async def create(self, context: PodContext, secret: KubeObject, placed: Collection[WorkerPlacement]) -> None:
-        """Create the headless Service and the Secret if they do not exist, and then the pods of these workers.
+    @asynccontextmanager
+    async def shared_objects(self, context: PodContext, secret: KubeObject) -> AsyncIterator[asyncio.Task[None]]:
+        """Create the headless Service and the Secret, if they do not exist, while the block runs.
+
+        Their names depend on the job's uid only, so they may exist before the status is written that has the pods.
+        """
+        creating = asyncio.create_task(self._create_shared(context, secret), name=f"objects of {context.name}")
+        try:
+            yield creating
+        finally:
+            creating.cancel()
+            await asyncio.wait([creating])
+            if not creating.cancelled():
+                creating.exception()  # `create` raises it. Without that call, the status has not been written.
+
+    async def _create_shared(self, context: PodContext, secret: KubeObject) -> None:
+        await _all([self._create_service(context), self._create_secret(context, secret)])
+
+    async def create(self, context: PodContext, shared: Awaitable[None], placed: Collection[WorkerPlacement]) -> None:
+        """Create the pods of these workers, as soon as the Service and the Secret exist.
 
         Raises:
             PodsRejectedError: The API server rejected an object, or an object that the job does not own has its name.
                 Other objects may have been created.
         """
         try:
-            await _all([self._create_service(context), self._create_secret(context, secret)])
+            await shared
         except PodsRejectedError:
             self.missing.set_absent(context.uid, (Incarnation(entry.worker, entry.incarnation) for entry in placed))
             raise

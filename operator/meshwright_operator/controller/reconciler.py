@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import datetime
 
 from meshwright.api.conditions import SUSPENDED, is_true
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError
+from meshwright.api.status import WorkerPlacement
 from meshwright_operator import logging_config
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.missing_pods import Incarnation
@@ -249,8 +250,24 @@ class Reconciler:
         return self._observe(key, job, registry)
 
     async def _execute(self, key: JobKey, job: KubeObject, registry: AgentRegistry, draft: Decision) -> None:
-        observed = draft.observed
         goodput.update_goodput(draft, job["metadata"].get("creationTimestamp"))
+        if not draft.create:
+            await self._write_and_act(key, job, registry, draft)
+            return
+        context, secret = self._pod_context(key, draft)
+        async with self._pod_control.shared_objects(context, secret) as shared:
+            await self._write_and_act(key, job, registry, draft, (context, shared))
+
+    async def _write_and_act(
+        self,
+        key: JobKey,
+        job: KubeObject,
+        registry: AgentRegistry,
+        draft: Decision,
+        creation: tuple[PodContext, Awaitable[None]] | None = None,
+    ) -> None:
+        """Write the status, and then act. `creation` has what new pods need, which may still be being created."""
+        observed = draft.observed
         await self._reporter.write_status(key, job, draft)
         # Status now contains the rejection, so a later one is a new rejection.
         if observed.rejection is not None:
@@ -262,8 +279,8 @@ class Reconciler:
             return
         refused = 0
         try:
-            if draft.create:
-                await self._create(key, draft)
+            if creation is not None:
+                await self._pod_control.create(*creation, _entries_to_create(draft))
             refused = await self._pod_control.ungate(draft.ungate)
         except PodsRejectedError as error:
             self._rejections[observed.uid] = Rejection(error.reason, error.message)
@@ -277,9 +294,9 @@ class Reconciler:
         if draft.requeue_after is not None:
             self._queue.add_after(key, max(0.05, draft.requeue_after))
 
-    async def _create(self, key: JobKey, draft: Decision) -> None:
+    def _pod_context(self, key: JobKey, draft: Decision) -> tuple[PodContext, KubeObject]:
+        """What the manifests of the job's pods have in common, and the job's Secret."""
         observed = draft.observed
-        assert draft.status.placement is not None
         token = self._tokens.token(key.namespace, key.name, observed.uid)
         secret = token_secret(key.name, key.namespace, observed.uid, {TOKEN_KEY: token})
         context = PodContext(
@@ -292,11 +309,7 @@ class Reconciler:
             trust=self._trust(),
             secret=secret["metadata"]["name"],
         )
-        following = draft.status.elastic.next_placement if draft.status.elastic is not None else None
-        placed = {entry.worker: entry for entry in following.workers} if following is not None else {}
-        placed |= {entry.worker: entry for entry in draft.status.placement.workers}
-        entries = [placed[worker] for worker in draft.create if worker in placed]
-        await self._pod_control.create(context, secret, entries)
+        return context, secret
 
     async def _publish(self, registry: AgentRegistry, draft: Decision) -> None:
         """Publish the persisted generation to the agents."""
@@ -354,3 +367,12 @@ class Reconciler:
         self._reporter.forget(key, uid)
         self._queue.forget(key)
         await self._coordinator.forget(uid)
+
+
+def _entries_to_create(draft: Decision) -> list[WorkerPlacement]:
+    """The placement of the workers whose pods a decision creates."""
+    following = draft.status.elastic.next_placement if draft.status.elastic is not None else None
+    assert draft.status.placement is not None
+    placed = {entry.worker: entry for entry in following.workers} if following is not None else {}
+    placed |= {entry.worker: entry for entry in draft.status.placement.workers}
+    return [placed[worker] for worker in draft.create if worker in placed]

@@ -73,8 +73,8 @@ def decide(observed: Observed) -> Decision:
         _complete_without_exit(decision)
     else:
         _resume(decision)
-        if not preempted_job.stop(decision):
-            resize.update_size(decision)
+        # A job that has another size now must not form a generation of the former one.
+        if not preempted_job.stop(decision) and not resize.update_size(decision):
             _advance_generation(decision)
     return decision
 

@@ -127,7 +127,9 @@ def _cause(decision: Decision, *, trains: bool) -> str:
         return TimeCause.SUSPENDED
     placed = find(status.conditions, names.PLACED)
     preempted = placed is not None and placed.status == "False" and placed.reason == PREEMPTED
-    if (decision.place is not None or preempted) and not decision.create:
+    # A placement is replaced when nodes are granted, also if no new pods are needed.
+    asks = decision.place is not None and status.placement is observed.status.placement
+    if asks or (preempted and not decision.create):
         return TimeCause.QUEUED
     if mesh.pending_cause or not mesh.generation:
         unbound = placed is not None and placed.status == "False" and placed.reason == WAITING_FOR_SCHEDULER

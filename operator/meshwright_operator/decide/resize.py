@@ -34,16 +34,21 @@ from meshwright_operator.timestamps import format_time, seconds_since
 
 START_SECONDS = 600.0
 """Time in which the workers of a growth must be ready."""
+SHRINK_SECONDS = 1.0
+"""Time after which a job is reconciled again that has shrunk."""
 PROBLEM_SECONDS = 120.0
 """Age at which a problem of one of their pods ends the growth."""
 
 
-def update_size(decision: Decision) -> None:
-    """Writes the size to status, and shrinks the job if it is larger than wanted and enough of its workers stay."""
+def update_size(decision: Decision) -> bool:
+    """Writes the size to status, and shrinks the job if it is larger than wanted and enough of its workers stay.
+
+    Returns whether it shrinks: its workers and pods follow from the new status.
+    """
     observed = decision.observed
     if observed.elastic is None:
         decision.status.elastic = None
-        return
+        return False
     status = elastic_status(decision)
     new = not has_started(observed.status) or _revision(observed) != observed.revision
     if new and observed.elastic.training is not None:
@@ -52,15 +57,20 @@ def update_size(decision: Decision) -> None:
         status.micro_batches = full.strategy.micro_batches * full.strategy.data
     remember_full_plan(decision)
     wanted = sizing.wanted(observed)
-    if sizing.current_size(observed) == wanted or wanted < status.wanted_replicas or not status.wanted_replicas:
+    reached = sizing.current_size(observed) == wanted and not observed.plan.replanned
+    if reached or wanted < status.wanted_replicas or not status.wanted_replicas:
         status.wanted_replicas = wanted  # a larger one only with the first attempt to grow, which does not wait
     plan = sizing.smaller_plan(observed)
     if plan is None or observed.status.placement is None:
-        return
+        return False
     size = sizing.size_for(observed, plan, [w for w in observed.workers if w.state in LIVE])
-    if not size.new_workers:
-        reason = f"job {observed.taken_by}, which waits, comes first" if observed.taken_by else ""
-        shrink(decision, size, reason or f"{plan.layout.data} are wanted")
+    if size.new_workers:
+        return False
+    reason = f"job {observed.taken_by}, which waits, comes first" if observed.taken_by else ""
+    shrink(decision, size, reason or f"{plan.layout.data} are wanted")
+    # The event of the new status reconciles the job. This is for one that is lost.
+    decision.requeue_within(SHRINK_SECONDS)
+    return True
 
 
 def _revision(observed: Observed) -> str:

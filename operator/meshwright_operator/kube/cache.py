@@ -54,12 +54,15 @@ class Cache:
 
     # Jobs.
 
-    def put_job(self, obj: KubeObject) -> None:
-        """Store a job, unless a newer version is stored or it was deleted."""
+    def put_job(self, obj: KubeObject) -> bool:
+        """Store a job, unless a newer version is stored or it was deleted. Return whether it has another version."""
         key = key_of(obj)
         trimmed = trim_job(obj)
-        if self._jobs.put(key, _uid(obj), _version(obj), trimmed):
-            (self._awaiting.add if awaits_layout(trimmed) else self._awaiting.discard)(key)
+        old = self.jobs.get(key)
+        if not self._jobs.put(key, _uid(obj), _version(obj), trimmed):
+            return False
+        (self._awaiting.add if awaits_layout(trimmed) else self._awaiting.discard)(key)
+        return old is None or not _version(obj) or (_uid(old), _version(old)) != (_uid(obj), _version(obj))
 
     def remove_job(self, obj: KubeObject) -> None:
         """Remove a job that was deleted, unless another object with the same name has replaced it."""
@@ -94,6 +97,11 @@ class Cache:
             return False
         self._replace_pod(key, old, pod)
         return old != pod
+
+    def has_this_pod(self, obj: KubeObject) -> bool:
+        """Whether exactly this version of a worker pod is stored. Costs much less than reading it."""
+        pod = self._pods.values.get(pod_key_of(obj))
+        return isinstance(pod, Pod) and pod.version == _version(obj) > 0 and pod.uid == _uid(obj)
 
     def remove_pod(self, pod: Pod) -> None:
         """Remove a pod that was deleted, or that lost its label. Only a later version of it is stored again."""

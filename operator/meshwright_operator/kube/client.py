@@ -17,11 +17,11 @@ import json
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import aiohttp
@@ -41,6 +41,8 @@ IDENTITY_ENCODING = "identity"
 """No compression: inside a cluster the network costs less than the API server's time to compress each page."""
 ATTEMPTS = 4
 RETRIED_CODES = (429, 503)
+KEEP_ALIVE_SECONDS = 75.0
+"""Idle time after which a connection is closed. The API server closes it after 90 s."""
 REASON_LIMIT = 64
 MESSAGE_LIMIT = 600
 """Length of an error's message: webhooks answer with any text, and it gets into conditions and events."""
@@ -76,6 +78,32 @@ class Page(NamedTuple):
     version: str
 
 
+class _Connections(RESTClientObject):
+    """The client's connections. They stay open between the starts of jobs: a new one costs as much as three calls."""
+
+    def _create_connector(self) -> aiohttp.TCPConnector:
+        return aiohttp.TCPConnector(limit=self.maxsize, ssl=self.ssl_context, keepalive_timeout=KEEP_ALIVE_SECONDS)
+
+    async def send(
+        self,
+        verb: str,
+        url: str,
+        headers: Mapping[str, str],
+        data: bytes | None,
+        timeout_options: aiohttp.ClientTimeout,
+    ) -> aiohttp.ClientResponse:
+        """Send a request whose body is encoded already."""
+        if self.pool_manager is None:
+            self.pool_manager = self._create_pool_manager()
+        options = {
+            "server_hostname": self.configuration.tls_server_name,
+            "proxy": self.proxy,
+            "proxy_headers": self.proxy_headers,
+        }
+        given: dict[str, Any] = {name: value for name, value in options.items() if value}
+        return await self.pool_manager.request(verb, url, headers=headers, data=data, timeout=timeout_options, **given)
+
+
 class KubeClient:
     """Calls to the API server. Bodies and answers are plain dicts.
 
@@ -85,6 +113,7 @@ class KubeClient:
         fence: Limits writes; None for no limit.
         max_in_flight: Number of concurrent calls.
         timeout: Seconds for one call.
+        on_write: Called with the seconds of every write that was answered, except those of leases.
     """
 
     def __init__(
@@ -95,18 +124,20 @@ class KubeClient:
         *,
         max_in_flight: int = 32,
         timeout: float = 30.0,
+        on_write: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._configuration = configuration
         self._metrics = metrics
         self._fence = fence
-        self._rest = RESTClientObject(configuration)
+        self._connections = _Connections(configuration)
         self._in_flight = asyncio.Semaphore(max_in_flight)
         self._timeout = timeout
+        self._on_write = on_write
         self._backoff_until = 0.0
 
     async def close(self) -> None:
         """Closes all connections."""
-        await self._rest.close()
+        await self._connections.close()
 
     async def get(self, path: str) -> KubeObject:
         """Get one object.
@@ -117,17 +148,31 @@ class KubeClient:
         return await self._call("GET", path)
 
     async def pages(self, path: str, **query: str) -> AsyncIterator[Page]:
-        """List a collection, page by page. The list is consistent and includes everything written before the call."""
-        token = ""
-        while True:
-            answer = await self._call("GET", path, {**query, "limit": str(PAGE_SIZE), "continue": token})
-            if "items" not in answer:
-                raise ApiError(0, "InvalidResponse", f"GET {path}: the response is not a list")
-            metadata = answer.get("metadata") or {}
-            yield Page(answer["items"] or [], str(metadata.get("resourceVersion") or ""))
-            token = metadata.get("continue") or ""
-            if not token:
-                return
+        """List a collection, page by page. The list is consistent and includes everything written before the call.
+
+        The API server prepares the next page while the caller reads one.
+        """
+
+        def request(token: str) -> asyncio.Task[KubeObject]:
+            return asyncio.create_task(
+                self._call("GET", path, {**query, "limit": str(PAGE_SIZE), "continue": token}), name=f"page of {path}"
+            )
+
+        token, requested = "", request("")
+        try:
+            while True:
+                answer = await requested
+                if "items" not in answer:
+                    raise ApiError(0, "InvalidResponse", f"GET {path}: the response is not a list")
+                metadata = answer.get("metadata") or {}
+                if token := metadata.get("continue") or "":
+                    requested = request(token)
+                yield Page(answer["items"] or [], str(metadata.get("resourceVersion") or ""))
+                if not token:
+                    return
+        finally:
+            requested.cancel()
+            requested.add_done_callback(_ignore_result)
 
     @asynccontextmanager
     async def stream(self, path: str, query: Mapping[str, str], idle: float) -> AsyncIterator[aiohttp.StreamReader]:
@@ -241,9 +286,11 @@ class KubeClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ApiError(0, "Unreachable", f"{verb} {path}: {error or type(error).__name__}") from None
         finally:
-            resource = resource_of(path)
+            resource, took = resource_of(path), time.monotonic() - started
             self._metrics.api_requests.labels(verb, resource, str(code)).inc()
-            self._metrics.api_request_seconds.labels(verb, resource).observe(time.monotonic() - started)
+            self._metrics.api_request_seconds.labels(verb, resource).observe(took)
+            if code and verb != "GET" and not path.startswith(LEASES):
+                self._on_write(took)
         return _decode_response(code, data, response.headers)
 
     async def _open(
@@ -258,11 +305,21 @@ class KubeClient:
         token = await self._configuration.get_api_key_with_prefix("BearerToken")
         if token:
             headers["Authorization"] = token
-        answer = await self._rest.request(  # type: ignore[no-untyped-call]
-            verb, self._configuration.host + url, headers=headers, body=body, _request_timeout=timeout_options
-        )
-        response: aiohttp.ClientResponse = answer.response
-        return response
+        data = _encode(body) if body is not None else None
+        return await self._connections.send(verb, self._configuration.host + url, headers, data, timeout_options)
+
+
+def _ignore_result(call: asyncio.Task[KubeObject]) -> None:
+    """Nobody reads a page that was requested before the list ended: its error must not be reported as forgotten."""
+    if not call.cancelled():
+        call.exception()
+
+
+def _encode(body: KubeObject) -> bytes:
+    try:
+        return orjson.dumps(body)
+    except TypeError:  # text that is not valid Unicode, or a number of more than 64 bits
+        return json.dumps(body).encode()
 
 
 def _decode_response(code: int, data: bytes, headers: Mapping[str, str]) -> KubeObject:

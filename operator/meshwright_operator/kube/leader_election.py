@@ -68,6 +68,11 @@ class LeaderElector:
         self.led_alone = False
         """Whether no other process has led since `look`: what was listed in between has all that others wrote."""
 
+    @property
+    def found_free(self) -> bool:
+        """Whether no other process held the lease when `look` read it."""
+        return self._free_version is not None
+
     async def look(self) -> None:
         """Read the lease once. Failing is harmless: another process then counts as the holder."""
         try:

@@ -84,17 +84,30 @@ class Resync:
     async def run(self) -> None:
         """List everything once per period, until cancelled.
 
-        The first listing comes soon: it finds objects that were deleted after the initial listing and before the
-        watches started.
+        Before, list nodes and jobs once: objects may have been deleted after the initial listing and before kopf's
+        watches started. The watch of pods starts at the version of its listing and misses nothing, so that thousands of
+        pods are listed only once.
         """
-        pause = min(FIRST_RESYNC_SECONDS, self._period)
+        await asyncio.sleep(min(FIRST_RESYNC_SECONDS, self._period))
+        resync = self.catch_up
         while True:
-            await asyncio.sleep(pause)
-            pause = self._period
             try:
-                await self.relist()
+                await resync()
             except ApiError as error:
                 log.warning("resync failed", extra={"error": str(error)})
+            resync = self.relist
+            await asyncio.sleep(self._period)
+
+    async def catch_up(self) -> None:
+        """List nodes and jobs, and queue the jobs that may be affected by a difference.
+
+        Raises:
+            ApiError: A listing failed. Then only a part of the cache is up to date.
+        """
+        if await self._nodes():
+            self._requeue_all()
+        for key in await self._jobs():
+            self._queue.add(key)
 
     async def relist(self) -> None:
         """List everything, and queue all jobs.
@@ -107,7 +120,8 @@ class Resync:
             await self._nodes()
             for namespace in self._namespaces or (None,):
                 await self._pods(namespace)
-            await self._jobs()
+            for key in await self._jobs():
+                self._queue.add(key)
         finally:
             self._last_progress = time.monotonic()
         self._requeue_all()
@@ -119,15 +133,17 @@ class Resync:
             self._last_progress = time.monotonic()
             yield page
 
-    async def _nodes(self) -> None:
+    async def _nodes(self) -> bool:
+        """List nodes. Return whether one differs from the cache in a way that matters for placement."""
+        changed = False
         listing = self._cache.begin_nodes_listing()
         async for page in self._pages(core_path(None, "nodes")):
             listing.start_page(page.version)
             for obj in page.items:
                 with _ignoring_malformed("node"):
                     listing.add(obj["metadata"]["name"], str(obj["metadata"].get("uid", "")))
-                    self._cache.put_node(obj)
-        self._cache.finish_nodes_listing(listing)
+                    changed = self._cache.put_node(obj) or changed
+        return bool(self._cache.finish_nodes_listing(listing)) or changed
 
     def pods_version(self, namespace: str | None) -> str:
         """The resourceVersion of the last listing of pods, where a watch starts."""
@@ -164,7 +180,9 @@ class Resync:
         self._pods_versions[namespace] = version
         return version
 
-    async def _jobs(self) -> None:
+    async def _jobs(self) -> list[JobKey]:
+        """List jobs. Return the keys of those that were removed or differ from the cache."""
+        changed: list[JobKey] = []
         for namespace in self._namespaces or (None,):
             listing = self._cache.begin_jobs_listing(namespace)
             async for page in self._pages(jobs_path(namespace)):
@@ -172,9 +190,10 @@ class Resync:
                 for obj in page.items:
                     with _ignoring_malformed("job"):
                         listing.add(key_of(obj), str(obj["metadata"].get("uid", "")))
-                        self._cache.put_job(obj)
-            for key in self._cache.finish_jobs_listing(listing):
-                self._queue.add(key)
+                        if self._cache.put_job(obj):
+                            changed.append(key_of(obj))
+            changed += self._cache.finish_jobs_listing(listing)
+        return changed
 
 
 @contextmanager

@@ -55,6 +55,9 @@ class EventHandlers:
     def pod(self, event: KubeObject) -> None:
         """A pod with the job label was added, changed or deleted."""
         self._metrics.last_event.labels("pods").set_to_current_time()
+        if event["type"] != DELETED and self._cache.has_this_pod(event["object"]):
+            # The event repeats what the operator wrote or listed itself, as thousands do after every start.
+            return
         pod = read_pod(event["object"])
         if pod is None:
             update = self._cache.remove_deleted_pod if event["type"] == DELETED else self._cache.put_unowned_pod
@@ -64,7 +67,6 @@ class EventHandlers:
         if event["type"] == DELETED:
             self._cache.remove_pod(pod)
         elif not self._cache.put_pod(pod):
-            # The event repeats what the operator wrote or listed itself, as thousands do after every start.
             return
         # The larger a gang, the longer its reconcile takes, and the more of its pods change at the same time.
         key = JobKey(pod.namespace, pod.job)

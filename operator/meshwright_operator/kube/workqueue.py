@@ -14,6 +14,8 @@ import time
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
+from meshwright_operator.kube.reconcile_limit import ReconcileLimit
+
 Key = TypeVar("Key", bound=Hashable)
 
 FIRST_BACKOFF_SECONDS = 0.1
@@ -35,9 +37,15 @@ class QueueMetrics(Protocol):
 class WorkQueue(Generic[Key]):
     """Keys to reconcile."""
 
-    def __init__(self, metrics: QueueMetrics | None = None, expected_errors: tuple[type[Exception], ...] = ()) -> None:
-        """`expected_errors` are logged without a traceback."""
+    def __init__(
+        self,
+        metrics: QueueMetrics | None = None,
+        expected_errors: tuple[type[Exception], ...] = (),
+        limit: ReconcileLimit | None = None,
+    ) -> None:
+        """`expected_errors` are logged without a traceback. `limit` bounds how many keys run at once."""
         self._metrics = metrics
+        self._limit = limit
         self._expected_errors = expected_errors
         self._ready: asyncio.Queue[Key] = asyncio.Queue()
         self._queued: dict[Key, float] = {}
@@ -111,30 +119,35 @@ class WorkQueue(Generic[Key]):
     async def _run(self, handler: Callable[[Key], Awaitable[None]]) -> None:
         while True:
             key = await self._ready.get()
-            since = self._queued.pop(key)
-            self._processing.add(key)
+            # A key that waits for a place stays queued, so that it is neither queued nor run twice.
+            async with self._limit.place() if self._limit is not None else contextlib.nullcontext():
+                await self._handle(key, handler)
+
+    async def _handle(self, key: Key, handler: Callable[[Key], Awaitable[None]]) -> None:
+        since = self._queued.pop(key)
+        self._processing.add(key)
+        if self._metrics is not None:
+            self._metrics.waited(time.monotonic() - since)
+        try:
+            await handler(key)
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
+            delay = self._backoff(key)
             if self._metrics is not None:
-                self._metrics.waited(time.monotonic() - since)
-            try:
-                await handler(key)
-            except (Exception, asyncio.CancelledError) as error:
-                if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-                    raise
-                delay = self._backoff(key)
-                if self._metrics is not None:
-                    self._metrics.retried()
-                about = {"job": str(key), "error": str(error), "retry_seconds": round(delay, 1)}
-                log.error("reconcile failed", extra=about, exc_info=not isinstance(error, self._expected_errors))
-                self.add_after(key, delay)
-            else:
-                self._failures.pop(key, None)
-            finally:
-                self._processing.discard(key)
-                if key in self._dirty:
-                    self._dirty.discard(key)
-                    self.add(key)
-                if not self._queued and not self._processing:
-                    self._idle.set()
+                self._metrics.retried()
+            about = {"job": str(key), "error": str(error), "retry_seconds": round(delay, 1)}
+            log.error("reconcile failed", extra=about, exc_info=not isinstance(error, self._expected_errors))
+            self.add_after(key, delay)
+        else:
+            self._failures.pop(key, None)
+        finally:
+            self._processing.discard(key)
+            if key in self._dirty:
+                self._dirty.discard(key)
+                self.add(key)
+            if not self._queued and not self._processing:
+                self._idle.set()
 
     async def run_many(self, workers: int, handler: Callable[[Key], Awaitable[None]]) -> None:
         """Process keys with this many workers concurrently."""

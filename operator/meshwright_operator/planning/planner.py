@@ -53,6 +53,7 @@ class Planner:
         self._answers: OrderedDict[bytes, Answer] = OrderedDict()
         self._failures: OrderedDict[bytes, tuple[int, float, PlanFailure]] = OrderedDict()
         """Spec digest -> how often its plan passed the deadline, the time until it is not repeated, and the failure."""
+        self._sizes: dict[JobKey, tuple[object, list[Plan]]] = {}
 
     def plans(self, key: JobKey, spec: ParallelTrainingJobSpec) -> list[Plan]:
         """The plans to choose from for a job that has not started, the best first.
@@ -77,8 +78,19 @@ class Planner:
         """Problems with nodes, for the message about a plan that depends on them."""
         return self._inventories.empty(spec).warnings
 
+    def sizes(self, key: JobKey, asked: object, make: Callable[[], list[Plan]]) -> list[Plan]:
+        """What `make` returns, or returned when the last call for the job asked for the same.
+
+        An elastic job has up to 16 plans. To find and check all of them takes longer than the rest of a reconcile.
+        """
+        known = self._sizes.get(key)
+        if known is None or known[0] != asked:
+            known = self._sizes[key] = asked, make()
+        return known[1]
+
     def forget(self, key: JobKey) -> None:
         """Drop the state of a deleted job."""
+        self._sizes.pop(key, None)
 
     def _ask(self, key: JobKey, request: PlanRequest) -> list[Plan]:
         answer = self._known(request)

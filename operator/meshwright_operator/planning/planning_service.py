@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from math import inf
 
 from meshwright.planner.cost_model import Calibration
@@ -89,6 +89,7 @@ class PlanningService(Planner):
         super().__init__(inventories, calibration)
         self._metrics = metrics
         self._reconcile = reconcile
+        self._prestarting: asyncio.Task[None] | None = None
         self._use = RecentUse()
         self._quick = _Lane(self._use, QUICK_SECONDS, QUICK_SLICE_SECONDS, 0)
         self._slow = _Lane(self._use, DEADLINE_SECONDS, SLOW_SLICE_SECONDS, SLOW_NICE)
@@ -96,15 +97,32 @@ class PlanningService(Planner):
         self._preemptions: OrderedDict[bytes, int] = OrderedDict()
         """Digest of a request -> how often it was preempted for a namespace that used less."""
 
+    def prestart(self) -> asyncio.Task[None]:
+        """Start the quick process, so that the first job does not wait for its imports."""
+        if self._prestarting is None:
+            self._prestarting = asyncio.create_task(self._start_quick(), name="planning process")
+        return self._prestarting
+
+    async def _start_quick(self) -> None:
+        with contextlib.suppress(PlanningStoppedError, OSError):  # the first request starts it again
+            await self._quick.client.start()
+
+    async def close(self) -> None:
+        """Stop a process that was started although `run` never ran."""
+        if self._prestarting is not None:
+            self._prestarting.cancel()
+            await asyncio.wait([self._prestarting])
+        await self._quick.client.close()
+
     async def run(self) -> None:
         """Make plans until cancelled."""
         async with asyncio.TaskGroup() as group:
-            # The imports of a process take several times as long as a plan: the first job must not wait for them.
-            group.create_task(self._serve(self._quick, prestart=True), name="quick plans")
+            group.create_task(self._serve(self._quick, self.prestart()), name="quick plans")
             group.create_task(self._serve(self._slow), name="slow plans")
 
     def forget(self, key: JobKey) -> None:
         """Drop the state of a deleted job."""
+        super().forget(key)
         self._quick.turns.discard(key)
         self._slow.turns.discard(key)
 
@@ -115,11 +133,10 @@ class PlanningService(Planner):
         (self._slow if slow else self._quick).turns.add(key, request)
         raise PlanPendingError(slow=slow)
 
-    async def _serve(self, lane: _Lane, *, prestart: bool = False) -> None:
+    async def _serve(self, lane: _Lane, started: Awaitable[None] | None = None) -> None:
         try:
-            if prestart:
-                with contextlib.suppress(PlanningStoppedError, OSError):  # the first request starts it again
-                    await lane.client.start()
+            if started is not None:
+                await started
             while True:
                 key, request = await lane.turns.next(time.monotonic())
                 if self._known(request) is None:

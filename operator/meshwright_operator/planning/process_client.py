@@ -123,7 +123,14 @@ class ProcessClient:
         """The process, which is ready: before that, a signal would end it."""
         if self._process is None or self._process.returncode is not None:
             module = "meshwright_operator.planning.planning_process"
-            self._process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=PIPE, stdout=PIPE)
+            starting = asyncio.ensure_future(
+                asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=PIPE, stdout=PIPE)
+            )
+            try:
+                self._process = await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                self._process = await starting  # for `close`: a process that nobody knows would remain
+                raise
             # At once: its imports take as long as several plans.
             os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + self._nice)
             assert self._process.stdout is not None

@@ -346,7 +346,9 @@ class Placer:
         self._around.assume(member.request, granted.placement)
         self._jobs.release_victims(member)
         if member.claims:
-            self._capacity.may_be_freed()
+            self._jobs.release_claims(member, set(granted.placement.nodes.values()))
+            for trial in self._trials.values():
+                trial.attempted = -1
         head = self.queue.ordered(self._capacity.view.gpus_in_use)[:WAKE_COUNT]
         return replace(granted, wake=tuple(other.request.key for other in head))
 

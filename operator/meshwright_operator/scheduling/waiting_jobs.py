@@ -11,9 +11,10 @@ import logging
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import islice
 
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory
@@ -36,6 +37,8 @@ from meshwright_operator.scheduling.reservations import (
 
 FIRST_RETRY_SECONDS = 15.0
 """Time after which the first job of the queue asks again, so that foreign pods are listed: no watch reports them."""
+MAX_COMPARED = 4
+"""Jobs ahead that do not fit, with which a request is compared before it is tried."""
 SILENT_SECONDS = 600.0
 """A job that has not asked for its nodes for this long claims none. A waiting job asks every two minutes."""
 
@@ -129,6 +132,18 @@ class WaitingJobs:
         if had_claims:
             self._capacity.may_be_freed()
 
+    def release_claims(self, member: Member, granted: Set[str]) -> None:
+        """Leaves to the jobs behind a job what it claimed and did not need. It was placed on the nodes in `granted`.
+
+        Only those that it kept from fitting are tried again. Jobs ahead of it were not affected, and those behind it
+        that fit have other nodes: trying all of them for each grant would take quadratic time.
+        """
+        position = self.position()
+        for other in self.queue.members():
+            affected = not other.fits or not granted.isdisjoint(other.claims)
+            if affected and position(other.request) > position(member.request):
+                other.attempted, other.answered = -1, None
+
     def excess_of(self, request: PlacementRequest, waiting: int = 0) -> str:
         """Why the policy does not let the job start now. A gang that holds pods keeps what it has."""
         if request.assigned_nodes and not request.grows:
@@ -221,8 +236,31 @@ class WaitingJobs:
             self._give_up_claims(member)
             self.wake(member)
 
+    def _is_known_not_to_fit(self, member: Member) -> bool:
+        """Whether a job ahead that requests the same did not fit since capacity became free, beside fewer claims."""
+        request, freed = member.request, self._capacity.freed
+        if freed != self._capacity.counted_freed or not _is_plain(request) or member.rested or member.reserved:
+            return False
+        if _due(request) or self._around.avoided(request.uid):
+            return False
+        failed = (
+            other
+            for other in reversed(self.ahead(request))
+            if other.attempted == freed and not other.fits and other.answer is not None and _is_plain(other.request)
+        )
+        return any(
+            _requests_the_same(other.request, request) and not self._around.avoided(other.request.uid)
+            for other in islice(failed, MAX_COMPARED)
+        )
+
     async def _try_again(self, member: Member) -> None:
         basis, explain = self.basis(member), member.answer is None
+        if not explain and self._is_known_not_to_fit(member):
+            self.record(member, Outcome(), basis, explained=False)
+            if member.wanted:
+                member.undelivered = True
+                self.wake(member)
+            return
         outcome = await self.attempt(member.request, member, explain=explain)
         if self.queue.get(member.request.uid) is not member:
             return
@@ -388,6 +426,18 @@ class WaitingJobs:
 def _is_silent(member: Member) -> bool:
     """Whether the job has not asked for so long that its reconciles must be failing before they can."""
     return time.monotonic() - member.asked > SILENT_SECONDS
+
+
+def _is_plain(request: PlacementRequest) -> bool:
+    """Whether a request is for a gang of one size that has never been placed: only free nodes matter to it."""
+    return not (request.reuses_own_pods or request.sizes or request.grows or request.previous)
+
+
+def _requests_the_same(first: PlacementRequest, second: PlacementRequest) -> bool:
+    """Whether two plain requests fit on the same nodes."""
+    plans = zip(first.plans, second.plans, strict=False)
+    same = len(first.plans) == len(second.plans) and all(a is b or a == b for a, b in plans)
+    return same and (first.spec is second.spec or first.spec == second.spec)
 
 
 def _due(request: PlacementRequest) -> bool:

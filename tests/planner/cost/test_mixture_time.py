@@ -10,7 +10,7 @@ from meshwright.api.parallelism import ContextMethod
 from meshwright.api.parallelism import PipelineSchedule as Schedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing
-from meshwright.models.presets import published
+from meshwright.models.presets import PRESETS, published
 from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.comm_groups import group_spans
 from meshwright.planner.cost.comm_time import (
@@ -26,7 +26,9 @@ from meshwright.planner.cost.constants import SYNCHRONISE
 from meshwright.planner.cost.estimate import estimate, machine_for
 from meshwright.planner.cost.fabric import BASE_LATENCY, INTER_LATENCY, INTRA_LATENCY, Fabric
 from meshwright.planner.cost.frameworks import FRAMEWORKS
-from meshwright.planner.cost.stage_time import MicroBatchTime, forward_and_backward_parts
+from meshwright.planner.cost.roofline import LayerShape, LayerTime, layer_time, matmuls_of, tile_rows
+from meshwright.planner.cost.stage_time import Bottleneck, MicroBatchTime, bottleneck_of, forward_and_backward_parts
+from meshwright.planner.cost.stages import stages_of
 from meshwright.planner.cost.step_time import StepTime
 from meshwright.planner.cost.strategy import LayerStrategy, Strategy, Workload
 from meshwright.schedules.registry import kind_of
@@ -105,6 +107,7 @@ def test_pairs_are_those_of_the_schedule(schedule: Schedule, ranks: int, micro_b
     passes = micro_batches * (2 if kind.v_shaped else 1)
     fewest = min(sum(len(slot) == 2 for slot in slots) for slots in order.ranks)
     assert kind.paired(shape) == pytest.approx(fewest / passes)
+    assert kind.paired(PipelineShape(ranks, 1)) == 0.0
 
 
 def layer(strategy: Strategy) -> StepTime:
@@ -161,3 +164,72 @@ def test_context_parallelism_moves_the_expanded_keys_and_values() -> None:
         moved = TOKENS * key_value_width(V3) * 2
         overhead = 0.0 if method is ContextMethod.ALL_GATHER else SYNCHRONISE
         assert time.forward - overhead == pytest.approx(moved / (450e9 * 0.8), rel=0.06)
+
+
+def layer_seconds(tokens: int, expert: int, runtime: str = "meshwright") -> LayerTime:
+    shape = LayerShape(V3, True, tokens, 4096, 1, 1, False, expert, True, Precision.BF16)
+    return layer_time(shape, H100S.gpu, FRAMEWORKS[runtime])
+
+
+@pytest.mark.parametrize("expert", [1, 4])
+def test_few_rows_for_each_expert_wait_for_memory(expert: int) -> None:
+    # Next to each product's read of the weights, 3 x 7,168 x 2,048 of each expert, a micro-batch casts them from fp32,
+    # and adds their gradient in bf16 to one in fp32.
+    rate, weights = 3.35e12 * 0.8, (256 / expert - 1) * 3 * 7168 * 2048
+    more, fewer = layer_seconds(1, expert), layer_seconds(1, 256)
+    assert more.forward - fewer.forward == pytest.approx(weights * (2 + 6) / rate, rel=0.02)
+    assert more.backward_input - fewer.backward_input == pytest.approx(weights * 2 / rate, rel=0.06)
+    assert more.backward_weight - fewer.backward_weight == pytest.approx(weights * (2 + 10) / rate, rel=0.02)
+
+
+def test_fp8_experts_are_quantized_for_every_micro_batch() -> None:
+    # Without copies of the weights in fp8: read twice and written forward, read and written backward.
+    rate, weights = 3.35e12 * 0.8, 63 * 3 * 7168 * 2048
+    shape = LayerShape(V3, True, 1, 4096, 1, 1, False, 4, True, Precision.BF16, fp8=True)
+    more, fewer = (layer_time(replace(shape, expert=ranks), H100S.gpu, FRAMEWORKS["meshwright"]) for ranks in (4, 256))
+    assert more.forward - fewer.forward == pytest.approx(weights * (1 + 6 + 5) / rate, rel=0.02)
+    assert more.backward_input - fewer.backward_input == pytest.approx(weights * (1 + 3) / rate, rel=0.06)
+
+
+def test_a_larger_micro_batch_moves_weights_less_often() -> None:
+    small, large = (layer_seconds(tokens, 4) for tokens in (4096, 16384))
+    assert small.backward_weight / 4096 > 1.5 * large.backward_weight / 16384
+
+
+def test_the_last_tile_of_each_expert_is_half_full() -> None:
+    # 4,096 tokens with 8 of 256 experts: 128 rows for each, in 1 or 2 tiles of 128; 1.5 on average.
+    assert [tile_rows(rows) for rows in (0, 64, 128, 4096)] == [0, 128, 192, 4160]
+    assert tile_rows(8) == pytest.approx(128, rel=0.001)
+    shape = LayerShape(V3, True, 4096, 4096, 1, 1, False, 1, True, Precision.BF16)
+    grouped = [one for one in matmuls_of(shape) if one[3] > 1]
+    assert [(rows, computed) for rows, _, _, _, computed in grouped] == [(128, 192), (128, 192)]
+    # Spread over 64 ranks, each expert has the rows of all of them.
+    spread = replace(shape, expert=64)
+    assert {one[4] / one[0] for one in matmuls_of(spread) if one[3] > 1} == {8256 / 8192}
+    assert {one[4] / one[0] for one in matmuls_of(replace(shape, mixture=False))} == {1.0}
+
+
+def test_a_rank_of_both_directions_has_the_mean_of_its_stages() -> None:
+    # The last of 8 ranks has the output of a large vocabulary. DualPipe's ranks have a stage from each end, each for
+    # half of the micro-batches.
+    model = PRESETS["llama-3.1-70b"].model_copy(update={"vocab_size": 512_000})
+    plain = Strategy(pipeline=8, micro_batches=64, schedule=Schedule.ZB_H1)
+
+    def slowest(strategy: Strategy) -> Bottleneck:
+        groups = group_spans(strategy, H100S.fabric, H100S.runtime.order)
+        return bottleneck_of(Workload(model, 4096, 64), strategy, H100S, groups, stages_of(model, strategy))
+
+    one, both = slowest(plain), slowest(replace(plain, schedule=Schedule.DUAL_PIPE))
+    assert one.slowest.output
+    assert both.longest < 0.9 * one.longest
+    assert both.mean == pytest.approx(one.mean)
+    assert both.longest == pytest.approx(both.worst.total)
+
+
+def test_multi_token_prediction_has_a_layer_of_its_own() -> None:
+    predicting = V3.model_copy(update={"prediction_layers": 1})
+    strategy = Strategy(expert=8, data=8, micro_batches=8, zero_stage=1)
+    work = [Workload(model, 4096, 64) for model in (predicting, V3, V3.model_copy(update={"layers": 62}))]
+    one, none, more = (estimate(each, strategy, H100S).time for each in work)
+    assert one.expert == pytest.approx(more.expert)
+    assert one.compute > more.compute > none.compute  # It also has logits.

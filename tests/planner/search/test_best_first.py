@@ -16,13 +16,13 @@ from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.accelerators import ACCELERATORS
-from meshwright.planner.cost.estimate import estimate, machine_for, memory_of
+from meshwright.planner.cost.estimate import estimate, machine_for, memory_of, time_of
 from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.search.alternatives import alternatives_of
-from meshwright.planner.search.best_first import TIE_TOLERANCE, search
+from meshwright.planner.search.best_first import TIE_TOLERANCE, _layout_bound, search
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.errors import NothingFitsError
-from meshwright.planner.search.expand import schedules_of
+from meshwright.planner.search.expand import base_strategies, schedules_of
 from meshwright.planner.search.explain import reasons
 from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques
 from meshwright.planner.search.search_space import layouts, micro_batch_sizes
@@ -127,6 +127,28 @@ def test_no_schedule_that_hides_exchanges_is_missed() -> None:
     request = SearchRequest(Workload(model, 4096, 64), MACHINE, 32, objective=Objective.TIME, techniques=PAIRED)
     least = min(one.seconds for one in everything(request))
     assert search(request).best.seconds <= least * TIE_TOLERANCE * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("layers", [12, 13, 19])
+@pytest.mark.parametrize("gpus", [16, 24])
+def test_no_strategy_is_faster_than_the_bound_of_its_layout(layers: int, gpus: int) -> None:
+    # Stages are uneven, the first are dense, and the last has a large output.
+    many = MixtureSpec(experts=48, per_token=8, intermediate_size=1024, shared_intermediate_size=1024, dense_layers=3)
+    changed = {"mixture": many, "layers": layers, "vocab_size": 256_000, "hidden_size": 2048}
+    model = DENSE.model_copy(update=changed)
+    techniques = Techniques(context=SMALL.context)
+    request = SearchRequest(Workload(model, 4096, 48), MACHINE, gpus, objective=Objective.TIME, techniques=techniques)
+    tried = 0
+    for layout in layouts(request):
+        sizes = micro_batch_sizes(request, layout)
+        for size in sizes:
+            bound = _layout_bound(request, layout, size)
+            for smaller in sizes[: sizes.index(size) + 1]:
+                for base in base_strategies(request, layout, smaller):
+                    seconds = time_of(request.work, base, MACHINE).total
+                    assert bound <= seconds * TIE_TOLERANCE, base
+                    tried += 1
+    assert tried > 200
 
 
 def test_a_schedule_is_tried_if_each_of_its_stages_has_a_layer() -> None:
