@@ -120,6 +120,14 @@ class SuccessPolicy(StrEnum):
     FIRST_WORKER = "FirstWorker"
 
 
+class UpdatePolicy(StrEnum):
+    """When an edit that restarts the gang takes effect."""
+
+    NOW = "Now"
+    AT_CHECKPOINT = "AtCheckpoint"
+    ON_RESTART = "OnRestart"
+
+
 class ParallelTrainingJobSpec(ApiModel):
     """What to train, how to split it, and the pods that it runs in."""
 
@@ -160,6 +168,10 @@ class ParallelTrainingJobSpec(ApiModel):
     preemptible: bool = False
     """Whether the job may be stopped for a job of higher priority that waits. It saves a checkpoint first, is queued
     again, and resumes when nodes are free."""
+    update_policy: UpdatePolicy = UpdatePolicy.NOW
+    """When an edit that restarts the gang takes effect while the ranks train. `Now`: at once, from a checkpoint that is
+    saved first. `AtCheckpoint`: after the next periodic checkpoint. `OnRestart`: when the ranks restart for another
+    reason. `status.waitingEdit` says that an edit waits."""
     suspend: bool = False
     """Whether the job is suspended: its pods are deleted. When this is set to false, it resumes from the latest
     checkpoint."""

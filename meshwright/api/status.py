@@ -247,6 +247,19 @@ class CheckpointStatus(ApiModel):
     """Path of the checkpoint in worker pods."""
 
 
+class WaitingEditStatus(ApiModel):
+    """An edit that restarts the gang, and that waits because of `spec.updatePolicy`."""
+
+    revision: Annotated[str, Field(max_length=64)]
+    """Revision of the edited spec."""
+    waits_for: Annotated[str, Field(max_length=64)]
+    """What it waits for: `Checkpoint` or `Restart`."""
+    since: Time
+    """When it began to wait."""
+    checkpoint_step: Count | None = None
+    """Step of the latest checkpoint then; not set if there was none."""
+
+
 class RestartStatus(ApiModel):
     """Restarts of one cause."""
 
@@ -304,6 +317,8 @@ class ParallelTrainingJobStatus(ApiModel):
     applied_spec: Annotated[str, Field(max_length=MAX_APPLIED_SPEC)] = ""
     """The spec that the workers run, as JSON with its API version, the scheme of its revision and its defaults. It
     stays in effect while an edit is invalid or does not fit."""
+    waiting_edit: WaitingEditStatus | None = None
+    """The edit that waits, with `spec.updatePolicy`."""
     replicas: Count = 0
     """Data-parallel replicas in effect."""
     selector: Annotated[str, Field(max_length=512)] = ""

@@ -39,6 +39,7 @@ LIVE = (
     "successPolicy",
     "priority",
     "preemptible",
+    "updatePolicy",
     "elastic",
 )
 """Fields that the operator reads at each reconcile. Pods and ranks do not depend on them."""

@@ -1,9 +1,16 @@
-"""Rules on `preemptible`."""
+"""Rules on `preemptible` and `updatePolicy`."""
 
 from __future__ import annotations
 
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.api.spec import UpdatePolicy
 from meshwright.rules.rule import Rule
+
+
+def _reports_checkpoints(spec: Spec) -> bool:
+    reports = spec.checkpoint is not None and spec.runtime.command is None
+    return reports or spec.update_policy is not UpdatePolicy.AT_CHECKPOINT
+
 
 PREEMPTION_RULES: tuple[Rule[Spec], ...] = (
     Rule(
@@ -12,5 +19,12 @@ PREEMPTION_RULES: tuple[Rule[Spec], ...] = (
         " them",
         "!self.preemptible || !has(self.workers.schedulerName)",
         lambda spec: not spec.preemptible or spec.workers.scheduler_name is None,
+    ),
+    Rule(
+        "updatePolicy",
+        "must not be `AtCheckpoint` without `checkpoint` or with `runtime.command`, whose checkpoints are not reported:"
+        " use `Now` or `OnRestart`",
+        "self.updatePolicy != 'AtCheckpoint' || (has(self.checkpoint) && !has(self.runtime.command))",
+        _reports_checkpoints,
     ),
 )

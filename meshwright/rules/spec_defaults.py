@@ -134,15 +134,16 @@ SECOND: Mapping[str, Any] = MappingProxyType(
         "elastic.pauseSeconds": 300,
         "elastic.minGainPercent": 0,
         "preemptible": False,
+        "updatePolicy": "Now",
         "elastic.replan": False,
     }
 )
-"""Of version 0.2.0, which adds `elastic` and `preemptible`."""
+"""Of version 0.2.0, which adds `elastic`, `preemptible` and `updatePolicy`."""
 
 DEFAULTS: Mapping[int, Mapping[str, Any]] = MappingProxyType({1: FIRST, 2: SECOND})
 """Scheme -> defaults."""
 
-_LATER = ("preemptible",)
+_LATER = ("preemptible", "updatePolicy")
 """Fields of later versions that are in no revision, whatever its scheme: workers of older versions do not restart."""
 
 _NO_RESTART_FIRST = (

@@ -270,6 +270,6 @@ def test_a_move_is_tried_only_when_nothing_is_lost_by_it(fields: dict[str, objec
     if decision.move is not None:
         assert decision.move.assigned_nodes == {0: "n0", 2: "n2", 3: "n3"}
         apply_move(decision)
-        assert [p.name for p in decision.delete] == ["train-w1-0"]
+        assert not decision.delete, "its ranks save a checkpoint first"
         assert decision.mesh.pending_cause == "NodeDrained"
         assert "worker 1 off n1 (cordoned)" in decision.events[-1].message

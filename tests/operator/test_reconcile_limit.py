@@ -6,10 +6,17 @@ import asyncio
 from collections import Counter
 
 import pytest
+from kubernetes.aio.client import Configuration
 
+from meshwright_operator.controller.http_server import serve_application
 from meshwright_operator.kube import reconcile_limit
+from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.paths import lease_path, pods_path
 from meshwright_operator.kube.reconcile_limit import ReconcileLimit
 from meshwright_operator.kube.workqueue import WorkQueue
+from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.settings import Address
+from tests.operator.test_operator_parts import Server
 
 
 class Clock:
@@ -22,11 +29,11 @@ class Clock:
         return self.now
 
 
-def observed(limit: ReconcileLimit, clock: Clock, seconds: float, during: float) -> int:
-    """What is allowed after writes took so long for a time, at 100 writes a second."""
+def observed(limit: ReconcileLimit, clock: Clock, seconds: float, during: float, resource: str = "pods") -> int:
+    """What is allowed after creations took so long for a time, at 100 a second."""
     for _ in range(int(100 * during)):
         clock.now += 0.01
-        limit.observe(seconds)
+        limit.observe(resource, seconds)
     return limit.allowed
 
 
@@ -36,6 +43,19 @@ def test_a_saturated_server_gets_fewer_reconciles_and_more_again_when_it_is_fast
     assert observed(limit, clock, 0.006, 2) == 8
     assert observed(limit, clock, 0.05, 5) == 2
     assert observed(limit, clock, 0.006, 5) == 8
+
+
+def test_a_resource_with_a_webhook_is_not_compared_with_others() -> None:
+    clock = Clock()
+    limit = ReconcileLimit(8, clock)
+    for _ in range(200):
+        observed(limit, clock, 0.006, 0.01, "events")
+        observed(limit, clock, 0.3, 0.03, "pods")
+    assert limit.allowed == 8
+    for _ in range(200):
+        observed(limit, clock, 0.06, 0.01, "events")
+        observed(limit, clock, 1.5, 0.03, "pods")
+    assert limit.allowed == 2
 
 
 def test_writes_that_always_take_long_are_no_sign_of_load() -> None:
@@ -131,3 +151,22 @@ async def test_a_worker_that_is_cancelled_while_it_waits_passes_its_turn_on() ->
     await asyncio.wait(tasks, timeout=5)
     assert order in (["first", "third"], ["first", "second", "third"])
     assert all(task.done() for task in tasks)
+
+
+async def test_the_client_reports_how_long_creations_take_and_nothing_else() -> None:
+    server = Server((201, {}), (409, {"reason": "AlreadyExists"}), (200, {}), (200, {}), (201, {}))
+    created: list[str] = []
+    async with serve_application(server.application(), Address("127.0.0.1", 0)) as port:
+        configuration = Configuration()
+        configuration.host = f"http://127.0.0.1:{port}"
+        cluster = KubeClient(
+            configuration, OperatorMetrics(), timeout=5, on_create=lambda resource, seconds: created.append(resource)
+        )
+        await cluster.create(pods_path("team"), {})
+        with pytest.raises(ApiError):
+            await cluster.create(pods_path("team"), {})
+        await cluster.get(pods_path("team", "one"))
+        await cluster.merge_patch(pods_path("team", "one"), {})
+        await cluster.create(lease_path("team"), {})
+        await cluster.close()
+    assert created == ["pods"]

@@ -366,6 +366,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("elastic", {**elastic(), "checkpoint": None}),
     ("elastic", {**elastic(), "workers.schedulerName": "volcano"}),
     ("preemptible", {"preemptible": True, "workers.schedulerName": "volcano"}),
+    ("updatePolicy", {"updatePolicy": "AtCheckpoint", "checkpoint": None}),
     ("elastic", {**elastic(), **ISLANDS}),
     ("elastic.maxReplicas", {"gpus": 16, "replicas": None, **elastic(replan=True, maxReplicas=2)}),
     ("elastic.replan", {**elastic(replan=True), **STALE}),

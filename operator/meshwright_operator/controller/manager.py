@@ -95,7 +95,7 @@ class Manager:
         self._configuration = configuration
         fence = Fence()
         limit = ReconcileLimit(settings.workers)
-        self._client = cluster = KubeClient(configuration, metrics, fence, on_write=limit.observe)
+        self._client = cluster = KubeClient(configuration, metrics, fence, on_create=limit.observe)
         self._metrics = metrics
         self._liveness = WatchLiveness(metrics, STALE_PERIODS * settings.watch_idle_seconds)
         self._cache = Cache()

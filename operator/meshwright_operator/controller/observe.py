@@ -22,6 +22,7 @@ from meshwright_operator.decide.applied_spec import RunningSpec, revision_of, ru
 from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.observed import Observed, Rejection, has_started, observe_workers
 from meshwright_operator.decide.stuck_pods import stuck_pods
+from meshwright_operator.decide.waiting_edit import edit_waits, waiting_edit
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.planning.planner import Planner, PlanPendingError
@@ -134,7 +135,8 @@ class _JobObserver:
             plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
         else:
             left = sum(not pod.terminal and not pod.deleting for pod in pods) * spec.workers.gpus_per_worker
-            found = _size_plans(self.key, spec, self.status, revision, self.planner, limit, left)
+            drains = bool(_rejecting_nodes(spec, pods, self.cache, self.scheduler)[1])
+            found = _size_plans(self.key, spec, self.status, revision, self.planner, limit, left, drains=drains)
             taken_by = str(limit[1]) if limit is not None else ""
             spec, plan, others, sizes, full = found.spec, found.plan, [], found.sizes, found.full
         down = _down_nodes(self.status, pods, self.cache)
@@ -183,7 +185,11 @@ def _observe_edit(observer: _JobObserver, running: RunningSpec, requested: Paral
         text = "; ".join(f"spec.{p.field}: {p.message}" for p in forbidden)
         return replace(as_running, blocked_edit=BlockedEdit("ImmutableField", text, retryable=False))
     try:
-        return replace(observer.observe_as(requested, revision_of(requested)), fallback=as_running)
+        edited = replace(observer.observe_as(requested, revision_of(requested)), fallback=as_running)
+        waiting = waiting_edit(as_running, edited)
+        return (
+            edited if waiting is None else replace(as_running, waiting_edit=waiting, blocked_edit=edit_waits(waiting))
+        )
     except JobRejectedError as error:
         return replace(as_running, blocked_edit=_blocked(error))
     except PlanPendingError as pending:
@@ -244,9 +250,12 @@ def _size_plans(
     planner: Planner,
     limit: tuple[int, JobKey] | None,
     gpus_left: int,
+    *,
+    drains: bool,
 ) -> SizePlans:
+    replicas = limit[0] if limit is not None else None
     try:
-        return plan_sizes(key, spec, status, revision, planner, limit[0] if limit is not None else None, gpus_left)
+        return plan_sizes(key, spec, status, revision, planner, replicas, gpus_left, drains=drains)
     except PlanError as error:
         raise _unplannable(error, spec, planner, depends_on_nodes=error.depends_on_cluster) from None
 

@@ -42,6 +42,8 @@ def plan_sizes(
     planner: Planner,
     limit: int | None = None,
     gpus_left: int = 0,
+    *,
+    drains: bool = False,
 ) -> SizePlans:
     """The plans of an elastic job.
 
@@ -53,12 +55,13 @@ def plan_sizes(
         planner: Has the plans.
         limit: The largest number of replicas that other jobs leave to it, if any.
         gpus_left: GPUs of its workers that run or start.
+        drains: Whether nodes of its workers are draining: then it may have to shrink.
 
     Raises:
         PlanError: No plan fits any size.
         PlanPendingError: A plan is being made.
     """
-    sizing = _Sizing(key, spec, planner, limit, gpus_left)
+    sizing = _Sizing(key, spec, planner, limit, gpus_left, drains)
     same = status.plan is not None and status.plan.revision in ("", revision)
     running = status.plan if same and has_started(status) else None
     if running is None:
@@ -81,6 +84,7 @@ class _Sizing:
     planner: Planner
     limit: int | None
     gpus_left: int
+    drains: bool
 
     def before_the_start(self) -> SizePlans:
         """The best plan of the largest size, the same degrees with fewer replicas, and layouts for fewer GPUs."""
@@ -116,7 +120,7 @@ class _Sizing:
         made = self.planner.running_plan(self.key, current, running)
         plan = replace(made, gpus=self.spec.gpus, replanned=bool(running.replanned))
         trains = mesh is not None and mesh.generation > 0 and not mesh.pending_cause
-        if trains and running.data == counts[0] and not plan.replanned:
+        if trains and running.data == counts[0] and not plan.replanned and not self.drains:
             return SizePlans(current, plan, full)
         known = {} if plan.replanned else {running.data: plan}
         others = self._plans([count for count in counts if count not in known], total, full)

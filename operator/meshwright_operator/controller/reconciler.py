@@ -175,6 +175,8 @@ class Reconciler:
             request = PlacementRequest.of_decision(key, job, draft, draft.move)
             if await self._scheduler.fits_elsewhere(request):
                 placement_outcome.apply_move(draft)
+            else:
+                resize.leave_draining_nodes(draft)
         if draft.map_ranks is not None:
             placement_outcome.apply_mapping(draft, await self._scheduler.map_ranks(observed, draft.map_ranks))
         await self._execute(key, job, registry, draft)

@@ -45,6 +45,7 @@ CLOCK_SKEW_SECONDS = 30.0
 def decide(observed: Observed) -> Decision:
     """Return the job's next status and the actions to do now."""
     decision = Decision.of(observed)
+    decision.status.waiting_edit = observed.waiting_edit
     if lifecycle.finished(observed.status):
         _clean_up_finished(decision)
         return decision

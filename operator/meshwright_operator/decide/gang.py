@@ -25,7 +25,7 @@ from meshwright_operator.decide.mesh_generation import uses_external_scheduler
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState, Worker
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.text import capitalized, counted, sentences
-from meshwright_operator.timestamps import seconds_since
+from meshwright_operator.timestamps import parse_time, seconds_since
 
 AGENTS_MISSING = "AgentsMissing"
 PROBLEM_LIMIT_SECONDS = 300.0
@@ -50,6 +50,8 @@ SILENT_GANG_SECONDS = 600.0
 
 def next_action(observed: Observed, pending_cause: str) -> GangAction:
     """The gang's next action toward a generation."""
+    if pending_cause == restart_policy.NODE_DRAINED.name and (move := _move(observed)) is not None:
+        return move
     if obsolete := _obsolete_pods(observed):
         return Delete(tuple(pod for pod, _ in obsolete), obsolete[0][1])
     ending = [w for w in observed.workers if w.state is PodState.ENDING or w.older_pods]
@@ -74,6 +76,27 @@ def next_action(observed: Observed, pending_cause: str) -> GangAction:
     if uses_external_scheduler(observed) and (action := external_scheduler_action(observed)) is not None:
         return action
     return _wait_for_agents(observed, pending_cause)
+
+
+def _move(observed: Observed) -> Delete | Wait | None:
+    """Deletes the pods on draining nodes after their ranks have saved a checkpoint. None once that is done.
+
+    Pods that replace them stay, also if their nodes drain later: whether they fit elsewhere is asked when they train.
+    """
+    if any(worker.state is not PodState.RUNNING for worker in observed.workers):
+        return None
+    since = parse_time(observed.mesh.pending_since) or observed.now
+    leaving = [
+        worker
+        for worker in observed.workers
+        if worker.node_drain_reason and worker.pod is not None and (worker.pod.created or since) <= since
+    ]
+    if not leaving:
+        return None
+    if saving := saving_agents(observed):
+        return Wait(f"{counted(saving, 'worker')} still {'saves' if saving == 1 else 'save'} a checkpoint", seconds=1.0)
+    pods = tuple(worker.pod for worker in leaving if worker.pod is not None)
+    return Delete(pods, f"node {leaving[0].node} drains ({leaving[0].node_drain_reason})")
 
 
 def _rejected_pods(pods: list[Pod]) -> EndAttempt:

@@ -8,7 +8,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, PlanStatus, WorkerPlacement
+from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, PlanStatus, WaitingEditStatus, WorkerPlacement
 from meshwright.planner.plan import Plan
 from meshwright.protocol.messages import AgentState
 from meshwright.protocol.run_config import RunConfig
@@ -121,6 +121,8 @@ class Observed:
 
     blocked_edit: BlockedEdit | None = None
     """If set, `spec` is the applied spec and not the object's, and this is the reason."""
+    waiting_edit: WaitingEditStatus | None = None
+    """The edit that waits because of `spec.updatePolicy`."""
     fallback: Observed | None = None
     """The job with its applied spec, if `spec` is an edit that would restart the gang."""
 

@@ -253,7 +253,10 @@ def placement_text(placement: PlacementStatus) -> str:
 
 
 def apply_move(decision: Decision) -> None:
-    """Deletes the pods of `decision.move`, whose workers fit on other nodes. They save a checkpoint first."""
+    """Pauses the generation to move the workers of `decision.move`, which fit on other nodes.
+
+    Their pods are deleted once the ranks have saved a checkpoint. If their nodes drain no more by then, they stay.
+    """
     assert decision.move is not None
     workers = decision.move.workers
     moves = ", ".join(f"worker {w.index} off {w.node} ({w.node_drain_reason})" for w in workers[:3])
@@ -263,7 +266,6 @@ def apply_move(decision: Decision) -> None:
     decision.count_restart(restart_policy.NODE_DRAINED)
     decision.mesh.pending_cause = restart_policy.NODE_DRAINED.name
     decision.mesh.pending_since = format_time(decision.observed.now)
-    decision.delete += [w.pod for w in workers if w.pod is not None and not w.pod.deleting]
     decision.starting(message)
 
 

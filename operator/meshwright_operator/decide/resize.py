@@ -104,6 +104,23 @@ def shrink(decision: Decision, size: Size, why: str) -> None:
     apply_size(decision, size.plan, placement, why)
 
 
+def leave_draining_nodes(decision: Decision) -> None:
+    """Continues without the replicas on draining nodes, if no other nodes are free for their workers."""
+    observed = decision.observed
+    if observed.elastic is None or observed.joining or observed.status.placement is None:
+        return
+    stay = [worker for worker in observed.workers if worker.state in LIVE and not worker.node_drain_reason]
+    smaller = [plan for plan in observed.size_plans if plan.layout.data < sizing.current_size(observed)]
+    for plan in (plan for plan in smaller if not plan.replanned):
+        size = sizing.size_for(observed, plan, stay)
+        if not size.new_workers:
+            nodes = sorted({worker.node for worker in observed.workers if worker.node_drain_reason})
+            more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
+            which = f"{counted(len(nodes), 'node')} ({', '.join(nodes[:3])}{more})"
+            shrink(decision, size, f"{which} must be left, and no other node is free for the workers there")
+            return
+
+
 def report_training(decision: Decision) -> None:
     """What an elastic job does while all its ranks train: it ends a resize, and grows if it may."""
     observed = decision.observed

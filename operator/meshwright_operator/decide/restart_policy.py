@@ -134,7 +134,7 @@ RESCALED = declare(RestartCause("Rescaled", event_type=NORMAL, pauses=True))
 JOB_PREEMPTED = declare(
     RestartCause("JobPreempted", event="Preempted", event_type=NORMAL, replaces_gang=True, pauses=True)
 )
-NODE_DRAINED = declare(RestartCause("NodeDrained", event_type=NORMAL))
+NODE_DRAINED = declare(RestartCause("NodeDrained", event_type=NORMAL, pauses=True))
 NODE_LOST = declare(RestartCause("NodeLost"))
 PREEMPTED = declare(RestartCause("Preempted"))
 EVICTED = declare(RestartCause("Evicted"))

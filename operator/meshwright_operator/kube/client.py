@@ -113,7 +113,7 @@ class KubeClient:
         fence: Limits writes; None for no limit.
         max_in_flight: Number of concurrent calls.
         timeout: Seconds for one call.
-        on_write: Called with the seconds of every write that was answered, except those of leases.
+        on_create: Called with the resource and the seconds of every object that was created, except leases.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class KubeClient:
         *,
         max_in_flight: int = 32,
         timeout: float = 30.0,
-        on_write: Callable[[float], None] = lambda seconds: None,
+        on_create: Callable[[str, float], None] = lambda resource, seconds: None,
     ) -> None:
         self._configuration = configuration
         self._metrics = metrics
@@ -132,7 +132,7 @@ class KubeClient:
         self._connections = _Connections(configuration)
         self._in_flight = asyncio.Semaphore(max_in_flight)
         self._timeout = timeout
-        self._on_write = on_write
+        self._on_create = on_create
         self._backoff_until = 0.0
 
     async def close(self) -> None:
@@ -289,8 +289,8 @@ class KubeClient:
             resource, took = resource_of(path), time.monotonic() - started
             self._metrics.api_requests.labels(verb, resource, str(code)).inc()
             self._metrics.api_request_seconds.labels(verb, resource).observe(took)
-            if code and verb != "GET" and not path.startswith(LEASES):
-                self._on_write(took)
+            if code == 201 and verb == "POST" and not path.startswith(LEASES):
+                self._on_create(resource, took)
         return _decode_response(code, data, response.headers)
 
     async def _open(

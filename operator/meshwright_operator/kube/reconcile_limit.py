@@ -1,8 +1,9 @@
 """How many reconciles run at once: fewer while the API server is slow because of them.
 
 A server that is saturated answers no more calls if more are sent; each only takes longer, and so does each reconcile.
-The latency of writes is compared with the best of the last minute, so that a server whose writes always take long, such
-as for a webhook, is not taken for a saturated one. TCP Vegas does the same with packets.
+The time in which objects are created is compared with the best of the last minute for the same resource, so that a
+server that always takes long, such as for a webhook of pods, is not taken for a saturated one. TCP Vegas does the same
+with packets. Other writes do not count: the time of a patch depends on the size of the object.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from contextlib import asynccontextmanager
 LEAST = 2
 """Reconciles that always may run at once."""
 SLOWER = 3.0
-"""With this many times the best latency, fewer may run."""
+"""With this many times the best time, fewer may run."""
 FAST = 2.0
-"""With less than this many times the best latency, more may run."""
+"""With less than this many times the best time, more may run."""
 NOT_SLOW_SECONDS = 0.02
-"""A latency below this is never taken for a sign of load."""
+"""A shorter time is never taken for a sign of load."""
 SMOOTHING = 0.1
 STEP_SECONDS = 0.2
 """Time between two steps, in which the effect of the last one shows."""
 LONG_SECONDS = 1.0
 """A reconcile that takes longer, such as the start of a large gang, leaves its place to another one."""
 BEST_OF_SECONDS = 60.0
-"""Time over which the best latency is taken, in two halves."""
+"""Time over which the best time is taken, in two halves."""
 
 
 class ReconcileLimit:
@@ -45,25 +46,29 @@ class ReconcileLimit:
         """Reconciles that may run at once now, besides long ones."""
         self._running = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._latency: float | None = None
+        self._seconds = 0.0
+        """The time of a creation, smoothed."""
+        self._ratio = 1.0
+        """How many times the best time that is, smoothed."""
         self._stepped = clock()
-        self._best = [float("inf"), float("inf")]
-        """The best latency of this half of the period, and of the one before."""
+        self._best: list[dict[str, float]] = [{}, {}]
+        """Resource -> the best time, in this half of the period and in the one before."""
         self._half_began = clock()
 
-    def observe(self, seconds: float) -> None:
-        """Note how long a write took."""
+    def observe(self, resource: str, seconds: float) -> None:
+        """Note how long it took to create an object."""
         now = self._clock()
         if now - self._half_began > BEST_OF_SECONDS / 2:
-            self._best, self._half_began = [float("inf"), self._best[0]], now
-        self._best[0] = min(self._best[0], seconds)
-        self._latency = seconds if self._latency is None else self._latency + SMOOTHING * (seconds - self._latency)
+            self._best, self._half_began = [{}, self._best[0]], now
+        self._best[0][resource] = min(self._best[0].get(resource, seconds), seconds)
+        best = min(half[resource] for half in self._best if resource in half)
+        self._seconds += SMOOTHING * (seconds - self._seconds)
+        self._ratio += SMOOTHING * (seconds / max(best, 1e-6) - self._ratio)
         if now - self._stepped < STEP_SECONDS:
             return
-        best = min(self._best)
-        if self._latency > max(SLOWER * best, NOT_SLOW_SECONDS):
+        if self._seconds > NOT_SLOW_SECONDS and self._ratio > SLOWER:
             self.allowed = max(min(LEAST, self._most), self.allowed - 1)
-        elif self._latency < max(FAST * best, NOT_SLOW_SECONDS):
+        elif self._seconds < NOT_SLOW_SECONDS or self._ratio < FAST:
             self.allowed = min(self._most, self.allowed + 1)
         self._stepped = now
         self._wake()

@@ -1,0 +1,45 @@
+"""Edits that wait because of `spec.updatePolicy`: for the next checkpoint, or for a restart with another cause.
+
+Only an edit that would interrupt ranks waits. Without a running generation it takes effect at once.
+"""
+
+from __future__ import annotations
+
+from meshwright.api.spec import UpdatePolicy
+from meshwright.api.status import WaitingEditStatus
+from meshwright_operator.decide.conditions import BlockedEdit
+from meshwright_operator.decide.observed import Observed
+from meshwright_operator.timestamps import format_time
+
+EDIT_WAITS = "EditWaits"
+CHECKPOINT = "Checkpoint"
+RESTART = "Restart"
+
+
+def waiting_edit(running: Observed, edited: Observed) -> WaitingEditStatus | None:
+    """The edit as it waits, or None if it takes effect now.
+
+    Args:
+        running: The job with its applied spec.
+        edited: The job with the edit.
+    """
+    policy, mesh = edited.spec.update_policy, running.mesh
+    trains = mesh.generation > 0 and not mesh.pending_cause
+    if policy is UpdatePolicy.NOW or not trains or edited.spec.suspend:
+        return None
+    waits_for = CHECKPOINT if policy is UpdatePolicy.AT_CHECKPOINT else RESTART
+    checkpoint, before = running.status.checkpoint, running.status.waiting_edit
+    step = checkpoint.step if checkpoint is not None else None
+    if before is None or before.revision != edited.revision:
+        since = format_time(running.now)
+        return WaitingEditStatus(revision=edited.revision, waits_for=waits_for, since=since, checkpoint_step=step)
+    if waits_for == CHECKPOINT and step != before.checkpoint_step:
+        return None
+    return before.model_copy(update={"waits_for": waits_for})
+
+
+def edit_waits(waiting: WaitingEditStatus) -> BlockedEdit:
+    """The same for the conditions of the job, which keeps its previous revision."""
+    what = "the next checkpoint" if waiting.waits_for == CHECKPOINT else "the next restart of the ranks"
+    text = f"The edit waits for {what}, because of `spec.updatePolicy`"
+    return BlockedEdit(EDIT_WAITS, text, retryable=True)
