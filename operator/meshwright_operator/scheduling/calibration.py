@@ -26,6 +26,7 @@ from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost.constants import Constants
 from meshwright.planner.cost_model import Calibration, StepMeasurement, cost_model_for, recalibrate
 from meshwright.planner.placement.placed_cost import group_spans_of_status
+from meshwright.rules.elastic import fixed_size
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.scheduling.scheduler import JobScheduler
 
@@ -92,6 +93,8 @@ class CalibrationLoop:
         spec = parse_spec(job)
         if spec.model is None or spec.training is None:
             return None
+        if spec.elastic is not None and spec.elastic.scaled_batch is not None:
+            spec = fixed_size(spec, plan.data, plan.micro_batches)
         if spec.data is not None and spec.data.format is DataFormat.PROMPT_COMPLETION:
             # Rows are as long as their records: measured throughput depends on it, the cost model does not.
             return None
