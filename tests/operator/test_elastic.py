@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
 from meshwright.protocol.run_config import NativeRun
+from meshwright_operator.kube.cache import JobKey
+from meshwright_operator.kube.parsed_jobs import ParsedJobs
+from meshwright_operator.scheduling.preemption import holder_of
+from meshwright_operator.timestamps import parse_time
 from tests.operator.support import JOBS
 from tests.operator.test_settling import submitted
 from tests.operator.world import World
@@ -181,6 +185,25 @@ async def test_only_as_many_jobs_of_the_same_priority_shrink_as_are_needed() -> 
     await world.run(60)
     assert world.true("waits", "Ready")
     assert [size(world, name) for name in ("one", "two", "three")] == [3, 3, 2]
+
+
+async def test_the_pause_counts_for_requests_that_are_older_than_the_resize() -> None:
+    """A waiting job is tried again with its last request. A clock that was set back must not extend the pause."""
+    world = World(12, nodes=3, work=FOREVER)
+    world.submit(elastic("fills", 1, maxReplicas=3, fill=True, pauseSeconds=300))
+    await world.run(20)
+    world.submit(submitted("second", 1))
+    await world.run(30)
+    resized = parse_time(world.status("fills")["elastic"]["resizedTime"])
+    assert resized is not None
+
+    def rests(seconds: float) -> bool:
+        job, now = world.cluster.objects[f"{JOBS}/fills"], resized + timedelta(seconds=seconds)
+        holder = holder_of(JobKey("default", "fills"), job, ParsedJobs(), lambda priority: priority, now)
+        assert holder is not None
+        return holder.rests_until is not None
+
+    assert [rests(seconds) for seconds in (-120, 0, 299, 301, -86400)] == [True, True, True, False, False]
 
 
 async def sizes_of(world: World, name: str, seconds: int) -> list[tuple[datetime, int]]:

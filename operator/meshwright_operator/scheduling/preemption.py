@@ -23,6 +23,9 @@ from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.parsed_jobs import ParsedJobs
 from meshwright_operator.timestamps import parse_time
 
+OLDEST_REQUEST_SECONDS = 600.0
+"""A waiting job is tried again with its last request. It asks every two minutes, unless its reconciles fail."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holder:
@@ -277,8 +280,8 @@ def _end_of_pause(resized: datetime | None, seconds: float, now: datetime) -> da
     if resized is None:
         return None
     end = resized + timedelta(seconds=seconds)
-    # After a clock was set back, the pause must not be longer.
-    return end if 0.0 < (end - now).total_seconds() <= seconds else None
+    # After a clock was set back, the pause must not be longer, except by the age that a request may have.
+    return end if 0.0 < (end - now).total_seconds() <= seconds + OLDEST_REQUEST_SECONDS else None
 
 
 def _share(amount: Resources, parts: int) -> Resources:
