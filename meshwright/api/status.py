@@ -164,7 +164,7 @@ class PlacementStatus(ApiModel):
     """Number of tensor-parallel groups that leave their NVLink domain."""
     straddling_replicas: Count = 0
     """Number of replicas whose pipeline leaves its rack."""
-    topology: Annotated[dict[str, Annotated[str, Field(max_length=16)]], Field(max_length=8)] = {}
+    topology: Annotated[dict[str, Annotated[str, Field(max_length=16)]], Field(max_length=8)] | None = None
     """With `spec.topology`: dimension -> the closest level that none of its groups leaves, or `cluster`."""
     spares: Annotated[list[Annotated[str, Field(max_length=253)]], Field(max_length=64)] = []
     """Nodes reserved for replacements of lost workers, the most useful first."""

@@ -102,7 +102,10 @@ class TrainingJob:
             schedule=parallelism.order if has_pipeline else PipelineSchedule.ONE_F_ONE_B,
             virtual_stages=stages_per_rank(parallelism, layout.pipeline),
             layer_split=layer_split(parallelism, layout.pipeline, self.architecture, self.work.sequence_length),
-            context_method=context_method or self.fixed.context_method,
+            # Without context parallelism, no method is used: strategies that differ in nothing else are equal.
+            context_method=(
+                context_method or self.fixed.context_method if layout.context > 1 else ContextMethod.RING_ZIG_ZAG
+            ),
             zero_stage=stage if layout.shard_ranks > 1 else 0,
             micro_batch_size=max(1, self.work.global_batch // (layout.data * micro_batches)),
             micro_batches=micro_batches,

@@ -85,7 +85,7 @@ class Placement:
             gap=f"{self.gap:.3g}",
             straddling_tensor_groups=self.crossings.straddling_tensor_groups,
             straddling_replicas=self.crossings.straddling_replicas,
-            topology=dict(self.topology),
+            topology=dict(self.topology) or None,
             spares=list(self.spares),
         )
 
