@@ -91,10 +91,10 @@ class CalibrationLoop:
         if plan is None or not status.tokens_per_second or not status.step:
             return None
         spec = parse_spec(job)
-        if spec.model is None or spec.training is None:
-            return None
         if spec.elastic is not None and spec.elastic.scaled_batch is not None:
             spec = fixed_size(spec, plan.data, plan.micro_batches)
+        if spec.model is None or spec.training is None:
+            return None
         if spec.data is not None and spec.data.format is DataFormat.PROMPT_COMPLETION:
             # Rows are as long as their records: measured throughput depends on it, the cost model does not.
             return None
