@@ -53,6 +53,12 @@ def filling(name: str, workers: int, **spec: Any) -> KubeObject:
     return small(name, workers, preemptible=True, checkpoint={"claimName": "shared"}, **spec)
 
 
+def in_rack(rack: str, body: KubeObject) -> KubeObject:
+    """The job, with workers that run on nodes of this rack only."""
+    body["spec"]["workers"]["nodeSelector"] = {RACK: rack}
+    return body
+
+
 async def test_a_job_waits_until_its_level_can_be_met() -> None:
     world = two_racks()
     world.submit(small("other", 2))
@@ -138,8 +144,7 @@ async def test_jobs_stop_in_one_rack_for_a_job_that_must_be_in_one() -> None:
     """Four jobs fill two racks in turns, so the two that started last are in different racks and do not help."""
     world = two_racks(8)
     for number in range(4):
-        selector = {"image": "meshwright/worker", "gpusPerWorker": 2, "nodeSelector": {RACK: f"r{number % 2}"}}
-        world.submit(filling(f"low{number}", 2, workers=selector))
+        world.submit(in_rack(f"r{number % 2}", filling(f"low{number}", 2)))
         await world.run(20)
     assert [racks(world, f"low{number}") for number in range(4)] == [{"r0"}, {"r1"}, {"r0"}, {"r1"}]
     world.submit(small("high", 4, priority=10, topology=IN_ONE_RACK))
@@ -154,9 +159,7 @@ async def test_jobs_stop_in_one_rack_for_a_job_that_must_be_in_one() -> None:
 async def test_elastic_jobs_give_up_replicas_in_one_rack_for_a_job_that_must_be_in_one() -> None:
     world = two_racks()
     for number in range(2):
-        selector = {"image": "meshwright/worker", "gpusPerWorker": 2, "nodeSelector": {RACK: f"r{number}"}}
-        elastic = {"minReplicas": 1, "maxReplicas": 3}
-        world.submit(small(f"low{number}", 3, elastic=elastic, workers=selector))
+        world.submit(in_rack(f"r{number}", small(f"low{number}", 3, elastic={"minReplicas": 1, "maxReplicas": 3})))
         await world.run(20)
     world.submit(small("high", 2, priority=10, topology=IN_ONE_RACK))
     await world.run(200)
