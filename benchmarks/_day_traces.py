@@ -17,7 +17,11 @@ PAUSE_SECONDS = 600
 SIZES = {1: 4, 2: 5, 4: 6, 8: 5, 16: 3, 32: 1}
 """Replicas of a job, and how frequent they are."""
 URGENT_SHARE = 0.15
-FILL_SHARE = 0.7
+FILL_SHARE = 1.0
+MOST = (2, 4)
+"""`elastic.maxReplicas` of a job is one of these times its replicas."""
+LONGEST = 4.0
+"""Length of the longest job, in typical lengths."""
 WAITING_AT_FIRST = 0.2
 """Share of the jobs that are there when the day begins."""
 NODE_FAILURES = 8.0
@@ -104,7 +108,7 @@ def trace(seed: int, jobs: int, load: float, hours: float) -> Trace:
     draw = random.Random(seed)
     day = hours * 3600.0
     sizes = draw.choices(list(SIZES), list(SIZES.values()), k=jobs)
-    lengths = [min(8.0, max(0.2, draw.lognormvariate(0.0, 0.8))) for _ in sizes]
+    lengths = [min(LONGEST, max(0.2, draw.lognormvariate(0.0, 0.8))) for _ in sizes]
     scale = load * NODES * day / sum(size * length for size, length in zip(sizes, lengths, strict=True))
     arrivals = []
     for number, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
@@ -118,7 +122,7 @@ def trace(seed: int, jobs: int, load: float, hours: float) -> Trace:
                 work=round(size * length * scale, 1),
                 priority=10 if urgent else 0,
                 least=max(1, size // 4),
-                most=min(NODES, 2 * size),
+                most=min(NODES, draw.choice(MOST) * size),
                 fill=draw.random() < FILL_SHARE,
             )
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.parsed_jobs import ParsedJobs
 from meshwright_operator.scheduling.preemption import holder_of
@@ -203,6 +204,23 @@ async def test_the_pause_counts_for_requests_that_are_older_than_the_resize() ->
         return holder.rests_until is not None
 
     assert [rests(seconds) for seconds in (-120, 0, 299, 301, -86400)] == [True, True, True, False, False]
+
+
+async def test_a_growth_waits_until_the_pods_of_the_former_one_have_ended() -> None:
+    """Two pods of one worker never live at once, which the world checks."""
+    world = World(13, nodes=3, work=FOREVER)
+    world.submit(elastic("job", 2, pauseSeconds=10, maxReplicas=3))
+    await world.run(20)
+    world.unprepared = True
+    edit(world, "job", replicas=3)
+    await world.run(10)
+    assert len(pods(world, "job")) == 3
+    agent = world.agents["job-w0-0"]
+    agent.state, agent.failure = AgentState.FAILED, FailureKind.ERROR
+    world.unprepared = False
+    await world.run(120)
+    assert size(world, "job") == 3
+    assert world.true("job", "Ready")
 
 
 async def sizes_of(world: World, name: str, seconds: int) -> list[tuple[datetime, int]]:

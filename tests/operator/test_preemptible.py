@@ -5,7 +5,12 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import pytest
+
 from meshwright.protocol.messages import AgentState
+from meshwright_operator.kube.cache import JobKey
+from meshwright_operator.scheduling import waiting_jobs
+from meshwright_operator.scheduling.policy import parse_policy
 from meshwright_operator.timestamps import parse_time
 from tests.operator.support import JOBS
 from tests.operator.test_elastic import FOREVER, edit, elastic, events, pods, size
@@ -195,3 +200,49 @@ async def test_two_jobs_never_alternate() -> None:
     started = parse_time(world.status("high")["startTime"])
     assert started is not None
     assert world.now - started > timedelta(seconds=400)
+
+
+async def test_a_job_is_released_by_a_waiting_job_that_the_policy_no_longer_lets_start() -> None:
+    world = World(12, nodes=2, work=FOREVER)
+    world.submit(preemptible("low", 1))
+    await world.run(30)
+    (pod,) = world.pods("low")
+    world.agents[pod.name].hung = True  # its ranks save for long
+    world.submit(urgent("urgent", 2))
+    await world.run(8)
+    assert world.status("low")["mesh"]["pendingCause"] == "JobPreempted"
+    world.operators[0].scheduler.set_policy(parse_policy("namespaces: [{match: default, maxGpusInUse: 3}]"))
+    await world.tick(1)
+    assert world.operators[0].scheduler.replica_limit(pod.owner) is None
+    world.agents[pod.name].state = AgentState.IDLE
+    await world.run(60)
+    assert not pods(world, "urgent")
+    assert world.true("low", "Ready"), world.condition("low", "Ready")
+
+
+async def test_a_job_is_released_by_a_waiting_job_that_no_longer_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(13, nodes=1, work=FOREVER)
+    world.submit(preemptible("low", 1))
+    await world.run(30)
+    (pod,) = world.pods("low")
+    world.agents[pod.name].hung = True  # its ranks save for long
+    world.submit(urgent("urgent", 1))
+    await world.run(8)
+    (operator,) = world.operators
+    assert operator.scheduler.replica_limit(pod.owner) is not None
+    operator.queue.due.pop(JobKey("default", "urgent"))
+    monkeypatch.setattr(waiting_jobs, "SILENT_SECONDS", -1.0)
+    for _ in range(3):  # also when it is tried again with its last request
+        operator.scheduler._placer.nodes_changed()
+        await operator.scheduler.idle()
+        assert operator.scheduler.replica_limit(pod.owner) is None
+
+
+async def test_a_stopped_job_looks_again_even_if_nothing_wakes_it() -> None:
+    world = World(14, nodes=1, work=FOREVER)
+    world.submit(preemptible("low", 1))
+    await world.run(30)
+    world.submit(urgent("urgent", 1))
+    await world.run(90)
+    assert world.true("urgent", "Ready")
+    assert JobKey("default", "low") in world.operators[0].queue.due

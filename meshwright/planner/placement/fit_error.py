@@ -71,7 +71,7 @@ def fit_error(
         sentences = [f"{fitting}{_per_rack(capacity, shape)}: {missing_gpus} missing", *_groups(shape, levels)]
         free = f"Free {missing_gpus}"
     sentences += [
-        *(_other_resources(plan, inventory, needed, workers_that_fit) if shortage is None else ()),
+        *(_other_resources(plan, inventory, kept, levels, workers_that_fit) if shortage is None else ()),
         *_skipped_nodes(plan, inventory),
         f"{free}, or set {_size_to_set(plan, replicas_fitting)} to start now"
         if replicas_fitting
@@ -150,12 +150,15 @@ def _per_rack(capacity: FreeCapacity, shape: GangShape) -> str:
     return f" ({', '.join(f'{rack}: {count}' for rack, count in counts[:_MAX_NAMED])}{more})"
 
 
-def _other_resources(plan: Plan, inventory: Inventory, needed: int, workers_that_fit: int) -> list[str]:
+def _other_resources(
+    plan: Plan, inventory: Inventory, kept: Mapping[int, str], levels: GroupLevels, workers_that_fit: int
+) -> list[str]:
     """A hint if GPUs are free but CPU, memory or the number of pods is not."""
     only_gpus = replace(plan, worker_request=Resources(gpus=plan.gpus_per_worker))
     shape = GangShape(plan)
-    by_gpus = FreeCapacity(only_gpus, inventory, {}).total_blocks() * shape.block_workers
-    if by_gpus <= workers_that_fit or workers_that_fit >= needed:
+    # The inventory has the GPUs of the workers that stay as free ones.
+    by_gpus = FreeCapacity(only_gpus, inventory, kept, levels.base).total_blocks() * shape.block_workers
+    if by_gpus <= workers_that_fit or workers_that_fit >= shape.workers - len(kept):
         return []
     return [
         f"Counting only GPUs, {by_gpus} workers fit: CPU, memory or pod capacity is missing, see `workers.resources`"

@@ -13,7 +13,7 @@ from meshwright_operator.decide import failure_detection, gang, lifecycle, resiz
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed
-from meshwright_operator.decide.placement_outcome import PREEMPTED
+from meshwright_operator.decide.placement_outcome import PREEMPTED, WAITING_RETRY_SECONDS
 from meshwright_operator.text import counted, sentences
 from meshwright_operator.timestamps import format_time, seconds_since
 
@@ -74,7 +74,7 @@ def _hold(decision: Decision, message: str) -> None:
     decision.status.ready_ranks = f"0/{observed.plan.layout.world_size}"
     decision.status.tokens_per_second = decision.status.eta_seconds = None
     decision.job_state(PREEMPTED, message)
-    decision.requeue_within(CHECK_SECONDS if observed.live_pods else None)
+    decision.requeue_within(CHECK_SECONDS if observed.live_pods else WAITING_RETRY_SECONDS)
 
 
 def _release(decision: Decision) -> None:

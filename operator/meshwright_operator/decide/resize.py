@@ -34,6 +34,8 @@ from meshwright_operator.timestamps import format_time, seconds_since
 
 START_SECONDS = 600.0
 """Time in which the workers of a growth must be ready."""
+ENDING_SECONDS = 15.0
+"""Time after which a job that waits for pods to end looks again. The event of a pod that has ended wakes it earlier."""
 SHRINK_SECONDS = 1.0
 """Time after which a job is reconciled again that has shrunk."""
 PROBLEM_SECONDS = 120.0
@@ -134,7 +136,10 @@ def report_training(decision: Decision) -> None:
         text = layout_text(observed.plan) if observed.plan.replanned else size
         decision.condition(names.RESCALING, False, "Rescaled", f"{text} in effect")
     sizes = sizing.sizes_to_grow(observed)
-    if sizes:
+    if sizes and any(pod not in observed.stuck_pods for pod in observed.excess_pods):
+        # A worker of the new size may have the index of one that ends: two pods of it must not live at once.
+        decision.requeue_within(ENDING_SECONDS)
+    elif sizes:
         decision.grow = Place((), {worker.index: worker.node for worker in observed.workers}, sizes)
     elif any(sizing.is_larger(plan, observed) for plan in observed.size_plans):
         decision.requeue_within(sizing.seconds_until_growth(observed) or None)

@@ -108,8 +108,9 @@ class WaitingJobs:
                 waiting[namespace] += 1
                 member.excess = self.excess_of(member.request, waiting[namespace])
         for member in self._order:
-            if member.claims and (member.excess or _is_silent(member)):
+            if (member.claims or member.victims) and (member.excess or _is_silent(member)):
                 self._give_up_claims(member)
+                self.release_victims(member)
         return [member for member in self._order if not member.excess]
 
     def remove(self, uid: str) -> bool:
@@ -293,7 +294,8 @@ class WaitingJobs:
         """Notes which jobs have to shrink or to stop for a job, and has them reconciled."""
         if outcome.placement is not None:
             return  # they stay as they are until it has started
-        before, member.victims = member.victims, {victim.uid: victim for victim in outcome.victims}
+        victims = () if _is_silent(member) else outcome.victims
+        before, member.victims = member.victims, {victim.uid: victim for victim in victims}
         for victim in (before | member.victims).values():
             self._around.wake(victim.key)
 

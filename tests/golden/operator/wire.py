@@ -1,6 +1,6 @@
 """The API server of a virtual cluster, as the operator's own client speaks to it: verbs, addresses and JSON bodies.
 
-Only the last call is replaced, the request of the Kubernetes client library. So the record has what a real API server
+Only the last call is replaced, which sends a request. So the record has what a real API server
 would get, with field managers, preconditions and content types.
 """
 
@@ -10,16 +10,14 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from urllib.parse import parse_qs, urlsplit
 
 from kubernetes.aio.client import Configuration
-from kubernetes.aio.client.rest import RESTClientObject
 
 from meshwright.api.objects import KubeObject
-from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.client import ApiError, KubeClient, _Connections
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from tests.golden.files import canonical
 from tests.operator.memory import MemoryCluster
@@ -98,12 +96,12 @@ def served_by(server: Callable[[], Server]) -> Iterator[None]:
     def begin(rest: Any, configuration: Any) -> None:
         rest.configuration = configuration
 
-    async def request(
-        rest: Any, verb: str, url: str, headers: KubeObject, body: KubeObject | None, _request_timeout: object
+    async def send(
+        rest: Any, verb: str, url: str, headers: KubeObject, data: bytes | None, timeout_options: object
     ) -> Any:
-        return SimpleNamespace(response=await server().answer(verb, url, headers["Content-Type"], body))
+        return await server().answer(verb, url, headers["Content-Type"], json.loads(data) if data is not None else None)
 
-    with patch.object(RESTClientObject, "__init__", begin), patch.object(RESTClientObject, "request", request):
+    with patch.object(_Connections, "__init__", begin), patch.object(_Connections, "send", send):
         yield
 
 

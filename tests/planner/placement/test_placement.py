@@ -313,6 +313,14 @@ def test_cpu_and_memory_limit_too_and_the_message_says_so() -> None:
         place(greedy, inventory(node("n0", gpus=8)))
 
 
+def test_gpus_of_the_workers_that_run_are_not_counted_as_free() -> None:
+    """A node was lost, and no GPU is free: neither CPU nor memory is missing."""
+    nodes = inventory(*(node(f"n{i}", gpus=2) for i in range(3)))
+    with pytest.raises(DoesNotFitError, match="0 of 1 worker with 2 GPUs fits next to the 3 that run") as caught:
+        place(plan_of(2, 1, 4, 2), nodes, {worker: f"n{worker}" for worker in range(3)})
+    assert "Counting only GPUs" not in str(caught.value)
+
+
 def test_thousands_of_nodes_are_placed_in_seconds() -> None:
     nodes = inventory(*racks(64, 32, 8))
     placement = place(plan_of(8, 8, 100, 8), nodes)

@@ -1,0 +1,300 @@
+"""A small job on an embedded cluster, what is done to it, and how long it then does not train.
+
+One cluster, one operator, one job of two replicas of two ranks each, on two of four nodes. Each fault strikes while
+the job trains. The modules are also imported from an older commit, which had them under other names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from meshwright.api import labels
+from meshwright.api.spec import ParallelTrainingJobSpec
+
+
+def _import(*names: str) -> Any:
+    """The first of these modules that exists."""
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+    raise ModuleNotFoundError(names[0])
+
+
+setup = _import("meshwright_cli.demo.setup", "meshwright.cli.demo.setup")
+observer = _import("meshwright_cli.demo.observer", "meshwright.cli.demo.observer")
+manifest = _import("meshwright_cli.manifest", "meshwright.cli.manifest")
+child_processes = _import("meshwright_cli.child_processes", "meshwright.cli.programs")
+control_socket = _import("meshwright_local.control_socket", "meshwright.local.control")
+resources = _import("meshwright_local.kube.resources", "meshwright.local.resources")
+EVENTS, JOBS, NODES, PODS = resources.EVENTS, resources.JOBS, resources.NODES, resources.PODS
+
+ELASTIC = "elastic" in ParallelTrainingJobSpec.model_fields
+"""Whether this commit resizes a job without a restart of its gang."""
+NAMESPACE, NAME, URGENT = "default", "recovery", "urgent"
+LIMIT_SECONDS = 150.0
+HANG_LIMIT = 8
+SPEC: dict[str, Any] = {
+    "replicas": 2,
+    "model": {"layers": 2, "hiddenSize": 32, "intermediateSize": 64, "heads": 2, "vocabSize": 260},
+    "data": {"source": "PythonStdlib"},
+    "training": {"steps": 1_000_000, "globalBatchSize": 8, "sequenceLength": 32, "seed": 3},
+    "parallelism": {"tensor": 2, "pipeline": 1, "microBatches": 2},
+    "workers": {"image": "meshwright-worker:0.1.0", "gpusPerWorker": 2},
+    "recovery": {"hangTimeoutSeconds": HANG_LIMIT},
+    "checkpoint": {"claimName": NAME, "everySteps": 20, "keep": 2},
+}
+CLAIM = {
+    "apiVersion": "v1",
+    "kind": "PersistentVolumeClaim",
+    "metadata": {"name": NAME},
+    "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
+}
+URGENT_SPEC: dict[str, Any] = {
+    "replicas": 1,
+    "priority": 10,
+    "runtime": {"command": ["sleep", "1000"]},
+    "parallelism": {"tensor": 1},
+    "workers": {"image": "meshwright-worker:0.1.0", "gpusPerWorker": 1},
+}
+
+
+class Job:
+    """The job, and what is done to it."""
+
+    def __init__(self, client: Any, directory: Path) -> None:
+        self.client = client
+        self.control = directory / "cluster"
+        self.changes: list[float] = []
+        """Moments (monotonic seconds) at which another step of rank 0 was observed."""
+
+    async def start(self) -> int:
+        """Apply the job and wait until it trains; its mesh generation."""
+        spec = dict(SPEC)
+        if ELASTIC:
+            spec["elastic"] = {"maxReplicas": 2, "replacementSeconds": 60, "pauseSeconds": 10}
+        await manifest.apply(self.client, CLAIM, NAMESPACE)
+        await self.apply(NAME, spec)
+        return int((await self.trains(0))["generation"])
+
+    async def apply(self, name: str, spec: dict[str, Any]) -> None:
+        """Apply a job."""
+        body = {"apiVersion": labels.API_VERSION, "kind": labels.KIND, "metadata": {"name": name}, "spec": spec}
+        await manifest.apply(self.client, body, NAMESPACE)
+
+    async def trains(self, after: int) -> dict[str, float]:
+        """Wait until every rank of a generation newer than `after` trains.
+
+        Returns:
+            `generation`, and the moments (monotonic seconds) `detected`, `started` and `trains`, of which the first is
+            when status said that a new generation forms, the second when it was formed.
+
+        Raises:
+            TimeoutError: after LIMIT_SECONDS.
+        """
+        deadline = time.monotonic() + LIMIT_SECONDS
+        seen: dict[str, float] = {}
+        while (now := time.monotonic()) < deadline:
+            status = (await self.client.get(JOBS, NAME, NAMESPACE)).get("status", {})
+            mesh = status.get("mesh", {})
+            generation = mesh.get("generation", 0)
+            if generation > after:
+                seen.setdefault("started", now)
+            if mesh.get("pendingCause") or generation > after:
+                seen.setdefault("detected", now)
+            ready, _, world = status.get("readyRanks", "").partition("/")
+            if generation > after and ready == world != "":
+                return {"generation": generation, **seen, "trains": now}
+            await asyncio.sleep(0.1)
+        raise TimeoutError(f"no generation after {after} trains after {LIMIT_SECONDS:.0f} s: {status}")
+
+    async def watch_steps(self) -> None:
+        """Note the moments at which rank 0 was at another step, until cancelled."""
+        last: float | None = None
+        address = ""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
+            while True:
+                try:
+                    address = address or await self.first_address()
+                    async with session.get(f"http://{address}:{labels.METRICS_PORT}/metrics") as response:
+                        step = observer.gauge(await response.text(), "ptj_step")
+                except (aiohttp.ClientError, TimeoutError):
+                    address, step = "", None
+                if step is not None and step != last:
+                    last = step
+                    self.changes.append(time.monotonic())
+                await asyncio.sleep(0.1)
+
+    async def first_address(self) -> str:
+        """The address of the pod of worker 0; `invalid.` while it has none."""
+        addresses = [
+            pod.get("status", {}).get("podIP", "")
+            for pod in await self.pods()
+            if pod["metadata"]["labels"][labels.LABEL_WORKER] == "0"
+        ]
+        return next((address for address in addresses if address), "invalid.")
+
+    async def signal_rank(self, number: signal.Signals) -> None:
+        """Send a signal to the last rank's process."""
+        path = PODS.path(NAMESPACE, (await self.last_pod())["metadata"]["name"], "log")
+        log = "\n".join([line.decode() async for line in self.client.lines(path)])
+        os.kill(int(re.findall(r"rank started rank=\d+ generation=\d+ pid=(\d+)", log)[-1]), number)
+
+    async def delete_pod(self) -> None:
+        """Delete the last worker's pod at once, without time to save."""
+        await self.client.delete(PODS, (await self.last_pod())["metadata"]["name"], NAMESPACE, grace_seconds=0)
+
+    async def remove_node(self) -> None:
+        """Remove the last worker's node: its processes and its object vanish. Another node is free."""
+        node = (await self.last_pod())["spec"]["nodeName"]
+        await asyncio.to_thread(control_socket.send, self.control, action="remove", node=node)
+
+    async def drain(self) -> None:
+        """Cordon the last worker's node and evict its pod, as `kubectl drain` does."""
+        pod = await self.last_pod()
+        await self.cordon([pod["spec"]["nodeName"]], True)
+        await self.client.delete(PODS, pod["metadata"]["name"], NAMESPACE)
+
+    async def preempt(self) -> None:
+        """Apply a job of higher priority that needs a node of this one; before elastic jobs, shrink by hand for it."""
+        if ELASTIC:
+            await self.apply(URGENT, URGENT_SPEC)
+        else:
+            await self.scale(1)
+
+    async def scale(self, replicas: int) -> None:
+        """Edit the number of replicas."""
+        await self.client.patch(JOBS, NAME, {"spec": {"replicas": replicas}}, NAMESPACE)
+
+    async def cordon(self, names: list[str], unschedulable: bool) -> None:
+        """Cordon nodes, or end that."""
+        for name in names:
+            await self.client.patch(NODES, name, {"spec": {"unschedulable": unschedulable}})
+
+    async def free_nodes(self) -> list[str]:
+        """Nodes without a pod of the job."""
+        used = {pod["spec"].get("nodeName") for pod in await self.pods()}
+        names = [node["metadata"]["name"] for node in (await self.client.list(NODES)).items]
+        return [name for name in names if name not in used]
+
+    async def pods(self) -> list[dict[str, Any]]:
+        """The job's pods that are not being deleted."""
+        pods = (await self.client.list(PODS, NAMESPACE, label_selector=f"{labels.LABEL_JOB}={NAME}")).items
+        return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+
+    async def last_pod(self) -> dict[str, Any]:
+        """The pod of the last worker."""
+        return max(await self.pods(), key=lambda pod: int(pod["metadata"]["labels"][labels.LABEL_WORKER]))
+
+    async def phases(self, generation: int) -> dict[str, float]:
+        """Seconds of each phase of a recovery, from the operator's event, which follows the first step."""
+        for _ in range(50):
+            for event in (await self.client.list(EVENTS, NAMESPACE)).items:
+                note = event.get("message", "") or event.get("note", "")
+                if event.get("reason") == "Recovered" and f"(generation {generation}," in note:
+                    parts = note.partition(": ")[2].partition(" (")[0].split(", ")
+                    return {name: float(value) for name, _, value in (part.rpartition(" ") for part in parts)}
+            await asyncio.sleep(0.1)
+        return {}
+
+
+async def _nothing(job: Job) -> None:
+    """Nothing needs preparation."""
+
+
+async def _cordon_free(job: Job) -> None:
+    await job.cordon(await job.free_nodes(), True)
+
+
+async def _uncordon(job: Job) -> None:
+    await job.cordon(await job.free_nodes(), False)
+
+
+Act = Callable[[Job], Awaitable[None]]
+FAULTS: dict[str, tuple[Act, Act, Act]] = {
+    "process": (_nothing, lambda job: job.signal_rank(signal.SIGKILL), _nothing),
+    "hang": (_nothing, lambda job: job.signal_rank(signal.SIGSTOP), _nothing),
+    "pod": (_nothing, Job.delete_pod, _nothing),
+    "drain": (_nothing, Job.drain, _uncordon),
+    "node": (_nothing, Job.remove_node, _nothing),
+    "resize down": (_nothing, lambda job: job.scale(1), _nothing),
+    "resize up": (_nothing, lambda job: job.scale(2), _nothing),
+    "preempt": (_cordon_free, Job.preempt, _nothing),
+}
+"""What prepares each fault, what it is, and what follows once the job trains again. The order matters: `resize up`
+follows `resize down`, and nothing follows `preempt`."""
+
+
+async def measure(faults: list[str]) -> dict[str, dict[str, Any]]:
+    """Seconds and phases by fault, in the order of FAULTS; `error` where the job did not train again in time."""
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="recovery-") as name:
+        directory = Path(name)
+        async with child_processes.Programs() as programs:
+            kubeconfig = await setup.start_cluster(programs, directory, setup.Shape())
+            async with setup.connect(kubeconfig) as client:
+                await setup.install_crd(client)
+                await setup.start_operator(programs, directory, kubeconfig, setup.Ports())
+                job = Job(client, directory)
+                began = time.monotonic()
+                generation = await job.start()
+                found["start"] = {"seconds": round(time.monotonic() - began, 1)}
+                steps = asyncio.create_task(job.watch_steps())
+                for fault in (one for one in FAULTS if one in faults):
+                    try:
+                        found[fault], generation = await _strike(job, fault, generation)
+                    except TimeoutError as error:
+                        found[fault] = {"error": str(error)}
+                        break
+                steps.cancel()
+    return found
+
+
+async def _strike(job: Job, fault: str, generation: int) -> tuple[dict[str, Any], int]:
+    prepare, act, restore = FAULTS[fault]
+    await prepare(job)
+    await asyncio.sleep(4)  # some steps, so that there is something to repeat
+    began = time.monotonic()
+    load = os.getloadavg()[0]
+    await act(job)
+    seen = await job.trains(generation)
+    await _steps_after(job, seen["trains"])
+    generation = int(seen["generation"])
+    result = {
+        "seconds": round(seen["trains"] - began, 2),
+        "detected": round(seen["detected"] - began, 2),
+        "started": round(seen["started"] - began, 2),
+        "withoutSteps": round(_longest_gap(job.changes, began - 1), 2),
+        "phases": await job.phases(generation),
+        "load": round(load, 1),
+    }
+    await restore(job)
+    return result, generation
+
+
+async def _steps_after(job: Job, moment: float) -> None:
+    """Wait until a step was observed after a moment."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if job.changes and job.changes[-1] > moment:
+            return
+        await asyncio.sleep(0.1)
+    raise TimeoutError("no step was observed after all ranks trained")
+
+
+def _longest_gap(changes: list[float], since: float) -> float:
+    """The longest time between two observed steps, of which the later is after `since`."""
+    pairs = zip(changes, changes[1:], strict=False)
+    return max((later - earlier for earlier, later in pairs if later > since), default=0.0)

@@ -1,0 +1,101 @@
+"""How long a small job does not train after a fault or a resize, by phase, beside the same job under another commit.
+
+One embedded cluster, one operator, one job of two replicas of two ranks each, on two of four nodes. Each fault strikes
+while the job trains; the time ends when every rank of a newer mesh generation trains. "without steps" is the longest
+time in which rank 0 was observed at the same step: a job that grows or moves trains on while the new pods start. With
+`--baseline DIR`, a checkout with its own `.venv`, both commits take turns on this machine. A baseline without
+`spec.elastic` restarts the gang to resize, as its user had to: its restart of `resize down` is the time that "restart /
+this" divides by that of each recovery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from _circumstances import circumstances
+from _recovery_job import FAULTS, measure
+from _report import table, write_json
+
+QUICK = ("process", "resize down", "resize up")
+RESTART = "resize down"
+"""The fault for which a baseline without `spec.elastic` restarts its gang."""
+
+
+def measure_with(python: Path, faults: list[str]) -> dict[str, dict[str, Any]]:
+    """Measure with the packages of a checkout, by its interpreter.
+
+    Raises:
+        click.ClickException: The run failed. The message has its last lines.
+    """
+    command = [str(python), str(Path(__file__).resolve()), "--print", *(f"--fault={fault}" for fault in faults)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=python.parents[2])
+    if done.returncode:
+        raise click.ClickException(f"{python}: exit {done.returncode}\n{done.stderr[-3000:]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def shortest(runs: list[dict[str, dict[str, Any]]], faults: list[str]) -> dict[str, dict[str, Any]]:
+    """The run of each fault with the least time without steps."""
+    best = {}
+    for fault in faults:
+        finished = [run[fault] for run in runs if "withoutSteps" in run.get(fault, {})]
+        if finished:
+            best[fault] = min(finished, key=lambda one: one["withoutSteps"])
+    return best
+
+
+def row(fault: str, best: dict[str, dict[str, dict[str, Any]]]) -> list[object]:
+    """A row of the table."""
+    this, baseline = best["this"].get(fault), best.get("baseline", {}).get(fault)
+    restart = best.get("baseline", {}).get(RESTART)
+    cells: list[object] = [fault]
+    for one in (baseline, this):
+        cells += [one["seconds"], one["withoutSteps"]] if one else ["-", "-"]
+    for other in (baseline, restart):
+        cells.append(round(other["withoutSteps"] / this["withoutSteps"], 1) if other and this else "-")
+    for one in (baseline, this):
+        if one is None:
+            cells.append("-")
+            continue
+        phases = ", ".join(f"{name} {value}" for name, value in one["phases"].items() if value >= 0.1)
+        moments = f"detected {one['detected']}, ranks started {one['started']}, trains {one['seconds']}"
+        cells.append(f"{moments}: {phases} (load {one['load']})")
+    return cells
+
+
+@click.command(help=__doc__)
+@click.option("--quick", is_flag=True, help="A few faults: tests that it runs.")
+@click.option("--fault", "faults", multiple=True, type=click.Choice(list(FAULTS)), help="Only these.")
+@click.option("--runs", default=1, show_default=True, help="Runs of each commit; the shortest time counts.")
+@click.option("--baseline", type=click.Path(path_type=Path, exists=True), help="A checkout with its own `.venv`.")
+@click.option("--json", "file", type=click.Path(path_type=Path), help="Write the numbers there.")
+@click.option("--print", "printed", is_flag=True, hidden=True)
+def main(
+    quick: bool, faults: tuple[str, ...], runs: int, baseline: Path | None, file: Path | None, printed: bool
+) -> None:
+    """Measure, and print a table."""
+    chosen = [fault for fault in FAULTS if fault in (faults or (QUICK if quick else FAULTS))]
+    if printed:
+        print(json.dumps(asyncio.run(measure(chosen))))
+        return
+    pythons = {"this": Path(sys.executable)}
+    if baseline is not None:
+        pythons["baseline"] = baseline.resolve() / ".venv" / "bin" / "python"
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in pythons}
+    for _ in range(runs):
+        for name, python in pythons.items():
+            results[name].append(measure_with(python, chosen))
+    best = {name: shortest(found, chosen) for name, found in results.items()}
+    columns = ["", "baseline", "without steps", "this", "without steps", "baseline / this", "restart / this"]
+    table("Seconds", [*columns, "phases of the baseline", "phases"], [row(fault, best) for fault in chosen])
+    write_json(file, {"circumstances": circumstances("cpu"), "best": best, "runs": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Nodes that drain under real ranks: no step is repeated, and every sample is used once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright_local.kube.resources import JOBS, NODES
+from tests.e2e.local_stack import NAMESPACE, Stage, tiny
+from tests.e2e.test_elastic import RACK, elastic, finish, runs, uids
+
+RARE = {"everySteps": 100_000}
+"""No periodic checkpoint: only one that is saved for the drain."""
+
+
+async def cordon(stage: Stage, node: str, *, cordoned: bool) -> None:
+    await stage.client.patch(NODES, node, {"spec": {"unschedulable": cordoned}})
+
+
+def nothing_repeated(status: ParallelTrainingJobStatus, saved: dict[str, Any]) -> None:
+    assert saved["samples"] == saved["step"] * 8
+    assert status.goodput is not None
+    assert "RedoneSteps" not in {entry.cause for entry in status.goodput.booked}
+
+
+async def test_an_elastic_job_continues_without_a_draining_node(stage: Stage) -> None:
+    job = elastic("shrinks", 2)
+    job[-1]["spec"]["checkpoint"].update(RARE)
+    await stage.apply(job)
+    await runs(stage, "shrinks", 2)
+    node = (await stage.pod("shrinks", 1))["spec"]["nodeName"]
+    await cordon(stage, node, cordoned=True)
+    try:
+        await runs(stage, "shrinks", 1)
+    finally:
+        await cordon(stage, node, cordoned=False)
+    status = await runs(stage, "shrinks", 2)
+    assert {entry.cause for entry in status.restarts} == {"Rescaled"}
+    nothing_repeated(status, await finish(stage, "shrinks"))
+
+
+async def test_a_worker_saves_and_moves_off_a_draining_node(stage: Stage) -> None:
+    job = tiny("moves", replicas=1, workers={"nodeSelector": RACK}, training={"steps": 100_000}, checkpoint=RARE)
+    await stage.apply(job)
+    await stage.until("moves", lambda s: s.ready_ranks == "2/2", "2/2 ranks")
+    before = await uids(stage, "moves")
+    node = (await stage.pod("moves", 0))["spec"]["nodeName"]
+    await cordon(stage, node, cordoned=True)
+    try:
+        status = await stage.until(
+            "moves",
+            lambda s: s.ready_ranks == "2/2" and s.mesh is not None and s.mesh.cause == "NodeDrained",
+            "moved",
+        )
+        assert [entry.cause for entry in status.restarts] == ["NodeDrained"]
+        assert (await stage.pod("moves", 0))["spec"]["nodeName"] != node
+        assert not before.items() & (await uids(stage, "moves")).items()
+    finally:
+        await cordon(stage, node, cordoned=False)
+    steps = (status.step or 0) + 40
+    await stage.client.patch(JOBS, "moves", {"spec": {"training": {"steps": steps}}}, NAMESPACE)
+    status = await stage.complete("moves")
+    nothing_repeated(status, await stage.saved("moves"))
