@@ -18,6 +18,23 @@ class LossAction(StrEnum):
     SHRINK = "Shrink"
 
 
+class RateScaling(StrEnum):
+    """How the learning rate follows the batch."""
+
+    CONSTANT = "Constant"
+    LINEAR = "Linear"
+    SQUARE_ROOT = "SquareRoot"
+
+
+class ScaledBatch(ApiModel):
+    """A global batch in proportion to the replicas in effect."""
+
+    replicas: Degree
+    """Number of replicas with which `training.globalBatchSize` and the learning rates apply as they are."""
+    learning_rate: RateScaling
+    """Factor of the learning rates for n times the batch: 1 (`Constant`), n (`Linear`), or its `SquareRoot`."""
+
+
 class ElasticSpec(ApiModel):
     """How the number of replicas follows the cluster. A resize restarts ranks in the pods that stay."""
 
@@ -45,3 +62,6 @@ class ElasticSpec(ApiModel):
     resharded checkpoint, and returns to its full layout when nodes are free. Not supported with `runtime.command`."""
     min_gpus: Annotated[int, Field(ge=1, le=65536)] | None = None
     """Smallest number of GPUs that the job is planned anew for. Needs `replan: true`. Defaults to one worker."""
+    scaled_batch: ScaledBatch | None = None
+    """Each replica keeps its number of sequences per step, so the global batch follows the replicas in effect. By
+    default the global batch stays the same. An edit restarts the gang."""

@@ -31,6 +31,7 @@ from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.spec_request import pinned_request
 from meshwright.planner.workload import TrainingJob
 from meshwright.protocol.run_config import RunConfig
+from meshwright.rules.elastic import with_own_batch
 from meshwright.rules.parallelism import MAX_WORKERS
 from meshwright.rules.validation import check_spec
 from meshwright.schedules.registry import kind_of
@@ -191,6 +192,7 @@ def new_plans(spec: ParallelTrainingJobSpec, hardware: Hardware, max_plans: int 
     """
     architecture = _model_of(spec)
     _check(spec, architecture)
+    spec = with_own_batch(spec)
     cost_model, cluster_limits = cost_model_on(spec, architecture, hardware.machine), _limits(spec, hardware.limits)
     _check_node_and_domain_size(spec, cluster_limits)
     if architecture is None or spec.training is None:

@@ -15,6 +15,7 @@ from typing import get_args
 
 from pydantic import BaseModel
 
+from meshwright.api.elastic import ElasticSpec
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.rules.revision import restarting_fields
 
@@ -42,6 +43,9 @@ LIVE = (
     "elastic",
 )
 """Fields that the operator reads at each reconcile. Pods and ranks do not depend on them."""
+
+RESTARTING = ("elastic.scaledBatch",)
+"""Members of fields of `LIVE` that restart the gang: ranks depend on them."""
 
 NEXT_START = ("checkpoint.everySteps", "checkpoint.keep")
 """Fields that ranks receive when a mesh generation starts."""
@@ -157,7 +161,13 @@ IMMUTABLE_PATHS = tuple(path for immutable in IMMUTABLE for path in immutable.pa
 
 def effect_of(path: str) -> Effect:
     """The effect of editing the field at a dotted path below `spec`."""
-    for effect, table in ((Effect.REJECTED, IMMUTABLE_PATHS), (Effect.LIVE, LIVE), (Effect.NEXT_START, NEXT_START)):
+    tables = (
+        (Effect.REJECTED, IMMUTABLE_PATHS),
+        (Effect.RESTART, RESTARTING),
+        (Effect.LIVE, LIVE),
+        (Effect.NEXT_START, NEXT_START),
+    )
+    for effect, table in tables:
         if any(path == entry or path.startswith(f"{entry}.") for entry in table):
             return effect
     return Effect.RESTART
@@ -188,7 +198,9 @@ def _with_fields(
         field, _, member = path.partition(".")
         name = names[field]
         before, after = update.get(name, getattr(running, name)), getattr(wanted, name)
-        if not member:
+        if name == "elastic" and isinstance(before, ElasticSpec) and isinstance(after, ElasticSpec):
+            update[name] = after.model_copy(update={"scaled_batch": before.scaled_batch})
+        elif not member:
             update[name] = after
         elif isinstance(before, BaseModel) and isinstance(after, BaseModel):
             attribute = _attributes(type(before))[member]

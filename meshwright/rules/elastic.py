@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from math import sqrt
+
+from meshwright.api.elastic import RateScaling, ScaledBatch
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 from meshwright.api.status import PlanStatus
+from meshwright.api.training import TrainingSpec
 from meshwright.rules.replan import REPLAN_RULES, replanned_spec
 from meshwright.rules.rule import Rule
 
@@ -34,6 +38,10 @@ def _own_scheduler(spec: Spec) -> bool:
 
 def _one_island(spec: Spec) -> bool:
     return spec.elastic is None or spec.training is None or spec.training.outer is None
+
+
+def _scaled(spec: Spec) -> ScaledBatch | None:
+    return spec.elastic.scaled_batch if spec.elastic is not None else None
 
 
 ELASTIC_RULES: tuple[Rule[Spec], ...] = (
@@ -73,6 +81,32 @@ ELASTIC_RULES: tuple[Rule[Spec], ...] = (
         "!has(self.elastic) || !has(self.training) || !has(self.training.outer)",
         _one_island,
     ),
+    Rule(
+        "elastic.scaledBatch",
+        "needs `training`, whose batch it scales: remove it",
+        "!has(self.elastic) || !has(self.elastic.scaledBatch) || has(self.training)",
+        lambda spec: _scaled(spec) is None or spec.training is not None,
+    ),
+    Rule(
+        "elastic.scaledBatch",
+        "is not supported with `elastic.replan`, whose layouts have another number of sequences per replica: remove "
+        "one of them",
+        "!has(self.elastic) || !has(self.elastic.scaledBatch) || !self.elastic.replan",
+        lambda spec: spec.elastic is None or _scaled(spec) is None or not spec.elastic.replan,
+    ),
+    Rule(
+        "elastic.scaledBatch.replicas",
+        "times `parallelism.microBatches` must divide `training.globalBatchSize`, because every replica keeps its "
+        "micro-batches: change one of them",
+        "!has(self.elastic) || !has(self.elastic.scaledBatch) || !has(self.training)"
+        " || self.training.globalBatchSize % (self.elastic.scaledBatch.replicas"
+        " * (has(self.parallelism.microBatches) ? self.parallelism.microBatches : 1)) == 0",
+        lambda spec: (
+            (scaled := _scaled(spec)) is None
+            or spec.training is None
+            or spec.training.global_batch_size % (scaled.replicas * (spec.parallelism.micro_batches or 1)) == 0
+        ),
+    ),
     *REPLAN_RULES,
 )
 
@@ -93,7 +127,7 @@ def resized(spec: Spec, replicas: int, total_micro_batches: int | None = None) -
     """The spec of the job with this fixed number of replicas, or None if the batch does not divide.
 
     The global batch stays the same. It is divided into at least as many micro-batches as at the full size, so that none
-    is larger.
+    is larger. With `elastic.scaledBatch`, each replica keeps its micro-batches instead.
 
     Args:
         spec: The spec.
@@ -101,7 +135,7 @@ def resized(spec: Spec, replicas: int, total_micro_batches: int | None = None) -
         total_micro_batches: Micro-batches of all replicas in one step at the full size with which the job started. If
             the spec has more, those count.
     """
-    if spec.training is None:
+    if spec.training is None or _scaled(spec) is not None:
         return fixed_size(spec, replicas)
     given = spec.parallelism.micro_batches
     full = (spec.elastic.max_replicas or spec.replicas) if spec.elastic is not None else spec.replicas
@@ -116,7 +150,7 @@ def resized(spec: Spec, replicas: int, total_micro_batches: int | None = None) -
 
 
 def fixed_size(spec: Spec, replicas: int, micro_batches: int | None = None) -> Spec:
-    """The spec of the job with this fixed number of replicas.
+    """The spec of the job with this fixed number of replicas, and with its batch and learning rates at that number.
 
     Args:
         spec: The spec.
@@ -124,9 +158,30 @@ def fixed_size(spec: Spec, replicas: int, micro_batches: int | None = None) -> S
         micro_batches: Micro-batches of a replica in one step. By default those of the spec.
     """
     changes: dict[str, object] = {"replicas": replicas, "elastic": None}
+    if (scaled := _scaled(spec)) is not None and spec.training is not None:
+        changes["training"] = _scaled_training(spec.training, scaled, replicas)
     if micro_batches is not None:
         changes["parallelism"] = spec.parallelism.model_copy(update={"micro_batches": micro_batches})
     return spec.model_copy(update=changes)
+
+
+def with_own_batch(spec: Spec) -> Spec:
+    """The spec of a job whose batch follows its replicas, with the batch of `replicas`. Other specs stay the same."""
+    return spec if _scaled(spec) is None else fixed_size(spec, spec.replicas)
+
+
+def _scaled_training(training: TrainingSpec, scaled: ScaledBatch, replicas: int) -> TrainingSpec:
+    """The batch in proportion to the replicas, and the learning rates by the rule (arXiv 1706.02677, 1404.5997)."""
+    ratio = replicas / scaled.replicas
+    factor = {RateScaling.CONSTANT: 1.0, RateScaling.LINEAR: ratio, RateScaling.SQUARE_ROOT: sqrt(ratio)}
+    scale, optimizer = factor[scaled.learning_rate], training.optimizer
+    rates = {name: min(_MAX_RATE, getattr(optimizer, name) * scale) for name in ("learning_rate", "min_learning_rate")}
+    batch = training.global_batch_size * replicas // scaled.replicas
+    return training.model_copy(update={"global_batch_size": batch, "optimizer": optimizer.model_copy(update=rates)})
+
+
+_MAX_RATE = 10.0
+"""Largest learning rate of the API."""
 
 
 def spec_of_plan(spec: Spec, plan: PlanStatus) -> Spec:
@@ -139,7 +194,7 @@ def spec_of_plan(spec: Spec, plan: PlanStatus) -> Spec:
 
 
 def sizes(spec: Spec, largest: int, smallest: int | None = None) -> list[int]:
-    """At most `MAX_SIZES` numbers of replicas by which the batch divides, the largest first.
+    """At most `MAX_SIZES` numbers of replicas by which the batch divides, or any with `scaledBatch`, largest first.
 
     Args:
         spec: The spec.
@@ -147,7 +202,7 @@ def sizes(spec: Spec, largest: int, smallest: int | None = None) -> list[int]:
         smallest: The smallest number. By default `minReplicas`.
     """
     least = smallest_size(spec) if smallest is None else smallest
-    batch = spec.training.global_batch_size if spec.training is not None else 0
+    batch = spec.training.global_batch_size if spec.training is not None and _scaled(spec) is None else 0
     found = [count for count in range(largest, least - 1, -1) if batch % count == 0]
     if len(found) <= MAX_SIZES:
         return found

@@ -180,3 +180,13 @@ def shard_ranks(facts: Facts) -> int:
 def sequence_unit(parallelism: ParallelismSpec) -> int:
     """Each part of a row is a multiple of this number of tokens: one per tensor-parallel rank with `sequence`."""
     return (parallelism.tensor or 1) if parallelism.sequence else 1
+
+
+SCALED_BATCH = "(has(self.elastic) && has(self.elastic.scaledBatch))"
+"""In CEL, that the batch follows the replicas."""
+
+
+def scales_batch(facts: Facts) -> bool:
+    """Whether the batch follows the replicas. Then `replicas` need not divide it."""
+    elastic = getattr(facts, "elastic", None)
+    return elastic is not None and elastic.scaled_batch is not None

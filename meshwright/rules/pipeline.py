@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from meshwright.api.precision import Precision
-from meshwright.rules.facts import Facts
+from meshwright.rules.facts import SCALED_BATCH, Facts, scales_batch
 from meshwright.rules.rule import Rule, schedule_is, schedule_is_not, schedule_names
 from meshwright.schedules.pipeline_layout import DEFAULT_VIRTUAL_STAGES, stages_per_rank
 from meshwright.schedules.registry import kind_of, schedules_where
@@ -95,7 +95,7 @@ def _stages_have_micro_batches(facts: Facts) -> bool:
 
 
 def _stages_have_sequences(facts: Facts) -> bool:
-    if facts.training is None or _kind(facts).micro_batches_per_rank == 0:
+    if facts.training is None or _kind(facts).micro_batches_per_rank == 0 or scales_batch(facts):
         return True
     return facts.training.global_batch_size >= facts.replicas * _ranks(facts)
 
@@ -207,7 +207,7 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
         "times `replicas` must be at most `training.globalBatchSize`, because every stage of every replica needs a "
         "micro-batch",
         lambda: (
-            f"{schedule_is(_takes_fewer)} || !has(self.training) || self.training.globalBatchSize"
+            f"{SCALED_BATCH} || {schedule_is(_takes_fewer)} || !has(self.training) || self.training.globalBatchSize"
             " >= self.replicas * (has(self.parallelism.pipeline) ? self.parallelism.pipeline : 1)"
         ),
         _stages_have_sequences,

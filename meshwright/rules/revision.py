@@ -47,6 +47,8 @@ def restarting_fields(fields: Mapping[str, Any], scheme: int = SCHEME) -> Fields
     parts = with_defaults(fields, scheme)
     if scheme >= ELASTIC_SCHEME and "elastic" in parts:
         parts["replicas"] = "elastic"
+        if (scaled := field_at(parts, "elastic.scaledBatch")) is not None:
+            parts["scaledBatch"] = scaled
     for path in NO_RESTART[scheme]:
         set_field(parts, path, None)
     return parts

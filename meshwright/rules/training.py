@@ -6,18 +6,18 @@ from meshwright.api.data import Packing
 from meshwright.api.precision import Fp8Scaling, Fp8Update, Precision
 from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload
 from meshwright.models.lora import layer_targets
-from meshwright.rules.facts import Facts
+from meshwright.rules.facts import SCALED_BATCH, Facts, scales_batch
 from meshwright.rules.rule import Rule, schedule_is
 from meshwright.schedules.registry import kind_of
 
 
 def _batch_splits(facts: Facts) -> bool:
-    return facts.training is None or facts.training.global_batch_size % facts.replicas == 0
+    return scales_batch(facts) or facts.training is None or facts.training.global_batch_size % facts.replicas == 0
 
 
 def _micro_batches_split(facts: Facts) -> bool:
     micro_batches = facts.parallelism.micro_batches
-    if facts.training is None or micro_batches is None:
+    if facts.training is None or micro_batches is None or scales_batch(facts):
         return True
     return facts.training.global_batch_size % (facts.replicas * micro_batches) == 0
 
@@ -125,14 +125,14 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
         "training.globalBatchSize",
         "must be a multiple of `replicas`, because each replica trains on the same number of sequences: change one "
         "of them",
-        "!has(self.training) || self.training.globalBatchSize % self.replicas == 0",
+        f"{SCALED_BATCH} || !has(self.training) || self.training.globalBatchSize % self.replicas == 0",
         _batch_splits,
     ),
     Rule(
         "parallelism.microBatches",
         "times `replicas` must divide `training.globalBatchSize`, because every micro-batch has the same number of "
         "sequences",
-        "!has(self.training) || !has(self.parallelism.microBatches)"
+        f"{SCALED_BATCH} || !has(self.training) || !has(self.parallelism.microBatches)"
         " || self.training.globalBatchSize % (self.replicas * self.parallelism.microBatches) == 0",
         _micro_batches_split,
     ),

@@ -6,7 +6,7 @@ import copy
 
 from meshwright.protocol.messages import AgentState
 from tests.operator.support import JOBS
-from tests.operator.test_elastic import FOREVER, elastic, events, pods, size
+from tests.operator.test_elastic import FOREVER, edit, elastic, events, pods, size
 from tests.operator.test_settling import submitted
 from tests.operator.world import World
 
@@ -94,3 +94,105 @@ async def test_the_same_pods_train_on_if_the_node_drains_no_more() -> None:
     await world.run(60)
     assert pods(world, "job") == before
     assert world.true("job", "Ready"), world.condition("job", "Ready")
+
+
+async def test_replacements_start_beside_an_elastic_job_and_the_ranks_train_until_they_are_ready() -> None:
+    world = World(5, nodes=3, work=FOREVER)
+    world.submit(elastic("job", 2))
+    await world.run(5)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    before, node = pods(world, "job"), node_of(world, 1)
+    agents = [world.agents[name] for name in before]
+    world.unprepared = True
+    cordon(world, node, cordoned=True)
+    await world.run(20)
+    assert {agent.state for agent in agents} == {AgentState.RUNNING}, "they train, also when trained for less than 30 s"
+    (new,) = pods(world, "job") - before
+    assert world.condition("job", "Rescaling")["reason"] == "Moving"
+    world.unprepared, world.agents[new].preparing = False, False
+    seen = set()
+    (leaving,) = {pod.name for pod in world.pods("job") if pod.node == node}
+    for _ in range(40):
+        await world.tick(1)
+        if leaving in pods(world, "job"):
+            seen.add(world.agents[leaving].state)
+    assert AgentState.IDLE in seen, "its ranks save while the pod stays"
+    assert pods(world, "job") == before - {leaving} | {new}
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert size(world, "job") == 2
+    status = world.status("job")
+    assert status["restarts"] == [{"cause": "NodeDrained", "count": 1}]
+    assert status["mesh"]["generation"] == 2
+    assert not world.true("job", "Rescaling")
+    assert sorted(entry["ranks"] for entry in status["placement"]["workers"]) == ["0-1", "2-3"]
+    cordon(world, node, cordoned=False)
+    await world.run(100)
+    assert world.status("job")["mesh"]["generation"] == 2
+
+
+async def test_a_move_ends_when_the_node_drains_no_more() -> None:
+    world = World(6, nodes=3, work=FOREVER)
+    world.submit(elastic("job", 2))
+    await world.run(20)
+    before, node = pods(world, "job"), node_of(world, 1)
+    world.unprepared = True
+    cordon(world, node, cordoned=True)
+    await world.run(20)
+    assert len(pods(world, "job")) == 3
+    cordon(world, node, cordoned=False)
+    await world.run(30)
+    assert pods(world, "job") == before
+    assert world.status("job")["mesh"]["generation"] == 1
+    assert world.true("job", "Ready")
+    assert not world.true("job", "Rescaling")
+    assert events(world, "job", "MoveEnded")
+
+
+async def test_a_job_moves_to_its_spare_node() -> None:
+    world = World(7, nodes=3, work=FOREVER)
+    body = elastic("job", 2)
+    body["spec"]["recovery"] = {"spareNodes": 1}
+    world.submit(body)
+    await world.run(20)
+    (spare,) = world.status("job")["placement"]["spares"]
+    cordon(world, node_of(world, 1), cordoned=True)
+    await world.run(60)
+    assert spare in {pod.node for pod in world.pods("job")}
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert (size(world, "job"), world.status("job")["mesh"]["generation"]) == (2, 2)
+
+
+async def test_a_growth_gives_its_nodes_to_workers_that_must_leave_theirs() -> None:
+    world = World(8, nodes=3, work=FOREVER)
+    world.submit(elastic("job", 2))
+    await world.run(20)
+    world.unprepared = True
+    edit(world, "job", replicas=3)
+    await world.run(10)
+    assert len(pods(world, "job")) == 3
+    world.unprepared = False
+    node = node_of(world, 1)
+    cordon(world, node, cordoned=True)
+    await world.run(60)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert size(world, "job") == 2
+    assert node not in {pod.node for pod in world.pods("job") if not pod.terminal}
+    assert not {entry["cause"] for entry in world.status("job")["restarts"]} - {"NodeDrained"}
+
+
+async def test_replacements_that_do_not_start_are_tried_again_while_the_job_trains() -> None:
+    world = World(9, nodes=3, work=FOREVER)
+    world.submit(elastic("job", 2))
+    await world.run(20)
+    before = pods(world, "job")
+    cordon(world, node_of(world, 1), cordoned=True)
+    world.broken_image = True
+    await world.run(140)
+    assert events(world, "job", "MoveFailed")
+    assert world.status("job")["mesh"]["generation"] == 1
+    assert world.true("job", "Ready")
+    world.broken_image = False
+    await world.run(120)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert len(pods(world, "job") & before) == 1
+    assert (size(world, "job"), world.status("job")["mesh"]["generation"]) == (2, 2)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.protocol.messages import AgentState, FailureKind
+from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.parsed_jobs import ParsedJobs
 from meshwright_operator.scheduling.preemption import holder_of
@@ -371,3 +372,25 @@ async def test_an_edit_of_a_job_that_does_not_fit_at_its_full_size_restarts_it_s
     assert world.true("job", "Ready"), world.condition("job", "Ready")
     assert size(world, "job") == 2
     assert world.status("job")["observedGeneration"] == 2
+
+
+async def test_a_scaled_batch_and_its_rate_reach_the_ranks_at_every_size() -> None:
+    world = World(7, nodes=3, work=FOREVER)
+    body = elastic("job", 1, maxReplicas=3, scaledBatch={"replicas": 2, "learningRate": "Linear"})
+    body["spec"]["training"] |= {"globalBatchSize": 8, "optimizer": {"learningRate": 0.01}}
+    world.submit(body)
+    await world.run(20)
+    seen = []
+    for replicas in (3, 2, 1):
+        edit(world, "job", replicas=replicas)
+        await world.run(60)
+        assert world.true("job", "Ready")
+        runs = [agent.document.run for agent in world.agents.values() if agent.document is not None]
+        assert len({run.model_dump_json() for run in runs}) == 1
+        run = runs[0]
+        assert isinstance(run, NativeRun)
+        training = run.training
+        seen.append((run.data_parallel, run.micro_batches, training.global_batch_size))
+        assert training.optimizer.learning_rate == pytest.approx(0.005 * replicas)
+    # Three replicas do not divide 8 sequences: each has the four that it has with two.
+    assert seen == [(3, 1, 12), (2, 1, 8), (1, 1, 4)]

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.rules.edits import Effect, effect_of, with_live_fields
 from meshwright.rules.elastic import MAX_SIZES, fixed_size, resized, sizes, smallest_size, wanted_replicas
+from meshwright.rules.revision import revision_of_fields
 from meshwright.rules.validation import check_spec
 from tests.rules.test_rules import COMMAND, GOOD, changed
 
@@ -116,3 +118,55 @@ def test_every_size_keeps_the_batch_and_enlarges_no_micro_batch(full: int, count
     assert total % (found.parallelism.micro_batches * count) == 0
     assert total // (found.parallelism.micro_batches * count) <= each
     assert check_spec(found) == []
+
+
+def scaled(rule: str, **changes: Any) -> ParallelTrainingJobSpec:
+    """A job with 16 sequences and a learning rate of 0.01 at two replicas."""
+    rates = {"learningRate": 0.01, "minLearningRate": 0.001}
+    return spec(
+        elastic={"maxReplicas": 9, "scaledBatch": {"replicas": 2, "learningRate": rule}},
+        training__globalBatchSize=16,
+        training__optimizer=rates,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "factor"), [("Constant", 1.0), ("Linear", 1.5), ("SquareRoot", 1.5**0.5)], ids=lambda value: str(value)
+)
+def test_a_scaled_batch_follows_the_replicas_and_the_rates_the_rule(rule: str, factor: float) -> None:
+    found = resized(scaled(rule), 3)
+    assert found is not None
+    assert found.training is not None
+    assert (found.replicas, found.training.global_batch_size, found.parallelism.micro_batches) == (3, 24, 4)
+    assert found.training.optimizer.learning_rate == pytest.approx(0.01 * factor)
+    assert found.training.optimizer.min_learning_rate == pytest.approx(0.001 * factor)
+    assert check_spec(found) == []
+    same = resized(scaled(rule), 2)
+    assert same is not None
+    assert same.training == scaled(rule).training
+
+
+def test_with_a_scaled_batch_any_number_of_replicas_is_a_size() -> None:
+    assert sizes(scaled("Linear", replicas=7), 7) == [7, 6, 5, 4, 3, 2, 1]
+
+
+def test_an_edit_of_the_scaled_batch_restarts_the_gang_and_one_of_other_members_does_not() -> None:
+    running = scaled("Linear")
+    other = scaled("SquareRoot")
+    plain = spec(elastic={"maxReplicas": 9}, training__globalBatchSize=16, training__optimizer={"learningRate": 0.01})
+    revisions = {revision_of_fields(one.wire()) for one in (running, other, plain)}
+    assert len(revisions) == 3
+    assert running.elastic is not None
+    assert other.elastic is not None
+    smaller = running.model_copy(update={"elastic": running.elastic.model_copy(update={"max_replicas": 4})})
+    assert revision_of_fields(smaller.wire()) == revision_of_fields(running.wire())
+    assert effect_of("elastic.scaledBatch.learningRate") is Effect.RESTART
+    assert effect_of("elastic.maxReplicas") is Effect.LIVE
+    # Until the restart, what runs keeps the rule with which it started.
+    live = with_live_fields(
+        running, other.model_copy(update={"elastic": other.elastic.model_copy(update={"fill": True})})
+    )
+    assert live.elastic is not None
+    assert live.elastic.fill
+    assert live.elastic.scaled_batch == running.elastic.scaled_batch

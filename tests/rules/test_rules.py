@@ -360,6 +360,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("elastic.minReplicas", elastic(minReplicas=3)),
     ("elastic.maxReplicas", elastic(maxReplicas=1)),
     ("elastic.maxReplicas", elastic(fill=True)),
+    ("elastic.scaledBatch", elastic(replan=True, scaledBatch={"replicas": 2, "learningRate": "Linear"})),
+    ("elastic.scaledBatch.replicas", elastic(scaledBatch={"replicas": 3, "learningRate": "Linear"})),
     ("topology", {"topology": {"data": {"required": "rack"}}, "workers.schedulerName": "volcano"}),
     ("elastic", {**elastic(), "checkpoint": None}),
     ("elastic", {**elastic(), "workers.schedulerName": "volcano"}),
@@ -388,6 +390,7 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("workers.gpusPerWorker", {"replicas": 3}),
     ("workers.gpusPerWorker", {"replicas": 2050, "workers.gpusPerWorker": 1}),
     ("elastic.maxReplicas", {"elastic": {"maxReplicas": 3}}),
+    ("elastic.scaledBatch", {"elastic": {"scaledBatch": {"replicas": 1, "learningRate": "Constant"}}}),
     ("elastic.replan", {"elastic": {"replan": True}}),
 ]
 FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [

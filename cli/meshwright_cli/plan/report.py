@@ -28,6 +28,7 @@ from meshwright.planner.search.request import (
 )
 from meshwright.planner.search.spec_request import apply_strategy, pinned_request, search_request
 from meshwright.planner.search.what_if import WhatIf, what_ifs
+from meshwright.rules.elastic import with_own_batch
 
 MAX_NAMED = 8
 """Largest number of nodes to free that a message names."""
@@ -96,7 +97,8 @@ def plan_report(
     )
     plans = make_plans(spec, inventory)
     plan, placement, pending = plans[0], None, ""
-    cost_model = cost_model_for(spec, plan.architecture, inventory)
+    sized = with_own_batch(spec)
+    cost_model = cost_model_for(sized, plan.architecture, inventory)
     try:
         placement = with_spares(place_best(plans, inventory, cost_model), inventory, spec.recovery.spare_nodes)
         plan = placement.plan
@@ -107,7 +109,7 @@ def plan_report(
         return PlanReport(spec, inventory, plan, placement, pending, fragmentation_cost)
     techniques = ALL_TECHNIQUES if every_technique else MESHWRIGHT_TECHNIQUES
     ideal_estimate = cost_model.estimate(plan.strategy)
-    whole_cluster = _whole_cluster(spec, inventory, cost_model, objective, techniques)
+    whole_cluster = _whole_cluster(sized, inventory, cost_model, objective, techniques)
     return PlanReport(
         spec,
         inventory,
@@ -116,7 +118,7 @@ def plan_report(
         pending,
         fragmentation_cost,
         ideal_estimate=ideal_estimate,
-        rejected=_lost(spec, plan, ideal_estimate, cost_model, techniques),
+        rejected=_lost(sized, plan, ideal_estimate, cost_model, techniques),
         whole_cluster=whole_cluster,
         what_if=what_ifs(whole_cluster) if with_what_if and whole_cluster else (),
         proposal=apply_strategy(spec, whole_cluster.best.strategy) if whole_cluster and not every_technique else None,

@@ -8,7 +8,7 @@ after which the attempt ends and the gang releases its nodes.
 from __future__ import annotations
 
 from meshwright.protocol.messages import AgentState
-from meshwright_operator.decide import failure_detection, restart_policy, sizing
+from meshwright_operator.decide import failure_detection, restart_policy, size_status, sizing
 from meshwright_operator.decide.external_scheduler import external_scheduler_action
 from meshwright_operator.decide.gang_actions import (
     PROBLEM_AFTER_SECONDS,
@@ -50,8 +50,10 @@ SILENT_GANG_SECONDS = 600.0
 
 def next_action(observed: Observed, pending_cause: str) -> GangAction:
     """The gang's next action toward a generation."""
-    if pending_cause == restart_policy.NODE_DRAINED.name and (move := _move(observed)) is not None:
-        return move
+    if pending_cause == restart_policy.NODE_DRAINED.name:
+        beside = size_status.is_moving(observed.status)
+        if (move := _leave(observed) if beside else _move(observed)) is not None:
+            return move
     if obsolete := _obsolete_pods(observed):
         return Delete(tuple(pod for pod, _ in obsolete), obsolete[0][1])
     ending = [w for w in observed.workers if w.state is PodState.ENDING or w.older_pods]
@@ -76,6 +78,16 @@ def next_action(observed: Observed, pending_cause: str) -> GangAction:
     if uses_external_scheduler(observed) and (action := external_scheduler_action(observed)) is not None:
         return action
     return _wait_for_agents(observed, pending_cause)
+
+
+def _leave(observed: Observed) -> Delete | Wait | None:
+    """Deletes the pods whose replacements have started beside the job, after the ranks have saved a checkpoint."""
+    pods = tuple(pod for pod in observed.excess_pods if not pod.deleting)
+    if not pods:
+        return None
+    if saving := saving_agents(observed):
+        return Wait(f"{counted(saving, 'worker')} still {'saves' if saving == 1 else 'save'} a checkpoint", seconds=1.0)
+    return Delete(pods, f"node {pods[0].node} drains, and workers on other nodes replace them")
 
 
 def _move(observed: Observed) -> Delete | Wait | None:
@@ -215,6 +227,11 @@ def saving_agents(observed: Observed) -> int:
     limit = observed.spec.workers.termination_grace_period_seconds + SAVE_MARGIN_SECONDS
     states = (AgentState.STARTING, AgentState.RUNNING, AgentState.DRAINING)
     reports = [received.report for state in states for received in observed.reports_in(state).values()]
+    for pod in observed.excess_pods:  # of workers that end, which save with the others
+        received = observed.agents.reports.get(pod.worker)
+        if received is not None and received.report.incarnation == pod.incarnation:
+            same = received.report.generation == observed.mesh.generation
+            reports += [received.report] if same and received.report.state in states else []
     if waited >= limit:
         return 0
     return sum(waited < PAUSE_RECEIVED_SECONDS or report.paused for report in reports)

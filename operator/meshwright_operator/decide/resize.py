@@ -1,12 +1,14 @@
-"""Changes the size of an elastic job: shrinks it, and grows it while it trains.
+"""Changes the size of an elastic job, and its nodes: shrinks it, and grows or moves it while it trains.
 
 To shrink, the pods of the replicas that end are deleted; the ranks save a checkpoint, and the workers that stay form a
 smaller generation. To grow, new workers start beside the job. Once all of them are ready, the ranks pause at a step,
-save a checkpoint, and all workers form a larger generation.
+save a checkpoint, and all workers form a larger generation. Workers on draining nodes move in the same way: others
+start beside the job and replace them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 from meshwright.api import conditions as names
@@ -18,9 +20,12 @@ from meshwright_operator.decide import sizing
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.gang_actions import Place, Size, size_of
-from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState, has_started
+from meshwright_operator.decide.mesh_generation import rank_zero_worker
+from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState, Worker, has_started
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted, placement_text
 from meshwright_operator.decide.size_status import (
+    MOVING,
+    apply_move,
     apply_size,
     change_text,
     elastic_status,
@@ -129,8 +134,11 @@ def report_training(decision: Decision) -> None:
     if observed.elastic is None:
         return
     if observed.joining:
-        _continue_growth(decision)
+        if elastic_status(decision).next_placement is not None:  # it has not just ended
+            _continue_growth(decision)
         return
+    if decision.move is not None:
+        return  # the workers leave their nodes first
     if is_true(observed.status.conditions, names.RESCALING):
         size = counted(sizing.current_size(observed), "replica")
         text = layout_text(observed.plan) if observed.plan.replanned else size
@@ -150,9 +158,12 @@ def apply_growth(decision: Decision, grant: Granted | NotGranted) -> None:
     observed = decision.observed
     assert decision.grow is not None
     assert observed.elastic is not None
-    elastic = elastic_status(decision)
-    elastic.wanted_replicas = sizing.wanted(observed)
+    elastic, moves = elastic_status(decision), decision.move is decision.grow
+    if not moves:
+        elastic.wanted_replicas = sizing.wanted(observed)
     if not isinstance(grant, Granted):
+        if moves:
+            leave_draining_nodes(decision)
         return
     size = size_of(decision.grow.sizes, grant.placement)
     assert size is not None
@@ -160,20 +171,60 @@ def apply_growth(decision: Decision, grant: Granted | NotGranted) -> None:
     record_incarnations(decision, placement)
     elastic.next_placement, elastic.growing_since = placement, format_time(observed.now)
     decision.create += list(size.new_workers)
-    text = f"Starting {counted(len(size.new_workers), 'worker')} to {change_text(observed, size.plan)}"
-    decision.add_event("Growing", sentences(text, capitalized(placement_text(placement))))
-    decision.condition(names.RESCALING, True, "Growing", text)
+    purpose = f"move {_leaving_text(decision)}" if moves else change_text(observed, size.plan)
+    text = f"Starting {counted(len(size.new_workers), 'worker')} to {purpose}"
+    reason = MOVING if moves else "Growing"
+    decision.add_event(reason, sentences(text, capitalized(placement_text(placement))))
+    decision.condition(names.RESCALING, True, reason, text)
+
+
+def _leaving_text(decision: Decision) -> str:
+    """Which workers leave which nodes after `decision`, as in `worker 1 off n5 (cordoned)`."""
+    following = elastic_status(decision).next_placement
+    after = {entry.worker for entry in following.workers} if following is not None else set()
+    workers = [worker for worker in decision.observed.workers if worker.index not in after]
+    moves = ", ".join(f"worker {w.index} off {w.node} ({w.node_drain_reason or 'drained'})" for w in workers[:3])
+    return moves + (f" and {len(workers) - 3} more" if len(workers) > 3 else "")
+
+
+def move_beside(decision: Decision, draining: Sequence[Worker]) -> bool:
+    """Asks for nodes for workers that replace those on draining nodes, and start beside the job.
+
+    Returns whether the job can move so: not if workers of a tensor-parallel group would have to leave other nodes too,
+    and not if rank 0 leaves, because status would not get the checkpoint that it saves.
+    """
+    observed = decision.observed
+    if observed.joining and sizing.moves(observed):
+        return True
+    if rank_zero_worker(observed) in {worker.index for worker in draining}:
+        return False
+    stay = [worker for worker in observed.workers if worker not in draining]
+    size = sizing.size_for(observed, observed.plan, stay, beside=True)
+    if len(size.kept) < len(stay):
+        return False
+    if observed.joining:
+        abandon_growth(decision, "workers have to leave draining nodes", failed=False)
+    if observed.excess_pods or observed.joining:
+        decision.requeue_within(SHRINK_SECONDS)  # their nodes may be the ones to move to
+        return True
+    if (seconds := sizing.seconds_until_retry(observed)) > 0:
+        decision.requeue_within(seconds)
+        return True
+    decision.move = decision.grow = Place((), {worker.index: worker.node for worker in stay}, (size,))
+    return True
 
 
 def _continue_growth(decision: Decision) -> None:
     """Starts the new workers together, and resizes the job once all of them are ready."""
     observed = decision.observed
-    following = sizing.state(observed).next_placement
+    following, moves = sizing.state(observed).next_placement, sizing.moves(observed)
     assert following is not None
-    plan = next((plan for plan in observed.size_plans if _is_of(following, plan)), None)
+    plan = next((plan for plan in (*observed.size_plans, observed.plan) if _is_of(following, plan)), None)
     joining = observed.joining
     ended = [worker for worker in joining if worker.state in ENDED or worker.state is PodState.ENDING]
-    if plan is None:
+    if moves and not any(worker.node_drain_reason for worker in sizing.leaving(observed)):
+        abandon_growth(decision, "their nodes do not drain any more", failed=False)
+    elif plan is None:
         abandon_growth(decision, "the wanted size has changed", failed=False)
     elif ended:
         named = ", ".join(pod_name(observed.name, worker.index, worker.incarnation) for worker in ended[:3])
@@ -182,6 +233,9 @@ def _continue_growth(decision: Decision) -> None:
         abandon_growth(decision, problem, failed=True)
     elif gated := [worker.pod for worker in joining if worker.pod is not None and worker.pod.gated]:
         decision.ungate += gated
+    elif _ready(observed) and moves:
+        apply_move(decision, following, _leaving_text(decision))
+        return
     elif _ready(observed):
         apply_size(decision, plan, following, "the new workers are ready")
         return
@@ -230,16 +284,17 @@ def forget_growth(decision: Decision) -> None:
 def abandon_growth(decision: Decision, why: str, *, failed: bool) -> None:
     """Ends a growth, and deletes its pods. After a failure, the job waits before it tries again."""
     observed, elastic = decision.observed, elastic_status(decision)
+    what, kind = ("move workers", "Move") if sizing.moves(observed) else ("grow", "Growth")
     elastic.next_placement, elastic.growing_since = None, None
     decision.delete += [w.pod for w in observed.joining if w.pod is not None and not w.pod.deleting]
     if failed:
         elastic.attempts += 1
         pause = sizing.retry_pause(elastic.attempts)
         elastic.retry_time = format_time(observed.now + timedelta(seconds=pause))
-        text = f"The job did not grow, because {why}. Retrying at {elastic.retry_time}"
-        decision.add_event("GrowthFailed", text, WARNING)
+        text = f"The job did not {what}, because {why}. Retrying at {elastic.retry_time}"
+        decision.add_event(f"{kind}Failed", text, WARNING)
         decision.requeue_within(pause)
     else:
-        text = f"The job does not grow, because {why}"
-        decision.add_event("GrowthEnded", text)
-    decision.condition(names.RESCALING, False, "GrowthEnded", text)
+        text = f"The job does not {what}, because {why}"
+        decision.add_event(f"{kind}Ended", text)
+    decision.condition(names.RESCALING, False, f"{kind}Ended", text)

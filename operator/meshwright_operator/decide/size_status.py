@@ -24,6 +24,8 @@ from meshwright_operator.timestamps import format_time
 
 REPLANNING = "Replanning"
 """Reason of the condition `Rescaling` while the job changes to a layout with other degrees."""
+MOVING = "Moving"
+"""Reason of the condition `Rescaling` while workers move off draining nodes beside the job."""
 
 
 def elastic_status(decision: Decision) -> ElasticStatus:
@@ -51,6 +53,29 @@ def apply_size(decision: Decision, plan: Plan, placement: PlacementStatus, why: 
         decision.mesh.pending_since = format_time(observed.now)
     text = layout_text(plan) if plan.replanned or observed.plan.replanned else counted(new, "replica")
     decision.starting(f"Saving a checkpoint, then continuing with {text}")
+
+
+def apply_move(decision: Decision, placement: PlacementStatus, leaving: str) -> None:
+    """Takes over the placement in which new workers have replaced those on draining nodes, and ends the generation."""
+    observed, status = decision.observed, decision.status
+    status.placement = placement
+    record_incarnations(decision, placement)
+    elastic = elastic_status(decision)
+    elastic.next_placement, elastic.growing_since = None, None
+    elastic.attempts, elastic.retry_time = 0, None
+    text = f"Saving a checkpoint, then moving {leaving}, whose replacements are ready"
+    decision.add_cause_event(restart_policy.NODE_DRAINED, text)
+    decision.count_restart(restart_policy.NODE_DRAINED)
+    decision.mesh.pending_cause = restart_policy.NODE_DRAINED.name
+    decision.mesh.pending_since = format_time(observed.now)
+    decision.condition(names.RESCALING, True, MOVING, text)
+    decision.starting(text)
+
+
+def is_moving(status: ParallelTrainingJobStatus) -> bool:
+    """Whether workers move off draining nodes beside the job, until all ranks train again."""
+    condition = find(status.conditions, names.RESCALING)
+    return condition is not None and condition.status == "True" and condition.reason == MOVING
 
 
 def place_size(decision: Decision, placement: Placement, size: Size) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from meshwright.api.elastic import ElasticSpec, LossAction
 from meshwright.api.status import ElasticStatus
@@ -35,6 +35,23 @@ def elastic_of(observed: Observed) -> ElasticSpec:
 def state(observed: Observed) -> ElasticStatus:
     """`status.elastic`, or what it is before the job has started."""
     return observed.status.elastic or ElasticStatus()
+
+
+def moves(observed: Observed) -> bool:
+    """Whether the workers that join replace others on draining nodes: the job keeps its size."""
+    following = state(observed).next_placement
+    if following is None:
+        return False
+    layout = observed.plan.layout
+    degrees = (following.tensor, following.pipeline, following.data)
+    return degrees == (layout.tensor, layout.pipeline, layout.data)
+
+
+def leaving(observed: Observed) -> list[Worker]:
+    """The workers that end once the joining ones are ready."""
+    following = state(observed).next_placement
+    after = {entry.worker for entry in following.workers} if following is not None else set()
+    return [worker for worker in observed.workers if worker.index not in after]
 
 
 def current_size(observed: Observed) -> int:
@@ -64,8 +81,11 @@ def smaller_plan(observed: Observed) -> Plan | None:
     return plans[0] if own.replanned or not same_size else None
 
 
-def size_for(observed: Observed, plan: Plan, stay: Iterable[Worker]) -> Size:
-    """The job with this plan, if these workers stay. Workers that are missing get the lowest free indices."""
+def size_for(observed: Observed, plan: Plan, stay: Iterable[Worker], *, beside: bool = False) -> Size:
+    """The job with this plan, if these workers stay. Workers that are missing get the lowest free indices.
+
+    With `beside`, all of its pods live while the missing workers start: these get indices that no pod has.
+    """
     ranks_of = plan_workers(observed)
     running = {worker.index: ranks_of[worker.index] for worker in stay if worker.index in ranks_of}
     kept = workers_on_resize(observed.plan, plan, running)
@@ -74,9 +94,11 @@ def size_for(observed: Observed, plan: Plan, stay: Iterable[Worker]) -> Size:
     same = {plan_worker: worker for worker, plan_worker in ranks_of.items() if worker not in kept}
     assigned = dict(kept)
     for plan_worker in missing:  # a lost worker is replaced under its own index
-        if (index := same.get(plan_worker)) is not None:
+        if not beside and (index := same.get(plan_worker)) is not None:
             assigned[index] = plan_worker
-    free = iter(index for index in range(len(plan.workers) + len(assigned)) if index not in assigned)
+    used = {*nodes, *(pod.worker for pod in observed.excess_pods)} if beside else set()
+    used |= assigned.keys()
+    free = iter(index for index in range(len(plan.workers) + len(used)) if index not in used)
     for plan_worker in missing:
         if plan_worker not in assigned.values():
             assigned[next(free)] = plan_worker
@@ -149,13 +171,22 @@ def sizes_to_grow(observed: Observed) -> tuple[Size, ...]:
 
 def seconds_until_growth(observed: Observed) -> float:
     """Seconds until a job that trains may grow; 0 if it may now, as after an edit that wants more replicas."""
-    now, elastic = observed.now, state(observed)
+    elastic = state(observed)
     if 0 < elastic.wanted_replicas < wanted(observed):
         return 0.0
-    ends = [parse_time(elastic.retry_time)]
     resized = parse_time(elastic.resized_time)
-    if resized is not None:
-        ends.append(resized + timedelta(seconds=elastic_of(observed).pause_seconds))
+    pause = timedelta(seconds=elastic_of(observed).pause_seconds)
+    return _seconds_left(observed, parse_time(elastic.retry_time), resized + pause if resized is not None else None)
+
+
+def seconds_until_retry(observed: Observed) -> float:
+    """Seconds until workers may start beside the job again after an attempt that failed."""
+    return _seconds_left(observed, parse_time(state(observed).retry_time))
+
+
+def _seconds_left(observed: Observed, *ends: datetime | None) -> float:
+    """Seconds until the last of these times."""
+    now = observed.now
     left = max(((end - now).total_seconds() for end in ends if end is not None), default=0.0)
     # A clock that was set back must not delay growth by more than the longest pause.
     longest = max(LONGEST_RETRY_SECONDS, elastic_of(observed).pause_seconds)

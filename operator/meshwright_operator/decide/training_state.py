@@ -11,7 +11,7 @@ from meshwright.api.conditions import find
 from meshwright.api.spec import CordonedNodes
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.protocol.run_config import CommandRun
-from meshwright_operator.decide import gang_actions, hang_detection, mesh_generation, progress
+from meshwright_operator.decide import gang_actions, hang_detection, mesh_generation, progress, resize
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.hang_detection import Silence
 from meshwright_operator.decide.observed import Observed
@@ -113,6 +113,9 @@ def _move_off_draining_nodes(decision: Decision) -> None:
     if mesh_generation.uses_external_scheduler(observed):
         return  # only the external scheduler knows whether the workers fit elsewhere
     if not draining or spec.recovery.cordoned_nodes is CordonedNodes.STAY or spec.checkpoint is None:
+        return
+    if observed.elastic is not None and resize.move_beside(decision, draining):
+        decision.requeue_within(MOVE_RETRY_SECONDS)
         return
     trained = seconds_since(observed.mesh.started_time, observed.now)
     if trained < MOVE_AFTER_SECONDS:

@@ -26,6 +26,7 @@ from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost.constants import Constants
 from meshwright.planner.cost_model import Calibration, StepMeasurement, cost_model_for, recalibrate
 from meshwright.planner.placement.placed_cost import group_spans_of_status
+from meshwright.rules.elastic import fixed_size
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.scheduling.scheduler import JobScheduler
 
@@ -90,6 +91,8 @@ class CalibrationLoop:
         if plan is None or not status.tokens_per_second or not status.step:
             return None
         spec = parse_spec(job)
+        if spec.elastic is not None and spec.elastic.scaled_batch is not None:
+            spec = fixed_size(spec, plan.data, plan.micro_batches)
         if spec.model is None or spec.training is None:
             return None
         if spec.data is not None and spec.data.format is DataFormat.PROMPT_COMPLETION:

@@ -118,7 +118,7 @@ class PlacementRequest:
             restarts=restarts,
             assigned_nodes=step.assigned_nodes,
             sizes=step.sizes,
-            grows=decision.grow is step,
+            grows=decision.grow is step and decision.move is not step,
         )
 
     @property

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory, Node
 from meshwright.planner.cost_model import Calibration, cost_model_for
 from meshwright.planner.errors import DoesNotFitError
@@ -24,6 +25,7 @@ from meshwright.planner.placement.group_levels import base_level
 from meshwright.planner.plan import Plan
 from meshwright.planner.plan_and_place import place_best, place_plan
 from meshwright.planner.topology.levels import DOMAIN
+from meshwright_operator.decide.gang_actions import Size
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.policy import Bounds, Policy
@@ -88,7 +90,7 @@ def _largest_that_fits(request: PlacementRequest, inventory: Inventory, calibrat
     """The placement of the first size that fits."""
     problem: DoesNotFitError | None = None
     for size in request.sizes:
-        spec = request.spec.model_copy(update={"replicas": size.replicas})
+        spec = _spec_of_size(request.spec, size)
         cost_model = cost_model_for(spec, size.plan.architecture, inventory, calibration)
         try:
             return place_plan(size.plan, inventory, cost_model, size.kept, request.previous)
@@ -96,6 +98,14 @@ def _largest_that_fits(request: PlacementRequest, inventory: Inventory, calibrat
             problem = error
     assert problem is not None
     raise problem
+
+
+def _spec_of_size(spec: ParallelTrainingJobSpec, size: Size) -> ParallelTrainingJobSpec:
+    """The spec with the replicas and the batch of a size."""
+    changes: dict[str, object] = {"replicas": size.replicas}
+    if spec.training is not None and size.plan.global_batch_size is not None:
+        changes["training"] = spec.training.model_copy(update={"global_batch_size": size.plan.global_batch_size})
+    return spec.model_copy(update=changes)
 
 
 def _fits_on(request: PlacementRequest, inventory: Inventory, names: Iterable[str]) -> bool:
