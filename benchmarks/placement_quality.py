@@ -162,7 +162,7 @@ def large(minutes: float, sizes: Sequence[int], numbers: dict[str, object]) -> N
                 f"{placement.cost:g}",
                 f"{seconds:.2f}",
                 f"{placement.bound:.0f}",
-                f"{100 * placement.gap:.1f} %",
+                f"{100 * (placement.gap or 0.0):.1f} %",
                 f"{best:g}",
                 method,
                 "" if gap is None else f"{100 * gap:.2f} %",

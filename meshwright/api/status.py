@@ -159,7 +159,7 @@ class PlacementStatus(ApiModel):
     groups of ranks. 0 means no crossings. If model or GPUs are unknown, the number is relative."""
     gap: Annotated[str, Field(max_length=64)] = ""
     """Largest fraction of the cost that the best placement on the same free nodes could save, or the best mapping of
-    ranks onto the nodes that another scheduler chose. 0 means proved optimal."""
+    ranks onto the nodes that another scheduler chose. 0 means proved optimal. Empty: unknown, with `spec.topology`."""
     straddling_tensor_groups: Count = 0
     """Number of tensor-parallel groups that leave their NVLink domain."""
     straddling_replicas: Count = 0

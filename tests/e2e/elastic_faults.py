@@ -27,6 +27,9 @@ LEASE = ["--lease-seconds", "5"]
 RACK = "rack0"
 TAINT = {"key": "example.com/maintenance", "effect": "NoSchedule"}
 
+RESUMES = 0.4
+"""How likely the fault after one of a suspended job is that it resumes: faults of a job without ranks show little."""
+
 
 class NotNow(Exception):
     """The fault cannot happen in the present state: draw another one."""
@@ -53,14 +56,14 @@ class Faults:
     def kinds(self) -> dict[str, tuple[int, Callable[[], Awaitable[None]]]]:
         """Each kind of fault with its weight."""
         return {
-            "rank killed": (8, self.kill_rank),
-            "agent killed": (6, self.kill_agent),
+            "rank killed": (6, self.kill_rank),
+            "agent killed": (4, self.kill_agent),
             "pod deleted": (8, lambda: self.delete_pod(None)),
             "pod deleted at once": (8, lambda: self.delete_pod(0)),
             "pod evicted": (6, self.evict_pod),
             "node removed": (8, self.remove_node),
             "node off and deleted": (5, self.lose_node),
-            "node rebooted": (5, self.reboot_node),
+            "node rebooted": (3, self.reboot_node),
             "node returned": (14, self.return_node),
             "all nodes but one removed": (2, self.remove_most_nodes),
             "node cordoned": (5, lambda: self.drain({"unschedulable": True})),
@@ -75,6 +78,8 @@ class Faults:
     async def draw(self) -> str:
         """Do one fault that can happen now, and return its kind."""
         kinds = self.kinds()
+        if self.suspended and self.chance.random() < RESUMES and await self.do("resumed"):
+            return "resumed"
         while True:
             kind = self.chance.choices(list(kinds), [weight for weight, _ in kinds.values()])[0]
             if await self.do(kind):

@@ -36,6 +36,8 @@ SETTLES = 0.35
 """Part of the faults after which the job settles before the next one."""
 SHORTEST, LONGEST = 0.2, 4.0
 """Seconds between the other faults."""
+NOTICED_SECONDS = 1.5
+"""How long to wait before the job may count as settled: a fault is not in its status at once."""
 LAST_STEPS = 200
 QUIET_SECONDS = 12
 COUNTED = ("rank killed", "agent killed", "node rebooted")
@@ -165,6 +167,7 @@ async def test_an_elastic_job_survives_random_faults(stage: Stage) -> None:
             settles = number == 3 or chance.random() < SETTLES
             print(f"{time.monotonic() - begin:7.1f} s  {number:3} {kind}", flush=True)
             if settles:
+                await asyncio.sleep(NOTICED_SECONDS)
                 print(f"          settled in {await faults.settled():.1f} s, {len(faults.usable())} nodes", flush=True)
             else:
                 await asyncio.sleep(chance.uniform(SHORTEST, LONGEST))

@@ -207,3 +207,28 @@ async def test_an_elastic_job_that_keeps_its_size_ends_bitwise_the_same(
     assert [(r.cause, r.count) for r in status.restarts] == [("PodLost", 1)]
     assert status.replicas == 2
     same(await stage.saved("same"), reference)
+
+
+async def test_a_batch_that_follows_the_replicas_takes_consecutive_samples(stage: Stage) -> None:
+    """Steps of one replica take 8 sequences, and steps of two replicas 16, with twice the learning rate."""
+    scaled = {"scaledBatch": {"replicas": 1, "learningRate": "Linear"}}
+    await stage.apply(small("batch", 1, elastic=scaled, training={"globalBatchSize": 8}))
+    await runs(stage, "batch", 1)
+    first = await uids(stage, "batch")
+    await scale(stage, "batch", 2)
+    await runs(stage, "batch", 2)
+    assert first.items() < (await uids(stage, "batch")).items()
+    steps = await stage.trained("batch", 1) + 20
+    await stage.client.patch(JOBS, "batch", {"spec": {"training": {"steps": steps}}}, NAMESPACE)
+    await stage.complete("batch")
+    saved = await stage.saved("batch")
+    spec = parse_spec(await stage.client.get(JOBS, "batch", NAMESPACE))
+    assert spec.data is not None
+    assert spec.training is not None
+    doubled, rest = divmod(saved["samples"] - 8 * steps, 8)
+    assert saved["step"] == steps
+    assert rest == 0
+    assert 20 <= doubled < steps
+    # The samples are those of as many sequences in batches of one size.
+    assert saved["digest"] == await asyncio.to_thread(expected_digest, spec.data, spec.training, steps + doubled)
+    await stage.delete("batch")

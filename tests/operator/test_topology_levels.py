@@ -53,6 +53,12 @@ def filling(name: str, workers: int, **spec: Any) -> KubeObject:
     return small(name, workers, preemptible=True, checkpoint={"claimName": "shared"}, **spec)
 
 
+def in_rack(rack: str, body: KubeObject) -> KubeObject:
+    """The job, with workers that run on nodes of this rack only."""
+    body["spec"]["workers"]["nodeSelector"] = {RACK: rack}
+    return body
+
+
 async def test_a_job_waits_until_its_level_can_be_met() -> None:
     world = two_racks()
     world.submit(small("other", 2))
@@ -135,19 +141,36 @@ async def test_a_job_waits_after_a_loss_until_one_rack_has_room_again() -> None:
 
 
 async def test_jobs_stop_in_one_rack_for_a_job_that_must_be_in_one() -> None:
-    """Four jobs of two workers fill two racks: any two make room enough, but only those of one rack help."""
+    """Four jobs fill two racks in turns, so the two that started last are in different racks and do not help."""
     world = two_racks(8)
     for number in range(4):
-        world.submit(filling(f"low{number}", 2))
+        world.submit(in_rack(f"r{number % 2}", filling(f"low{number}", 2)))
         await world.run(20)
-    assert [len(racks(world, f"low{number}")) for number in range(4)] == [1, 1, 1, 1]
+    assert [racks(world, f"low{number}") for number in range(4)] == [{"r0"}, {"r1"}, {"r0"}, {"r1"}]
     world.submit(small("high", 4, priority=10, topology=IN_ONE_RACK))
     await world.run(200)
     assert world.true("high", "Ready"), world.condition("high", "Placed")
     (rack,) = racks(world, "high")
-    stay = [f"low{number}" for number in range(4) if nodes(world, f"low{number}")]
-    assert len(stay) == 2
-    assert all(world.true(name, "Ready") and racks(world, name) == {"r0", "r1"} - {rack} for name in stay)
+    others = {"r0": {"low1", "low3"}, "r1": {"low0", "low2"}}[rack]
+    assert {name for name in ("low0", "low1", "low2", "low3") if nodes(world, name)} == others
+    assert all(world.true(name, "Ready") for name in others)
+
+
+async def test_elastic_jobs_give_up_replicas_in_one_rack_for_a_job_that_must_be_in_one() -> None:
+    world = two_racks()
+    for number in range(2):
+        world.submit(in_rack(f"r{number}", small(f"low{number}", 3, elastic={"minReplicas": 1, "maxReplicas": 3})))
+        await world.run(20)
+    world.submit(small("high", 2, priority=10, topology=IN_ONE_RACK))
+    await world.run(200)
+    assert world.true("high", "Ready"), world.condition("high", "Placed")
+    (rack,) = racks(world, "high")
+    shrunk = f"low{rack[1]}"
+    assert {f"low{number}": world.status(f"low{number}")["replicas"] for number in range(2)} == {
+        "low0": 3,
+        "low1": 3,
+        shrunk: 1,
+    }
 
 
 async def test_nobody_stops_for_a_level_that_cannot_be_met() -> None:

@@ -17,14 +17,21 @@ from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cluster.pod_resources import Resources
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.errors import DoesNotFitError, PlanError
-from meshwright.planner.placement import Placement, PlacingOptions, PreviousPlacement, place, place_near_previous
+from meshwright.planner.placement import (
+    Placement,
+    PlacingOptions,
+    PreviousPlacement,
+    nodes_to_free,
+    place,
+    place_near_previous,
+)
 from meshwright.planner.placement.fit_error import fits
 from meshwright.planner.placement.group_levels import GroupLevels, LevelRule, components
 from meshwright.planner.placement.rank_blocks import RankBlocks
 from meshwright.planner.placement.resize import workers_on_resize
 from meshwright.planner.plan import Plan, make_plan
 from meshwright.planner.topology.levels import LEVELS
-from tests.planner.builders import inventory, node, racks, spec_of
+from tests.planner.builders import inventory, node, pod, racks, spec_of
 
 LARGE = {"layers": 4, "hiddenSize": 256, "intermediateSize": 512, "vocabSize": 512}
 QUICK = PlacingOptions(effort=2_000)
@@ -393,3 +400,51 @@ def test_without_the_field_placements_are_as_before() -> None:
     assert place(bare, found).nodes == place(plan, found).nodes
     assert place(bare, found).topology == {}
     assert GroupLevels.of(bare, found.levels) == GroupLevels()
+
+
+def test_the_gap_is_empty_if_a_level_costs_what_the_bound_does_not_know() -> None:
+    """Two racks with three free nodes: the data-parallel groups stay inside, so both pipelines cross instead."""
+    found = inventory(*racks(2, 4, 8), pods=tuple(pod(f"p{n}", gpus=8, on=f"rack{n}-node0") for n in range(2)))
+    plan = plan_with(required(data="rack"), gpus=8, tensor=8, pipeline=2, data=2)
+    unbound = place(replace(plan, topology=None), found, options=QUICK)
+    assert (unbound.gap, unbound.to_status("job", {}).gap) == (0.0, "0")
+    placed = place(plan, found, options=QUICK)
+    assert placed.cost > unbound.cost == placed.bound
+    assert (placed.gap, placed.to_status("job", {}).gap) == (None, "")
+    proved = place(plan_with(required(data="rack"), gpus=8, tensor=8, data=2), found, options=QUICK)
+    assert (proved.cost, proved.gap, proved.to_status("job", {}).gap) == (0.0, 0.0, "0")
+
+
+def test_the_nodes_to_free_are_in_one_rack_if_the_level_needs_that() -> None:
+    """The nodes with fewest GPUs in use are in different racks: freeing them does not help."""
+    uses = {"rack0-node0": 1, "rack1-node0": 1, "rack0-node1": 4, "rack1-node1": 8}
+    found = inventory(*racks(2, 3, 8), pods=tuple(pod(f"on-{at}", gpus=gpus, on=at) for at, gpus in uses.items()))
+    plan = plan_with(required(data="rack"), gpus=8, tensor=8, data=3)
+    asked = nodes_to_free(plan, found)
+    assert asked is not None
+    assert (asked.nodes, asked.gpus, asked.workers) == (["rack0-node0", "rack0-node1"], 5, 2)
+    assert nodes_to_free(plan_with(required(data="rack"), gpus=8, tensor=8, data=4), found) is None
+    assert nodes_to_free(plan_with(required(data="rack"), gpus=8, tensor=8, data=1), found) is None
+
+
+@given(
+    st.lists(st.integers(0, 8), min_size=6, max_size=6), st.sampled_from(("node", "rack", "zone")), st.integers(1, 7)
+)
+@settings(max_examples=100, deadline=None)
+def test_freeing_the_nodes_is_enough_and_none_is_named_in_vain(uses: list[int], level: str, replicas: int) -> None:
+    nodes = racks(2, 3, 8)
+    names = [one["metadata"]["name"] for one in nodes]
+    busy = {name: pod(f"on-{name}", gpus=used, on=name) for name, used in zip(names, uses, strict=True) if used}
+    plan = plan_with(required(data=level), gpus=4, tensor=4, data=replicas)
+    asked = nodes_to_free(plan, inventory(*nodes, pods=tuple(busy.values())))
+    possible = fits(plan, inventory(*nodes))
+    assert (asked is not None) == (possible and not fits(plan, inventory(*nodes, pods=tuple(busy.values()))))
+    if asked is None:
+        return
+
+    def without_pods_on(freed: Sequence[str]) -> Inventory:
+        return inventory(*nodes, pods=tuple(one for name, one in busy.items() if name not in freed))
+
+    assert fits(plan, without_pods_on(asked.nodes))
+    assert asked.gpus == sum(uses[names.index(name)] for name in asked.nodes)
+    assert not any(fits(plan, without_pods_on([n for n in asked.nodes if n != name])) for name in asked.nodes)

@@ -60,10 +60,9 @@ def _placement(plan_report: PlanReport) -> Iterator[str]:
         yield "Placement: does not fit now"
         yield f"  {plan_report.pending}"
         return
-    quality = "proved optimal" if placement.gap == 0 else f"at most {placement.gap:.1%} above the lower bound"
     plan = plan_report.plan.to_status()
     status = placement.to_status("job", {})
-    yield f"Placement: cost {placement.cost:g}, {quality}"
+    yield f"Placement: cost {placement.cost:g}, {_quality(placement.gap)}"
     yield f"  {summary_line(plan, status)}"
     if plan_report.fragmentation_cost > NEGLIGIBLE_SHARE * placement.cost:
         yield (
@@ -75,6 +74,12 @@ def _placement(plan_report: PlanReport) -> Iterator[str]:
     if placement.spares:
         yield f"  spare nodes: {', '.join(placement.spares)}"
     yield from (f"  note: {note}" for note in placement.notes)
+
+
+def _quality(gap: float | None) -> str:
+    if gap is None:
+        return "the best that was found with the levels of `topology`"
+    return "proved optimal" if gap == 0 else f"at most {gap:.1%} above the lower bound"
 
 
 def _whole_cluster(plan_report: PlanReport) -> Iterator[str]:

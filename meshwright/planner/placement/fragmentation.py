@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.placement.capacity import FreeCapacity, GangShape, why_too_small
-from meshwright.planner.placement.group_levels import GroupLevels
+from meshwright.planner.placement.fit_error import fits
+from meshwright.planner.placement.group_levels import GroupLevels, with_nodes_as_level
 from meshwright.planner.placement.options import PlacingOptions
 from meshwright.planner.placement.place import place
 from meshwright.planner.placement.result import Placement
 from meshwright.planner.plan import Plan
 
 _QUICK = PlacingOptions(effort=50_000)
+_MAX_LOCATIONS = 64
+"""So many locations, those with fewest GPUs in use, are tried for nodes to free."""
+_MAX_TRIALS = 64
+"""So many nodes to free, those with most GPUs in use, are tried without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +47,12 @@ def cost_of_fragmentation(placement: Placement, inventory: Inventory, options: P
 def nodes_to_free(plan: Plan, inventory: Inventory) -> NodesToFree | None:
     """The nodes to free for a plan that does not fit: those that add most capacity for the fewest GPUs in use.
 
-    None if the plan fits, if it would not fit on an empty cluster either, and if it has levels that groups must not
-    leave: then not only the number of free GPUs counts.
+    None if the plan fits, and if it would not fit on an empty cluster either. With levels that groups must not leave,
+    few GPUs in use, but not always the fewest: trials of `fits` decide then.
     """
-    if GroupLevels.of(plan, inventory.levels).required:
-        return None
+    levels = GroupLevels.of(plan, inventory.levels)
+    if levels.required:
+        return _within_levels(plan, inventory, levels)
     blocks = GangShape(plan).blocks
     now, empty = FreeCapacity(plan, inventory, {}), FreeCapacity(plan, _emptied(inventory), {})
     missing = blocks - now.total_blocks()
@@ -74,5 +81,54 @@ def nodes_to_free(plan: Plan, inventory: Inventory) -> NodesToFree | None:
     return NodesToFree(sorted(n for d in chosen for n in members[d]), sum(gpus_in_use[d] for d in chosen), workers)
 
 
-def _emptied(inventory: Inventory) -> Inventory:
-    return replace(inventory, nodes={name: replace(n, free=n.capacity) for name, n in inventory.nodes.items()})
+def _within_levels(plan: Plan, inventory: Inventory, levels: GroupLevels) -> NodesToFree | None:
+    """As `nodes_to_free`, for a plan with required levels.
+
+    The nodes to free are all in one location of a required level if that helps, or anywhere. Of every choice, nodes
+    without which the plan fits too are left out.
+    """
+    if fits(plan, inventory) or not fits(plan, _emptied(inventory)):
+        return None
+    in_use = {
+        node.name: used
+        for node in inventory.usable
+        if (used := node.capacity.gpus - node.free.gpus) > 0 and not why_too_small(plan, node)
+    }
+
+    def enough(names: Sequence[str]) -> bool:
+        return fits(plan, _emptied(inventory, names))
+
+    everywhere = sorted(in_use, key=lambda name: (in_use[name], name))
+    locations: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for level in {rule.level for rule in levels.required} & set(inventory.levels):
+        for name in everywhere:
+            locations[level, inventory.nodes[name].place.at(level)].append(name)
+    by_use = sorted(locations, key=lambda at: (sum(in_use[name] for name in locations[at]), at))
+    scopes = [everywhere, *(locations[at] for at in by_use[:_MAX_LOCATIONS])]
+    choices = [_needed(names, enough) for names in scopes if enough(names)]
+    if not choices:
+        return None
+    chosen = min(choices, key=lambda names: (sum(in_use[name] for name in names), len(names), names))
+    if levels.names_nodes:
+        inventory = with_nodes_as_level(inventory)
+    now = FreeCapacity(plan, inventory, {}, levels.base)
+    then = FreeCapacity(plan, _emptied(inventory, chosen), {}, levels.base)
+    workers = (then.total_blocks() - now.total_blocks()) * now.block_workers
+    return NodesToFree(chosen, sum(in_use[name] for name in chosen), workers)
+
+
+def _needed(names: Sequence[str], enough: Callable[[Sequence[str]], bool]) -> list[str]:
+    """The shortest beginning of these names that is enough, without those that are not needed, sorted."""
+    count = bisect_left(range(len(names) + 1), True, key=lambda number: enough(names[:number]))
+    chosen = [*names[:count]]
+    for name in reversed(names[max(0, count - _MAX_TRIALS) : count]):
+        without = [one for one in chosen if one != name]
+        chosen = without if enough(without) else chosen
+    return sorted(chosen)
+
+
+def _emptied(inventory: Inventory, names: Iterable[str] | None = None) -> Inventory:
+    """The inventory without pods on these nodes; by default on all."""
+    emptied = inventory.nodes if names is None else {name: inventory.nodes[name] for name in names}
+    free = {name: replace(node, free=node.capacity) for name, node in emptied.items()}
+    return replace(inventory, nodes={**inventory.nodes, **free})

@@ -49,9 +49,15 @@ class Placement:
         return self.crossings.cost
 
     @property
-    def gap(self) -> float:
-        """Largest fraction of the cost that an optimal placement might save, from 0 (proved optimal) to 1."""
-        return (self.cost - self.bound) / self.cost if self.cost > self.bound else 0.0
+    def gap(self) -> float | None:
+        """Largest fraction of the cost that an optimal placement might save, from 0 (proved optimal) to 1.
+
+        None if `spec.topology` states levels and it is not 0: the bound knows nothing of these levels, so most of the
+        difference may be what they cost.
+        """
+        if self.cost <= self.bound:
+            return 0.0
+        return None if self.plan.topology is not None else (self.cost - self.bound) / self.cost
 
     def to_status(
         self, job: str, incarnations: Mapping[int, int], plan_workers: Mapping[int, int] | None = None
@@ -82,7 +88,7 @@ class Placement:
             pipeline=self.plan.layout.pipeline,
             data=self.plan.layout.data,
             cost=f"{self.cost:g}",
-            gap=f"{self.gap:.3g}",
+            gap="" if self.gap is None else f"{self.gap:.3g}",
             straddling_tensor_groups=self.crossings.straddling_tensor_groups,
             straddling_replicas=self.crossings.straddling_replicas,
             topology=dict(self.topology) or None,

@@ -23,6 +23,8 @@ from meshwright.schedules.partition import partition_layers
 from meshwright.schedules.registry import kind_of
 from meshwright.schedules.schedule import PipelineShape
 
+FEW_MICRO_BATCHES = 2
+"""With so few micro-batches, ZeRO-3 may be the fastest stage also with a pipeline."""
 MAX_ESTIMATED = 16
 """How many numbers of micro-batches are estimated for a layout and schedule, in order of preference. More take time."""
 
@@ -223,7 +225,7 @@ def job_savings(request: SearchRequest, base: Strategy, longest: float) -> Itera
     whole = False
     for zero in stages:
         # Stages 1 and 2 take the same time, and with a pipeline stage 3 gathers parameters for every micro-batch.
-        if whole and (zero == 2 or (zero == 3 and base.pipeline > 1)):
+        if whole and (zero == 2 or (zero == 3 and base.pipeline > 1 and base.micro_batches > FEW_MICRO_BATCHES)):
             continue
         if not _states_fit(request, replace(base, zero_stage=zero, checkpointing=options[0])):
             continue
