@@ -224,6 +224,22 @@ async def test_a_growth_waits_until_the_pods_of_the_former_one_have_ended() -> N
     assert world.true("job", "Ready")
 
 
+async def test_a_job_that_loses_all_workers_while_it_grows_waits_until_the_new_ones_have_ended() -> None:
+    """Two pods of one worker never live at once, which the world checks."""
+    world = World(13, nodes=3, work=FOREVER)
+    world.submit(elastic("job", 1, pauseSeconds=10, maxReplicas=2))
+    await world.run(20)
+    world.unprepared = True
+    edit(world, "job", replicas=2)
+    await world.run(10)
+    assert pods(world, "job") == {"job-w0-0", "job-w1-1"}
+    world.crash("job-w0-0")
+    world.unprepared = False
+    await world.run(120)
+    assert size(world, "job") == 2
+    assert world.true("job", "Ready")
+
+
 async def sizes_of(world: World, name: str, seconds: int) -> list[tuple[datetime, int]]:
     """The sizes that a job has in this time, and when each began."""
     seen: list[tuple[datetime, int]] = []

@@ -306,34 +306,55 @@ class History:
             raise AssertionError("\n".join([f"seed {self.seed}: {error}", *self.log])) from error
 
     def check(self, settled: dict[str, Any]) -> None:
-        """No GPU that a job wants is idle, no job waits for what others should give up, and every gang is whole."""
+        """Every gang is whole and within its bounds, and the nodes are used as a fresh operator would use them."""
         specs = {name: obj["spec"] for name, obj in self.cluster.jobs().items() if not obj["spec"].get("suspend")}
         bounds = {name: _in_effect(Bounds.of(spec), settled[name]) for name, spec in specs.items()}
-        usable = sum(1 for obj in self.world.nodes.values() if _is_usable(obj))
+        usable = {name for name, obj in self.world.nodes.items() if _is_usable(obj)}
         sizes = {name: len(settled[name]["pods"]) for name in bounds}
-        seen = f"{sizes} of {bounds} on {usable} nodes: {settled}"
+        seen = f"{sizes} of {bounds} on {len(usable)} nodes: {settled}"
         for name, size in sizes.items():
             assert not size or settled[name]["world"][-1] == size == settled[name]["replicas"], seen
             assert not size or runs(settled[name]), seen
             assert not size or bounds[name].least <= size <= bounds[name].most, seen
-        free = usable - sum(sizes.values())
-        for name, one in bounds.items():
-            if sizes[name]:
-                assert sizes[name] == one.most or not free, seen
-                continue
-            others = [(bounds[other], sizes[other]) for other in bounds if other != name]
-            assert free + sum(other.gives(size, one.priority) for other, size in others) < one.least, seen
+        self.check_nodes(bounds, sizes, usable, seen)
         if any(bounds[name] != Bounds.of(spec) for name, spec in specs.items()):
             return  # the former spec of a job is history, which a fresh operator does not know
-        if sum(one.most for one in bounds.values()) <= usable:
+        if sum(one.most for one in bounds.values()) <= len(usable):
             fresh = self.fresh()
             for name in bounds:
                 same = _without_indices(settled[name]) == _without_indices(fresh[name])
                 assert same, f"{name}: {settled[name]}, and fresh: {fresh[name]}"
-        elif all(_always_runs(name, bounds, usable) for name in bounds):
+        elif all(_always_runs(name, bounds, len(usable)) for name in bounds):
             fresh = self.fresh()
             assert {name for name in bounds if fresh[name]["pods"]} == set(bounds), (seen, fresh)
-            assert sum(len(fresh[name]["pods"]) for name in bounds) == sum(sizes.values()), (seen, fresh)
+            new = sum(len(fresh[name]["pods"]) for name in bounds)
+            assert new == sum(sizes.values()) - self.drained(usable).total(), (seen, fresh)
+
+    def check_nodes(self, bounds: dict[str, Bounds], sizes: dict[str, int], usable: set[str], seen: str) -> None:
+        """No node is free that a job may use, and no job waits for what others should give up."""
+        drained = self.drained(usable)
+        free = len(usable) - (sum(sizes.values()) - drained.total())
+        # The first job that waits and would fit alone reserves its nodes: those behind it may leave nodes free.
+        queue = sorted((name for name in bounds if not sizes[name]), key=partial(self.turn, bounds))
+        first = next((name for name in queue if bounds[name].least <= len(usable)), None)
+        for name, one in bounds.items():
+            if sizes[name]:
+                behind = first is not None and bounds[first].priority >= one.priority
+                assert sizes[name] == one.most or not free or behind, seen
+            elif first is None or queue.index(name) <= queue.index(first):
+                others = [key for key in bounds if key != name]
+                # What a job gives up on a draining node is of no use.
+                given = [max(0, bounds[key].gives(sizes[key], one.priority) - drained[key]) for key in others]
+                assert free + sum(given) < one.least, seen
+
+    def turn(self, bounds: dict[str, Bounds], name: str) -> tuple[int, str, str]:
+        """The position of a job without pods in the queue; the smallest is first."""
+        metadata = self.cluster.jobs()[name]["metadata"]
+        return -bounds[name].priority, str(metadata.get("creationTimestamp", "")), metadata["uid"]
+
+    def drained(self, usable: set[str]) -> Counter[str]:
+        """Job -> its pods that stay on nodes that drain, because they fit on no others."""
+        return Counter(pod.job for pod in self.world.pods() if not pod.terminal and pod.node not in usable)
 
     def fresh(self) -> dict[str, Any]:
         """What a fresh operator makes of the final input."""

@@ -57,6 +57,8 @@ def next_action(observed: Observed, pending_cause: str) -> GangAction:
     if obsolete := _obsolete_pods(observed):
         return Delete(tuple(pod for pod, _ in obsolete), obsolete[0][1])
     ending = [w for w in observed.workers if w.state is PodState.ENDING or w.older_pods]
+    # A growth that ends now: the job may start with more workers, and another one may get the index of one of these.
+    ending += [w for w in observed.joining if w.state in (*LIVE, PodState.ENDING) or w.older_pods]
     if ending or observed.excess_pods:
         count = len(ending) + len(observed.excess_pods)
         return Wait(f"Waiting for {counted(count, 'pod')} to terminate")
