@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from meshwright.api.parsing import parse_spec
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_local.kube.resources import JOBS, NODES
@@ -46,6 +48,7 @@ async def test_an_elastic_job_continues_without_a_draining_node(stage: Stage) ->
     await nothing_repeated(job, status, await finish(stage, "shrinks"))
 
 
+@pytest.mark.long
 async def test_a_worker_saves_and_moves_off_a_draining_node(stage: Stage) -> None:
     job = tiny("moves", replicas=1, workers={"nodeSelector": RACK}, training={"steps": 100_000}, checkpoint=RARE)
     await stage.apply(job)
@@ -70,6 +73,7 @@ async def test_a_worker_saves_and_moves_off_a_draining_node(stage: Stage) -> Non
     await nothing_repeated(job, status, await stage.saved("moves"))
 
 
+@pytest.mark.long
 async def test_the_replacement_of_an_elastic_jobs_worker_starts_beside_it(stage: Stage) -> None:
     job = elastic("beside", 2)
     job[-1]["spec"]["checkpoint"].update(RARE)

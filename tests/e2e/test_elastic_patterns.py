@@ -99,6 +99,7 @@ async def final_loss(stage: Stage, steps: int) -> float:
     return loss
 
 
+@pytest.mark.long
 async def test_a_job_survives_its_only_spare_node_and_uses_the_next_one(stage: Stage) -> None:
     """Two replicas of two pods fill the cluster. Its last node vanishes with its pods, and another one joins."""
     parallelism = {"tensor": 2, "pipeline": 2, "microBatches": 2}
@@ -120,6 +121,7 @@ async def test_a_job_survives_its_only_spare_node_and_uses_the_next_one(stage: S
     await finish(stage, "nodes")
 
 
+@pytest.mark.long
 async def test_edits_of_the_scale_subresource_leave_samples_and_losses_as_they_are(stage: Stage) -> None:
     await stage.apply(small("scaled", 1))
     await runs(stage, "scaled", 1)
@@ -136,6 +138,7 @@ async def test_edits_of_the_scale_subresource_leave_samples_and_losses_as_they_a
     assert float.fromhex(saved["loss"]) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.long
 async def test_a_job_of_higher_priority_takes_a_replica_and_gives_it_back(stage: Stage) -> None:
     """Four replicas of two GPUs fill the cluster; the other job needs two."""
     wide = {"parallelism": {"tensor": 2, "microBatches": 2}, "workers": {"gpusPerWorker": 2}}
@@ -209,6 +212,7 @@ async def test_an_elastic_job_that_keeps_its_size_ends_bitwise_the_same(
     same(await stage.saved("same"), reference)
 
 
+@pytest.mark.long
 async def test_a_batch_that_follows_the_replicas_takes_consecutive_samples(stage: Stage) -> None:
     """Steps of one replica take 8 sequences, and steps of two replicas 16, with twice the learning rate."""
     scaled = {"scaledBatch": {"replicas": 1, "learningRate": "Linear"}}

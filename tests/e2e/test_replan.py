@@ -61,6 +61,7 @@ def rescales(status: ParallelTrainingJobStatus) -> bool:
     return status.goodput is not None and status.goodput.cause == TimeCause.RESCALING
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gpus_per_worker", [1, 2])
 async def test_a_job_loses_a_stage_and_returns_to_it(stage: Stage, gpus_per_worker: int) -> None:
     await stage.apply(replanning("planned", gpus_per_worker))
