@@ -78,7 +78,9 @@ def test_every_metric_that_is_scraped_is_on_the_page() -> None:
     assert undeclared_samples(text, (*OperatorMetrics.metrics, *ClusterMetrics.metrics, *JobMetrics.metrics)) == []
 
 
-@pytest.mark.parametrize("directory", ["docs", "helm", "examples", "cli", "benchmarks", "tests/e2e"])
+@pytest.mark.parametrize(
+    "directory", ["docs", "helm", "examples", "cli", "benchmarks", "dashboards/source", "tests/e2e"]
+)
 def test_every_metric_named_elsewhere_is_declared(directory: str) -> None:
     declared = (*OperatorMetrics.metrics, *ClusterMetrics.metrics, *JobMetrics.metrics, *WorkerMetrics.metrics)
     files = [path for path in sorted((ROOT / directory).rglob("*")) if path.suffix in {".md", ".py", ".yaml", ".json"}]
