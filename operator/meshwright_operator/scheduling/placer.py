@@ -109,6 +109,10 @@ class Placer:
         """A pod requests this now; None if it requests nothing any more."""
         self._capacity.pod_changed(pod, request)
 
+    def gpus_by_node(self, gpu_resource: str) -> dict[str, int]:
+        """Node -> GPUs that pods request there now."""
+        return self._capacity.gpus_by_node(gpu_resource)
+
     def assume(self, pods: Mapping[str, PodRequest]) -> None:
         """Counts the pods (by id) that a job was granted until they exist, or until they are given up."""
         for pod, request in pods.items():
