@@ -12,8 +12,8 @@ from meshwright.metrics.declaration import Kind, Metric
 
 Metrics = Iterable[Metric[Any]]
 
-TARGET_LABELS = frozenset({"instance", "job", "namespace", "pod", "le"})
-"""Labels that Prometheus adds when it scrapes, and that of histogram buckets."""
+TARGET_LABELS = frozenset({"cluster", "instance", "job", "namespace", "pod", "le"})
+"""Labels that Prometheus adds when it scrapes or sends samples on, and that of histogram buckets."""
 REFERENCE = re.compile(r"(?<![\w-])(ptj_\w*\w)(?:\s*\{([^{}]*)\})?")
 """A metric, and its label matchers in braces as in PromQL and in a scrape, or only their names as in docs."""
 MATCHER = re.compile(r'(\w+)\s*(?:(=~|!~|!=|=)\s*"([^"]*)"|(?=,|$|\s))')
