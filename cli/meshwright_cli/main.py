@@ -43,7 +43,7 @@ COMMANDS = {
     "report": LazyCommand(
         "meshwright_cli.report.command:report",
         "Write one HTML page about a job or a plan.",
-        "meshwright-cli meshwright-local",
+        "meshwright-cli",
     ),
     "version": LazyCommand(
         "meshwright_cli.commands.version:version", "Print the versions of Meshwright and Python.", "meshwright-cli"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 
@@ -11,6 +11,7 @@ from meshwright.planner.cost.fabric import FabricLevel
 from meshwright.planner.cost.memory import Memory, memory_by_stage
 from meshwright.planner.cost.traffic import step_traffic
 from meshwright.planner.units import GIB, format_bytes
+from meshwright_cli import text
 from meshwright_cli.report.inputs import Planned
 
 
@@ -154,16 +155,8 @@ def goodput_bars(goodput: GoodputStatus, now: datetime) -> Bars | None:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as text for people: `42 s`, `3 min 05 s`, `20 min`, `2 h 10 min`, `3 d 4 h`."""
-    if seconds < 60:
-        return _seconds(seconds)
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 10:
-        return f"{minutes} min {rest:02d} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+    """Return seconds as the other commands do, but with fractions below a minute."""
+    return _seconds(seconds) if seconds < 60 else text.duration(seconds)
 
 
 def _single(
@@ -171,7 +164,7 @@ def _single(
     values: dict[str, float],
     labels: dict[str, str],
     total: float,
-    as_text: object,
+    as_text: Callable[[float], str],
     notes: dict[str, str] | None = None,
 ) -> Bars:
     """One bar with its parts below it."""
@@ -180,12 +173,11 @@ def _single(
     for name, value in values.items():
         if value > 0:
             shown = labels.get(name, name)
-            text = as_text(value) if callable(as_text) else str(value)
             note = (notes or {}).get(shown, "")
-            parts.append(Part(shown, value, text, 100 * value / total, order.get(shown, len(order)), note))
-    text = as_text(total) if callable(as_text) else str(total)
+            color = order.get(shown, len(order))
+            parts.append(Part(shown, value, as_text(value), 100 * value / total, color, note))
     rows = sorted(parts, key=lambda part: -part.value)
-    return Bars([Bar(label, text, parts)], [(part.label, part.color) for part in parts], rows=rows)
+    return Bars([Bar(label, as_text(total), parts)], [(part.label, part.color) for part in parts], rows=rows)
 
 
 def _without_repetitions(stages: Sequence[Memory]) -> list[tuple[int, int, Memory]]:

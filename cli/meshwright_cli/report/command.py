@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,10 +10,12 @@ import click
 
 from meshwright.api.parsing import InvalidSpecError
 from meshwright.planner.errors import PlanError
+from meshwright_cli.completion import complete_jobs
+from meshwright_cli.jobs.access import Access, cluster_options
 from meshwright_cli.plan.command import ASSUMED_GPUS, gpu_resource, job_of_manifest, node_selector, nodes_to_plan_for
 from meshwright_cli.plan.report import plan_report
-from meshwright_cli.report.cluster_source import ClusterTarget, read_job
-from meshwright_cli.report.history import History, HistoryFileError, Mark, read_history
+from meshwright_cli.report.cluster_source import read_job
+from meshwright_cli.report.history import History, HistoryFileError, read_history
 from meshwright_cli.report.inputs import ReportInputs, inputs_of_plan
 from meshwright_cli.report.page import page_of, render
 
@@ -22,7 +23,7 @@ MANIFEST_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 @click.command()
-@click.argument("job", metavar="JOB|MANIFEST")
+@click.argument("job", metavar="JOB|MANIFEST", shell_complete=complete_jobs)
 @click.option(
     "-o",
     "--output",
@@ -31,8 +32,7 @@ MANIFEST_SUFFIXES = (".yaml", ".yml", ".json")
     show_default=True,
     help="File to write.",
 )
-@click.option("-n", "--namespace", help="Namespace of the job (default: that of the kubeconfig context).")
-@click.option("--context", help="Context of the kubeconfig (default: the current one).")
+@cluster_options
 @click.option(
     "--inventory",
     type=click.Path(path_type=Path),
@@ -54,8 +54,7 @@ MANIFEST_SUFFIXES = (".yaml", ".yml", ".json")
 def report(
     job: str,
     output: Path,
-    namespace: str | None,
-    context: str | None,
+    access: Access,
     inventory: Path | None,
     gpus: int | None,
     gpu: str,
@@ -72,7 +71,7 @@ def report(
     else:
         if inventory is not None or gpus is not None:
             raise click.ClickException("--inventory and --gpus are only for a manifest: a job has its cluster's nodes")
-        inputs = asyncio.run(read_job(ClusterTarget(job, namespace, context), datetime.now(UTC)))
+        inputs = access.run(lambda client: read_job(client, job, datetime.now(UTC)))
     page = render(page_of(with_history(inputs, steps)))
     try:
         output.write_text(page, encoding="utf-8")
@@ -101,13 +100,6 @@ def read_steps(path: Path | None) -> History | None:
 def with_history(inputs: ReportInputs, history: History | None) -> ReportInputs:
     """Return the inputs with the steps of a file, if there is one."""
     return inputs if history is None else replace(inputs, history=history)
-
-
-def marks_of_events(inputs: ReportInputs, step: int) -> list[Mark]:
-    """Return the restarts and resizes among the job's events, at the step that was reached."""
-    return [
-        Mark(step, event.reason, event.note) for event in inputs.events if event.reason in ("Recovered", "Rescaled")
-    ]
 
 
 def _plan_inputs(path: Path, inventory: Path | None, gpus: int | None, gpu: str) -> ReportInputs:

@@ -28,6 +28,7 @@ from meshwright.planner.search.spec_request import pinned_request
 from meshwright.planner.topology.levels import DOMAIN, RACK
 from meshwright.planner.topology.location import Location
 from meshwright.rules.elastic import with_own_batch
+from meshwright_cli.client.objects import JobEvent
 from meshwright_cli.plan.report import PlanReport
 from meshwright_cli.report.history import History
 
@@ -42,16 +43,6 @@ class Planned:
     """Spans of the groups as placed, or as if ranks filled domains in order."""
     estimate: Estimate | None
     rejected: tuple[RejectedAlternative, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """An event about the job."""
-
-    time: str
-    reason: str
-    note: str
-    warning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +61,7 @@ class ReportInputs:
     """Worker index -> location of its node."""
     gpus_by_node: Mapping[str, int] = field(default_factory=dict)
     status: ParallelTrainingJobStatus | None = None
-    events: Sequence[Event] = ()
+    events: Sequence[JobEvent] = ()
     history: History = field(default_factory=History)
     whole_cluster: tuple[str, ...] = ()
     """The best layout for all GPUs, and the reasons for it, in sentences."""
@@ -126,7 +117,7 @@ def inputs_of_plan(found: PlanReport, name: str, namespace: str, generated: date
 def inputs_of_job(
     job: Mapping[str, Any],
     nodes: Sequence[Mapping[str, Any]] | None,
-    events: Sequence[Event],
+    events: Sequence[JobEvent],
     generated: datetime,
     notes: Sequence[str] = (),
 ) -> ReportInputs:

@@ -292,7 +292,11 @@ def _marks(inputs: ReportInputs) -> list[tuple[str, str, str]]:
     if inputs.history.marks:
         return [(f"after step {mark.step:,}", mark.name, mark.note) for mark in inputs.history.marks]
     wanted = ("Started", "Recovered", "Rescaled", "Failed", "Completed")
-    return [(event.time[11:19], event.reason, event.note) for event in inputs.events if event.reason in wanted]
+    return [
+        (f"{event.time:%H:%M:%S}" if event.time else "", event.reason, event.message)
+        for event in inputs.events
+        if event.reason in wanted and not event.about
+    ]
 
 
 def _clock(when: datetime) -> str:
