@@ -21,7 +21,8 @@ from tests.docs.blocks import ROOT
 
 _OPTION = re.compile(r"[\"'](--?[a-z][a-z0-9-]*)[\"']")
 _VERBS = {"annotate", "apply", "cordon", "create", "delete", "describe", "drain", "edit", "exec", "explain", "get"}
-_VERBS |= {"label", "logs", "patch", "port-forward", "rollout", "scale", "taint", "top", "uncordon", "wait"}
+_VERBS |= {"kustomize", "label", "logs", "patch", "port-forward", "rollout", "scale", "taint", "top", "uncordon"}
+_VERBS |= {"wait"}
 _OF_KINDS = {"annotate", "delete", "describe", "edit", "get", "label", "patch", "wait"}
 _KINDS = {
     "certificate",
