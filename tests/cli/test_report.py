@@ -246,7 +246,7 @@ def test_pages_of_thousands_of_ranks_stay_small(replicas, racks, cell_ranks):
 def test_a_long_step_is_cut_in_the_middle():
     schedule = generate("1f1b", 32, 512)
     figure = to_markup(schedule_figure(schedule, simulate(schedule), "long"))
-    assert 32 * 512 * 2 > MAX_SLOTS
+    assert MAX_SLOTS < 32 * 512 * 2
     assert "···" in figure
     assert len(figure) < 300_000
 

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.api.parallelism import ContextMethod
 from meshwright.models.presets import PRESETS
-from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
+from meshwright.planner.cost.accelerators import accelerator
 from meshwright.planner.cost.comm_groups import group_spans
 from meshwright.planner.cost.estimate import machine_for
 from meshwright.planner.cost.fabric import Span
@@ -18,7 +18,7 @@ from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.cost.traffic import peer_shares, ring_shares, step_traffic
 
 H100 = accelerator("NVIDIA-H100-80GB-HBM3")
-assert H100 is not None and H100.name in {one.name for one in ACCELERATORS.values()}
+assert H100 is not None
 MACHINE = machine_for(H100)
 MODEL = PRESETS["llama-3-8b"]
 WORK = Workload(MODEL, 8192, 64)
