@@ -166,6 +166,8 @@ def _kubectl(words: list[str]) -> list[str]:
 
 
 def _helm(words: list[str]) -> list[str]:
+    if words[:1] in (["test"], ["uninstall"]):
+        return []
     chart = next((ROOT / word for word in words if (ROOT / word / "Chart.yaml").is_file()), None)
     if chart is None:
         return ["no chart of the repository"]

@@ -188,7 +188,7 @@ def test_no_secret_is_rendered_and_every_rendering_is_the_same(sets):
 
 
 def test_no_template_draws_at_random_or_asks_a_cluster():
-    for path in (CHART / "templates").iterdir():
+    for path in (CHART / "templates").rglob("*.*"):
         for word in ("lookup", "rand", "genCA", "genSigned", "genSelfSigned", "genPrivateKey", "uuidv4", "now"):
             assert f"{word} " not in path.read_text().replace("{{-", "{{"), (path.name, word)
 
@@ -270,3 +270,72 @@ def test_bad_values_are_refused_by_name(value, word):
     result = helm("template", "mw", str(CHART), "--set", value)
     assert result.returncode != 0
     assert word in result.stderr
+
+
+@needs_helm
+def test_arguments_environment_and_volumes_of_the_user_come_after_those_of_the_chart():
+    found = render(
+        "operator.extraArgs={--log-level=debug}",
+        "operator.extraEnv[0].name=HTTPS_PROXY",
+        "operator.extraEnv[0].value=http://proxy:3128",
+        "operator.extraVolumes[0].name=ca",
+        "operator.extraVolumes[0].configMap.name=ca",
+        "operator.extraVolumeMounts[0].name=ca",
+        "operator.extraVolumeMounts[0].mountPath=/ca",
+    )
+    pod = found["Deployment", "mw-meshwright"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["env"] == [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}]
+    assert container["volumeMounts"][-1] == {"name": "ca", "mountPath": "/ca"}
+    assert pod["volumes"][-1] == {"name": "ca", "configMap": {"name": "ca"}}
+    assert container["args"][-1] == "--log-level=debug"
+    assert parsed(found).log_level == "debug", "the last one counts"
+
+
+@needs_helm
+def test_the_admission_policy_is_there_when_it_is_asked_for():
+    name = "ops-mw-meshwright-job-creators"
+    assert not [kind for kind, _ in render() if kind.startswith("ValidatingAdmission")]
+    found = render("admissionPolicy.enabled=true")
+    assert found["ValidatingAdmissionPolicyBinding", name]["spec"]["policyName"] == name
+    assert ("ValidatingAdmissionPolicy", name) in found
+
+
+@needs_helm
+def test_the_pod_of_helm_test_is_not_behind_the_service():
+    found = render()
+    pod, service = found["Pod", "mw-meshwright-test"], found["Service", "mw-meshwright"]
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    labels, selector = pod["metadata"]["labels"], service["spec"]["selector"]
+    assert any(labels.get(name) != value for name, value in selector.items())
+    (container,) = pod["spec"]["containers"]
+    assert container["command"][-1] == "http://mw-meshwright.ops.svc:9471"
+    assert pod["spec"]["securityContext"]["runAsNonRoot"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+CRDS = CHART.parent / "meshwright-crds"
+
+
+def test_both_charts_have_the_same_definition_and_version():
+    assert (CRDS / "files" / "meshwright.dev_paralleltrainingjobs.yaml").is_symlink()
+    ours, theirs = (yaml.safe_load((chart / "Chart.yaml").read_text()) for chart in (CHART, CRDS))
+    for field in ("version", "appVersion", "kubeVersion"):
+        assert ours[field] == theirs[field], field
+
+
+@needs_helm
+def test_the_chart_of_the_definition():
+    assert helm("lint", "--strict", str(CRDS)).returncode == 0
+
+    def crd(*flags):
+        result = helm("template", "c", str(CRDS), "--kube-version", "1.31.0", *flags)
+        assert result.returncode == 0, result.stderr
+        return yaml.safe_load(result.stdout)
+
+    kept = crd("--set-string", "annotations.argocd\\.argoproj\\.io/sync-wave=-2", "--set-string", "annotations.a=b")
+    assert kept["metadata"].pop("annotations") == {
+        "argocd.argoproj.io/sync-wave": "-2", "a": "b", "helm.sh/resource-policy": "keep",
+    }  # fmt: skip
+    assert kept == custom_resource_definition()
+    assert crd("--set", "keep=false") == custom_resource_definition()

@@ -47,7 +47,11 @@ VALUES: Mapping[str, dict[str, Any]] = {
         "metrics": {"port": 7001},
         "operator": {
             "logLevel": "debug", "logFormat": "text", "workers": 3, "leaseSeconds": 30, "resyncSeconds": 600,
+            "extraArgs": ["--max-connections-per-source=64"], "extraEnv": [{"name": "TZ", "value": "UTC"}],
+            "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+            "extraVolumeMounts": [{"name": "ca", "mountPath": "/ca"}],
         },
+        "admissionPolicy": {"enabled": True},
         "networkPolicy": {"enabled": True, "metricsFrom": [PEER]},
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"cpu": "2", "memory": "2Gi"}},
         "priorityClassName": "system-cluster-critical",
