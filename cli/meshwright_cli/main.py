@@ -40,6 +40,11 @@ COMMANDS = {
         "Plan and place a job without a cluster, and explain the result.",
         "meshwright-cli",
     ),
+    "report": LazyCommand(
+        "meshwright_cli.report.command:report",
+        "Write one HTML page about a job or a plan.",
+        "meshwright-cli",
+    ),
     "version": LazyCommand(
         "meshwright_cli.commands.version:version", "Print the versions of Meshwright and Python.", "meshwright-cli"
     ),
