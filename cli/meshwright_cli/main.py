@@ -20,6 +20,11 @@ COMMANDS = {
         "Train a language model on the embedded cluster, with a fault midway.",
         "meshwright-operator meshwright-worker meshwright-local",
     ),
+    "explain": LazyCommand(
+        "meshwright_cli.explain.group:explain",
+        "Explain where a job runs, or why it waits and what would fit.",
+        "meshwright-cli",
+    ),
     "local": LazyCommand(
         "meshwright_local.commands.local:local",
         "Run the embedded cluster, and inject faults.",
@@ -33,6 +38,11 @@ COMMANDS = {
     "plan": LazyCommand(
         "meshwright_cli.plan.command:plan",
         "Plan and place a job without a cluster, and explain the result.",
+        "meshwright-cli",
+    ),
+    "report": LazyCommand(
+        "meshwright_cli.report.command:report",
+        "Write one HTML page about a job or a plan.",
         "meshwright-cli",
     ),
     "version": LazyCommand(
