@@ -43,6 +43,8 @@ class BookedTime(ApiModel):
     `Suspended`."""
     milliseconds: Count
     """Time of this cause before `since`."""
+    gpu_milliseconds: Count | None = None
+    """The same for each GPU of the job's pods."""
 
 
 class GoodputStatus(ApiModel):
@@ -64,3 +66,9 @@ class GoodputStatus(ApiModel):
     """The highest step that the job ever reached. Steps up to this one are redone after a restart."""
     stall_milliseconds: Count = 0
     """The part of this mesh generation's checkpoint stalls that is booked."""
+    gpus: Count | None = None
+    """GPUs of the job's pods."""
+    gpus_since: Time | None = None
+    """Since when they are as many."""
+    gpu_milliseconds: Count | None = None
+    """GPU time between `since` and `gpusSince`."""
