@@ -15,7 +15,6 @@ from meshwright.planner.cost.collectives import all_reduce
 from meshwright.planner.cost.estimate import machine_for, memory_of
 from meshwright.planner.cost.fabric import Fabric, Span
 from meshwright.planner.cost.strategy import Strategy, Workload
-from meshwright.schedules.registry import registered
 from meshwright_cli.explain.allreduce import ring, timings
 from meshwright_cli.explain.docs_figures import DIRECTORY, figures
 from meshwright_cli.explain.memory import memory_cases
@@ -70,7 +69,7 @@ def test_a_long_step_is_cut_at_80_columns():
     assert all(line.endswith("…") for line in drawing[1:5])
 
 
-@pytest.mark.parametrize("name", [str(kind.name) for kind in registered() if kind.even or kind.whole_rounds])
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.even or kind.whole_rounds])
 def test_numbers_for_which_a_schedule_does_not_exist_are_named(name: str):
     result = run("schedule", name, "--micro-batches", 9)
     assert result.exit_code == 1

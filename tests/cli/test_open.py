@@ -32,7 +32,7 @@ class Api:
         self.job: dict[str, Any] | None = running_job(manifest(), cluster)
         self.nodes = cluster if nodes_allowed else None
 
-    async def answer(self, request: web.Request) -> web.Response:
+    async def answer(self, request: web.BaseRequest) -> web.Response:
         if request.path.endswith("/nodes"):
             if self.nodes is None:
                 return self._error(403, "Forbidden", 'nodes is forbidden: User "ann" cannot list resource "nodes"')
@@ -46,9 +46,8 @@ class Api:
         return self._error(404, "NotFound", 'paralleltrainingjobs.meshwright.dev "absent" not found')
 
     def _error(self, status: int, reason: str, message: str) -> web.Response:
-        return web.json_response(
-            {"kind": "Status", "reason": reason, "message": message, "code": status}, status=status
-        )
+        body = {"kind": "Status", "reason": reason, "message": message, "code": status, "details": {"name": "absent"}}
+        return web.json_response(body, status=status)
 
 
 @asynccontextmanager

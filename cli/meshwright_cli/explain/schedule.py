@@ -7,14 +7,14 @@ from pathlib import Path
 import click
 
 from meshwright.schedules.actions import Schedule
-from meshwright.schedules.registry import registered
+from meshwright.schedules.registry import kind_of, schedules_where
 from meshwright.schedules.schedule import PipelineScheduleKind, PipelineShape
 from meshwright.schedules.simulator import ActionCosts, Simulation, simulate
 from meshwright_cli.explain.svg_option import svg_option, write_svg
 from meshwright_cli.figures.schedule_figure import schedule_figure
 from meshwright_cli.figures.schedule_text import schedule_lines
 
-KINDS = {str(kind.name): kind for kind in registered()}
+KINDS = {str(name): kind_of(name) for name in schedules_where(lambda _: True)}
 MAX_RANKS, MAX_MICRO_BATCHES = 64, 512
 
 

@@ -42,7 +42,7 @@ async def served(page: Callable[[], str], port: int = 0) -> AsyncIterator[str]:
     token = secrets.token_urlsafe(32)
     hosts: set[str] = set()
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request: web.BaseRequest) -> web.Response:
         if request.headers.get("Host", "").lower() not in hosts:
             return web.Response(status=403, text="unknown host\n", headers=HEADERS)
         if not hmac.compare_digest(request.path.encode(), f"/{token}/".encode()):
