@@ -35,6 +35,11 @@ COMMANDS = {
         "Plan and place a job without a cluster, and explain the result.",
         "meshwright-cli",
     ),
+    "validate": LazyCommand(
+        "meshwright_cli.commands.validate:validate",
+        "Check manifests of jobs without a cluster.",
+        "meshwright-cli",
+    ),
     "version": LazyCommand(
         "meshwright_cli.commands.version:version", "Print the versions of Meshwright and Python.", "meshwright-cli"
     ),

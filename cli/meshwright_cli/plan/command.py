@@ -11,6 +11,7 @@ import yaml
 
 from meshwright.api.labels import GPU_RESOURCE
 from meshwright.api.parsing import InvalidSpecError
+from meshwright.crd.manifest_check import check_manifest
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 from meshwright.planner.errors import PlanError
 from meshwright.planner.search.request import Objective
@@ -20,6 +21,7 @@ from meshwright_cli.plan.report_json import document
 from meshwright_cli.plan.report_text import lines
 
 KIND = "ParallelTrainingJob"
+MAX_PROBLEMS = 5
 ASSUMED_GPUS = 64
 """GPUs of the assumed cluster."""
 
@@ -95,7 +97,7 @@ def _job(filename: Path) -> dict[str, Any]:
     """The only job of a manifest.
 
     Raises:
-        click.ClickException: the file cannot be read, or does not contain exactly one job.
+        click.ClickException: the file cannot be read, does not contain exactly one job, or a cluster would reject it.
     """
     try:
         documents = list(yaml.safe_load_all(filename.read_text()))
@@ -106,6 +108,10 @@ def _job(filename: Path) -> dict[str, Any]:
     jobs = [one for one in documents if isinstance(one, dict) and one.get("kind") == KIND]
     if len(jobs) != 1:
         raise click.ClickException(f"{filename}: expected exactly one {KIND}, found {len(jobs)}")
+    problems = check_manifest(jobs[0])
+    if problems:
+        more = f" (and {len(problems) - MAX_PROBLEMS} more)" if len(problems) > MAX_PROBLEMS else ""
+        raise click.ClickException(f"{filename}: {'; '.join(map(str, problems[:MAX_PROBLEMS]))}{more}")
     return jobs[0]
 
 
