@@ -61,10 +61,11 @@ lint: setup ## Run ruff, mypy, import contracts, and a check for conflict marker
 sizes: setup ## Report lines and files by directory, and the longest files and functions
 	@$(VENV)/bin/python -m tests.sizes
 
-generate: setup ## Write every generated page: CRD, API reference, protocol schema, metrics, output in docs
+generate: setup ## Write every generated file: CRD, API reference, protocol schema, metrics, dashboards, output in docs
 	$(VENV)/bin/python -m meshwright.crd
 	$(VENV)/bin/python -m meshwright_operator.metrics.metrics_docs > docs/metrics.md
 	$(VENV)/bin/python -m meshwright_worker.agent.metrics_docs > docs/worker-metrics.md
+	$(VENV)/bin/python -m dashboards.source
 	$(VENV)/bin/python -m tests.docs
 
 docs-output: setup ## Write the command output in README and docs; LONG=1 includes `make demo` and other long commands

@@ -20,6 +20,7 @@ DIRECTORIES = {
     "local": "local/meshwright_local/",
     "operator": "operator/",
     "worker": "worker/",
+    "dashboards": "dashboards/",
     "tests": "tests/",
     "benchmarks": "benchmarks/",
 }

@@ -20,6 +20,11 @@ COMMANDS = {
         "Train a language model on the embedded cluster, with a fault midway.",
         "meshwright-operator meshwright-worker meshwright-local",
     ),
+    "explain": LazyCommand(
+        "meshwright_cli.explain.group:explain",
+        "Explain where a job runs, or why it waits and what would fit.",
+        "meshwright-cli",
+    ),
     "local": LazyCommand(
         "meshwright_local.commands.local:local",
         "Run the embedded cluster, and inject faults.",

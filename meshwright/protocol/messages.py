@@ -221,6 +221,9 @@ class Progress(OpenMessage):
     """Sequences consumed since the beginning of the run."""
     checkpoint_stall_seconds: float = 0.0
     """Time that the steps of this generation stood still for checkpoints, all together. Agents before 0.2 send none."""
+    mfu: float | None = None
+    """Model FLOPs of recent steps over the dense bf16 peak of all GPUs. None if the peak is unknown, and from agents
+    before 0.2."""
 
 
 class Evaluation(OpenMessage):

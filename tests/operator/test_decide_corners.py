@@ -12,7 +12,7 @@ from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.protocol.messages import AgentState, CheckpointCommit, Progress
 from meshwright_operator.decide import failure_detection, gang, gang_actions, restart_policy
 from meshwright_operator.decide.decide_job import decide
-from meshwright_operator.metrics.job_metrics import JobRecord
+from meshwright_operator.metrics.job_record import JobRecord
 from tests.operator.builders import NODES, NOW, agents, ago, crashed, observed, pod, report, running_status
 
 IGNORE_137 = {"recovery": {"exitCodes": [{"action": "Ignore", "values": [137]}]}}

@@ -22,7 +22,7 @@ from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.observed import Rejection
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply_grant
 from meshwright_operator.decide.rejected_job import rejected, unplannable
-from meshwright_operator.metrics.job_metrics import phase_of
+from meshwright_operator.metrics.job_record import phase_of
 from meshwright_operator.text import counted, with_warnings
 from tests.operator.builders import (
     NOW,

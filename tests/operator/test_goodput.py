@@ -18,7 +18,7 @@ from meshwright_operator.decide.goodput import goodput_ratio, update_goodput
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.time_ledger import seconds_by_cause
 from meshwright_operator.kube.cache import Cache, JobKey
-from meshwright_operator.metrics.job_metrics import JobRecord
+from meshwright_operator.metrics.job_record import JobRecord
 from meshwright_operator.timestamps import format_time
 from tests.operator.builders import NOW, agents, ago, failed, observed, report, running_status
 from tests.operator.memory import MemoryCluster

@@ -12,6 +12,7 @@ from meshwright.metrics.declaration import Kind, Label
 from meshwright.metrics.exporter import CounterMetric
 from meshwright_operator.controller.http_server import health_application
 from meshwright_operator.kube.cache import JobKey
+from meshwright_operator.metrics.cluster_metrics import ClusterMetrics
 from meshwright_operator.metrics.job_metrics import JobMetrics, job_metric
 from meshwright_operator.metrics.metrics_docs import render_page
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
@@ -69,16 +70,19 @@ def test_every_metric_that_is_scraped_is_on_the_page() -> None:
     metrics, jobs = OperatorMetrics(), JobMetrics()
     metrics.registry.register(jobs)
     jobs.record(KEY, "uid").put(running_status(), None, 0.0)
+    metrics.registry.register(ClusterMetrics(dict))
     text = metrics.exposition().decode()
     scraped = set(re.findall(r"^# TYPE (\S+) (?!unknown)", text, re.MULTILINE))
     documented = set(re.findall(r"^\| `(ptj_\w+)` \|", render_page(), re.MULTILINE))
     assert {name for name in scraped if not name.endswith("_created")} == documented
-    assert undeclared_samples(text, (*OperatorMetrics.metrics, *JobMetrics.metrics)) == []
+    assert undeclared_samples(text, (*OperatorMetrics.metrics, *ClusterMetrics.metrics, *JobMetrics.metrics)) == []
 
 
-@pytest.mark.parametrize("directory", ["docs", "helm", "examples", "cli", "benchmarks", "tests/e2e"])
+@pytest.mark.parametrize(
+    "directory", ["docs", "helm", "examples", "cli", "benchmarks", "dashboards/source", "tests/e2e"]
+)
 def test_every_metric_named_elsewhere_is_declared(directory: str) -> None:
-    declared = (*OperatorMetrics.metrics, *JobMetrics.metrics, *WorkerMetrics.metrics)
+    declared = (*OperatorMetrics.metrics, *ClusterMetrics.metrics, *JobMetrics.metrics, *WorkerMetrics.metrics)
     files = [path for path in sorted((ROOT / directory).rglob("*")) if path.suffix in {".md", ".py", ".yaml", ".json"}]
     assert files
     problems = {str(path): undeclared_references(path.read_text(), declared) for path in files}

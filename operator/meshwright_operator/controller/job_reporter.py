@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from meshwright.api.conditions import READY, is_true
+from meshwright.api.goodput import TimeCause
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import parse_status
 from meshwright.api.status import ParallelTrainingJobStatus
@@ -21,8 +22,10 @@ from meshwright_operator.controller.status_patch import StatusRejectedError, Sta
 from meshwright_operator.decide import goodput, lifecycle, rejected_job
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING, JobEvent
+from meshwright_operator.decide.goodput import FINISHED
 from meshwright_operator.decide.hang_detection import silence
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
+from meshwright_operator.decide.observed import Observed
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import ApiError
 from meshwright_operator.kube.pod_info import Pod
@@ -78,7 +81,10 @@ class JobReporter:
         runs = decision.mesh.generation > 0 and not decision.mesh.pending_cause
         oldest = silence(observed).oldest_seconds if runs else None
         seconds = self._seconds_by_cause(decision.status)
-        self._jobs.record(key, observed.uid).put(decision.status, progress, time.monotonic(), oldest, seconds)
+        self._jobs.record(key, observed.uid).put(
+            decision.status, progress, time.monotonic(), oldest, seconds, _checkpoint_steps(observed)
+        )
+        self._observe_queue_wait(observed, decision.status)
         started = is_true(decision.status.conditions, READY) and not is_true(observed.status.conditions, READY)
         if started and observed.mesh.generation == 1 and not lifecycle.finished(decision.status):
             created = job["metadata"].get("creationTimestamp")
@@ -128,6 +134,14 @@ class JobReporter:
         seconds = self._seconds_by_cause(status)
         self._jobs.record(key, job["metadata"]["uid"]).put(status, None, time.monotonic(), seconds=seconds)
 
+    def _observe_queue_wait(self, observed: Observed, status: ParallelTrainingJobStatus) -> None:
+        """Observe how long a job waited for nodes, when it has got them."""
+        before, after = observed.status.goodput, status.goodput
+        if before is None or after is None or before.cause != TimeCause.QUEUED or after.cause == TimeCause.QUEUED:
+            return
+        if after.cause not in (FINISHED, TimeCause.SUSPENDED):
+            self._metrics.queue_wait_seconds.observe(seconds_since(before.since, observed.now))
+
     def _seconds_by_cause(self, status: ParallelTrainingJobStatus) -> dict[str, float]:
         return goodput.seconds_by_cause(status, self._now())
 
@@ -161,3 +175,9 @@ class JobReporter:
         if rejection.retryable:
             return rejected_job.unplannable(old, generation, self._now(), rejection.message, suspended=suspended)
         return rejected_job.rejected(old, generation, self._now(), rejection.reason, rejection.message)
+
+
+def _checkpoint_steps(observed: Observed) -> int | None:
+    """Steps between the job's checkpoints. A user's command saves when it likes."""
+    checkpoint = observed.spec.checkpoint
+    return None if checkpoint is None or observed.spec.runtime.command else checkpoint.interval

@@ -39,6 +39,7 @@ from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.watch_liveness import WatchLiveness
 from meshwright_operator.kube.watches import EventHandlers, run_watches, watch_paths
 from meshwright_operator.kube.workqueue import WorkQueue
+from meshwright_operator.metrics.cluster_metrics import ClusterMetrics
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.planning.planning_service import PlanningService
@@ -123,6 +124,7 @@ class Manager:
         self._calibration_loop = CalibrationLoop(self._cache, scheduler)
         jobs = JobMetrics()
         metrics.registry.register(jobs)
+        metrics.registry.register(ClusterMetrics(scheduler.gpu_capacities))
         self._reconcile = Reconciler(
             cluster=cluster,
             cache=self._cache,

@@ -4,136 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from meshwright.api import conditions as names
-from meshwright.api.base import MAX_SAFE_INTEGER
-from meshwright.api.conditions import find
 from meshwright.api.goodput import TimeCause
-from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.metrics.declaration import Catalog, Kind, Label, Metric, Sample
 from meshwright.metrics.exporter import scraped
-from meshwright.protocol.messages import Progress
 from meshwright_operator.decide.goodput import goodput_ratio
-from meshwright_operator.decide.time_ledger import STEPPING
 from meshwright_operator.kube.cache import JobKey
+from meshwright_operator.metrics.job_record import PHASES, JobRecord
 from meshwright_operator.timestamps import parse_time
 
 NAMESPACE = Label("namespace", meaning="the job's namespace")
 JOB = (NAMESPACE, Label("job_name", meaning="the job's name"))
-PHASES = ("queued", "starting", "training", "restarting", "suspended", "unknown")
-"""The phases of a job, until it finishes."""
-
-LONGEST_STEP_SECONDS = 86400.0
-"""Longer step times in an agent's report are ignored."""
-
-
-@dataclass(slots=True)
-class JobRecord:
-    """The state of one job from which its metrics are computed."""
-
-    uid: str
-    status: ParallelTrainingJobStatus = field(default_factory=ParallelTrainingJobStatus)
-    phase: str = ""
-    since: float = 0.0
-    wallclock: dict[str, float] = field(default_factory=dict)
-    productive: float = 0.0
-    furthest_step: int | None = None
-    lost_steps: int = 0
-    last_step: int | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """The job's time by cause, of its whole life, up to `seconds_at`."""
-    seconds_at: float = 0.0
-    exported: dict[str, float] = field(default_factory=dict)
-    """The largest value of each cause so far: a counter never goes back, also if a step is reported late."""
-    oldest_report_at: float | None = None
-    """When the oldest of its agents' last reports arrived. None while no worker runs in a mesh generation."""
-
-    def put(
-        self,
-        status: ParallelTrainingJobStatus,
-        progress: Progress | None,
-        clock: float,
-        oldest_report_age: float | None = None,
-        seconds: Mapping[str, float] | None = None,
-    ) -> None:
-        """Record the job's status, its latest progress, the age of its agents' oldest report and the seconds by cause
-        at the time `clock`.
-        """
-        self.status = status
-        self.seconds, self.seconds_at = seconds or {}, clock
-        self.oldest_report_at = None if oldest_report_age is None else clock - oldest_report_age
-        self._add_elapsed(clock)
-        self.phase = phase_of(status)
-        # The value comes from a user's pod: ignore it if it is out of range.
-        if progress is None or not 0 <= progress.step <= MAX_SAFE_INTEGER:
-            return
-        step = progress.step
-        step_seconds = progress.step_seconds if 0 <= progress.step_seconds <= LONGEST_STEP_SECONDS else 0.0
-        if self.furthest_step is None:
-            self.furthest_step = step
-        if step > self.furthest_step:
-            self.productive += (step - self.furthest_step) * step_seconds
-            self.furthest_step = step
-        if self.last_step is not None and step < self.last_step:
-            self.lost_steps += self.last_step - step
-        self.last_step = step
-
-    def seconds_by_phase(self, clock: float) -> dict[str, float]:
-        """Seconds by phase, up to the moment `clock`."""
-        self._add_elapsed(clock)
-        return dict(self.wallclock)
-
-    def seconds_by_cause(self, clock: float) -> dict[str, float]:
-        """Seconds by cause up to the moment `clock`; with steps, up to the last one that was reported."""
-        found = dict(self.seconds)
-        cause = self.status.goodput.cause if self.status.goodput is not None else ""
-        if cause and cause not in STEPPING:
-            found[cause] = found.get(cause, 0.0) + max(0.0, clock - self.seconds_at)
-        return found
-
-    def exported_seconds(self, clock: float) -> dict[str, float]:
-        """The same for a counter."""
-        for cause, seconds in self.seconds_by_cause(clock).items():
-            self.exported[cause] = max(seconds, self.exported.get(cause, 0.0))
-        return self.exported
-
-    def oldest_report_age(self, clock: float) -> float | None:
-        """Age of the oldest of its agents' last reports, at the time `clock`."""
-        return None if self.oldest_report_at is None else max(0.0, clock - self.oldest_report_at)
-
-    def _add_elapsed(self, clock: float) -> None:
-        if self.phase:
-            self.wallclock[self.phase] = self.wallclock.get(self.phase, 0.0) + clock - self.since
-        self.since = clock
-
-
-def phase_of(status: ParallelTrainingJobStatus) -> str:
-    """The job's current phase; empty if it has finished, is being deleted, or is invalid and never started."""
-    ready = find(status.conditions, names.READY)
-    reason = ready.reason if ready is not None else ""
-    started = status.mesh is not None and status.mesh.generation > 0
-    if status.completion_time is not None or reason == "Terminating" or (reason == "InvalidSpec" and not started):
-        return ""
-    if reason in ("Suspended", "Suspending"):
-        return "suspended"
-    if reason == "AgentsSilent":
-        return "unknown"
-    # While an edit is blocked, the job is not ready although its ranks train.
-    training, _, world = status.ready_ranks.partition("/")
-    if training == world and world not in ("", "0"):
-        return "training"
-    if reason in ("", "Placing"):
-        return "queued"
-    return (
-        "starting" if status.mesh is None or status.mesh.generation <= 1 and not status.restart_count else "restarting"
-    )
-
-
 Records = Sequence[tuple[JobKey, JobRecord]]
 
 
@@ -209,6 +94,18 @@ def _checkpoint(record: JobRecord) -> tuple[int, float] | None:
     return (checkpoint.step, moment.timestamp()) if checkpoint is not None and moment is not None else None
 
 
+def _queued_since(record: JobRecord) -> Iterable[Sample]:
+    goodput = record.status.goodput
+    moment = parse_time(goodput.since) if goodput is not None and goodput.cause == TimeCause.QUEUED else None
+    return one(moment.timestamp() if moment is not None else None)
+
+
+def _cost_bound(record: JobRecord) -> Iterable[Sample]:
+    placement = record.status.placement
+    cost, gap = (number(placement.cost), number(placement.gap)) if placement is not None else (None, None)
+    return one(cost * (1 - gap) if cost is not None and gap is not None and 0 <= gap <= 1 else None)
+
+
 class JobMetrics(Catalog, Collector):
     """The metrics of all jobs."""
 
@@ -269,6 +166,12 @@ class JobMetrics(Catalog, Collector):
         "Weighted crossings of NVLink domains, racks and zones by the job's groups.",
         read=_placement_cost,
     )
+    placement_cost_bound = job_metric(
+        "ptj_job_placement_cost_lower_bound",
+        Kind.GAUGE,
+        "Cost that no placement on the same free nodes is below. No series with `spec.topology`, unless it is known.",
+        read=_cost_bound,
+    )
     straddling_groups = job_metric(
         "ptj_job_straddling_groups",
         Kind.GAUGE,
@@ -313,6 +216,63 @@ class JobMetrics(Catalog, Collector):
         Kind.COUNTER,
         "Steps that were repeated after a restart.",
         read=lambda record: one(record.lost_steps),
+    )
+    queued_since = job_metric(
+        "ptj_job_queued_timestamp_seconds",
+        Kind.GAUGE,
+        "Unix time since which the job has been waiting for nodes. No series while it does not wait.",
+        read=_queued_since,
+    )
+    rescales = job_metric(
+        "ptj_job_rescales_total",
+        Kind.COUNTER,
+        "Changes of an elastic job's number of ranks, by direction, since the operator started.",
+        Label("direction", ("up", "down")),
+        read=lambda record: (
+            [((way,), record.rescales[way]) for way in ("up", "down")] if record.status.elastic is not None else []
+        ),
+    )
+    tokens_per_second = job_metric(
+        "ptj_job_tokens_per_second",
+        Kind.GAUGE,
+        "Recent throughput of the job.",
+        read=lambda record: one(record.status.tokens_per_second),
+    )
+    mfu = job_metric(
+        "ptj_job_mfu",
+        Kind.GAUGE,
+        "Model FLOPs of recent steps over the dense bf16 peak of the GPUs, if that is known.",
+        read=lambda record: one(record.mfu()),
+    )
+    loss = job_metric(
+        "ptj_job_loss",
+        Kind.GAUGE,
+        "Mean loss per token of the last step in the job's status.",
+        read=lambda record: one(number(record.status.loss)),
+    )
+    eta = job_metric(
+        "ptj_job_eta_seconds",
+        Kind.GAUGE,
+        "Estimated time to the last step, at the recent step time.",
+        read=lambda record: one(record.status.eta_seconds),
+    )
+    target_steps = job_metric(
+        "ptj_job_target_steps",
+        Kind.GAUGE,
+        "Number of steps of the run.",
+        read=lambda record: one(record.status.total_steps),
+    )
+    checkpoint_interval_steps = job_metric(
+        "ptj_job_checkpoint_interval_steps",
+        Kind.GAUGE,
+        "Steps between checkpoints.",
+        read=lambda record: one(record.checkpoint_steps),
+    )
+    checkpoint_interval_seconds = job_metric(
+        "ptj_job_checkpoint_interval_seconds",
+        Kind.GAUGE,
+        "Time between checkpoints at the recent step time. No series before the first step.",
+        read=lambda record: one(record.checkpoint_interval()),
     )
     step = job_metric(
         "ptj_job_step",

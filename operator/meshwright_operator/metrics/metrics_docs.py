@@ -6,6 +6,7 @@ import sys
 
 from meshwright.metrics.declaration import Catalog
 from meshwright.metrics.page import label_table, metric_table
+from meshwright_operator.metrics.cluster_metrics import ClusterMetrics
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 
@@ -22,8 +23,12 @@ This page is generated from the code: `python -m meshwright_operator.metrics.met
 
 def render_page(operator: type[Catalog] = OperatorMetrics, jobs: type[Catalog] = JobMetrics) -> str:
     """Return the page."""
-    parts = [HEAD, "## Operator\n", metric_table(operator.metrics), "\n## Jobs\n", metric_table(jobs.metrics)]
-    return "\n".join([*parts, "\n## Label values\n", label_table((*operator.metrics, *jobs.metrics)), ""])
+    tables: dict[str, type[Catalog]] = {"Operator": operator, "GPUs": ClusterMetrics, "Jobs": jobs}
+    parts = [HEAD]
+    for title, catalog in tables.items():
+        parts += [f"## {title}\n", metric_table(catalog.metrics), ""]
+    every = [metric for catalog in tables.values() for metric in catalog.metrics]
+    return "\n".join([*parts, "## Label values\n", label_table(every), ""])
 
 
 if __name__ == "__main__":

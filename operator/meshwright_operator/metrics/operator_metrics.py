@@ -11,6 +11,7 @@ from meshwright_operator.http.limits import CLOSE_REASONS
 
 DURATION_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 STARTUP_BUCKETS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
+WAIT_BUCKETS = (1, 10, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 24 * 3600, 72 * 3600)
 COST_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 VERB = Label("verb", ("GET", "POST", "PUT", "PATCH", "DELETE"))
@@ -117,6 +118,9 @@ class OperatorMetrics(Exporter):
         "ptj_pod_operations_total",
         "Pods created, ungated and deleted.",
         Label("operation", ("create", "ungate", "delete")),
+    )
+    queue_wait_seconds = HistogramMetric(
+        "ptj_queue_wait_seconds", "Time for which a job waited for nodes, each time that it got them.", WAIT_BUCKETS
     )
     startup_seconds = HistogramMetric(
         "ptj_job_startup_seconds", "Time from a job's creation until all of its ranks train.", STARTUP_BUCKETS

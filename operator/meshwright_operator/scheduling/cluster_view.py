@@ -168,6 +168,10 @@ class ClusterView:
         self._foreign = set(listed)
         return self.apply({**gone, **listed})
 
+    def requests(self) -> dict[str, PodRequest]:
+        """A copy of the requests of all counted pods, by id."""
+        return dict(self._requests)
+
     def has_pod(self, pod_id: str) -> bool:
         """Whether the requests of this pod are counted."""
         return pod_id in self._requests

@@ -7,8 +7,11 @@ versions say whether an older answer still counts: one changes when capacity bec
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable
 
+from meshwright.planner.cluster.inventory import MALFORMED
 from meshwright_operator.kube.pod_requests import PodRequest
 from meshwright_operator.scheduling.cluster_view import ClusterView
 from meshwright_operator.scheduling.pod_request_lister import PodRequestLister
@@ -50,6 +53,18 @@ class CountedCapacity:
     def uncounted(self) -> bool:
         """Whether pods changed since the last count."""
         return bool(self._changes)
+
+    def gpus_by_node(self, gpu_resource: str) -> dict[str, int]:
+        """Node -> GPUs that pods request there now, with changes that are not counted yet. For metrics.
+
+        It reads a copy, because a thread may count changes meanwhile.
+        """
+        gpus: Counter[str] = Counter()
+        for request in {**self.view.requests(), **self._changes}.values():
+            if request is not None:
+                with contextlib.suppress(*MALFORMED):
+                    gpus[request.node] += request.amount(gpu_resource).gpus
+        return dict(gpus)
 
     def pod_changed(self, pod: str, request: PodRequest | None) -> None:
         """A pod requests this now; None if it requests nothing any more."""

@@ -88,12 +88,20 @@ class Inventories:
         """The inventory of a job with this spec, as if no pods ran."""
         return self._view(spec).inventory
 
+    def of_all_nodes(self, gpu_resource: str) -> Inventory:
+        """The inventory of a job that accepts all nodes and tolerates every taint, as if no pods ran."""
+        anything = Toleration(operator="Exists").model_dump_json()
+        return self._view_of(NodeRequirements(gpu_resource, (), (anything,))).inventory
+
     def hardware(self, spec: ParallelTrainingJobSpec) -> Hardware:
         """The hardware that a job with this spec is planned for."""
         return self._view(spec).hardware(spec.workers.gpus_per_worker)
 
     def _view(self, spec: ParallelTrainingJobSpec) -> _View:
-        requirements, nodes = NodeRequirements.of(spec), self._cache.nodes
+        return self._view_of(NodeRequirements.of(spec))
+
+    def _view_of(self, requirements: NodeRequirements) -> _View:
+        nodes = self._cache.nodes
         view, version = self._views.get(requirements), self._cache.nodes_version
         if self._in_thread or threading.get_ident() != self._owner:
             # The last inventory is current enough. Without one, what another thread changes must not be used.

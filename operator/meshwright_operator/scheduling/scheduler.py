@@ -23,6 +23,7 @@ from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.pod_requests import PodRequest, request_json_for
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.scheduling.gpu_capacity import GpuCapacity, gpu_capacity
 from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.placer import Later, Placer, Purpose
@@ -267,12 +268,25 @@ class JobScheduler:
         spec = job.get("spec")
         return not (isinstance(spec, Mapping) and spec.get("suspend") is True)
 
-    def _gpu_resources(self) -> Iterable[str]:
-        """The GPU resources of nodes that jobs request, so that all of them count as used by their namespaces."""
+    def gpu_capacities(self) -> dict[str, GpuCapacity]:
+        """The GPUs of every GPU resource that nodes have and jobs request. Foreign pods are those last listed."""
+        resources = {*self._gpu_resources(), *({GPU_RESOURCE} & self._offered_resources())}
+        return {
+            resource: gpu_capacity(self._inventories.of_all_nodes(resource), self._placer.gpus_by_node(resource))
+            for resource in sorted(resources)
+        }
+
+    def _offered_resources(self) -> set[str]:
+        """The resources that nodes have."""
         version, offered = self._offered
         if version != self._cache.nodes_version:
             offered = {name for node in self._cache.nodes.values() for name in _allocatable(node)}
             self._offered = self._cache.nodes_version, offered
+        return offered
+
+    def _gpu_resources(self) -> Iterable[str]:
+        """The GPU resources of nodes that jobs request, so that all of them count as used by their namespaces."""
+        offered = self._offered_resources()
         for job in self._cache.jobs.values():
             spec = job.get("spec")
             workers = spec.get("workers") if isinstance(spec, Mapping) else None

@@ -30,25 +30,33 @@ IDLE_SECONDS = 5.0
 
 
 class Throughput:
-    """Mean step time and tokens per second over the last steps, so that one slow step has little effect."""
+    """Mean step time, tokens per second and FLOP/s over the last steps, so that one slow step has little effect."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[int, float]] = deque(maxlen=THROUGHPUT_STEPS)
+        self._steps: deque[tuple[int, float, float]] = deque(maxlen=THROUGHPUT_STEPS)
 
-    def add(self, tokens: int, seconds: float) -> None:
-        """Add one step that processed `tokens` tokens over the entire job in `seconds`."""
-        self._steps.append((tokens, seconds))
+    def add(self, tokens: int, seconds: float, flops: float = 0.0) -> None:
+        """Add one step that processed `tokens` tokens with `flops` over the entire job in `seconds`."""
+        self._steps.append((tokens, seconds, flops))
 
     @property
     def step_seconds(self) -> float:
         """Mean time of a step; 0 before the first step."""
-        return sum(seconds for _, seconds in self._steps) / len(self._steps) if self._steps else 0.0
+        return self._seconds / len(self._steps) if self._steps else 0.0
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second of the entire job; 0 before the first step."""
-        seconds = sum(seconds for _, seconds in self._steps)
-        return sum(tokens for tokens, _ in self._steps) / seconds if seconds > 0 else 0.0
+        return sum(tokens for tokens, _, _ in self._steps) / self._seconds if self._seconds > 0 else 0.0
+
+    @property
+    def flops_per_second(self) -> float:
+        """Model FLOP/s of the entire job; 0 before the first step."""
+        return sum(flops for _, _, flops in self._steps) / self._seconds if self._seconds > 0 else 0.0
+
+    @property
+    def _seconds(self) -> float:
+        return sum(seconds for _, seconds, _ in self._steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +153,7 @@ class MeshGeneration:
                 self.phases.append(Phase(name=name[:32], seconds=seconds))
             case messages.StepDone(report=report) if rank == self.first_rank:
                 self.latest = report
-                self.throughput.add(report.tokens, report.seconds)
+                self.throughput.add(report.tokens, report.seconds, report.model_flops)
                 self._record_evaluation(report)
 
     def record_output(self, rank: int, now: float) -> None:
@@ -266,6 +274,7 @@ class MeshGeneration:
             step_seconds=self.throughput.step_seconds,
             samples=self.latest.samples,
             checkpoint_stall_seconds=self.latest.checkpoint_stall_seconds,
+            mfu=self.throughput.flops_per_second / peak if (peak := self.latest.peak_flops) else None,
         )
 
 

@@ -40,6 +40,17 @@ def rank_metric(
     return Metric(name, kind, text, (*JOB, RANK), buckets, source=lambda report: [((), read(report))])
 
 
+def rank_part_metric(
+    name: str, kind: Kind, text: str, label: Label, read: Callable[[StepReport], Iterable[tuple[str, float]]]
+) -> Metric[StepReport]:
+    """Declare a metric of every rank with one more label, whose values and the metric's `read` returns."""
+
+    def source(report: StepReport) -> Iterable[Sample]:
+        return [((value,), number) for value, number in read(report)]
+
+    return Metric(name, kind, text, (*JOB, RANK, label), source=source)
+
+
 def layer_metric(name: str, text: str, read: Callable[[ExpertLoad], float]) -> Metric[StepReport]:
     """Declare a gauge of every mixture-of-experts layer, read from the steps of rank 0."""
 
@@ -114,6 +125,12 @@ class WorkerMetrics(Exporter):
         "Exponential of `ptj_evaluation_loss`.",
         lambda report: None if report.evaluation_loss is None else perplexity(report.evaluation_loss),
     )
+    skipped_steps = job_metric(
+        "ptj_skipped_steps_total",
+        Kind.COUNTER,
+        "Steps that updated nothing, because gradients overflowed fp16, while this pod ran rank 0.",
+        lambda report: report.skipped,
+    )
     pipeline_bubble = job_metric(
         "ptj_pipeline_bubble_ratio",
         Kind.GAUGE,
@@ -148,6 +165,13 @@ class WorkerMetrics(Exporter):
         "Time that steps waited for data.",
         lambda report: report.data_seconds,
     )
+    memory_peak = rank_part_metric(
+        "ptj_memory_peak_bytes",
+        Kind.GAUGE,
+        "The most memory that the rank's process used: of the GPU by tensors or by torch's allocator, or of the host.",
+        Label("kind", ("gpu_allocated", "gpu_reserved", "host")),
+        lambda report: [(peak.kind, peak.bytes) for peak in report.memory],
+    )
     expert_load_imbalance = layer_metric(
         "ptj_expert_load_imbalance",
         "Tokens of a mixture's busiest expert over the mean, in the last step.",
@@ -179,9 +203,10 @@ class WorkerMetrics(Exporter):
             if RANK not in metric.labels:
                 continue
             for rank in self._ranks - now:
-                self.exported(metric).remove(*self._job, rank)
-            for rank in now:
-                self.exported(metric).labels(*self._job, rank)
+                self.exported(metric).remove_by_labels({RANK.name: rank})
+            if metric.labels[-1] == RANK:
+                for rank in now:
+                    self.exported(metric).labels(*self._job, rank)
         self._ranks = now
         for rank in now:
             self.up.labels(*self._job, rank).set(0)

@@ -68,8 +68,17 @@ class ExpertLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryPeak:
+    """The most memory of one kind that the rank's process used so far."""
+
+    kind: str
+    """`gpu_allocated` (by tensors), `gpu_reserved` (by torch's allocator) or `host` (resident, with shared pages)."""
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
-    """One completed optimizer step; the same on every rank. Times in seconds."""
+    """One completed optimizer step; the same on every rank, except for what is measured on it. Times in seconds."""
 
     step: int
     loss: float
@@ -95,6 +104,10 @@ class StepReport:
     """Mean loss per token on held-out documents after this step; None if it was not evaluated."""
     experts: tuple[ExpertLoad, ...] = ()
     """One entry per mixture-of-experts layer, in the order of layers."""
+    skipped: bool = False
+    """Whether gradients overflowed fp16, so that nothing was updated."""
+    memory: tuple[MemoryPeak, ...] = ()
+    """Memory of this rank."""
     pipeline_bubble: float | None = None
     """Share of a step in which the pipeline's ranks are idle, simulated with measured times; None without measurements.
     """

@@ -30,6 +30,7 @@ from meshwright_worker.data.prefetch import Prefetcher, StepSamples
 from meshwright_worker.data.sample_assignment import SampleAssignment
 from meshwright_worker.data.sample_order import SampleDigest
 from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.memory.peaks import memory_peaks
 from meshwright_worker.rank.task import Outcome, RankEvents, StepReport
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.evaluation import Evaluation
@@ -230,6 +231,8 @@ class TrainingLoop:
             checkpoint_stall_seconds=self._stall_seconds,
             experts=result.experts,
             pipeline_bubble=result.bubble,
+            skipped=result.skipped,
+            memory=memory_peaks(self._mesh.device),
         )
 
 

@@ -1,0 +1,325 @@
+"""The asynchronous client: one method for each verb of the command line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Self
+
+from meshwright.api.labels import API_VERSION, KIND, LABEL_JOB
+from meshwright.api.objects import KubeObject
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright_cli.client.api_server import APPLY_PATCH, EVENTS, JOBS, MERGE_PATCH, PODS, Action, ApiServer, Kind
+from meshwright_cli.client.errors import (
+    JobFailedError,
+    ManifestError,
+    NotFoundError,
+    RejectedError,
+    WaitTimeoutError,
+    nearest,
+    suggestion,
+)
+from meshwright_cli.client.kubeconfig import Connection, connection
+from meshwright_cli.client.log_stream import LogSource, follow_logs
+from meshwright_cli.client.manifests import checked, only_job, read_manifest
+from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod
+from meshwright_cli.client.waiting import FINISHED, Target
+
+FIELD_MANAGER = "meshwright-cli"
+RETRY_SECONDS = 1.0
+
+Manifest = str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""A path (`-` for stdin), an object, or several objects."""
+
+
+class AsyncClient:
+    """Jobs of one cluster, as an asynchronous context manager.
+
+    Without arguments it uses what kubectl would use: `KUBECONFIG`, `~/.kube/config`, or the service account of a pod.
+    Every method raises subclasses of `MeshwrightError`, whose messages name what to do.
+
+    Args:
+        kubeconfig: a kubeconfig file.
+        context: a context of it instead of the current one.
+        namespace: the namespace of all methods instead of that of the context.
+        server: a connection that exists, instead of all of the above.
+        timeout: seconds for one request.
+    """
+
+    def __init__(
+        self,
+        *,
+        kubeconfig: str | Path | None = None,
+        context: str | None = None,
+        namespace: str | None = None,
+        server: Connection | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        found = server or connection(Path(kubeconfig) if kubeconfig else None, context, namespace)
+        self.namespace = namespace or found.namespace
+        self.server = ApiServer(found, timeout=timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self.server.close()
+
+    async def submit(self, manifest: Manifest, *, dry_run: bool = False) -> Job:
+        """Apply a manifest with exactly one job, and the objects that it needs, as server-side apply does.
+
+        Args:
+            manifest: a path, an object, or several objects.
+            dry_run: let the API server validate everything, and store nothing.
+
+        Raises:
+            ManifestError: it cannot be read, or does not contain exactly one job.
+            RejectedError: the API server rejected an object; the message names the field.
+        """
+        items, name = _objects(manifest)
+        job = only_job(items, name)
+        applied = job
+        for item in items:
+            answer = await self.apply(item, dry_run=dry_run)
+            applied = answer if item is job else applied
+        return Job(applied)
+
+    async def submit_spec(
+        self, name: str, spec: ParallelTrainingJobSpec, *, labels: Mapping[str, str] | None = None
+    ) -> Job:
+        """Apply a job with a spec made in Python."""
+        metadata: KubeObject = {"name": name, **({"labels": dict(labels)} if labels else {})}
+        return await self.submit({"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec.wire()})
+
+    async def apply(self, item: KubeObject, *, dry_run: bool = False) -> KubeObject:
+        """Apply one object of any kind. The API server rejects unknown fields.
+
+        Raises:
+            RejectedError: the API server rejected it; the message names the object and the field.
+        """
+        kind = await self._kind_of(item)
+        metadata = item["metadata"]
+        space = (metadata.get("namespace") or self.namespace) if kind.namespaced else None
+        params = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
+        params |= {"dryRun": "All"} if dry_run else {}
+        action = Action("patch", kind, space, metadata["name"])
+        try:
+            answer: KubeObject = await self.server.request(
+                "PATCH", kind.path(space, metadata["name"]), action, params=params, body=item, content_type=APPLY_PATCH
+            )
+        except RejectedError as error:
+            text = f"{item['kind']} {metadata['name']}: {error}"
+            raise RejectedError(text, error.status, error.reason) from error
+        return answer
+
+    async def list(
+        self, *, namespace: str | None = None, all_namespaces: bool = False, selector: str = ""
+    ) -> Sequence[Job]:
+        """The jobs of a namespace, or of all, by namespace and name."""
+        space = None if all_namespaces else namespace or self.namespace
+        items, _ = await self.server.collect(JOBS, space, selector=selector)
+        return sorted((Job(item) for item in items), key=lambda job: (job.namespace, job.name))
+
+    async def get(self, name: str) -> Job:
+        """One job.
+
+        Raises:
+            NotFoundError: it does not exist. The message names the nearest existing name, or another namespace.
+        """
+        try:
+            return Job(await self.server.get(JOBS, name, self.namespace))
+        except NotFoundError:
+            raise await self._missing(name) from None
+
+    async def status(self, name: str) -> Job:
+        """The same as `get`: a job contains its status."""
+        return await self.get(name)
+
+    async def pods(self, name: str) -> Sequence[WorkerPod]:
+        """The worker pods of a job, by worker and incarnation."""
+        items, _ = await self.server.collect(PODS, self.namespace, selector=f"{LABEL_JOB}={name}")
+        return sorted((WorkerPod.of(item) for item in items), key=lambda pod: (pod.worker, pod.incarnation))
+
+    async def events(self, name: str, *, pods: bool = False) -> Sequence[JobEvent]:
+        """The events about a job, the latest last; with `pods`, also those about its worker pods."""
+        job = await self.get(name)
+        items, _ = await self.server.collect(EVENTS, self.namespace, fields=f"involvedObject.uid={job.uid}")
+        if pods:
+            names = {pod.name for pod in await self.pods(name)}
+            others, _ = await self.server.collect(EVENTS, self.namespace, fields="involvedObject.kind=Pod")
+            items += [item for item in others if (item.get("involvedObject") or {}).get("name") in names]
+        return sorted((JobEvent.of(item) for item in items), key=lambda event: str(event.time))
+
+    async def watch(self, name: str) -> AsyncIterator[Job | None]:
+        """Yield the job now and after each change; None once it is deleted, and then nothing more."""
+        job: Job | None = await self.get(name)
+        while job is not None:
+            yield job
+            changed = job
+            try:
+                fields = f"metadata.name={name}"
+                async for event, item in self.server.watch(JOBS, job.revision, self.namespace, fields=fields):
+                    if item["metadata"].get("uid") != job.uid:
+                        continue
+                    if event == "DELETED":
+                        yield None
+                        return
+                    changed = Job(item)
+                    yield changed
+            except RejectedError as error:
+                if error.status != HTTPStatus.GONE:
+                    raise
+            await asyncio.sleep(RETRY_SECONDS)
+            found = await self.server.find(JOBS, name, self.namespace)
+            job = Job(found) if found is not None and found["metadata"].get("uid") == changed.uid else None
+        yield None
+
+    async def wait(self, name: str, target: Target | str = FINISHED, *, timeout: float | None = None) -> Job | None:  # noqa: ASYNC109
+        """Wait until a job reaches a state. Returns the job, or None if it was deleted, as the state asks.
+
+        Args:
+            name: name of the job.
+            target: the state, such as `complete`, `step=500` or `condition=Placed`.
+            timeout: seconds; None: unlimited.
+
+        Raises:
+            JobFailedError: it can no longer reach the state: it failed, was deleted, or needs an edit.
+            WaitTimeoutError: it did not reach the state in time.
+        """
+        wanted = Target.parse(target) if isinstance(target, str) else target
+        latest: Job | None = None
+        try:
+            async with asyncio.timeout(timeout):
+                async for job in self.watch(name):
+                    if wanted.reached(job):
+                        return job
+                    if job is None:
+                        raise JobFailedError(f"{name} was deleted before it was {wanted}")
+                    latest = job
+                    if reason := wanted.hopeless(job):
+                        raise JobFailedError(f"{name} will not be {wanted}: {reason}")
+        except TimeoutError:
+            now = f" It is {latest.state}: {latest.message}" if latest is not None else ""
+            raise WaitTimeoutError(f"{name} was not {wanted} within {timeout:g} s.{now}") from None
+        raise JobFailedError(f"{name} was deleted before it was {wanted}")
+
+    async def logs(self, name: str, source: LogSource | None = None) -> AsyncIterator[LogLine]:
+        """Yield lines of the worker pods' logs.
+
+        Args:
+            name: name of the job.
+            source: which pods and ranks, and whether to follow. By default everything that rank 0's pod wrote.
+
+        Raises:
+            NotFoundError: there is no such rank or worker, or it has no log.
+        """
+        async for line in follow_logs(self, name, source or LogSource()):
+            yield line
+
+    async def scale(self, name: str, replicas: int) -> Job:
+        """Set the number of data-parallel replicas, through the scale subresource.
+
+        Raises:
+            RejectedError: the API server or a rule of the job rejects the number.
+        """
+        action = Action("patch", JOBS, self.namespace, name, "scale")
+        path = JOBS.path(self.namespace, name, "scale")
+        body = {"spec": {"replicas": replicas}}
+        try:
+            await self.server.request("PATCH", path, action, body=body, content_type=MERGE_PATCH)
+        except NotFoundError:
+            raise await self._missing(name) from None
+        return await self.get(name)
+
+    async def suspend(self, name: str) -> Job:
+        """Suspend a job: it saves a checkpoint, and its pods are deleted."""
+        return await self._patch(name, {"spec": {"suspend": True}})
+
+    async def resume(self, name: str) -> Job:
+        """Resume a suspended job from its latest checkpoint."""
+        return await self._patch(name, {"spec": {"suspend": False}})
+
+    async def delete(self, name: str, *, wait: bool = False, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        """Delete a job, and its pods with it. Checkpoints stay.
+
+        Args:
+            name: name of the job.
+            wait: wait until the job and its worker pods are gone.
+            timeout: seconds to wait.
+        """
+        action = Action("delete", JOBS, self.namespace, name)
+        body = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
+        try:
+            await self.server.request("DELETE", JOBS.path(self.namespace, name), action, body=body)
+        except NotFoundError:
+            raise await self._missing(name) from None
+        if not wait:
+            return
+        try:
+            async with asyncio.timeout(timeout):
+                await self._gone(name)
+        except TimeoutError:
+            raise WaitTimeoutError(f"{name} and its pods still exist after {timeout:g} s") from None
+
+    async def _gone(self, name: str) -> None:
+        """Wait until neither the job nor a worker pod of it exists."""
+        while True:
+            if await self.server.find(JOBS, name, self.namespace) is None and not await self.pods(name):
+                return
+            await asyncio.sleep(RETRY_SECONDS / 4)
+
+    async def _patch(self, name: str, body: KubeObject) -> Job:
+        action = Action("patch", JOBS, self.namespace, name)
+        path = JOBS.path(self.namespace, name)
+        params = {"fieldManager": FIELD_MANAGER}
+        try:
+            return Job(
+                await self.server.request("PATCH", path, action, params=params, body=body, content_type=MERGE_PATCH)
+            )
+        except NotFoundError:
+            raise await self._missing(name) from None
+
+    async def _missing(self, name: str) -> NotFoundError:
+        """The error for a job that does not exist, with the names that do."""
+        here = [job.name for job in await self.list()]
+        text = f"no job `{name}` in namespace `{self.namespace}`"
+        if near := nearest(name, here):
+            return NotFoundError(f"{text}{suggestion(name, here)}", near)
+        try:
+            elsewhere = [job.namespace for job in await self.list(all_namespaces=True) if job.name == name]
+        except Exception:  # noqa: BLE001 - only a hint: whoever may not list all namespaces gets none
+            elsewhere = []
+        if elsewhere:
+            return NotFoundError(f"{text}: it is in namespace `{elsewhere[0]}`: use -n {elsewhere[0]}", (name,))
+        return NotFoundError(f"{text}. To list all jobs: meshwright list -A")
+
+    async def _kind_of(self, item: KubeObject) -> Kind:
+        """The API server's kind of an object, from its discovery documents."""
+        api_version, kind = str(item["apiVersion"]), str(item["kind"])
+        if (api_version, kind) == (JOBS.api_version, JOBS.kind):
+            return JOBS
+        group, _, version = api_version.rpartition("/")
+        name = f"{kind} {item['metadata']['name']}"
+        try:
+            found = await self.server.request(
+                "GET", f"/apis/{group}/{version}" if group else f"/api/{version}", Action("discover")
+            )
+        except NotFoundError:
+            raise ManifestError(f"{name}: the cluster has no `{api_version}`") from None
+        for entry in found["resources"]:
+            if entry["kind"] == kind and "/" not in entry["name"]:
+                return Kind(group, version, entry["name"], kind, bool(entry["namespaced"]))
+        raise ManifestError(f"{name}: `{api_version}` has no kind `{kind}`")
+
+
+def _objects(manifest: Manifest) -> tuple[list[KubeObject], str]:
+    if isinstance(manifest, str | Path):
+        return read_manifest(manifest), str(manifest)
+    documents = [manifest] if isinstance(manifest, Mapping) else manifest
+    return checked(documents, "manifest"), "manifest"

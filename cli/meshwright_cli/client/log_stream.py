@@ -1,0 +1,214 @@
+"""Streams the logs of a job's worker pods: of a rank, a stage, a worker, or whatever failed first.
+
+Several pods are read at the same time. With `follow`, a pod that is replaced is followed by its successor, until the
+job has finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.api import conditions
+from meshwright.layout import Layout
+from meshwright_cli.client.api_server import PODS, Action
+from meshwright_cli.client.errors import MeshwrightError, NotFoundError, RejectedError
+from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod, newest_pods, ranks_by_worker
+
+if TYPE_CHECKING:
+    from meshwright_cli.client.async_client import AsyncClient
+
+POLL_SECONDS = 1.0
+FAILURES = ("RankFailure", "PodFailed", "RankFailed", "RestartLimitReached")
+"""Reasons of events that name a failed worker or rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogSource:
+    """Which lines to read. Without a selection: all lines of the pod with rank 0."""
+
+    ranks: tuple[int, ...] = ()
+    workers: tuple[int, ...] = ()
+    stages: tuple[int, ...] = ()
+    every_worker: bool = False
+    failed_first: bool = False
+    """The worker that failed first, according to the job's events."""
+    follow: bool = False
+    previous: bool = False
+    """The previous container of each pod, or the previous incarnation's pod if it still exists."""
+    tail: int | None = None
+    """Number of last lines of each pod."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Workers to read, and of these the ranks to show; no ranks: all lines."""
+
+    workers: tuple[int, ...]
+    ranks: frozenset[int] = frozenset()
+
+    def shows(self, line: LogLine) -> bool:
+        """Whether a line belongs to the selection."""
+        return not self.ranks or line.rank in self.ranks
+
+
+def select(job: Job, source: LogSource, pods: Sequence[WorkerPod], events: Sequence[JobEvent]) -> Selection:
+    """The workers and ranks that `source` asks for.
+
+    Raises:
+        NotFoundError: there is no such rank, stage or worker, or nothing has failed.
+    """
+    known = sorted({pod.worker for pod in pods} | set(ranks_by_worker(job.status)))
+    if not known:
+        raise NotFoundError(f"{job.name} has no worker pods yet: {job.state}. {job.message}".rstrip(". "))
+    if source.failed_first:
+        return _failed(job, events, known)
+    if source.every_worker:
+        return Selection(tuple(known))
+    for worker in source.workers:
+        if worker not in known:
+            raise NotFoundError(f"{job.name} has no worker {worker}: it has workers {known[0]} to {known[-1]}")
+    if source.workers:
+        return Selection(source.workers)
+    ranks = source.ranks or _ranks_of_stages(job, source.stages)
+    if not ranks:
+        return Selection((known[0],))
+    placed = ranks_by_worker(job.status)
+    owners = {rank: worker for worker, own in placed.items() for rank in own}
+    for rank in ranks:
+        if rank not in owners:
+            raise NotFoundError(f"{job.name} has no rank {rank}: it has ranks 0 to {max(owners, default=0)}")
+    return Selection(tuple(sorted({owners[rank] for rank in ranks})), frozenset(ranks))
+
+
+def _ranks_of_stages(job: Job, stages: Sequence[int]) -> tuple[int, ...]:
+    plan = job.status.plan
+    if not stages:
+        return ()
+    if plan is None:
+        raise NotFoundError(f"{job.name} has no plan yet, so its stages are unknown: {job.state}. {job.message}")
+    for stage in stages:
+        if stage >= plan.pipeline:
+            raise NotFoundError(f"{job.name} has no stage {stage}: it has stages 0 to {plan.pipeline - 1}")
+    layout = Layout(plan.tensor, plan.pipeline, plan.data, plan.context)
+    return tuple(rank for rank in range(layout.world_size) if layout.coordinates(rank).pipeline in stages)
+
+
+def _failed(job: Job, events: Sequence[JobEvent], known: Sequence[int]) -> Selection:
+    failed = conditions.find(job.status.conditions, conditions.FAILED)
+    texts = [event.message for event in events if event.reason in FAILURES or event.warning]
+    texts += [failed.message] if failed is not None and failed.status == "True" else []
+    for text in reversed(texts):
+        if found := re.search(r"\b[Ww]orker (\d+)\b|-w(\d+)-\d+\b", text):
+            worker = int(found[1] or found[2])
+            rank = re.search(r"\b[Rr]ank (\d+)\b", text)
+            if worker in known:
+                own = ranks_by_worker(job.status).get(worker)
+                chosen = int(rank[1]) if rank else None
+                ranks = frozenset({chosen}) if chosen is not None and own is not None and chosen in own else frozenset()
+                return Selection((worker,), ranks)
+    raise NotFoundError(f"no worker of {job.name} has failed, according to its events")
+
+
+async def follow_logs(client: AsyncClient, name: str, source: LogSource) -> AsyncIterator[LogLine]:
+    """Yield the lines of a job's logs, of several pods as they arrive."""
+    job = await client.get(name)
+    pods = await client.pods(name)
+    events = await client.events(name) if source.failed_first else []
+    selection = select(job, source, pods, events)
+    queue: asyncio.Queue[LogLine | BaseException | None] = asyncio.Queue(maxsize=1000)
+    readers = [asyncio.create_task(_read_worker(client, job, worker, source, queue)) for worker in selection.workers]
+    try:
+        ended = 0
+        while ended < len(readers):
+            item = await queue.get()
+            if item is None:
+                ended += 1
+            elif isinstance(item, BaseException):
+                raise item
+            elif selection.shows(item):
+                yield item
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _read_worker(
+    client: AsyncClient,
+    job: Job,
+    worker: int,
+    source: LogSource,
+    queue: asyncio.Queue[LogLine | BaseException | None],
+) -> None:
+    """Read a worker's pod, and with `follow` its successors, into the queue; None marks the end."""
+    done: set[tuple[str, int]] = set()
+    try:
+        while True:
+            pod = await _pod_to_read(client, job.name, worker, source)
+            if pod is not None and (pod.name, pod.restarts) not in done:
+                done.add((pod.name, pod.restarts))
+                tail = source.tail if len(done) == 1 else None
+                async for line in _read_pod(client, pod, source, tail):
+                    await queue.put(LogLine.of(pod, line))
+            elif not source.follow or await _over(client, job):
+                if not done:
+                    await queue.put(
+                        NotFoundError(f"worker {worker} of {job.name} has no log yet: {_state_of(pod, job)}")
+                    )
+                break
+            else:
+                await asyncio.sleep(POLL_SECONDS)
+        await queue.put(None)
+    except MeshwrightError as error:
+        await queue.put(error)
+
+
+def _state_of(pod: WorkerPod | None, job: Job) -> str:
+    return f"pod {pod.name} is {pod.state}" if pod is not None else f"it has no pod. The job is {job.state}"
+
+
+async def _pod_to_read(client: AsyncClient, name: str, worker: int, source: LogSource) -> WorkerPod | None:
+    """The pod whose log to read next; None if it has not started."""
+    own = [pod for pod in await client.pods(name) if pod.worker == worker]
+    newest = newest_pods(own)
+    if not newest:
+        return None
+    if source.previous and newest[0].restarts == 0:
+        earlier = [pod for pod in own if pod.incarnation < newest[0].incarnation]
+        return earlier[-1] if earlier else _no_previous(newest[0])
+    return newest[0] if newest[0].container_started else None
+
+
+def _no_previous(pod: WorkerPod) -> WorkerPod:
+    raise NotFoundError(
+        f"pod {pod.name} has no previous container, and no earlier pod of worker {pod.worker} exists: leave out "
+        "--previous"
+    )
+
+
+async def _read_pod(client: AsyncClient, pod: WorkerPod, source: LogSource, tail: int | None) -> AsyncIterator[str]:
+    params = {"follow": "true"} if source.follow else {}
+    params |= {"tailLines": str(tail)} if tail is not None else {}
+    params |= {"previous": "true"} if source.previous and pod.restarts else {}
+    action = Action("get", PODS, client.namespace, pod.name, "log")
+    path = PODS.path(client.namespace, pod.name, "log")
+    with contextlib.suppress(NotFoundError):  # deleted since it was listed
+        try:
+            async for line in client.server.lines(path, action, params):
+                yield line.decode(errors="replace")
+        except RejectedError as error:
+            raise RejectedError(f"the log of pod {pod.name} cannot be read: {error}", error.status) from error
+
+
+async def _over(client: AsyncClient, job: Job) -> bool:
+    """Whether nothing more will be logged: the job has finished, or exists no more."""
+    try:
+        now = await client.get(job.name)
+    except NotFoundError:
+        return True
+    return now.finished or now.uid != job.uid

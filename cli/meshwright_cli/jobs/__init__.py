@@ -1,0 +1,1 @@
+"""Commands for the jobs of a cluster: submit, list, status, logs, wait and others."""

@@ -1,0 +1,30 @@
+"""Formats durations, ages and numbers, in the same way in every command."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+
+def duration(seconds: float) -> str:
+    """`75` as `1m15s`, in at most two units, as kubectl writes ages."""
+    rest = max(0, round(seconds))
+    if rest < 120:
+        return f"{rest}s"
+    minutes, rest = divmod(rest, 60)
+    if minutes < 60:
+        return f"{minutes}m{rest}s" if minutes < 10 and rest else f"{minutes}m"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}h{minutes}m" if minutes else f"{hours}h"
+    days, hours = divmod(hours, 24)
+    return f"{days}d{hours}h" if hours and days < 10 else f"{days}d"
+
+
+def age(then: datetime | None, now: datetime) -> str:
+    """The time since `then`; empty if it is unknown."""
+    return "" if then is None else duration((now - then).total_seconds())
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

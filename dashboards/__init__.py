@@ -1,0 +1,1 @@
+"""Grafana dashboards and Prometheus rules, and the code that generates them."""

@@ -1,0 +1,1 @@
+"""Generates the dashboards and the rules: `python -m dashboards.source`."""
