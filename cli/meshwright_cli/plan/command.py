@@ -14,8 +14,9 @@ from meshwright.api.parsing import InvalidSpecError
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 from meshwright.planner.errors import PlanError
 from meshwright.planner.search.request import Objective
+from meshwright_cli.cost.forecast import Forecast, as_json, forecast, sentences
 from meshwright_cli.plan.inventory_file import MAX_NODES, InventoryFileError, NodeEntry, nodes_of, read_nodes
-from meshwright_cli.plan.report import plan_report
+from meshwright_cli.plan.report import PlanReport, plan_report
 from meshwright_cli.plan.report_json import document
 from meshwright_cli.plan.report_text import lines
 
@@ -49,6 +50,12 @@ ASSUMED_GPUS = 64
 @click.option("--every-technique", is_flag=True, help="Also search techniques that this runtime does not implement.")
 @click.option("--what-if", is_flag=True, help="Also estimate the step time on better hardware.")
 @click.option(
+    "--tokens",
+    type=click.IntRange(1, 10**18),
+    help="Also print FLOPs, time and GPU-hours for this many tokens. Defaults to the job's steps with --price.",
+)
+@click.option("--price", type=click.FloatRange(0), help="Price of one GPU-hour, in any currency, for the cost.")
+@click.option(
     "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output format."
 )
 def plan(
@@ -59,6 +66,8 @@ def plan(
     objective: str,
     every_technique: bool,
     what_if: bool,
+    tokens: int | None,
+    price: float | None,
     output: str,
 ) -> None:
     """Plan and place a job without a cluster, and explain the result.
@@ -79,15 +88,30 @@ def plan(
         )
     except (InvalidSpecError, PlanError) as error:
         raise click.ClickException(f"{filename}: {error}") from error
+    spending = _forecast(found, tokens, price)
     if output == "json":
-        click.echo(json.dumps(document(found), indent=2))
+        more = {} if spending is None else {"forecast": as_json(spending)}
+        click.echo(json.dumps({**document(found), **more}, indent=2))
     else:
         if inventory is None:
             click.echo(f"No --inventory given: assuming {gpus or ASSUMED_GPUS} free {gpu}.\n", err=True)
         for line in lines(found):
             click.echo(line)
+        if spending is not None:
+            click.echo("\nThe run")
+            for line in sentences(spending):
+                click.echo(f"  {line}")
     if found.placement is None:
         raise SystemExit(3)
+
+
+def _forecast(found: PlanReport, tokens: int | None, price: float | None) -> Forecast | None:
+    if tokens is None and price is None:
+        return None
+    try:
+        return forecast(found, tokens, price)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
 
 
 def job_of_manifest(filename: Path) -> dict[str, Any]:
