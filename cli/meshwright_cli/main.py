@@ -10,6 +10,11 @@ COMMANDS = {
     "crd": LazyCommand(
         "meshwright_cli.commands.crd:crd", "Print the CustomResourceDefinition to apply to a cluster.", "meshwright-cli"
     ),
+    "cost": LazyCommand(
+        "meshwright_cli.cost.command:cost",
+        "Print the GPU-hours of jobs by cause, and with --price the money.",
+        "meshwright-cli",
+    ),
     "data": LazyCommand(
         "meshwright_cli.commands.data:data",
         "Tokenize training text, and verify or show tokens.",
@@ -38,6 +43,11 @@ COMMANDS = {
     "plan": LazyCommand(
         "meshwright_cli.plan.command:plan",
         "Plan and place a job without a cluster, and explain the result.",
+        "meshwright-cli",
+    ),
+    "report": LazyCommand(
+        "meshwright_cli.report.command:report",
+        "Write one HTML page about a job or a plan.",
         "meshwright-cli",
     ),
     "validate": LazyCommand(

@@ -204,6 +204,8 @@ class RankProcess(OpenMessage):
     time since it last wrote to its standard output or error."""
     state: Annotated[str, Field(max_length=1)] = ""
     """State letter of the process (proc(5)) if it has been idle for a while, such as `T` for stopped."""
+    compute_seconds: float | None = None
+    """Recent time for which the rank computes in a step, without waits. Agents before 0.2 send none."""
 
 
 class Progress(OpenMessage):
@@ -299,6 +301,8 @@ class ReportReply(OpenMessage):
     pause: Generation | None = None
     """The ranks of this generation save a checkpoint and stop. The agent then waits for the next generation. Agents
     before 0.2 ignore it."""
+    median_compute_seconds: float | None = None
+    """Median of `RankProcess.computeSeconds` over the job's ranks, recently. Agents before 0.2 ignore it."""
     trust: Annotated[str, Field(max_length=64)] | None = None
     """Name of the CA bundle with which agents verify the coordinator (`meshwright.protocol.trust`). If an agent has
     another bundle, it requests this one. Missing without TLS."""

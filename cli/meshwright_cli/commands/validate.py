@@ -85,7 +85,7 @@ def _check_object(file: str, document: Any) -> dict[str, Any]:
     name = str(metadata.get("name") or "") if isinstance(metadata, dict) else ""
     if _is_job(document, kind):
         return _result(file, kind, name, check_manifest(document))
-    missing = [field for field in ("apiVersion", "kind", "metadata") if not document.get(field)]
+    missing = [field for field in ("apiVersion", "kind") if not document.get(field)]
     problems = [ManifestProblem(field, "is missing") for field in missing]
     return _result(file, kind, name, problems, checked=bool(problems))
 

@@ -15,8 +15,9 @@ from meshwright.crd.manifest_check import check_manifest
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 from meshwright.planner.errors import PlanError
 from meshwright.planner.search.request import Objective
+from meshwright_cli.cost.forecast import Forecast, as_json, forecast, sentences
 from meshwright_cli.plan.inventory_file import MAX_NODES, InventoryFileError, NodeEntry, nodes_of, read_nodes
-from meshwright_cli.plan.report import plan_report
+from meshwright_cli.plan.report import PlanReport, plan_report
 from meshwright_cli.plan.report_json import document
 from meshwright_cli.plan.report_text import lines
 
@@ -51,6 +52,12 @@ ASSUMED_GPUS = 64
 @click.option("--every-technique", is_flag=True, help="Also search techniques that this runtime does not implement.")
 @click.option("--what-if", is_flag=True, help="Also estimate the step time on better hardware.")
 @click.option(
+    "--tokens",
+    type=click.IntRange(1, 10**18),
+    help="Also print FLOPs, time and GPU-hours for this many tokens. Defaults to the job's steps with --price.",
+)
+@click.option("--price", type=click.FloatRange(0), help="Price of one GPU-hour, in any currency, for the cost.")
+@click.option(
     "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output format."
 )
 def plan(
@@ -61,6 +68,8 @@ def plan(
     objective: str,
     every_technique: bool,
     what_if: bool,
+    tokens: int | None,
+    price: float | None,
     output: str,
 ) -> None:
     """Plan and place a job without a cluster, and explain the result.
@@ -68,9 +77,8 @@ def plan(
     Prints the layout and placement that the operator would choose on these nodes, with estimates, alternatives and
     reasons. Exits with 1 if the job cannot be planned, and with 3 if it can, but does not fit on the free GPUs now.
     """
-    job = _job(filename)
-    resource = _gpu_resource(job)
-    nodes, pods = _nodes(inventory, gpus, gpu, resource, _node_selector(job))
+    job = job_of_manifest(filename)
+    nodes, pods = nodes_to_plan_for(inventory, gpus, gpu, gpu_resource(job), node_selector(job))
     try:
         found = plan_report(
             job,
@@ -82,18 +90,33 @@ def plan(
         )
     except (InvalidSpecError, PlanError) as error:
         raise click.ClickException(f"{filename}: {error}") from error
+    spending = _forecast(found, tokens, price)
     if output == "json":
-        click.echo(json.dumps(document(found), indent=2))
+        more = {} if spending is None else {"forecast": as_json(spending)}
+        click.echo(json.dumps({**document(found), **more}, indent=2))
     else:
         if inventory is None:
             click.echo(f"No --inventory given: assuming {gpus or ASSUMED_GPUS} free {gpu}.\n", err=True)
         for line in lines(found):
             click.echo(line)
+        if spending is not None:
+            click.echo("\nThe run")
+            for line in sentences(spending):
+                click.echo(f"  {line}")
     if found.placement is None:
         raise SystemExit(3)
 
 
-def _job(filename: Path) -> dict[str, Any]:
+def _forecast(found: PlanReport, tokens: int | None, price: float | None) -> Forecast | None:
+    if tokens is None and price is None:
+        return None
+    try:
+        return forecast(found, tokens, price)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def job_of_manifest(filename: Path) -> dict[str, Any]:
     """The only job of a manifest.
 
     Raises:
@@ -122,18 +145,19 @@ def _workers(job: dict[str, Any]) -> dict[str, Any]:
     return workers if isinstance(workers, dict) else {}
 
 
-def _gpu_resource(job: dict[str, Any]) -> str:
+def gpu_resource(job: dict[str, Any]) -> str:
+    """The name of the GPU resource that the job's workers request."""
     found = _workers(job).get("gpuResource")
     return found if isinstance(found, str) else GPU_RESOURCE
 
 
-def _node_selector(job: dict[str, Any]) -> dict[str, str]:
+def node_selector(job: dict[str, Any]) -> dict[str, str]:
     """The job's node selector. Nodes of an assumed cluster have these labels."""
     selector = _workers(job).get("nodeSelector")
     return {str(k): str(v) for k, v in selector.items()} if isinstance(selector, dict) else {}
 
 
-def _nodes(
+def nodes_to_plan_for(
     inventory: Path | None, gpus: int | None, gpu: str, resource: str, labels: dict[str, str]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Nodes and pods of the file, or of the assumed cluster.

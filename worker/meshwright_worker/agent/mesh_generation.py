@@ -7,6 +7,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from meshwright.protocol.messages import (
     AgentState,
@@ -79,8 +80,15 @@ class RankStatus:
     outcome: Outcome | None = None
     step: int | None = None
     phase: str = ""
+    compute: deque[float] = field(default_factory=lambda: deque(maxlen=THROUGHPUT_STEPS))
+    """Seconds for which it computed in each of the last steps."""
     last_message_at: float = 0.0
     """Time of its last message, or of its start. For a user's command, of its last output."""
+
+    @property
+    def compute_seconds(self) -> float | None:
+        """Median of the time for which it computed in the last steps; None before the first."""
+        return round(median(self.compute), 6) if self.compute else None
 
     @property
     def live(self) -> bool:
@@ -172,6 +180,8 @@ class MeshGeneration:
                 view.phase = name[:32]
             case messages.StepDone(report=report):
                 view.step = report.step
+                if report.times is not None and 0 < report.times.compute < math.inf:
+                    view.compute.append(report.times.compute)
 
     def record_exit(self, rank: int, code: int, tail: Sequence[str], now: float) -> None:
         """Record that the process of `rank` exited with `code` (negative: the signal that killed it); `tail` is its
@@ -255,6 +265,7 @@ class MeshGeneration:
                     phase=view.phase,
                     idle_seconds=round(idle, 3),
                     state=read_process_state(view.pid) if idle >= IDLE_SECONDS else "",
+                    compute_seconds=view.compute_seconds,
                 )
             )
         return processes_report
