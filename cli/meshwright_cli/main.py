@@ -10,6 +10,11 @@ COMMANDS = {
     "crd": LazyCommand(
         "meshwright_cli.commands.crd:crd", "Print the CustomResourceDefinition to apply to a cluster.", "meshwright-cli"
     ),
+    "cost": LazyCommand(
+        "meshwright_cli.cost.command:cost",
+        "Print the GPU-hours of jobs by cause, and with --price the money.",
+        "meshwright-cli",
+    ),
     "data": LazyCommand(
         "meshwright_cli.commands.data:data",
         "Tokenize training text, and verify or show tokens.",
@@ -48,6 +53,11 @@ COMMANDS = {
     "report": LazyCommand(
         "meshwright_cli.report.command:report",
         "Write one HTML page about a job or a plan.",
+        "meshwright-cli",
+    ),
+    "validate": LazyCommand(
+        "meshwright_cli.commands.validate:validate",
+        "Check manifests of jobs without a cluster.",
         "meshwright-cli",
     ),
     "version": LazyCommand(

@@ -72,3 +72,15 @@ class GoodputStatus(ApiModel):
     """Since when they are as many."""
     gpu_milliseconds: Count | None = None
     """GPU time between `since` and `gpusSince`."""
+
+
+def gpu_milliseconds_by_cause(ledger: GoodputStatus, passed: int) -> dict[str, int]:
+    """GPU time by cause, `passed` milliseconds after the number of GPUs last changed.
+
+    What is not booked yet counts for the present cause.
+    """
+    totals = {entry.cause: entry.gpu_milliseconds or 0 for entry in ledger.booked}
+    if ledger.cause and ledger.gpus_since is not None:
+        unbooked = (ledger.gpu_milliseconds or 0) + (ledger.gpus or 0) * passed
+        totals[ledger.cause] = totals.get(ledger.cause, 0) + unbooked
+    return totals

@@ -177,6 +177,10 @@ class FailureKind(StrEnum):
     REJECTED = "Rejected"
     """The rank rejected the run before it contacted any other rank, because this runtime or GPU cannot execute it as it
     is written. Another attempt would end the same way."""
+    INVALID_INPUT = "InvalidInput"
+    """Data, tokenizer, initial weights or the command cannot be used as they are. Found at a start, before the first
+    step. Another attempt would end the same way until somebody changes them or the spec. Agents before 0.2 report
+    `Error`."""
     CHECKPOINT_INCOMPATIBLE = "CheckpointIncompatible"
     """The latest checkpoint is intact, but of another version, model or stream of samples. Another attempt would end
     the same way."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from meshwright.api.goodput import GoodputStatus
+from meshwright.api.goodput import GoodputStatus, gpu_milliseconds_by_cause
 from meshwright.api.status import added
 from meshwright_operator.timestamps import format_micro_time, parse_time
 
@@ -49,17 +49,18 @@ def with_gpu_time(old: GoodputStatus, new: GoodputStatus, now: datetime, gpus: i
 
 def gpu_seconds_by_cause(ledger: GoodputStatus, until: datetime) -> dict[str, float]:
     """GPU seconds by cause, with those since the last booking, which count for the present cause."""
-    totals = {entry.cause: entry.gpu_milliseconds or 0 for entry in ledger.booked}
-    if ledger.cause and ledger.gpus_since is not None:
-        totals[ledger.cause] = totals.get(ledger.cause, 0) + unbooked_gpu_milliseconds(ledger, until)
+    totals = gpu_milliseconds_by_cause(ledger, _since_change(ledger, until))
     return {cause: milliseconds / 1000 for cause, milliseconds in totals.items()}
 
 
 def unbooked_gpu_milliseconds(ledger: GoodputStatus, now: datetime) -> int:
     """GPU time since the last booking. If the clock was set back, up to the last change of the number."""
+    return (ledger.gpu_milliseconds or 0) + (ledger.gpus or 0) * _since_change(ledger, now)
+
+
+def _since_change(ledger: GoodputStatus, now: datetime) -> int:
     since = parse_time(ledger.gpus_since)
-    passed = 0 if since is None else max(0, _milliseconds(now) - _milliseconds(since))
-    return (ledger.gpu_milliseconds or 0) + (ledger.gpus or 0) * passed
+    return 0 if since is None else max(0, _milliseconds(now) - _milliseconds(since))
 
 
 def _divided(total: int, parts: dict[str, int]) -> dict[str, int]:

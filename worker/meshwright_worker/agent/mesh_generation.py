@@ -194,7 +194,10 @@ class MeshGeneration:
             view.outcome = self._command_outcome(code)
         is_explained = view.outcome is not None or any(failure.rank == rank for failure in self.failures)
         if not is_explained and not self.ending:
-            self._record_failure(Failure(rank, _kind_of_exit(code, tail), _describe_exit(rank, code, tail)), now)
+            kind, text = _kind_of_exit(code, tail), _describe_exit(rank, code, tail)
+            if not self.uses_builtin_runtime and failures.is_invalid_command(code, tail):
+                kind, text = FailureKind.INVALID_INPUT, f"`runtime.command` cannot run: {text}"
+            self._record_failure(Failure(rank, kind, text), now)
 
     def _command_outcome(self, code: int) -> Outcome | None:
         if self.ending:
