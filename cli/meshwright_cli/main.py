@@ -40,6 +40,11 @@ COMMANDS = {
         "Print the fields of a job's model for a Hugging Face config.json.",
         "meshwright-cli",
     ),
+    "open": LazyCommand(
+        "meshwright_cli.report.open_command:open_report",
+        "Serve the report of a job on this machine, and update it.",
+        "meshwright-cli",
+    ),
     "plan": LazyCommand(
         "meshwright_cli.plan.command:plan",
         "Plan and place a job without a cluster, and explain the result.",
