@@ -24,6 +24,11 @@ COMMANDS = {
     "suspend": _job_command("change", "suspend", "Suspend a job: it saves a checkpoint and releases its GPUs."),
     "resume": _job_command("change", "resume", "Resume a suspended job from its latest checkpoint."),
     "delete": _job_command("change", "delete", "Delete a job and its pods. Its checkpoints stay."),
+    "completion": LazyCommand(
+        "meshwright_cli.commands.completion:completion",
+        "Print the script that completes commands, options, and names of jobs in a shell.",
+        "meshwright-cli",
+    ),
     "crd": LazyCommand(
         "meshwright_cli.commands.crd:crd", "Print the CustomResourceDefinition to apply to a cluster.", "meshwright-cli"
     ),
@@ -31,6 +36,12 @@ COMMANDS = {
         "meshwright_cli.commands.data:data",
         "Tokenize training text, and verify or show tokens.",
         "meshwright[data]",
+    ),
+    "doctor": LazyCommand(
+        "meshwright_cli.doctor.command:doctor",
+        "Check that the cluster can run jobs, and name the fix of each problem.",
+        "meshwright-cli",
+        PLANNING,
     ),
     "demo": LazyCommand(
         "meshwright_cli.demo.command:demo",
