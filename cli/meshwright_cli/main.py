@@ -70,6 +70,11 @@ COMMANDS = {
         "meshwright-cli",
         PLANNING,
     ),
+    "report": LazyCommand(
+        "meshwright_cli.report.command:report",
+        "Write one HTML page about a job or a plan.",
+        "meshwright-cli",
+    ),
     "version": LazyCommand(
         "meshwright_cli.commands.version:version", "Print the versions of Meshwright and Python.", "meshwright-cli"
     ),

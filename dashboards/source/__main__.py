@@ -1,4 +1,4 @@
-"""Writes the boards: `python -m dashboards.source`."""
+"""Writes the boards, the rules and the page of alerts: `python -m dashboards.source`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 from dashboards.source import fleet_board, job_board, operator_board
+from dashboards.source.alerts import GROUPS
+from dashboards.source.rules import alerts_page, rules_file
 
 DIRECTORY = Path(__file__).resolve().parents[1]
 
@@ -13,7 +15,11 @@ DIRECTORY = Path(__file__).resolve().parents[1]
 def files() -> dict[Path, str]:
     """Return every generated file and its content."""
     boards = {"fleet": fleet_board.board(), "job": job_board.board(), "operator": operator_board.board()}
-    return {DIRECTORY / f"{name}.json": json.dumps(board, indent=1) + "\n" for name, board in boards.items()}
+    return {
+        **{DIRECTORY / f"{name}.json": json.dumps(board, indent=1) + "\n" for name, board in boards.items()},
+        DIRECTORY / "alerts" / "meshwright.rules.yaml": rules_file(GROUPS),
+        DIRECTORY.parent / "docs" / "alerts.md": alerts_page(GROUPS),
+    }
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ def board() -> dict[str, Any]:
                 several=True,
             )
         ],
-        rows=[_jobs(), _queue(), _goodput(), _restarts(), _operator(), _list()],
+        rows=[_jobs(), _queue(), _capacity(), _goodput(), _restarts(), _operator(), _list()],
     )
 
 
@@ -124,27 +124,69 @@ def _jobs() -> Row:
 
 
 def _queue() -> Row:
-    waiting = f'(ptj_job_status_condition{{{JOBS},type="Placed",status="False"}} == 1)'
-    queued = f'max {BY_JOB} (ptj_job_seconds_total{{{JOBS},cause="Queued"}})'
+    waiting = f"sort_desc(topk(10, time() - max {BY_JOB} (ptj_job_queued_timestamp_seconds{{{JOBS}}})))"
+    nobody = f'label_replace(0 * max(ptj_jobs{{{JOBS}}}), "job_name", "no job waits", "", "")'
     return Row(
         "Queue",
         [
             bars(
-                "Longest time in the queue",
-                "Time for which jobs that have no nodes now have waited for nodes, in their whole life.",
+                "Longest waits",
+                "Time for which jobs have been waiting for nodes.",
                 "s",
-                Query(
-                    f"sort_desc(topk(10, {queued} and {SAME_JOB} {waiting})) or on () 0 * sum(ptj_jobs{{{JOBS}}})",
-                    "{{namespace}}/{{job_name}}",
-                    instant=True,
-                ),
+                Query(f"{waiting} or on () {nobody}", "{{namespace}} {{job_name}}", instant=True),
                 link=JOB_LINK_OF_SERIES,
+                span=8,
+            ),
+            time_series(
+                "Wait for nodes",
+                "Time for which jobs waited for nodes, each time that they got them, in the hour before.",
+                "s",
+                Query(_wait(0.5), "p50"),
+                Query(_wait(0.99), "p99"),
+                span=8,
             ),
             time_series(
                 "Placements",
                 "Attempts to place a job, by result.",
                 "cps",
                 Query(or_zero(rate("ptj_placement_attempts_total", CLUSTER, "result"), "result", BUILD), "{{result}}"),
+                span=8,
+            ),
+        ],
+    )
+
+
+def _wait(share: float) -> str:
+    """A quantile of the waits of the last hour: gangs get nodes too seldom for a shorter window."""
+    return f"histogram_quantile({share}, sum by (le) (increase(ptj_queue_wait_seconds_bucket{{{CLUSTER}}}[1h])))"
+
+
+def _capacity() -> Row:
+    return Row(
+        "GPUs",
+        [
+            time_series(
+                "GPUs by state",
+                "GPUs of all nodes: free, allocated to pods, or free on a node that accepts no pods.",
+                "short",
+                Query(f"max by (resource, state) (ptj_gpus{{{CLUSTER}}})", "{{state}} {{resource}}"),
+                stacked=True,
+                span=8,
+            ),
+            time_series(
+                "Largest free block",
+                "The most free GPUs in one location of each level. A job whose groups need more in one location waits.",
+                "short",
+                Query(f"max by (resource, level) (ptj_gpus_largest_free{{{CLUSTER}}})", "{{level}} {{resource}}"),
+                span=8,
+            ),
+            time_series(
+                "Fragmentation",
+                "Part of the free GPUs in locations of a level in which other GPUs are allocated.",
+                "percentunit",
+                Query(f"max by (resource, level) (ptj_gpu_fragmentation_ratio{{{CLUSTER}}})", "{{level}} {{resource}}"),
+                maximum=1,
+                span=8,
             ),
         ],
     )
@@ -299,6 +341,8 @@ def _list() -> Row:
                     f"max {BY_JOB} (ptj_job_goodput_ratio{{{JOBS}}})",
                     f"sum {BY_JOB} (ptj_job_mesh_generation{{{JOBS}}}) - 1",
                     f"max {BY_JOB} (ptj_job_placement_cost{{{JOBS}}})",
+                    f"max {BY_JOB} (ptj_job_tokens_per_second{{{JOBS}}})",
+                    f"max {BY_JOB} (ptj_job_eta_seconds{{{JOBS}}})",
                 ],
                 [
                     Column("namespace", "namespace"),
@@ -306,6 +350,8 @@ def _list() -> Row:
                     Column("B", "ranks that train", "short"),
                     Column("C", "ranks", "short"),
                     Column("D", "step", "none"),
+                    Column("I", "time left", "s"),
+                    Column("H", "tokens per second", "short"),
                     Column("E", "goodput", "percentunit"),
                     Column("F", "restarts", "short"),
                     Column("G", "placement cost", "short"),

@@ -110,13 +110,23 @@ def _training() -> Row:
             ),
             steps=[Step(0.5, ORANGE), Step(1, GREEN)],
             base=RED,
+            span=3,
         ),
         single_stat(
             "Step",
-            "Last completed training step in the job's status.",
-            "short",
+            "Last completed training step in the job's status, and the number of steps of the run.",
+            "none",
             Query(f"max(ptj_job_step{{{JOB}}})", "step"),
-            decimals=0,
+            Query(f"max(ptj_job_target_steps{{{JOB}}})", "of"),
+            names=True,
+            span=3,
+        ),
+        single_stat(
+            "Time left",
+            "Estimated time to the last step, at the recent step time.",
+            "s",
+            Query(f"max(ptj_job_eta_seconds{{{JOB}}})", "time left"),
+            span=3,
         ),
         single_stat(
             "Goodput, 1 hour",
@@ -125,6 +135,7 @@ def _training() -> Row:
             Query(_goodput("1h"), "goodput"),
             steps=[Step(0.8, ORANGE), Step(0.95, GREEN)],
             base=RED,
+            span=3,
         ),
         single_stat(
             "Goodput, whole run",
@@ -133,6 +144,7 @@ def _training() -> Row:
             Query(f"max(ptj_job_goodput_ratio{{{JOB}}})", "goodput"),
             steps=[Step(0.8, ORANGE), Step(0.95, GREEN)],
             base=RED,
+            span=3,
         ),
         single_stat(
             "Restarts",
@@ -140,12 +152,17 @@ def _training() -> Row:
             "short",
             Query(f"max(ptj_job_mesh_generation{{{JOB}}}) - 1", "restarts"),
             decimals=0,
+            span=3,
         ),
         single_stat(
             "Age of the last checkpoint",
-            "Time since the latest complete checkpoint. A failure now would repeat the steps of this time.",
+            "Time since the latest complete checkpoint, and the time between checkpoints. A failure now would repeat "
+            "the steps since the checkpoint.",
             "s",
             Query(f"time() - max(ptj_job_last_checkpoint_timestamp_seconds{{{JOB}}})", "age"),
+            Query(f"max(ptj_job_checkpoint_interval_seconds{{{JOB}}})", "interval"),
+            names=True,
+            span=6,
         ),
     ]
     return Row(
@@ -308,10 +325,12 @@ def _learning() -> Row:
                 minimum=1,
             ),
             time_series(
-                "Steps lost to restarts",
-                "Steps that were repeated after a restart, since the operator started.",
+                "Skipped and repeated steps",
+                "Steps that updated nothing, because gradients overflowed fp16, and steps that were repeated after a "
+                "restart.",
                 "short",
-                Query(f"max(ptj_job_lost_steps_total{{{JOB}}})", "repeated steps"),
+                Query(f"max(ptj_skipped_steps_total{{{JOB}}})", "skipped, since rank 0's pod started"),
+                Query(f"max(ptj_job_lost_steps_total{{{JOB}}})", "repeated, since the operator started"),
             ),
         ],
     )
@@ -323,10 +342,11 @@ def _placement() -> Row:
         [
             time_series(
                 "Placement cost",
-                "Cost of the placement: milliseconds per step for network crossings, or a relative number if the GPUs "
-                "are not known.",
+                "Cost of the placement, and the bound that no placement on the same free nodes is below: milliseconds "
+                "per step for network crossings, or a relative number if the GPUs are not known.",
                 "short",
                 Query(f"max(ptj_job_placement_cost{{{JOB}}})", "cost"),
+                Query(f"max(ptj_job_placement_cost_lower_bound{{{JOB}}})", "lower bound"),
                 span=8,
             ),
             time_series(
@@ -367,7 +387,15 @@ def _hardware() -> Row:
         expr = f"max by ($dcgm_pod, gpu) ({selector}){' ' + scale if scale else ''}"
         text = f"{description} From NVIDIA's DCGM exporter."
         found.append(time_series(title, text, unit, Query(expr, "{{$dcgm_pod}} GPU {{gpu}}"), span=8))
-    return Row("Hardware", found)
+    memory = time_series(
+        "Peak of memory",
+        "The most memory that a rank used, by kind: of its GPU by tensors and by torch's allocator, and of the host.",
+        "bytes",
+        Query(f"max by (kind) (ptj_memory_peak_bytes{{{JOB}}})", "{{kind}}, largest rank"),
+        Query(f"min by (kind) (ptj_memory_peak_bytes{{{JOB}}})", "{{kind}}, smallest rank"),
+        span=24,
+    )
+    return Row("Hardware", [memory, *found])
 
 
 def _pods() -> Row:

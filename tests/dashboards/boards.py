@@ -11,10 +11,15 @@ from typing import Any
 import promql_parser
 from promql_parser import Call, MatrixSelector, VectorSelector
 
+from meshwright_operator.metrics.cluster_metrics import ClusterMetrics
+from meshwright_operator.metrics.job_metrics import JobMetrics
+from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_worker.agent.metrics import WorkerMetrics
 from tests.conflicts import ROOT
 
 DIRECTORY = ROOT / "dashboards"
 NAMES = ("fleet", "job", "operator")
+DECLARED = (*OperatorMetrics.metrics, *ClusterMetrics.metrics, *JobMetrics.metrics, *WorkerMetrics.metrics)
 
 VALUES: Mapping[str, str] = {
     "__rate_interval": "1m",

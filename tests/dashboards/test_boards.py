@@ -10,13 +10,8 @@ from dashboards.source.__main__ import DIRECTORY, files
 from dashboards.source.queries import HOLDS_NO_GPU, PLANNED_RESTARTS
 from meshwright.api.goodput import TimeCause
 from meshwright_operator.decide.restart_policy import CAUSES
-from meshwright_operator.metrics.job_metrics import JobMetrics
-from meshwright_operator.metrics.operator_metrics import OperatorMetrics
-from meshwright_worker.agent.metrics import WorkerMetrics
-from tests.dashboards.boards import DCGM, NAMES, annotations, board, filled, panels, selectors, targets
+from tests.dashboards.boards import DCGM, DECLARED, NAMES, annotations, board, filled, panels, selectors, targets
 from tests.metrics.checks import undeclared_references
-
-DECLARED = (*OperatorMetrics.metrics, *JobMetrics.metrics, *WorkerMetrics.metrics)
 
 
 def test_the_files_are_up_to_date() -> None:

@@ -21,9 +21,23 @@ from tests.docs.blocks import ROOT
 
 _OPTION = re.compile(r"[\"'](--?[a-z][a-z0-9-]*)[\"']")
 _VERBS = {"annotate", "apply", "cordon", "create", "delete", "describe", "drain", "edit", "exec", "explain", "get"}
-_VERBS |= {"label", "logs", "patch", "port-forward", "rollout", "scale", "taint", "top", "uncordon", "wait"}
+_VERBS |= {"kustomize", "label", "logs", "patch", "port-forward", "rollout", "scale", "taint", "top", "uncordon"}
+_VERBS |= {"wait"}
 _OF_KINDS = {"annotate", "delete", "describe", "edit", "get", "label", "patch", "wait"}
-_KINDS = {"configmap", "deployment", "event", "namespace", "node", "pod", "pvc", "resourcequota", "secret", "service"}
+_KINDS = {
+    "certificate",
+    "configmap",
+    "deployment",
+    "event",
+    "lease",
+    "namespace",
+    "node",
+    "pod",
+    "pvc",
+    "resourcequota",
+    "secret",
+    "service",
+}
 
 
 @cache
@@ -175,7 +189,8 @@ def _anything(words: list[str]) -> list[str]:
 _CHECKS: dict[str, Callable[[list[str]], list[str]]] = {
     **{"python": _python, "python3": _python, "torchrun": _torchrun, "make": _make, "kubectl": _kubectl, "helm": _helm},
     **dict.fromkeys(
-        ["cat", "cd", "cp", "docker", "echo", "export", "git", "ls", "mkdir", "pip", "pwd", "pytest"], _anything
+        ["cat", "cd", "cp", "df", "docker", "echo", "export", "git", "grep", "ls", "mkdir", "pip", "pwd", "pytest"],
+        _anything,
     ),
 }
 

@@ -14,7 +14,7 @@ Metrics = Iterable[Metric[Any]]
 
 TARGET_LABELS = frozenset({"cluster", "instance", "job", "namespace", "pod", "le"})
 """Labels that Prometheus adds when it scrapes or sends samples on, and that of histogram buckets."""
-REFERENCE = re.compile(r"(?<![\w-])(ptj_\w*\w)(?:\s*\{([^{}]*)\})?")
+REFERENCE = re.compile(r"(?<![\w:-])(ptj_\w*\w)(?:\s*\{([^{}]*)\})?")
 """A metric, and its label matchers in braces as in PromQL and in a scrape, or only their names as in docs."""
 MATCHER = re.compile(r'(\w+)\s*(?:(=~|!~|!=|=)\s*"([^"]*)"|(?=,|$|\s))')
 GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\((\s*\w+\s*(?:,\s*\w+\s*)*)\)")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from meshwright_operator.decide.placement_outcome import Granted, NotGranted
-from meshwright_operator.scheduling.placer import LATER
+from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS, Granted, NotGranted
+from meshwright_operator.scheduling.placer import LATER, Placer
 from tests.operator.queueing import Attempts, Tenants
 from tests.operator.support import node
 from tests.operator.test_gang_races import small
@@ -152,6 +152,29 @@ async def test_an_edit_that_waits_is_applied_when_nodes_come_not_after_a_while()
     await world.run(40)
     assert world.true("grows", "Ready")
     assert len(world.status("grows")["placement"]["workers"]) == 3
+
+
+async def test_an_edit_that_does_not_fit_is_not_looked_at_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(5, nodes=2, work=10**6)
+    world.submit(small("grows", 2))
+    await world.run(30)
+    edited: dict[str, Any] = dict(world.cluster.objects[f"{JOBS}/grows"])
+    edited["spec"] = {**edited["spec"], "replicas": 3}
+    edited["metadata"] = {**edited["metadata"], "generation": 2}
+    world.cluster.update(f"{JOBS}/grows", edited)
+    await world.run(30)
+    assert world.condition("grows", "Ready")["reason"] == "EditDoesNotFit"
+    served = []
+    serve = Placer._serve
+
+    async def counted(placer: Placer, call: Any) -> None:
+        served.append(call.purpose)
+        await serve(placer, call)
+
+    monkeypatch.setattr(Placer, "_serve", counted)
+    await world.run(1200)
+    assert world.condition("grows", "Ready")["reason"] == "EditDoesNotFit"
+    assert len(served) <= 1200 / WAITING_RETRY_SECONDS + 2
 
 
 async def test_waiting_jobs_and_edits_see_that_a_foreign_pod_ended() -> None:

@@ -17,6 +17,7 @@ from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.comm_groups import group_spans
 from meshwright.planner.cost.estimate import estimate, machine_for
 from meshwright.planner.cost.strategy import Strategy, Workload
+from meshwright.planner.cost.timeline import simulate_pipeline
 from meshwright.planner.plan import make_plan
 from meshwright.planner.search.best_first import search
 from meshwright.planner.search.request import Pins, SearchRequest
@@ -41,7 +42,6 @@ from tests.distributed.configs import small_run
 from tests.distributed.mesh_cache import uses_kept_mesh
 from tests.distributed.rank_pool import RankPool
 from tests.planner.builders import inventory, racks
-from tests.planner.cost.pipeline_simulation import simulate_pipeline
 from tests.rules.test_rules import GOOD, changed
 
 

@@ -66,9 +66,8 @@ def plan(
     Prints the layout and placement that the operator would choose on these nodes, with estimates, alternatives and
     reasons. Exits with 1 if the job cannot be planned, and with 3 if it can, but does not fit on the free GPUs now.
     """
-    job = _job(filename)
-    resource = _gpu_resource(job)
-    nodes, pods = _nodes(inventory, gpus, gpu, resource, _node_selector(job))
+    job = job_of_manifest(filename)
+    nodes, pods = nodes_to_plan_for(inventory, gpus, gpu, gpu_resource(job), node_selector(job))
     try:
         found = plan_report(
             job,
@@ -91,7 +90,7 @@ def plan(
         raise SystemExit(3)
 
 
-def _job(filename: Path) -> dict[str, Any]:
+def job_of_manifest(filename: Path) -> dict[str, Any]:
     """The only job of a manifest.
 
     Raises:
@@ -116,18 +115,19 @@ def _workers(job: dict[str, Any]) -> dict[str, Any]:
     return workers if isinstance(workers, dict) else {}
 
 
-def _gpu_resource(job: dict[str, Any]) -> str:
+def gpu_resource(job: dict[str, Any]) -> str:
+    """The name of the GPU resource that the job's workers request."""
     found = _workers(job).get("gpuResource")
     return found if isinstance(found, str) else GPU_RESOURCE
 
 
-def _node_selector(job: dict[str, Any]) -> dict[str, str]:
+def node_selector(job: dict[str, Any]) -> dict[str, str]:
     """The job's node selector. Nodes of an assumed cluster have these labels."""
     selector = _workers(job).get("nodeSelector")
     return {str(k): str(v) for k, v in selector.items()} if isinstance(selector, dict) else {}
 
 
-def _nodes(
+def nodes_to_plan_for(
     inventory: Path | None, gpus: int | None, gpu: str, resource: str, labels: dict[str, str]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Nodes and pods of the file, or of the assumed cluster.

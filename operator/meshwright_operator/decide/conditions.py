@@ -44,6 +44,8 @@ class BlockedEdit:
     message: str
     retryable: bool
     """Whether the edit may fit later. If not, only another edit can resolve it."""
+    retry_seconds: float = 15.0
+    """Time after which a retryable edit is looked at again, if nothing wakes the job earlier."""
 
 
 def blocked_job_state(blocked_edit: BlockedEdit, revision: str, running: JobState) -> JobState:

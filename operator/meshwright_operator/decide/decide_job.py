@@ -316,7 +316,7 @@ def _report_blocked_edit(decision: Decision) -> None:
     if ready is None or ready.reason != blocked_edit.reason or sentences(blocked_edit.message) not in ready.message:
         decision.add_event(blocked_edit.reason, blocked_edit.message, WARNING)
     if blocked_edit.retryable:
-        decision.requeue_within(placement_outcome.RETRY_PLACEMENT_SECONDS)
+        decision.requeue_within(blocked_edit.retry_seconds)
 
 
 def _start_generation(decision: Decision) -> None:

@@ -50,7 +50,9 @@ class EditAdmission:
         result = await self._scheduler.try_edit(request)
         if isinstance(result, Plan):
             return sizing.with_plan(observed, result)
-        blocked = BlockedEdit(result.reason or DOES_NOT_FIT, _message(result), retryable=True)
+        reason = result.reason or DOES_NOT_FIT
+        # The placer wakes the job when the edit fits.
+        blocked = BlockedEdit(reason, _message(result), retryable=True, retry_seconds=result.retry_seconds)
         return replace(running, blocked_edit=blocked)
 
 

@@ -21,7 +21,7 @@ from enum import Enum
 from meshwright.planner.cost_model import Calibration
 from meshwright.planner.placement import Placement
 from meshwright_operator.decide.gang_actions import size_of
-from meshwright_operator.decide.placement_outcome import Granted, NotGranted
+from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS, Granted, NotGranted
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.pod_requests import PodRequest
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
@@ -182,7 +182,9 @@ class Placer:
         """An answer that was found meanwhile, or that is still right."""
         if (trial := self._trials.get((request.uid, purpose))) is not None:
             age = (request.requested_at - trial.request.requested_at).total_seconds()
-            if trial.request.same_as(request) and 0 <= age < FIRST_RETRY_SECONDS:
+            unchanged = purpose is Purpose.EDIT and trial.attempted == self._capacity.freed
+            fresh = WAITING_RETRY_SECONDS if unchanged else FIRST_RETRY_SECONDS
+            if trial.request.same_as(request) and 0 <= age < fresh:
                 return trial.answer
         if purpose is Purpose.PLACE and (member := self.queue.get(request.uid)) is not None and member.undelivered:
             member.undelivered = False

@@ -24,7 +24,7 @@ from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.roofline import LayerShape, layer_time
 from meshwright.planner.cost.stage_time import exposed_host
 from meshwright.planner.cost.strategy import MemoryOptions, Strategy, Workload
-from tests.planner.cost.pipeline_simulation import simulate_pipeline
+from meshwright.planner.cost.timeline import simulate_pipeline
 
 A100, H100 = ACCELERATORS["A100-SXM4-80GB"], ACCELERATORS["H100-SXM5-80GB"]
 LLAMA = PRESETS["llama-3.1-70b"]

@@ -1,0 +1,1 @@
+"""Figures as SVG: pipelines, and what the other commands draw."""

@@ -1,0 +1,1 @@
+"""`meshwright report` and `meshwright open`: one page about a job, as a file or served while the job runs."""
