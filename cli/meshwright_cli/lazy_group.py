@@ -15,6 +15,8 @@ from typing import Any
 
 import click
 
+OTHER = "Other commands"
+
 
 @dataclass(frozen=True, slots=True)
 class LazyCommand:
@@ -26,7 +28,7 @@ class LazyCommand:
     """One line for the list of commands."""
     distributions: str
     """Distributions to install for it, as arguments of `pip install`."""
-    section: str = "Other commands"
+    section: str = OTHER
     """Heading under which the group lists it."""
 
 
@@ -52,11 +54,16 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands from their summaries."""
-        sections = dict.fromkeys(entry.section for entry in self._lazy.values())
+        sections = self.sections()
         for heading in sections:
             own = [name for name in self.list_commands(ctx) if self._lazy[name].section == heading]
             with formatter.section(heading if len(sections) > 1 else "Commands"):
                 formatter.write_dl([(name, self._lazy[name].summary) for name in own])
+
+    def sections(self) -> list[str]:
+        """Headings of the list of commands, in the order of the commands. Other commands are last."""
+        found = dict.fromkeys(entry.section for entry in self._lazy.values())
+        return sorted(found, key=lambda heading: heading == OTHER)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """The subcommand that the arguments name. An unknown name is an error that names the nearest one."""

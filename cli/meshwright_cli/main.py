@@ -18,6 +18,7 @@ COMMANDS = {
     "list": _job_command("listing", "list_jobs", "List jobs with their state and progress."),
     "status": _job_command("listing", "status", "Show a job: state, progress, goodput, and its ranks on nodes."),
     "events": _job_command("listing", "events", "Show the events about a job, the latest last."),
+    "top": _job_command("top", "top", "Show the step times of a job's ranks and its stragglers, live."),
     "logs": _job_command("log_commands", "logs", "Print the logs of a job's ranks."),
     "wait": _job_command("wait", "wait", "Wait until a job reaches a state."),
     "scale": _job_command("change", "scale", "Set the number of data-parallel replicas of a job."),

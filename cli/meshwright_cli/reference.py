@@ -37,16 +37,14 @@ def _exit_codes() -> Iterator[str]:
 
 
 def _commands() -> Iterator[str]:
-    section = ""
     context = click.Context(main, info_name="meshwright")
-    for name in sorted(COMMANDS, key=lambda name: list(COMMANDS).index(name)):
-        entry = COMMANDS[name]
-        if entry.section != section:
-            section = entry.section
-            yield from ("", f"## {section}")
-        command = main.get_command(context, name)
-        assert command is not None
-        yield from _command(command, f"meshwright {name}", 3)
+    for section in main.sections():
+        yield from ("", f"## {section}")
+        for name, entry in COMMANDS.items():
+            if entry.section == section:
+                command = main.get_command(context, name)
+                assert command is not None
+                yield from _command(command, f"meshwright {name}", 3)
 
 
 def _command(command: click.Command, path: str, level: int) -> Iterator[str]:

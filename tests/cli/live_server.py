@@ -152,7 +152,10 @@ def running(step: int = 30, **more: Any) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "observedGeneration": 1,
-        "conditions": [condition("Ready", "True", "Running", "4 ranks are training"), condition("Placed", "True", "Placed")],
+        "conditions": [
+            condition("Ready", "True", "Running", "4 ranks are training"),
+            condition("Placed", "True", "Placed"),
+        ],
         "plan": {"tensor": 2, "pipeline": 1, "data": 2, "microBatches": 2, "worldSize": 4, "workers": 2,
                  "summary": "TP 2 x PP 1 x DP 2", "reasons": ["TP 2: set by `parallelism.tensor`"]},
         "placement": {"workers": workers, "tensor": 2, "pipeline": 1, "data": 2, "cost": "0", "gap": "0"},
