@@ -67,6 +67,7 @@ generate: setup ## Write every generated file: CRD, API reference, protocol sche
 	$(VENV)/bin/python -m meshwright_worker.agent.metrics_docs > docs/worker-metrics.md
 	$(VENV)/bin/python -m meshwright_cli.reference > docs/cli.md
 	$(VENV)/bin/python -m dashboards.source
+	$(VENV)/bin/python -m meshwright_cli.explain.docs_figures
 	$(VENV)/bin/python -m tests.docs
 
 docs-output: setup ## Write the command output in README and docs; LONG=1 includes `make demo` and other long commands

@@ -33,6 +33,11 @@ COMMANDS = {
     "crd": LazyCommand(
         "meshwright_cli.commands.crd:crd", "Print the CustomResourceDefinition to apply to a cluster.", "meshwright-cli"
     ),
+    "cost": LazyCommand(
+        "meshwright_cli.cost.command:cost",
+        "Print the GPU-hours of jobs by cause, and with --price the money.",
+        "meshwright-cli",
+    ),
     "data": LazyCommand(
         "meshwright_cli.commands.data:data",
         "Tokenize training text, and verify or show tokens.",
@@ -65,6 +70,11 @@ COMMANDS = {
         "Print the fields of a job's model for a Hugging Face config.json.",
         "meshwright-cli",
     ),
+    "open": LazyCommand(
+        "meshwright_cli.report.open_command:open_report",
+        "Serve the report of a job on this machine, and update it.",
+        "meshwright-cli",
+    ),
     "plan": LazyCommand(
         "meshwright_cli.plan.command:plan",
         "Plan and place a job without a cluster, and explain the result.",
@@ -74,6 +84,11 @@ COMMANDS = {
     "report": LazyCommand(
         "meshwright_cli.report.command:report",
         "Write one HTML page about a job or a plan.",
+        "meshwright-cli",
+    ),
+    "validate": LazyCommand(
+        "meshwright_cli.commands.validate:validate",
+        "Check manifests of jobs without a cluster.",
         "meshwright-cli",
     ),
     "version": LazyCommand(

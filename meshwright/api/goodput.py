@@ -43,6 +43,8 @@ class BookedTime(ApiModel):
     `Suspended`."""
     milliseconds: Count
     """Time of this cause before `since`."""
+    gpu_milliseconds: Count | None = None
+    """The same for each GPU of the job's pods."""
 
 
 class GoodputStatus(ApiModel):
@@ -64,3 +66,21 @@ class GoodputStatus(ApiModel):
     """The highest step that the job ever reached. Steps up to this one are redone after a restart."""
     stall_milliseconds: Count = 0
     """The part of this mesh generation's checkpoint stalls that is booked."""
+    gpus: Count | None = None
+    """GPUs of the job's pods."""
+    gpus_since: Time | None = None
+    """Since when they are as many."""
+    gpu_milliseconds: Count | None = None
+    """GPU time between `since` and `gpusSince`."""
+
+
+def gpu_milliseconds_by_cause(ledger: GoodputStatus, passed: int) -> dict[str, int]:
+    """GPU time by cause, `passed` milliseconds after the number of GPUs last changed.
+
+    What is not booked yet counts for the present cause.
+    """
+    totals = {entry.cause: entry.gpu_milliseconds or 0 for entry in ledger.booked}
+    if ledger.cause and ledger.gpus_since is not None:
+        unbooked = (ledger.gpu_milliseconds or 0) + (ledger.gpus or 0) * passed
+        totals[ledger.cause] = totals.get(ledger.cause, 0) + unbooked
+    return totals

@@ -24,7 +24,7 @@ def generated_files() -> dict[str, str]:
     """Path in the checkout -> content."""
     definition = custom_resource_definition()
     header = "# Generated from meshwright/api by `make generate`; do not edit.\n"
-    text = yaml.safe_dump(definition, sort_keys=False, width=120, allow_unicode=True)
+    text = yaml.safe_dump(definition, sort_keys=False, width=300, allow_unicode=True)
     return {CRD_FILE: header + text, REFERENCE_FILE: api_reference(definition), PROTOCOL_FILE: protocol_schema()}
 
 

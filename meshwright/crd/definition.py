@@ -116,13 +116,14 @@ def _printer_columns() -> list[dict[str, Any]]:
         ("Status", "string", f"{ready}.reason", 0, "Reason of the Ready condition."),
         ("Plan", "string", ".status.plan.summary", 0, "Parallel degrees in effect."),
         ("Step", "integer", ".status.step", 0, "Last finished step."),
+        ("Of", "integer", ".status.totalSteps", 0, "Steps of the run."),
         ("Loss", "string", ".status.loss", 0, "Mean loss per token of that step."),
         ("Restarts", "integer", ".status.restartCount", 0, "Restarts of all causes."),
-        ("Ckpt-Age", "date", ".status.checkpoint.time", 0, "Age of the newest durable checkpoint."),
+        ("Ckpt-Age", "date", ".status.checkpoint.time", 1, "Age of the newest durable checkpoint."),
         ("Age", "date", ".metadata.creationTimestamp", 0, "Age of the job."),
         ("Tokens/s", "integer", ".status.tokensPerSecond", 1, "Recent throughput of the whole job."),
         ("ETA-Seconds", "integer", ".status.etaSeconds", 1, "Estimated time to the last step."),
-        ("Message", "string", f"{ready}.message", 1, "Message of the Ready condition."),
+        ("Message", "string", f"{ready}.message", 0, "Message of the Ready condition."),
     ]
     return [
         {"name": name, "type": kind, "jsonPath": path, "priority": priority, "description": text}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from meshwright.data.errors import DataError
+from meshwright.data.errors import DataError, StorageUnavailableError, is_permanent
 
 _LOST_AND_FOUND = "lost+found"
 """A file system's directory for repaired files at the root of a volume. Only root can read it."""
@@ -63,7 +63,13 @@ class LocalDirectory:
     """
 
     def __init__(self, root: Path, skip: frozenset[str] = frozenset()) -> None:
-        if not root.is_dir():
+        try:
+            found = stat.S_ISDIR(root.stat().st_mode)
+        except OSError as error:
+            if not is_permanent(error):
+                raise StorageUnavailableError(f"{root} cannot be read: {error}") from error
+            found = False
+        if not found:
             raise DataError(f"{root} is not a directory: mount the data there, or set another path")
         self.root = root
         self._skip = skip | {_LOST_AND_FOUND}
@@ -101,6 +107,8 @@ class LocalDirectory:
             try:
                 entry_stat = entry.stat()
             except OSError as error:
+                if not is_permanent(error):
+                    raise StorageUnavailableError(f"{entry.path} cannot be read: {error}") from error
                 yield FileEntry(
                     prefix + entry.name, 0, problem=f"{error.strerror}; mount what it links to, or remove it"
                 )
@@ -138,7 +146,7 @@ class RemoteDirectory:
 
             self._files, path = fsspec.core.url_to_fs(uri)
         except Exception as error:  # a back end raises what it likes
-            raise DataError(f"`data.uri: {uri}` cannot be opened: {error}") from error
+            raise _remote_error(f"`data.uri: {uri}` cannot be opened: {error}", error) from error
         self._root = str(path).rstrip("/")
         self._found: list[FileEntry] | None = None
 
@@ -161,7 +169,7 @@ class RemoteDirectory:
         try:
             listed: dict[str, dict[str, Any]] = self._files.find(self._root, detail=True)
         except Exception as error:  # a back end raises what it likes
-            raise DataError(f"`data.uri: {self._uri}` cannot be listed: {error}") from error
+            raise _remote_error(f"`data.uri: {self._uri}` cannot be listed: {error}", error) from error
         entries = [entry for path, found in listed.items() if (entry := self._entry(path, found)) is not None]
         if any(entry.size or entry.problem for entry in entries if not entry.name):
             raise DataError(
@@ -193,12 +201,20 @@ class RemoteDirectory:
         try:
             opened: IO[bytes] = self._files.open(f"{self._root}/{name}", "rb")
         except Exception as error:  # a back end raises what it likes
-            raise DataError(f"{self._uri}/{name} cannot be read: {error}") from error
+            raise _remote_error(f"{self._uri}/{name} cannot be read: {error}", error) from error
         return opened
 
     def local(self, name: str) -> Path | None:
         """See `Directory.local`."""
         return None
+
+
+def _remote_error(message: str, error: Exception) -> DataError:
+    """The error of a remote directory: permanent if the URI, its package or its rights are wrong."""
+    wrong = isinstance(error, ImportError | ValueError | TypeError | KeyError | AttributeError)
+    if wrong or (isinstance(error, OSError) and is_permanent(error)):
+        return DataError(message)
+    return StorageUnavailableError(message)
 
 
 def open_directory(where: str) -> Directory:

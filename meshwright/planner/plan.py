@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshwright.api.model import ModelSpec
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import PlanStatus
@@ -33,7 +32,7 @@ from meshwright.planner.workload import TrainingJob
 from meshwright.protocol.run_config import RunConfig
 from meshwright.rules.elastic import with_own_batch
 from meshwright.rules.parallelism import MAX_WORKERS
-from meshwright.rules.validation import check_spec
+from meshwright.rules.validation import check_spec, with_model_numbers
 from meshwright.schedules.registry import kind_of
 
 MAX_PLANS = 6
@@ -244,14 +243,9 @@ def _model_of(spec: ParallelTrainingJobSpec) -> Architecture | None:
 
 def _check(spec: ParallelTrainingJobSpec, architecture: Architecture | None) -> None:
     """Raise PlanError if the spec violates a rule. A preset's numbers are checked like written ones."""
-    problems = check_spec(spec) or (check_spec(_with_model_numbers(spec, architecture)) if architecture else [])
+    problems = check_spec(spec) or (check_spec(with_model_numbers(spec, architecture)) if architecture else [])
     if problems:
         raise PlanError("; ".join(f"spec.{p.field}: {p.message}" for p in problems), "InvalidSpec")
-
-
-def _with_model_numbers(spec: ParallelTrainingJobSpec, architecture: Architecture) -> ParallelTrainingJobSpec:
-    numbers = architecture.model_dump(include=set(ModelSpec.model_fields), exclude={"rope_theta"})
-    return spec.model_copy(update={"model": ModelSpec(**numbers)})
 
 
 def _running_plan(spec: ParallelTrainingJobSpec, architecture: Architecture | None, keep: PlanStatus) -> Plan | None:
@@ -284,7 +278,7 @@ def _running_plan(spec: ParallelTrainingJobSpec, architecture: Architecture | No
     replicas = {"replicas": keep.data, "gpus": None} if spec.gpus is not None else {}
     spec_kept = spec.model_copy(update={"parallelism": parallelism_kept, "training": training, **replicas})
     if not (parallelism_kept.tensor and parallelism_kept.pipeline and parallelism_kept.micro_batches) or check_spec(
-        _with_model_numbers(spec_kept, architecture)
+        with_model_numbers(spec_kept, architecture)
     ):
         return None
     fitting = ranked_layouts(_request(spec_kept, architecture, ClusterLimits()))

@@ -177,6 +177,10 @@ class FailureKind(StrEnum):
     REJECTED = "Rejected"
     """The rank rejected the run before it contacted any other rank, because this runtime or GPU cannot execute it as it
     is written. Another attempt would end the same way."""
+    INVALID_INPUT = "InvalidInput"
+    """Data, tokenizer, initial weights or the command cannot be used as they are. Found at a start, before the first
+    step. Another attempt would end the same way until somebody changes them or the spec. Agents before 0.2 report
+    `Error`."""
     CHECKPOINT_INCOMPATIBLE = "CheckpointIncompatible"
     """The latest checkpoint is intact, but of another version, model or stream of samples. Another attempt would end
     the same way."""
@@ -200,6 +204,8 @@ class RankProcess(OpenMessage):
     time since it last wrote to its standard output or error."""
     state: Annotated[str, Field(max_length=1)] = ""
     """State letter of the process (proc(5)) if it has been idle for a while, such as `T` for stopped."""
+    compute_seconds: float | None = None
+    """Recent time for which the rank computes in a step, without waits. Agents before 0.2 send none."""
 
 
 class Progress(OpenMessage):
@@ -295,6 +301,8 @@ class ReportReply(OpenMessage):
     pause: Generation | None = None
     """The ranks of this generation save a checkpoint and stop. The agent then waits for the next generation. Agents
     before 0.2 ignore it."""
+    median_compute_seconds: float | None = None
+    """Median of `RankProcess.computeSeconds` over the job's ranks, recently. Agents before 0.2 ignore it."""
     trust: Annotated[str, Field(max_length=64)] | None = None
     """Name of the CA bundle with which agents verify the coordinator (`meshwright.protocol.trust`). If an agent has
     another bundle, it requests this one. Missing without TLS."""

@@ -2,7 +2,7 @@
 
 An edit of a field that is not listed restarts the gang, because plan, pods and ranks depend on it. `IMMUTABLE` is
 checked in CEL by the API server, and in Python for objects that did not pass admission. Its CEL rules are at the
-object's root: there they see whether the job has started, and also compare a field that is removed and added again,
+object's root: there they see whether a step is finished, and also compare a field that is removed and added again,
 which `self == oldSelf` on an optional field does not.
 """
 
@@ -19,7 +19,12 @@ from meshwright.api.elastic import ElasticSpec
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.rules.revision import restarting_fields
 
-_STARTED = "has(oldSelf.status) && has(oldSelf.status.startTime)"
+_TRAINED = (
+    "has(oldSelf.status) && has(oldSelf.status.startTime) && (has(oldSelf.status.checkpoint)"
+    " || has(oldSelf.status.step) && oldSelf.status.step > 0"
+    " || has(oldSelf.spec.runtime) && has(oldSelf.spec.runtime.command))"
+)
+"""In CEL: whether a step is finished. A user's command reports no steps, so for one: whether the job has started."""
 
 
 class Effect(StrEnum):
@@ -28,7 +33,7 @@ class Effect(StrEnum):
     LIVE = "takes effect at once"
     NEXT_START = "takes effect when ranks start next"
     RESTART = "restarts the gang from a checkpoint"
-    REJECTED = "rejected once the job has started; `managedBy` always"
+    REJECTED = "rejected once a step is finished; `managedBy` always"
 
 
 LIVE = (
@@ -53,7 +58,10 @@ NEXT_START = ("checkpoint.everySteps", "checkpoint.keep")
 
 @dataclass(frozen=True, slots=True)
 class Immutable:
-    """A field of the spec that an edit must not change once the job has started."""
+    """A field of the spec that an edit must not change once a step is finished.
+
+    Until then nothing depends on it, and a mistake in it can be corrected.
+    """
 
     field: str
     """The field that errors name: a field of `spec`."""
@@ -62,7 +70,7 @@ class Immutable:
     members: tuple[str, ...] = ()
     """The members of the field that are protected. Empty: the entire field."""
     always: bool = False
-    """Whether the field is also protected before the job has started."""
+    """Whether the field is also protected before that."""
     may_be_added: bool = False
     """Whether an edit may add the field if the spec does not have it."""
 
@@ -77,14 +85,14 @@ class Immutable:
         *names, last = (f"`{path}`" for path in self.paths)
         subject = f"{', '.join(names)} and {last} " if names else f"{last} " if self.members else ""
         verb = "changed or removed" if self.may_be_added else "changed"
-        when = "" if self.always else " after the job has started"
+        when = "" if self.always else " once a step is finished"
         return f"{subject}cannot be {verb}{when}, because {self.why}: create a new job"
 
     @property
     def cel(self) -> str:
         """The condition over `self` and `oldSelf`, two objects with their defaults."""
         unchanged = self._members_unchanged() if self.members else _unchanged(self.field)
-        return unchanged if self.always else f"!({_STARTED}) || ({unchanged})"
+        return unchanged if self.always else f"!({_TRAINED}) || ({unchanged})"
 
     def _members_unchanged(self) -> str:
         new, old = f"self.spec.{self.field}", f"oldSelf.spec.{self.field}"

@@ -20,7 +20,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from meshwright.api.model import ModelSpec
 from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.models.architecture import Architecture
 from meshwright.protocol.run_config import NativeRun
 from meshwright.rules.context import CONTEXT_RULES
 from meshwright.rules.data import DATA_RULES
@@ -81,8 +83,14 @@ def check_spec(spec: ParallelTrainingJobSpec) -> list[Problem]:
     return [Problem(rule.field, rule.message) for rule in SPEC_RULES if not rule.holds(spec)]
 
 
+def with_model_numbers(spec: ParallelTrainingJobSpec, architecture: Architecture) -> ParallelTrainingJobSpec:
+    """The spec with the numbers of its model as fields, so that rules check those of a preset like written ones."""
+    numbers = architecture.model_dump(include=set(ModelSpec.model_fields), exclude={"rope_theta"})
+    return spec.model_copy(update={"model": ModelSpec(**numbers)})
+
+
 def check_edit(running: ParallelTrainingJobSpec, wanted: ParallelTrainingJobSpec) -> list[Problem]:
-    """What an edit of a started job changes although it must not, in the order of the table. Empty if it is allowed."""
+    """What an edit of a job that has finished a step must not change, but does. Empty if it is allowed."""
     return [Problem(field.field, field.message) for field in IMMUTABLE if not field.holds(running, wanted)]
 
 

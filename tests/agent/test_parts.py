@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import socket
+import traceback
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.api import labels
 from meshwright.protocol.messages import FailureKind, MeshRequest
@@ -26,6 +31,7 @@ from meshwright_worker.checkpoint.errors import (
     CheckpointMismatchError,
     CheckpointVolumeError,
     ForeignCheckpointError,
+    describe_failed_save,
 )
 from meshwright_worker.rank import failures, messages
 from meshwright_worker.rank.failures import InvalidRunError
@@ -200,6 +206,53 @@ class DistNetworkError(RuntimeError):
 )
 def test_whose_fault(error: BaseException, kind: FailureKind) -> None:
     assert failures.classify(error) is kind
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "invalid"),
+    [
+        (127, "meshwright: train.py does not exist", True),
+        (126, "", True),
+        (2, "python: can't open file '/meshwright/scripts/trian.py': [Errno 2] No such file or directory", True),
+        (1, "ModuleNotFoundError: No module named 'transformer'", True),
+        (1, "SyntaxError: invalid syntax", True),
+        (1, "meshwright_worker.custom_module.plan.PlanError: `column`: no module is called `q`", True),
+        (1, "RuntimeError: CUDA error", False),
+        (1, "", False),
+        (-9, "ModuleNotFoundError: it was killed afterwards", False),
+    ],
+)
+def test_a_command_that_can_never_run_is_told_from_one_that_failed(code: int, line: str, invalid: bool) -> None:
+    assert failures.is_invalid_command(code, ["Traceback", line]) is invalid
+
+
+def full_disk() -> BaseException:
+    """What torch raises on every rank if one of them cannot write."""
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/checkpoints/step-4.tmp/rank-00001.safetensors")
+    stack = traceback.StackSummary.from_list([(f"/python/{n}.py", n, "write", "x" * 80) for n in range(40)])
+    return CheckpointException("write", {1: (error, stack)})
+
+
+def test_a_full_volume_is_named_before_anything_is_cut() -> None:
+    said = describe_failed_save(full_disk())
+    assert said.startswith("rank 1: OSError: [Errno 28] No space left on device: '/checkpoints/step-4.tmp")
+    assert "`checkpoint.claimName` is full: enlarge the claim, or retain fewer (`checkpoint.keep`)" in said
+    assert describe_failed_save(ValueError("x")) == "ValueError: x"
+
+
+def test_the_last_line_of_a_traceback_comes_first() -> None:
+    assert failures.describe(full_disk()).startswith("OSError: [Errno 28] No space left on device")
+    assert failures.describe(ValueError("x")) == "ValueError: x"
+
+
+def test_a_rank_that_the_kernel_killed_for_its_memory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "(out of memory, or killed from outside)" in failures.describe_exit(1, -9, [])
+    (tmp_path / "memory.events").write_text("low 0\nmax 12\noom 1\noom_kill 3\n")
+    (tmp_path / "memory.max").write_text(f"{8 * 2**30}\n")
+    monkeypatch.setattr(failures, "_CGROUP", tmp_path)
+    monkeypatch.setattr(failures, "_OOM_KILLS_BEFORE", 2)
+    said = failures.describe_exit(1, -9, [])
+    assert said == "rank 1 was killed by SIGKILL: out of memory, limit 8Gi: raise `workers.resources.memory`"
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,8 @@ class Block:
 def pages() -> list[Path]:
     """Every page whose blocks are checked."""
     here = [path for path in ROOT.glob("*.md") if path.name not in NOT_CHECKED]
-    return sorted([*here, *(path for directory in ("docs", "examples") for path in (ROOT / directory).rglob("*.md"))])
+    below = (path for directory in ("docs", "examples", "helm") for path in (ROOT / directory).rglob("*.md"))
+    return sorted([*here, *below])
 
 
 def all_blocks() -> list[Block]:

@@ -166,6 +166,8 @@ def _kubectl(words: list[str]) -> list[str]:
 
 
 def _helm(words: list[str]) -> list[str]:
+    if words[:1] in (["test"], ["uninstall"]):
+        return []
     chart = next((ROOT / word for word in words if (ROOT / word / "Chart.yaml").is_file()), None)
     if chart is None:
         return ["no chart of the repository"]
@@ -175,7 +177,10 @@ def _helm(words: list[str]) -> list[str]:
 
 
 def _has(values: object, path: list[str]) -> bool:
+    """Whether there is a value at the path. An empty map takes any key."""
     for part in path:
+        if values == {}:
+            return True
         if not isinstance(values, dict) or part not in values:
             return False
         values = values[part]

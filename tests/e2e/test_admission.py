@@ -105,8 +105,8 @@ async def test_a_valid_job_passes_and_the_table_is_long(stage):
     assert len(MALFORMED) + len(CASES) + len(NAMES) + len(REFUSED_EDITS) >= 120
 
 
-async def test_edits_are_judged_by_whether_the_job_has_started(stage):
-    """Each edit against a job of another manager, whose status says by hand that it has started, or has not."""
+async def test_edits_are_judged_by_whether_a_step_is_finished(stage):
+    """Each edit against a job of another manager, whose status says by hand how far it has come."""
     manager = "example.com/test"
     for number, (field, before, edit) in enumerate([*REFUSED_EDITS, *(("", *fine) for fine in FINE_EDITS)]):
         spec = {"managedBy": manager, **changed(GOOD, before)}
@@ -118,9 +118,13 @@ async def test_edits_are_judged_by_whether_the_job_has_started(stage):
             del wanted["managedBy"]
         before_start = await objection(stage.client, name, wanted)
         assert ("cannot be changed" in before_start) == (field == "managedBy"), before_start
-        started = {"status": {"startTime": "2026-01-02T03:04:05Z"}}
+        started = {"startTime": "2026-01-02T03:04:05Z"}
         path = f"{JOBS.path(NAMESPACE, name)}/status"
-        await stage.client.request("PATCH", path, body=started, content_type=MERGE_PATCH)
+        await stage.client.request("PATCH", path, body={"status": started}, content_type=MERGE_PATCH)
+        before_step = await objection(stage.client, name, wanted)
+        assert ("cannot be changed" in before_step) == (field == "managedBy"), before_step
+        trained = {"status": {**started, "step": 1}}
+        await stage.client.request("PATCH", path, body=trained, content_type=MERGE_PATCH)
         text = await objection(stage.client, name, wanted)
         assert (text.startswith("422") and f"spec.{field}: Forbidden" in text) if field else not text, text
         await stage.client.delete(JOBS, name, NAMESPACE)

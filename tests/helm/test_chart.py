@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from meshwright.api import labels
 from meshwright.crd.definition import custom_resource_definition
 from meshwright_operator import settings
 
@@ -62,6 +63,19 @@ def test_the_crd_in_the_chart_is_the_generated_file():
     linked = CHART / "files" / "meshwright.dev_paralleltrainingjobs.yaml"
     assert linked.is_symlink()
     assert yaml.safe_load(linked.read_text()) == custom_resource_definition()
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        *((f"dashboards/{board}.json", f"dashboards/{board}.json") for board in ("fleet", "job", "operator")),
+        ("meshwright.rules.yaml", "dashboards/alerts/meshwright.rules.yaml"),
+    ],
+)
+def test_dashboards_and_rules_in_the_chart_are_the_generated_files(name, source):
+    linked = CHART / "files" / name
+    assert linked.is_symlink()
+    assert linked.resolve() == CHART.parents[1] / source
 
 
 def test_every_value_is_in_the_schema_and_the_other_way_round():
@@ -188,7 +202,7 @@ def test_no_secret_is_rendered_and_every_rendering_is_the_same(sets):
 
 
 def test_no_template_draws_at_random_or_asks_a_cluster():
-    for path in (CHART / "templates").iterdir():
+    for path in (CHART / "templates").rglob("*.*"):
         for word in ("lookup", "rand", "genCA", "genSigned", "genSelfSigned", "genPrivateKey", "uuidv4", "now"):
             assert f"{word} " not in path.read_text().replace("{{-", "{{"), (path.name, word)
 
@@ -251,10 +265,80 @@ def test_network_policy_is_optional():
     assert worker_rule["from"][0]["podSelector"]["matchExpressions"][0]["key"] == "meshwright.dev/job-name"
 
 
+MONITORING = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+
+
+@needs_helm
+def test_monitoring_is_off_unless_one_value_turns_it_on():
+    off, on = render(), render("monitoring.enabled=true")
+    assert not MONITORING & {kind for kind, _ in off}
+    assert {key: item for key, item in on.items() if key in off} == off
+    added = {kind for kind, _ in on.keys() - off.keys()}
+    assert added == MONITORING | {"ConfigMap"}
+    assert len(on) == len(off) + 6
+
+
+@needs_helm
+def test_prometheus_finds_the_operator_and_its_workers_and_keeps_their_labels():
+    found = render("monitoring.enabled=true", "monitoring.labels.release=kps", "monitoring.scrape.interval=15s")
+    monitor, service = found["ServiceMonitor", "mw-meshwright"], found["Service", "mw-meshwright"]
+    assert monitor["metadata"]["labels"]["release"] == "kps"
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint == {"port": "metrics", "path": "/metrics", "honorLabels": True, "interval": "15s"}
+    assert "metrics" in {port["name"] for port in service["spec"]["ports"]}
+    spec = found["PodMonitor", "mw-meshwright-workers"]["spec"]
+    assert spec["namespaceSelector"] == {"any": True}
+    assert spec["podMetricsEndpoints"] == [endpoint]
+    assert spec["selector"]["matchExpressions"] == [{"key": labels.LABEL_JOB, "operator": "Exists"}]
+    named = render("monitoring.enabled=true", "watchNamespaces={red,blue}")["PodMonitor", "mw-meshwright-workers"]
+    assert named["spec"]["namespaceSelector"] == {"matchNames": ["red", "blue"]}
+
+
+@needs_helm
+def test_alerts_lead_to_the_addresses_of_the_values():
+    rules = CHART / "files" / "meshwright.rules.yaml"
+    plain = render("monitoring.enabled=true")["PrometheusRule", "mw-meshwright"]["spec"]
+    assert plain == yaml.safe_load(rules.read_text())
+    addresses = ("monitoring.grafanaUrl=https://g.example/", "monitoring.rules.runbookUrl=https://d.example/runbooks")
+    found = render("monitoring.enabled=true", *addresses)["PrometheusRule", "mw-meshwright"]["spec"]
+    notes = [rule["annotations"] for group in found["groups"] for rule in group["rules"] if "alert" in rule]
+    assert all(item["dashboard_url"].startswith("https://g.example/d/meshwright-") for item in notes)
+    assert all(item["runbook_url"].startswith("https://d.example/runbooks/PTJ") for item in notes)
+
+
+@needs_helm
+def test_the_sidecar_of_grafana_finds_each_board():
+    found = render(
+        "monitoring.enabled=true",
+        "monitoring.dashboards.namespace=grafana",
+        "monitoring.dashboards.annotations.grafana_folder=Meshwright",
+    )
+    for board in ("fleet", "job", "operator"):
+        item = found["ConfigMap", f"mw-meshwright-dashboard-{board}"]
+        assert item["metadata"]["namespace"] == "grafana"
+        assert item["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert item["metadata"]["annotations"] == {"grafana_folder": "Meshwright"}
+        (text,) = item["data"].values()
+        assert json.loads(text) == json.loads((CHART / "files" / "dashboards" / f"{board}.json").read_text())
+
+
+@needs_helm
+@pytest.mark.parametrize("part", ["scrape", "rules", "dashboards"])
+def test_each_part_of_monitoring_can_be_left_out(part):
+    parts = {"scrape": {"ServiceMonitor", "PodMonitor"}, "rules": {"PrometheusRule"}, "dashboards": set()}
+    found = {kind for kind, _ in render("monitoring.enabled=true", f"monitoring.{part}.enabled=false")}
+    assert MONITORING & found == MONITORING - parts[part]
+
+
 @needs_helm
 @pytest.mark.parametrize(
     ("value", "word"),
     [
+        ("monitoring.enabled=sometimes", "monitoring.enabled"),
+        ("monitoring.grafanaUrl=grafana", "grafanaUrl"),
+        ("monitoring.scrape.interval=soon", "interval"),
+        ("monitoring.dashboards.labels.number=1", "labels.number"),
         ("imagee.tag=x", "imagee"),
         ("image.digest=latest", "digest"),
         ("coordinator.port=0", "port"),
@@ -270,3 +354,72 @@ def test_bad_values_are_refused_by_name(value, word):
     result = helm("template", "mw", str(CHART), "--set", value)
     assert result.returncode != 0
     assert word in result.stderr
+
+
+@needs_helm
+def test_arguments_environment_and_volumes_of_the_user_come_after_those_of_the_chart():
+    found = render(
+        "operator.extraArgs={--log-level=debug}",
+        "operator.extraEnv[0].name=HTTPS_PROXY",
+        "operator.extraEnv[0].value=http://proxy:3128",
+        "operator.extraVolumes[0].name=ca",
+        "operator.extraVolumes[0].configMap.name=ca",
+        "operator.extraVolumeMounts[0].name=ca",
+        "operator.extraVolumeMounts[0].mountPath=/ca",
+    )
+    pod = found["Deployment", "mw-meshwright"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["env"] == [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}]
+    assert container["volumeMounts"][-1] == {"name": "ca", "mountPath": "/ca"}
+    assert pod["volumes"][-1] == {"name": "ca", "configMap": {"name": "ca"}}
+    assert container["args"][-1] == "--log-level=debug"
+    assert parsed(found).log_level == "debug", "the last one counts"
+
+
+@needs_helm
+def test_the_admission_policy_is_there_when_it_is_asked_for():
+    name = "ops-mw-meshwright-job-creators"
+    assert not [kind for kind, _ in render() if kind.startswith("ValidatingAdmission")]
+    found = render("admissionPolicy.enabled=true")
+    assert found["ValidatingAdmissionPolicyBinding", name]["spec"]["policyName"] == name
+    assert ("ValidatingAdmissionPolicy", name) in found
+
+
+@needs_helm
+def test_the_pod_of_helm_test_is_not_behind_the_service():
+    found = render()
+    pod, service = found["Pod", "mw-meshwright-test"], found["Service", "mw-meshwright"]
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    labels, selector = pod["metadata"]["labels"], service["spec"]["selector"]
+    assert any(labels.get(name) != value for name, value in selector.items())
+    (container,) = pod["spec"]["containers"]
+    assert container["command"][-1] == "http://mw-meshwright.ops.svc:9471"
+    assert pod["spec"]["securityContext"]["runAsNonRoot"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+CRDS = CHART.parent / "meshwright-crds"
+
+
+def test_both_charts_have_the_same_definition_and_version():
+    assert (CRDS / "files" / "meshwright.dev_paralleltrainingjobs.yaml").is_symlink()
+    ours, theirs = (yaml.safe_load((chart / "Chart.yaml").read_text()) for chart in (CHART, CRDS))
+    for field in ("version", "appVersion", "kubeVersion"):
+        assert ours[field] == theirs[field], field
+
+
+@needs_helm
+def test_the_chart_of_the_definition():
+    assert helm("lint", "--strict", str(CRDS)).returncode == 0
+
+    def crd(*flags):
+        result = helm("template", "c", str(CRDS), "--kube-version", "1.31.0", *flags)
+        assert result.returncode == 0, result.stderr
+        return yaml.safe_load(result.stdout)
+
+    kept = crd("--set-string", "annotations.argocd\\.argoproj\\.io/sync-wave=-2", "--set-string", "annotations.a=b")
+    assert kept["metadata"].pop("annotations") == {
+        "argocd.argoproj.io/sync-wave": "-2", "a": "b", "helm.sh/resource-policy": "keep",
+    }  # fmt: skip
+    assert kept == custom_resource_definition()
+    assert crd("--set", "keep=false") == custom_resource_definition()

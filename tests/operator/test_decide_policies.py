@@ -85,12 +85,12 @@ def test_an_exit_code_of_a_rank_can_fail_the_job_at_once(reports: list[WorkerRep
 
 
 @pytest.mark.parametrize("policy", [{}, {"recovery": {"exitCodes": [{"values": [1], "action": "Ignore"}]}}])
-def test_a_run_that_ranks_refuse_is_not_tried_again(policy: dict[str, Any]) -> None:
+def test_a_run_that_ranks_refuse_costs_no_restart(policy: dict[str, Any]) -> None:
     reports = [ended(0, 1, -9, kind=FailureKind.PEER_LOST), ended(1, -9), ended(2, 1, 1, kind=FailureKind.REJECTED)]
     decision = decide(observed(received=agents(reports, halted_seconds=30), **policy))
-    failed = next(c for c in decision.status.conditions if c.type == "Failed")
-    assert (failed.status, failed.reason) == ("True", "RunRejected")
-    assert "worker 2 failed" in failed.message
+    stalled = next(c for c in decision.status.conditions if c.type == "Stalled")
+    assert (stalled.status, stalled.reason) == ("True", "RunRejected")
+    assert "worker 2 failed" in stalled.message
     assert decision.status.restart_count == 0
     assert len(decision.delete) == 4
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.api.labels import LABEL_JOB, WORKER_CONTAINER
 from meshwright.api.status import CheckpointStatus, MeshStatus, ParallelTrainingJobStatus
-from meshwright.protocol.messages import AgentState, FailureKind
+from meshwright.protocol.messages import AgentState, FailureKind, RankProcess
 from meshwright_operator.decide.agents import ReceivedReport
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
@@ -18,7 +19,8 @@ from meshwright_operator.decide.failure_detection import detect
 from meshwright_operator.decide.observed import PodState
 from meshwright_operator.decide.placement_outcome import retry_pause
 from meshwright_operator.decide.restart_policy import Interruption, Undetermined
-from meshwright_operator.kube.pod_info import Pod
+from meshwright_operator.kube.pod_info import Pod, read_pod
+from meshwright_operator.timestamps import format_time
 from tests.operator.builders import (
     NODES,
     NOW,
@@ -139,21 +141,14 @@ def refused(kind: FailureKind, **fields: Any) -> Decision:
     return decide(observed(received=received, **fields))
 
 
-def test_a_run_that_would_be_rejected_again_fails_a_job_that_has_trained_nothing() -> None:
-    decision = refused(FailureKind.REJECTED)
-    found = {c.type: (c.status, c.reason) for c in decision.status.conditions}
-    assert found["Failed"] == ("True", "RunRejected")
-    assert decision.status.restart_count == 0
-    assert "use another image" in next(c.message for c in decision.status.conditions if c.type == "Failed")
-
-
-@pytest.mark.parametrize("kind", [FailureKind.REJECTED, FailureKind.CHECKPOINT_INCOMPATIBLE])
-def test_a_job_with_a_checkpoint_is_not_failed_for_what_an_edit_can_repair(kind: FailureKind) -> None:
-    """Its checkpoint belongs to its uid: another job with the corrected spec would start at step 0."""
-    saved = CheckpointStatus(step=7, time=ago(30), path="/checkpoints/x")
+@pytest.mark.parametrize("saved", [None, CheckpointStatus(step=7, time=ago(30), path="/checkpoints/x")])
+@pytest.mark.parametrize("kind", [FailureKind.REJECTED, FailureKind.INVALID_INPUT, FailureKind.CHECKPOINT_INCOMPATIBLE])
+def test_a_job_is_not_failed_for_what_an_edit_can_repair(kind: FailureKind, saved: CheckpointStatus | None) -> None:
+    """It costs no restart. A checkpoint belongs to its uid: another job with the corrected spec would start at 0."""
     decision = refused(kind, status=running_status(observed_generation=1, checkpoint=saved))
     found = {c.type: (c.status, c.reason) for c in decision.status.conditions}
-    reason = {FailureKind.REJECTED: "RunRejected"}.get(kind, "CheckpointIncompatible")
+    reason = {FailureKind.REJECTED: "RunRejected"}.get(kind, kind.value)
+    assert decision.status.restart_count == 0
     assert found["Failed"][0] == "False"
     assert found["Stalled"] == ("True", reason)
     assert "use another image" in next(c.message for c in decision.status.conditions if c.type == "Ready")
@@ -165,6 +160,45 @@ def test_a_job_with_a_checkpoint_is_not_failed_for_what_an_edit_can_repair(kind:
     assert conditions(waits.status)["Stalled"] == ("True", reason)
     edited = replace(observed([], decision.status, received=agents([], hello=range(0))), generation=2)
     assert decide(edited).place is not None, "the next attempt starts at once"
+
+
+COMMAND_RUN: dict[str, Any] = {
+    **{"model": None, "data": None, "training": None, "checkpoint": None},
+    "runtime": {"command": ["python", "trian.py"]},
+    "parallelism": {"tensor": 2, "pipeline": 2},
+}
+
+
+def test_a_rule_for_the_exit_code_of_a_command_precedes() -> None:
+    """127 may be a mistake in `runtime.command`, and a rule says what it means in this job."""
+    ranks = [RankProcess(rank=4, pid=1, exit_code=127)]
+    reports = [report(2, AgentState.FAILED, failure=FailureKind.INVALID_INPUT, message="not found", ranks=ranks)]
+    status = running_status(plan=None)
+    stalls = decide(observed(status=status, received=agents(reports, halted_seconds=3), **COMMAND_RUN))
+    assert conditions(stalls.status)["Stalled"] == ("True", "InvalidInput")
+    rule = {"recovery": {"exitCodes": [{"values": [127], "action": "FailJob"}]}}
+    fails = decide(observed(status=status, received=agents(reports, halted_seconds=3), **COMMAND_RUN, **rule))
+    assert conditions(fails.status)["Failed"] == ("True", "FailurePolicy")
+
+
+@pytest.mark.parametrize(("limit", "text"), [("8Gi", "limit 8Gi"), (None, "no limit")])
+def test_a_worker_that_used_too_much_memory_is_named_with_its_limit(limit: str | None, text: str) -> None:
+    terminated = {"exitCode": 137, "reason": "OOMKilled", "finishedAt": format_time(NOW)}
+    limits = {"limits": {"memory": limit}} if limit else {}
+    raw = {
+        "metadata": {"name": "train-w0-0", "namespace": "default", "uid": "u", "labels": {LABEL_JOB: "train"}},
+        "spec": {"nodeName": "n0", "containers": [{"name": WORKER_CONTAINER, "resources": limits}]},
+        "status": {
+            "phase": "Failed",
+            "containerStatuses": [{"name": WORKER_CONTAINER, "state": {"terminated": terminated}}],
+        },
+    }
+    killed = read_pod(raw)
+    assert killed is not None
+    verdict = detect(observed([killed, pod(1), pod(2), pod(3)]))
+    assert isinstance(verdict, Interruption)
+    said = f"Worker 0 (pod train-w0-0) was killed: out of memory, {text}: raise `spec.workers.resources.memory`"
+    assert verdict.message == said
 
 
 def test_the_pause_before_ranks_may_reject_the_checkpoint_again_doubles() -> None:

@@ -74,7 +74,7 @@ def test_an_edit_that_restarts_the_gang_comes_with_what_runs() -> None:
 def test_an_edit_that_cannot_be_is_held_and_the_gang_goes_on(
     fields: dict[str, Any], reason: str, retryable: bool, text: str
 ) -> None:
-    seen = look(started(), **fields)
+    seen = look(started(step=3), **fields)
     assert seen.blocked_edit is not None
     assert (seen.blocked_edit.reason, seen.blocked_edit.retryable) == (reason, retryable)
     assert text in seen.blocked_edit.message
@@ -82,6 +82,15 @@ def test_an_edit_that_cannot_be_is_held_and_the_gang_goes_on(
     assert seen.spec == spec()
     assert seen.generation == 2
     assert [worker.pod.name for worker in seen.workers if worker.pod] == [f"{JOB}-w{w}-0" for w in range(4)]
+
+
+@pytest.mark.parametrize("step", [None, 0])
+def test_until_a_step_is_finished_every_field_can_be_corrected(step: int | None) -> None:
+    """The ranks found that the data is missing: nothing depends on it yet."""
+    seen = look(started(step=step), data={"source": "Files", "claimName": "c"})
+    assert seen.blocked_edit is None
+    assert seen.spec.data is not None
+    assert seen.spec.data.claim_name == "c"
 
 
 @pytest.mark.parametrize(

@@ -171,8 +171,13 @@ async def test_what_may_not_be_edited_is_refused_with_its_field(
     await api.create(JOBS, job("fixed"))
     if field != "spec.managedBy":
         allowed = await api.call("PATCH", f"{JOBS}/fixed?dryRun=All", {"spec": edit}, kind=MERGE)
-        assert allowed["kind"] == "ParallelTrainingJob", "before the start it may still be put right"
+        assert allowed["kind"] == "ParallelTrainingJob", "before the first step it may still be put right"
         await settled("fixed")
+
+        async def trained() -> bool:
+            return (await api.status("fixed")).get("step", 0) > 0
+
+        await until(trained, "a step is finished", 60)
     answer = await api.call("PATCH", f"{JOBS}/fixed", {"spec": edit}, kind=MERGE, ok=False)
     assert answer["code"] == 422
     assert [cause["field"] for cause in answer["details"]["causes"]] == [field]

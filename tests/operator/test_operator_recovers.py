@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from meshwright.api.labels import LABEL_JOB
 from meshwright.protocol.messages import FailureKind
 from tests.operator.agents import Kubelet
@@ -32,6 +34,17 @@ async def failed(api: Api, name: str) -> dict[str, Any]:
         return status if condition(status, "Failed").get("status") == "True" else None
 
     status: dict[str, Any] = await until(check, f"{name} fails")
+    return status
+
+
+async def stalled(api: Api, name: str) -> dict[str, Any]:
+    """Waits until the job is Stalled."""
+
+    async def check() -> dict[str, Any] | None:
+        status = await api.status(name)
+        return status if condition(status, "Stalled").get("status") == "True" else None
+
+    status: dict[str, Any] = await until(check, f"{name} stalls")
     return status
 
 
@@ -112,17 +125,20 @@ async def test_peers_that_break_first_do_not_turn_a_lost_pod_into_a_failure(
     assert status["restartsTowardLimit"] == 0
 
 
-async def test_a_run_that_ranks_refuse_fails_the_job(
-    api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
+@pytest.mark.parametrize("kind", [FailureKind.REJECTED, FailureKind.INVALID_INPUT])
+async def test_a_run_that_ranks_refuse_stalls_the_job(
+    kind: FailureKind, api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
 ) -> None:
     await start_operator()
     await api.create(JOBS, job("refused"))
     await settled("refused")
-    await kubelet.of("refused")[2].fail(FailureKind.REJECTED, "`training.fp8` needs another GPU")
+    await kubelet.of("refused")[2].fail(kind, "`training.fp8` needs another GPU")
 
-    status = await failed(api, "refused")
-    assert condition(status, "Failed")["reason"] == "RunRejected"
-    assert condition(status, "Failed")["message"] == "Worker 2: `training.fp8` needs another GPU"
+    status = await stalled(api, "refused")
+    reason = {FailureKind.REJECTED: "RunRejected"}.get(kind, kind.value)
+    for kind_of_condition in ("Stalled", "Ready"):
+        assert condition(status, kind_of_condition)["reason"] == reason
+        assert condition(status, kind_of_condition)["message"].startswith("Worker 2: `training.fp8` needs another GPU.")
     assert status.get("restartCount", 0) == 0
 
 

@@ -24,6 +24,8 @@ from meshwright.rules.validation import check_edit
 from tests.rules.test_rules import COMMAND, GOOD, changed
 
 STARTED = {"observedGeneration": 1, "startTime": "2026-01-02T03:04:05Z"}
+TRAINED = STARTED | {"step": 3}
+SAVED = STARTED | {"checkpoint": {"step": 3, "time": "2026-01-02T03:04:05Z", "path": "/c"}}
 CHECKPOINT = {"checkpoint": {"claimName": "c"}}
 
 # (field that is blamed, the job as it runs, the edit)
@@ -82,7 +84,7 @@ def test_an_edit_that_may_not_be_is_refused_in_both_languages(
     old = spec_of(before)
     new = ParallelTrainingJobSpec.model_validate(changed(changed(GOOD, before), edit))
     assert [problem.field for problem in check_edit(old, new)] == [field]
-    assert broken_in_cel(old, new, STARTED) == [field]
+    assert broken_in_cel(old, new, TRAINED) == broken_in_cel(old, new, SAVED) == [field]
 
 
 @pytest.mark.parametrize(("before", "edit"), FINE_EDITS)
@@ -90,14 +92,20 @@ def test_other_edits_pass(before: dict[str, Any], edit: dict[str, Any]) -> None:
     old = spec_of(before)
     new = ParallelTrainingJobSpec.model_validate(changed(changed(GOOD, before), edit))
     assert check_edit(old, new) == []
-    assert broken_in_cel(old, new, STARTED) == []
+    assert broken_in_cel(old, new, TRAINED) == []
 
 
-@pytest.mark.parametrize("status", [None, {"observedGeneration": -1}])
-def test_before_the_start_everything_but_the_manager_may_be_put_right(status: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize("status", [None, {"observedGeneration": -1}, STARTED, STARTED | {"step": 0}])
+def test_before_the_first_step_everything_but_the_manager_may_be_put_right(status: dict[str, Any] | None) -> None:
     for field, before, edit in REFUSED_EDITS:
         new = ParallelTrainingJobSpec.model_validate(changed(changed(GOOD, before), edit))
         assert broken_in_cel(spec_of(before), new, status) == (["managedBy"] if field == "managedBy" else [])
+
+
+def test_a_command_reports_no_steps_so_its_start_counts() -> None:
+    old, new = (spec_of({**COMMAND, "checkpoint": {"claimName": name}}) for name in ("a", "b"))
+    assert broken_in_cel(old, new, STARTED) == ["checkpoint"]
+    assert broken_in_cel(old, new, None) == []
 
 
 def test_every_rule_on_edits_is_broken_by_a_case() -> None:
@@ -170,5 +178,5 @@ def test_what_takes_effect_at_once_can_be_taken_alone() -> None:
 def test_a_command_can_be_edited() -> None:
     old = ParallelTrainingJobSpec.model_validate(COMMAND)
     new = ParallelTrainingJobSpec.model_validate(changed(COMMAND, {"runtime.command": ["python", "other.py"]}))
-    assert check_edit(old, new) == broken_in_cel(old, new, STARTED) == []
+    assert check_edit(old, new) == broken_in_cel(old, new, TRAINED) == []
     assert restarting_parts(old) != restarting_parts(new)

@@ -12,6 +12,21 @@ SUBJECTS = {
         "Explain where a job runs, or why it waits and what would fit.",
         "meshwright-cli",
     ),
+    "schedule": LazyCommand(
+        "meshwright_cli.explain.schedule:schedule",
+        "Draw the timeline of a pipeline schedule, from the simulator.",
+        "meshwright-cli",
+    ),
+    "memory": LazyCommand(
+        "meshwright_cli.explain.memory:memory",
+        "Draw the memory of one rank by kind, from the planner's cost model.",
+        "meshwright-cli",
+    ),
+    "allreduce": LazyCommand(
+        "meshwright_cli.explain.allreduce:allreduce",
+        "Draw a ring all-reduce hop by hop, and estimate its time.",
+        "meshwright-cli",
+    ),
 }
 """Subjects by name. To add one, add its command here; the module is imported when it is used."""
 DEFAULT = "job"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from meshwright.schedules.actions import Action, ActionKind, Schedule
 from meshwright.schedules.simulator import Simulation, TimedSlot
-from meshwright_cli.figures.svg import Element, drawing, element, group, text
+from meshwright_cli.figures.svg import Element, drawing, element, group, legend, text
 
 CLASSES = {
     ActionKind.FORWARD: "forward",
@@ -45,7 +45,9 @@ class Window:
         return self.left + (at - self.start) * self.scale
 
 
-def schedule_figure(schedule: Schedule, simulation: Simulation, title: str, width: float = 1080.0) -> Element:
+def schedule_figure(
+    schedule: Schedule, simulation: Simulation, title: str, width: float = 1080.0, *, with_legend: bool = False
+) -> Element:
     """Draw a simulated schedule.
 
     Args:
@@ -53,6 +55,7 @@ def schedule_figure(schedule: Schedule, simulation: Simulation, title: str, widt
         simulation: its timeline.
         title: the description for people who do not see the figure.
         width: width in pixels.
+        with_legend: whether the figure contains its legend.
     """
     windows = _windows(simulation, width)
     ranks = len(simulation.timeline)
@@ -74,7 +77,9 @@ def schedule_figure(schedule: Schedule, simulation: Simulation, title: str, widt
     if len(windows) > 1:
         middle = (windows[0].x(windows[0].end) + windows[1].left) / 2
         children.append(text("···", middle, TOP + ranks * (ROW + GAP) / 2, text_anchor="middle", class_="bold"))
-    return drawing(width, height, title, children)
+    if with_legend:
+        children += legend(legend_of(schedule), height + 2)
+    return drawing(width, height + 22 * with_legend, title, children)
 
 
 def legend_of(schedule: Schedule) -> list[tuple[str, str]]:

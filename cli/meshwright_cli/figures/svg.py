@@ -22,6 +22,7 @@ LIGHT = {
     "weight": "#d6bdf0",
     "weight2": "#eadff8",
     "idle": "#f1f3f6",
+    "other": "#c3cad6",
     "accent": "#1f5fbf",
     "warn": "#b3261e",
 }
@@ -39,6 +40,7 @@ DARK = {
     "weight": "#57358a",
     "weight2": "#3c2761",
     "idle": "#1d2430",
+    "other": "#4b5870",
     "accent": "#7fb2f5",
     "warn": "#ff8f85",
 }
@@ -70,6 +72,16 @@ def group(children: Iterable[Element], **attributes: object) -> Element:
 def text(content: str, x: float, y: float, **attributes: object) -> Element:
     """Return a `text` element."""
     return element("text", content, x=x, y=y, **attributes)
+
+
+def legend(entries: Iterable[tuple[str, str]], top: float) -> list[Element]:
+    """Return swatches with names in one line. Entries are (class, name)."""
+    made, left = [], 0.0
+    for color, name in entries:
+        made.append(element("rect", x=left, y=top, width=12, height=12, class_=color))
+        made.append(text(name, left + 17, top + 10.5, class_="muted"))
+        left += 36 + 6.6 * len(name)
+    return made
 
 
 def drawing(width: float, height: float, title: str, children: Iterable[Element]) -> Element:

@@ -11,15 +11,18 @@ import yaml
 
 from meshwright.api.labels import GPU_RESOURCE
 from meshwright.api.parsing import InvalidSpecError
+from meshwright.crd.manifest_check import check_manifest
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 from meshwright.planner.errors import PlanError
 from meshwright.planner.search.request import Objective
+from meshwright_cli.cost.forecast import Forecast, as_json, forecast, sentences
 from meshwright_cli.plan.inventory_file import MAX_NODES, InventoryFileError, NodeEntry, nodes_of, read_nodes
-from meshwright_cli.plan.report import plan_report
+from meshwright_cli.plan.report import PlanReport, plan_report
 from meshwright_cli.plan.report_json import document
 from meshwright_cli.plan.report_text import lines
 
 KIND = "ParallelTrainingJob"
+MAX_PROBLEMS = 5
 ASSUMED_GPUS = 64
 """GPUs of the assumed cluster."""
 
@@ -49,6 +52,12 @@ ASSUMED_GPUS = 64
 @click.option("--every-technique", is_flag=True, help="Also search techniques that this runtime does not implement.")
 @click.option("--what-if", is_flag=True, help="Also estimate the step time on better hardware.")
 @click.option(
+    "--tokens",
+    type=click.IntRange(1, 10**18),
+    help="Also print FLOPs, time and GPU-hours for this many tokens. Defaults to the job's steps with --price.",
+)
+@click.option("--price", type=click.FloatRange(0), help="Price of one GPU-hour, in any currency, for the cost.")
+@click.option(
     "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output format."
 )
 def plan(
@@ -59,6 +68,8 @@ def plan(
     objective: str,
     every_technique: bool,
     what_if: bool,
+    tokens: int | None,
+    price: float | None,
     output: str,
 ) -> None:
     """Plan and place a job without a cluster, and explain the result.
@@ -79,22 +90,37 @@ def plan(
         )
     except (InvalidSpecError, PlanError) as error:
         raise click.ClickException(f"{filename}: {error}") from error
+    spending = _forecast(found, tokens, price)
     if output == "json":
-        click.echo(json.dumps(document(found), indent=2))
+        more = {} if spending is None else {"forecast": as_json(spending)}
+        click.echo(json.dumps({**document(found), **more}, indent=2))
     else:
         if inventory is None:
             click.echo(f"No --inventory given: assuming {gpus or ASSUMED_GPUS} free {gpu}.\n", err=True)
         for line in lines(found):
             click.echo(line)
+        if spending is not None:
+            click.echo("\nThe run")
+            for line in sentences(spending):
+                click.echo(f"  {line}")
     if found.placement is None:
         raise SystemExit(3)
+
+
+def _forecast(found: PlanReport, tokens: int | None, price: float | None) -> Forecast | None:
+    if tokens is None and price is None:
+        return None
+    try:
+        return forecast(found, tokens, price)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
 
 
 def job_of_manifest(filename: Path) -> dict[str, Any]:
     """The only job of a manifest.
 
     Raises:
-        click.ClickException: the file cannot be read, or does not contain exactly one job.
+        click.ClickException: the file cannot be read, does not contain exactly one job, or a cluster would reject it.
     """
     try:
         documents = list(yaml.safe_load_all(filename.read_text()))
@@ -105,6 +131,10 @@ def job_of_manifest(filename: Path) -> dict[str, Any]:
     jobs = [one for one in documents if isinstance(one, dict) and one.get("kind") == KIND]
     if len(jobs) != 1:
         raise click.ClickException(f"{filename}: expected exactly one {KIND}, found {len(jobs)}")
+    problems = check_manifest(jobs[0])
+    if problems:
+        more = f" (and {len(problems) - MAX_PROBLEMS} more)" if len(problems) > MAX_PROBLEMS else ""
+        raise click.ClickException(f"{filename}: {'; '.join(map(str, problems[:MAX_PROBLEMS]))}{more}")
     return jobs[0]
 
 

@@ -15,6 +15,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
+{{/* Labels of objects that a Prometheus selects by the labels of the values. */}}
+{{- define "meshwright.monitoringLabels" -}}
+{{ include "meshwright.labels" . }}
+{{- with .Values.monitoring.labels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
 {{- define "meshwright.serviceAccount" -}}
 {{ .Values.serviceAccount.name | default (include "meshwright.name" .) }}
 {{- end }}

@@ -80,9 +80,10 @@ class JobReporter:
         progress = received.report.progress if received is not None and current else None
         runs = decision.mesh.generation > 0 and not decision.mesh.pending_cause
         oldest = silence(observed).oldest_seconds if runs else None
-        seconds = self._seconds_by_cause(decision.status)
+        spent = self._spent(decision.status)
+        compute = observed.agents.compute if runs else None
         self._jobs.record(key, observed.uid).put(
-            decision.status, progress, time.monotonic(), oldest, seconds, _checkpoint_steps(observed)
+            decision.status, progress, time.monotonic(), oldest, *spent, _checkpoint_steps(observed), compute
         )
         self._observe_queue_wait(observed, decision.status)
         started = is_true(decision.status.conditions, READY) and not is_true(observed.status.conditions, READY)
@@ -102,7 +103,8 @@ class JobReporter:
         uid = job["metadata"]["uid"]
         old = parse_status(job)
         status = self._rejected_status(job, old, rejection, suspended=suspended_by_user(job) and not live_pods)
-        goodput.update_without_decision(status, old, self._now(), job["metadata"].get("creationTimestamp"))
+        created = job["metadata"].get("creationTimestamp")
+        goodput.update_without_decision(status, old, self._now(), created, has_pods=bool(live_pods))
         event = JobEvent("PlacementFailed" if rejection.retryable else rejection.reason, rejection.message, WARNING)
         try:
             if await self._writer.write(key, job, status, False) and not lifecycle.finished(old):
@@ -113,7 +115,7 @@ class JobReporter:
                 self._events.post(job, event)
             raise
         finally:
-            self._jobs.record(key, uid).put(status, None, time.monotonic(), seconds=self._seconds_by_cause(status))
+            self._jobs.record(key, uid).put(status, None, time.monotonic(), None, *self._spent(status))
 
     async def report_terminating(
         self, key: JobKey, job: KubeObject, *, live_pods: Sequence[Pod], finalizers: Sequence[str]
@@ -125,14 +127,15 @@ class JobReporter:
         """
         old, generation = parse_status(job), int(job["metadata"].get("generation", 0))
         status = rejected_job.terminating(old, generation, self._now(), live_pods=live_pods, finalizers=finalizers)
-        goodput.update_without_decision(status, old, self._now(), job["metadata"].get("creationTimestamp"))
+        created = job["metadata"].get("creationTimestamp")
+        goodput.update_without_decision(status, old, self._now(), created, has_pods=bool(live_pods))
         # The number of pods that have not exited yet is progress. That none is left is written at once.
         try:
             await self._writer.write(key, job, status, not live_pods)
         except StatusRejectedError:
             log.info("status of a job that is being deleted was rejected", extra={"job": str(key)})
-        seconds = self._seconds_by_cause(status)
-        self._jobs.record(key, job["metadata"]["uid"]).put(status, None, time.monotonic(), seconds=seconds)
+        uid, spent = job["metadata"]["uid"], self._spent(status)
+        self._jobs.record(key, uid).put(status, None, time.monotonic(), None, *spent)
 
     def _observe_queue_wait(self, observed: Observed, status: ParallelTrainingJobStatus) -> None:
         """Observe how long a job waited for nodes, when it has got them."""
@@ -142,8 +145,10 @@ class JobReporter:
         if after.cause not in (FINISHED, TimeCause.SUSPENDED):
             self._metrics.queue_wait_seconds.observe(seconds_since(before.since, observed.now))
 
-    def _seconds_by_cause(self, status: ParallelTrainingJobStatus) -> dict[str, float]:
-        return goodput.seconds_by_cause(status, self._now())
+    def _spent(self, status: ParallelTrainingJobStatus) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds and GPU seconds by cause."""
+        now = self._now()
+        return goodput.seconds_by_cause(status, now), goodput.gpu_seconds_by_cause(status, now)
 
     def report_error(self, job: KubeObject, error: Exception) -> None:
         """Post an event about an error, if the user can do something about it."""

@@ -180,7 +180,7 @@ def _parsed(job: KubeObject, cache: Cache) -> ParallelTrainingJobSpec:
 def _observe_edit(observer: _JobObserver, running: RunningSpec, requested: ParallelTrainingJobSpec) -> Observed:
     """A started job whose edit needs a restart: with the edit, or with its applied spec if the edit is not valid."""
     as_running = observer.observe_as(with_live_fields(running.spec, requested), running.revision)
-    forbidden = check_edit(running.spec, requested)
+    forbidden = check_edit(running.spec, requested) if _has_trained(running.spec, observer) else []
     if forbidden:
         text = "; ".join(f"spec.{p.field}: {p.message}" for p in forbidden)
         return replace(as_running, blocked_edit=BlockedEdit("ImmutableField", text, retryable=False))
@@ -197,6 +197,15 @@ def _observe_edit(observer: _JobObserver, running: RunningSpec, requested: Paral
             raise
         # The running revision must not be left alone meanwhile.
         return replace(as_running, blocked_edit=_blocked(JobRejectedError("Planning", PLANNING, retryable=True)))
+
+
+def _has_trained(running: ParallelTrainingJobSpec, observer: _JobObserver) -> bool:
+    """Whether a step is finished, by status or by a report that is newer. A command reports none, so it counts as
+    such.
+    """
+    status = observer.status
+    reported = any(received.report.progress is not None for received in observer.agents.reports.values())
+    return running.runtime.command is not None or status.checkpoint is not None or bool(status.step) or reported
 
 
 def _observe_deferred_edit(

@@ -128,14 +128,15 @@ def is_urgent(old: KubeObject, new: KubeObject) -> bool:
 
 
 def _only_books_time(old: KubeObject, patch: KubeObject) -> bool:
-    """Whether the patch only books more time for the same cause, or begins the ledger of a job of an earlier version.
+    """Whether the patch only books more time for the same cause and number of GPUs, or begins the ledger of a job of an
+    earlier version.
 
     That is written with the next other change.
     """
     changes = patch[GOODPUT] if patch.keys() == {GOODPUT} else None
     if not isinstance(changes, dict):
         return False
-    return not isinstance(old.get(GOODPUT), dict) or "cause" not in changes
+    return not isinstance(old.get(GOODPUT), dict) or not changes.keys() & {"cause", "gpus"}
 
 
 def _without_progress(status: KubeObject) -> KubeObject:

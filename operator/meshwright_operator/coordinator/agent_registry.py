@@ -27,9 +27,12 @@ from meshwright.protocol.messages import (
 from meshwright.protocol.signing import Sender, digest_of
 from meshwright_operator.coordinator.rate_limit import RateLimiter
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
+from meshwright_operator.decide.stragglers import ComputeTimes, compute_times
 from meshwright_operator.http.limits import ByteBudget
 
 # An agent polls again right after an answer. After this long without a poll it counts as absent.
+COMPUTE_SECONDS = 10.0
+"""Interval in which the compute times of a job's ranks are compared."""
 ABSENT_SECONDS = 10.0
 JOB_BODY_BYTES = 2 << 20
 """Bytes of one job's bodies that are received at once, so that its pods leave room for those of other jobs."""
@@ -91,6 +94,8 @@ class AgentRegistry:
         self._presences: dict[int, _Presence] = {}
         self._reports: dict[int, _Report] = {}
         self._newest = 0
+        self._compute: ComputeTimes | None = None
+        self._compute_at = float("-inf")
         self._changed = asyncio.Condition()
         self._clock = clock
         self._started_at = clock()
@@ -272,6 +277,14 @@ class AgentRegistry:
         if generation <= MAX_REPORTED_GENERATION:
             self._newest = max(self._newest, generation)
 
+    def compute_times(self) -> ComputeTimes | None:
+        """The compute times of the current generation's ranks, counted again every `COMPUTE_SECONDS`."""
+        now = self._clock()
+        if now - self._compute_at >= COMPUTE_SECONDS:
+            self._compute_at = now
+            self._compute = compute_times((entry.report for entry in self._reports.values()), self.generation)
+        return self._compute
+
     def agents(self) -> Agents:
         """The state of the job's agents now."""
         now = self._clock()
@@ -286,7 +299,7 @@ class AgentRegistry:
             )
             for worker, r in self._reports.items()
         }
-        return Agents(waiting_agents, reports, self._newest, now - self._started_at)
+        return Agents(waiting_agents, reports, self._newest, now - self._started_at, self.compute_times())
 
 
 def encode(message: MeshDocument | ReportReply | TrustBundle) -> EncodedMessage:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from meshwright.protocol.messages import DEFAULT_REPORT_SECONDS, WorkerReport
 from meshwright_operator.decide import report_interval
+from meshwright_operator.decide.stragglers import ComputeTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +54,5 @@ class Agents:
 
     An agent without a report since then has been silent for this long.
     """
+    compute: ComputeTimes | None = None
+    """The compute times of the job's ranks. Not part of any decision."""

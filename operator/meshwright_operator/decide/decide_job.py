@@ -9,6 +9,7 @@ from meshwright.api.conditions import find, is_true
 from meshwright.api.labels import LABEL_JOB
 from meshwright.api.spec import FailureAction
 from meshwright.api.status import added
+from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide import (
     failure_detection,
     gang,
@@ -219,7 +220,7 @@ def _advance_generation(decision: Decision) -> None:
             decision.requeue_within(verdict.seconds)
             return
         _end_generation(decision, verdict)
-        if verdict.job_failure:
+        if _needs_correction(observed, verdict):
             return
         if verdict.lost and not lifecycle.finished(decision.status):
             decision.starting(verdict.message)
@@ -253,13 +254,10 @@ def _end_generation(decision: Decision, verdict: Interruption) -> None:
     cause = verdict.cause
     decision.detection_seconds = verdict.detected_in
     decision.add_cause_event(cause, verdict.message)
-    if verdict.job_failure:
-        if decision.status.checkpoint is not None or verdict.job_failure == failure_detection.CHECKPOINT_INCOMPATIBLE:
-            _hold(decision, verdict)
-        else:
-            decision.fail(verdict.job_failure, verdict.message)
-        return
     codes = cause.exit_codes(decision.observed)
+    if _needs_correction(decision.observed, verdict):
+        _hold(decision, verdict)
+        return
     if cause.limited and not _may_restart(decision, codes, verdict.message):
         return
     decision.count_restart(cause, codes)
@@ -269,10 +267,18 @@ def _end_generation(decision: Decision, verdict: Interruption) -> None:
     decision.delete += [w.pod for w in verdict.lost if w.pod is not None and not w.pod.deleting]
 
 
+def _needs_correction(observed: Observed, verdict: Interruption) -> bool:
+    """Whether another start would fail in the same way. A rule for the exit code of a user's command precedes."""
+    if not verdict.job_failure or isinstance(observed.run, NativeRun):
+        return bool(verdict.job_failure)
+    return not restart_policy.action_for(observed.spec, verdict.cause.exit_codes(observed))[1]
+
+
 def _hold(decision: Decision, verdict: Interruption) -> None:
     """Releases the pods of a job whose ranks cannot start, and tries again later, or at once after an edit.
 
-    Its checkpoint belongs to this object: if the job failed, a corrected one would start at step 0.
+    Somebody can correct the spec or what it names. Its checkpoint, if it has one, belongs to this object: if the job
+    failed, a corrected one would start at step 0.
     """
     restart_policy.record_failure(decision.mesh, decision.observed.now)
     decision.mesh.pending_cause = verdict.cause.name

@@ -36,11 +36,13 @@ PAUSE_SECONDS = 20.0
 DRAIN_MARGIN_SECONDS = 60.0
 
 CHECKPOINT_INCOMPATIBLE = "CheckpointIncompatible"
+INVALID_INPUT = "InvalidInput"
 JOB_FAILURES = {
     FailureKind.REJECTED: "RunRejected",
+    FailureKind.INVALID_INPUT: INVALID_INPUT,
     FailureKind.CHECKPOINT_INCOMPATIBLE: CHECKPOINT_INCOMPATIBLE,
 }
-"""Failures of ranks that another start would repeat -> reason. Without a checkpoint the job fails at once."""
+"""Failures of ranks that another start would repeat, until somebody changes the spec or its inputs -> reason."""
 
 GONE = frozenset({PodState.MISSING, PodState.ENDING, PodState.DISRUPTED, PodState.LOST})
 
@@ -186,6 +188,11 @@ def _describe_loss(worker: Worker) -> str:
 
 
 def _describe_crash(worker: Worker) -> str:
+    if worker.pod is not None and worker.pod.out_of_memory:
+        return (
+            f"worker {worker.index} (pod {worker.pod.name}) was killed: out of memory, {worker.pod.out_of_memory}: "
+            "raise `spec.workers.resources.memory`"
+        )
     code = worker.pod.exit_code if worker.pod else None
     name = f"pod {worker.pod.name}" if worker.pod else f"the pod of worker {worker.index}"
     return f"{name} exited with code {code}" if code is not None else f"{name} failed"

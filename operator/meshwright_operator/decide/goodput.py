@@ -16,7 +16,7 @@ from meshwright.api.goodput import GoodputStatus, TimeCause
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.protocol.messages import WorkerReport
 from meshwright.protocol.run_config import CommandRun
-from meshwright_operator.decide import lifecycle, restart_policy, size_status, time_ledger
+from meshwright_operator.decide import gpu_ledger, lifecycle, restart_policy, size_status, time_ledger
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
@@ -46,10 +46,25 @@ def update_goodput(decision: Decision, created: str | None) -> None:
     status.goodput = time_ledger.advance(old, seen)
 
 
+def _gpus(decision: Decision) -> int:
+    """GPUs of the job's pods after the decision. Pods that it deletes run until they have stopped."""
+    observed = decision.observed
+    pods = len(observed.live_pods) + len(decision.create)
+    return 0 if lifecycle.finished(decision.status) else pods * observed.plan.gpus_per_worker
+
+
 def update_without_decision(
-    status: ParallelTrainingJobStatus, old: ParallelTrainingJobStatus, now: datetime, created: str | None
+    status: ParallelTrainingJobStatus,
+    old: ParallelTrainingJobStatus,
+    now: datetime,
+    created: str | None,
+    *,
+    has_pods: bool,
 ) -> None:
-    """The same for a job for which no decision is made: it waits for a layout or an edit, or is being deleted."""
+    """The same for a job for which no decision is made: it waits for a layout or an edit, or is being deleted.
+
+    Without a plan, it is not known how many GPUs pods have: as many as before, until there are none.
+    """
     if lifecycle.finished(old):
         return
     mesh = old.mesh
@@ -63,7 +78,8 @@ def update_without_decision(
     else:
         return  # its ranks train, whatever the new spec says
     ledger = old.goodput or _new_ledger(old, now, created, cause)
-    status.goodput = time_ledger.advance(ledger, Seen(now=now, cause=cause)) if ledger.cause else ledger
+    seen = Seen(now=now, cause=cause, gpus=None if has_pods else 0)
+    status.goodput = time_ledger.advance(ledger, seen) if ledger.cause else ledger
 
 
 def seconds_by_cause(status: ParallelTrainingJobStatus, now: datetime) -> dict[str, float]:
@@ -72,10 +88,21 @@ def seconds_by_cause(status: ParallelTrainingJobStatus, now: datetime) -> dict[s
     Otherwise, a counter would go back when they turn out to be part of a failure.
     """
     ledger = status.goodput
+    return {} if ledger is None else time_ledger.seconds_by_cause(ledger, _known_until(ledger, now))
+
+
+def gpu_seconds_by_cause(status: ParallelTrainingJobStatus, now: datetime) -> dict[str, float]:
+    """The same for GPU seconds. Those since the last step are left out, even if the number of GPUs has changed."""
+    ledger = status.goodput
     if ledger is None:
         return {}
-    known_until = (parse_time(ledger.since) or now) if ledger.cause in STEPPING else now
-    return time_ledger.seconds_by_cause(ledger, known_until)
+    if ledger.cause in STEPPING:
+        return {entry.cause: (entry.gpu_milliseconds or 0) / 1000 for entry in ledger.booked}
+    return gpu_ledger.gpu_seconds_by_cause(ledger, now)
+
+
+def _known_until(ledger: GoodputStatus, now: datetime) -> datetime:
+    return (parse_time(ledger.since) or now) if ledger.cause in STEPPING else now
 
 
 def goodput_ratio(seconds: dict[str, float]) -> float | None:
@@ -115,6 +142,7 @@ def _seen(decision: Decision, before: str) -> Seen:
         trains_unseen=trains_unseen,
         failed=ran and (failed_job or failed_generation),
         detection_seconds=decision.detection_seconds,
+        gpus=_gpus(decision),
     )
 
 

@@ -47,7 +47,7 @@ NEEDS_USER_ACTION = frozenset(
     {
         *("AdmissionDenied", "PodsForbidden", "PodsInvalid", NAME_TAKEN, NO_NAME_LEFT),
         *("InvalidImageName", "ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff"),
-        *("AgentsMissing", "RunRejected", "CheckpointIncompatible"),
+        *("AgentsMissing", *failure_detection.JOB_FAILURES.values()),
         *("CreateContainerConfigError", "CreateContainerError", "RunContainerError"),
     }
 )

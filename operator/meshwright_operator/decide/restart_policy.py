@@ -92,9 +92,9 @@ class Interruption:
     lost: tuple[Worker, ...] = ()
     """Workers that are unreachable, whose pods to delete."""
     job_failure: str = ""
-    """Reason for which another start would not help. Usually empty.
+    """Reason for which another start would not help until somebody changes something. Usually empty.
 
-    The job fails at once. With a checkpoint it waits for an edit instead.
+    The job is Stalled then, and counts no restart.
     """
 
 

@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 
 from meshwright.api.goodput import MAX_TIME_CAUSES, BookedTime, GoodputStatus, TimeCause
 from meshwright.api.status import added
+from meshwright_operator.decide.gpu_ledger import with_gpu_time
 from meshwright_operator.timestamps import format_micro_time, parse_time
 
 STEPPING = (TimeCause.TRAINING, TimeCause.REDONE_STEPS)
@@ -56,6 +57,8 @@ class Seen:
     """Whether a generation has just failed."""
     detection_seconds: float = 0.0
     """Time from the first symptom of the failure to now. Only used if steps do not tell it."""
+    gpus: int | None = None
+    """GPUs of the job's pods from now on. None if they are as many as before."""
 
 
 def begin(since: datetime, cause: str, furthest_step: int = 0) -> GoodputStatus:
@@ -65,6 +68,10 @@ def begin(since: datetime, cause: str, furthest_step: int = 0) -> GoodputStatus:
 
 def advance(old: GoodputStatus, seen: Seen) -> GoodputStatus:
     """The ledger with the time up to what was seen. Unchanged if nothing but the time has changed."""
+    return with_gpu_time(old, _advance(old, seen), seen.now, seen.gpus)
+
+
+def _advance(old: GoodputStatus, seen: Seen) -> GoodputStatus:
     ledger = _repaired(old, seen)
     if ledger.cause not in STEPPING and (seen.cause in STEPPING or seen.steps is not None):
         ledger = _first_step(ledger, seen)
@@ -165,12 +172,17 @@ def _turned(ledger: GoodputStatus, seen: Seen, parts: dict[str, int]) -> Goodput
 def _booked(ledger: GoodputStatus, parts: dict[str, int]) -> GoodputStatus:
     """The ledger with more time. Causes that only a later version knows are kept."""
     totals = {entry.cause: entry.milliseconds for entry in ledger.booked}
+    gpus = {entry.cause: entry.gpu_milliseconds for entry in ledger.booked}
     for cause, milliseconds in parts.items():
         if milliseconds > 0:
             totals[str(cause)] = added(totals.get(str(cause), 0), milliseconds)
     others = [cause for cause in totals if cause not in _KNOWN]
     kept = {*_KNOWN, *others[: MAX_TIME_CAUSES - len(_KNOWN)]}
-    entries = [BookedTime(cause=cause, milliseconds=total) for cause, total in totals.items() if cause in kept]
+    entries = [
+        BookedTime(cause=cause, milliseconds=total, gpu_milliseconds=gpus.get(cause))
+        for cause, total in totals.items()
+        if cause in kept
+    ]
     return ledger.model_copy(update={"booked": entries})
 
 

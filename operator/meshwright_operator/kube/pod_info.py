@@ -89,6 +89,8 @@ class Pod:
     """Why the kubelet rejected it before its container started, as `Reason: message`; empty if it did not."""
     deletion_deadline: datetime | None = None
     """When its grace period ends; None if it is not being deleted."""
+    out_of_memory: str = ""
+    """Its memory limit, or `no limit`, if its container was killed because memory ran out. Empty otherwise."""
     request_json: str = "{}"
     """Its resource requests, as `pod_requests.request_json_of` writes them."""
 
@@ -148,6 +150,7 @@ def _read(obj: Mapping[str, Any]) -> Pod | None:
         disruption=_disruption(status),
         rejection=_rejection(status),
         deletion_deadline=parse_time(metadata.get("deletionTimestamp")),
+        out_of_memory=_out_of_memory(spec, status),
         request_json=request_json_of(obj),
     )
 
@@ -170,6 +173,14 @@ def _exit_code(status: Mapping[str, Any]) -> int | None:
     terminated = _container(status).get("terminated") or {}
     code = terminated.get("exitCode")
     return code if isinstance(code, int) else None
+
+
+def _out_of_memory(spec: Mapping[str, Any], status: Mapping[str, Any]) -> str:
+    if (_container(status).get("terminated") or {}).get("reason") != "OOMKilled":
+        return ""
+    worker: Mapping[str, Any] = next((c for c in spec.get("containers") or () if c.get("name") == WORKER_CONTAINER), {})
+    limit = ((worker.get("resources") or {}).get("limits") or {}).get("memory")
+    return f"limit {limit}" if limit else "no limit"
 
 
 def _disrupted(metadata: Mapping[str, Any], status: Mapping[str, Any], exit_code: int | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -84,6 +85,11 @@ def _seconds_by_phase(record: JobRecord) -> Iterable[Sample]:
 
 def _seconds_by_cause(record: JobRecord) -> Iterable[Sample]:
     seconds = record.exported_seconds(time.monotonic())
+    return [((cause.value,), seconds[cause]) for cause in TimeCause if cause in seconds]
+
+
+def _gpu_seconds(record: JobRecord) -> Iterable[Sample]:
+    seconds = record.exported_gpu_seconds(time.monotonic())
     return [((cause.value,), seconds[cause]) for cause in TimeCause if cause in seconds]
 
 
@@ -199,6 +205,13 @@ class JobMetrics(Catalog, Collector):
         Label("cause", tuple(cause.value for cause in TimeCause)),
         read=_seconds_by_cause,
     )
+    gpu_seconds = job_metric(
+        "ptj_job_gpu_seconds_total",
+        Kind.COUNTER,
+        "Time of the job by cause for each GPU of its pods, since its creation, also under earlier operators.",
+        Label("cause", tuple(cause.value for cause in TimeCause)),
+        read=_gpu_seconds,
+    )
     goodput_ratio = job_metric(
         "ptj_job_goodput_ratio",
         Kind.GAUGE,
@@ -243,6 +256,18 @@ class JobMetrics(Catalog, Collector):
         Kind.GAUGE,
         "Model FLOPs of recent steps over the dense bf16 peak of the GPUs, if that is known.",
         read=lambda record: one(record.mfu()),
+    )
+    straggler = job_metric(
+        "ptj_job_straggler_ratio",
+        Kind.GAUGE,
+        "Recent compute time of the slowest rank over the median of all ranks. No series with fewer than 3 ranks.",
+        read=lambda record: one(record.compute.ratio if record.compute is not None else None),
+    )
+    slowest_rank = job_metric(
+        "ptj_job_slowest_rank",
+        Kind.GAUGE,
+        "Number of that rank.",
+        read=lambda record: one(record.compute.slowest_rank if record.compute is not None else None),
     )
     loss = job_metric(
         "ptj_job_loss",
@@ -321,21 +346,44 @@ class JobMetrics(Catalog, Collector):
         ),
     )
 
+    namespace_gpu_seconds = Metric[Records](
+        "ptj_namespace_gpu_seconds_total",
+        Kind.COUNTER,
+        "GPU time of a namespace's jobs by cause, also of jobs that are gone, since the operator started to lead.",
+        (NAMESPACE, Label("cause", tuple(cause.value for cause in TimeCause))),
+    )
+
     def __init__(self) -> None:
         self._records: dict[JobKey, JobRecord] = {}
+        self._gone: dict[str, Counter[str]] = {}
+        """Namespace -> GPU seconds by cause of jobs that are gone, as far as this process has seen them pass."""
 
     def record(self, key: JobKey, uid: str) -> JobRecord:
         """Return the record of this job; a new one if another job has taken its name."""
         known = self._records.get(key)
         if known is None or known.uid != uid:
+            self.forget(key)
             known = self._records[key] = JobRecord(uid, since=time.monotonic())
         return known
 
     def forget(self, key: JobKey) -> None:
         """Drop the job's series."""
-        self._records.pop(key, None)
+        record = self._records.pop(key, None)
+        if record is not None and (seen := record.gpu_seconds_seen(time.monotonic())):
+            self._gone.setdefault(key.namespace, Counter()).update(seen)
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
         """Compute every series from the records."""
         records = list(self._records.items())
-        return [scraped(metric, records) for metric in self.metrics]
+        families = [scraped(metric, records) for metric in self.metrics if metric.source is not None]
+        spent = replace(type(self).namespace_gpu_seconds, source=self._gpu_seconds_by_namespace)
+        return [*families, scraped(spent, records)]
+
+    def _gpu_seconds_by_namespace(self, records: Records) -> Iterable[Sample]:
+        totals = {namespace: Counter(spent) for namespace, spent in self._gone.items()}
+        for key, record in records:
+            totals.setdefault(key.namespace, Counter()).update(record.gpu_seconds_seen(time.monotonic()))
+        for namespace, spent in totals.items():
+            for cause in TimeCause:
+                if cause in spent:
+                    yield (namespace, cause.value), spent[cause]

@@ -12,6 +12,7 @@ from meshwright.api.base import MAX_SAFE_INTEGER
 from meshwright.api.conditions import find
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.protocol.messages import Progress
+from meshwright_operator.decide.stragglers import ComputeTimes
 from meshwright_operator.decide.time_ledger import STEPPING
 
 PHASES = ("queued", "starting", "training", "restarting", "suspended", "unknown")
@@ -39,12 +40,19 @@ class JobRecord:
     seconds_at: float = 0.0
     exported: dict[str, float] = field(default_factory=dict)
     """The largest value of each cause so far: a counter never goes back, also if a step is reported late."""
+    gpu_seconds: Mapping[str, float] = field(default_factory=dict)
+    """The same as `seconds`, multiplied by GPUs."""
+    exported_gpu: dict[str, float] = field(default_factory=dict)
+    gpu_before: Mapping[str, float] | None = None
+    """GPU seconds that this operator process has not seen pass."""
     oldest_report_at: float | None = None
     """When the oldest of its agents' last reports arrived. None while no worker runs in a mesh generation."""
     progress: Progress | None = None
     """The latest progress of the current mesh generation."""
     checkpoint_steps: int | None = None
     """Steps between checkpoints. None if the job saves none, or runs a user's command."""
+    compute: ComputeTimes | None = None
+    """The compute times of its ranks, while a generation runs."""
     rescales: Counter[str] = field(default_factory=Counter)
     """Rescales by direction, since the operator started."""
 
@@ -55,14 +63,18 @@ class JobRecord:
         clock: float,
         oldest_report_age: float | None = None,
         seconds: Mapping[str, float] | None = None,
+        gpu_seconds: Mapping[str, float] | None = None,
         checkpoint_steps: int | None = None,
+        compute: ComputeTimes | None = None,
     ) -> None:
-        """Record the job's status, its latest progress, the age of its agents' oldest report and the seconds by cause
-        at the time `clock`, and the steps between its checkpoints.
+        """Record the job's status, its latest progress, the age of its agents' oldest report, the seconds and GPU
+        seconds by cause at the time `clock`, the steps between its checkpoints, and the compute times of its ranks.
         """
         self._count_rescale(self.status, status)
-        self.status, self.progress, self.checkpoint_steps = status, progress, checkpoint_steps
-        self.seconds, self.seconds_at = seconds or {}, clock
+        self.status, self.progress, self.checkpoint_steps, self.compute = status, progress, checkpoint_steps, compute
+        self.seconds, self.gpu_seconds, self.seconds_at = seconds or {}, gpu_seconds or {}, clock
+        if self.gpu_before is None:
+            self.gpu_before = self.gpu_seconds
         self.oldest_report_at = None if oldest_report_age is None else clock - oldest_report_age
         self._add_elapsed(clock)
         self.phase = phase_of(status)
@@ -95,9 +107,20 @@ class JobRecord:
 
     def exported_seconds(self, clock: float) -> dict[str, float]:
         """The same for a counter."""
-        for cause, seconds in self.seconds_by_cause(clock).items():
-            self.exported[cause] = max(seconds, self.exported.get(cause, 0.0))
-        return self.exported
+        return _grown(self.exported, self.seconds_by_cause(clock))
+
+    def exported_gpu_seconds(self, clock: float) -> dict[str, float]:
+        """GPU seconds by cause for a counter, up to the same moment."""
+        found, goodput = dict(self.gpu_seconds), self.status.goodput
+        if goodput is not None and goodput.gpus and goodput.cause and goodput.cause not in STEPPING:
+            passed = max(0.0, clock - self.seconds_at)
+            found[goodput.cause] = found.get(goodput.cause, 0.0) + goodput.gpus * passed
+        return _grown(self.exported_gpu, found)
+
+    def gpu_seconds_seen(self, clock: float) -> dict[str, float]:
+        """The part of them that has passed since this operator process first saw the job."""
+        before = self.gpu_before or {}
+        return {cause: total - before.get(cause, 0.0) for cause, total in self.exported_gpu_seconds(clock).items()}
 
     def oldest_report_age(self, clock: float) -> float | None:
         """Age of the oldest of its agents' last reports, at the time `clock`."""
@@ -125,6 +148,13 @@ class JobRecord:
         if self.phase:
             self.wallclock[self.phase] = self.wallclock.get(self.phase, 0.0) + clock - self.since
         self.since = clock
+
+
+def _grown(exported: dict[str, float], values: Mapping[str, float]) -> dict[str, float]:
+    """Raise the exported values of a counter to these."""
+    for cause, value in values.items():
+        exported[cause] = max(value, exported.get(cause, 0.0))
+    return exported
 
 
 def phase_of(status: ParallelTrainingJobStatus) -> str:

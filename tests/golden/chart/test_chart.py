@@ -47,7 +47,11 @@ VALUES: Mapping[str, dict[str, Any]] = {
         "metrics": {"port": 7001},
         "operator": {
             "logLevel": "debug", "logFormat": "text", "workers": 3, "leaseSeconds": 30, "resyncSeconds": 600,
+            "extraArgs": ["--max-connections-per-source=64"], "extraEnv": [{"name": "TZ", "value": "UTC"}],
+            "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+            "extraVolumeMounts": [{"name": "ca", "mountPath": "/ca"}],
         },
+        "admissionPolicy": {"enabled": True},
         "networkPolicy": {"enabled": True, "metricsFrom": [PEER]},
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"cpu": "2", "memory": "2Gi"}},
         "priorityClassName": "system-cluster-critical",
@@ -56,6 +60,14 @@ VALUES: Mapping[str, dict[str, Any]] = {
         "affinity": AFFINITY,
         "podAnnotations": {"prometheus.io/scrape": "true"},
         "podLabels": {"team": "training"},
+    },
+    "monitoring": {
+        "crds": {"enabled": False},
+        "monitoring": {
+            "enabled": True, "labels": {"release": "kps"}, "grafanaUrl": "https://grafana.example",
+            "scrape": {"interval": "30s"}, "rules": {"runbookUrl": "https://docs.example/runbooks"},
+            "dashboards": {"namespace": "grafana", "annotations": {"grafana_folder": "Meshwright"}},
+        },
     },
     "network-policy": {"networkPolicy": {"enabled": True}, "crds": {"enabled": False}},
     "digest": {"image": {"tag": "1.2.3", "digest": f"sha256:{'a' * 64}"}, "crds": {"enabled": False}},
@@ -88,7 +100,11 @@ def rendered(name: str, values: dict[str, Any], directory: Path) -> dict[str, An
 
 
 def _lasting(item: dict[str, Any]) -> dict[str, Any]:
-    """An object without what other tests compare (the CRD's schema), and without a key that is drawn each time."""
+    """An object without what other tests compare (the CRD's schema, boards, rules), and without a drawn key."""
+    if item["kind"] == "ConfigMap" and "-dashboard-" in item["metadata"]["name"]:
+        return {**item, "data": sorted(item["data"])}
+    if item["kind"] == "PrometheusRule":
+        return {**item, "spec": [group["name"] for group in item["spec"]["groups"]]}
     if item["kind"] == "CustomResourceDefinition":
         return {**item, "spec": {"names": item["spec"]["names"]}}
     if item["kind"] == "Secret":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 
 from meshwright.api.data import DataFormat, DataSource, DataSpec
+from meshwright.data.errors import DataError
 from meshwright.data.files import open_directory
 from meshwright.data.shards import MANIFEST
 from meshwright.data.tokenize import TextSource, tokenize
@@ -44,7 +48,8 @@ def refused(run: NativeRun, data_dir: Path, rank: int = 1) -> str:
         training_loop.train(task, Recorder())
     assert not isinstance(caught.value, MetOthersError), "it was not refused"
     final = isinstance(caught.value, InvalidRunError)
-    assert classify(caught.value) is (FailureKind.REJECTED if final else FailureKind.ERROR)
+    assert classify(caught.value) is (FailureKind.REJECTED if final else FailureKind.INVALID_INPUT)
+    assert classify(caught.value, training=True) is (FailureKind.REJECTED if final else FailureKind.ERROR)
     return describe(caught.value)
 
 
@@ -81,6 +86,10 @@ def volume(tmp_path: Path) -> Path:
         (
             {"tokenizer": "BPE", "tokenizer_file": "no.json", "format": DataFormat.TEXT},
             ["`data.tokenizerFile`", "cannot be read"],
+        ),
+        (
+            {"tokenizer": "BPE", "tokenizer_file": "code/a.py", "format": DataFormat.TEXT},
+            ["`data.tokenizerFile: code/a.py`", "is not a valid tokenizer.json"],
         ),
     ],
     ids=str,
@@ -124,6 +133,46 @@ def tokens_of(volume: Path) -> Path:
     target = volume.parent / "tokens"
     tokenize(TextSource(open_directory(str(volume)), "**/*.py"), ByteTokenizer(), target)
     return target
+
+
+def test_tokens_in_a_subdirectory_are_pointed_out(volume: Path) -> None:
+    root = tokens_of(volume).parent
+    said = refused(with_data(small_run(data=2), format=DataFormat.TOKENS), root)
+    assert "`data.format: Tokens`: no meshwright-tokens.json" in said
+    assert "there are tokens in tokens: set `data.mixture: [{path: tokens, weight: 1}]`" in said
+    accepted(with_data(small_run(data=2), format=DataFormat.TOKENS, mixture=[{"path": "tokens", "weight": 1}]), root)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_storage_that_does_not_answer_is_tried_again(
+    volume: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A mount without its server is no mistake of the user: the start fails, and counts as a failure of the ranks."""
+    stat = Path.stat
+
+    def away(path: Path, **options: Any) -> Any:
+        if path == volume:
+            raise OSError(number, os.strerror(number), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", away)
+    with pytest.raises(DataError) as caught:
+        training_loop.train(tasks_of(with_data(small_run(data=2)), None, str(volume), port=1)[1], Recorder())
+    assert os.strerror(number) in str(caught.value)
+    assert classify(caught.value) is FailureKind.ERROR
+
+
+def test_a_bucket_that_does_not_answer_is_tried_again_and_one_that_does_not_exist_is_not() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}/texts"
+    with pytest.raises(DataError) as caught:
+        open_directory(address).open("tokenizer.json")
+    assert classify(caught.value) is FailureKind.ERROR
+    for uri in ("nosuchscheme://bucket/texts", "memory://nothing-here"):
+        with pytest.raises(DataError) as caught:
+            list(open_directory(uri).open("tokenizer.json"))
+        assert classify(caught.value) is FailureKind.INVALID_INPUT, uri
 
 
 def cut(tokens: Path) -> None:
@@ -175,7 +224,7 @@ def from_weights(directory: Path, **config: Any) -> NativeRun:
 
 def test_weights_to_begin_from(volume: Path, published: Path) -> None:
     accepted(from_weights(published), volume)
-    assert "cannot be read" in refused(from_weights(published.parent / "nothing"), volume)
+    assert "`training.initialWeights" in refused(from_weights(published.parent / "nothing"), volume)
     assert "contains another model: `layers` 3 there, 2 in `model`" in refused(
         from_weights(published, num_hidden_layers=2), volume
     )
@@ -204,7 +253,9 @@ def drop_tensor(directory: Path) -> str:
 @pytest.mark.parametrize("damage", [drop_file, cut_file, drop_tensor])
 def test_weights_that_are_incomplete(volume: Path, published: Path, damage: Callable[[Path], str]) -> None:
     says = damage(published)
-    assert says in refused(from_weights(published), volume)
+    said = refused(from_weights(published), volume)
+    assert "`training.initialWeights: " in said
+    assert says in said
 
 
 def test_a_tensor_of_another_shape(volume: Path, tmp_path: Path) -> None:

@@ -155,6 +155,10 @@ class Agent:
     def _on_reply(self, reply: ReportReply) -> None:
         if reply.generation > self._state_machine.generation:
             self._poll.wake()
+        current = self._state_machine.current
+        if current is not None and reply.generation == current.number:
+            times = {view.rank: view.compute_seconds for view in current.ranks.values() if view.live}
+            self._metrics.compute_times(times, reply.median_compute_seconds)
         if reply.pause is not None:
             self._event_queue.put_nowait(PauseRequested(reply.pause))
 

@@ -7,6 +7,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from meshwright.protocol.messages import (
     AgentState,
@@ -79,8 +80,15 @@ class RankStatus:
     outcome: Outcome | None = None
     step: int | None = None
     phase: str = ""
+    compute: deque[float] = field(default_factory=lambda: deque(maxlen=THROUGHPUT_STEPS))
+    """Seconds for which it computed in each of the last steps."""
     last_message_at: float = 0.0
     """Time of its last message, or of its start. For a user's command, of its last output."""
+
+    @property
+    def compute_seconds(self) -> float | None:
+        """Median of the time for which it computed in the last steps; None before the first."""
+        return round(median(self.compute), 6) if self.compute else None
 
     @property
     def live(self) -> bool:
@@ -172,6 +180,8 @@ class MeshGeneration:
                 view.phase = name[:32]
             case messages.StepDone(report=report):
                 view.step = report.step
+                if report.times is not None and 0 < report.times.compute < math.inf:
+                    view.compute.append(report.times.compute)
 
     def record_exit(self, rank: int, code: int, tail: Sequence[str], now: float) -> None:
         """Record that the process of `rank` exited with `code` (negative: the signal that killed it); `tail` is its
@@ -184,7 +194,10 @@ class MeshGeneration:
             view.outcome = self._command_outcome(code)
         is_explained = view.outcome is not None or any(failure.rank == rank for failure in self.failures)
         if not is_explained and not self.ending:
-            self._record_failure(Failure(rank, _kind_of_exit(code, tail), _describe_exit(rank, code, tail)), now)
+            kind, text = _kind_of_exit(code, tail), _describe_exit(rank, code, tail)
+            if not self.uses_builtin_runtime and failures.is_invalid_command(code, tail):
+                kind, text = FailureKind.INVALID_INPUT, f"`runtime.command` cannot run: {text}"
+            self._record_failure(Failure(rank, kind, text), now)
 
     def _command_outcome(self, code: int) -> Outcome | None:
         if self.ending:
@@ -252,6 +265,7 @@ class MeshGeneration:
                     phase=view.phase,
                     idle_seconds=round(idle, 3),
                     state=read_process_state(view.pid) if idle >= IDLE_SECONDS else "",
+                    compute_seconds=view.compute_seconds,
                 )
             )
         return processes_report

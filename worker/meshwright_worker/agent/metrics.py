@@ -7,7 +7,7 @@ When a new mesh generation moves ranks to other pods, their series are dropped h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from meshwright.metrics.declaration import Kind, Label, Metric, Sample
 from meshwright.metrics.exporter import CounterMetric, Exporter, GaugeMetric, HistogramMetric, record
@@ -20,6 +20,8 @@ CHECKPOINT_BUCKETS = tuple(round(10 ** (exponent / 2), 3) for exponent in range(
 
 JOB = (Label("namespace", meaning="the job's namespace"), Label("job_name", meaning="the job's name"))
 RANK = Label("rank", meaning="the pod's ranks")
+PHASES = ("data", "compute", "communication", "update", "checkpoint", "other")
+DIMENSIONS = ("tensor", "pipeline", "context", "expert", "data", "job")
 LAYER = Label("layer", meaning="number of the mixture's layer")
 
 
@@ -58,6 +60,21 @@ def layer_metric(name: str, text: str, read: Callable[[ExpertLoad], float]) -> M
         return [((str(load.layer),), read(load)) for load in report.experts]
 
     return Metric(name, Kind.GAUGE, text, (*JOB, LAYER), source=source)
+
+
+def _phases(report: StepReport) -> Iterable[tuple[str, float]]:
+    """Divide the time of a step. What the clock does not see, such as reports, is `other`."""
+    if report.times is None:
+        return ()
+    times, waits = report.times, sum(report.times.waits.values())
+    other = report.seconds - report.data_seconds - times.compute - times.update - waits
+    parts = (report.data_seconds, times.compute, waits, times.update, times.checkpoint, other)
+    return [(name, max(0.0, seconds)) for name, seconds in zip(PHASES, parts, strict=True)]
+
+
+def _measured_bubble(report: StepReport) -> Iterable[Sample]:
+    bubble = report.times.bubble if report.times is not None else None
+    return [] if bubble is None else [((), bubble)]
 
 
 def _utilization(flops: float, report: StepReport) -> float | None:
@@ -131,6 +148,12 @@ class WorkerMetrics(Exporter):
         "Steps that updated nothing, because gradients overflowed fp16, while this pod ran rank 0.",
         lambda report: report.skipped,
     )
+    simulated_bubble = job_metric(
+        "ptj_pipeline_bubble_simulated_ratio",
+        Kind.GAUGE,
+        "Part of a step in which a pipeline of equal stages waits, by simulation; for `Automatic` with measured times.",
+        lambda report: report.simulated_bubble,
+    )
     pipeline_bubble = job_metric(
         "ptj_pipeline_bubble_ratio",
         Kind.GAUGE,
@@ -150,6 +173,12 @@ class WorkerMetrics(Exporter):
         *JOB,
         Label("phase", ("data", "rendezvous", "build", "load", "first-step")),
     )
+    straggler = GaugeMetric(
+        "ptj_rank_straggler_ratio",
+        "Recent compute time of the rank over the median of all ranks of the job. Above 1, others wait for it.",
+        *JOB,
+        RANK,
+    )
     up = GaugeMetric("ptj_rank_up", "1 if the rank's process is running, else 0.", *JOB, RANK)
     completed_step = rank_metric("ptj_step", Kind.GAUGE, "Last completed training step.", lambda report: report.step)
     step_seconds = rank_metric(
@@ -164,6 +193,27 @@ class WorkerMetrics(Exporter):
         Kind.COUNTER,
         "Time that steps waited for data.",
         lambda report: report.data_seconds,
+    )
+    phase_seconds = rank_part_metric(
+        "ptj_step_phase_seconds_total",
+        Kind.COUNTER,
+        "Time of the rank's steps by phase. The sum is that of the steps, and of the checkpoints between them.",
+        Label("phase", PHASES),
+        _phases,
+    )
+    exposed_seconds = rank_part_metric(
+        "ptj_exposed_communication_seconds_total",
+        Kind.COUNTER,
+        "Time in which the rank waited for communication that no computation hid, by dimension of the mesh.",
+        Label("dimension", DIMENSIONS, "`job`: all ranks, for the result of a step"),
+        lambda report: report.times.waits.items() if report.times is not None else (),
+    )
+    measured_bubble = Metric(
+        "ptj_pipeline_bubble_measured_ratio",
+        Kind.GAUGE,
+        "Part of the pipeline's time in the last step in which the rank waited for other stages.",
+        (*JOB, RANK),
+        source=_measured_bubble,
     )
     memory_peak = rank_part_metric(
         "ptj_memory_peak_bytes",
@@ -198,20 +248,21 @@ class WorkerMetrics(Exporter):
 
     def generation(self, number: int, ranks: Iterable[int], *, restart: bool) -> None:
         """Record the start of a generation with these local ranks; `restart` is False for the first one in this pod."""
-        now = {str(rank) for rank in ranks}
+        cls, now = type(self), {str(rank) for rank in ranks}
         for metric in self.metrics:
             if RANK not in metric.labels:
                 continue
             for rank in self._ranks - now:
                 self.exported(metric).remove_by_labels({RANK.name: rank})
-            if metric.labels[-1] == RANK:
+            if metric.labels[-1] == RANK and metric not in (cls.straggler, cls.measured_bubble):
                 for rank in now:
                     self.exported(metric).labels(*self._job, rank)
         self._ranks = now
         for rank in now:
             self.up.labels(*self._job, rank).set(0)
         # A new generation measures again, if it has such a pipeline.
-        self.exported(type(self).pipeline_bubble).clear()
+        for measured in (cls.pipeline_bubble, cls.simulated_bubble, cls.measured_bubble, cls.straggler):
+            self.exported(measured).clear()
         if "0" not in now:
             self._clear_job_gauges()
         self.mesh_generation.labels(*self._job).set(number)
@@ -230,6 +281,14 @@ class WorkerMetrics(Exporter):
             if rank == 0 or of_every_rank:
                 names = (*self._job, str(rank)) if of_every_rank else self._job
                 record(self.exported(metric), (((*names, *more), value) for more, value in metric.source(report)))
+
+    def compute_times(self, seconds: Mapping[int, float | None], median: float | None) -> None:
+        """Record the recent compute times of local ranks, and the median over all of the job's ranks, if known."""
+        if median is None or median <= 0:
+            return
+        for rank, own in seconds.items():
+            if own is not None:
+                self.straggler.labels(*self._job, str(rank)).set(own / median)
 
     def _clear_job_gauges(self) -> None:
         """Remove the job's gauges, because rank 0 has moved to another pod. Counters keep their values."""

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from meshwright_worker.checkpoint.collective_errors import on_first_rank
 from meshwright_worker.checkpoint.dcp_storage import CheckpointWriter
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.errors import CheckpointError
+from meshwright_worker.checkpoint.errors import CheckpointError, describe_failed_save
 from meshwright_worker.checkpoint.manifest import BaseManifest, FileRecord
 from meshwright_worker.checkpoint.state_dict import stage_copy
 from meshwright_worker.distributed.device import use_device
@@ -70,7 +70,7 @@ class AsyncCheckpointer:
         self._thread = None
         result, self._result = self._result, None
         if isinstance(result, BaseException):
-            raise CheckpointError(f"a checkpoint could not be written: {result}") from result
+            raise CheckpointError(f"a checkpoint could not be written: {describe_failed_save(result)}") from result
         return result
 
     def _run(self, tensors: dict[str, torch.Tensor], manifest: BaseManifest) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written."""
@@ -25,3 +27,17 @@ class CheckpointVolumeError(OSError):
     """A rank cannot use the checkpoints' volume, or has another one. This does not mean that a checkpoint is
     damaged.
     """
+
+
+def describe_failed_save(error: BaseException) -> str:
+    """What failed on which rank, without stacks, and the fix if the volume is full.
+
+    torch's `CheckpointException` has the errors of all ranks, and their stacks in its message.
+    """
+    failures: dict[int, tuple[BaseException, object]] = getattr(error, "failures", None) or {}
+    causes = [(f"rank {rank}: ", cause) for rank, (cause, _) in sorted(failures.items())] or [("", error)]
+    where, first = causes[0]
+    text = f"{where}{type(first).__name__}: {first}"
+    if any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for _, cause in causes):
+        text += ": the volume of `checkpoint.claimName` is full: enlarge the claim, or retain fewer (`checkpoint.keep`)"
+    return text + (f" (and {len(causes) - 1} more ranks)" if len(causes) > 1 else "")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import posixpath
 import sysconfig
 from pathlib import Path
 
 from meshwright.api.data import DataFormat, DataSource, DataSpec, Tokenizer
 from meshwright.data.errors import DataError
 from meshwright.data.files import Directory, FileEntry, LocalDirectory, join_uri, open_directory
-from meshwright.data.shards import TokensManifest, read_manifest
+from meshwright.data.shards import MANIFEST, TokensManifest, read_manifest
 from meshwright.data.tokenize import TextSource
 from meshwright_worker.data.corpus import Corpus, CorpusError, ShardCorpus, TextCorpus
 from meshwright_worker.data.token_cache import data_source, open_data_tokenizer, tokenized_shards
@@ -74,14 +75,27 @@ def read_tokens_manifest(directory: Directory) -> TokensManifest:
     try:
         return read_manifest(directory)
     except DataError as error:
-        raise CorpusError(f"`data.format: Tokens`: {error}") from error
+        raise CorpusError(f"`data.format: Tokens`: {error}{_where_tokens_are(directory)}") from error
+
+
+def _where_tokens_are(directory: Directory) -> str:
+    """A hint if the tokens are in subdirectories; empty if they are not."""
+    try:
+        files = directory.files()
+    except DataError:
+        return ""
+    found = [posixpath.dirname(entry.name) for entry in files if posixpath.basename(entry.name) == MANIFEST]
+    if not found or "" in found:
+        return ""
+    parts = ", ".join(f"{{path: {path}, weight: 1}}" for path in found[:_MAX_NAMED])
+    return f"; there are tokens in {', '.join(found[:_MAX_NAMED])}: set `data.mixture: [{parts}]`"
 
 
 def _open_shards(directory: Directory) -> ShardCorpus:
     try:
         return ShardCorpus(directory)
     except DataError as error:
-        raise CorpusError(f"`data.format: Tokens`: {error}") from error
+        raise CorpusError(f"`data.format: Tokens`: {error}{_where_tokens_are(directory)}") from error
 
 
 def open_data_directory(data: DataSpec, data_dir: str | None, path: str | None = None) -> Directory:

@@ -14,6 +14,8 @@ import posixpath
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from meshwright.api.data import DataSpec
@@ -52,11 +54,25 @@ def open_tokenizer_at(kind: Kind, root: str, file: str) -> Tokenizer:
     directory = open_directory(root)
     path = directory.local(file)
     if path is not None:
-        return open_tokenizer(kind, path)
-    with tempfile.TemporaryDirectory() as scratch, directory.open(file) as content:
+        with _naming_file(file):
+            return open_tokenizer(kind, path)
+    with _naming_file(file), tempfile.TemporaryDirectory() as scratch, directory.open(file) as content:
         copy = Path(scratch) / "tokenizer"
         copy.write_bytes(content.read())
         return open_tokenizer(kind, copy)
+
+
+@contextmanager
+def _naming_file(file: str) -> Iterator[None]:
+    """Make errors of a tokenizer name the field, and storage that does not answer an error of the data."""
+    try:
+        yield
+    except DataError as error:
+        if "`data.tokenizer" in str(error):
+            raise
+        raise type(error)(f"`data.tokenizerFile: {file}`: {error}") from error
+    except OSError as error:
+        raise DataError(f"`data.tokenizerFile: {file}` cannot be read: {error}") from error
 
 
 def data_source(data: DataSpec, directory: Directory, path: str | None = None) -> TextSource:

@@ -7,11 +7,29 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from meshwright_worker.distributed.step_clock import waiting_in
+
 _POSITIONS = 1
 
 # torch 2.13 renamed these two and deprecates the names of earlier versions.
-all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def all_gather(
+    output: torch.Tensor, own: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """Gather each rank's `own` into `output`. The function is looked up at each call, because it may be timed."""
+    work: dist.Work | None = getattr(dist, _ALL_GATHER)(output, own, group=group, async_op=async_op)
+    return work
+
+
+def reduce_scatter(
+    output: torch.Tensor, parts: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """Sum each rank's part of this rank into `output`, in the same way."""
+    work: dist.Work | None = getattr(dist, _REDUCE_SCATTER)(output, parts, group=group, async_op=async_op)
+    return work
 
 
 def all_gather_into(
@@ -20,8 +38,7 @@ def all_gather_into(
     """Fill `gathered`, [ranks, ...], with each rank's `own`, [...] or [1, ...]. With `async_op`, return the pending
     work.
     """
-    work: dist.Work | None = all_gather(gathered.flatten(), own.flatten(), group=group, async_op=async_op)
-    return work
+    return all_gather(gathered.flatten(), own.flatten(), group=group, async_op=async_op)
 
 
 def reduce_scatter_into(
@@ -30,8 +47,7 @@ def reduce_scatter_into(
     """Fill `own`, [...], with the sum over ranks of row `rank` of `send_buffer`, [ranks, ...], where `rank` is this
     rank.
     """
-    work: dist.Work | None = reduce_scatter(own.flatten(), send_buffer.flatten(), group=group, async_op=async_op)
-    return work
+    return reduce_scatter(own.flatten(), send_buffer.flatten(), group=group, async_op=async_op)
 
 
 def all_reduce_sum(x: torch.Tensor, group: dist.ProcessGroup | None) -> None:
@@ -85,11 +101,13 @@ class RingTransfer:
         self._sent = sent
         self._received = received
         self._works = dist.batch_isend_irecv(operations)
+        self._group = group
 
     def wait(self) -> Sequence[torch.Tensor]:
         """Wait, and return the received tensors."""
-        for work in self._works:
-            work.wait()
+        with waiting_in(self._group):
+            for work in self._works:
+                work.wait()
         return self._received
 
 

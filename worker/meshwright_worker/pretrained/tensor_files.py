@@ -11,14 +11,11 @@ from typing import Any
 import torch
 
 from meshwright_worker.checkpoint.safetensors_format import DTYPES, map_tensor
+from meshwright_worker.pretrained.errors import PretrainedError
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 _LARGEST_HEADER = 100 * 1024 * 1024
 _PREFIXES = ("", "model.", "transformer.")
-
-
-class PretrainedError(ValueError):
-    """Pretrained weights that cannot be used. The message names the file or field and the fix."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,12 @@ import re
 import signal
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
+from meshwright.data.errors import DataError, is_storage_fault
 from meshwright.protocol.messages import FailureKind
 from meshwright_worker.checkpoint.errors import CheckpointMismatchError, ForeignCheckpointError
+from meshwright_worker.pretrained.errors import PretrainedError
 
 _PEER_LOST = re.compile(
     "|".join(
@@ -38,6 +41,13 @@ _PEER_LOST = re.compile(
 # torch's exception hook prefixes each line with `[rank0]:`.
 _EXCEPTION_LINE = re.compile(r"^(?:\[rank\d+\]:\s*)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*)$")
 MAX_MESSAGE = 1500
+_CGROUP = Path("/sys/fs/cgroup")
+_NOT_EXECUTABLE, _NOT_FOUND = 126, 127
+"""Exit codes of shells, and of `command_guard`, for a command that cannot be started."""
+_INVALID_COMMAND = re.compile(
+    r"(SyntaxError|IndentationError|ModuleNotFoundError|meshwright_worker\.custom_module\.plan\.PlanError)\b"
+    r"|.*: can't open file "
+)
 
 
 class InvalidRunError(ValueError):
@@ -50,12 +60,24 @@ def classify_output(text: str) -> FailureKind:
 
 
 def describe(error: BaseException) -> str:
-    """Describe the exception in one paragraph: its type and message, without the stack."""
-    return "".join(traceback.format_exception_only(type(error), error)).strip()[:MAX_MESSAGE]
+    """Describe the exception in one paragraph: its type and message, without the stack.
+
+    torch's `CheckpointException` has a stack for each rank in its message. The last line of it, which names the error,
+    comes first, so that a message that is cut still says what happened.
+    """
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    lines = text.splitlines()
+    if any(line.lstrip().startswith("Traceback (most recent call last)") for line in lines):
+        raised = error_line([line for line in lines if _EXCEPTION_LINE.match(line.strip())][1:])
+        text = f"{raised}\n{text}" if raised else text
+    return text[:MAX_MESSAGE]
 
 
-def classify(error: BaseException) -> FailureKind:
-    """Classify an exception of the training loop.
+def classify(error: BaseException, *, training: bool = False) -> FailureKind:
+    """Classify an exception of a rank. `training` says whether it had begun to train in this generation.
+
+    Data and weights that cannot be used at a start stay so until somebody changes them or the spec, unless their
+    storage does not answer.
 
     A failed rendezvous or collective surfaces as `RuntimeError`, as one of torch's `Dist*Error` types or as the
     interpreter's `ConnectionError`. Other types are never classified as a lost peer, whatever their message.
@@ -64,10 +86,19 @@ def classify(error: BaseException) -> FailureKind:
         return FailureKind.REJECTED
     if isinstance(error, ForeignCheckpointError | CheckpointMismatchError):
         return FailureKind.CHECKPOINT_INCOMPATIBLE
+    if isinstance(error, DataError | PretrainedError) and not training and not is_storage_fault(error):
+        return FailureKind.INVALID_INPUT
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"RuntimeError", "ConnectionError", "TimeoutError"}:
         return classify_output(describe(error))
     return FailureKind.ERROR
+
+
+def is_invalid_command(code: int, tail: Sequence[str]) -> bool:
+    """Whether a user's command cannot run as it is: it does not exist, or its code or `ParallelPlan` is wrong."""
+    if code in (_NOT_EXECUTABLE, _NOT_FOUND):
+        return True
+    return code > 0 and bool(_INVALID_COMMAND.match(error_line(tail)))
 
 
 def describe_exit(rank: int, code: int, tail: Sequence[str]) -> str:
@@ -75,11 +106,36 @@ def describe_exit(rank: int, code: int, tail: Sequence[str]) -> str:
     if code < 0:
         how = f"rank {rank} was killed by {_signal_name(-code)}"
         if -code == signal.SIGKILL:
-            how += " (out of memory, or killed from outside)"
+            how += _why_killed()
     else:
         how = f"rank {rank} exited with code {code}"
     line = error_line(tail)
     return f"{how}: {line}"[:MAX_MESSAGE] if line else how
+
+
+def _why_killed() -> str:
+    """Why the kernel or somebody else killed a rank, by the events of this pod's cgroup."""
+    if _oom_kills() <= _OOM_KILLS_BEFORE:
+        return " (out of memory, or killed from outside)"
+    limit = _cgroup_value("memory.max")
+    size = f", limit {int(limit) / 2**30:.3g}Gi" if limit.isdigit() else ""
+    return f": out of memory{size}: raise `workers.resources.memory`"
+
+
+def _oom_kills() -> int:
+    """How many processes of this pod's cgroup the kernel has killed because memory ran out."""
+    counts = dict(line.split() for line in _cgroup_value("memory.events").splitlines() if len(line.split()) == 2)  # noqa: PLR2004
+    return int(counts.get("oom_kill", 0))
+
+
+def _cgroup_value(name: str) -> str:
+    try:
+        return (_CGROUP / name).read_text().strip()
+    except OSError:
+        return ""
+
+
+_OOM_KILLS_BEFORE = _oom_kills()
 
 
 def error_line(tail: Sequence[str]) -> str:

@@ -26,6 +26,8 @@ class PipeEvents:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._stop = False
+        self.training = False
+        """Whether start-up is complete."""
 
     def phase(self, name: str, seconds: float) -> None:
         """See `RankEvents.phase`."""
@@ -33,6 +35,7 @@ class PipeEvents:
 
     def running(self, step: int) -> None:
         """See `RankEvents.running`."""
+        self.training = True
         self.send(messages.Running(step))
 
     def step(self, report: StepReport) -> None:
@@ -81,7 +84,8 @@ def run(module: str, task: RankTask[NativeRun], environment: Mapping[str, str], 
         code = EXIT_DONE
     except BaseException as error:  # torch's CheckpointException does not inherit from Exception
         traceback.print_exc()
-        events.send(messages.RankFailed(failures.classify(error), f"rank {task.rank}: {failures.describe(error)}"))
+        kind = failures.classify(error, training=events.training)
+        events.send(messages.RankFailed(kind, f"rank {task.rank}: {failures.describe(error)}"))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -77,6 +77,22 @@ class MemoryPeak:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where a rank's time of a step went, in seconds. On a GPU, of the step that it has completed before."""
+
+    compute: float
+    """Forward and backward passes, without waits."""
+    update: float
+    """The update of the parameters, without waits."""
+    checkpoint: float
+    """Time for which steps stood still for a checkpoint, since the last report."""
+    waits: dict[str, float]
+    """Dimension -> time in which the rank waited for communication that no computation hid."""
+    bubble: float | None
+    """Share of the pipeline's time in which this rank waited for other stages; None without a pipeline."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """One completed optimizer step; the same on every rank, except for what is measured on it. Times in seconds."""
 
@@ -108,6 +124,10 @@ class StepReport:
     """Whether gradients overflowed fp16, so that nothing was updated."""
     memory: tuple[MemoryPeak, ...] = ()
     """Memory of this rank."""
+    times: StepTimes | None = None
+    """Where the time of this rank went."""
+    simulated_bubble: float | None = None
+    """What the simulator predicts for the schedule if all stages take as long; None without a pipeline."""
     pipeline_bubble: float | None = None
     """Share of a step in which the pipeline's ranks are idle, simulated with measured times; None without measurements.
     """

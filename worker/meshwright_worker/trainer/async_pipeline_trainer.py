@@ -20,6 +20,7 @@ from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import TENSOR, Mesh
+from meshwright_worker.distributed.step_clock import PASSES, UPDATE, phase
 from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer
 from meshwright_worker.optimizers.build import build_optimizer
 from meshwright_worker.optimizers.optimizer import learning_rate
@@ -102,7 +103,8 @@ class AsyncPipelineTrainer:
         self._token_counts[number] = (
             self._micro_batches.token_counts(batch) if self._reports_token_counts else TokenCounts(0, 0)
         )
-        self._pipeline.feed(number, micro_batches)
+        with phase(PASSES):
+            self._pipeline.feed(number, micro_batches)
         self._start_reduction(number - stage_count + 1, stop)
         if len(self._in_flight) <= stage_count:
             return None
@@ -141,6 +143,10 @@ class AsyncPipelineTrainer:
 
     def _update(self, number: int, loss: torch.Tensor) -> None:
         """Update this stage's weights, once its gradients of a step are complete."""
+        with phase(UPDATE):
+            self._apply_gradients(number, loss)
+
+    def _apply_gradients(self, number: int, loss: torch.Tensor) -> None:
         gradients = self._data_parallel.reduce()
         if self._mesh.layout.tensor > 1:
             all_reduce_partial(self.shards, gradients, self._mesh.group(TENSOR), self._mesh.device)

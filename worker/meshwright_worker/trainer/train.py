@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from meshwright.models.architecture import Architecture
 from meshwright.models.lora import skipped_targets
 from meshwright.protocol.run_config import NativeRun
 from meshwright.rules.validation import run_problems
@@ -36,8 +37,8 @@ from meshwright_worker.distributed.device import device_properties
 from meshwright_worker.distributed.device_checks import validate_device
 from meshwright_worker.distributed.mesh import Mesh, is_same_on_all_ranks, join_mesh
 from meshwright_worker.models.lora import is_adapter
+from meshwright_worker.pretrained.errors import PretrainedError
 from meshwright_worker.pretrained.load import check_pretrained, load_pretrained
-from meshwright_worker.pretrained.tensor_files import PretrainedError
 from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.task import Outcome, RankEvents, RankTask
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
@@ -125,7 +126,7 @@ def open_inputs(task: RankTask[NativeRun]) -> RunInputs:
     """
     data, training = task.run.data, task.run.training
     if training.initial_weights is not None:
-        check_pretrained(task.run.architecture, Path(training.initial_weights))
+        _check_initial_weights(task.run.architecture, training.initial_weights)
     island_dir = island_data_dir(task.run, task.data_dir, task.rank)
     try:
         stream = open_stream(data, island_dir, training.sequence_length, training.seed)
@@ -134,6 +135,15 @@ def open_inputs(task: RankTask[NativeRun]) -> RunInputs:
     except OSError as error:
         raise CorpusError(f"`data` cannot be read: {error}") from error
     return RunInputs(stream, evaluation)
+
+
+def _check_initial_weights(model: Architecture, directory: str) -> None:
+    try:
+        check_pretrained(model, Path(directory))
+    except PretrainedError as error:
+        if "`training.initialWeights" in str(error):
+            raise
+        raise PretrainedError(f"`training.initialWeights: {directory}`: {error}") from error
 
 
 def build_trainer(run: NativeRun, mesh: Mesh, samples: int = 1) -> Trainer | AsyncPipelineTrainer:

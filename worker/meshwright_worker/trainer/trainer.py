@@ -13,6 +13,7 @@ from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.collectives import all_reduce_sum
 from meshwright_worker.distributed.mesh import ISLAND, TENSOR, Mesh
+from meshwright_worker.distributed.step_clock import PASSES, UPDATE, phase
 from meshwright_worker.local_sgd.build import build_outer_optimizer
 from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer, RoundSchedule
 from meshwright_worker.local_sgd.parameter_averaging import average_over_islands
@@ -123,7 +124,8 @@ class Trainer:
         residuals = (
             self.compression_state.tensors() if self.compression_state is not None and self.loss_scale.dynamic else None
         )
-        replica_loss = self._executor.run(micro_batches)
+        with phase(PASSES):
+            replica_loss = self._executor.run(micro_batches)
         gradients = self._gradients()
         self._fp8.advance()
         # Losses were divided by the step's maximum number of targets; `tokens` is the actual number.
@@ -141,8 +143,9 @@ class Trainer:
         if not math.isfinite(loss + norm):
             self._skip_update(number, loss, norm, residuals)
             return StepResult(number, loss, norm, rate, stopping, loads, skipped=True, token_counts=token_counts)
-        scale_and_clip(gradients, correction, norm, self._training.optimizer.gradient_clip)
-        stopping = self._update(number, gradients, rate, expert_counts, stop=stopping)
+        with phase(UPDATE):
+            scale_and_clip(gradients, correction, norm, self._training.optimizer.gradient_clip)
+            stopping = self._update(number, gradients, rate, expert_counts, stop=stopping)
         return StepResult(
             number, loss, norm, rate, stopping, loads, bubble=self._executor.bubble, token_counts=token_counts
         )

@@ -30,15 +30,22 @@ from meshwright_worker.data.prefetch import Prefetcher, StepSamples
 from meshwright_worker.data.sample_assignment import SampleAssignment
 from meshwright_worker.data.sample_order import SampleDigest
 from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.distributed.step_clock import phase
+from meshwright_worker.distributed.timed_collectives import timed_collectives
 from meshwright_worker.memory.peaks import memory_peaks
-from meshwright_worker.rank.task import Outcome, RankEvents, StepReport
+from meshwright_worker.rank.task import Outcome, RankEvents, StepReport, StepTimes
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.evaluation import Evaluation
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
+from meshwright_worker.trainer.step_times import simulated_bubble, step_times
 from meshwright_worker.trainer.trainer import StepResult, Trainer
 
 _RECOMPUTES_LAYERS = (ActivationCheckpointing.FULL, ActivationCheckpointing.EVERY_K, ActivationCheckpointing.SQRT)
 """`Selective` stores the result of every matrix product: what it recomputes does not count in FLOPs."""
+
+
+_CHECKPOINT, _EVALUATION = "checkpoint", "evaluation"
+"""Phases of the clock beside those of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +99,15 @@ class TrainingLoop:
         """Seconds of steps without a result yet: a pipeline without flushes reports results later."""
         self._stall_seconds = 0.0
         """Time in which steps stood still for a save."""
+        self._reported_stall = 0.0
+        self._simulated_bubble = simulated_bubble(run) if mesh.rank == 0 else None
         self._samples = Prefetcher(self._read_samples, mesh.device)
 
     def run(self, state: TrainingState) -> Outcome:
         """Train until the last step, or until any rank is asked to stop. On return the final state is durable."""
         try:
-            return self._run(state)
+            with timed_collectives(self._mesh) as self._clock:
+                return self._run(state)
         finally:
             self._samples.close()
 
@@ -128,15 +138,16 @@ class TrainingLoop:
     def _save(self, state: TrainingState, *, wait: bool) -> None:
         started_at, trainer = time.monotonic(), self._trainer
         if self._checkpoint_manager is not None:
-            self._checkpoint_manager.save(
-                trainer.shards,
-                trainer.optimizer,
-                state,
-                trainer.buffers,
-                trainer.outer,
-                trainer.compression_state,
-                wait=wait,
-            )
+            with phase(_CHECKPOINT):
+                self._checkpoint_manager.save(
+                    trainer.shards,
+                    trainer.optimizer,
+                    state,
+                    trainer.buffers,
+                    trainer.outer,
+                    trainer.compression_state,
+                    wait=wait,
+                )
         self._stall_seconds += time.monotonic() - started_at
 
     def _step(self, number: int, state: TrainingState) -> tuple[TrainingState, bool]:
@@ -189,7 +200,8 @@ class TrainingLoop:
         for result in results:
             report = self._report(result, state, seconds, data_seconds / len(results))
             if evaluation is not None and result is results[-1]:
-                report = replace(report, evaluation_loss=evaluation.loss(self._trainer, self._mesh))
+                with phase(_EVALUATION):
+                    report = replace(report, evaluation_loss=evaluation.loss(self._trainer, self._mesh))
             self._events.step(report)
         return state.model_copy(update={"loss": results[-1].loss.hex()})
 
@@ -233,7 +245,14 @@ class TrainingLoop:
             pipeline_bubble=result.bubble,
             skipped=result.skipped,
             memory=memory_peaks(self._mesh.device),
+            times=self._times(),
+            simulated_bubble=result.bubble if result.bubble is not None else self._simulated_bubble,
         )
+
+    def _times(self) -> StepTimes:
+        """The times since the last report."""
+        stall, self._reported_stall = self._stall_seconds - self._reported_stall, self._stall_seconds
+        return step_times(self._clock.take(), checkpoint=stall, stages=self._mesh.layout.pipeline)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_worker.distributed.mesh import PIPELINE, Mesh
+from meshwright_worker.distributed.step_clock import waiting_in
 
 
 class P2PChannels:
@@ -40,7 +41,7 @@ class P2PChannels:
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
         group = self._up if source < self._rank else self._down
         work = dist.irecv(buffer, group=group, group_src=source)
-        return PendingReceive(_checked(work), buffer)
+        return PendingReceive(_checked(work), buffer, self._up)
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
         """Send a tensor to `target`; returns at once."""
@@ -54,8 +55,10 @@ class P2PChannels:
 
     def flush(self, keep: int = 0) -> None:
         """Wait until all tensors were sent, except for the newest `keep`."""
-        while len(self._in_flight) > keep:
-            self._in_flight.popleft()[0].wait()
+        if len(self._in_flight) > keep:
+            with waiting_in(self._up):
+                while len(self._in_flight) > keep:
+                    self._in_flight.popleft()[0].wait()
 
     def exchange(self, tensor: torch.Tensor, partner: int) -> torch.Tensor:
         """Send this tensor to `partner` and return its tensor of the same shape, on the same device."""
@@ -80,13 +83,15 @@ class P2PChannels:
 class PendingReceive:
     """A tensor that is being received."""
 
-    def __init__(self, work: dist.Work, buffer: torch.Tensor) -> None:
+    def __init__(self, work: dist.Work, buffer: torch.Tensor, pipeline: dist.ProcessGroup) -> None:
         self._work = work
         self._buffer = buffer
+        self._pipeline = pipeline
 
     def wait(self) -> torch.Tensor:
         """Wait for the tensor and return it."""
-        self._work.wait()
+        with waiting_in(self._pipeline):
+            self._work.wait()
         return self._buffer
 
 

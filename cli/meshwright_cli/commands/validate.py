@@ -1,0 +1,113 @@
+"""`meshwright validate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from meshwright.api.labels import KIND, PLURAL, SHORT_NAME, SINGULAR
+from meshwright.crd.manifest_check import check_manifest
+from meshwright.crd.schema_check import ManifestProblem
+
+_STDIN = Path("-")
+_OURS = {name.lower() for name in (KIND, PLURAL, SINGULAR, SHORT_NAME, "paralleltrainjob", "trainingjob")}
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Rejects keys that are there twice, as the API server does."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """See `yaml.SafeLoader.construct_mapping`."""
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is there twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+@click.command()
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path, allow_dash=True))
+@click.option(
+    "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output format."
+)
+def validate(files: Sequence[Path], output: str) -> None:
+    """Check manifests of jobs without a cluster.
+
+    Checks all that a cluster checks at admission (schema, names, rules), and the model's preset or configuration. Each
+    problem names the field and the nearest value or name. `-` reads standard input. Objects of other kinds are listed
+    as not checked. Exits with 1 if a job is invalid or a file cannot be read. `meshwright plan` says how a valid job
+    would run.
+    """
+    results = [result for file in files for result in _check_file(file)]
+    if output == "json":
+        click.echo(json.dumps(results, indent=2))
+    else:
+        for result in results:
+            for line in _lines(result):
+                click.echo(line)
+    if any(result["problems"] for result in results):
+        raise SystemExit(1)
+
+
+def _check_file(file: Path) -> list[dict[str, Any]]:
+    """A result for each object in the file, or for the file if it cannot be read."""
+    name = "(standard input)" if file == _STDIN else str(file)
+    try:
+        text = sys.stdin.read() if file == _STDIN else file.read_text()
+        documents = [one for one in yaml.load_all(text, _StrictLoader) if one is not None]  # noqa: S506 - a SafeLoader
+    except OSError as error:
+        return [_result(name, "", "", [ManifestProblem("(file)", str(error.strerror))])]
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return [_result(name, "", "", [ManifestProblem("(file)", f"not valid YAML: {error}")])]
+    documents = [item for one in documents for item in _items(one)]
+    if not documents:
+        return [_result(name, "", "", [ManifestProblem("(file)", "has no object")])]
+    return [_check_object(name, document) for document in documents]
+
+
+def _items(document: Any) -> list[Any]:
+    is_list = isinstance(document, dict) and document.get("kind") == "List"
+    return list(document.get("items") or []) if is_list else [document]
+
+
+def _check_object(file: str, document: Any) -> dict[str, Any]:
+    if not isinstance(document, dict):
+        return _result(file, "", "", [ManifestProblem("(root)", "must be a Kubernetes object")])
+    kind, metadata = str(document.get("kind") or ""), document.get("metadata")
+    name = str(metadata.get("name") or "") if isinstance(metadata, dict) else ""
+    if _is_job(document, kind):
+        return _result(file, kind, name, check_manifest(document))
+    missing = [field for field in ("apiVersion", "kind") if not document.get(field)]
+    problems = [ManifestProblem(field, "is missing") for field in missing]
+    return _result(file, kind, name, problems, checked=bool(problems))
+
+
+def _is_job(document: dict[str, Any], kind: str) -> bool:
+    """Whether the object is a job, or is meant to be one."""
+    group = str(document.get("apiVersion") or "").partition("/")[0]
+    return kind.lower() in _OURS or group.startswith("meshwright")
+
+
+def _result(
+    file: str, kind: str, name: str, problems: Sequence[ManifestProblem], *, checked: bool = True
+) -> dict[str, Any]:
+    found = [{"field": problem.field, "message": problem.message} for problem in problems]
+    return {"file": file, "kind": kind, "name": name, "checked": checked, "valid": not found, "problems": found}
+
+
+def _lines(result: dict[str, Any]) -> list[str]:
+    what = " ".join(part for part in (result["kind"], result["name"]) if part)
+    subject = f"{result['file']}: {what}" if what else result["file"]
+    if not result["checked"]:
+        return [f"{subject}: not checked"]
+    if result["valid"]:
+        return [f"{subject}: valid"]
+    return [f"{subject}: {problem['field']}: {problem['message']}" for problem in result["problems"]]

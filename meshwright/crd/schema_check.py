@@ -1,0 +1,194 @@
+"""Checks a value against the structural schema of the CRD, strictly as the API server does at admission."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.crd.structural_schema import Schema
+
+_NAMES = {
+    "object": "an object",
+    "array": "a list",
+    "string": "a string",
+    "boolean": "true or false",
+    "integer": "an integer",
+    "number": "a number",
+}
+_KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+_MAX_SIMILAR = 2
+_MAX_LISTED = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestProblem:
+    """One thing that the cluster would reject."""
+
+    field: str
+    """Path in the manifest, such as `spec.parallelism.tensor`."""
+    message: str
+    """What must hold and the fix."""
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
+
+
+def check_value(value: Any, schema: Schema, path: str) -> Iterator[ManifestProblem]:
+    """The problems of a value, and of all values in it, by a schema."""
+    kind = schema["type"]
+    if not _is_of(value, kind):
+        yield ManifestProblem(path, _wrong_type(value, kind))
+        return
+    if problem := _out_of_bounds(value, schema):
+        yield ManifestProblem(path, problem)
+    if kind == "object":
+        yield from _check_object(value, schema, path)
+    elif kind == "array":
+        for index, item in enumerate(value):
+            yield from check_value(item, schema["items"], f"{path}[{index}]")
+        yield from _duplicates(value, schema, path)
+
+
+def _check_object(value: Mapping[str, Any], schema: Schema, path: str) -> Iterator[ManifestProblem]:
+    known, rest = schema.get("properties", {}), schema.get("additionalProperties")
+    for name in schema.get("required", ()):
+        if value.get(name) is None:
+            yield ManifestProblem(f"{path}.{name}", "is missing")
+    for name, part in value.items():
+        where = f"{path}.{name}"
+        if name in known:
+            if part is not None:  # the API server drops a null
+                yield from check_value(part, known[name], where)
+        elif isinstance(rest, dict):
+            yield from check_value(part, rest, where)
+        else:
+            yield ManifestProblem(where, unknown_field(str(name), tuple(known)))
+
+
+def _duplicates(items: list[Any], schema: Schema, path: str) -> Iterator[ManifestProblem]:
+    """Items of a set, or of a list that is a map, that are there twice."""
+    keys = schema.get("x-kubernetes-list-map-keys", ())
+    if not keys and schema.get("x-kubernetes-list-type") != "set":
+        return
+    seen: list[Any] = []
+    for index, item in enumerate(items):
+        identity = [item.get(key) for key in keys] if keys and isinstance(item, Mapping) else item
+        if identity in seen:
+            named = ", ".join(f"{key} `{item.get(key)}`" for key in keys) if keys else f"`{item}`"
+            yield ManifestProblem(f"{path}[{index}]", f"is there twice: {named}")
+        seen.append(identity)
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    if kind == "boolean":
+        return isinstance(value, bool)
+    if isinstance(value, bool):
+        return False
+    if kind == "integer":
+        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    expected: dict[str, type | tuple[type, ...]] = {
+        "number": (int, float),
+        "string": str,
+        "array": list,
+        "object": Mapping,
+    }
+    return isinstance(value, expected[kind])
+
+
+def _wrong_type(value: Any, kind: str) -> str:
+    message = f"must be {_NAMES[kind]}, got {kind_of(value)}"
+    if kind in ("integer", "number") and isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            return message
+        return f"{message}: write {int(number) if number.is_integer() else number:g}" if number == number else message
+    if kind == "string" and isinstance(value, int | float):
+        return f'{message}: write "{yaml_text(value)}"'
+    if kind == "array" and isinstance(value, str | int | float):
+        return f"{message}: write [{yaml_text(value)}]"
+    return message
+
+
+def kind_of(value: Any) -> str:
+    """The kind of a value and, if it is short, the value."""
+    if value is None:
+        return "nothing"
+    name = _NAMES.get(_KINDS.get(type(value), ""), type(value).__name__)
+    if isinstance(value, dict | list):
+        return name
+    return f'{name} ("{value}")' if isinstance(value, str) else f"{name} ({yaml_text(value)})"
+
+
+def yaml_text(value: Any) -> str:
+    """A value as YAML writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _out_of_bounds(value: Any, schema: Schema) -> str:
+    """Which bound of its schema a value breaks; empty if it breaks none."""
+    if "enum" in schema and value not in schema["enum"]:
+        return _unknown_value(value, schema["enum"])
+    if isinstance(value, str):
+        return _bad_string(value, schema)
+    if isinstance(value, list | Mapping):
+        return _bad_size(value, schema)
+    if not isinstance(value, bool):
+        return _bad_number(value, schema)
+    return ""
+
+
+def _bad_number(value: float, schema: Schema) -> str:
+    least, most = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum", False), schema.get("exclusiveMaximum", False)
+    if least is not None and (value <= least if above else value < least):
+        return f"must be {'greater than' if above else 'at least'} {least}, got {value}"
+    if most is not None and (value >= most if below else value > most):
+        return f"must be {'less than' if below else 'at most'} {most}, got {value}"
+    return ""
+
+
+def _bad_string(value: str, schema: Schema) -> str:
+    if len(value) < schema.get("minLength", 0):
+        return "must not be empty" if not value else f"must have at least {schema['minLength']} characters"
+    if len(value) > schema.get("maxLength", len(value)):
+        return f"must have at most {schema['maxLength']} characters, got {len(value)}"
+    pattern = schema.get("pattern")
+    if pattern is not None and not re.search(pattern, value):
+        return f"must match `{pattern}`, got `{value}`"
+    return ""
+
+
+def _bad_size(value: Any, schema: Schema) -> str:
+    least = schema.get("minItems", 0)
+    most: int = schema.get("maxItems") or schema.get("maxProperties") or len(value)
+    if not least <= len(value) <= most:
+        return f"must have {least} to {most} entries, got {len(value)}"
+    return ""
+
+
+def _unknown_value(value: Any, allowed: list[Any]) -> str:
+    texts = [str(one) for one in allowed]
+    close = _similar(str(value), texts)
+    if close:
+        return f"unknown value `{value}`: did you mean {close}?"
+    return f"unknown value `{value}`: use one of {', '.join(texts)}"
+
+
+def unknown_field(name: str, known: Sequence[str]) -> str:
+    """The message about a field that does not exist."""
+    close = _similar(name, known)
+    if close:
+        return f"unknown field: did you mean {close}?"
+    more = f" and {len(known) - _MAX_LISTED} more" if len(known) > _MAX_LISTED else ""
+    return f"unknown field: use one of {', '.join(sorted(known)[:_MAX_LISTED])}{more}"
+
+
+def _similar(name: str, known: Sequence[str]) -> str:
+    """The most similar of the known names, as text; empty if none is similar. Case is ignored."""
+    by_lower = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, _MAX_SIMILAR, cutoff=0.6)
+    return " or ".join(f"`{by_lower[one]}`" for one in close)

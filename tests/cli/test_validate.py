@@ -1,0 +1,164 @@
+"""`meshwright validate`: problems, the fields and fixes that it names, and exit codes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from meshwright.crd.manifest_check import check_manifest
+from meshwright_cli.main import main
+
+ROOT = Path(__file__).parents[2]
+GOOD: dict[str, Any] = {
+    "apiVersion": "meshwright.dev/v1alpha1",
+    "kind": "ParallelTrainingJob",
+    "metadata": {"name": "train"},
+    "spec": {
+        "model": {"layers": 2, "hiddenSize": 64, "intermediateSize": 192, "heads": 4, "vocabSize": 257},
+        "data": {"source": "PythonStdlib"},
+        "training": {"steps": 20, "globalBatchSize": 8, "sequenceLength": 64},
+        "workers": {"image": "worker:1", "gpusPerWorker": 1},
+    },
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The valid job with another value at a dotted path; None removes the field."""
+    out = copy.deepcopy(GOOD)
+    *parents, last = path.split(".")
+    holder: Any = out
+    for name in parents:
+        holder = holder.setdefault(name, {})
+    if value is None:
+        del holder[last]
+    else:
+        holder[last] = value
+    return out
+
+
+MISTAKES: list[tuple[str, Any, str, str]] = [
+    ("spec.replicas", "2", "spec.replicas", 'must be an integer, got a string ("2"): write 2'),
+    ("spec.replicas", 2.5, "spec.replicas", "must be an integer, got a number (2.5)"),
+    ("spec.replicas", 0, "spec.replicas", "must be at least 1, got 0"),
+    ("spec.training.sequenceLength", 4, "spec.training.sequenceLength", "must be at least 8, got 4"),
+    ("spec.training.optimizer", {"learningRate": 0}, "spec.training.optimizer.learningRate", "must be greater than 0"),
+    ("metadata.name", "x" * 70, "metadata.name", f"at most 43 characters, .*write `{'x' * 43}`"),
+    ("metadata.name", "my_job", "metadata.name", "write `my-job`"),
+    ("metadata.name", "2nd-run", "metadata.name", "write `nd-run`"),
+    ("metadata.name", None, "metadata.name", "is missing"),
+    ("metadata.labels", {"team": 7}, "metadata.labels[team]", 'must be a string, got an integer (7): write "7"'),
+    ("metadata.labels", {"team": "a b"}, "metadata.labels[team]", "must be at most 63 letters"),
+    ("apiVersion", "meshwright.dev/v1", "apiVersion", "must be `meshwright.dev/v1alpha1`"),
+    ("kind", "ParallelTrainingjob", "kind", "must be `ParallelTrainingJob`"),
+    ("spec", None, "spec", "is missing"),
+    ("spec.workers", None, "spec.workers", "is missing"),
+    ("spec.workers.image", None, "spec.workers.image", "is missing"),
+    ("spec.workers.image", "", "spec.workers.image", "must not be empty"),
+    ("spec.workers.imagePullPolicy", "always", "spec.workers.imagePullPolicy", "did you mean `Always`?"),
+    ("spec.workers.gpuResource", "gpu", "spec.workers.gpuResource", "must match"),
+    ("spec.workers.nodeSelector", {"gpu": True}, "spec.workers.nodeSelector.gpu", 'write "true"'),
+    ("spec.workers.volumes", "data", "spec.workers.volumes", 'must be a list, got a string ("data")'),
+    (
+        "spec.workers.env",
+        [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}],
+        "spec.workers.env[1]",
+        "is there twice: name `A`",
+    ),
+    ("spec.workers.env", [{"name": "A", "value": 1}], "spec.workers.env[0].value", 'write "1"'),
+    ("spec.model.layres", 3, "spec.model.layres", "did you mean `layers`?"),
+    ("spec.model", {"preset": "llama-3-8"}, "spec.model", "did you mean `llama-3-8b`"),
+    ("spec.model.heads", 5, "spec.model.hiddenSize", "`model.heads`"),
+    ("spec.data.source", "PythonStdLib", "spec.data.source", "did you mean `PythonStdlib`?"),
+    ("spec.parallelism", {"schedule": "OneFOneB"}, "spec.parallelism.schedule", "unknown value `OneFOneB`"),
+    ("spec.suspend", "yes", "spec.suspend", 'must be true or false, got a string ("yes")'),
+    ("specs", {}, "specs", "did you mean `spec`?"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field", "message"), MISTAKES, ids=[f"{one[0]}={one[1]!r}"[:48] for one in MISTAKES]
+)
+def test_a_mistake_is_named_with_field_and_fix(path: str, value: Any, field: str, message: str) -> None:
+    problems = check_manifest(changed(path, value))
+    assert [problem.field for problem in problems] == [field]
+    if ".*" in message:
+        start, end = message.split(".*")
+        assert start in problems[0].message
+        assert problems[0].message.endswith(end)
+    else:
+        assert message in problems[0].message
+
+
+def test_all_mistakes_of_a_job_are_listed() -> None:
+    job = changed("spec.replicas", "2")
+    job["metadata"]["name"] = "my_job"
+    job["spec"]["training"]["stepz"] = 1
+    fields = [problem.field for problem in check_manifest(job)]
+    assert sorted(fields) == ["metadata.name", "spec.replicas", "spec.training.stepz"]
+
+
+def validate(*words: object, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, ["validate", *map(str, words)], input=stdin)
+
+
+def test_every_example_is_valid() -> None:
+    files = sorted(ROOT.glob("examples/*.yaml"))
+    result = validate(*files)
+    assert result.exit_code == 0, result.output
+    assert f"{ROOT}/examples/ten-line.yaml: ParallelTrainingJob ten-line: valid\n" in result.output
+    assert "/stdlib-lm.yaml: PersistentVolumeClaim stdlib-lm-checkpoints: not checked\n" in result.output
+
+
+def test_exit_codes_text_and_json(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(yaml.safe_dump_all([GOOD, changed("spec.replicas", "2")]))
+    result = validate(bad)
+    assert result.exit_code == 1
+    assert result.output.splitlines() == [
+        f"{bad}: ParallelTrainingJob train: valid",
+        f'{bad}: ParallelTrainingJob train: spec.replicas: must be an integer, got a string ("2"): write 2',
+    ]
+    found = json.loads(validate("-o", "json", bad).output)
+    assert [one["valid"] for one in found] == [True, False]
+    assert found[1]["problems"] == [
+        {"field": "spec.replicas", "message": 'must be an integer, got a string ("2"): write 2'}
+    ]
+    assert validate().exit_code == 2
+    assert validate(tmp_path / "no.yaml").exit_code == 1
+    assert "No such file or directory" in validate(tmp_path / "no.yaml").output
+    assert validate("-", stdin=yaml.safe_dump(GOOD)).output == "(standard input): ParallelTrainingJob train: valid\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has no object"),
+        ("a: [", "not valid YAML"),
+        ("kind: A\nkind: B\n", "key `kind` is there twice"),
+        ("- 1", "must be a Kubernetes object"),
+        ("kind: ConfigMap", "apiVersion: is missing"),
+        ("{apiVersion: v1, kind: List, items: [{kind: ParallelTrainingJob}]}", "apiVersion: must be"),
+    ],
+)
+def test_files_that_are_no_manifests(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    result = validate(file)
+    assert result.exit_code == 1
+    assert says in result.output
+
+
+@pytest.mark.parametrize("path", ["spec.replicas", "metadata.name", "apiVersion"])
+def test_plan_refuses_what_the_cluster_refuses(tmp_path: Path, path: str) -> None:
+    file = tmp_path / "job.yaml"
+    job = changed(path, {"spec.replicas": "2", "metadata.name": "my_job", "apiVersion": "meshwright.dev/v1"}[path])
+    file.write_text(yaml.safe_dump(job))
+    result = CliRunner().invoke(main, ["plan", "-f", str(file)])
+    assert result.exit_code == 1
+    assert f"{path}: must be" in result.output

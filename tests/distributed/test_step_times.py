@@ -1,0 +1,182 @@
+"""Times of a rank's step against independent counts: the simulator's bubble, and a profiler's trace of the waits."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from bisect import bisect_left
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from meshwright.api.parallelism import ContextMethod
+from meshwright.protocol.run_config import NativeRun
+from meshwright.schedules.actions import Schedule
+from meshwright.schedules.registry import NAMES
+from meshwright.schedules.simulator import simulate
+from meshwright_worker.data.batch import Batch
+from meshwright_worker.distributed import step_clock
+from meshwright_worker.distributed.collectives import all_reduce_sum
+from meshwright_worker.distributed.mesh import join_mesh
+from meshwright_worker.distributed.step_clock import PASSES, phase
+from meshwright_worker.distributed.timed_collectives import timed_collectives
+from meshwright_worker.parallel.pipeline.p2p import P2PChannels, PendingReceive
+from meshwright_worker.parallel.pipeline.rank_program import p2p_pairs
+from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
+from meshwright_worker.rank.task import RankTask, StepTimes
+from meshwright_worker.trainer.step_times import simulated_bubble, step_times
+from tests.distributed.cases import Training
+from tests.distributed.configs import small_run
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_pipeline_clock import COSTS, MICRO_BATCHES, RANKS, Clock, ClockedChunk, made
+
+WITHIN_POINTS = 0.03
+"""How far the measured bubble may be from the simulated one."""
+WITHIN = 0.05
+"""How far exposed communication may be from the trace's."""
+LAG = 0.1
+"""Seconds by which one rank is late in each pass: the others wait for it, however busy the machine is."""
+COLLECTIVES = (": all_reduce", ": all_gather_single", ": reduce_scatter_single", ": all_to_all_single", ": broadcast")
+
+
+class _Arrival:
+    """A receive that ends on the rank's virtual clock when the tensor was sent."""
+
+    def __init__(self, work: Any, buffer: torch.Tensor, clock: Clock) -> None:
+        self._work, self._buffer, self._clock = work, buffer, clock
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._clock.now = max(self._clock.now, float(self._buffer.max()))
+
+
+class ClockedChannels(P2PChannels):
+    """Channels whose receives advance a virtual clock."""
+
+    def __init__(self, mesh: Any, pairs: Any, clock: Clock) -> None:
+        super().__init__(mesh, pairs)
+        self._clock = clock
+
+    def post_receive(self, source: int, shape: Any, dtype: torch.dtype) -> PendingReceive:
+        pending = super().post_receive(source, shape, dtype)
+        pending._work = _Arrival(pending._work, pending._buffer, self._clock)
+        return pending
+
+
+def times_on_the_clock(task: RankTask, schedule: Schedule) -> StepTimes:
+    """This rank's times of one step, as its clock measures them where time is virtual."""
+    with join_mesh(task) as mesh:
+        virtual, real = Clock(), step_clock.time.perf_counter
+        rank = mesh.coordinates.pipeline
+        held = sorted({action.stage for action in schedule.actions(rank)})
+        chunks: list[Any] = [ClockedChunk(index, schedule.stages, virtual) for index in held]
+        channels = ClockedChannels(mesh, p2p_pairs(schedule), virtual)
+        executor = ScheduleExecutor(chunks, schedule, rank, channels, width=1, slices=1)
+        step_clock.time.perf_counter = lambda: virtual.now
+        try:
+            with timed_collectives(mesh) as clock:
+                with phase(PASSES):
+                    executor.run(Batch.of(torch.zeros(MICRO_BATCHES, 3, dtype=torch.int64)).chunk(MICRO_BATCHES))
+                ends = torch.zeros(RANKS, dtype=torch.float64)
+                ends[rank] = virtual.now
+                # The result of a step is there once the last rank has computed its part.
+                with step_clock.waiting_in(mesh.island_group):
+                    all_reduce_sum(ends, mesh.island_group)
+                    virtual.now = float(ends.max())
+                return step_times(clock.take(), checkpoint=0.0, stages=RANKS)
+        finally:
+            step_clock.time.perf_counter = real
+
+
+@pytest.mark.parametrize("name", [*NAMES, "automatic"])
+def test_the_measured_bubble_of_every_schedule_is_the_simulators(pool: RankPool, name: str) -> None:
+    schedule = made(name)
+    run = small_run(pipeline=RANKS, micro_batches=MICRO_BATCHES, layers=8)
+    measured = [times.bubble for times in pool.run(times_on_the_clock, run, schedule)]
+    simulated = simulate(schedule.serialized(), COSTS).bubble
+    assert simulated > 0.02
+    assert sum(measured) / RANKS == pytest.approx(simulated, abs=WITHIN_POINTS)
+    # A receive that has already arrived adds nothing, so that the agreement is in fact exact.
+    assert sum(measured) / RANKS == pytest.approx(simulated, rel=1e-6)
+
+
+def test_the_simulated_bubble_is_that_of_the_runs_schedule() -> None:
+    run = small_run(pipeline=2, micro_batches=4)
+    assert simulated_bubble(run) == pytest.approx(1 / 5)
+    assert simulated_bubble(small_run()) is None
+
+
+def traced_steps(task: RankTask, late_rank: int, steps: int) -> tuple[dict[str, float], float]:
+    """Seconds of waits by dimension as the clock has them, and all of them as a profiler's trace has them."""
+    with join_mesh(task) as mesh:
+        training = Training(task.run, mesh)
+        if mesh.rank == late_rank:
+            for stage in training.trainer.stages:
+                stage.module.register_forward_pre_hook(lambda *_: time.sleep(LAG))
+        training.step(1)
+        waits: Counter[str] = Counter()
+        with timed_collectives(mesh) as clock, profile(activities=[ProfilerActivity.CPU], with_stack=True) as trace:
+            for number in range(2, steps + 2):
+                training.step(number)
+                waits.update(step_times(clock.take(), checkpoint=0.0, stages=1).waits)
+        return dict(waits), _waits_in(trace)
+
+
+def _waits_in(trace: profile) -> float:
+    """Seconds in which this thread could not go on for a collective, from the calls that the profiler recorded.
+
+    These are calls of a Work's `wait`, and the calls of torch's collectives that have one inside.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    calls = [
+        (event["ts"], event["ts"] + event["dur"], event["name"])
+        for event in events
+        if event.get("cat") == "python_function"
+    ]
+    waits = sorted((began, ended) for began, ended, name in calls if name.startswith("<built-in method wait of"))
+    collectives = [
+        (began, ended) for began, ended, name in calls if "distributed_c10d.py" in name and name.endswith(COLLECTIVES)
+    ]
+    starts = [began for began, _ in waits]
+    blocking = [
+        (began, ended)
+        for began, ended in collectives
+        if (first := bisect_left(starts, began)) < len(waits) and waits[first][1] <= ended
+    ]
+    total, until = 0.0, 0.0
+    for began, ended in sorted([*waits, *blocking]):
+        total += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return total / 1e6
+
+
+LAYOUTS: dict[str, NativeRun] = {
+    "tensor": small_run(tensor=2, micro_batches=2),
+    "pipeline": small_run(pipeline=2, micro_batches=2),
+    "ring": small_run(context=2, micro_batches=2, method=ContextMethod.RING_ZIG_ZAG),
+    "ulysses": small_run(context=2, micro_batches=2, method=ContextMethod.ULYSSES),
+    "data": small_run(data=2, micro_batches=2),
+    "fsdp": small_run(data=2, micro_batches=2, zero=3),
+    "expert": small_run(data=2, expert=2, micro_batches=2, mixture="Mixtral"),
+}
+DIMENSION = {"ring": "context", "ulysses": "context", "fsdp": "data"}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_exposed_communication_is_that_of_a_trace(pool: RankPool, name: str) -> None:
+    answers = pool.run(traced_steps, LAYOUTS[name], 1, 3)
+    most = max(traced for _, traced in answers)
+    for waits, traced in answers:
+        assert sum(waits.values()) == pytest.approx(traced, abs=WITHIN * most)
+    waits, _ = answers[0]
+    own = DIMENSION.get(name, name)
+    assert waits[own] == max(waits.values()), f"rank 0 waits for the late rank in its {own} group: {waits}"
+    assert waits[own] > LAG

@@ -1,0 +1,111 @@
+"""The clock of a step: nested blocks count once, and waits belong to the phase and dimension in which they occur."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright_worker.agent import metrics
+from meshwright_worker.distributed import step_clock, timed_collectives
+from meshwright_worker.distributed.step_clock import PASSES, UPDATE, HostClock, phase, running_clock
+from meshwright_worker.trainer.step_times import step_times
+
+
+class Hours:
+    """A clock that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(step_clock.time, "perf_counter", lambda: self.now)
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_each_second_counts_for_the_innermost_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    hours, clock = Hours(monkeypatch), HostClock()
+    clock.open(PASSES)
+    hours.passes(5)
+    clock.open(None, "tensor")
+    hours.passes(2)
+    clock.open(None, "data")
+    hours.passes(1)
+    clock.close()
+    clock.close()
+    hours.passes(3)
+    clock.close()
+    clock.open(None, "job")
+    hours.passes(4)
+    clock.close()
+    taken = clock.take()
+    assert taken == {(PASSES, ""): 8, (PASSES, "tensor"): 2, (PASSES, "data"): 1, ("", "job"): 4}
+    assert clock.take() == {}
+
+
+def test_times_of_a_step_leave_out_evaluations_and_checkpoints() -> None:
+    parts = {
+        (PASSES, ""): 6.0,
+        (PASSES, "pipeline"): 1.0,
+        (PASSES, "tensor"): 2.0,
+        ("", "data"): 0.5,
+        ("", "job"): 1.0,
+        (UPDATE, ""): 0.25,
+        (UPDATE, "data"): 0.125,
+        ("evaluation", "job"): 9.0,
+        ("checkpoint", "data"): 9.0,
+        ("checkpoint", ""): 9.0,
+    }
+    times = step_times(parts, checkpoint=3.0, stages=2)
+    assert (times.compute, times.update, times.checkpoint) == (6.0, 0.25, 3.0)
+    assert times.waits == {"pipeline": 1.0, "tensor": 2.0, "data": 0.625, "job": 1.0}
+    assert times.bubble == pytest.approx((1 + 1) / (6 + 1 + 2 + 1))
+    assert step_times(parts, checkpoint=0, stages=1).bubble is None
+    assert step_times({}, checkpoint=0, stages=2).bubble is None
+
+
+def test_a_phase_is_counted_only_while_a_clock_runs() -> None:
+    with phase(PASSES):
+        assert step_clock.current_clock() is None
+    with running_clock(torch.device("cpu"), lambda group: None) as clock:
+        with phase(PASSES):
+            pass
+        assert set(clock.take()) == {(PASSES, "")}
+    assert step_clock.current_clock() is None
+
+
+def test_the_agent_declares_the_dimensions_of_the_ranks() -> None:
+    assert metrics.DIMENSIONS == timed_collectives.DIMENSIONS
+
+
+def test_torchs_functions_are_timed_by_group_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = dist.all_reduce
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        other = dist.new_group([0])
+        names = {dist.group.WORLD: "job", None: "job", other: "tensor"}
+        monkeypatch.setattr(timed_collectives, "GroupDimensions", lambda mesh: type("G", (), {"of": names.get})())
+        mesh = type("M", (), {"device": torch.device("cpu")})()
+        with timed_collectives.timed_collectives(mesh) as clock:
+            x = torch.ones(2)
+            dist.all_reduce(x)
+            dist.all_reduce(x, group=dist.new_group([0]))
+            assert set(clock.take()) == {("", "job")}, "a group that is not a step's is not timed"
+            work = dist.all_reduce(x, group=other, async_op=True)
+            assert isinstance(work, dist.Work)
+            assert clock.take() == {}, "an asynchronous collective waits only where it is awaited"
+            thread = threading.Thread(target=work.wait)
+            thread.start()
+            thread.join()
+            assert set(clock.take()) == {("", "tensor")}
+            with pytest.raises(TypeError, match="tensor"):
+                dist.all_reduce("no tensor", group=other)  # type: ignore[arg-type]
+            with phase(UPDATE):
+                dist.broadcast(x, 0, group=other)
+            assert set(clock.take()) == {(UPDATE, ""), (UPDATE, "tensor"), ("", "tensor")}
+        assert dist.all_reduce is original
+    finally:
+        dist.destroy_process_group()

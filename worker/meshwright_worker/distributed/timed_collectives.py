@@ -1,0 +1,147 @@
+"""Times the collectives of a rank by dimension of the mesh, also those that torch's FSDP issues.
+
+While `timed_collectives` is active, the functions of `torch.distributed` are replaced by functions that time how long
+the caller waits: for a blocking collective its call, for an asynchronous one `Work.wait`. Point-to-point transfers have
+no dimension of their own in torch's functions: `waiting_in` times them where they are awaited.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright_worker.distributed.mesh import (
+    CONTEXT,
+    DATA,
+    EXPERT,
+    EXPERT_REPLICA,
+    ISLAND,
+    PIPELINE,
+    REPLICA,
+    SHARD,
+    SHARD_REPLICA,
+    TENSOR,
+    Mesh,
+)
+from meshwright_worker.distributed.step_clock import DimensionOf, StepClock, current_clock, running_clock
+
+JOB = "job"
+"""All ranks together: the result of a step."""
+DIMENSIONS = (TENSOR, PIPELINE, CONTEXT, EXPERT, DATA, JOB)
+
+_COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_to_all_single",
+    "broadcast",
+    "send",
+    "recv",
+)
+
+
+class GroupDimensions:
+    """The dimension of each process group of a mesh. Groups that other code creates are known by their ranks."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._by_group: dict[dist.ProcessGroup | None, str | None] = {mesh.checkpoint_group: None}
+        self._by_ranks: dict[tuple[int, ...], str] = {}
+        layout = mesh.layout
+        names = [(TENSOR, TENSOR), (PIPELINE, PIPELINE), (CONTEXT, CONTEXT)]
+        names += [(EXPERT, EXPERT), (EXPERT_REPLICA, DATA)] if layout.expert > 1 else []
+        names += [(DATA, DATA), (REPLICA, DATA), (SHARD, DATA)]
+        names += [(SHARD_REPLICA, DATA)] if mesh.hsdp_mesh is not None else []
+        names += [(ISLAND, DATA)] if mesh.islands is not None else []
+        for name, dimension in names:
+            self._add(mesh.group(name), dimension)
+        self._add(mesh.island_group, JOB)
+        self._by_group.setdefault(None, self._by_group.get(dist.group.WORLD, JOB))
+
+    def _add(self, group: dist.ProcessGroup, dimension: str) -> None:
+        self._by_group.setdefault(group, dimension)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if len(ranks) > 1:
+            self._by_ranks.setdefault(ranks, dimension)
+
+    def of(self, group: dist.ProcessGroup | None) -> str | None:
+        """Return the dimension of a group; None for a group whose communication is not a step's."""
+        try:
+            return self._by_group[group]
+        except KeyError:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            found = self._by_group[group] = self._by_ranks.get(ranks)
+            return found
+
+
+class TimedWork(dist.Work):
+    """An asynchronous collective, whose wait is timed."""
+
+    def __init__(self, work: dist.Work, dimension: str) -> None:
+        super().__init__()
+        self._work, self._dimension = work, dimension
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """See torch's `Work.wait`."""
+        clock = current_clock()
+        if clock is None or not clock.counts_here:
+            return self._work.wait(timeout)
+        clock.open(None, self._dimension)
+        try:
+            return self._work.wait(timeout)
+        finally:
+            clock.close()
+
+    def is_completed(self) -> bool:
+        """See torch's `Work.is_completed`."""
+        return self._work.is_completed()
+
+
+@contextmanager
+def timed_collectives(mesh: Mesh) -> Iterator[StepClock]:
+    """Time the collectives and phases of this process within the block, and yield the clock."""
+    dimension_of = GroupDimensions(mesh).of
+    originals = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
+    with running_clock(mesh.device, dimension_of) as clock:
+        for name, original in originals.items():
+            setattr(dist, name, _timed(original, dimension_of, clock))
+        try:
+            yield clock
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+
+
+def _timed(original: Callable[..., Any], dimension_of: DimensionOf, clock: StepClock) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **options)
+        dimension = dimension_of(options["group"] if "group" in options else _group_of(args))
+        if dimension is None:
+            return original(*args, **options)
+        if options.get("async_op"):
+            work = original(*args, **options)
+            return TimedWork(work, dimension) if work is not None else None
+        if not clock.counts_here:
+            return original(*args, **options)
+        clock.open(None, dimension)
+        try:
+            return original(*args, **options)
+        finally:
+            clock.close()
+
+    return call
+
+
+def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    return next((argument for argument in args if isinstance(argument, dist.ProcessGroup)), None)
