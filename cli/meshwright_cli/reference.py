@@ -21,6 +21,7 @@ INTRODUCTION = "reference.md"
 """The text before the commands."""
 COMMON = ("namespace", "context", "kubeconfig", "help")
 """Options that are described once."""
+HELP = ["-h", "--help"]
 WIDTH = 120
 
 
@@ -37,7 +38,7 @@ def _exit_codes() -> Iterator[str]:
 
 
 def _commands() -> Iterator[str]:
-    context = click.Context(main, info_name="meshwright")
+    context = click.Context(main, info_name="meshwright", help_option_names=HELP)
     for section in main.sections():
         yield from ("", f"## {section}")
         for name, entry in COMMANDS.items():
@@ -49,7 +50,7 @@ def _commands() -> Iterator[str]:
 
 def _command(command: click.Command, path: str, level: int) -> Iterator[str]:
     yield from ("", f"{'#' * level} `{path}`", "")
-    context = click.Context(command, info_name=path)
+    context = click.Context(command, info_name=path, help_option_names=HELP)
     if isinstance(command, click.Group):
         yield from _prose(command)
         for name in command.list_commands(context):
@@ -57,7 +58,7 @@ def _command(command: click.Command, path: str, level: int) -> Iterator[str]:
             if sub is not None and not sub.hidden:
                 yield from _command(sub, f"{path} {name}", level + 1)
         return
-    yield f"Usage: `{' '.join([path, *command.collect_usage_pieces(context)])}`"
+    yield f"Arguments: `{' '.join(command.collect_usage_pieces(context))}`"
     yield ""
     yield from _prose(command)
     options = [one for one in command.params if isinstance(one, click.Option) and one.name not in COMMON]

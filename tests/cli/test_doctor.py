@@ -273,6 +273,7 @@ def seeded(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[LiveServer
         yield server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEEDS)
 def test_finds_each_seeded_misconfiguration_and_names_its_fix(seeded, name):
     seed, check, message, fix = SEEDS[name]

@@ -23,14 +23,14 @@ def commands() -> list[tuple[str, click.Command]]:
     def walk(path: str, command: click.Command) -> None:
         found.append((path, command))
         if isinstance(command, click.Group):
-            context = click.Context(command)
+            context = click.Context(command, help_option_names=["-h", "--help"])
             for name in command.list_commands(context):
                 sub = command.get_command(context, name)
                 assert sub is not None
                 walk(f"{path} {name}".strip(), sub)
 
     for name in COMMANDS:
-        command = main.get_command(click.Context(main), name)
+        command = main.get_command(click.Context(main, help_option_names=["-h", "--help"]), name)
         assert command is not None
         walk(name, command)
     return found
@@ -51,7 +51,7 @@ def test_every_command_and_option_is_in_the_page():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_of_commands_says_what_the_command_says(name):
-    command = main.get_command(click.Context(main), name)
+    command = main.get_command(click.Context(main, help_option_names=["-h", "--help"]), name)
     assert command is not None
     first = (command.help or "").strip().split("\n")[0]
     mine = COMMANDS[name].summary
