@@ -200,7 +200,23 @@ def _anything(words: list[str]) -> list[str]:
 _CHECKS: dict[str, Callable[[list[str]], list[str]]] = {
     **{"python": _python, "python3": _python, "torchrun": _torchrun, "make": _make, "kubectl": _kubectl, "helm": _helm},
     **dict.fromkeys(
-        ["cat", "cd", "cp", "df", "docker", "echo", "eval", "export", "git", "grep", "ls", "mkdir", "pip", "pwd", "pytest"],
+        [
+            "cat",
+            "cd",
+            "cp",
+            "df",
+            "docker",
+            "echo",
+            "eval",
+            "export",
+            "git",
+            "grep",
+            "ls",
+            "mkdir",
+            "pip",
+            "pwd",
+            "pytest",
+        ],
         _anything,
     ),
 }

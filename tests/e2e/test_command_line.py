@@ -114,7 +114,7 @@ async def test_a_failed_job_exits_with_1_and_its_first_failure_is_shown(stage, t
     }  # fmt: skip
     file = manifest(tmp_path / "bad.yaml", "fails", **body)
     done = await run(stage, "submit", file, "--wait", "--timeout", "10m", code=1)
-    assert "Failed" in done.err
+    assert "Worker 1: rank 2 exited with code 7" in done.err
     shown = await run(stage, "logs", "fails", "--failed-first")
     assert "[rank 2] rank 2 of the command" in shown.out
     assert "[rank 3]" not in shown.out
