@@ -26,6 +26,8 @@ NAMED = {
     "green": "#37872d", "red": "#c4162a", "light-red": "#e8707c", "orange": "#e0812c", "light-orange": "#f2b482",
     "blue": "#3274d9", "light-blue": "#8ab8ff", "purple": "#8f3bb8", "yellow": "#d9b400", "text": "#52595f",
 }  # fmt: skip
+MARKS: list[tuple[float, str]] = []
+"""Time and color of the annotations of the board that is drawn."""
 STEPS = ("", "k", "M", "G", "T")
 CELL, WIDTH = 34, 1600
 STYLE = f"""
@@ -91,7 +93,7 @@ def threshold_color(panel: dict[str, Any], value: float) -> str:
 
 
 def lines(panel: dict[str, Any], found: list[tuple[str, Series]], span: tuple[float, float], unit: str) -> str:
-    """Lines over time, or stacked areas."""
+    """Lines over time, or stacked areas, with marks for restarts and rescales."""
     defaults = panel["fieldConfig"]["defaults"]
     stacked = defaults.get("custom", {}).get("stacking", {}).get("mode") == "normal"
     times = sorted({time for _, series in found for time, _ in series["values"]})
@@ -124,6 +126,10 @@ def lines(panel: dict[str, Any], found: list[tuple[str, Series]], span: tuple[fl
         else:
             shapes.append(f"<polyline points='{points(top)}' fill='none' stroke='{color}' stroke-width='1.5' "
                           "vector-effect='non-scaling-stroke'/>")  # fmt: skip
+    for time, color in MARKS:
+        x = (time - span[0]) / ((span[1] - span[0]) or 1) * 1000
+        shapes.append(f"<path d='M{x:.1f} 0V100' stroke='{color}' stroke-width='1' stroke-dasharray='4 3' "
+                      "vector-effect='non-scaling-stroke'/>")  # fmt: skip
     axis = f"<div class='legend'>{number(low, unit)} to {number(high, unit)}</div>"
     picture = (
         f"<svg viewBox='0 0 1000 100' preserveAspectRatio='none' width='100%' height='100%'>{''.join(shapes)}</svg>"
@@ -260,6 +266,8 @@ def drawn(panel: dict[str, Any], answers: list[dict[str, Any]], span: tuple[floa
 def page(name: str, data: dict[str, Any]) -> str:
     """A board as a page."""
     document, span = board(name), (data["start"], data["end"])
+    colors = {item["name"]: item["iconColor"] for item in document["annotations"]["list"]}
+    MARKS[:] = [(time, NAMED[colors[mark]]) for mark, times in data["marks"].items() for time in times]
     parts = []
     for panel in document["panels"]:
         at = panel["gridPos"]

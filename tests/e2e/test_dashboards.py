@@ -23,7 +23,6 @@ import pytest_asyncio
 
 from dashboards.source.alerts import GROUPS
 from dashboards.source.rules import Alert, Group, rules_file
-from meshwright.api import labels
 from meshwright.api.objects import KubeObject
 from meshwright_local.kube.resources import JOBS
 from tests.dashboards.boards import NAMES, Target, annotations, filled, targets
@@ -205,7 +204,7 @@ async def test_prometheus_scrapes_every_worker_pod(run: Run) -> None:
 @pytest.mark.parametrize("name", NAMES)
 async def test_every_query_of_every_panel_returns_data(run: Run, name: str) -> None:
     found = [(target, await run.data(target)) for target in targets(name)]
-    write(name, run, found)
+    write(name, run, found, [(mark, await run.data(mark)) for mark in annotations(name)])
     assert [str(target) for target, series in found if not series] == []
     assert len(found) > 25
 
@@ -239,7 +238,17 @@ async def test_the_rescale_is_seen_in_the_size_of_the_job(run: Run) -> None:
     assert [size for n, size in enumerate(sizes) if n == 0 or sizes[n - 1] != size] == [2, 1, 2]
 
 
-def write(name: str, run: Run, found: list[tuple[Target, list[Series]]]) -> None:
+Answers = list[tuple[Target, list[Series]]]
+
+
+def starts(series: Series) -> list[float]:
+    """When a mark begins: its value lasts for a minute, and grows with another event in that time."""
+    before = [(0.0, 0.0), *series.values]
+    pairs = zip(before, series.values, strict=False)
+    return [time for (earlier, last), (time, value) in pairs if value > last or time > earlier + 5]
+
+
+def write(name: str, run: Run, found: Answers, marks: Answers) -> None:
     """Keep the answers, if somebody wants to draw them."""
     directory = os.environ.get("MESHWRIGHT_BOARDS_DATA")
     if directory:
@@ -252,6 +261,7 @@ def write(name: str, run: Run, found: list[tuple[Target, list[Series]]]) -> None
             }
             for target, series in found
         ]
-        document = {"start": run.start, "end": run.end, "answers": answers, "job": labels.KIND}
+        times = {mark.panel: [time for found in series for time in starts(found)] for mark, series in marks}
+        document = {"start": run.start, "end": run.end, "answers": answers, "marks": times}
         Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / f"{name}.json").write_text(json.dumps(document))
