@@ -53,7 +53,7 @@ ADMISSION: list[tuple[KubeObject, str]] = [
 
 # The reason, and what the message must contain: field and fix.
 OPERATOR: list[tuple[KubeObject, str, tuple[str, ...]]] = [
-    (small("preset"), "InvalidSpec", ("spec.model", "did you mean `llama-3-8b`")),
+    (small("preset"), "InvalidSpec", ("`model.preset`", "did you mean `llama-3-8b`")),
     (
         small("no-claim", data={**TEXTS, "claimName": "text"}),
         "ClaimNotFound",
@@ -61,7 +61,11 @@ OPERATOR: list[tuple[KubeObject, str, tuple[str, ...]]] = [
     ),
     (selecting("no-label", {"pool": "a100"}), "Placing", ("no label pool",)),
     (small("resource", {"gpuResource": "nvidia.com/gpus"}), "Placing", ("no nvidia.com/gpus, but nvidia.com/gpu",)),
-    (small("too-wide", {"gpusPerWorker": 16}, replicas=16), "NoNodeLargeEnough", ("workers.gpusPerWorker",)),
+    (
+        small("too-wide", {"gpusPerWorker": 16}, replicas=16, training={"globalBatchSize": 32}),
+        "NoNodeLargeEnough",
+        ("workers.gpusPerWorker",),
+    ),
     (
         small("no-secret", volume(secretName="wandb")),
         "FailedMount",
