@@ -47,9 +47,12 @@ ADMISSION: list[tuple[KubeObject, str]] = [
     (small("a-typo", model={"layres": 2}), "layres"),
     (small("no-such-schedule", parallelism={"schedule": "1FOneB"}), "spec.parallelism.schedule"),
     (small("no-steps", training={"steps": None}), "spec.training.steps"),
+    (small("vocabulary", model={"vocabSize": 200}), "spec.model.vocabSize"),
     (small("odd-heads", model={"heads": 3}), "spec.model.hiddenSize"),
     ({**small("old-version"), "apiVersion": "meshwright.dev/v1"}, "the cluster has no `meshwright.dev/v1`"),
 ]
+
+WIDE = small("too-wide", {"gpusPerWorker": 16}, replicas=16, training={"globalBatchSize": 32})
 
 # The reason, and what the message must contain: field and fix.
 OPERATOR: list[tuple[KubeObject, str, tuple[str, ...]]] = [
@@ -61,11 +64,7 @@ OPERATOR: list[tuple[KubeObject, str, tuple[str, ...]]] = [
     ),
     (selecting("no-label", {"pool": "a100"}), "Placing", ("no label pool",)),
     (small("resource", {"gpuResource": "nvidia.com/gpus"}), "Placing", ("no nvidia.com/gpus, but nvidia.com/gpu",)),
-    (
-        small("too-wide", {"gpusPerWorker": 16}, replicas=16, training={"globalBatchSize": 32}),
-        "NoNodeLargeEnough",
-        ("workers.gpusPerWorker",),
-    ),
+    (WIDE, "NoNodeLargeEnough", ("workers.gpusPerWorker",)),
     (
         small("no-secret", volume(secretName="wandb")),
         "FailedMount",
@@ -92,7 +91,6 @@ RANKS: list[tuple[KubeObject, str, tuple[str, ...]]] = [
         "InvalidInput",
         ("there are tokens in tokens: set `data.mixture: [{path: tokens, weight: 1}]`",),
     ),
-    (small("vocabulary", model={"vocabSize": 200}), "RunRejected", ("`model.vocabSize: 200`", "at least 257")),
     (
         small("weights", training={"initialWeights": "/no/such/model"}),
         "InvalidInput",
