@@ -64,7 +64,7 @@ OPERATOR: list[tuple[KubeObject, str, tuple[str, ...]]] = [
     ),
     (selecting("no-label", {"pool": "a100"}), "Placing", ("no label pool",)),
     (small("resource", {"gpuResource": "nvidia.com/gpus"}), "Placing", ("no nvidia.com/gpus, but nvidia.com/gpu",)),
-    (WIDE, "NoNodeLargeEnough", ("workers.gpusPerWorker",)),
+    (WIDE, "Placing", ("workers.gpusPerWorker",)),
     (
         small("no-secret", volume(secretName="wandb")),
         "FailedMount",
