@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import click
+try:
+    import click
+except ModuleNotFoundError:
+    raise SystemExit("error: `meshwright` needs the Python package `click`: pip install meshwright-cli") from None
 
 from meshwright_cli.lazy_group import LazyCommand, LazyGroup
 

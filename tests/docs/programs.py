@@ -201,6 +201,7 @@ _CHECKS: dict[str, Callable[[list[str]], list[str]]] = {
     **{"python": _python, "python3": _python, "torchrun": _torchrun, "make": _make, "kubectl": _kubectl, "helm": _helm},
     **dict.fromkeys(
         [
+            ".",
             "cat",
             "cd",
             "cp",
