@@ -5,7 +5,7 @@ without the clock, in turns with it, and twice, so that the difference of the tw
 large as the cost, so the cost is also counted: the waits that the clock times in a step, times the thread CPU time of
 one, and what times and peaks add to a step's report. A rank that has waited continues with cold caches. So each time is
 taken after other memory was read, which makes it an upper bound. The run fails if the counted cost of a rank is more
-than 1 % of its step. The agent's time, in another process, is what it takes to read a report and update all its metrics.
+than 1 % of its step. The agent's time, in another process, is what it takes to read a report and update its metrics.
 
     python -m benchmarks.metrics_cost [--quick] [--json FILE]
 """
