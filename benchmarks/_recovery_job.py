@@ -74,8 +74,9 @@ URGENT_SPEC: dict[str, Any] = {
 class Job:
     """The job, and what is done to it."""
 
-    def __init__(self, client: Any, directory: Path) -> None:
+    def __init__(self, client: Any, directory: Path, on_loss: str) -> None:
         self.client = client
+        self.on_loss = on_loss
         self.control = directory / "cluster"
         self.changes: list[float] = []
         """Moments (monotonic seconds) at which another step of rank 0 was observed."""
@@ -84,7 +85,7 @@ class Job:
         """Apply the job and wait until it trains; its mesh generation."""
         spec = dict(SPEC)
         if ELASTIC:
-            spec["elastic"] = {"maxReplicas": 2, "onLoss": "Shrink", "pauseSeconds": 10}
+            spec["elastic"] = {"maxReplicas": 2, "onLoss": self.on_loss, "pauseSeconds": 10}
         await manifest.apply(self.client, CLAIM, NAMESPACE)
         await self.apply(NAME, spec)
         return int((await self.trains(0))["generation"])
@@ -255,8 +256,11 @@ SMALLER = ("resize down", "preempt")
 """Faults after which the job has one replica."""
 
 
-async def measure(faults: list[str]) -> dict[str, dict[str, Any]]:
-    """Seconds and phases by fault, in the order of FAULTS; `error` where the job did not train again in time."""
+async def measure(faults: list[str], on_loss: str) -> dict[str, dict[str, Any]]:
+    """Seconds and phases by fault, in the order of FAULTS; `error` where the job did not train again in time.
+
+    `on_loss` is `elastic.onLoss` of the job, where it has that.
+    """
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="recovery-") as name:
         directory = Path(name)
@@ -265,7 +269,7 @@ async def measure(faults: list[str]) -> dict[str, dict[str, Any]]:
             async with setup.connect(kubeconfig) as client:
                 await setup.install_crd(client)
                 await setup.start_operator(programs, directory, kubeconfig, setup.Ports())
-                job = Job(client, directory)
+                job = Job(client, directory, on_loss)
                 began = time.monotonic()
                 generation = await job.start()
                 found["start"] = {"seconds": round(time.monotonic() - began, 1)}

@@ -2,11 +2,12 @@
 
 One embedded cluster, one operator, one job of two replicas of two ranks each, on two of four nodes. Each fault strikes
 while the job trains; the time ends when every rank of a newer mesh generation trains. "without steps" is the longest
-time in which rank 0 was observed at the same step: a job that grows trains on while the new pods start. This job has
-`onLoss: Shrink`: the replica that is left trains on at once, and "without steps" includes the pause of the growth back
+time in which rank 0 was observed at the same step: a job that grows trains on while the new pods start. With
+`--on-loss Shrink` the replica that is left trains on at once, and "without steps" includes the pause of the growth back
 to the full size. With `--baseline DIR`, a checkout with its own `.venv`, both commits take turns on this machine. A
 baseline without `spec.elastic` restarts the gang to resize, as its user had to: its restart of `resize down` is the
-time that "restart / this" divides by that of each recovery.
+time that "restart / this" divides by that of each recovery. For a hang both wait for the limit of the job, which the
+ratios leave out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import click
 from _circumstances import circumstances
-from _recovery_job import FAULTS, measure
+from _recovery_job import FAULTS, HANG_LIMIT, measure
 from _report import table, write_json
 
 QUICK = ("process", "resize down", "resize up")
@@ -28,13 +29,14 @@ RESTART = "resize down"
 """The fault for which a baseline without `spec.elastic` restarts its gang."""
 
 
-def measure_with(python: Path, faults: list[str]) -> dict[str, dict[str, Any]]:
+def measure_with(python: Path, faults: list[str], on_loss: str) -> dict[str, dict[str, Any]]:
     """Measure with the packages of a checkout, by its interpreter.
 
     Raises:
         click.ClickException: The run failed. The message has its last lines.
     """
-    command = [str(python), str(Path(__file__).resolve()), "--print", *(f"--fault={fault}" for fault in faults)]
+    options = ["--print", f"--on-loss={on_loss}", *(f"--fault={fault}" for fault in faults)]
+    command = [str(python), str(Path(__file__).resolve()), *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=python.parents[2])
     if done.returncode:
         raise click.ClickException(f"{python}: exit {done.returncode}\n{done.stderr[-3000:]}")
@@ -58,8 +60,11 @@ def row(fault: str, best: dict[str, dict[str, dict[str, Any]]]) -> list[object]:
     cells: list[object] = [fault]
     for one in (baseline, this):
         cells += [one["seconds"], one["withoutSteps"]] if one else ["-", "-"]
-    for other in (baseline, restart):
-        cells.append(round(other["withoutSteps"] / this["withoutSteps"], 1) if other and this else "-")
+    waits = HANG_LIMIT if fault == "hang" else 0
+    for other, wait in ((baseline, waits), (restart, 0)):
+        both = other is not None and this is not None
+        ratio = (other["withoutSteps"] - wait) / (this["withoutSteps"] - waits) if both else None
+        cells.append(round(ratio, 1) if ratio is not None else "-")
     for one in (baseline, this):
         if one is None:
             cells.append("-")
@@ -75,16 +80,23 @@ def row(fault: str, best: dict[str, dict[str, dict[str, Any]]]) -> list[object]:
 @click.option("--quick", is_flag=True, help="A few faults: tests that it runs.")
 @click.option("--fault", "faults", multiple=True, type=click.Choice(list(FAULTS)), help="Only these.")
 @click.option("--runs", default=1, show_default=True, help="Runs of each commit; the shortest time counts.")
+@click.option("--on-loss", type=click.Choice(["Replace", "Shrink"]), default="Shrink", show_default=True)
 @click.option("--baseline", type=click.Path(path_type=Path, exists=True), help="A checkout with its own `.venv`.")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write the numbers there.")
 @click.option("--print", "printed", is_flag=True, hidden=True)
 def main(
-    quick: bool, faults: tuple[str, ...], runs: int, baseline: Path | None, file: Path | None, printed: bool
+    quick: bool,
+    faults: tuple[str, ...],
+    runs: int,
+    on_loss: str,
+    baseline: Path | None,
+    file: Path | None,
+    printed: bool,
 ) -> None:
     """Measure, and print a table."""
     chosen = [fault for fault in FAULTS if fault in (faults or (QUICK if quick else FAULTS))]
     if printed:
-        print(json.dumps(asyncio.run(measure(chosen))))
+        print(json.dumps(asyncio.run(measure(chosen, on_loss))))
         return
     pythons = {"this": Path(sys.executable)}
     if baseline is not None:
@@ -92,11 +104,11 @@ def main(
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in pythons}
     for _ in range(runs):
         for name, python in pythons.items():
-            results[name].append(measure_with(python, chosen))
+            results[name].append(measure_with(python, chosen, on_loss))
     best = {name: shortest(found, chosen) for name, found in results.items()}
     columns = ["", "baseline", "without steps", "this", "without steps", "baseline / this", "restart / this"]
     table("Seconds", [*columns, "phases of the baseline", "phases"], [row(fault, best) for fault in chosen])
-    write_json(file, {"circumstances": circumstances("cpu"), "best": best, "runs": results})
+    write_json(file, {"circumstances": circumstances("cpu"), "onLoss": on_loss, "best": best, "runs": results})
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ CHECKPOINT_INTERVALS, CHECKPOINT_MINUTES = 3, 30
 RESTARTS_IN_AN_HOUR = 3
 GOODPUT, GOODPUT_HOURS, GOODPUT_MINIMUM_SECONDS = 0.8, 6, 7200
 THROUGHPUT = 0.8
+STRAGGLER = 1.3
 PLACEMENT_COST = 1.5
 QUEUE_SECONDS = 3600
 
@@ -200,6 +201,18 @@ JOBS = (
         "does not count",
         f"{THROUGHPUT_PER_RANK.name} < {THROUGHPUT} * quantile_over_time(0.5, {THROUGHPUT_PER_RANK.name}[6h])"
         f" and {SAME_JOB} {THROUGHPUT_PER_RANK.name} offset 1h and {SAME_JOB} {PLACED.name}",
+        "10m",
+    ),
+    Alert(
+        "PTJStraggler",
+        "warning",
+        "A rank of a job is slower than the others.",
+        "Rank {{ $labels.rank }} of {{ $labels.namespace }}/{{ $labels.job_name }} (pod {{ $labels.pod }}, "
+        "{{ $labels.instance }}) computes {{ $value | humanize }} times as long as the median of the ranks. All others "
+        "wait for it.",
+        f"the compute time of a rank is more than {STRAGGLER} times the median of the job's ranks",
+        "max by (cluster, namespace, job_name, rank, pod, instance) (ptj_rank_straggler_ratio)"
+        f" > {STRAGGLER} and {SAME_JOB} {PLACED.name}",
         "10m",
     ),
     Alert(

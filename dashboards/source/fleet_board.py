@@ -23,15 +23,12 @@ from dashboards.source.queries import (
     CLUSTER,
     HOLDS_NO_GPU,
     JOBS,
-    RATE,
     SAME_JOB,
     or_zero,
-    quantile,
     rate,
 )
 
 CONDITION = "ptj_job_status_condition"
-RANKS = f'{SAME_JOB} group_left () max {BY_JOB} (ptj_job_ranks{{{JOBS},state="total"}})'
 BUILD = f"ptj_build_info{{{CLUSTER}}}"
 STATE_COLORS = {
     "training": GREEN,
@@ -193,16 +190,18 @@ def _capacity() -> Row:
 
 
 def _goodput() -> Row:
-    lost = f'ptj_job_seconds_total{{{JOBS},cause!~"Training|{HOLDS_NO_GPU}"}}'
+    started = f"max {BY_JOB} (ptj_job_mesh_generation{{{JOBS}}}) > 0"
+    gpu_time = "ptj_namespace_gpu_seconds_total"
+    lost = f'{gpu_time}{{{JOBS},cause!~"Training|{HOLDS_NO_GPU}"}}'
     return Row(
         "Goodput",
         [
             bars(
                 "Jobs with the lowest goodput",
-                "Share of the job's life that was spent on steps that count.",
+                "Share of the job's life that was spent on steps that count, of jobs that have started.",
                 "percentunit",
                 Query(
-                    f"sort(bottomk(10, max {BY_JOB} (ptj_job_goodput_ratio{{{JOBS}}})))",
+                    f"sort(bottomk(10, max {BY_JOB} (ptj_job_goodput_ratio{{{JOBS}}}) and {SAME_JOB} {started}))",
                     "{{namespace}}/{{job_name}}",
                     instant=True,
                 ),
@@ -213,10 +212,11 @@ def _goodput() -> Row:
             ),
             bars(
                 "GPU-hours lost, by cause",
-                "GPU-hours of the time range in which jobs had GPUs and did not train on steps that count.",
+                "GPU-hours of the time range in which jobs had GPUs and did not train on steps that count, also of "
+                "jobs that are gone.",
                 "h",
                 Query(
-                    f"sort_desc(sum by (cause) (increase({lost}[$__range]) * {RANKS}) / 3600)",
+                    f"sort_desc(sum by (cause) (increase({lost}[$__range])) / 3600)",
                     "{{cause}}",
                     instant=True,
                 ),
@@ -224,15 +224,22 @@ def _goodput() -> Row:
             ),
             time_series(
                 "GPUs by what their time is spent on",
-                "Ranks of all jobs that hold GPUs, by the cause that the operator books their time to.",
+                "GPUs of all jobs, by the cause that the operator books their time to.",
                 "short",
-                Query(
-                    f'sum by (cause) (rate(ptj_job_seconds_total{{{JOBS},cause!~"{HOLDS_NO_GPU}"}}[{RATE}]) * {RANKS})',
-                    "{{cause}}",
-                ),
+                Query(rate(gpu_time, f'{JOBS},cause!~"{HOLDS_NO_GPU}"', "cause"), "{{cause}}"),
                 stacked=True,
                 colors=CAUSE_COLORS,
-                span=24,
+            ),
+            bars(
+                "GPU-hours by namespace",
+                "GPU-hours of the time range in which jobs of each namespace had GPUs, also of jobs that are gone.",
+                "h",
+                Query(
+                    "sort_desc(sum by (namespace) "
+                    f'(increase({gpu_time}{{{JOBS},cause!~"{HOLDS_NO_GPU}"}}[$__range])) / 3600)',
+                    "{{namespace}}",
+                    instant=True,
+                ),
             ),
         ],
     )
@@ -262,8 +269,11 @@ def _restarts() -> Row:
 
 
 def _operator() -> Row:
-    errors = f'sum(rate(ptj_reconcile_duration_seconds_count{{{CLUSTER},result="error"}}[{RATE}]))'
-    failed = f'sum(rate(ptj_api_requests_total{{{CLUSTER},code=~"0|5.."}}[{RATE}]))'
+    errors = f'sum(increase(ptj_reconcile_duration_seconds_count{{{CLUSTER},result="error"}}[10m]))'
+    failed = f'sum(increase(ptj_api_requests_total{{{CLUSTER},code=~"0|5.."}}[10m]))'
+    reconciles = f"sum(increase(ptj_reconcile_duration_seconds_count{{{CLUSTER}}}[10m]))"
+    requests = f"sum(increase(ptj_api_requests_total{{{CLUSTER}}}[10m]))"
+    buckets = f"sum by (le) (increase(ptj_reconcile_duration_seconds_bucket{{{CLUSTER}}}[10m]))"
     return Row(
         "Operator",
         [
@@ -277,28 +287,26 @@ def _operator() -> Row:
             ),
             single_stat(
                 "Failed reconciles",
-                "Share of reconciles that fail.",
+                "Share of the reconciles of the last 10 minutes that failed.",
                 "percentunit",
-                Query(
-                    f"({errors} or 0 * max({BUILD})) / {rate('ptj_reconcile_duration_seconds_count', CLUSTER)}",
-                    "failed",
-                ),
+                Query(f"({errors} or 0 * max({BUILD})) / {reconciles}", "failed"),
                 steps=[Step(0.01, ORANGE), Step(0.1, RED)],
                 base=GREEN,
             ),
             single_stat(
                 "Reconcile time, p99",
-                "Time of one reconcile of a job.",
+                "Time of one reconcile of a job, in the last 10 minutes.",
                 "s",
-                Query(quantile(0.99, "ptj_reconcile_duration_seconds", CLUSTER), "p99"),
+                Query(f"histogram_quantile(0.99, {buckets})", "p99"),
                 steps=[Step(1, ORANGE), Step(10, RED)],
                 base=GREEN,
             ),
             single_stat(
                 "Failed API requests",
-                "Share of requests to the API server that get no answer, or a status of 500 or more.",
+                "Share of the requests to the API server of the last 10 minutes without an answer, or with a status of "
+                "500 or more.",
                 "percentunit",
-                Query(f"({failed} or 0 * max({BUILD})) / {rate('ptj_api_requests_total', CLUSTER)}", "failed"),
+                Query(f"({failed} or 0 * max({BUILD})) / {requests}", "failed"),
                 steps=[Step(0.01, ORANGE), Step(0.1, RED)],
                 base=GREEN,
             ),
@@ -339,10 +347,11 @@ def _list() -> Row:
                     f'max {BY_JOB} (ptj_job_ranks{{{JOBS},state="total"}})',
                     f"max {BY_JOB} (ptj_job_step{{{JOBS}}})",
                     f"max {BY_JOB} (ptj_job_goodput_ratio{{{JOBS}}})",
-                    f"sum {BY_JOB} (ptj_job_mesh_generation{{{JOBS}}}) - 1",
+                    f"clamp_min(max {BY_JOB} (ptj_job_mesh_generation{{{JOBS}}}) - 1, 0)",
                     f"max {BY_JOB} (ptj_job_placement_cost{{{JOBS}}})",
                     f"max {BY_JOB} (ptj_job_tokens_per_second{{{JOBS}}})",
                     f"max {BY_JOB} (ptj_job_eta_seconds{{{JOBS}}})",
+                    f"max {BY_JOB} (ptj_job_straggler_ratio{{{JOBS}}})",
                 ],
                 [
                     Column("namespace", "namespace"),
@@ -355,6 +364,7 @@ def _list() -> Row:
                     Column("E", "goodput", "percentunit"),
                     Column("F", "restarts", "short"),
                     Column("G", "placement cost", "short"),
+                    Column("J", "slowest rank over median", "short"),
                 ],
             )
         ],

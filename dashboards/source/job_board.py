@@ -27,7 +27,6 @@ from dashboards.source.queries import (
     JOB,
     PLANNED_RESTARTS,
     RATE,
-    mean,
     new_events,
     or_zero,
     padded_rank,
@@ -150,7 +149,7 @@ def _training() -> Row:
             "Restarts",
             "Starts of a mesh generation after the first one, for every cause.",
             "short",
-            Query(f"max(ptj_job_mesh_generation{{{JOB}}}) - 1", "restarts"),
+            Query(f"clamp_min(max(ptj_job_mesh_generation{{{JOB}}}) - 1, 0)", "restarts"),
             decimals=0,
             span=3,
         ),
@@ -194,7 +193,16 @@ def _speed() -> Row:
                 "Tokens that the job trains on, per second of wall time: it is 0 while ranks restart.",
                 "short",
                 Query(rate("ptj_tokens_total", JOB), "tokens/s"),
-                span=8,
+                span=6,
+            ),
+            time_series(
+                "FLOP per second",
+                "Floating-point operations per second of wall time, of all GPUs: of the model, and with the "
+                "recomputation of activation checkpointing.",
+                "flops",
+                Query(rate("ptj_model_flops_total", JOB), "model"),
+                Query(rate("ptj_hardware_flops_total", JOB), "with recomputation"),
+                span=6,
             ),
             time_series(
                 "Utilization of the GPUs",
@@ -203,7 +211,7 @@ def _speed() -> Row:
                 "percentunit",
                 Query(f"max(ptj_mfu{{{JOB}}})", "MFU"),
                 Query(f"max(ptj_hfu{{{JOB}}})", "HFU"),
-                span=8,
+                span=6,
             ),
             time_series(
                 "Step time",
@@ -211,23 +219,45 @@ def _speed() -> Row:
                 "s",
                 Query(quantile(0.5, "ptj_step_duration_seconds", JOB), "p50"),
                 Query(quantile(0.99, "ptj_step_duration_seconds", JOB), "p99"),
-                span=8,
+                span=6,
             ),
         ],
     )
 
 
 def _slow_ranks() -> Row:
-    duration = mean("ptj_step_duration_seconds", JOB, "rank")
+    ratio = f"max by (rank) (ptj_rank_straggler_ratio{{{JOB}}})"
+    slowest = f"sort_desc(topk(10, max by (rank, pod, instance) (ptj_rank_straggler_ratio{{{JOB}}})))"
     return Row(
         "Who is slow?",
         [
             heat_map(
-                "Step time of each rank, beyond the median",
-                "Mean step time of each rank minus the median of all ranks. Red: slower than the others. "
-                "Ranks that wait for each other in every step show nearly the same time.",
-                "s",
-                Query(padded_rank(f"({duration}) - on () group_left () quantile(0.5, {duration})"), "{{rank}}"),
+                "Compute time of each rank over the median",
+                "Recent compute time of each rank over the median of all ranks, one row for each rank. Red: all others "
+                "wait for this rank. A rank that is red for long is on a slow GPU or node.",
+                "short",
+                Query(padded_rank(ratio), "{{rank}}"),
+                minimum=0.5,
+                maximum=1.5,
+            ),
+            bars(
+                "Slowest ranks",
+                "The ten ranks with the longest compute time over the median, with the pod and its address.",
+                "short",
+                Query(slowest, "rank {{rank}}, {{pod}}, {{instance}}", instant=True),
+                steps=[Step(1.15, ORANGE), Step(1.3, RED)],
+                base=GREEN,
+            ),
+            time_series(
+                "Waits for communication",
+                "Share of the time in which ranks wait for communication that no computation hides, by dimension of "
+                "the mesh: mean of the ranks. Dimension job: all ranks, for the result of a step.",
+                "percentunit",
+                Query(
+                    f"avg by (dimension) (rate(ptj_exposed_communication_seconds_total{{{JOB}}}[{RATE}]))",
+                    "{{dimension}}",
+                ),
+                stacked=True,
             ),
         ],
     )
@@ -256,6 +286,27 @@ def _time() -> Row:
                 "s",
                 Query(f"sort_desc(sum by (cause) (ptj_job_seconds_total{{{JOB}}}))", "{{cause}}", instant=True),
                 colors=CAUSE_COLORS,
+            ),
+            time_series(
+                "Time of a step by phase",
+                "Share of the time of steps that each phase takes: mean of the ranks. Communication is the part that "
+                "no computation hides.",
+                "percentunit",
+                Query(
+                    f"{rate('ptj_step_phase_seconds_total', JOB, 'phase')}"
+                    f" / on () group_left () {rate('ptj_step_phase_seconds_total', JOB)}",
+                    "{{phase}}",
+                ),
+                stacked=True,
+                maximum=1,
+            ),
+            time_series(
+                "Pipeline bubble",
+                "Part of the time in which ranks wait for other stages of the pipeline: as measured (mean of ranks), "
+                "and as simulated for stages of equal time. Empty without a pipeline.",
+                "percentunit",
+                Query(f"avg(ptj_pipeline_bubble_measured_ratio{{{JOB}}})", "measured"),
+                Query(f"max(ptj_pipeline_bubble_simulated_ratio{{{JOB}}})", "simulated"),
             ),
             time_series(
                 "Wait for data",

@@ -218,11 +218,20 @@ def _planning() -> Row:
         [
             time_series(
                 "CPU time of plans",
-                "CPU time of one plan, and plans per second that were stopped at their deadline.",
+                "CPU time of one plan.",
                 "s",
+                Query(quantile(0.5, "ptj_planning_cpu_seconds", OPERATOR), "p50"),
                 Query(quantile(0.99, "ptj_planning_cpu_seconds", OPERATOR), "p99"),
-                Query(rate("ptj_planning_deadlines_exceeded_total", OPERATOR), "stopped per second"),
-                span=6,
+                span=5,
+            ),
+            single_stat(
+                "Plans stopped",
+                "Plans that were stopped since the operator started, because they took too much CPU time.",
+                "short",
+                Query(f"sum(ptj_planning_deadlines_exceeded_total{{{OPERATOR}}})", "stopped"),
+                steps=[Step(1, ORANGE)],
+                base=GREEN,
+                height=8,
             ),
             time_series(
                 "Placement time",
@@ -230,14 +239,14 @@ def _planning() -> Row:
                 "s",
                 Query(quantile(0.5, "ptj_placement_duration_seconds", OPERATOR), "p50"),
                 Query(quantile(0.99, "ptj_placement_duration_seconds", OPERATOR), "p99"),
-                span=6,
+                span=5,
             ),
             time_series(
                 "Placements by result",
                 "Attempts to place a job, by result.",
                 "cps",
                 Query(or_zero(rate("ptj_placement_attempts_total", OPERATOR, "result"), "result", BUILD), "{{result}}"),
-                span=6,
+                span=5,
             ),
             time_series(
                 "Pods",
@@ -247,7 +256,7 @@ def _planning() -> Row:
                     or_zero(rate("ptj_pod_operations_total", OPERATOR, "operation"), "operation", BUILD),
                     "{{operation}}",
                 ),
-                span=6,
+                span=5,
             ),
         ],
     )

@@ -6,7 +6,7 @@ Colors have a meaning: green is time or ranks that train, red is lost, orange ne
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from grafana_foundation_sdk.builders import (
@@ -123,9 +123,12 @@ def single_stat(
     decimals: int | None = None,
     names: bool = False,
 ) -> stat.Panel:
-    """Return a panel with the latest value of each series, colored by thresholds; with `names`, beside its name."""
+    """Return a panel with the present value of each series, colored by thresholds; with `names`, beside its name.
+
+    The queries are instant ones: the last value of a time range may be that of a series that has ended.
+    """
     panel = stat.Panel()
-    _common(panel, title, description, unit, queries, span, height)
+    _common(panel, title, description, unit, [replace(query, instant=True) for query in queries], span, height)
     panel.thresholds(_thresholds(base, steps))
     panel.graph_mode(common_models.BigValueGraphMode.NONE)
     panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))

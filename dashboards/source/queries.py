@@ -46,12 +46,12 @@ def mean(histogram: str, selector: str, *by: str) -> str:
 
 
 def or_zero(expression: str, label: str, present: str) -> str:
-    """Return an expression with a series `none` of zeros, for counters whose series appear with the first event.
+    """Return an expression, or a series `none` of zeros while it has none: counters appear with the first event.
 
     The zeros come from the gauge `present`: a panel has no data if nothing is scraped.
     """
     zeros = f'label_replace(0 * max({present}), "{label}", "none", "", "")'
-    return f"{expression} or {zeros}"
+    return f"{expression} or on () {zeros}"
 
 
 def new_events(counter: str, label: str, window: str, present: str) -> str:

@@ -103,12 +103,24 @@ class VolumeSpec(ApiModel):
 
 
 class ResourcesSpec(ApiModel):
-    """CPU and memory of one worker pod."""
+    """What one worker pod requests in addition to its GPUs. Placement counts all of it."""
 
     cpu: Quantity | None = None
     """CPU request of the pod, such as `16` or `500m`."""
     memory: Quantity | None = None
     """Memory request and limit of the pod, such as `64Gi`."""
+    devices: Annotated[dict[str, Annotated[int, Field(ge=1, le=1024)]], Field(max_length=16)] | None = None
+    """Other extended resources and their number, such as `rdma/ib: 1` or `vpc.amazonaws.com/efa: 32`: what NCCL needs
+    for the network of the cluster."""
+    huge_pages: Annotated[dict[str, Quantity], Field(max_length=4)] | None = None
+    """Huge pages by page size, such as `2Mi: 5120Mi`."""
+    ephemeral_storage: Quantity | None = None
+    """Request and limit of the node's local storage, such as `100Gi`."""
+    shared_memory: Quantity | None = None
+    """Size limit of `/dev/shm`, which counts as memory of the pod. Without it, `memory` limits it."""
+    exclusive_cpus: bool | None = None
+    """Whether the CPU request is also the limit, so that a node with the static CPU manager gives the pod CPUs of its
+    own. Needs `cpu`, a whole number, and `memory`."""
 
 
 class WorkersSpec(ApiModel):
@@ -130,7 +142,7 @@ class WorkersSpec(ApiModel):
     )
     """Extended resource of the GPUs."""
     resources: ResourcesSpec = ResourcesSpec()
-    """CPU and memory of each pod."""
+    """CPU, memory, network devices and other resources of each pod."""
     env: Annotated[list[EnvVar], Field(max_length=64, json_schema_extra={"x-list-map-key": "name"})] = []
     """Further environment variables of the worker container."""
     volumes: Annotated[list[VolumeSpec], Field(max_length=16, json_schema_extra={"x-list-map-key": "name"})] = []
@@ -153,5 +165,11 @@ class WorkersSpec(ApiModel):
     """Taints that the pods tolerate."""
     service_account_name: ShortText | None = None
     """Service account of the pods. Its token is not mounted."""
+    run_as_user: Annotated[int, Field(ge=1, le=2147483647)] | None = None
+    """User ID of the processes. Defaults to 65532. Root is not allowed."""
+    run_as_group: Annotated[int, Field(ge=1, le=2147483647)] | None = None
+    """Group ID of the processes, and of volumes that support it. Defaults to 65532."""
+    supplemental_groups: Annotated[list[Annotated[int, Field(ge=1, le=2147483647)]], Field(max_length=32)] | None = None
+    """Further groups of the processes, such as the one on the node that owns AMD GPUs."""
     termination_grace_period_seconds: Annotated[int, Field(ge=1, le=3600)] = 60
     """Time to write a checkpoint after SIGTERM before the pod is killed."""

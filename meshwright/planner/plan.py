@@ -14,7 +14,7 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.presets import UnknownModelError, resolve
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cluster.limits import ClusterLimits
-from meshwright.planner.cluster.pod_resources import Resources, parse_resources
+from meshwright.planner.cluster.pod_resources import Resources, parse_resources, worker_requests
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.memory import Memory
 from meshwright.planner.cost.strategy import Strategy
@@ -405,12 +405,10 @@ def _plan(
 
 def _pods(spec: ParallelTrainingJobSpec, strategy: Strategy) -> Plan:
     """The worker pods of a strategy."""
-    resources = {"cpu": spec.workers.resources.cpu or "0", "memory": spec.workers.resources.memory or "0"}
-    asked = parse_resources(resources, spec.workers.gpu_resource, pods=1)
     return Plan(
         strategy=strategy,
         gpus_per_worker=spec.workers.gpus_per_worker,
-        worker_request=Resources(spec.workers.gpus_per_worker, asked.cpu_milli, asked.memory_bytes, 1),
+        worker_request=parse_resources(worker_requests(spec.workers), spec.workers.gpu_resource, pods=1),
         global_batch_size=spec.training.global_batch_size if spec.training else None,
         gpus=spec.gpus,
         topology=spec.topology,

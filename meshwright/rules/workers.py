@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
@@ -36,6 +37,10 @@ VARIABLE_NAMES = (
     "MASTER_PORT",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
 )
+
+EXTENDED_RESOURCE = "^[a-z0-9]([a-z0-9.-]{0,250}[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"
+PAGE_SIZE = "^[1-9][0-9]{0,5}(Ki|Mi|Gi)$"
+WHOLE_NUMBER = "^[1-9][0-9]{0,5}$"
 
 MAX_COUNTED_IN_WINDOW = 100
 """Largest `recovery.maxRestarts` with a window: status contains the times of these restarts."""
@@ -97,7 +102,63 @@ def _first_worker_of_command(spec: Spec) -> bool:
     return spec.success_policy is SuccessPolicy.ALL_WORKERS or spec.runtime.command is not None
 
 
+def _extended(name: str) -> bool:
+    """Whether this names an extended resource, by the rules of Kubernetes."""
+    return re.fullmatch(EXTENDED_RESOURCE, name) is not None and not _is_native(name)
+
+
+def _is_native(name: str) -> bool:
+    return name.startswith("requests.") or "kubernetes.io/" in name
+
+
+def _can_be_pinned(spec: Spec) -> bool:
+    resources = spec.workers.resources
+    whole = resources.cpu is not None and re.fullmatch(WHOLE_NUMBER, resources.cpu) is not None
+    return not resources.exclusive_cpus or (whole and resources.memory is not None)
+
+
 WORKERS_RULES: tuple[Rule[Spec], ...] = (
+    Rule(
+        "workers.resources.devices",
+        "must name extended resources, such as `rdma/ib`, that are not Kubernetes' own: `cpu`, `memory` and huge pages "
+        "have fields of their own",
+        "!has(self.workers.resources.devices) || self.workers.resources.devices.all(d,"
+        f" d.matches('{EXTENDED_RESOURCE}') && !d.startsWith('requests.') && !d.contains('kubernetes.io/'))",
+        lambda spec: all(_extended(name) for name in spec.workers.resources.devices or ()),
+    ),
+    Rule(
+        "workers.resources.devices",
+        "must not contain `workers.gpuResource`: `workers.gpusPerWorker` is the number of GPUs",
+        "!has(self.workers.resources.devices) || !(self.workers.gpuResource in self.workers.resources.devices)",
+        lambda spec: spec.workers.gpu_resource not in (spec.workers.resources.devices or ()),
+    ),
+    Rule(
+        "workers.resources.hugePages",
+        "must have page sizes such as `2Mi` or `1Gi` as keys",
+        "!has(self.workers.resources.hugePages)"
+        f" || self.workers.resources.hugePages.all(size, size.matches('{PAGE_SIZE}'))",
+        lambda spec: all(re.fullmatch(PAGE_SIZE, size) for size in spec.workers.resources.huge_pages or ()),
+    ),
+    Rule(
+        "workers.resources.hugePages",
+        "needs `cpu` or `memory` in `workers.resources`, because Kubernetes rejects pods that request only huge pages: "
+        "set one",
+        "!has(self.workers.resources.hugePages) || has(self.workers.resources.cpu)"
+        " || has(self.workers.resources.memory)",
+        lambda spec: (
+            spec.workers.resources.huge_pages is None
+            or spec.workers.resources.cpu is not None
+            or spec.workers.resources.memory is not None
+        ),
+    ),
+    Rule(
+        "workers.resources.exclusiveCpus",
+        "needs `workers.resources.cpu`, a whole number such as `16`, and `workers.resources.memory`: set both",
+        f"!has(self.workers.resources.exclusiveCpus) || !self.workers.resources.exclusiveCpus"
+        " || (has(self.workers.resources.cpu)"
+        f" && self.workers.resources.cpu.matches('{WHOLE_NUMBER}') && has(self.workers.resources.memory))",
+        _can_be_pinned,
+    ),
     Rule(
         "workers.labels",
         f"must not have keys that start with {' or '.join(LABEL_PREFIXES)}, which are reserved for the operator: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -10,10 +11,12 @@ import time
 from meshwright_worker.rank.task import Outcome, RankEvents, RankTask, StepReport
 
 PRELOADED_BY: list[int] = []
+COLLECTED_IN_PRELOAD: list[bool] = []
 
 
 def preload() -> None:
     PRELOADED_BY.append(os.getpid())
+    COLLECTED_IN_PRELOAD.append(gc.isenabled())
 
 
 def train(task: RankTask, events: RankEvents) -> Outcome:
@@ -24,6 +27,16 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         for step in range(1, 201):
             events.step(StepReport(step, 1.0, 1.0, 1e-3, 10, step, 0.01, 0.0))
         print("printed by", os.environ["RANK"], "preloaded by parent", [os.getppid()] == PRELOADED_BY)
+        return Outcome.COMPLETE
+    if what == "garbage":
+        print(
+            "collected: in preload",
+            *COLLECTED_IN_PRELOAD,
+            "in rank",
+            gc.isenabled(),
+            "frozen",
+            gc.get_freeze_count() > 0,
+        )
         return Outcome.COMPLETE
     if what == "raise":
         raise LookupError("no such weight")

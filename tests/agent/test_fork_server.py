@@ -72,6 +72,12 @@ async def test_events_come_in_order_and_the_end_comes_last(server: ForkServerCli
     assert life.lines == ["[rank 0] printed by 0 preloaded by parent True"]
 
 
+async def test_garbage_is_collected_in_ranks_but_not_while_torch_is_imported(server: ForkServerClient) -> None:
+    life = Life(await fork(server, "garbage"))
+    await life.events()
+    assert life.lines == ["[rank 0] collected: in preload False in rank True frozen True"]
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [("raise", "rank 2: LookupError: no such weight"), ("base-exception", "rank 2: KeyboardInterrupt")],

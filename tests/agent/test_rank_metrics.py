@@ -74,6 +74,7 @@ def test_a_rank_that_moves_takes_its_series_along() -> None:
 def test_without_a_median_no_rank_is_slow(median: float | None) -> None:
     metrics = WorkerMetrics("team-a", "job")
     metrics.generation(1, [0], restart=False)
+    metrics.compute_times({0: 1.0}, 0.5)
     metrics.compute_times({0: 1.0}, median)
     assert "ptj_rank_straggler_ratio{" not in metrics.exposition().decode()
 

@@ -2,6 +2,7 @@
 
 import io
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from meshwright_cli.demo import checks
+from meshwright_cli.demo import checks, pace
 from meshwright_cli.demo.fault import Fault
 from meshwright_cli.demo.line_view import LineWriter
 from meshwright_cli.demo.live_view import render_live_view
 from meshwright_cli.demo.loss_curve import LossCurve, sparkline
 from meshwright_cli.demo.lost_node import LostNode
 from meshwright_cli.demo.observer import gauge
-from meshwright_cli.demo.snapshot import snapshot
+from meshwright_cli.demo.pace import MOST_STEPS, Pace
+from meshwright_cli.demo.snapshot import Sample, snapshot
 from meshwright_cli.demo.story import Story
 from meshwright_cli.demo.summary import DemoResult, summary
 from meshwright_cli.demo.text import clock, format_age
@@ -212,6 +214,34 @@ def test_fault_strikes_once_after_a_tenth_of_the_steps_when_every_rank_trains():
     assert fault.due(now)
     fault.deleted_pod, fault.generation, fault.step = now.pods[-1], now.generation, now.step
     assert not fault.due(now)
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "steps"), [(0.4, 0), (0.3, 0), (0.1, 450), (0.01, 4500), (0.0001, MOST_STEPS)]
+)
+def test_a_job_that_is_too_short_for_the_story_gets_more_steps(monkeypatch, step_seconds, steps):
+    clock = [50.0]
+    monkeypatch.setattr(pace.time, "monotonic", lambda: clock[0])
+
+    def at(step, generation=1, ready="4/4", total=100):
+        taken = snapshot(running(step, generation, ready, total), [pod(0), pod(1)], [])
+        return replace(taken, sample=Sample(step, 2.0))
+
+    found = Pace()
+    assert not found.observe(at(1, ready="3/4"))
+    assert not found.observe(at(2))
+    clock[0] += 3 * step_seconds
+    assert not found.observe(at(5)), "too few steps to tell"
+    assert not found.settled(at(5))
+    clock[0] += 7 * step_seconds
+    assert found.observe(at(12)) == bool(steps)
+    assert found.steps == steps
+    assert found.step_seconds == pytest.approx(step_seconds)
+    assert found.settled(at(13)) == (not steps)
+    assert not found.observe(at(14)), "only once"
+    if steps:
+        assert not found.settled(at(14, generation=2, ready="0/4", total=steps))
+        assert found.settled(at(15, generation=2, total=steps))
 
 
 def struck_fault():

@@ -260,6 +260,19 @@ def speed_cases() -> list[Case]:
         Case("PTJThroughputDrop", "as fast as before", {**PLACED, tokens: "0+60000x300", RANKS: "8x400"}, 275),
         Case("PTJThroughputDrop", "half of the GPUs", {**PLACED, tokens: slow, RANKS: "8x240 4x100"}, 275),
         Case(
+            "PTJStraggler",
+            "one of three ranks",
+            {**PLACED, slow_rank("0"): "1x30", slow_rank("1"): "1x30", slow_rank("2"): "1x5 1.5x25"},
+            20,
+            Firing(
+                "Rank 2 of ml/llama (pod llama-w2-0, 10.0.0.2:9464) computes 1.5 times as long as the median of the "
+                "ranks. All others wait for it.",
+                {**JOB, "rank": "2", "pod": "llama-w2-0", "instance": "10.0.0.2:9464"},
+            ),
+        ),
+        Case("PTJStraggler", "for a moment", {**PLACED, slow_rank("2"): "1x5 1.5x5 1x25"}, 20),
+        Case("PTJStraggler", "a little slower", {**PLACED, slow_rank("2"): "1.2x30"}, 20),
+        Case(
             "PTJLossNaN",
             "NaN",
             {loss: "2 2 NaN NaN NaN NaN"},
@@ -294,6 +307,11 @@ def speed_cases() -> list[Case]:
             40,
         ),
     ]
+
+
+def slow_rank(rank: str) -> str:
+    """The straggler ratio of a rank."""
+    return of_job("ptj_rank_straggler_ratio", rank=rank, pod=f"llama-w{rank}-0", instance=f"10.0.0.{rank}:9464")
 
 
 CASES = [*operator_cases(), *progress_cases(), *restart_cases(), *speed_cases()]

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import time
 from bisect import bisect_left
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.api.parallelism import ContextMethod
+from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.actions import Schedule
 from meshwright.schedules.registry import NAMES
 from meshwright.schedules.simulator import simulate
+from meshwright_worker.agent.metrics import WorkerMetrics
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed import step_clock
 from meshwright_worker.distributed.collectives import all_reduce_sum
@@ -28,9 +33,10 @@ from meshwright_worker.distributed.timed_collectives import timed_collectives
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels, PendingReceive
 from meshwright_worker.parallel.pipeline.rank_program import p2p_pairs
 from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
-from meshwright_worker.rank.task import RankTask, StepTimes
+from meshwright_worker.rank.task import RankTask, StepReport, StepTimes
 from meshwright_worker.trainer.step_times import simulated_bubble, step_times
-from tests.distributed.cases import Training
+from meshwright_worker.trainer.train import train
+from tests.distributed.cases import Recorder, Training
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_pipeline_clock import COSTS, MICRO_BATCHES, RANKS, Clock, ClockedChunk, made
@@ -180,3 +186,49 @@ def test_exposed_communication_is_that_of_a_trace(pool: RankPool, name: str) -> 
     own = DIMENSION.get(name, name)
     assert waits[own] == max(waits.values()), f"rank 0 waits for the late rank in its {own} group: {waits}"
     assert waits[own] > LAG
+
+
+def counted_training(task: RankTask) -> tuple[list[StepReport], int]:
+    """The reports of a whole run, and the operations of this rank's matrix products as torch counts them."""
+    recorder = Recorder()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        train(task, recorder)
+    return recorder.reports, counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ["one", "tensor", "pipeline", "data"])
+def test_utilization_is_that_of_torchs_count(pool: RankPool, text: Path, name: str) -> None:
+    run = LAYOUTS[name] if name in LAYOUTS else small_run()
+    answers = pool.run(counted_training, run, data_dir=text)
+    counted = sum(flops for _, flops in answers) / run.training.steps
+    peak = 1e12
+    report = replace(answers[0][0][-1], peak_flops=peak)
+    metrics = WorkerMetrics("team-a", "job")
+    metrics.step(0, report)
+    exported = re.search(r"^ptj_mfu{.*} (.*)$", metrics.exposition().decode(), re.MULTILINE)
+    assert exported is not None
+    assert float(exported[1]) == pytest.approx(counted / (peak * report.seconds), rel=0.02)
+
+
+def reports_of(task: RankTask) -> list[StepReport]:
+    recorder = Recorder()
+    train(task, recorder)
+    return recorder.reports
+
+
+@pytest.mark.parametrize("schedule", [PipelineSchedule.PIPEDREAM_2BW, PipelineSchedule.ZB_H1])
+def test_reports_of_a_run_divide_its_steps_and_have_both_bubbles(
+    pool: RankPool, text: Path, schedule: PipelineSchedule
+) -> None:
+    run = small_run(pipeline=2, micro_batches=4, clip=0.0, parallelism={"schedule": schedule})
+    by_rank: list[list[StepReport]] = pool.run(reports_of, run, data_dir=text)
+    for reports in by_rank:
+        times = [report.times for report in reports if report.times is not None]
+        assert len(times) == run.training.steps
+        spent = sum(one.compute + one.update + sum(one.waits.values()) for one in times)
+        assert 0 < spent <= sum(report.seconds for report in reports)
+        assert all(one.bubble is None or 0 <= one.bubble < 1 for one in times)
+        assert any(one.bubble for one in times)
+    simulated = {report.simulated_bubble for report in by_rank[0]}
+    assert simulated == {0.0 if schedule is PipelineSchedule.PIPEDREAM_2BW else simulated_bubble(run)}
+    assert {report.simulated_bubble for report in by_rank[1]} == {None}, "rank 0 exports it for the job"

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -76,13 +77,25 @@ async def test_demo_loses_a_worker_recovers_and_tells_it(tmp_path, job):
     assert connected(directory) == []
 
 
-@pytest.mark.long
-async def test_demo_of_an_elastic_job_loses_a_node_shrinks_and_grows_again(tmp_path):
+def demos_own_job():
     """The demo's own job, with half of its steps."""
-    path, directory = tmp_path / "job.yaml", tmp_path / "demo"
     items = list(yaml.safe_load_all((EXAMPLES / "stdlib-lm.yaml").read_text()))
     items[-1]["spec"]["training"]["steps"] = 100
-    path.write_text(yaml.safe_dump_all(items))
+    return items
+
+
+def fast_job():
+    """A job that would be over before a node can join."""
+    parallelism = {"tensor": 2, "pipeline": 2, "microBatches": 2}
+    elastic = {"replacementSeconds": 5, "pauseSeconds": 10}
+    return tiny("stdlib-lm", parallelism=parallelism, elastic=elastic, training={"globalBatchSize": 32})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [demos_own_job, fast_job])
+async def test_demo_of_an_elastic_job_loses_a_node_shrinks_and_grows_again(tmp_path, make):
+    path, directory = tmp_path / "job.yaml", tmp_path / "demo"
+    path.write_text(yaml.safe_dump_all(make()))
     process = await start(directory, "--manifest", str(path))
     out = (await asyncio.wait_for(process.communicate(), patient(240)))[0].decode()
     assert process.returncode == 0, out
@@ -93,11 +106,16 @@ async def test_demo_of_an_elastic_job_loses_a_node_shrinks_and_grows_again(tmp_p
         "replicas 1 of 2",
         "NODE: rack1-spare joins the cluster",
         "GROWN: 2 of 2 replicas train again",
-        "step 100, 3,200 samples",
         ", as computed from the data alone",
         "rack1-spare w3",
     ):
         assert word in out, out
+    found = re.search(r"^trained +step (\d+), ([\d,]+) samples", out, re.MULTILINE)
+    assert found is not None, out
+    assert int(found[2].replace(",", "")) == 32 * int(found[1])
+    if make is fast_job:
+        assert "FAST: a step takes" in out, out
+        assert int(found[1]) > 60
     assert connected(directory) == []
 
 

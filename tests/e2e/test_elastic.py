@@ -73,9 +73,16 @@ async def finish(stage: Stage, name: str) -> dict[str, Any]:
 
 
 async def uninterrupted(stage: Stage, steps: int) -> dict[str, Any]:
-    """The state that a job without resizes ends with after these steps."""
-    training = {"steps": steps, "optimizer": CONSTANT}
-    await stage.apply(tiny("fixed", replicas=1, parallelism={"microBatches": 4}, training=training))
+    """The state that a job without resizes ends with after these steps.
+
+    It has one rank and saves once: however many steps the other one took while it waited, this takes a fraction.
+    """
+    changes: dict[str, Any] = {
+        "parallelism": {"tensor": 1, "microBatches": 4},
+        "workers": {"gpusPerWorker": 1},
+        "checkpoint": {"everySteps": 100_000},
+    }
+    await stage.apply(tiny("fixed", replicas=1, training={"steps": steps, "optimizer": CONSTANT}, **changes))
     await stage.complete("fixed", 300)
     saved = await stage.saved("fixed")
     await stage.delete("fixed")
@@ -128,3 +135,24 @@ async def test_a_job_trains_on_without_a_lost_node_and_grows_when_it_returns(sta
     assert status.mesh is not None
     assert status.mesh.cause == "Rescaled"
     await same_run(stage, await finish(stage, "shrunk"))
+
+
+async def test_a_job_trains_on_at_once_with_the_replica_that_is_left(stage: Stage) -> None:
+    """With `onLoss: Shrink`. The worker that is lost ran rank 0."""
+    await stage.apply(elastic("halved", 2, onLoss="Shrink", replacementSeconds=600))
+    await runs(stage, "halved", 2)
+    before = await uids(stage, "halved")
+    del before[await stage.delete_pod("halved", 0, grace_seconds=0)]
+
+    def half(status: ParallelTrainingJobStatus) -> bool:
+        return (status.replicas, status.ready_ranks) == (1, "2/2")  # it has begun to grow again
+
+    status = await stage.until("halved", half, "training with the replica that is left")
+    assert status.mesh is not None
+    assert (status.mesh.generation, status.mesh.cause, status.restarts_toward_limit) == (2, "PodLost", 0)
+    assert before.items() <= (await uids(stage, "halved")).items()
+    status = await runs(stage, "halved", 2)
+    assert status.mesh is not None
+    assert status.mesh.cause == "Rescaled"
+    assert before.items() < (await uids(stage, "halved")).items()
+    await same_run(stage, await finish(stage, "halved"))

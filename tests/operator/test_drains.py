@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 
+import pytest
+
 from meshwright.protocol.messages import AgentState
 from tests.operator.support import JOBS
-from tests.operator.test_elastic import FOREVER, edit, elastic, events, pods, size
+from tests.operator.test_elastic import FOREVER, edit, elastic, events, grouped, pods, size
 from tests.operator.test_settling import submitted
 from tests.operator.world import World
 
@@ -128,6 +130,41 @@ async def test_replacements_start_beside_an_elastic_job_and_the_ranks_train_unti
     cordon(world, node, cordoned=False)
     await world.run(100)
     assert world.status("job")["mesh"]["generation"] == 2
+
+
+@pytest.mark.parametrize("nodes", [3, 2], ids=["replaced", "given up"])
+async def test_status_has_the_checkpoint_of_rank_0_if_its_worker_leaves(nodes: int) -> None:
+    world = World(10, nodes=nodes, work=FOREVER)
+    world.submit(elastic("job", 2))
+    await world.run(30)
+    assert "checkpoint" not in world.status("job")
+    before = pods(world, "job")
+    (leaving,) = {pod.name for pod in world.pods("job") if pod.worker == 0}
+    agent, step = world.agents[leaving], 0
+    cordon(world, node_of(world, 0), cordoned=True)
+    for _ in range(60):
+        await world.tick(1)
+        step = max(step, int(agent.trained))
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert pods(world, "job") & before == before - {leaving}
+    status = world.status("job")
+    assert status["checkpoint"]["step"] == step > 0
+    assert size(world, "job") == nodes - 1
+
+
+async def test_one_worker_of_a_tensor_group_is_replaced_beside_the_others() -> None:
+    world = World(11, nodes=4, work=FOREVER)
+    world.submit(grouped(world, 1))
+    await world.run(30)
+    before, node = pods(world, "job"), node_of(world, 1)
+    assert len(before) == 2
+    (leaving,) = {pod.name for pod in world.pods("job") if pod.worker == 1}
+    cordon(world, node, cordoned=True)
+    await world.run(60)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert pods(world, "job") & before == before - {leaving}
+    assert len(pods(world, "job")) == 2
+    assert world.status("job")["restarts"] == [{"cause": "NodeDrained", "count": 1}]
 
 
 async def test_a_move_ends_when_the_node_drains_no_more() -> None:

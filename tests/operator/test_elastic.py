@@ -35,6 +35,16 @@ def edit(world: World, name: str, **spec: Any) -> None:
     world.cluster.update(f"{JOBS}/{name}", new)
 
 
+def label(world: World, node: str, key: str, value: str) -> None:
+    obj = copy.deepcopy(world.nodes[node])
+    obj["metadata"]["labels"][key] = value
+    world.cluster.stamp(obj)
+    world.nodes[node] = obj
+    for operator in world.operators:
+        operator.cache.put_node(obj)
+        operator.nodes_changed()
+
+
 def set_ready(world: World, node: str, ready: bool) -> None:
     """A node goes down with its pods, or comes back."""
     obj = copy.deepcopy(world.nodes[node])
@@ -410,3 +420,42 @@ async def test_a_scaled_batch_and_its_rate_reach_the_ranks_at_every_size() -> No
         assert training.optimizer.learning_rate == pytest.approx(0.005 * replicas)
     # Three replicas do not divide 8 sequences: each has the four that it has with two.
     assert seen == [(3, 1, 12), (2, 1, 8), (1, 1, 4)]
+
+
+def grouped(world: World, replicas: int) -> dict[str, Any]:
+    """A job whose tensor-parallel groups have two workers, on nodes of one NVLink domain."""
+    for name in world.nodes:
+        label(world, name, "nvidia.com/gpu.clique", "one")
+    body = elastic("job", replicas)
+    body["spec"]["parallelism"]["tensor"] = 4
+    body["spec"]["model"]["kvHeads"] = 4
+    return body
+
+
+async def test_a_lost_worker_of_a_tensor_group_is_replaced_and_the_other_stays() -> None:
+    world = World(31, nodes=4, work=FOREVER)
+    world.submit(grouped(world, 1))
+    await world.run(30)
+    before = pods(world, "job")
+    assert len(before) == 2
+    (lost,) = {pod.name for pod in world.pods("job") if pod.worker == 1}
+    world.crash(lost)
+    await world.run(60)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert before - {lost} < pods(world, "job")
+
+
+async def test_what_is_left_of_a_tensor_group_ends_before_all_of_it_starts_in_another_domain() -> None:
+    world = World(32, nodes=4, work=FOREVER)
+    body = grouped(world, 1)
+    for name in ("n2", "n3"):
+        label(world, name, "nvidia.com/gpu.clique", "two")
+    world.submit(body)
+    await world.run(30)
+    before = pods(world, "job")
+    lost = next(pod for pod in world.pods("job") if pod.worker == 1)
+    set_ready(world, lost.node, ready=False)
+    await world.run(120)  # the world checks that no two pods of a worker live at once
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert not before & pods(world, "job")
+    assert len(pods(world, "job")) == 2

@@ -185,3 +185,32 @@ def test_the_cas_of_the_coordinator_are_in_the_environment_only_with_tls() -> No
     assert found(CoordinatorTrust()) == (None, None)
     assert found(CoordinatorTrust("PEM")) == ("PEM", None)
     assert found(CoordinatorTrust("PEM", "mw.example")) == ("PEM", "mw.example")
+
+
+def test_devices_huge_pages_and_storage_are_requests_and_limits_and_cpus_are_pinned_when_asked() -> None:
+    resources = {
+        "cpu": "16",
+        "memory": "64Gi",
+        "devices": {"rdma/ib": 1},
+        "hugePages": {"2Mi": "5120Mi"},
+        "ephemeralStorage": "100Gi",
+        "sharedMemory": "32Gi",
+        "exclusiveCpus": True,
+    }
+    pod = make(workers={"image": "i", "gpusPerWorker": 2, "resources": resources})
+    found = pod["spec"]["containers"][0]["resources"]
+    assert found["requests"] == found["limits"]
+    assert found["limits"] == {
+        "nvidia.com/gpu": "2", "cpu": "16", "memory": "64Gi", "rdma/ib": "1", "hugepages-2Mi": "5120Mi",
+        "ephemeral-storage": "100Gi",
+    }  # fmt: skip
+    (shm,) = (volume for volume in pod["spec"]["volumes"] if volume["name"] == "shm")
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "32Gi"}
+
+
+def test_user_and_groups_of_the_processes() -> None:
+    pod = make(workers={"image": "i", "gpusPerWorker": 2, "runAsUser": 1000, "supplementalGroups": [44, 109]})
+    context = pod["spec"]["securityContext"]
+    assert (context["runAsUser"], context["runAsGroup"], context["fsGroup"]) == (1000, 65532, 65532)
+    assert context["supplementalGroups"] == [44, 109]
+    assert make(workers={"image": "i", "gpusPerWorker": 2, "runAsGroup": 7})["spec"]["securityContext"]["fsGroup"] == 7

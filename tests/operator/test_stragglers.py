@@ -52,6 +52,8 @@ def test_the_registry_compares_again_every_few_seconds() -> None:
     now[0] += COMPUTE_SECONDS
     assert registry.compute_times() == ComputeTimes(1.5, 4.0, 5)
     assert registry.agents().compute == ComputeTimes(1.5, 4.0, 5)
+    registry.generation = 2
+    assert registry.compute_times() is None, "the times of another generation's ranks do not count"
 
 
 def test_the_answer_to_a_report_has_the_median_and_an_older_agent_ignores_it() -> None:

@@ -23,6 +23,7 @@ from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.planner.cost_model import Calibration
 from meshwright.protocol.messages import (
     AgentState,
+    CheckpointCommit,
     FailureKind,
     MeshDocument,
     MeshRequest,
@@ -278,6 +279,8 @@ class Agent:
     idle: float = 0.0
     document: MeshDocument | None = None
     """The generation that it took last."""
+    saved: CheckpointCommit | None = None
+    """What its ranks saved when they paused, if one of them is rank 0."""
 
     def train(self, seconds: float, work: float) -> None:
         """Its ranks go on, whoever listens."""
@@ -293,19 +296,28 @@ class Agent:
             return
         registry, key = operator.coordinator.registry(self.uid), JobKey(self.pod.namespace, self.pod.job)
         if self.state is AgentState.RUNNING and registry.pause == self.generation and not self.hung:
-            self.state = AgentState.IDLE  # its ranks have saved a checkpoint
+            self.state = AgentState.IDLE
+            if self.first_rank == 0:
+                step = int(self.trained)
+                self.saved = CheckpointCommit(step=step, time=format_time(operator.now()), path=f"step-{step:08d}")
         if registry.superseded(self._hello()):
             self.state = AgentState.DRAINING
             return
         document = registry.document_for(self._hello())
         if document is not None:
             self.generation, self.state, self.trained, self.idle = document.generation, AgentState.RUNNING, 0.0, 0.0
-            self.failure, self.hung, self.document = None, False, document
+            self.failure, self.hung, self.document, self.saved = None, False, document, None
         new = registry.is_new(self._hello())
         with registry.polling(self._hello()):
             if new:
                 operator.notify(key, urgent=True)
         operator.notify(key, registry.receive_report(self.report()))
+
+    @property
+    def first_rank(self) -> int:
+        """Its first rank in the generation that it took last; -1 before the first."""
+        members = self.document.members if self.document is not None else []
+        return next((member.first_rank for member in members if member.worker == self.pod.worker), -1)
 
     def _hello(self) -> MeshRequest:
         return MeshRequest(
@@ -322,7 +334,7 @@ class Agent:
         step = int(self.trained)
         live = self.state is AgentState.RUNNING
         process = RankProcess(
-            rank=self.pod.worker, pid=7, step=step, idle_seconds=self.idle, state="T" if self.hung else ""
+            rank=max(0, self.first_rank), pid=7, step=step, idle_seconds=self.idle, state="T" if self.hung else ""
         )
         return WorkerReport(
             worker=self.pod.worker,
@@ -331,8 +343,9 @@ class Agent:
             generation=self.generation,
             state=self.state,
             failure=self.failure,
-            ranks=[process] if live else [],
-            progress=Progress(step=step, loss=1.0, step_seconds=1.0) if live and self.pod.worker == 0 else None,
+            ranks=[process] if live or self.saved else [],
+            progress=Progress(step=step, loss=1.0, step_seconds=1.0) if live and self.first_rank == 0 else None,
+            checkpoint=self.saved,
         )
 
 

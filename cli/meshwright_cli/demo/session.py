@@ -31,6 +31,7 @@ from meshwright_cli.demo.snapshot import Snapshot
 from meshwright_cli.demo.story import Story
 from meshwright_cli.demo.summary import DemoResult, summary
 from meshwright_local.kube.client import ApiClient
+from meshwright_local.kube.resources import JOBS
 
 NAMESPACE = "default"
 POLL_SECONDS = 0.5
@@ -82,11 +83,12 @@ async def run(options: Options, console: Console) -> None:
                 story = plan_story(spec, options) if options.fault else None
                 curve = LossCurve()
                 end = await follow_job(programs, client, options, job, story, curve, shown)
+                spec = parse_spec(job := await client.get(JOBS, end.name, NAMESPACE))
                 if end.status.checkpoint is not None and spec.checkpoint is not None:
                     saved_at = (NAMESPACE, spec.checkpoint.claim_name, end.status.checkpoint.path)
                     end.status.checkpoint.path = str(await setup.local_checkpoint_path(client, *saved_at))
                 record = read_checkpoint_record(end)
-                digest = await expected_digest(programs, spec, options)
+                digest = await expected_digest(programs, spec, job, options.directory)
                 problems = checks.failed_checks(end, story, record, total_samples(spec), digest)
                 if problems:
                     logs = await failure_logs.logs(client, NAMESPACE, end, options.directory)
@@ -185,12 +187,16 @@ def read_checkpoint_record(end: Snapshot) -> checks.CheckpointRecord | None:
         return None
 
 
-async def expected_digest(programs: Programs, spec: ParallelTrainingJobSpec, options: Options) -> str:
+async def expected_digest(
+    programs: Programs, spec: ParallelTrainingJobSpec, job: Mapping[str, Any], directory: Path
+) -> str:
     """The digest of the run's samples, computed from the data without training. Empty if only pods have the data."""
     if spec.data is None or spec.data.source is not DataSource.PYTHON_STDLIB:
         return ""
-    argv = [sys.executable, "-m", "meshwright_worker.expected_digest", str(options.manifest)]
-    return (await programs.output("data digest", argv, options.directory / "digest.log")).strip()
+    path = directory / "job.json"
+    path.write_text(json.dumps({key: job[key] for key in ("apiVersion", "kind", "metadata", "spec")}))
+    argv = [sys.executable, "-m", "meshwright_worker.expected_digest", str(path)]
+    return (await programs.output("data digest", argv, directory / "digest.log")).strip()
 
 
 async def generate_text(programs: Programs, end: Snapshot, directory: Path) -> str:

@@ -134,7 +134,8 @@ def job_of_manifest(filename: Path) -> dict[str, Any]:
     problems = check_manifest(jobs[0])
     if problems:
         more = f" (and {len(problems) - MAX_PROBLEMS} more)" if len(problems) > MAX_PROBLEMS else ""
-        raise click.ClickException(f"{filename}: {'; '.join(map(str, problems[:MAX_PROBLEMS]))}{more}")
+        text = f"{'; '.join(map(str, problems[:MAX_PROBLEMS]))}{more}"
+        raise click.ClickException(f"{filename}: {text}") from InvalidSpecError(text)
     return jobs[0]
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from meshwright.api.workers import WorkersSpec
 from meshwright.planner.cluster.quantities import parse_quantity
 
 HOSTNAME_LABEL = "kubernetes.io/hostname"
+EPHEMERAL_STORAGE = "ephemeral-storage"
+HUGE_PAGES = "hugepages-"
+
+
+Amounts = tuple[tuple[str, int], ...]
+"""Resource name -> amount, sorted by name, without zeros. A tuple, because most pods share few of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +27,9 @@ class Resources:
     cpu_milli: int = 0
     memory_bytes: int = 0
     pods: int = 0
+    others: Amounts = ()
+    """Other resources, such as network devices, huge pages and local storage, by their Kubernetes names. Devices as a
+    number, the others in bytes."""
 
     def __add__(self, other: Resources) -> Resources:
         return Resources(
@@ -27,30 +37,70 @@ class Resources:
             self.cpu_milli + other.cpu_milli,
             self.memory_bytes + other.memory_bytes,
             self.pods + other.pods,
+            _combined(self.others, other.others, int.__add__)
+            if self.others and other.others
+            else self.others or other.others,
         )
 
     def __sub__(self, other: Resources) -> Resources:
         return self + other * -1
 
     def __mul__(self, count: int) -> Resources:
-        return Resources(self.gpus * count, self.cpu_milli * count, self.memory_bytes * count, self.pods * count)
+        return Resources(
+            self.gpus * count,
+            self.cpu_milli * count,
+            self.memory_bytes * count,
+            self.pods * count,
+            tuple((name, amount * count) for name, amount in self.others) if count else (),
+        )
+
+    def __floordiv__(self, parts: int) -> Resources:
+        """An equal share, rounded down."""
+        return Resources(
+            self.gpus // parts,
+            self.cpu_milli // parts,
+            self.memory_bytes // parts,
+            self.pods // parts,
+            tuple((name, share) for name, amount in self.others if (share := amount // parts)),
+        )
 
     def fits(self, each: Resources) -> int:
         """How many times `each` fits in this amount, at least 0.
 
         Resources that `each` does not request do not count.
         """
-        pairs = (
+        pairs = [
             (self.gpus, each.gpus),
             (self.cpu_milli, each.cpu_milli),
             (self.memory_bytes, each.memory_bytes),
             (self.pods, each.pods),
-        )
+        ]
+        if each.others:
+            here = dict(self.others)
+            pairs += [(here.get(name, 0), wanted) for name, wanted in each.others]
         return max(0, min((available // wanted for available, wanted in pairs if wanted > 0), default=0))
+
+    def short_of(self, each: Resources) -> list[str]:
+        """The Kubernetes names of the resources, except GPUs, of which there is too little for one `each`."""
+        here = dict(self.others)
+        pairs = [
+            ("cpu", self.cpu_milli, each.cpu_milli),
+            ("memory", self.memory_bytes, each.memory_bytes),
+            ("pods", self.pods, each.pods),
+            *((name, here.get(name, 0), wanted) for name, wanted in each.others),
+        ]
+        return [name for name, available, wanted in pairs if 0 < wanted > available]
+
+
+def _combined(first: Amounts, second: Amounts, operation: Callable[[int, int], int]) -> Amounts:
+    amounts = dict(first)
+    for name, amount in second:
+        amounts[name] = operation(amounts.get(name, 0), amount)
+    return tuple(sorted((name, amount) for name, amount in amounts.items() if amount))
 
 
 def parse_resources(resources: Mapping[str, Any], gpu_resource: str, pods: int | None = None) -> Resources:
-    """Parse resources of a Kubernetes object. CPU and memory are rounded up.
+    """Parse resources of a Kubernetes object. CPU, memory and other sizes are rounded up.
 
     Raises:
         ValueError: a value is not a quantity.
@@ -60,7 +110,28 @@ def parse_resources(resources: Mapping[str, Any], gpu_resource: str, pods: int |
         cpu_milli=ceil(parse_quantity(resources.get("cpu", 0)) * 1000),
         memory_bytes=ceil(parse_quantity(resources.get("memory", 0))),
         pods=int(parse_quantity(resources.get("pods", 0))) if pods is None else pods,
+        others=_others(resources, gpu_resource),
     )
+
+
+def _others(resources: Mapping[str, Any], gpu_resource: str) -> Amounts:
+    """Extended resources, huge pages and local storage."""
+    found = (
+        (name, ceil(parse_quantity(value)))
+        for name, value in resources.items()
+        if name != gpu_resource and ("/" in name or name == EPHEMERAL_STORAGE or name.startswith(HUGE_PAGES))
+    )
+    return tuple(sorted((name, amount) for name, amount in found if amount))
+
+
+def worker_requests(workers: WorkersSpec) -> dict[str, str]:
+    """What the container of a worker pod requests, by Kubernetes' names of resources."""
+    asked = workers.resources
+    found = {workers.gpu_resource: str(workers.gpus_per_worker)}
+    found |= {name: value for name, value in (("cpu", asked.cpu), ("memory", asked.memory)) if value}
+    found |= {name: str(number) for name, number in (asked.devices or {}).items()}
+    found |= {f"{HUGE_PAGES}{size}": value for size, value in (asked.huge_pages or {}).items()}
+    return found | ({EPHEMERAL_STORAGE: asked.ephemeral_storage} if asked.ephemeral_storage else {})
 
 
 def is_terminal(pod: Mapping[str, Any]) -> bool:
@@ -93,6 +164,8 @@ def pod_request(pod: Mapping[str, Any], gpu_resource: str) -> Resources:
         cpu_milli=pod_level.cpu_milli if "cpu" in pod_level_requests else container_requests.cpu_milli,
         memory_bytes=pod_level.memory_bytes if "memory" in pod_level_requests else container_requests.memory_bytes,
         pods=1,
+        # At pod level, Kubernetes takes huge pages beside CPU and memory. Devices are requested by containers.
+        others=_overridden(container_requests.others, pod_level.others),
     )
 
 
@@ -146,4 +219,9 @@ def _elementwise_max(first: Resources, other: Resources) -> Resources:
         max(first.cpu_milli, other.cpu_milli),
         max(first.memory_bytes, other.memory_bytes),
         max(first.pods, other.pods),
+        _combined(first.others, other.others, max),
     )
+
+
+def _overridden(amounts: Amounts, by: Amounts) -> Amounts:
+    return tuple(sorted({**dict(amounts), **dict(by)}.items())) if by else amounts

@@ -153,16 +153,20 @@ def _per_rack(capacity: FreeCapacity, shape: GangShape) -> str:
 def _other_resources(
     plan: Plan, inventory: Inventory, kept: Mapping[int, str], levels: GroupLevels, workers_that_fit: int
 ) -> list[str]:
-    """A hint if GPUs are free but CPU, memory or the number of pods is not."""
+    """A hint if GPUs are free but another resource, such as CPU, memory or a network device, is not."""
     only_gpus = replace(plan, worker_request=Resources(gpus=plan.gpus_per_worker))
     shape = GangShape(plan)
     # The inventory has the GPUs of the workers that stay as free ones.
     by_gpus = FreeCapacity(only_gpus, inventory, kept, levels.base).total_blocks() * shape.block_workers
     if by_gpus <= workers_that_fit or workers_that_fit >= shape.workers - len(kept):
         return []
-    return [
-        f"Counting only GPUs, {by_gpus} workers fit: CPU, memory or pod capacity is missing, see `workers.resources`"
-    ]
+    request = plan.worker_request
+    nodes = [node for node in inventory.usable if node.free.gpus >= request.gpus]
+    short = Counter(name for node in nodes for name in node.free.short_of(request * (node.free.gpus // request.gpus)))
+    missing = "; ".join(
+        f"{count} node{'s'[: count > 1]} with too little {name}" for name, count in short.most_common(3)
+    )
+    return [f"Counting only GPUs, {by_gpus} workers fit: {missing}, see `workers.resources`"]
 
 
 def _skipped_nodes(plan: Plan, inventory: Inventory) -> list[str]:

@@ -96,6 +96,7 @@ class AgentRegistry:
         self._newest = 0
         self._compute: ComputeTimes | None = None
         self._compute_at = float("-inf")
+        self._compute_generation = 0
         self._changed = asyncio.Condition()
         self._clock = clock
         self._started_at = clock()
@@ -278,10 +279,10 @@ class AgentRegistry:
             self._newest = max(self._newest, generation)
 
     def compute_times(self) -> ComputeTimes | None:
-        """The compute times of the current generation's ranks, counted again every `COMPUTE_SECONDS`."""
+        """The compute times of the current generation's ranks, compared again every `COMPUTE_SECONDS`."""
         now = self._clock()
-        if now - self._compute_at >= COMPUTE_SECONDS:
-            self._compute_at = now
+        if now - self._compute_at >= COMPUTE_SECONDS or self._compute_generation != self.generation:
+            self._compute_at, self._compute_generation = now, self.generation
             self._compute = compute_times((entry.report for entry in self._reports.values()), self.generation)
         return self._compute
 

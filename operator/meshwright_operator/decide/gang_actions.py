@@ -60,7 +60,8 @@ class Size:
 
 def size_of(sizes: Sequence[Size], placement: Placement) -> Size | None:
     """The size that was placed. None for a job that is not elastic."""
-    return next((size for size in sizes if size.plan.layout == placement.plan.layout), None)
+    same = (size for size in sizes if size.plan.layout == placement.plan.layout)
+    return next((size for size in same if size.kept.items() <= placement.nodes.items()), None)
 
 
 @dataclass(frozen=True, slots=True)

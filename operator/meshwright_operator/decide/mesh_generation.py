@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from meshwright.addresses import join_host_port, split_host_port
 from meshwright.api.status import MeshStatus, parse_ranks
-from meshwright.protocol.messages import MAX_GENERATION, MeshDocument, MeshMember
+from meshwright.protocol.messages import MAX_GENERATION, MeshDocument, MeshMember, WorkerReport
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.timestamps import format_time
 
@@ -46,6 +46,20 @@ def plan_workers(observed: Observed) -> dict[int, int]:
 def rank_zero_worker(observed: Observed) -> int:
     """The worker that runs rank 0."""
     return next((worker for worker, plan_worker in plan_workers(observed).items() if plan_worker == 0), 0)
+
+
+def rank_zero_report(observed: Observed) -> WorkerReport | None:
+    """The last report about rank 0 of the current generation, or of the one that has ended last.
+
+    After a resize or a move another worker runs rank 0, while the one of the ended generation still saves a checkpoint.
+    """
+    reports = observed.agents.reports
+    received = reports.get(rank_zero_worker(observed))
+    if observed.mesh.pending_cause:
+        of_rank_zero = (r for r in reports.values() if any(rank.rank == 0 for rank in r.report.ranks))
+        received = next((r for r in of_rank_zero if r.report.generation == observed.mesh.generation), received)
+    current = received is not None and received.report.generation == observed.mesh.generation
+    return received.report if received is not None and current else None
 
 
 def next_generation(observed: Observed, cause: str, failures: int) -> MeshStatus:

@@ -16,7 +16,7 @@ from meshwright.api.status import CheckpointStatus, EvaluationStatus, ParallelTr
 from meshwright.perplexity import perplexity
 from meshwright.protocol.messages import AgentState, Evaluation, Progress, WorkerReport
 from meshwright.protocol.run_config import NativeRun
-from meshwright_operator.decide.mesh_generation import rank_zero_worker
+from meshwright_operator.decide.mesh_generation import rank_zero_report
 from meshwright_operator.decide.observed import Observed, PodState
 from meshwright_operator.timestamps import format_time, parse_time
 
@@ -25,16 +25,16 @@ THROTTLED_FIELDS = ("step", "loss", "tokens_per_second", "eta_seconds", "evaluat
 
 
 def update_progress(observed: Observed, status: ParallelTrainingJobStatus) -> None:
-    """Copies step, loss, throughput, evaluation and checkpoint from the last report of rank 0's worker."""
+    """Copies step, loss, throughput, evaluation and checkpoint from the last report about rank 0."""
     run = observed.run
     status.total_steps = run.training.steps if isinstance(run, NativeRun) else None
-    received = observed.agents.reports.get(rank_zero_worker(observed))
-    if received is None or received.report.generation != observed.mesh.generation:
+    report = rank_zero_report(observed)
+    if report is None:
         return
-    if received.report.progress is not None:
-        _update_step(received.report.progress, status)
-    _update_evaluation(received.report.evaluation, status)
-    _update_checkpoint(observed, received.report, status)
+    if report.progress is not None:
+        _update_step(report.progress, status)
+    _update_evaluation(report.evaluation, status)
+    _update_checkpoint(observed, report, status)
 
 
 def count_ranks(observed: Observed, silent: Set[int] = frozenset()) -> tuple[int, int]:

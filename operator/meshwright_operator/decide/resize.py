@@ -20,7 +20,6 @@ from meshwright_operator.decide import sizing
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.gang_actions import Place, Size, size_of
-from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState, Worker, has_started
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted, placement_text
 from meshwright_operator.decide.size_status import (
@@ -187,31 +186,25 @@ def _leaving_text(decision: Decision) -> str:
     return moves + (f" and {len(workers) - 3} more" if len(workers) > 3 else "")
 
 
-def move_beside(decision: Decision, draining: Sequence[Worker]) -> bool:
+def move_beside(decision: Decision, draining: Sequence[Worker]) -> None:
     """Asks for nodes for workers that replace those on draining nodes, and start beside the job.
 
-    Returns whether the job can move so: not if workers of a tensor-parallel group would have to leave other nodes too,
-    and not if rank 0 leaves, because status would not get the checkpoint that it saves.
+    They take over the ranks of these workers, and the others keep theirs.
     """
     observed = decision.observed
     if observed.joining and sizing.moves(observed):
-        return True
-    if rank_zero_worker(observed) in {worker.index for worker in draining}:
-        return False
-    stay = [worker for worker in observed.workers if worker not in draining]
-    size = sizing.size_for(observed, observed.plan, stay, beside=True)
-    if len(size.kept) < len(stay):
-        return False
+        return
     if observed.joining:
         abandon_growth(decision, "workers have to leave draining nodes", failed=False)
     if observed.excess_pods or observed.joining:
         decision.requeue_within(SHRINK_SECONDS)  # their nodes may be the ones to move to
-        return True
+        return
     if (seconds := sizing.seconds_until_retry(observed)) > 0:
         decision.requeue_within(seconds)
-        return True
+        return
+    stay = [worker for worker in observed.workers if worker not in draining]
+    size = sizing.size_in_place(observed, observed.plan, stay, beside=True)
     decision.move = decision.grow = Place((), {worker.index: worker.node for worker in stay}, (size,))
-    return True
 
 
 def _continue_growth(decision: Decision) -> None:

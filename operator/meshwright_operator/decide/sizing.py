@@ -81,23 +81,24 @@ def smaller_plan(observed: Observed) -> Plan | None:
     return plans[0] if own.replanned or not same_size else None
 
 
-def size_for(observed: Observed, plan: Plan, stay: Iterable[Worker], *, beside: bool = False) -> Size:
+def size_for(observed: Observed, plan: Plan, stay: Iterable[Worker]) -> Size:
     """The job with this plan, if these workers stay. Workers that are missing get the lowest free indices.
 
-    With `beside`, all of its pods live while the missing workers start: these get indices that no pod has.
+    What is left of a tensor-parallel group does not stay. Its pods end, so that no new pod may have one of their
+    indices: two pods of a worker must not live at once.
     """
     ranks_of = plan_workers(observed)
     running = {worker.index: ranks_of[worker.index] for worker in stay if worker.index in ranks_of}
     kept = workers_on_resize(observed.plan, plan, running)
     nodes = {worker.index: worker.node for worker in observed.workers}
+    live = {worker.index for worker in observed.workers if worker.state in LIVE}
     missing = sorted(set(range(len(plan.workers))) - set(kept.values()))
-    same = {plan_worker: worker for worker, plan_worker in ranks_of.items() if worker not in kept}
+    same = {plan_worker: worker for worker, plan_worker in ranks_of.items() if worker not in kept.keys() | live}
     assigned = dict(kept)
     for plan_worker in missing:  # a lost worker is replaced under its own index
-        if not beside and (index := same.get(plan_worker)) is not None:
+        if (index := same.get(plan_worker)) is not None:
             assigned[index] = plan_worker
-    used = {*nodes, *(pod.worker for pod in observed.excess_pods)} if beside else set()
-    used |= assigned.keys()
+    used = assigned.keys() | live
     free = iter(index for index in range(len(plan.workers) + len(used)) if index not in used)
     for plan_worker in missing:
         if plan_worker not in assigned.values():
@@ -107,6 +108,26 @@ def size_for(observed: Observed, plan: Plan, stay: Iterable[Worker], *, beside: 
         dict(sorted(assigned.items())),
         {plan_worker: nodes[worker] for worker, plan_worker in kept.items()},
     )
+
+
+def size_in_place(observed: Observed, plan: Plan, stay: Iterable[Worker], *, beside: bool = False) -> Size:
+    """The job in its layout, in which these workers stay with their ranks, and the others get new pods.
+
+    With `beside`, all of its pods live while the new ones start: these get indices that no pod has.
+    """
+    worker_of = {plan_worker: worker for worker, plan_worker in plan_workers(observed).items()}
+    nodes = {worker.index: worker.node for worker in stay}
+    used = {*(worker.index for worker in observed.workers), *(pod.worker for pod in observed.excess_pods)}
+    free = iter(index for index in range(len(plan.workers) + len(used)) if index not in used)
+    assigned, kept = dict[int, int](), dict[int, str]()
+    for plan_worker in range(len(plan.workers)):
+        worker = worker_of.get(plan_worker)
+        if worker in nodes:
+            kept[plan_worker] = nodes[worker]
+        elif worker is None or beside:
+            worker = next(free)
+        assigned[worker] = plan_worker
+    return Size(plan, dict(sorted(assigned.items())), kept)
 
 
 def sizes_to_place(observed: Observed) -> tuple[Size, ...]:
@@ -127,7 +148,11 @@ def sizes_to_place(observed: Observed) -> tuple[Size, ...]:
         else:
             # Workers that wait for others are not worth more than those that train: no growth yet.
             plans = [plan for plan in plans if plan.layout.world_size <= own]
-    return tuple(size_for(observed, plan, live) for plan in plans)
+    found = [size_for(observed, plan, live) for plan in plans]
+    # What is left of a tensor-parallel group stays if the rest of it fits beside it.
+    same = [plan for plan in plans if live and plan.layout == observed.plan.layout]
+    in_place = (size_in_place(observed, plan, live) for plan in same)
+    return (*(size for size in in_place if size not in found), *found)
 
 
 def shrinks_on_loss(observed: Observed) -> bool:

@@ -114,7 +114,8 @@ def _move_off_draining_nodes(decision: Decision) -> None:
         return  # only the external scheduler knows whether the workers fit elsewhere
     if not draining or spec.recovery.cordoned_nodes is CordonedNodes.STAY or spec.checkpoint is None:
         return
-    if observed.elastic is not None and resize.move_beside(decision, draining):
+    if observed.elastic is not None:
+        resize.move_beside(decision, draining)
         decision.requeue_within(MOVE_RETRY_SECONDS)
         return
     trained = seconds_since(observed.mesh.started_time, observed.now)

@@ -86,6 +86,7 @@ def read_pod_request(obj: Mapping[str, Any], node_by_hostname: Mapping[str, str]
 def request_json_for(amount: Resources, gpu_resource: str) -> str:
     """The same JSON for a pod that does not exist yet."""
     requests = {gpu_resource: amount.gpus, "cpu": f"{amount.cpu_milli}m", "memory": amount.memory_bytes}
+    requests |= dict(amount.others)
     return request_json_of({"spec": {"containers": [{"resources": {"requests": requests}}]}})
 
 

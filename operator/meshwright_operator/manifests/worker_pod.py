@@ -15,7 +15,8 @@ from meshwright.api import labels
 from meshwright.api.objects import KubeObject, pod_name, service_name
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import WorkerPlacement
-from meshwright.api.workers import EnvVar, VolumeSpec
+from meshwright.api.workers import EnvVar, VolumeSpec, WorkersSpec
+from meshwright.planner.cluster.pod_resources import worker_requests
 from meshwright_operator.manifests.owned_objects import TOKEN_KEY, job_labels, owner_reference
 
 USER_ID = 65532
@@ -95,14 +96,7 @@ def _pod_spec(context: PodContext, placed: WorkerPlacement) -> KubeObject:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": workers.termination_grace_period_seconds,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER_ID,
-            "runAsGroup": USER_ID,
-            "fsGroup": USER_ID,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": _security_context(workers),
         "containers": [_container(context, placed)],
         "volumes": [volume for volume, _ in _volumes(context.spec)],
     }
@@ -112,6 +106,20 @@ def _pod_spec(context: PodContext, placed: WorkerPlacement) -> KubeObject:
         "imagePullSecrets": [secret.wire() for secret in workers.image_pull_secrets],
     }
     return spec | {key: value for key, value in optional.items() if value}
+
+
+def _security_context(workers: WorkersSpec) -> KubeObject:
+    group = workers.run_as_group or USER_ID
+    groups = {"supplementalGroups": list(workers.supplemental_groups)} if workers.supplemental_groups else {}
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": workers.run_as_user or USER_ID,
+        "runAsGroup": group,
+        "fsGroup": group,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+        **groups,
+    }
 
 
 def _scheduling(scheduler: str | None, node: str) -> KubeObject:
@@ -142,13 +150,11 @@ def _container(context: PodContext, placed: WorkerPlacement) -> KubeObject:
 
 
 def _resources(spec: ParallelTrainingJobSpec) -> KubeObject:
-    workers = spec.workers
-    gpus = {workers.gpu_resource: str(workers.gpus_per_worker)}
-    requests, limits = dict(gpus), dict(gpus)
-    if workers.resources.cpu:
-        requests["cpu"] = workers.resources.cpu
-    if workers.resources.memory:
-        requests["memory"] = limits["memory"] = workers.resources.memory
+    """Requests and limits: equal, except that CPU has no limit unless the pod is to have CPUs of its own."""
+    limits = worker_requests(spec.workers)
+    requests = dict(limits)
+    if not spec.workers.resources.exclusive_cpus:
+        limits.pop("cpu", None)
     return {"requests": requests, "limits": limits}
 
 
@@ -213,8 +219,10 @@ def _job_volume(volume: VolumeSpec) -> tuple[KubeObject, KubeObject]:
 
 def _operator_volumes(spec: ParallelTrainingJobSpec) -> list[tuple[KubeObject, KubeObject]]:
     """The operator's volumes with their mounts. `/dev/shm` is a memory volume: the default of 64 MiB is too small."""
+    size = spec.workers.resources.shared_memory
+    memory = {"medium": "Memory", **({"sizeLimit": size} if size else {})}
     volumes: list[tuple[KubeObject, KubeObject]] = [
-        ({"name": "shm", "emptyDir": {"medium": "Memory"}}, {"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
+        ({"name": "shm", "emptyDir": memory}, {"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
     ]
     if spec.checkpoint is not None:
         claim = {"claimName": spec.checkpoint.claim_name}

@@ -89,7 +89,7 @@ class Holder:
             used: dict[str, Resources] = {}
             for node in own:
                 staying = staying_on.get(node, Resources())
-                used[node] = used.get(node, Resources()) + _share(staying, counts[node])
+                used[node] = used.get(node, Resources()) + staying // counts[node]
             nodes.append(used)
         return replace(self, nodes=nodes, used=staying_on)
 
@@ -97,7 +97,7 @@ class Holder:
         """Node -> what pods of it use that are not its workers any more, if all its pods together use these amounts."""
         counts = Counter((*self.workers, *self.joining))
         return {
-            node: _share(amount, amount.pods) * (amount.pods - counts[node])
+            node: amount // amount.pods * (amount.pods - counts[node])
             for node, amount in amounts.items()
             if amount.pods > counts[node]
         }
@@ -282,9 +282,3 @@ def _end_of_pause(resized: datetime | None, seconds: float, now: datetime) -> da
     end = resized + timedelta(seconds=seconds)
     # After a clock was set back, the pause must not be longer, except by the age that a request may have.
     return end if 0.0 < (end - now).total_seconds() <= seconds + OLDEST_REQUEST_SECONDS else None
-
-
-def _share(amount: Resources, parts: int) -> Resources:
-    return Resources(
-        amount.gpus // parts, amount.cpu_milli // parts, amount.memory_bytes // parts, amount.pods // parts
-    )

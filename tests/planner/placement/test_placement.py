@@ -309,7 +309,7 @@ def test_a_worker_that_cannot_rejoin_its_group_says_that_a_fresh_start_would_fit
 def test_cpu_and_memory_limit_too_and_the_message_says_so() -> None:
     plan = plan_of(2, 1, 2, 2)
     greedy = Plan(plan.strategy, 2, type(plan.worker_request)(gpus=2, cpu_milli=40_000, pods=1))
-    with pytest.raises(DoesNotFitError, match="Counting only GPUs, 4 workers fit: CPU, memory or pod capacity"):
+    with pytest.raises(DoesNotFitError, match="Counting only GPUs, 4 workers fit: 1 node with too little cpu"):
         place(greedy, inventory(node("n0", gpus=8)))
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from meshwright_worker.agent import metrics
 from meshwright_worker.distributed import step_clock, timed_collectives
-from meshwright_worker.distributed.step_clock import PASSES, UPDATE, HostClock, phase, running_clock
+from meshwright_worker.distributed.step_clock import PASSES, UPDATE, HostClock, StreamClock, phase, running_clock
 from meshwright_worker.trainer.step_times import step_times
 
 
@@ -109,3 +109,41 @@ def test_torchs_functions_are_timed_by_group_and_restored(monkeypatch: pytest.Mo
         assert dist.all_reduce is original
     finally:
         dist.destroy_process_group()
+
+
+class Event:
+    """A point in a stream that has passed or not."""
+
+    def __init__(self, at: float) -> None:
+        self.at, self.passed = at, False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.at - self.at) * 1000
+
+
+def test_a_stream_is_timed_by_its_events_once_it_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Event] = []
+
+    def record(clock: StreamClock) -> Event:
+        events.append(Event(float(len(events))))
+        return events[-1]
+
+    monkeypatch.setattr(StreamClock, "_event", record)
+    clock = StreamClock(stream=object())  # type: ignore[arg-type]
+    clock.open(PASSES)
+    clock.open(None, "tensor")
+    clock.close()
+    clock.open(None, "data")
+    clock.close()
+    clock.close()
+    assert clock.take() == {}, "the host does not wait for the stream"
+    for event in events[:4]:
+        event.passed = True
+    assert clock.take() == {(PASSES, "tensor"): 1}
+    for event in events:
+        event.passed = True
+    assert clock.take() == {(PASSES, "data"): 1, (PASSES, ""): 5 - 1 - 1}
+    assert clock.take() == {}

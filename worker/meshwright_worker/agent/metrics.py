@@ -291,6 +291,7 @@ class WorkerMetrics(Exporter):
     def compute_times(self, seconds: Mapping[int, float | None], median: float | None) -> None:
         """Record the recent compute times of local ranks, and the median over all of the job's ranks, if known."""
         if median is None or median <= 0:
+            self.straggler.clear()
             return
         for rank, own in seconds.items():
             if own is not None:

@@ -107,9 +107,12 @@ class TimedWork(dist.Work):
 
 
 @contextmanager
-def timed_collectives(mesh: Mesh) -> Iterator[StepClock]:
-    """Time the collectives and phases of this process within the block, and yield the clock."""
-    dimension_of = GroupDimensions(mesh).of
+def timed_collectives(mesh: Mesh, dimensions: GroupDimensions | None = None) -> Iterator[StepClock]:
+    """Time the collectives and phases of this process within the block, and yield the clock.
+
+    `dimensions` are those of the mesh, if they are known from an earlier block.
+    """
+    dimension_of = (dimensions or GroupDimensions(mesh)).of
     originals = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
     with running_clock(mesh.device, dimension_of) as clock:
         for name, original in originals.items():

@@ -13,6 +13,11 @@ the agent dies, and each rank when the server dies.
 from __future__ import annotations
 
 import gc
+
+if __name__ == "__main__":
+    # Importing torch creates millions of objects, none of which is garbage: looking for some takes a fifth of the time.
+    gc.disable()
+
 import importlib
 import json
 import os
@@ -91,6 +96,7 @@ class ForkServer:
         # Collecting garbage in a rank would write to, and so copy, pages that all ranks share.
         gc.collect()
         gc.freeze()
+        gc.enable()
 
     def _serve_one(self) -> bool:
         data, descriptors, _, _ = socket.recv_fds(self._channel, MAX_MESSAGE, 2)
