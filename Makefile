@@ -65,6 +65,7 @@ generate: setup ## Write every generated file: CRD, API reference, protocol sche
 	$(VENV)/bin/python -m meshwright.crd
 	$(VENV)/bin/python -m meshwright_operator.metrics.metrics_docs > docs/metrics.md
 	$(VENV)/bin/python -m meshwright_worker.agent.metrics_docs > docs/worker-metrics.md
+	$(VENV)/bin/python -m meshwright_cli.reference > docs/cli.md
 	$(VENV)/bin/python -m dashboards.source
 	$(VENV)/bin/python -m meshwright_cli.explain.docs_figures
 	$(VENV)/bin/python -m tests.docs

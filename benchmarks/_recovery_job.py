@@ -316,6 +316,7 @@ async def _restore(job: Job, fault: str, result: dict[str, Any]) -> int:
     if restored - began > 0.5 and fault not in SMALLER:
         await _steps_after(job, restored)
         result["restored"] = round(_longest_gap(job.changes, before), 2)
+        result["restoredPhases"] = await job.phases(generation)
         result["withoutSteps"] = round(result["withoutSteps"] + result["restored"], 2)
     return generation
 

@@ -6,6 +6,7 @@ The group therefore stores, for each subcommand, its help line, its module and t
 
 from __future__ import annotations
 
+import difflib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from importlib import import_module
 from typing import Any
 
 import click
+
+OTHER = "Other commands"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class LazyCommand:
     """One line for the list of commands."""
     distributions: str
     """Distributions to install for it, as arguments of `pip install`."""
+    section: str = OTHER
+    """Heading under which the group lists it."""
 
 
 class LazyGroup(click.Group):
@@ -49,8 +54,25 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands from their summaries."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, self._lazy[name].summary) for name in self.list_commands(ctx)])
+        sections = self.sections()
+        for heading in sections:
+            own = [name for name in self.list_commands(ctx) if self._lazy[name].section == heading]
+            with formatter.section(heading if len(sections) > 1 else "Commands"):
+                formatter.write_dl([(name, self._lazy[name].summary) for name in own])
+
+    def sections(self) -> list[str]:
+        """Headings of the list of commands, in the order of the commands. Other commands are last."""
+        found = dict.fromkeys(entry.section for entry in self._lazy.values())
+        return sorted(found, key=lambda heading: heading == OTHER)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """The subcommand that the arguments name. An unknown name is an error that names the nearest one."""
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and name not in self._lazy:
+            near = difflib.get_close_matches(name, self._lazy, n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            ctx.fail(f"No such command `{name}`.{hint}")
+        return super().resolve_command(ctx, args)
 
 
 def load(name: str, entry: LazyCommand) -> click.Command:

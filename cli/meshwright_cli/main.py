@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
-import click
+try:
+    import click
+except ModuleNotFoundError:
+    raise SystemExit("error: `meshwright` needs the Python package `click`: pip install meshwright-cli") from None
 
 from meshwright_cli.lazy_group import LazyCommand, LazyGroup
 
+JOBS, PLANNING, LOCAL = "Jobs", "Plan and explain", "Without a cluster"
+
+
+def _job_command(module: str, attribute: str, summary: str) -> LazyCommand:
+    return LazyCommand(f"meshwright_cli.jobs.{module}:{attribute}", summary, "meshwright-cli", JOBS)
+
+
 COMMANDS = {
+    "submit": _job_command("submit", "submit", "Apply a manifest with one job, and the objects that it needs."),
+    "list": _job_command("listing", "list_jobs", "List jobs with their state and progress."),
+    "status": _job_command("listing", "status", "Show a job: state, progress, goodput, and its ranks on nodes."),
+    "events": _job_command("listing", "events", "Show the events about a job, the latest last."),
+    "top": _job_command("top", "top", "Show the step times of a job's ranks and its stragglers, live."),
+    "logs": _job_command("log_commands", "logs", "Print the logs of a job's ranks."),
+    "wait": _job_command("wait", "wait", "Wait until a job reaches a state."),
+    "scale": _job_command("change", "scale", "Set the number of data-parallel replicas of a job."),
+    "suspend": _job_command("change", "suspend", "Suspend a job: it saves a checkpoint and releases its GPUs."),
+    "resume": _job_command("change", "resume", "Resume a suspended job from its latest checkpoint."),
+    "delete": _job_command("change", "delete", "Delete a job and its pods. Its checkpoints stay."),
+    "completion": LazyCommand(
+        "meshwright_cli.commands.completion:completion",
+        "Print the script that completes commands, options, and names of jobs in a shell.",
+        "meshwright-cli",
+    ),
     "crd": LazyCommand(
         "meshwright_cli.commands.crd:crd", "Print the CustomResourceDefinition to apply to a cluster.", "meshwright-cli"
     ),
@@ -20,6 +46,12 @@ COMMANDS = {
         "Tokenize training text, and verify or show tokens.",
         "meshwright[data]",
     ),
+    "doctor": LazyCommand(
+        "meshwright_cli.doctor.command:doctor",
+        "Check that the cluster can run jobs, and name the fix of each problem.",
+        "meshwright-cli",
+        PLANNING,
+    ),
     "demo": LazyCommand(
         "meshwright_cli.demo.command:demo",
         "Train a language model on the embedded cluster, with a fault midway.",
@@ -29,6 +61,7 @@ COMMANDS = {
         "meshwright_cli.explain.group:explain",
         "Explain where a job runs, or why it waits and what would fit.",
         "meshwright-cli",
+        PLANNING,
     ),
     "local": LazyCommand(
         "meshwright_local.commands.local:local",
@@ -49,6 +82,7 @@ COMMANDS = {
         "meshwright_cli.plan.command:plan",
         "Plan and place a job without a cluster, and explain the result.",
         "meshwright-cli",
+        PLANNING,
     ),
     "report": LazyCommand(
         "meshwright_cli.report.command:report",
@@ -67,5 +101,6 @@ COMMANDS = {
 
 
 @click.group(cls=LazyGroup, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="meshwright", prog_name="meshwright")
 def main() -> None:
     """Plan, place and run parallel training on Kubernetes."""

@@ -358,7 +358,8 @@ def _check_nodes_known(spec: ParallelTrainingJobSpec, cluster_limits: ClusterLim
     left_out = [f"`parallelism.{name}`" for name, value in degrees_by_field.items() if value is None]
     if left_out and not cluster_limits.known:
         raise PlanError(
-            f"{', '.join(left_out)} left out, and no usable GPU node is there to choose for: set them, or add nodes",
+            f"{', '.join(left_out)} left out, and no usable GPU node is there to choose for: set them, or add nodes"
+            + (f". {cluster_limits.excluded}" if cluster_limits.excluded else ""),
             "NoUsableNodes",
             depends_on_cluster=True,
         )

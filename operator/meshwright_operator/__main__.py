@@ -15,7 +15,9 @@ from meshwright_operator.controller.manager import run
 from meshwright_operator.coordinator.credentials import CredentialsError
 from meshwright_operator.coordinator.tokens import KeyFileError
 from meshwright_operator.http.limits import raise_descriptor_limit
+from meshwright_operator.http.server import ListenError
 from meshwright_operator.kube.config import KubeConfigError
+from meshwright_operator.kube.first_contact import ClusterError
 from meshwright_operator.scheduling.policy import PolicyError
 
 log = logging.getLogger("meshwright_operator")
@@ -35,7 +37,7 @@ def main() -> None:
     except (KubeConfigError, KeyFileError, PolicyError) as error:
         log.error(str(error))
         sys.exit(2)
-    except CredentialsError as error:
+    except (CredentialsError, ListenError, ClusterError) as error:
         log.error(str(error))
         sys.exit(1)
     except BaseExceptionGroup as group:

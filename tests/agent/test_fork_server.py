@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from meshwright.protocol.messages import FailureKind
 from meshwright_worker.agent.events import Event, EventQueue, RankExited, RankMessageReceived
 from meshwright_worker.agent.fork_client import ForkServerClient, ForkServerError
 from meshwright_worker.agent.rank_process import RankHandle, supervise
+from meshwright_worker.agent.server_process import ServerProcess
 from meshwright_worker.rank import messages
 from meshwright_worker.rank.task import Outcome, RankTask
 from tests.agent.support import ROOT, alive, training_run, until
@@ -76,6 +78,28 @@ async def test_garbage_is_collected_in_ranks_but_not_while_torch_is_imported(ser
     life = Life(await fork(server, "garbage"))
     await life.events()
     assert life.lines == ["[rank 0] collected: in preload False in rank True frozen True"]
+
+
+async def test_a_server_that_was_started_before_is_used() -> None:
+    started = ServerProcess.start(ENVIRONMENT, MODULE)
+    client = ForkServerClient(ENVIRONMENT, MODULE, started)
+    await client.start()
+    try:
+        live = await fork(client, "run")
+        assert parent_of(live.pid) == started.pid
+        await client.start()
+        assert started.running
+    finally:
+        await client.stop()
+    assert not started.running
+
+
+def test_the_server_is_started_before_anything_large_is_imported() -> None:
+    code = (
+        "import meshwright_worker.agent.server_process, sys; print(*sorted({n.partition('.')[0] for n in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert not {"aiohttp", "pydantic", "torch"} & set(done.stdout.split())
 
 
 @pytest.mark.parametrize(

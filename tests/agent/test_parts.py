@@ -20,12 +20,12 @@ from meshwright_worker.agent.agent import TrainingLog
 from meshwright_worker.agent.launcher import FIRST_PORT, LAST_PORT, ReservedPort
 from meshwright_worker.agent.metrics import WorkerMetrics
 from meshwright_worker.agent.rank_environment import (
-    process_environment,
     rank_environment,
     rank_task,
     resolve_script_paths,
 )
 from meshwright_worker.agent.rank_process import MAX_LINE, OutputPump
+from meshwright_worker.agent.server_process import process_environment
 from meshwright_worker.agent.settings import Settings, SettingsError, from_environment
 from meshwright_worker.checkpoint.errors import (
     CheckpointMismatchError,

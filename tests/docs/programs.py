@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 import yaml
 
+from meshwright_cli.main import main
 from tests.docs.blocks import ROOT
 
 _OPTION = re.compile(r"[\"'](--?[a-z][a-z0-9-]*)[\"']")
@@ -97,6 +98,9 @@ def _click(command: click.Command, words: list[str]) -> list[str]:
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         name, *words = words
         found = command.get_command(context, name)
+        default = getattr(command, "default", "")
+        if found is None and default:  # such as the name of a job
+            found, words = command.get_command(context, default), [name, *words]
         if found is None:
             return [f"no command `{name}`"]
         command, context = found, click.Context(found, parent=context)
@@ -157,6 +161,8 @@ def _make(words: list[str]) -> list[str]:
 
 def _kubectl(words: list[str]) -> list[str]:
     verb, *rest = words or [""]
+    if f"kubectl-{verb}" in scripts():  # a plugin
+        return _click(main, rest)
     if verb not in _VERBS:
         return [f"no command `{verb}`"]
     first = next((word for word in rest if not word.startswith("-")), "")
@@ -194,7 +200,24 @@ def _anything(words: list[str]) -> list[str]:
 _CHECKS: dict[str, Callable[[list[str]], list[str]]] = {
     **{"python": _python, "python3": _python, "torchrun": _torchrun, "make": _make, "kubectl": _kubectl, "helm": _helm},
     **dict.fromkeys(
-        ["cat", "cd", "cp", "df", "docker", "echo", "export", "git", "grep", "ls", "mkdir", "pip", "pwd", "pytest"],
+        [
+            ".",
+            "cat",
+            "cd",
+            "cp",
+            "df",
+            "docker",
+            "echo",
+            "eval",
+            "export",
+            "git",
+            "grep",
+            "ls",
+            "mkdir",
+            "pip",
+            "pwd",
+            "pytest",
+        ],
         _anything,
     ),
 }

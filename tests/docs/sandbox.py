@@ -136,6 +136,7 @@ class Sandbox:
             module, _, function = target.partition(":")
             code = f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
             _executable(self._programs / name, code)
+        (self._programs / "activate").write_text(f'PATH="{self._programs}:$PATH"\n')
         (self.checkout / ".venv" / ".setup-done").touch()
 
 

@@ -178,6 +178,8 @@ class Kubelet:
         self.silent = False
         """While set, agents of new pods say nothing."""
         self.drain_seconds = 0.1
+        self.mount_error = ""
+        """While set, new pods are bound, and wait for a volume: only an event says so."""
         self._session = session
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._addresses = 0
@@ -215,17 +217,33 @@ class Kubelet:
         elif not spec.get("nodeName") and not spec.get("affinity"):
             return  # another scheduler is to bind it
         elif phase == "Pending" and not spec.get("schedulingGates") and not self.hold and new:
-            await self._start(name, pod)
+            await (self._wait_for_volume(name, pod) if self.mount_error else self._start(name, pod))
         elif (agent := self.agents.get(name)) is not None and agent.complete.is_set():
             self._end(name)
             await self._set_phase(name, "Succeeded", 0)
 
-    async def _start(self, name: str, pod: KubeObject) -> None:
-        self._end(name)
-        self.ever.append(pod["metadata"]["uid"])
+    async def _bind(self, name: str, pod: KubeObject) -> None:
         if not pod["spec"].get("nodeName"):
             terms = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
             await bind(self.api, name, terms["nodeSelectorTerms"][0]["matchFields"][0]["values"][0])
+
+    async def _wait_for_volume(self, name: str, pod: KubeObject) -> None:
+        if pod["spec"].get("nodeName"):
+            return
+        await self._bind(name, pod)
+        now = format_time(utc_now())
+        event = {
+            "metadata": {"name": f"{name}.mount"},
+            "involvedObject": {"kind": "Pod", "name": name, "namespace": "default", "uid": pod["metadata"]["uid"]},
+            **{"type": "Warning", "reason": "FailedMount", "message": self.mount_error, "count": 3},
+            **{"firstTimestamp": now, "lastTimestamp": now},
+        }
+        await self.api.call("POST", "/api/v1/namespaces/default/events", event, ok=False)
+
+    async def _start(self, name: str, pod: KubeObject) -> None:
+        self._end(name)
+        self.ever.append(pod["metadata"]["uid"])
+        await self._bind(name, pod)
         self._addresses += 1
         address = f"127.7.0.{self._addresses}"
         await self.api.patch(f"{PODS}/{name}/status", {"status": {"phase": "Running", "podIP": address}})

@@ -28,6 +28,8 @@ class MemoryCluster(KubeClient):
         self.writes = 0
         self.requests: list[tuple[str, str]] = []
         """(verb, path) of every call, with the verbs of roles: get, list, create, patch and delete."""
+        self.missing_claims: set[str] = set()
+        """Names of claims that do not exist. All others do, also without an object."""
         self.on_pod_change: Callable[[KubeObject, KubeObject], None] = lambda old, new: None
         """Told of every change of a pod by the operator, before it is visible."""
 
@@ -38,6 +40,8 @@ class MemoryCluster(KubeClient):
 
     async def get(self, path: str) -> KubeObject:
         self.requests.append(("get", path))
+        if "/persistentvolumeclaims/" in path and path.rsplit("/", 1)[1] not in self.missing_claims:
+            return {"kind": "PersistentVolumeClaim"}
         return copied(self._at(path))
 
     async def pages(self, path: str, **query: str) -> AsyncIterator[Page]:
@@ -46,7 +50,10 @@ class MemoryCluster(KubeClient):
         found = list(self.of(resource))
         if "labelSelector" in query:
             found = [obj for obj in found if _selected(obj["metadata"].get("labels") or {}, query["labelSelector"])]
-        if "fieldSelector" in query:
+        if resource == "events":
+            uid = query["fieldSelector"].partition("=")[2].partition(",")[0]
+            found = [event for event in found if (event.get("involvedObject") or {}).get("uid") == uid]
+        elif "fieldSelector" in query:
             found = [obj for obj in found if obj["status"]["phase"] not in ("Succeeded", "Failed")]
         yield Page(found, "")
 

@@ -93,8 +93,10 @@ async def test_an_image_that_cannot_be_pulled_holds_nothing_for_ever() -> None:
     world = World(3, nodes=2)
     world.broken_image = True
     world.submit(small("typo", 2))
-    await world.run(70)
-    assert world.condition("typo", "Ready")["reason"] == "ImagePullBackOff", "told after a minute"
+    await world.run(20)
+    assert world.condition("typo", "Ready")["reason"] == "ImagePullBackOff", "reported within seconds"
+    assert "Check `spec.workers.image`" in world.condition("typo", "Ready")["message"]
+    await world.run(50)
     assert len(world.pods("typo")) == 2
     await world.run(240)
     assert world.pods("typo") == [], "given up after five"

@@ -124,6 +124,11 @@ async def test_edits_that_take_effect_at_once_or_later_restart_nobody(
     api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
 ) -> None:
     await start_operator()
+    claims = "/api/v1/namespaces/default/persistentvolumeclaims"
+    resources = {"requests": {"storage": "1Gi"}}
+    await api.create(
+        claims, {"metadata": {"name": "c"}, "spec": {"accessModes": ["ReadWriteMany"], "resources": resources}}
+    )
     await api.create(JOBS, job("live", checkpoint={"claimName": "c"}))
     before = await settled("live")
     edit = {

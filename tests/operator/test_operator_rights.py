@@ -19,6 +19,7 @@ from tests.operator.support import JOBS, PODS, Api, OperatorThread, condition, j
 
 SECRETS = "/api/v1/namespaces/default/secrets"
 CREDENTIALS = f"{SECRETS}/{role_rules.ACCOUNT}-credentials"
+CLAIMS = "/api/v1/namespaces/default/persistentvolumeclaims"
 UPDATE_CREDENTIALS = ("", "secrets", "update")
 FINALIZERS = ("meshwright.dev", "paralleltrainingjobs/finalizers", "update")
 """Not for a request: an admission plugin asks for it where an ownerReference has `blockOwnerDeletion`."""
@@ -53,7 +54,22 @@ async def suspend_and_resume(api: Api, generation: int) -> None:
 
 async def live(api: Api, kubelet: Kubelet, proxy: Proxy) -> None:
     """A job's life with everything that makes the operator use a right."""
-    await api.create(JOBS, job("rights", ttlSecondsAfterFinished=0))
+    await api.create(JOBS, job("rights", ttlSecondsAfterFinished=0, checkpoint={"claimName": "rights"}))
+
+    async def waits_for_claim() -> bool:
+        return condition(await api.status("rights"), "Ready").get("reason") == "ClaimNotFound"
+
+    await until(waits_for_claim, "the claim is missing", 60)
+    kubelet.mount_error = 'MountVolume.SetUp failed for volume "checkpoints"'
+    resources = {"requests": {"storage": "1Gi"}}
+    claim = {"metadata": {"name": "rights"}, "spec": {"accessModes": ["ReadWriteMany"], "resources": resources}}
+    await api.create(CLAIMS, claim)
+
+    async def waits_for_volume() -> bool:
+        return condition(await api.status("rights"), "Ready").get("reason") == "FailedMount"
+
+    await until(waits_for_volume, "the events of a pod are read", 60)
+    kubelet.mount_error = ""
     await runs(api, 1)
     assert all(agent.base.startswith("https://") for agent in kubelet.of("rights"))
     await api.delete(f"{PODS}/rights-w1-0")

@@ -182,6 +182,14 @@ def test_without_nodes_stated_degrees_plan_and_open_ones_wait() -> None:
     assert caught.value.depends_on_cluster
 
 
+def test_open_degrees_without_a_usable_node_say_which_nodes_are_excluded_and_why() -> None:
+    wanted = spec_of(parallelism={}, workers={"image": "i", "gpusPerWorker": 8, "nodeSelector": {"pool": "a100"}})
+    nodes = [node(f"n{index}", labels={"pool": "h100"}) for index in range(4)]
+    found = Inventory.from_objects(nodes, [], node_selector={"pool": "a100"})
+    with pytest.raises(PlanError, match=r"Excluded nodes: 4 \(4 label pool is h100, not a100\)"):
+        make_plan(wanted, found)
+
+
 def test_no_degree_fills_the_workers() -> None:
     odd = {"layers": 2, "hiddenSize": 64, "intermediateSize": 96, "heads": 1, "vocabSize": 300}
     training = {"steps": 1, "globalBatchSize": 1, "sequenceLength": 64}

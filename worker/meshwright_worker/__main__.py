@@ -12,6 +12,14 @@ import time
 from typing import NoReturn
 
 from meshwright.api import labels
+from meshwright_worker.agent.server_process import ServerProcess, process_environment
+
+if __name__ == "__main__":
+    # First of all, because nothing takes longer than the import of torch.
+    SERVER: ServerProcess | None = ServerProcess.start(process_environment(os.environ))
+else:
+    SERVER = None
+
 from meshwright_worker.agent.agent import Agent
 from meshwright_worker.agent.settings import Settings, SettingsError, from_environment
 
@@ -32,7 +40,7 @@ def main() -> None:
 
 
 async def _run(settings: Settings) -> NoReturn:
-    code = await Agent(settings, dict(os.environ)).run()
+    code = await Agent(settings, dict(os.environ), SERVER).run()
     # The pod's exit code is all that remains of it, so nothing may delay or change it: not a thread that waits for a
     # name server, which a normal exit would wait for, nor output that cannot be written.
     with contextlib.suppress(OSError):

@@ -193,7 +193,7 @@ class AsyncClient:
             WaitTimeoutError: it did not reach the state in time.
         """
         wanted = Target.parse(target) if isinstance(target, str) else target
-        latest: Job | None = None
+        latest = await self.get(name)  # for the message, even if the time is over before the watch begins
         try:
             async with asyncio.timeout(timeout):
                 async for job in self.watch(name):
@@ -205,8 +205,8 @@ class AsyncClient:
                     if reason := wanted.hopeless(job):
                         raise JobFailedError(f"{name} will not be {wanted}: {reason}")
         except TimeoutError:
-            now = f" It is {latest.state}: {latest.message}" if latest is not None else ""
-            raise WaitTimeoutError(f"{name} was not {wanted} within {timeout:g} s.{now}") from None
+            now = f"It is {latest.state}: {latest.message}".rstrip(": ")
+            raise WaitTimeoutError(f"{name} was not {wanted} within {timeout:g} s. {now}") from None
         raise JobFailedError(f"{name} was deleted before it was {wanted}")
 
     async def logs(self, name: str, source: LogSource | None = None) -> AsyncIterator[LogLine]:

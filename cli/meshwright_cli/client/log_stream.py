@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -41,19 +42,22 @@ class LogSource:
     previous: bool = False
     """The previous container of each pod, or the previous incarnation's pod if it still exists."""
     tail: int | None = None
-    """Number of last lines of each pod."""
+    """Number of last lines of each pod: of those that are selected, except with `follow`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Workers to read, and of these the ranks to show; no ranks: all lines."""
+    """Workers to read, and of these the ranks to show; no ranks: all lines.
+
+    Lines of the agent that are about no rank, such as those of completed steps, are always shown.
+    """
 
     workers: tuple[int, ...]
     ranks: frozenset[int] = frozenset()
 
     def shows(self, line: LogLine) -> bool:
         """Whether a line belongs to the selection."""
-        return not self.ranks or line.rank in self.ranks
+        return not self.ranks or line.rank is None or line.rank in self.ranks
 
 
 def select(job: Job, source: LogSource, pods: Sequence[WorkerPod], events: Sequence[JobEvent]) -> Selection:
@@ -117,11 +121,11 @@ def _failed(job: Job, events: Sequence[JobEvent], known: Sequence[int]) -> Selec
 async def follow_logs(client: AsyncClient, name: str, source: LogSource) -> AsyncIterator[LogLine]:
     """Yield the lines of a job's logs, of several pods as they arrive."""
     job = await client.get(name)
-    pods = await client.pods(name)
-    events = await client.events(name) if source.failed_first else []
-    selection = select(job, source, pods, events)
+    selection = await _selected(client, job, source)
     queue: asyncio.Queue[LogLine | BaseException | None] = asyncio.Queue(maxsize=1000)
-    readers = [asyncio.create_task(_read_worker(client, job, worker, source, queue)) for worker in selection.workers]
+    readers = [
+        asyncio.create_task(_read_worker(client, job, worker, source, selection, queue)) for worker in selection.workers
+    ]
     try:
         ended = 0
         while ended < len(readers):
@@ -130,7 +134,7 @@ async def follow_logs(client: AsyncClient, name: str, source: LogSource) -> Asyn
                 ended += 1
             elif isinstance(item, BaseException):
                 raise item
-            elif selection.shows(item):
+            else:
                 yield item
     finally:
         for reader in readers:
@@ -138,11 +142,23 @@ async def follow_logs(client: AsyncClient, name: str, source: LogSource) -> Asyn
         await asyncio.gather(*readers, return_exceptions=True)
 
 
+async def _selected(client: AsyncClient, job: Job, source: LogSource) -> Selection:
+    """The selection; with `follow`, once the job has worker pods."""
+    while True:
+        now, pods = await client.get(job.name), await client.pods(job.name)
+        waits = source.follow and not pods and not now.status.placement
+        if not waits or now.finished or now.is_true(conditions.STALLED):
+            events = await client.events(job.name) if source.failed_first else []
+            return select(now, source, pods, events)
+        await asyncio.sleep(POLL_SECONDS)
+
+
 async def _read_worker(
     client: AsyncClient,
     job: Job,
     worker: int,
     source: LogSource,
+    selection: Selection,
     queue: asyncio.Queue[LogLine | BaseException | None],
 ) -> None:
     """Read a worker's pod, and with `follow` its successors, into the queue; None marks the end."""
@@ -152,9 +168,9 @@ async def _read_worker(
             pod = await _pod_to_read(client, job.name, worker, source)
             if pod is not None and (pod.name, pod.restarts) not in done:
                 done.add((pod.name, pod.restarts))
-                tail = source.tail if len(done) == 1 else None
-                async for line in _read_pod(client, pod, source, tail):
-                    await queue.put(LogLine.of(pod, line))
+                first = len(done) == 1
+                async for line in _read_pod(client, pod, source, selection, tail=source.tail if first else None):
+                    await queue.put(line)
             elif not source.follow or await _over(client, job):
                 if not done:
                     await queue.put(
@@ -191,16 +207,29 @@ def _no_previous(pod: WorkerPod) -> WorkerPod:
     )
 
 
-async def _read_pod(client: AsyncClient, pod: WorkerPod, source: LogSource, tail: int | None) -> AsyncIterator[str]:
+async def _read_pod(
+    client: AsyncClient, pod: WorkerPod, source: LogSource, selection: Selection, tail: int | None
+) -> AsyncIterator[LogLine]:
+    """Yield the selected lines of a pod's log. The API server counts the last lines before they are selected."""
     params = {"follow": "true"} if source.follow else {}
-    params |= {"tailLines": str(tail)} if tail is not None else {}
+    if tail is not None and (source.follow or not selection.ranks):
+        params["tailLines"] = str(tail)
+        tail = None
     params |= {"previous": "true"} if source.previous and pod.restarts else {}
     action = Action("get", PODS, client.namespace, pod.name, "log")
     path = PODS.path(client.namespace, pod.name, "log")
     with contextlib.suppress(NotFoundError):  # deleted since it was listed
         try:
-            async for line in client.server.lines(path, action, params):
-                yield line.decode(errors="replace")
+            last: deque[LogLine] = deque(maxlen=tail)
+            async for raw in client.server.lines(path, action, params):
+                line = LogLine.of(pod, raw.decode(errors="replace"))
+                if selection.shows(line):
+                    if tail is None:
+                        yield line
+                    else:
+                        last.append(line)
+            for line in last:
+                yield line
         except RejectedError as error:
             raise RejectedError(f"the log of pod {pod.name} cannot be read: {error}", error.status) from error
 

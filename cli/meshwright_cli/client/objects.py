@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -205,9 +206,11 @@ class LogLine:
     pod: str
     worker: int
     rank: int | None
-    """The rank that wrote it; None for a line of the agent."""
+    """The rank that it is about; None for a line of the agent about the entire pod."""
     text: str
-    """The line without its prefix `[rank N]`."""
+    """The line without the prefix `[rank N]`."""
+    agent: bool = False
+    """Whether the agent wrote it, and not the rank."""
 
     @classmethod
     def of(cls, pod: WorkerPod, line: str) -> LogLine:
@@ -216,7 +219,8 @@ class LogLine:
             number, bracket, text = line[len("[rank ") :].partition("] ")
             if bracket and number.isdecimal():
                 return cls(pod.name, pod.worker, int(number), text)
-        return cls(pod.name, pod.worker, None, line)
+        about = re.search(r" rank=(\d+)(?: |$)", line)
+        return cls(pod.name, pod.worker, int(about[1]) if about else None, line, agent=True)
 
 
 def newest_pods(pods: Sequence[WorkerPod]) -> list[WorkerPod]:

@@ -65,14 +65,14 @@ class Target:
 
     def hopeless(self, job: Job) -> str:
         """Why a job can no longer reach this state. Empty while it can."""
-        if self.phase in ("deleted", "finished") or self.reached(job) or (self.condition and self.status != "True"):
+        if self.phase == "deleted" or self.reached(job) or (self.condition and self.status != "True"):
             return ""
         if job.failed:
             return f"the job failed: {_why(job, conditions.FAILED)}"
         if job.complete:
             return f"the job is complete at step {job.status.step or 0:,}"
         if job.is_true(conditions.STALLED) and job.observed:
-            return f"the job cannot continue without an edit: {_why(job, conditions.STALLED)}"
+            return f"the job has stalled: {_why(job, conditions.STALLED)}"
         return ""
 
 

@@ -35,6 +35,8 @@ DEFAULT = "job"
 class ExplainGroup(LazyGroup):
     """A group whose default subcommand is `job`: `explain NAME` is `explain job NAME`."""
 
+    default = DEFAULT
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert the default subcommand if the first argument is neither a subject nor an option of the group."""
         if args and args[0] not in SUBJECTS and args[0] not in ctx.help_option_names:

@@ -1,32 +1,99 @@
-"""`meshwright explain job`: why a job runs where it runs, or why it waits."""
+"""`meshwright explain job`: why a job runs where it runs, or why it waits and what would fit."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Sequence
 
 import click
 
 from meshwright.api import conditions
-from meshwright_cli.client.objects import Job
+from meshwright_cli.client.async_client import AsyncClient
+from meshwright_cli.client.objects import Job, WorkerPod
 from meshwright_cli.completion import complete_jobs
+from meshwright_cli.explain.cluster import ClusterView, read_cluster
+from meshwright_cli.explain.pending import pending_facts, waits_for_nodes
+from meshwright_cli.explain.placed import placed_facts
 from meshwright_cli.jobs.access import Access, cluster_options
+from meshwright_cli.jobs.output import colored, next_command, output_option, width, wrapped
+from meshwright_cli.jobs.placement_tree import placement_tree
+
+LABEL = 12
 
 
-@click.command()
+@click.command(epilog="Next: meshwright plan -f MANIFEST to try a change, or meshwright scale JOB N.")
 @click.argument("job", shell_complete=complete_jobs)
+@output_option("json")
 @cluster_options
-def job(job: str, access: Access) -> None:
-    """Explain where a job runs, or why it waits and what would fit."""
-    found = access.run(lambda client: client.get(job))
-    for line in explanation(found):
+def job(job: str, output: str | None, access: Access) -> None:
+    """Explain where a job runs, or why it waits and what would fit.
+
+    For a job that runs: the cost of its placement against the bound, what crosses links, and the reasons of its layout.
+    For a job that waits: what it needs, what is free, what would fit now, and who uses the nodes to free.
+    The cluster is read with your rights; what you may not see is left out.
+    """
+
+    async def read(client: AsyncClient) -> tuple[Job, Sequence[WorkerPod], ClusterView]:
+        found = await client.get(job)
+        pods = await client.pods(job)
+        return found, pods, await read_cluster(client) if waits_for_nodes(found) else ClusterView()
+
+    found, pods, cluster = access.run(read)
+    if output == "json":
+        click.echo(json.dumps(document(found, cluster), indent=2))
+        return
+    for line in explanation(found, pods, cluster, width()):
         click.echo(line)
+    next_command("status", found.name)
 
 
-def explanation(job: Job) -> list[str]:
-    """Why the job is in its state, and the reasons of its plan."""
-    lines = [f"{job.namespace}/{job.name}: {job.state}"]
-    placed = conditions.find(job.status.conditions, conditions.PLACED)
-    for condition in (placed, conditions.find(job.status.conditions, conditions.READY)):
-        if condition is not None and condition.message:
-            lines.append(f"{condition.type} is {condition.status} ({condition.reason}): {condition.message}")
+def explanation(job: Job, pods: Sequence[WorkerPod], cluster: ClusterView, columns: int) -> list[str]:
+    """The explanation as lines. Pure."""
+    lines = [f"{job.namespace}/{job.name}  {colored(job.state)}"]
+    texts = dict.fromkeys(text for _, text in _messages(job))
+    for text in texts:
+        lines += wrapped(text, columns)
+    lines.append("")
+    for name, value in facts(job, cluster):
+        first, *rest = wrapped(value, columns - LABEL)
+        lines += [f"{name:<{LABEL}}{first}", *(" " * LABEL + line for line in rest)]
+    if not waits_for_nodes(job):
+        tree = placement_tree(job.status, pods, every_worker=False)
+        lines += ["", *tree] if tree else []
     if job.status.plan is not None:
-        lines += ["", f"Layout: {job.status.plan.summary}", *(f"- {reason}" for reason in job.status.plan.reasons)]
-    return lines
+        lines += ["", f"Layout {job.status.plan.summary}"]
+        for reason in job.status.plan.reasons:
+            lines += wrapped(f"- {reason}", columns, indent="  ")
+    return [line for line, after in zip(lines, [*lines[1:], ""], strict=True) if line or after]
+
+
+def facts(job: Job, cluster: ClusterView) -> list[tuple[str, str]]:
+    """What explains the job's state, as names and values."""
+    if not waits_for_nodes(job):
+        return placed_facts(job)
+    found = pending_facts(job, cluster)
+    if cluster.hidden:
+        found.append(("Hidden", f"you may not {', or '.join(cluster.hidden)}: the rest is from the job's conditions"))
+    return found
+
+
+def _messages(job: Job) -> list[tuple[str, str]]:
+    """The messages of the conditions that explain the state."""
+    found = []
+    for name in (conditions.READY, conditions.PLACED):
+        condition = conditions.find(job.status.conditions, name)
+        if condition is not None and condition.message and (name == conditions.READY or condition.status != "True"):
+            found.append((name, condition.message))
+    return found
+
+
+def document(job: Job, cluster: ClusterView) -> dict[str, object]:
+    """The explanation as JSON."""
+    return {
+        "name": job.name,
+        "namespace": job.namespace,
+        "state": job.state,
+        "messages": dict(_messages(job)),
+        "facts": dict(facts(job, cluster)),
+        "reasons": list(job.status.plan.reasons) if job.status.plan is not None else [],
+    }

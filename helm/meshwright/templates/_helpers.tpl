@@ -92,7 +92,8 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 
 {{/*
 What the operator does with jobs and their children, and nothing else. It creates token secrets, and can neither read nor
-change any of them: the answer to a patch contains the object, too. It reads a service only to find out whose it is, and
+change any of them: the answer to a patch contains the object, too. It reads claims before it places a job that names them,
+and lists the events of a pod that does not start, to say why. It reads a service only to find out whose it is, and
 updates finalizers only in the sense of clusters that check the right to set `blockOwnerDeletion`.
 */}}
 {{- define "meshwright.namespacedRules" -}}
@@ -116,5 +117,8 @@ updates finalizers only in the sense of clusters that check the right to set `bl
   verbs: [create]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create, patch, list]
+- apiGroups: [""]
+  resources: [persistentvolumeclaims]
+  verbs: [get, list]
 {{- end }}

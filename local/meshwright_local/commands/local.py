@@ -102,8 +102,18 @@ def down(directory: Path) -> None:
 @local.command()
 @directory_option
 def kubeconfig(directory: Path) -> None:
-    """Print the path of the cluster's kubeconfig file."""
-    click.echo(str(running_directory(directory) / "kubeconfig"))
+    """Print the path of the cluster's kubeconfig file.
+
+    Prints the path also if no cluster is running, and exits with 1: after `export KUBECONFIG="$(meshwright local
+    kubeconfig)"`, kubectl must not fall back to another cluster.
+    """
+    path = directory.resolve() / "kubeconfig"
+    click.echo(str(path))
+    try:
+        running_directory(directory)
+    except click.ClickException:
+        path.unlink(missing_ok=True)  # of a cluster that was killed: its port may belong to another one now
+        raise
 
 
 @local.command()

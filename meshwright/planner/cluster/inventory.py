@@ -5,6 +5,7 @@ It is built from raw Kubernetes objects. A malformed object is left out and affe
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,6 +67,13 @@ class Inventory:
     def unusable(self) -> dict[str, str]:
         """Node with GPUs -> why it may not get workers."""
         return {n.name: n.unusable for n in self.nodes.values() if n.unusable and n.capacity.gpus}
+
+    @property
+    def excluded(self) -> dict[str, str]:
+        """The same for messages: if no node has GPUs of the resource, all nodes, since its name may be wrong."""
+        if any(node.capacity.gpus for node in self.nodes.values()):
+            return self.unusable
+        return {node.name: node.unusable for node in self.nodes.values() if node.unusable}
 
     @classmethod
     def from_objects(
@@ -178,7 +186,7 @@ class ReadNode:
             free=capacity,
             gpu_memory_bytes=_gpu_memory(labels, product),
             gpu_product=product,
-            unusable=_why_unusable(metadata, spec, status, capacity.gpus),
+            unusable=_why_unusable(metadata, spec, status, "" if capacity.gpus > 0 else gpu_resource),
         )
         shared_gpu = _shared_gpu(labels, product)
         taints = [taint for taint in spec.get("taints") or () if taint.get("effect") in ("NoSchedule", "NoExecute")]
@@ -205,7 +213,9 @@ def _name_of(obj: object) -> str:
     return name if isinstance(name, str) and name else "(without a name)"
 
 
-def _why_unusable(metadata: Mapping[str, Any], spec: Mapping[str, Any], status: Mapping[str, Any], gpus: int) -> str:
+def _why_unusable(
+    metadata: Mapping[str, Any], spec: Mapping[str, Any], status: Mapping[str, Any], missing_resource: str
+) -> str:
     if metadata.get("deletionTimestamp"):
         return "being deleted"
     if spec.get("unschedulable"):
@@ -213,14 +223,26 @@ def _why_unusable(metadata: Mapping[str, Any], spec: Mapping[str, Any], status: 
     conditions = status.get("conditions") or ()
     if not any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions):
         return "not ready"
-    return "" if gpus > 0 else "no GPU"
+    if not missing_resource:
+        return ""
+    extended = [str(name) for name in status.get("allocatable") or {} if "/" in str(name)]
+    close = difflib.get_close_matches(missing_resource, extended, 1, cutoff=0.5)
+    return f"no {missing_resource}, but {close[0]}" if close else f"no {missing_resource}"
 
 
 def _selector_mismatch(labels: Mapping[str, str], selector: Mapping[str, str]) -> str:
     for key, value in sorted(selector.items()):
         if labels.get(key) != value:
-            return f"label {key} is not {value}"
+            return _label_mismatch(labels, key, value)
     return ""
+
+
+def _label_mismatch(labels: Mapping[str, str], key: str, value: str) -> str:
+    """Which label the node has instead: the value of the same key, or the most similar key."""
+    if key in labels:
+        return f"label {key} is {labels[key]}, not {value}"
+    close = difflib.get_close_matches(key, [str(name) for name in labels], 1, cutoff=0.8)
+    return f"no label {key}, but {close[0]}" if close else f"no label {key}"
 
 
 def _untolerated_taint(taints: Iterable[Mapping[str, Any]], tolerations: Sequence[Toleration]) -> str:

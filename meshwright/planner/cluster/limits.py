@@ -6,15 +6,26 @@ placement checks free capacity.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
 from meshwright.planner.cluster.inventory import Inventory
 
+_MAX_NAMED = 3
 USABLE_FRACTION = 0.97
 """Fraction of a GPU's memory that an estimate may fill. Context and fragmentation are in the estimate."""
+
+
+def excluded_nodes(reasons: Mapping[str, str]) -> str:
+    """Which nodes are excluded and why (node -> reason), in one sentence. Empty without such nodes."""
+    if not reasons:
+        return ""
+    if len(reasons) <= _MAX_NAMED:
+        return f"Excluded nodes: {', '.join(f'{name} ({reasons[name]})' for name in sorted(reasons))}"
+    commonest = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons.values()).most_common(_MAX_NAMED))
+    return f"Excluded nodes: {len(reasons)} ({commonest})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +39,15 @@ class ClusterLimits:
     gpus_by_memory: Mapping[int, int] = field(default_factory=dict)
     """Bytes of memory of one GPU -> number of such GPUs."""
     gpus_of_unknown_memory: int = 0
+    excluded: str = ""
+    """If no node is usable: why, for a message."""
 
     @classmethod
     def of(cls, inventory: Inventory, gpus_per_worker: int) -> ClusterLimits:
         """Return the limits of an inventory. All are unknown if it has no usable node."""
         usable = inventory.usable
         if not usable:
-            return cls()
+            return cls(excluded=excluded_nodes(inventory.excluded))
         domains: defaultdict[str, int] = defaultdict(int)
         memory: defaultdict[int, int] = defaultdict(int)
         unknown = 0

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cluster.limits import excluded_nodes
 from meshwright.planner.cluster.pod_resources import Resources
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement.capacity import FreeCapacity, GangShape, why_too_small
@@ -170,15 +171,10 @@ def _other_resources(
 
 
 def _skipped_nodes(plan: Plan, inventory: Inventory) -> list[str]:
-    reasons = dict(inventory.unusable)
+    reasons = dict(inventory.excluded)
     reasons |= {node.name: why_too_small(plan, node) for node in inventory.usable if why_too_small(plan, node)}
-    if not reasons:
-        return []
-    named = ", ".join(f"{name} ({reasons[name]})" for name in sorted(reasons)[:3])
-    if len(reasons) <= 3:
-        return [f"Excluded nodes: {named}"]
-    commonest = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons.values()).most_common(3))
-    return [f"Excluded nodes: {len(reasons)} ({commonest})"]
+    text = excluded_nodes(reasons)
+    return [text] if text else []
 
 
 def _replicas_that_fit(plan: Plan, inventory: Inventory, levels: GroupLevels) -> int:

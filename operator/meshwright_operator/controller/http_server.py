@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ from dataclasses import replace
 from aiohttp import web
 
 from meshwright_operator.http.limits import ConnectionLimits, connections_for_descriptors
-from meshwright_operator.http.server import GuardedServer, listening_sockets
+from meshwright_operator.http.server import GuardedServer, ListenError, listening_sockets
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 
@@ -23,6 +24,7 @@ async def serve_application(
     limits: ConnectionLimits | None = None,
     closed: Callable[[str], None] = lambda _: None,
     tls: ssl.SSLContext | None = None,
+    flag: str = "",
 ) -> AsyncIterator[int]:
     """Serves until the block ends, and yields the port in use.
 
@@ -35,10 +37,21 @@ async def serve_application(
         limits: The limits of connections.
         closed: Called with the reason for each connection that the server refuses or closes.
         tls: The server's certificate; None serves plain HTTP.
+        flag: The option that sets the address, for the message of an error.
+
+    Raises:
+        ListenError: The address cannot be used.
     """
     limits = limits or ConnectionLimits()
     limits = replace(limits, total=connections_for_descriptors(limits.total))
-    listeners = listening_sockets(address.host, address.port)
+    try:
+        listeners = listening_sockets(address.host, address.port)
+    except OSError as error:
+        reason = os.strerror(error.errno).lower() if error.errno and error.errno > 0 else error.strerror or str(error)
+        raise ListenError(
+            f"cannot listen on {address.host or '*'}:{address.port} ({flag}): {reason}: stop the process that uses it, "
+            f"or set {flag} to another address"
+        ) from None
     async with GuardedServer(application, limits, closed, tls).serve(listeners):
         yield listeners[0].getsockname()[1]
 

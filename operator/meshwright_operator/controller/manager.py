@@ -31,6 +31,7 @@ from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.config import load_configuration
 from meshwright_operator.kube.fence import Fence
+from meshwright_operator.kube.first_contact import wait_for_cluster
 from meshwright_operator.kube.leader_election import LeaderElector
 from meshwright_operator.kube.pod_informer import PodInformer
 from meshwright_operator.kube.reconcile_limit import ReconcileLimit
@@ -69,6 +70,8 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
         KeyFileError: The key file cannot be used.
         CredentialsError: The operator's Secret, or a certificate file, cannot be used.
         PolicyError: The administrator's policy cannot be read, or is invalid.
+        ListenError: An address cannot be used.
+        ClusterError: The API server cannot be reached, or does not know the kind of jobs.
         BaseExceptionGroup: A part failed for good, such as the lease or a watch. The process must exit.
     """
     manager = await Manager.build(settings)
@@ -186,10 +189,15 @@ class Manager:
             application,
             self._settings.metrics_listen,
             limits=HEALTH_LIMITS,
+            flag="--metrics-listen",
             closed=lambda reason: self._metrics.closed_connections.labels("health", reason).inc(),
         )
+        async with health:
+            await wait_for_cluster(self._client, self._configuration.host, self._resync.record_progress)
+            await self._run_parts(on_ready)
+
+    async def _run_parts(self, on_ready: Callable[[], None]) -> None:
         async with (
-            health,
             self._stalls.running(),
             self._serve_agents(),
             asyncio.TaskGroup() as group,
@@ -211,6 +219,7 @@ class Manager:
             application,
             self._settings.coordinator_listen,
             limits=self._settings.connection_limits,
+            flag="--coordinator-listen",
             closed=lambda reason: self._metrics.closed_connections.labels("coordinator", reason).inc(),
             tls=self._access.context,
         )

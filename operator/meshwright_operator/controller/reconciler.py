@@ -17,6 +17,7 @@ from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.status import WorkerPlacement
 from meshwright_operator import logging_config
+from meshwright_operator.controller.claim_check import ClaimCheck
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.missing_pods import Incarnation
 from meshwright_operator.controller.observe import (
@@ -27,6 +28,7 @@ from meshwright_operator.controller.observe import (
     suspended_by_user,
 )
 from meshwright_operator.controller.pod_control import PodControl, PodsRejectedError
+from meshwright_operator.controller.pod_events import PodEvents
 from meshwright_operator.controller.policy_check import check_policy
 from meshwright_operator.controller.stale_retries import StaleRetries
 from meshwright_operator.controller.status_patch import ConflictError
@@ -36,6 +38,7 @@ from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide import decide_job, goodput, lifecycle, placement_outcome, resize
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document
+from meshwright_operator.decide.missing_claims import wait_for_claims
 from meshwright_operator.decide.observed import Observed, PodState, Rejection, has_started
 from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED, cause_named
@@ -96,6 +99,8 @@ class Reconciler:
         self._now = now
         self._trust = trust
         self._pod_control = PodControl(cluster, cache, metrics)
+        self._claims = ClaimCheck(cluster)
+        self._pod_events = PodEvents(cluster)
         self._edit_admission = EditAdmission(scheduler)
         self._stale_retries = StaleRetries()
         self._rejections: dict[str, Rejection] = {}
@@ -141,12 +146,18 @@ class Reconciler:
         if observed is None:
             return
 
+        observed, again = await self._pod_events.explain(key.namespace, observed)
+        if again is not None:
+            self._queue.add_after(key, again)
+
         # 3. Decide.
         draft = decide_job.decide(observed)
         self._scheduler.avoid(uid, draft.avoid, draft.avoid_seconds)
         self._scheduler.set_blocked(uid, draft.blocked_nodes)
 
         # 4. Place if needed, write the status, then act.
+        if draft.place is not None and (missing := await self._claims.missing(key.namespace, observed.spec)):
+            wait_for_claims(draft, missing, key.namespace)
         if draft.place is not None:
             async with self._scheduler.grant(PlacementRequest.of_decision(key, job, draft, draft.place)) as grant:
                 if isinstance(grant, Later):

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from meshwright_operator.decide.gang_actions import (
-    PROBLEM_AFTER_SECONDS,
-    Delete,
-    EndAttempt,
-    GangAction,
-    MapRanks,
-    Wait,
-)
+from meshwright_operator.decide.gang_actions import Delete, EndAttempt, GangAction, MapRanks, Wait
 from meshwright_operator.decide.mesh_generation import plan_workers
 from meshwright_operator.decide.observed import Observed
+from meshwright_operator.decide.pod_problems import PROBLEM_AFTER_SECONDS
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.text import sentences
 from meshwright_operator.timestamps import parse_time

@@ -11,7 +11,6 @@ from meshwright.protocol.messages import AgentState
 from meshwright_operator.decide import failure_detection, restart_policy, size_status, sizing
 from meshwright_operator.decide.external_scheduler import external_scheduler_action
 from meshwright_operator.decide.gang_actions import (
-    PROBLEM_AFTER_SECONDS,
     Delete,
     EndAttempt,
     FormGeneration,
@@ -23,6 +22,7 @@ from meshwright_operator.decide.gang_actions import (
 from meshwright_operator.decide.incarnations import taken_names
 from meshwright_operator.decide.mesh_generation import uses_external_scheduler
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState, Worker
+from meshwright_operator.decide.pod_problems import PROBLEM_AFTER_SECONDS, fix_for, problem_seconds
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.text import capitalized, counted, sentences
 from meshwright_operator.timestamps import parse_time, seconds_since
@@ -168,11 +168,9 @@ def _overdue_pods(observed: Observed, waiting: list[Worker]) -> EndAttempt | Non
     overdue: list[tuple[Pod, str]] = []
     # A pod that runs without an address waits too.
     for pod in (w.pod for w in waiting if w.pod is not None):
-        reason = pod.problem.partition(":")[0]
-        limit = REPEATED_PROBLEM_LIMIT_SECONDS if observed.mesh.attempts else PROBLEM_LIMIT_SECONDS
-        bound = PROBLEM_LIMIT_SECONDS_BY_REASON.get(reason, limit) if reason else POD_START_SECONDS
+        bound = _start_limit(observed, pod)
         if observed.age(pod, bound) >= bound:
-            overdue.append((pod, reason))
+            overdue.append((pod, pod.problem.partition(":")[0]))
     if not overdue:
         return None
     first, reason = overdue[0]
@@ -181,10 +179,17 @@ def _overdue_pods(observed: Observed, waiting: list[Worker]) -> EndAttempt | Non
     avoid = {pod.node: "the scheduler rejected a pod of this job" for pod, why in overdue if why == "Unschedulable"}
     return EndAttempt(
         _condition_reason(reason) if reason else "PodsDoNotStart",
-        f"Pod {first.name}{more}: {problem}",
+        sentences(f"Pod {first.name}{more}: {problem}", fix_for(problem, observed.spec)),
         tuple(pod for pod, _ in overdue),
         avoid,
     )
+
+
+def _start_limit(observed: Observed, pod: Pod) -> float:
+    """The age at which a pod that has not started ends the attempt."""
+    reason = pod.problem.partition(":")[0]
+    limit = REPEATED_PROBLEM_LIMIT_SECONDS if observed.mesh.attempts else PROBLEM_LIMIT_SECONDS
+    return PROBLEM_LIMIT_SECONDS_BY_REASON.get(reason, limit) if reason else POD_START_SECONDS
 
 
 def _absent_agents(observed: Observed, absent: list[Worker]) -> GangAction | None:
@@ -254,14 +259,17 @@ def _condition_reason(text: str) -> str:
 
 
 def _problem(observed: Observed, waiting: list[Worker]) -> Wait | None:
-    """The first problem of a pod that has lasted a minute. A younger problem may still resolve by itself."""
+    """The first problem of a pod that has lasted for a while. A younger problem may still resolve by itself."""
     soonest = PROBLEM_AFTER_SECONDS
     troubled = [w.pod for w in waiting if w.pod is not None and w.pod.problem]
     for pod in troubled:
-        age = observed.age(pod, PROBLEM_AFTER_SECONDS)
-        if age >= PROBLEM_AFTER_SECONDS:
-            return Wait(f"Pod {pod.name}: {pod.problem}", reason=_condition_reason(pod.problem.partition(":")[0]))
-        soonest = min(soonest, PROBLEM_AFTER_SECONDS - age)
+        limit = problem_seconds(pod.problem)
+        age = observed.age(pod, limit)
+        if age >= limit:
+            text = sentences(f"Pod {pod.name}: {pod.problem}", fix_for(pod.problem, observed.spec))
+            left = max(1.0, _start_limit(observed, pod) - age)
+            return Wait(text, reason=_condition_reason(pod.problem.partition(":")[0]), seconds=left)
+        soonest = min(soonest, limit - age)
     if not troubled:
         return None
     total = len(observed.workers)

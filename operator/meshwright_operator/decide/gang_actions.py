@@ -10,9 +10,6 @@ from meshwright.planner.plan import Plan
 from meshwright_operator.decide.observed import Worker
 from meshwright_operator.kube.pod_info import Pod
 
-PROBLEM_AFTER_SECONDS = 60.0
-"""Age of a pod at which its problem is reported: most problems resolve by themselves."""
-
 
 @dataclass(frozen=True, slots=True)
 class Delete:

@@ -48,7 +48,7 @@ NEEDS_USER_ACTION = frozenset(
         *("AdmissionDenied", "PodsForbidden", "PodsInvalid", NAME_TAKEN, NO_NAME_LEFT),
         *("InvalidImageName", "ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff"),
         *("AgentsMissing", *failure_detection.JOB_FAILURES.values()),
-        *("CreateContainerConfigError", "CreateContainerError", "RunContainerError"),
+        *("CreateContainerConfigError", "CreateContainerError", "RunContainerError", "FailedMount"),
     }
 )
 """Reasons that waiting does not resolve: between attempts the job is Stalled, so that alerts reach its user."""

@@ -260,8 +260,16 @@ def _reset(client: socket.socket) -> None:
     client.close()
 
 
+class ListenError(Exception):
+    """The process cannot listen on an address. The message names the address and the fix."""
+
+
 def listening_sockets(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen on this address; on all interfaces, IPv4 and IPv6, if the host is empty."""
+    """Sockets that listen on this address; on all interfaces, IPv4 and IPv6, if the host is empty.
+
+    Raises:
+        OSError: Another process has the port, or the host is not an address of this machine.
+    """
     if not host and socket.has_dualstack_ipv6():
         sockets = [socket.create_server(("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)]
     else:

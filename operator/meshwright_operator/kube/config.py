@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kubernetes.aio import config
 from kubernetes.aio.client import Configuration
+from yaml import YAMLError
 
 SERVICE_HOST = "KUBERNETES_SERVICE_HOST"
 
@@ -37,4 +38,8 @@ async def load_configuration(kubeconfig: Path | None) -> Configuration:
             await loading
     except (config.ConfigException, OSError, ValueError) as error:
         raise KubeConfigError(f"cannot load the cluster configuration: {error}: set --kubeconfig") from None
+    except (YAMLError, TypeError, AttributeError, LookupError) as error:  # the library checks no types
+        path = str(kubeconfig) if kubeconfig is not None else config.KUBE_CONFIG_DEFAULT_LOCATION
+        text = " ".join(str(error).split())
+        raise KubeConfigError(f"{path} is not a valid kubeconfig file ({text}): fix it, or set --kubeconfig") from None
     return configuration

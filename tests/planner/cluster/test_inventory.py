@@ -140,7 +140,7 @@ def test_a_pods_request_is_what_the_scheduler_reserves(spec: dict[str, Any], gpu
     ("bad", "reason"),
     [
         (node("n", unschedulable=True), "cordoned"),
-        (node("n", gpus=0), "no GPU"),
+        (node("n", gpus=0), "no nvidia.com/gpu"),
         (node("n", taints=[TAINT]), "taint gpu is not tolerated"),
         (node("n", labels={"nvidia.com/gpu.product": "A100-SXM4-40GB-MIG-1g.5gb"}), "slices"),
         (node("n", labels={"nvidia.com/gpu.product": "NVIDIA-A10-SHARED"}), "slices"),
@@ -150,7 +150,9 @@ def test_a_pods_request_is_what_the_scheduler_reserves(spec: dict[str, Any], gpu
             {**node("n"), "status": {**node("n")["status"], "conditions": [{"type": "Ready", "status": "Unknown"}]}},
             "not ready",
         ),
-        (node("n", labels={"team": "b"}), "label team is not a"),
+        (node("n", labels={"team": "b"}), "label team is b, not a"),
+        (node("n", labels={"teams": "a"}), "no label team, but teams"),
+        (node("n"), "no label team"),
     ],
 )
 def test_a_node_that_cannot_take_workers_is_known_with_the_reason(bad: dict[str, Any], reason: str) -> None:
@@ -158,6 +160,14 @@ def test_a_node_that_cannot_take_workers_is_known_with_the_reason(bad: dict[str,
     found = inventory(bad, node_selector=selector)
     assert found.usable == []
     assert reason in found.nodes["n"].unusable
+
+
+def test_a_wrong_gpu_resource_is_named_with_the_nearest_that_nodes_have() -> None:
+    found = Inventory.from_objects([node("n")], [], gpu_resource="nvidia.com/gpus")
+    assert found.unusable == {}, "nodes without GPUs are usually not worth a word"
+    assert found.excluded == {"n": "no nvidia.com/gpus, but nvidia.com/gpu"}
+    other = Inventory.from_objects([node("n"), node("cpu", gpus=0)], [])
+    assert other.excluded == {}
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from meshwright_worker.agent.launcher import Launcher, LaunchError
 from meshwright_worker.agent.metrics import WorkerMetrics
 from meshwright_worker.agent.metrics_server import start_metrics_server
 from meshwright_worker.agent.rank_process import command_state, process_state
+from meshwright_worker.agent.server_process import ServerProcess
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import build_report
 from meshwright_worker.rank import messages
@@ -51,13 +52,14 @@ LINE_SECONDS = 1.0
 class Agent:
     """One worker pod's agent. `run` returns its exit code."""
 
-    def __init__(self, settings: Settings, environment: Mapping[str, str]) -> None:
+    def __init__(self, settings: Settings, environment: Mapping[str, str], server: ServerProcess | None = None) -> None:
+        """`server` is a fork server that was started already, if any."""
         self._settings = settings
         self._event_queue: EventQueue = asyncio.Queue()
         self._state_machine = decisions.AgentStateMachine(
             settings.worker, settings.incarnation, settings.pod_uid, settings.drain_seconds
         )
-        self._launcher = Launcher(settings, self._event_queue, environment)
+        self._launcher = Launcher(settings, self._event_queue, environment, server)
         self._metrics = WorkerMetrics(settings.namespace, settings.job)
         self._training_log = TrainingLog(None)
         self._started_before = False

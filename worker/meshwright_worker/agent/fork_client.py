@@ -9,12 +9,12 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Mapping
 
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.rank_process import Pipe, RankHandle, open_pipe, signal_process
-from meshwright_worker.rank.fork_server import MAX_MESSAGE, RUNTIME_MODULE, encode_request
+from meshwright_worker.agent.server_process import RUNTIME_MODULE, ServerProcess
+from meshwright_worker.rank.fork_server import MAX_MESSAGE, encode_request
 from meshwright_worker.rank.task import RankTask
 
 log = logging.getLogger(__name__)
@@ -32,10 +32,14 @@ class ForkServerError(Exception):
 class ForkServerClient:
     """One fork server process. `start` returns at once: the server imports torch in the background."""
 
-    def __init__(self, environment: Mapping[str, str], module: str = RUNTIME_MODULE) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], module: str = RUNTIME_MODULE, started: ServerProcess | None = None
+    ) -> None:
+        """`started` is a server that was started already, with the same environment and module."""
         self._environment = dict(environment)
         self._module = module
-        self._process: asyncio.subprocess.Process | None = None
+        self._started = started
+        self._process: ServerProcess | None = None
         self._channel: socket.socket | None = None
         self._reader: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[float] | None = None
@@ -44,24 +48,13 @@ class ForkServerClient:
 
     async def start(self) -> None:
         """Start the process, unless it is running."""
-        if self._process is not None and self._process.returncode is None and self._channel is not None:
+        if self._process is not None and self._process.running and self._channel is not None:
             return
         await self.stop()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "meshwright_worker.rank.fork_server",
-                *(str(theirs.fileno()), str(os.getpid()), self._module),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=self._environment,
-            )
-        self._channel = ours
+        self._process = self._started or ServerProcess.start(self._environment, self._module)
+        self._started, self._channel = None, self._process.channel
         self._ready = asyncio.get_running_loop().create_future()
-        self._reader = asyncio.create_task(self._listen(ours, self._ready))
+        self._reader = asyncio.create_task(self._listen(self._channel, self._ready))
 
     @property
     def importing(self) -> bool:
@@ -121,9 +114,8 @@ class ForkServerClient:
 
     async def stop(self) -> None:
         """Stop the server, and with it every rank that it forked."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        if self._process is not None and self._process.running:
+            self._process.kill()
             await self._process.wait()
         if self._reader is not None:
             await asyncio.wait([self._reader], timeout=STOP_SECONDS)

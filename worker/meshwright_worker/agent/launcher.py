@@ -13,12 +13,12 @@ from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.events import EventQueue
 from meshwright_worker.agent.fork_client import ForkServerClient, ForkServerError
 from meshwright_worker.agent.rank_environment import (
-    process_environment,
     rank_environment,
     rank_task,
     resolve_script_paths,
 )
 from meshwright_worker.agent.rank_process import RankHandle, start_command, supervise
+from meshwright_worker.agent.server_process import ServerProcess, process_environment
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import StartRanks
 
@@ -36,11 +36,18 @@ class LaunchError(Exception):
 class Launcher:
     """Owns every live rank process of this pod, and reserves the port for the next store of rank 0."""
 
-    def __init__(self, settings: Settings, event_queue: EventQueue, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        event_queue: EventQueue,
+        environment: Mapping[str, str],
+        server: ServerProcess | None = None,
+    ) -> None:
+        """`server` is a fork server that was started already, if any."""
         self._settings = settings
         self._event_queue = event_queue
         self._environment = process_environment(environment)
-        self._server = ForkServerClient(self._environment)
+        self._server = ForkServerClient(self._environment, started=server)
         self._port = ReservedPort()
         self._handles: dict[int, RankHandle] = {}
         self._supervisors: set[asyncio.Task[None]] = set()

@@ -72,17 +72,6 @@ def resolve_script_paths(command: Sequence[str], environment: Mapping[str, str])
     ]
 
 
-def process_environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment that every process of a rank inherits: the pod's environment without the agent's token.
-
-    As with torchrun, each rank uses one thread unless the pod's environment sets another number: ranks share the pod's
-    cores.
-    """
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **inherited}
-    environment.pop(labels.ENV_TOKEN, None)
-    return environment
-
-
 def rank_task(
     document: MeshDocument, run: NativeRun, member: MeshMember, rank: int, settings: Settings
 ) -> RankTask[NativeRun]:

@@ -37,7 +37,6 @@ from meshwright_worker.rank.failures import describe
 from meshwright_worker.rank.process_lifetime import die_with_parent
 from meshwright_worker.rank.task import RankTask
 
-RUNTIME_MODULE = "meshwright_worker.trainer.train"
 MAX_MESSAGE = 1 << 17
 
 _TASK = TypeAdapter(RankTask[NativeRun])

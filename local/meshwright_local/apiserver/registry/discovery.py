@@ -50,6 +50,7 @@ _SUBRESOURCES: dict[ResourceKey, tuple[tuple[str, str, list[str], str], ...]] = 
         ("eviction", "Eviction", ["create"], "policy"),
         ("exec", "PodExecOptions", ["create", "get"], ""),
         ("log", "Pod", ["get"], ""),
+        ("proxy", "PodProxyOptions", ["get"], ""),
     ),
 }
 _INFO = {"title": "Kubernetes", "version": GIT_VERSION}

@@ -16,7 +16,7 @@ from meshwright_local.apiserver.admission.metadata import field_value
 from meshwright_local.apiserver.auth.identity import Authenticator, RequestAttributes
 from meshwright_local.apiserver.registry.objects import Objects
 from meshwright_local.apiserver.registry.resource_types import Resource, set_condition
-from meshwright_local.apiserver.rest import request_bodies
+from meshwright_local.apiserver.rest import pod_proxy, request_bodies
 from meshwright_local.apiserver.rest.chaos import Chaos, FaultOutcome
 from meshwright_local.apiserver.rest.kubelet_proxy import KubeletProxy
 from meshwright_local.apiserver.rest.list_watch import Watch, list_objects
@@ -138,6 +138,7 @@ class Handlers:
             ("", "pods", "exec"): dict.fromkeys(
                 ("GET", "POST"), lambda call: self.kubelet.exec(call.request, self._existing(call))
             ),
+            ("", "pods", pod_proxy.SUBRESOURCE): {"GET": self._proxy},
             ("", "pods", "binding"): {"POST": self._bind},
             ("", "pods", "eviction"): {"POST": self._evict},
         }
@@ -147,6 +148,13 @@ class Handlers:
         if found is None:
             raise call.resource.not_found(call.target.name)
         return found
+
+    async def _proxy(self, call: Call) -> web.StreamResponse:
+        name = pod_proxy.pod_of(call.target.name)
+        pod = self.store.find(call.resource.key, call.target.namespace, name)
+        if pod is None:
+            raise call.resource.not_found(name)
+        return await pod_proxy.forward(call.request, pod, call.target.name)
 
     def _as_of(self, call: Call) -> int | None:
         lag = call.fault_outcome.stale_revisions

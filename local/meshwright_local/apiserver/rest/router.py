@@ -24,7 +24,7 @@ from meshwright_local.apiserver.auth.identity import (
     review,
 )
 from meshwright_local.apiserver.registry.discovery import REVIEWS, VERSION, Registry
-from meshwright_local.apiserver.rest import request_bodies
+from meshwright_local.apiserver.rest import pod_proxy, request_bodies
 from meshwright_local.apiserver.rest.chaos import Chaos
 from meshwright_local.apiserver.rest.handlers import Call, Handlers, body_of, plain
 from meshwright_local.apiserver.status_errors import ApiError, bad_request, forbidden, method_not_allowed
@@ -49,6 +49,8 @@ def parse_target(method: str, path: str, *, watching: bool = False) -> tuple[str
     if rest[0] == "namespaces" and len(rest) > 2 and not of_namespace:
         namespace, rest = rest[1], rest[2:]
     plural, name, subresource = rest[0], "".join(rest[1:2]), "/".join(rest[2:])
+    if subresource.startswith(f"{pod_proxy.SUBRESOURCE}/"):
+        subresource = pod_proxy.SUBRESOURCE  # the rest is a path on the pod
     verb = _VERBS.get(method, "")
     if method in ("GET", "HEAD"):
         # A single object cannot be watched by its path: `watch` is ignored.

@@ -1,0 +1,72 @@
+"""The rights that the operator and the users of jobs need, and reviews of them.
+
+`tests/cli/test_doctor.py` compares the operator's rights with the roles of the chart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.api.labels import GROUP, PLURAL
+from meshwright.api.objects import KubeObject
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Right:
+    """A verb on a resource."""
+
+    verb: str
+    resource: str
+    """With its subresource, such as `pods/log`."""
+    group: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.resource}{f'.{self.group}' if self.group else ''}"
+
+    def review(self, namespace: str | None, *, user: str | None = None, groups: tuple[str, ...] = ()) -> KubeObject:
+        """The body of a SelfSubjectAccessReview, or with `user`, of a SubjectAccessReview."""
+        plural, _, subresource = self.resource.partition("/")
+        attributes = {"verb": self.verb, "group": self.group, "resource": plural, "subresource": subresource}
+        if namespace:
+            attributes["namespace"] = namespace
+        spec: KubeObject = {"resourceAttributes": {key: value for key, value in attributes.items() if value}}
+        kind = "SelfSubjectAccessReview"
+        if user is not None:
+            kind = "SubjectAccessReview"
+            spec |= {"user": user, "groups": list(groups)}
+        return {"apiVersion": "authorization.k8s.io/v1", "kind": kind, "spec": spec}
+
+
+def rights(resource: str, *verbs: str, group: str = "") -> tuple[Right, ...]:
+    """Several verbs on one resource."""
+    return tuple(Right(verb, resource, group) for verb in verbs)
+
+
+USER_RIGHTS = (
+    *rights(PLURAL, "get", "list", "watch", "create", "patch", "delete", group=GROUP),
+    *rights(f"{PLURAL}/scale", "patch", group=GROUP),
+    *rights("pods", "get", "list"),
+    *rights("pods/log", "get"),
+    *rights("events", "list"),
+)
+"""What the commands of this program need in a namespace."""
+
+OPERATOR_CLUSTER_RIGHTS = (*rights("nodes", "list", "watch"), *rights("pods", "list"))
+"""What the operator needs in the entire cluster, also if it serves only some namespaces."""
+
+OPERATOR_RIGHTS = (
+    *rights(PLURAL, "get", "list", "watch", "delete", group=GROUP),
+    *rights(f"{PLURAL}/status", "patch", group=GROUP),
+    *rights(f"{PLURAL}/finalizers", "update", group=GROUP),
+    *rights("pods", "get", "list", "watch", "create", "patch", "delete"),
+    *rights("services", "create", "get"),
+    *rights("secrets", "create"),
+    *rights("events", "create", "patch"),
+)
+"""What the operator needs in each namespace that it serves."""
+
+OPERATOR_HOME_RIGHTS = (
+    *rights("leases", "create", group="coordination.k8s.io"),
+    *rights("secrets", "create"),
+)
+"""What the operator needs in its own namespace, apart from the named Lease and Secret."""

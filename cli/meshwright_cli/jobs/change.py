@@ -1,0 +1,94 @@
+"""`meshwright scale`, `suspend`, `resume` and `delete`: change a job."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import click
+
+from meshwright_cli.client.async_client import AsyncClient
+from meshwright_cli.client.objects import Job
+from meshwright_cli.client.waiting import RUNNING, Target
+from meshwright_cli.completion import complete_jobs
+from meshwright_cli.jobs.access import Access, cluster_options
+from meshwright_cli.jobs.output import next_command, output_option, print_job
+from meshwright_cli.jobs.wait import timeout_option, wait_and_report
+
+SUSPENDED = Target("Suspended")
+
+
+def waiting_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of a command that may wait for its effect."""
+    wait = click.option("--wait", "waits", is_flag=True, help="Wait until the job is in the new state.")
+    return wait(timeout_option(function))
+
+
+@click.command(epilog="Next: meshwright status JOB.")
+@click.argument("job", shell_complete=complete_jobs)
+@click.argument("replicas", type=click.IntRange(min=1))
+@waiting_options
+@output_option("json", "yaml", "name")
+@cluster_options
+def scale(job: str, replicas: int, waits: bool, timeout: float | None, output: str | None, access: Access) -> None:
+    """Set the number of data-parallel replicas of a job.
+
+    An elastic job resizes while it trains. Any other job restarts from a checkpoint that it saves first.
+    """
+
+    async def scaled(client: AsyncClient) -> Job:
+        return await client.scale(job, replicas)
+
+    _change(access, scaled, f"scaled to {replicas} replicas", output, (RUNNING, timeout) if waits else None)
+    next_command("status", job)
+
+
+@click.command(epilog="Next: meshwright resume JOB.")
+@click.argument("job", shell_complete=complete_jobs)
+@waiting_options
+@output_option("json", "yaml", "name")
+@cluster_options
+def suspend(job: str, waits: bool, timeout: float | None, output: str | None, access: Access) -> None:
+    """Suspend a job: it saves a checkpoint and releases its GPUs."""
+    _change(access, lambda client: client.suspend(job), "suspended", output, (SUSPENDED, timeout) if waits else None)
+    next_command("resume", job)
+
+
+@click.command(epilog="Next: meshwright status JOB.")
+@click.argument("job", shell_complete=complete_jobs)
+@waiting_options
+@output_option("json", "yaml", "name")
+@cluster_options
+def resume(job: str, waits: bool, timeout: float | None, output: str | None, access: Access) -> None:
+    """Resume a suspended job from its latest checkpoint."""
+    _change(access, lambda client: client.resume(job), "resumed", output, (RUNNING, timeout) if waits else None)
+    next_command("status", job)
+
+
+@click.command(epilog="Next: meshwright list.")
+@click.argument("job", shell_complete=complete_jobs)
+@click.option("--wait", "waits", is_flag=True, help="Wait until the job and its pods are gone.")
+@timeout_option
+@cluster_options
+def delete(job: str, waits: bool, timeout: float | None, access: Access) -> None:
+    """Delete a job and its pods. Its checkpoints stay."""
+    access.run(lambda client: client.delete(job, wait=waits, timeout=timeout))
+    click.echo(f"{job} deleted")
+
+
+def _change(
+    access: Access,
+    change: Callable[[AsyncClient], Awaitable[Job]],
+    done: str,
+    output: str | None,
+    until: tuple[Target, float | None] | None,
+) -> None:
+    """Change a job, and perhaps wait for the effect, then print it."""
+
+    async def run(client: AsyncClient) -> Job:
+        job = await change(client)
+        if until is not None:
+            job = await wait_and_report(client, job.name, *until, quiet=output is not None) or job
+        return job
+
+    print_job(access.run(run), output, done)

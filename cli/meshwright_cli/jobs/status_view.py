@@ -1,0 +1,137 @@
+"""The text of `meshwright status`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from meshwright.api import conditions
+from meshwright_cli.client.objects import Job, JobEvent, WorkerPod, parse_time
+from meshwright_cli.jobs.goodput import Ledger
+from meshwright_cli.jobs.output import colored, wrapped
+from meshwright_cli.jobs.placement_tree import placement_tree
+from meshwright_cli.text import age, duration, plural
+
+LABEL = 12
+BAR = 20
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A job with what is shown about it."""
+
+    job: Job
+    pods: Sequence[WorkerPod]
+    warnings: Sequence[JobEvent] = ()
+    """Its latest warnings."""
+
+
+def status_lines(view: JobView, now: datetime, columns: int, *, every_worker: bool = False) -> list[str]:
+    """The state of a job, what it does, and where its ranks run."""
+    job = view.job
+    title = f"{job.namespace}/{job.name}  {colored(job.state)}"
+    lines = [f"{title}  {_headline(job)}".rstrip()]
+    lines += wrapped(job.message, columns) if job.message and not _is_plain_running(job) else []
+    facts = [(name, value) for name, value in _facts(job, now) if value]
+    if facts:
+        lines.append("")
+    for name, value in facts:
+        first, *rest = wrapped(value, columns - LABEL)
+        lines += [f"{name:<{LABEL}}{first}", *(" " * LABEL + line for line in rest)]
+    tree = placement_tree(job.status, view.pods, every_worker=every_worker)
+    lines += ["", *tree] if tree else []
+    if view.warnings:
+        lines += ["", "Latest warnings"]
+        for event in view.warnings:
+            text = f"{age(event.time, now):>6}  {event.reason}: {event.message}"
+            lines += wrapped(text, columns, indent=" " * 8)
+    return lines
+
+
+def next_step(job: Job) -> tuple[str, ...]:
+    """The command that helps most in this state."""
+    if job.failed or job.is_true(conditions.STALLED):
+        return ("logs", job.name, "--failed-first") if job.status.placement else ("explain", job.name)
+    if job.is_true(conditions.SUSPENDED):
+        return ("resume", job.name)
+    if job.complete:
+        return ("logs", job.name, "--tail", "20")
+    return ("top", job.name) if job.state == "Running" else ("explain", job.name)
+
+
+def _headline(job: Job) -> str:
+    status = job.status
+    if not status.total_steps:
+        return f"step {status.step:,}" if status.step else ""
+    share = (status.step or 0) / status.total_steps
+    filled = round(BAR * min(1.0, share))
+    text = f"{'█' * filled}{'░' * (BAR - filled)} step {status.step or 0:,} of {status.total_steps:,} ({share:.0%})"
+    eta = status.eta_seconds
+    return f"{text}, {duration(eta)} left" if eta is not None and not job.finished and job.state == "Running" else text
+
+
+def _is_plain_running(job: Job) -> bool:
+    return job.state == "Running" and job.is_true(conditions.READY)
+
+
+def _facts(job: Job, now: datetime) -> list[tuple[str, str]]:
+    status = job.status
+    ledger = Ledger.of(status.goodput, now)
+    return [
+        ("Layout", _layout(job)),
+        ("Ranks", _ranks(job)),
+        ("Training", _training(job)),
+        ("Checkpoint", _checkpoint(job, now)),
+        ("Restarts", _restarts(job)),
+        ("Goodput", str(ledger) if ledger is not None else ""),
+        ("Edit", f"waits for {status.waiting_edit.waits_for}" if status.waiting_edit is not None else ""),
+        ("Age", _age(job, now)),
+    ]
+
+
+def _layout(job: Job) -> str:
+    plan = job.status.plan
+    if plan is None:
+        return ""
+    parts = [plan.summary, plural(plan.world_size, "rank"), plural(plan.workers, "worker")]
+    if plan.estimated_step_milliseconds:
+        parts.append(f"estimated {plan.estimated_step_milliseconds:,} ms per step")
+    return ", ".join(parts)
+
+
+def _ranks(job: Job) -> str:
+    status = job.status
+    generation = f", mesh generation {status.mesh.generation}" if status.mesh and status.mesh.generation else ""
+    elastic = status.elastic
+    replicas = (
+        f", {status.replicas} of {elastic.wanted_replicas} replicas" if elastic and elastic.wanted_replicas else ""
+    )
+    return f"{status.ready_ranks} ready{replicas}{generation}" if status.ready_ranks else ""
+
+
+def _training(job: Job) -> str:
+    status = job.status
+    parts = [f"loss {status.loss}"] if status.loss else []
+    parts += [f"{status.tokens_per_second:,} tokens/s"] if status.tokens_per_second else []
+    if status.evaluation is not None:
+        parts.append(f"evaluation loss {status.evaluation.loss} at step {status.evaluation.step:,}")
+    return ", ".join(parts)
+
+
+def _checkpoint(job: Job, now: datetime) -> str:
+    saved = job.status.checkpoint
+    if saved is None:
+        return "none yet" if job.raw.get("spec", {}).get("checkpoint") else "none: `spec.checkpoint` is not set"
+    return f"step {saved.step:,}, {age(parse_time(saved.time), now)} ago, {saved.path}"
+
+
+def _restarts(job: Job) -> str:
+    causes = ", ".join(f"{restart.cause} {restart.count}" for restart in job.status.restarts)
+    return f"{job.status.restart_count} ({causes})" if causes else ""
+
+
+def _age(job: Job, now: datetime) -> str:
+    ended = parse_time(job.status.completion_time) if job.status.completion_time else None
+    text = age(job.created, now)
+    return f"{text}, finished {age(ended, now)} ago" if ended is not None else text

@@ -1,0 +1,94 @@
+"""The text of `meshwright top`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from meshwright_cli.client.objects import Job, ranks_by_worker
+from meshwright_cli.jobs.output import table
+from meshwright_cli.jobs.placement_tree import coordinates, layout_of
+from meshwright_cli.jobs.rank_metrics import RankTimes, slowness, stragglers
+from meshwright_cli.jobs.status_view import JobView, status_lines
+from meshwright_cli.text import duration, plural
+
+HEADER = ("RANK", "NODE", "MESH", "STEP", "STEP TIME", "DATA WAIT", "VS MEDIAN", "PEAK MEM", "")
+
+
+@dataclass(frozen=True, slots=True)
+class TopView:
+    """A job with the times of its ranks."""
+
+    view: JobView
+    times: Sequence[RankTimes] = ()
+    unreachable: Mapping[str, str] = field(default_factory=dict)
+    """Pod -> why its metrics cannot be read."""
+
+
+def top_lines(top: TopView, now: datetime, columns: int, height: int) -> list[str]:
+    """The state of a job in a few lines, then its slowest ranks, as many as fit."""
+    job = top.view.job
+    if not top.times:
+        reason = next(iter(top.unreachable.values()), "the job has no running pod")
+        note = f"No metrics of ranks: {reason}. This is the status, which is written every 10 s."
+        return [*status_lines(top.view, now, columns), "", note]
+    listed = list(top.times)
+    slow = stragglers(listed)
+    more = slowness(listed)
+    lines = [
+        f"{job.namespace}/{job.name}  {job.state}  {_progress(job, listed)}",
+        f"{plural(len(listed), 'rank')}, {plural(len(slow), 'straggler')}{_named(slow)}",
+        "",
+    ]
+    room = max(3, height - len(lines) - 3)
+    listed.sort(key=lambda one: (one.rank not in slow, -more.get(one.rank, 0.0), one.rank))
+    shown = listed[:room]
+    if len(listed) <= room:
+        shown.sort(key=lambda one: one.rank)
+    lines += table(HEADER, [_row(job, one, more.get(one.rank), one.rank in slow) for one in shown])
+    if len(shown) < len(listed):
+        lines.append(f"and {len(listed) - len(shown)} faster ranks")
+    if top.unreachable:
+        name, reason = next(iter(top.unreachable.items()))
+        lines.append(f"No metrics of {plural(len(top.unreachable), 'pod')}: {name}: {reason}"[:columns])
+    return lines
+
+
+def _named(slow: set[int]) -> str:
+    names = ", ".join(str(rank) for rank in sorted(slow)[:8])
+    return f": rank {names}{' and more' if len(slow) > 8 else ''}" if slow else ""
+
+
+def _progress(job: Job, times: Sequence[RankTimes]) -> str:
+    status = job.status
+    step = max(one.step for one in times)
+    parts = [f"step {step:,}" + (f" of {status.total_steps:,}" if status.total_steps else "")]
+    parts += [f"loss {status.loss}"] if status.loss else []
+    parts += [f"{status.tokens_per_second:,} tokens/s"] if status.tokens_per_second else []
+    parts += [f"{duration(status.eta_seconds)} left"] if status.eta_seconds is not None and not job.finished else []
+    return ", ".join(parts)
+
+
+def _row(job: Job, one: RankTimes, more: float | None, slow: bool) -> tuple[str, ...]:
+    placed = {rank: worker for worker, ranks in ranks_by_worker(job.status).items() for rank in ranks}
+    nodes = {entry.worker: entry.node for entry in job.status.placement.workers} if job.status.placement else {}
+    mesh = coordinates(layout_of(job.status.plan), range(one.rank, one.rank + 1))
+    return (
+        str(one.rank),
+        nodes.get(placed.get(one.rank, -1), ""),
+        mesh,
+        str(one.step),
+        milliseconds(one.step_seconds),
+        milliseconds(one.data_seconds),
+        f"{100 * more:+.0f} %" if more is not None else "",
+        f"{one.peak_memory / 2**30:.1f} GiB" if one.peak_memory else "",
+        "down" if not one.up else "slow" if slow else "",
+    )
+
+
+def milliseconds(seconds: float | None) -> str:
+    """A time of a step."""
+    if seconds is None:
+        return ""
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

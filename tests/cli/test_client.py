@@ -1,0 +1,380 @@
+"""The client and the commands on a live API server. Tests write the status that an operator would write."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from meshwright.api.parsing import parse_spec
+from meshwright_cli.client import (
+    AsyncClient,
+    Client,
+    DefinitionMissingError,
+    ForbiddenError,
+    JobFailedError,
+    ManifestError,
+    NotFoundError,
+    RejectedError,
+    UnauthorizedError,
+    UnreachableError,
+    WaitTimeoutError,
+)
+from tests.cli.live_server import LiveServer, condition, job, live_server, parsed, running
+
+JOBS = "/apis/meshwright.dev/v1alpha1/namespaces/{}/paralleltrainingjobs"
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with live_server(tmp_path_factory.mktemp("client"), request.config.getoption("--cluster")) as live:
+        yield live
+
+
+@pytest.fixture
+def namespace(server: LiveServer, request: pytest.FixtureRequest) -> str:
+    """A namespace of the test's own."""
+    name = f"t-{abs(hash(request.node.nodeid)) % 10**8}"
+    server.call("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
+    return name
+
+
+@pytest.fixture
+def client(server: LiveServer, namespace: str) -> Iterator[Client]:
+    with Client(kubeconfig=server.kubeconfig, namespace=namespace) as made:
+        yield made
+
+
+def write_status(server: LiveServer, namespace: str, name: str, status: dict[str, Any]) -> None:
+    server.patch(f"{JOBS.format(namespace)}/{name}/status", {"status": status})
+
+
+def later(seconds: float, action: Any) -> threading.Timer:
+    timer = threading.Timer(seconds, action)
+    timer.start()
+    return timer
+
+
+def test_submit_get_list_change_and_delete(client, namespace):
+    made = client.submit(job("lm"))
+    assert (made.name, made.namespace, made.state, made.observed) == ("lm", namespace, "Pending", False)
+    assert made.spec.replicas == 2
+    assert [one.name for one in client.list()] == ["lm"]
+    assert client.scale("lm", 4).spec.replicas == 4
+    assert client.suspend("lm").spec.suspend
+    assert not client.resume("lm").spec.suspend
+    client.delete("lm", wait=True, timeout=60)
+    assert client.list() == []
+    with pytest.raises(NotFoundError):
+        client.delete("lm")
+
+
+def test_submit_again_changes_only_what_the_manifest_says(client):
+    client.submit(job("lm"))
+    first = client.submit(job("lm", priority=3))
+    assert first.raw["metadata"]["generation"] == 2
+    assert client.submit(job("lm", priority=3)).raw["metadata"]["generation"] == 2
+
+
+def test_submit_a_spec_made_in_python(client):
+    made = client.submit_spec("typed", parse_spec(job("typed")), labels={"team": "vision"})
+    assert made.spec == parse_spec(job("typed"))
+    assert [one.name for one in client.list(selector="team=vision")] == ["typed"]
+    assert client.list(selector="team=other") == []
+
+
+def test_submit_applies_the_other_objects_of_the_manifest(server, client, namespace, tmp_path):
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "runs"},
+        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
+    }
+    file = tmp_path / "all.yaml"
+    file.write_text(yaml.safe_dump_all([claim, job("lm")]))
+    client.submit(file)
+    assert server.exists(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/runs")
+
+
+def test_a_dry_run_validates_and_stores_nothing(client):
+    assert client.submit(job("lm"), dry_run=True).name == "lm"
+    assert client.list() == []
+    with pytest.raises(RejectedError, match="spec.replicas"):
+        client.submit(job("lm", replicas=0), dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"replicas": 0}, ["ParallelTrainingJob lm", "spec.replicas"]),
+        ({"replica": 2}, ["spec.replica"]),
+        ({"workers": {"image": "w", "gpusPerWorker": 2, "gpuResources": "x"}}, ["spec.workers.gpuResources"]),
+    ],
+)
+def test_a_rejected_manifest_names_the_field(client, change, words):
+    with pytest.raises(RejectedError) as caught:
+        client.submit(job("lm", **change))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "not valid YAML"),
+        ("kind: ParallelTrainingJob\nmetadata: {name: a}\n", "no `apiVersion`"),
+        ("apiVersion: v1\nkind: ConfigMap\nmetadata: {name: a}\n", "expected exactly one ParallelTrainingJob, found 0"),
+        ("apiVersion: meshwright.dev/v1alpha1\nkind: ParallelTrainingJob\nmetadata: {}\n", "no `metadata`"),
+    ],
+)
+def test_a_manifest_that_cannot_be_read_names_the_file(client, tmp_path, text, message):
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    with pytest.raises(ManifestError, match="job.yaml") as caught:
+        client.submit(file)
+    assert message in str(caught.value)
+
+
+def test_an_unknown_kind_in_the_manifest_is_named(client, tmp_path):
+    file = tmp_path / "job.yaml"
+    other = {"apiVersion": "example.com/v1", "kind": "Thing", "metadata": {"name": "x"}}
+    file.write_text(yaml.safe_dump_all([other, job("lm")]))
+    with pytest.raises(ManifestError, match=r"Thing x: the cluster has no `example.com/v1`"):
+        client.submit(file)
+
+
+def test_a_missing_job_names_the_nearest_or_its_namespace(server, client, namespace):
+    client.submit(job("language-model"))
+    with pytest.raises(NotFoundError, match="did you mean `language-model`") as caught:
+        client.get("langauge-model")
+    assert caught.value.nearest == ("language-model",)
+    elsewhere = Client(kubeconfig=server.kubeconfig, namespace="default")
+    with elsewhere, pytest.raises(NotFoundError, match=f"it is in namespace `{namespace}`: use -n {namespace}"):
+        elsewhere.get("language-model")
+    with pytest.raises(NotFoundError, match="meshwright list -A"):
+        client.get("zzz")
+
+
+def test_what_is_forbidden_names_verb_and_resource(server, namespace):
+    with Client(kubeconfig=server.as_user("jane"), namespace=namespace) as client:
+        with pytest.raises(
+            ForbiddenError, match=f"may not list paralleltrainingjobs.meshwright.dev in namespace `{namespace}`"
+        ) as caught:  # noqa: E501
+            client.list()
+        assert (caught.value.verb, caught.value.resource) == ("list", "paralleltrainingjobs.meshwright.dev")
+        with pytest.raises(ForbiddenError, match=r"patch paralleltrainingjobs/scale.meshwright.dev `lm`"):
+            client.scale("lm", 2)
+
+
+def test_wrong_credentials_and_dead_servers_are_named(server, tmp_path):
+    config = yaml.safe_load(server.kubeconfig.read_text())
+    config["users"][0]["user"] = {"token": "wrong"}
+    wrong = tmp_path / "wrong"
+    wrong.write_text(yaml.safe_dump(config))
+    with Client(kubeconfig=wrong) as client, pytest.raises(UnauthorizedError, match="log in again"):
+        client.list()
+    config["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"
+    wrong.write_text(yaml.safe_dump(config))
+    with Client(kubeconfig=wrong) as client, pytest.raises(UnreachableError, match=r"cannot be reached.*get-contexts"):
+        client.list()
+
+
+def test_an_untrusted_certificate_is_named(server, tmp_path):
+    config = yaml.safe_load(server.kubeconfig.read_text())
+    del config["clusters"][0]["cluster"]["certificate-authority-data"]
+    file = tmp_path / "untrusted"
+    file.write_text(yaml.safe_dump(config))
+    with (
+        Client(kubeconfig=file) as client,
+        pytest.raises(UnreachableError, match=r"certificate.*-authority"),
+    ):
+        client.list()
+
+
+def test_a_missing_definition_is_named(request, tmp_path):
+    with live_server(tmp_path, request.config.getoption("--cluster"), definition=False) as bare:
+        with Client(kubeconfig=bare.kubeconfig) as client:
+            for use in (client.list, lambda: client.get("lm"), lambda: client.submit(job("lm"))):
+                with pytest.raises(DefinitionMissingError, match="meshwright crd | kubectl apply"):
+                    use()
+        assert bare.cli("list", code=3).exit_code == 3
+
+
+def test_wait_returns_when_the_state_is_reached(server, client, namespace):
+    client.submit(job("lm"))
+    write_status(server, namespace, "lm", running(10))
+    assert client.wait("lm", "running", timeout=30).state == "Running"
+    later(0.5, lambda: write_status(server, namespace, "lm", running(25)))
+    assert client.wait("lm", "step=25", timeout=60).status.step == 25
+    done = running(60, conditions=[condition("Ready", "True", "Completed"), condition("Complete", "True", "Completed")])
+    later(0.5, lambda: write_status(server, namespace, "lm", done))
+    assert client.wait("lm", timeout=60).complete
+    later(0.5, lambda: client.delete("lm"))
+    assert client.wait("lm", "deleted", timeout=60) is None
+
+
+@pytest.mark.parametrize(
+    ("conditions", "message"),
+    [
+        ([condition("Failed", "True", "RestartLimitReached", "All 3 restarts are used")], "All 3 restarts are used"),
+        ([condition("Stalled", "True", "InvalidSpec", "set `spec.data`")], "stalled: set `spec.data`"),
+        ([condition("Complete", "True", "Completed")], "complete at step 30"),
+    ],
+)
+def test_wait_ends_when_the_state_can_no_longer_be_reached(server, client, namespace, conditions, message):
+    client.submit(job("lm"))
+    write_status(server, namespace, "lm", running(30, conditions=conditions))
+    with pytest.raises(JobFailedError, match=message):
+        client.wait("lm", "step=50", timeout=60)
+
+
+def test_wait_says_what_the_job_does_when_the_time_has_passed(server, client, namespace):
+    client.submit(job("lm"))
+    write_status(server, namespace, "lm", running(5))
+    with pytest.raises(WaitTimeoutError, match=r"not step 50 within 0.5 s. It is Running: 4 ranks are training"):
+        client.wait("lm", "step=50", timeout=0.5)
+
+
+def test_wait_ignores_conditions_about_an_earlier_spec(server, client, namespace):
+    client.submit(job("lm"))
+    write_status(server, namespace, "lm", running(5))
+    client.submit(job("lm", priority=1))
+    with pytest.raises(WaitTimeoutError):
+        client.wait("lm", "condition=Ready", timeout=0.5)
+    write_status(server, namespace, "lm", running(5, observedGeneration=2))
+    assert client.wait("lm", "condition=ready", timeout=30)
+
+
+def test_a_job_shows_itself_in_a_notebook(server, client, namespace):
+    client.submit(job("lm"))
+    write_status(server, namespace, "lm", running(30, loss="<script>"))
+    page = client.get("lm")._repr_html_()
+    for text in ("Running", "30 of 60", "TP 2 x PP 1 x DP 2", "width:50.0%", "&lt;script&gt;"):
+        assert text in page, page
+    assert "<script>" not in page
+
+
+def test_the_client_works_where_an_event_loop_runs(server, namespace):
+    async def notebook() -> int:
+        with Client(kubeconfig=server.kubeconfig, namespace=namespace) as client:
+            return len(client.list())
+
+    assert asyncio.run(notebook()) == 0
+
+
+async def test_the_asynchronous_client_has_every_method_of_the_synchronous_one(server, namespace):
+    public = lambda kind: {name for name in vars(kind) if not name.startswith("_")}  # noqa: E731
+    assert public(AsyncClient) == public(Client) - {"namespace"}
+    async with AsyncClient(kubeconfig=server.kubeconfig, namespace=namespace) as client:
+        await client.submit(job("lm"))
+        seen = [one async for one in _first(client.watch("lm"))]
+    assert [one.name for one in seen] == ["lm"]
+
+
+async def _first(items: Any) -> Any:
+    async for item in items:
+        yield item
+        return
+
+
+# Commands
+
+
+def test_commands_print_formats_and_exit_codes(server, namespace, tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job("lm")))
+    space = ("-n", namespace)
+    result = server.cli("submit", str(file), "-o", "name", *space)
+    assert result.stdout == "paralleltrainingjob.meshwright.dev/lm\n"
+    write_status(server, namespace, "lm", running(30))
+    assert parsed(server.cli("status", "lm", "-o", "json", *space))["status"]["step"] == 30
+    assert yaml.safe_load(server.cli("status", "lm", "-o", "yaml", *space).stdout)["kind"] == "ParallelTrainingJob"
+    assert parsed(server.cli("list", "-o", "json", *space))["kind"] == "List"
+    assert server.cli("list", "-o", "name", *space).stdout == "paralleltrainingjob.meshwright.dev/lm\n"
+    table = server.cli("list", *space).stdout.splitlines()
+    assert table[0].split() == ["NAME", "STATUS", "RANKS", "STEP", "LOSS", "LEFT", "AGE"]
+    assert table[1].split()[:5] == ["lm", "Running", "4/4", "30/60", "3.2"]
+    assert namespace in server.cli("list", "-A", "-o", "wide").stdout
+    assert server.cli("scale", "lm", "4", "-o", "json", *space).exit_code == 0
+    assert server.cli("status", "lm1", *space, code=3).stderr.strip().endswith("did you mean `lm`?")
+    assert server.cli("scale", "lm", "0", *space, code=2)
+    assert server.cli("list", code=4, kubeconfig=server.as_user("jane"))
+    assert server.cli("wait", "lm", "--for", "step=50", "--timeout", "1s", *space, code=5)
+    assert server.cli("wait", "lm", "--for", "stp=50", *space, code=2)
+    assert server.cli("submit", str(tmp_path / "none.yaml"), *space, code=2)
+    assert server.cli("delete", "lm", *space).stdout == "lm deleted\n"
+    assert "No jobs" in server.cli("list", *space).stderr
+
+
+def test_submit_reads_stdin(server, namespace):
+    server.cli("submit", "-", "-n", namespace, text=yaml.safe_dump(job("piped")))
+    assert server.cli("status", "piped", "-n", namespace)
+
+
+def test_submit_and_wait_exits_with_the_result_of_the_job(server, namespace, tmp_path):
+    file = tmp_path / "job.yaml"
+    for name, conditions, code in (
+        ("good", [condition("Complete", "True", "Completed"), condition("Ready", "True", "Completed")], 0),
+        ("bad", [condition("Failed", "True", "RankFailure", "rank 3 exited with code 7")], 1),
+    ):
+        file.write_text(yaml.safe_dump(job(name)))
+        status = running(60, conditions=conditions)
+        timer = later(1.0, lambda: write_status(server, namespace, name, status))  # noqa: B023 - joined below
+        result = server.cli("submit", str(file), "--wait", "--timeout", "60s", "-n", namespace, code=code)
+        timer.join()
+        assert code == 0 or "rank 3 exited with code 7" in result.stderr
+
+
+def test_status_and_explain_fit_narrow_terminals(server, namespace):
+    server.cli("submit", "-", "-n", namespace, text=yaml.safe_dump(job("lm")))
+    write_status(server, namespace, "lm", running(30))
+    text = server.cli("status", "lm", "-n", namespace).stdout
+    assert "rack rack0" in text
+    assert "ranks 2-3" in text
+    assert "DP 1, TP 0-1" in text
+    explained = server.cli("explain", "lm", "-n", namespace).stdout
+    assert "Proved optimal" in explained
+    assert "TP 2: set by" in explained
+    assert server.cli("explain", "job", "lm", "-n", namespace).stdout == explained
+    assert parsed(server.cli("explain", "lm", "-o", "json", "-n", namespace))["facts"]["Crossings"].startswith("none")
+
+
+def test_explain_says_why_a_job_waits_and_whom_to_free(server, namespace):
+    for index in range(2):
+        allocatable = {"cpu": "64", "memory": "512Gi", "pods": "110", "nvidia.com/gpu": "2"}
+        server.apply("/api/v1/nodes", {
+            "apiVersion": "v1", "kind": "Node", "metadata": {"name": f"n{index}"},
+            "status": {"allocatable": allocatable, "capacity": allocatable,
+                       "conditions": [{"type": "Ready", "status": "True"}]},
+        })  # fmt: skip
+    owner = {"metadata": {"name": "foreign"}, "spec": {
+        "nodeName": "n1", "containers": [{"name": "c", "image": "i", "resources": {
+            "limits": {"nvidia.com/gpu": "1"}, "requests": {"nvidia.com/gpu": "1"}}}]}}  # fmt: skip
+    server.call("POST", f"/api/v1/namespaces/{namespace}/pods", {"apiVersion": "v1", "kind": "Pod", **owner})
+    server.cli("submit", "-", "-n", namespace, text=yaml.safe_dump(job("lm")))
+    waiting = [condition("Ready", "False", "Placing", "1 of 2 workers fit"),
+               condition("Placed", "False", "DoesNotFit", "1 of 2 workers fit")]  # fmt: skip
+    write_status(server, namespace, "lm", {"observedGeneration": 1, "conditions": waiting})
+    facts = parsed(server.cli("explain", "lm", "-o", "json", "-n", namespace))["facts"]
+    assert facts["Needs"].startswith("2 workers with 2 GPUs each, 4 in total")
+    assert facts["Free"] == "3 of 4 GPUs on 2 usable nodes, at most 2 on one node"
+    assert facts["Fits now"].startswith("`spec.replicas: 1`")
+    assert facts["Free up"] == f"n1, which pod {namespace}/foreign (1 GPU) uses"
+
+
+def test_completion_of_names(server, namespace, tmp_path):
+    server.cli("submit", "-", "-n", namespace, text=yaml.safe_dump(job("language-model")))
+    from meshwright_cli.kubectl_plugin import completions
+
+    options = ["--kubeconfig", str(server.kubeconfig), "-n", namespace]
+    assert completions(["status", *options, "lang"])[0] == "language-model"
+    assert completions(["logs", *options, "zzz"]) == [":4"]
+    assert "meshwright-local" in completions(["list", "--kubeconfig", str(server.kubeconfig), "--context", ""])
+    assert namespace in completions(["list", "--kubeconfig", str(server.kubeconfig), "-n", "t-"])
+    started = time.monotonic()
+    assert completions(["status", "--kubeconfig", str(tmp_path / "none"), ""]) == [":4"]
+    assert time.monotonic() - started < 60

@@ -1,0 +1,253 @@
+"""What commands show of jobs: lists, trees of ranks, ledgers, step times and selections of logs. Pure."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import click
+import pytest
+
+from meshwright_cli.client.errors import NotFoundError
+from meshwright_cli.client.log_stream import LogSource, select
+from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod
+from meshwright_cli.client.waiting import Target
+from meshwright_cli.jobs.goodput import Ledger
+from meshwright_cli.jobs.list_view import list_lines
+from meshwright_cli.jobs.placement_tree import placement_tree
+from meshwright_cli.jobs.rank_metrics import rank_times, read_samples, slowness, stragglers
+from meshwright_cli.jobs.status_view import JobView, next_step, status_lines
+from meshwright_cli.jobs.top_view import TopView, top_lines
+from meshwright_cli.jobs.wait import Duration
+from meshwright_cli.text import duration
+from tests.cli.live_server import condition, job, running
+
+NOW = datetime(2026, 1, 2, 4, 0, tzinfo=UTC)
+
+
+def made(status: dict[str, Any] | None = None, name: str = "lm", **spec: Any) -> Job:
+    body = job(name, **spec)
+    body["metadata"] |= {"namespace": "ml", "uid": f"u-{name}", "generation": 1,
+                         "creationTimestamp": "2026-01-02T03:00:00Z"}  # fmt: skip
+    return Job({**body, "status": running() if status is None else status})
+
+
+def pods(*states: str) -> list[WorkerPod]:
+    return [WorkerPod(f"lm-w{w}-0", w, 0, "", state, state == "Running", True, 0) for w, state in enumerate(states)]
+
+
+def wide_status(workers: int, per_rack: int = 16) -> dict[str, Any]:
+    entries = [
+        {"worker": w, "incarnation": 0, "pod": f"lm-w{w}-0", "node": f"node{w:03}", "ranks": f"{8 * w}-{8 * w + 7}",
+         "domain": f"d{w // 2}", "rack": f"rack{w // per_rack:02}"}
+        for w in range(workers)
+    ]  # fmt: skip
+    plan = {"tensor": 8, "pipeline": 4, "data": workers // 4, "microBatches": 8, "worldSize": 8 * workers,
+            "workers": workers, "summary": f"TP 8 x PP 4 x DP {workers // 4}"}  # fmt: skip
+    return running(placement={"workers": entries}, plan=plan, readyRanks=f"{8 * workers}/{8 * workers}")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("workers", [2, 8, 128])
+def test_status_fits_the_terminal(columns, workers):
+    status = running() if workers == 2 else wide_status(workers)
+    status["conditions"][0]["message"] = "a long message of many words " * 12
+    lines = status_lines(JobView(made(status), pods(*["Running"] * workers)), NOW, columns)
+    assert max(len(click.unstyle(line)) for line in lines) <= columns + (30 if workers == 128 else 0)
+    assert len(lines) <= 40
+
+
+def test_status_shows_ranks_by_rack_domain_and_node():
+    text = "\n".join(
+        placement_tree(made(wide_status(4, per_rack=2)).status, pods(*["Running"] * 3), every_worker=False)
+    )
+    assert text.splitlines() == [
+        "rack rack00",
+        "└─ domain d0",
+        "   ├─ node000  worker 0  ranks 0-7    Running  PP 0, TP 0-7",
+        "   └─ node001  worker 1  ranks 8-15   Running  PP 1, TP 0-7",
+        "rack rack01",
+        "└─ domain d1",
+        "   ├─ node002  worker 2  ranks 16-23  Running  PP 2, TP 0-7",
+        "   └─ node003  worker 3  ranks 24-31  no pod   PP 3, TP 0-7",
+    ]
+
+
+def test_large_jobs_are_summarized_except_for_workers_that_do_not_run():
+    status = made(wide_status(128)).status
+    states = ["Running"] * 128
+    states[17] = "ImagePullBackOff"
+    lines = placement_tree(status, pods(*states), every_worker=False)
+    assert len(lines) == 9
+    assert lines[0] == "rack rack00: 16 nodes, 16 workers: 16 Running"
+    assert lines[1] == "rack rack01: 16 nodes, 16 workers: 15 Running, 1 ImagePullBackOff"
+    assert "worker 17" in lines[2]
+    assert len(placement_tree(status, pods(*states), every_worker=True)) > 128
+
+
+def test_the_ledger_counts_the_time_since_the_last_booking():
+    goodput = {"cause": "Training", "since": "2026-01-02T03:59:00Z", "booked": [
+        {"cause": "Queued", "milliseconds": 60_000}, {"cause": "Training", "milliseconds": 120_000},
+        {"cause": "Suspended", "milliseconds": 10_000_000}]}  # fmt: skip
+    ledger = Ledger.of(made(running(goodput=goodput)).status.goodput, NOW)
+    assert ledger is not None
+    assert ledger.seconds == {"Suspended": 10_000, "Training": 180, "Queued": 60}
+    assert ledger.ratio == pytest.approx(180 / 240)
+    assert str(ledger) == "75 %: Suspended 2h46m, Training 3m, Queued 60s"
+
+
+def test_the_next_step_depends_on_the_state():
+    states = {
+        "top": running(),
+        "explain": running(conditions=[condition("Ready", "False", "Placing")]),
+        "resume": running(conditions=[condition("Suspended", "True", "Suspended")]),
+        "logs": running(conditions=[condition("Failed", "True", "RankFailure")]),
+    }
+    assert {next_step(made(status))[0]: status for status in states.values()}.keys() == states.keys()
+
+
+def test_list_has_only_columns_with_values():
+    jobs = [made(name="a"), made({}, name="b")]
+    lines = list_lines(jobs, NOW, wide=False, namespaces=True)
+    assert lines[0].split() == ["NAMESPACE", "NAME", "STATUS", "RANKS", "STEP", "LOSS", "LEFT", "AGE"]
+    assert lines[2].split() == ["ml", "b", "Pending", "-", "-", "-", "-", "1h"]
+    assert max(map(len, lines)) <= 80
+    assert "MESSAGE" in list_lines(jobs, NOW, wide=True, namespaces=False)[0]
+
+
+METRICS = """
+# HELP ptj_step Last completed training step.
+ptj_step{{job_name="lm",namespace="ml",rank="{rank}"}} {step}
+ptj_rank_up{{job_name="lm",namespace="ml",rank="{rank}"}} {up}
+ptj_step_duration_seconds_bucket{{job_name="lm",namespace="ml",rank="{rank}",le="1"}} 9
+ptj_step_duration_seconds_count{{job_name="lm",namespace="ml",rank="{rank}"}} {step}
+ptj_step_duration_seconds_sum{{job_name="lm",namespace="ml",rank="{rank}"}} {seconds}
+ptj_data_wait_seconds_total{{job_name="lm",namespace="ml",rank="{rank}"}} {data}
+ptj_memory_peak_bytes{{job_name="lm",namespace="ml",rank="{rank}",kind="host"}} 9e9
+ptj_memory_peak_bytes{{job_name="lm",namespace="ml",rank="{rank}",kind="gpu_reserved"}} 2147483648
+"""
+
+
+def samples(steps: list[int], each: list[float], up: int = 1) -> dict[int, Any]:
+    pages = [
+        METRICS.format(rank=rank, step=step, up=up, seconds=step * seconds, data=step * 0.01)
+        for rank, (step, seconds) in enumerate(zip(steps, each, strict=True))
+    ]
+    return read_samples("\n".join(pages))
+
+
+def test_step_times_are_those_since_the_last_sample():
+    before, now = samples([10, 10], [1.0, 1.0]), samples([20, 20], [0.75, 0.75])
+    times = rank_times(now, before)
+    assert [one.step_seconds for one in times] == pytest.approx([0.5, 0.5])
+    assert times[0].data_seconds == pytest.approx(0.01)
+    assert times[0].peak_memory == 2**31
+    assert [one.step_seconds for one in rank_times(now, now)] == pytest.approx([0.75, 0.75])
+
+
+def test_stragglers_are_slow_behind_or_down():
+    times = rank_times(samples([20] * 4, [0.5, 0.5, 0.5, 0.8]), {})
+    assert stragglers(times) == {3}
+    assert slowness(times)[3] == pytest.approx(0.6)
+    assert stragglers(rank_times(samples([20, 20, 19, 12], [0.5] * 4), {})) == {3}
+    assert stragglers(rank_times(samples([20, 20], [0.5] * 2, up=0), {})) == {0, 1}
+
+
+def test_top_shows_the_slowest_ranks_that_fit():
+    times = rank_times(samples([20] * 64, [0.5] * 63 + [0.9]), {})
+    view = JobView(made(wide_status(8)), pods(*["Running"] * 8))
+    lines = top_lines(TopView(view, times), NOW, 80, 24)
+    assert len(lines) <= 24
+    assert lines[1] == "64 ranks, 1 straggler: rank 63"
+    assert lines[4].split()[0] == "63"
+    assert lines[4].endswith("slow")
+    assert max(map(len, lines)) <= 100
+    assert "faster ranks" in lines[-1]
+
+
+def test_top_without_metrics_shows_the_status_and_says_why():
+    view = JobView(made(), pods("Running", "Running"))
+    lines = top_lines(TopView(view, [], {"lm-w0-0": "address not allowed"}), NOW, 80, 24)
+    assert "address not allowed" in lines[-1]
+    assert any("rack rack0" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("source", "workers", "ranks"),
+    [
+        (LogSource(), (0,), set()),
+        (LogSource(ranks=(3,)), (1,), {3}),
+        (LogSource(workers=(1, 0)), (1, 0), set()),
+        (LogSource(every_worker=True), (0, 1), set()),
+        (LogSource(stages=(0,)), (0, 1), {0, 1, 2, 3}),
+        (LogSource(failed_first=True), (1,), {2}),
+    ],
+)
+def test_selection_of_logs(source, workers, ranks):
+    failure = JobEvent("e", NOW, True, "RankFailure", "Worker 1: rank 2 exited with code 1", 1, "")
+    found = select(made(), source, pods("Running", "Running"), [failure])
+    assert (found.workers, set(found.ranks)) == (workers, ranks)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (LogSource(ranks=(9,)), "no rank 9: it has ranks 0 to 3"),
+        (LogSource(workers=(5,)), "no worker 5: it has workers 0 to 1"),
+        (LogSource(stages=(2,)), "no stage 2: it has stages 0 to 0"),
+        (LogSource(failed_first=True), "no worker of lm has failed"),
+    ],
+)
+def test_selections_that_do_not_exist(source, message):
+    with pytest.raises(NotFoundError, match=message):
+        select(made(), source, pods("Running", "Running"), [])
+
+
+def test_lines_know_their_rank():
+    pod = pods("Running")[0]
+    assert LogLine.of(pod, "[rank 7] hello").rank == 7
+    assert LogLine.of(pod, "[rank 7] hello").text == "hello"
+    started = LogLine.of(pod, "2026 INFO rank started rank=3 generation=1")
+    assert (started.rank, started.agent) == (3, True)
+    assert LogLine.of(pod, "2026 INFO step 1/40 loss=5.7").rank is None
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("complete", "Complete"), ("step=10", "step 10"), ("condition=placed", "Placed"),
+     ("Condition=Ready=false", "Ready=False"), ("finished", "finished")],
+)  # fmt: skip
+def test_states_to_wait_for(text, shown):
+    assert str(Target.parse(text)) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("step", "use condition=NAME"),
+        ("condition=Redy", "did you mean `ready`"),
+        ("condition=zzzz", "use one of Ready"),
+    ],
+)
+def test_states_that_do_not_exist(text, message):
+    with pytest.raises(ValueError, match=message):
+        Target.parse(text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1h30m", 5400), ("1.5h", 5400)])
+def test_durations(text, seconds):
+    assert Duration().convert(text, None, None) == seconds
+
+
+def test_wrong_durations_are_usage_errors():
+    with pytest.raises(click.UsageError, match="as in 90s, 10m or 1h30m"):
+        Duration().convert("soon", None, None)
+
+
+@pytest.mark.parametrize(
+    ("span", "text"),
+    [(timedelta(seconds=5), "5s"), (timedelta(minutes=3, seconds=5), "3m5s"), (timedelta(minutes=59), "59m"),
+     (timedelta(hours=5, minutes=4), "5h4m"), (timedelta(days=3, hours=2), "3d2h"), (timedelta(days=30), "30d")],
+)  # fmt: skip
+def test_ages(span, text):
+    assert duration(span.total_seconds()) == text

@@ -1,0 +1,161 @@
+"""Every verb of the command line on a running cluster with an operator and real ranks, as processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.e2e.local_stack import eventually, tiny
+from tests.patience import patient
+
+SCRIPTS = Path(sys.executable).parent
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+async def started(stage, *words, columns=80):
+    environment = {
+        **os.environ,
+        "KUBECONFIG": str(stage.kubeconfig),
+        "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
+        "COLUMNS": str(columns),
+    }
+    return await asyncio.create_subprocess_exec(
+        *words, env=environment, stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+
+
+async def run(stage, *words, code=0):
+    """Run `meshwright` with these words; fails if its exit code is another."""
+    process = await started(stage, *(words if words[0] == "kubectl" else ("meshwright", *words)))
+    out, err = await asyncio.wait_for(process.communicate(), patient(300))
+    done = Done(process.returncode, out.decode(), err.decode())
+    assert done.code == code, (words, done)
+    return done
+
+
+def manifest(path, name, **changes):
+    path.write_text(yaml.safe_dump_all(tiny(name, **changes)))
+    return str(path)
+
+
+async def test_the_life_of_a_job_in_every_verb(stage, tmp_path):
+    file = manifest(tmp_path / "job.yaml", "verbs", training={"steps": 100000}, elastic={"minReplicas": 1})
+    submitted = await run(stage, "submit", file)
+    assert "paralleltrainingjob.meshwright.dev/verbs submitted to namespace default" in submitted.out
+    follower = await started(stage, "meshwright", "logs", "verbs", "-f")
+    waited = await run(stage, "wait", "verbs", "--for", "step=5", "--timeout", "10m")
+    assert "Running: step" in waited.err
+
+    assert "verbs" in (await run(stage, "list")).out
+    assert json.loads((await run(stage, "list", "-A", "-o", "json")).out)["items"]
+    status = (await run(stage, "status", "verbs")).out
+    for text in ("Running", "rack rack", "ranks 0-1", "ranks 2-3", "TP 2 x PP 1 x DP 2", "Goodput", "4/4 ready"):
+        assert text in status, status
+    assert "GangStarted" in (await run(stage, "events", "verbs")).out
+    assert "Proved optimal" in (await run(stage, "explain", "verbs")).out
+    assert "step " in (await run(stage, "logs", "verbs", "--tail", "50")).out
+    chosen = (await run(stage, "logs", "verbs", "--rank", "3")).out
+    assert "rank started rank=3" in chosen
+    assert "rank=2" not in chosen
+    assert {"[worker 0]", "[worker 1]"} <= set((await run(stage, "logs", "verbs", "--stage", "0")).out.replace("] ", "]\n").split("\n"))  # fmt: skip  # noqa: E501
+    top = (await run(stage, "top", "verbs", "--once")).out
+    # A real API server forwards to no loopback address: then the status is shown, with the reason.
+    assert "STEP TIME" in top or "No metrics of ranks" in top, top
+    assert "verbs" in (await run(stage, "top")).out
+
+    await run(stage, "scale", "verbs", "1")
+    await run(stage, "wait", "verbs", "--for", "condition=Rescaling=False", "--timeout", "10m")
+    await eventually("one replica trains", lambda: _ranks(stage, "2/2"))
+    suspended = await run(stage, "suspend", "verbs", "--wait", "--timeout", "10m")
+    assert "verbs suspended" in suspended.out
+    await run(stage, "wait", "verbs", "--for", "complete", "--timeout", "1s", code=5)
+    await run(stage, "resume", "verbs", "--wait", "--timeout", "10m")
+    assert follower.returncode is None  # the follower outlives the pods
+    assert "verbs deleted" in (await run(stage, "delete", "verbs", "--wait", "--timeout", "10m")).out
+    followed, _ = await asyncio.wait_for(follower.communicate(), patient(60))
+    assert followed.count(b"agent of worker 0 incarnation") >= 2  # the first pod, and that of the resumption
+
+
+async def _ranks(stage, wanted):
+    return (await stage.status("verbs")).ready_ranks == wanted
+
+
+async def test_submit_and_follow_exits_with_the_result(stage, tmp_path):
+    file = manifest(tmp_path / "good.yaml", "followed", training={"steps": 20})
+    done = await run(stage, "submit", file, "--follow", "--timeout", "10m")
+    assert "step 20/20" in done.out
+    await run(stage, "wait", "followed")
+    await run(stage, "wait", "followed", "--for", "step=50", code=1)
+
+
+async def test_a_failed_job_exits_with_1_and_its_first_failure_is_shown(stage, tmp_path):
+    script = "import os, sys, time; print('rank', os.environ['RANK'], 'of the command', flush=True);"
+    script += "time.sleep(5); os.environ['RANK'] == '2' and sys.exit(7); time.sleep(600)"
+    body = {
+        "model": None, "data": None, "training": None, "checkpoint": None, "parallelism": {"microBatches": None},
+        "runtime": {"command": ["python", "-c", script]}, "recovery": {"maxRestarts": 0},
+    }  # fmt: skip
+    file = manifest(tmp_path / "bad.yaml", "fails", **body)
+    done = await run(stage, "submit", file, "--wait", "--timeout", "10m", code=1)
+    assert "Worker 1: rank 2 exited with code 7" in done.err
+    shown = await run(stage, "logs", "fails", "--failed-first")
+    assert "[rank 2] rank 2 of the command" in shown.out
+    assert "[rank 3]" not in shown.out
+    assert "logs fails --failed-first" not in shown.out
+
+
+async def test_a_job_that_waits_is_explained(stage, tmp_path):
+    first = manifest(tmp_path / "first.yaml", "holder", training={"steps": 100000})
+    await run(stage, "submit", first)
+    await run(stage, "wait", "holder", "--for", "condition=Placed", "--timeout", "5m")
+    changes = {"replicas": 4, "training": {"globalBatchSize": 16}}
+    await run(stage, "submit", manifest(tmp_path / "second.yaml", "waits", **changes))
+    await run(stage, "wait", "waits", "--for", "condition=Placed=False", "--timeout", "5m")
+    text = (await run(stage, "explain", "waits")).out
+    for part in (
+        "4 workers with 2 GPUs each, 8 in total",
+        "4 of 8 GPUs",
+        "`spec.replicas: 2`",
+        "job default/holder (4 GPUs",
+    ):
+        assert part in " ".join(text.split()), text
+    await run(stage, "scale", "waits", "2")
+    await run(stage, "wait", "waits", "--for", "condition=Placed", "--timeout", "5m")
+
+
+async def test_doctor_finds_nothing_that_stops_jobs(stage):
+    done = await run(stage, "doctor")
+    assert "4 nodes with 8 GPUs" in done.out
+    assert "errors" not in done.out.splitlines()[-1]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on the PATH")
+async def test_kubectl_runs_the_same_commands_as_a_plugin(stage, tmp_path):
+    file = manifest(tmp_path / "job.yaml", "plugged", training={"steps": 20})
+    assert "plugged submitted" in (await run(stage, "kubectl", "ptj", "submit", file)).out
+    assert "plugged" in (await run(stage, "kubectl", "ptj", "list", "-o", "name")).out
+    assert (
+        (await run(stage, "kubectl", "ptj", "status", "plugd", code=3)).err.strip().endswith("did you mean `plugged`?")
+    )
+    assert "Usage: kubectl ptj wait" in (await run(stage, "kubectl", "ptj", "wait", "--help")).out
+    completed = await run(stage, "kubectl", "__complete", "ptj", "status", "plu")
+    assert completed.out.splitlines()[0] == "plugged"
+    await run(stage, "kubectl", "ptj", "wait", "plugged", "--for", "complete", "--timeout", "10m", "-q")
+    await run(stage, "kubectl", "ptj", "delete", "plugged")

@@ -1,0 +1,172 @@
+"""Claims, Secrets and images that do not exist: the conditions name them, the field and the fix."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from meshwright_operator.controller.claim_check import ClaimCheck
+from meshwright_operator.decide.missing_claims import STALLED_AFTER_SECONDS, MissingClaim, claims_of
+from meshwright_operator.decide.pod_problems import fix_for, problem_seconds
+from meshwright_operator.kube.client import ApiError
+from tests.operator.agents import Kubelet
+from tests.operator.builders import spec
+from tests.operator.conftest import Settled, StartOperator
+from tests.operator.support import JOBS, Api, condition, job, until
+from tests.operator.test_gang_races import small
+from tests.operator.world import World
+
+VOLUMES = [
+    {"name": "models", "mountPath": "/models", "claimName": "weights"},
+    {"name": "keys", "mountPath": "/keys", "secretName": "wandb"},
+    {"name": "conf", "mountPath": "/conf", "configMapName": "settings"},
+]
+ENV = [
+    {"name": "A", "value": "1"},
+    {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}},
+    {"name": "MODE", "valueFrom": {"configMapKeyRef": {"name": "modes", "key": "m"}}},
+]
+WORKERS = {"image": "worker:1", "gpusPerWorker": 2, "volumes": VOLUMES, "env": ENV}
+FULL = spec(workers=WORKERS, checkpoint={"claimName": "ckpt"}, data={"source": "Files", "claimName": "texts"})
+
+
+def test_every_claim_of_a_spec_is_known_with_its_field() -> None:
+    assert list(claims_of(FULL)) == [
+        ("checkpoint.claimName", "ckpt"),
+        ("data.claimName", "texts"),
+        ("workers.volumes[0].claimName", "weights"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("problem", "fix"),
+    [
+        ("ErrImagePull: not found", "Check `spec.workers.image` and `spec.workers.imagePullSecrets`"),
+        ("InvalidImageName: x", "Check `spec.workers.image`"),
+        (
+            'CreateContainerConfigError: secret "hub" not found',
+            "Create Secret hub, or correct `spec.workers.env[1].valueFrom.secretKeyRef.name`",
+        ),
+        (
+            'CreateContainerConfigError: configmap "modes" not found',
+            "Create ConfigMap modes, or correct `spec.workers.env[2].valueFrom.configMapKeyRef.name`",
+        ),
+        (
+            'FailedMount: MountVolume.SetUp failed for volume "keys" : secret "wandb" not found',
+            "Create Secret wandb, or correct `spec.workers.volumes[1].secretName`",
+        ),
+        (
+            'FailedMount: MountVolume.SetUp failed: configmap "default/settings" not found',
+            "Create ConfigMap settings, or correct `spec.workers.volumes[2].configMapName`",
+        ),
+        (
+            'FailedMount: MountVolume.SetUp failed: persistentvolumeclaim "texts" not found',
+            "Create PersistentVolumeClaim texts, or correct `spec.data.claimName`",
+        ),
+        ('FailedMount: secret "unknown" not found', "Create Secret unknown"),
+        ("Unschedulable: 0/4 nodes are available", ""),
+    ],
+)
+def test_a_problem_of_a_pod_names_the_field_it_comes_from(problem: str, fix: str) -> None:
+    assert fix_for(problem, FULL) == fix
+
+
+def test_a_problem_that_comes_from_a_name_is_reported_within_seconds() -> None:
+    assert problem_seconds("ErrImagePull: x") == problem_seconds("FailedMount: x") == 10
+    assert problem_seconds("Unschedulable: x") == 60
+
+
+def with_claim(name: str) -> dict[str, Any]:
+    body = small("train", 2)
+    body["spec"]["checkpoint"] = {"claimName": name}
+    return body
+
+
+def ready(world: World) -> dict[str, Any]:
+    return next(c for c in world.status("train")["conditions"] if c["type"] == "Ready")
+
+
+async def test_a_job_whose_claim_does_not_exist_gets_no_nodes_and_starts_once_it_does() -> None:
+    world = World(3, nodes=2, work=10**6)
+    world.cluster.missing_claims.add("ckpt")
+    for name in ("ckpts", "other"):
+        world.cluster.put(f"/api/v1/namespaces/default/persistentvolumeclaims/{name}", {"metadata": {"name": name}})
+    world.submit(with_claim("ckpt"))
+    await world.run(4)
+    assert not world.pods()
+    assert ready(world)["reason"] == "ClaimNotFound"
+    assert ready(world)["message"] == (
+        "PersistentVolumeClaim `ckpt` (`spec.checkpoint.claimName`, did you mean `ckpts`?) does not exist in namespace "
+        "default. Create it, or correct the field"
+    )
+    assert not world.true("train", "Stalled"), "the claim may be in the same file"
+    await world.run(STALLED_AFTER_SECONDS + 5)
+    assert world.true("train", "Stalled")
+    world.cluster.missing_claims.clear()
+    await world.run(40)
+    assert world.true("train", "Ready")
+    assert not world.true("train", "Stalled")
+
+
+async def test_the_field_can_be_corrected_at_once() -> None:
+    world = World(3, nodes=2, work=10**6)
+    world.cluster.missing_claims.add("ckpt")
+    world.submit(with_claim("ckpt"))
+    await world.run(30)
+    new = copy.deepcopy(world.cluster.objects[f"{JOBS}/train"])
+    new["spec"]["checkpoint"]["claimName"] = "there"
+    new["metadata"]["generation"] += 1
+    world.cluster.update(f"{JOBS}/train", new)
+    await world.run(15)
+    assert world.true("train", "Ready")
+
+
+async def test_claims_are_looked_up_once_while_jobs_start() -> None:
+    world = World(3, nodes=2, work=10**6)
+    world.submit(with_claim("ckpt"))
+    await world.run(20)
+    asked = [path for verb, path in world.cluster.requests if "persistentvolumeclaims" in path]
+    assert len(asked) == 1
+
+
+async def test_a_volume_that_cannot_be_mounted_is_named_with_its_field(
+    api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
+) -> None:
+    """Kubelets report it in events of the pod only. The operator must not read Secrets, and need not."""
+    await start_operator()
+    kubelet.mount_error = 'MountVolume.SetUp failed for volume "keys" : secret "wandb" not found'
+    volumes = [{"name": "keys", "mountPath": "/keys", "secretName": "wandb"}]
+    workers = {"image": "meshwright/worker", "gpusPerWorker": 2, "volumes": volumes}
+    await api.create(JOBS, job("mount", workers=workers))
+
+    async def named() -> dict[str, Any] | None:
+        found = condition(await api.status("mount"), "Ready")
+        return found if found.get("reason") == "FailedMount" else None
+
+    message = (await until(named, "the volume is named", 60))["message"]
+    assert message == (
+        f"Pod mount-w0-0: FailedMount: {kubelet.mount_error}. "
+        "Create Secret wandb, or correct `spec.workers.volumes[0].secretName`"
+    )
+    kubelet.mount_error = ""
+    await settled("mount")
+
+
+class Forbidden:
+    """An API server on which the operator has the role of version 0.1.0."""
+
+    async def get(self, path: str) -> dict[str, Any]:
+        raise ApiError(403, "Forbidden", path)
+
+
+async def test_without_the_right_to_read_claims_none_is_missing() -> None:
+    assert await ClaimCheck(Forbidden()).missing("default", FULL) == []  # type: ignore[arg-type]
+
+
+def test_a_missing_claim_as_text() -> None:
+    assert str(MissingClaim("data.claimName", "texs", ("texts", "text"))) == (
+        "`texs` (`spec.data.claimName`, did you mean `texts` or `text`?)"
+    )
+    assert str(MissingClaim("data.claimName", "x")) == "`x` (`spec.data.claimName`)"
