@@ -171,7 +171,7 @@ def only_job(items: list[dict[str, Any]], path: Path) -> dict[str, Any]:
     if not (jobs[0].get("spec") or {}).get("checkpoint"):
         raise manifest.ManifestError(
             f"{path}: the demo needs `spec.checkpoint`: it stops a worker, continues from a checkpoint, and compares "
-            "the samples in the last one with the data. Add it with a PersistentVolumeClaim, as in examples/stdlib-lm.yaml"
+            "the samples in the last one with the data. Add it with a claim, as in examples/stdlib-lm.yaml"
         )
     return jobs[0]
 
