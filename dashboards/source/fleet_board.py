@@ -340,7 +340,7 @@ def _list() -> Row:
         [
             joined_table(
                 "Jobs",
-                "All jobs. A click on a name opens the Job board.",
+                "All jobs. A click on a name opens the Job board. GPU-hours are those of the job's life.",
                 [
                     f"max {BY_JOB} (ptj_job_info{{{JOBS}}})",
                     f'max {BY_JOB} (ptj_job_ranks{{{JOBS},state="training"}})',
@@ -352,6 +352,7 @@ def _list() -> Row:
                     f"max {BY_JOB} (ptj_job_tokens_per_second{{{JOBS}}})",
                     f"max {BY_JOB} (ptj_job_eta_seconds{{{JOBS}}})",
                     f"max {BY_JOB} (ptj_job_straggler_ratio{{{JOBS}}})",
+                    f"sum {BY_JOB} (ptj_job_gpu_seconds_total{{{JOBS}}}) / 3600",
                 ],
                 [
                     Column("namespace", "namespace"),
@@ -362,6 +363,7 @@ def _list() -> Row:
                     Column("I", "time left", "s"),
                     Column("H", "tokens per second", "short"),
                     Column("E", "goodput", "percentunit"),
+                    Column("K", "GPU-hours", "h"),
                     Column("F", "restarts", "short"),
                     Column("G", "placement cost", "short"),
                     Column("J", "slowest rank over median", "short"),

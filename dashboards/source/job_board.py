@@ -428,6 +428,9 @@ def _hardware() -> Row:
         ("Temperature", "Temperature of each GPU.", "DCGM_FI_DEV_GPU_TEMP", "celsius"),
         ("Clock of the SMs", "Clock of the streaming multiprocessors. A lower clock on one GPU slows all ranks.",
          "DCGM_FI_DEV_SM_CLOCK * 1000000", "hertz"),
+        ("NVLink traffic", "Bytes per second that each GPU sends over NVLink.", "DCGM_FI_PROF_NVLINK_TX_BYTES", "Bps"),
+        ("PCIe traffic", "Bytes per second that each GPU sends over PCIe, to the host and to network cards.",
+         "DCGM_FI_PROF_PCIE_TX_BYTES", "Bps"),
         ("Last XID error", "Number of the last XID error of each GPU; 0 if there was none.", "DCGM_FI_DEV_XID_ERRORS",
          "short"),
     ]  # fmt: skip
@@ -437,7 +440,7 @@ def _hardware() -> Row:
         selector = f"{name}{{{CLUSTER},{POD_OF_JOB}}}"
         expr = f"max by ($dcgm_pod, gpu) ({selector}){' ' + scale if scale else ''}"
         text = f"{description} From NVIDIA's DCGM exporter."
-        found.append(time_series(title, text, unit, Query(expr, "{{$dcgm_pod}} GPU {{gpu}}"), span=8))
+        found.append(time_series(title, text, unit, Query(expr, "{{$dcgm_pod}} GPU {{gpu}}"), span=6))
     memory = time_series(
         "Peak of memory",
         "The most memory that a rank used, by kind: of its GPU by tensors and by torch's allocator, and of the host.",
@@ -481,7 +484,14 @@ def _pods() -> Row:
                 "Starts of a mesh generation after the first one, by cause.",
                 "short",
                 Query(or_zero(f"max by (cause) (ptj_job_restarts_total{{{JOB}}})", "cause", INFO), "{{cause}}", True),
-                span=24,
+                height=6,
+            ),
+            time_series(
+                "Age of the oldest report",
+                "Time since the last report of the agent that has been silent for the longest time. If none reports "
+                "for 60 s, the job is not known to train.",
+                "s",
+                Query(f"max(ptj_job_oldest_report_age_seconds{{{JOB}}})", "age"),
                 height=6,
             ),
         ],

@@ -10,6 +10,7 @@ from pydantic import Field
 from meshwright.api.base import ApiModel
 from meshwright.api.lora import LoraSpec
 from meshwright.api.precision import Fp8Spec, LossScaleSpec, Precision
+from meshwright.api.tracking import TrackingSpec
 
 
 class OptimizerName(StrEnum):
@@ -169,6 +170,8 @@ class TrainingSpec(ApiModel):
     """Train only low-rank adapters. By default every parameter is trained."""
     evaluation: EvaluationSpec | None = None
     """Evaluate during training. Needs `data.heldOut`. Off by default."""
+    tracking: TrackingSpec | None = None
+    """Experiment trackers. Off by default."""
 
     @property
     def checkpointing(self) -> ActivationCheckpointing:

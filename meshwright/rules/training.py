@@ -90,6 +90,11 @@ def _rowwise_is_dynamic(facts: Facts) -> bool:
     return fp8 is None or fp8.scaling is Fp8Scaling.TENSORWISE or fp8.update is Fp8Update.DYNAMIC
 
 
+def _tracking_has_a_directory(facts: Facts) -> bool:
+    training = facts.training
+    return training is None or training.tracking is None or facts.checkpoint is not None
+
+
 def _selective_layers_are_whole(facts: Facts) -> bool:
     """Whether no technique breaks the graph of a compiled layer, in which `Selective` chooses what to store."""
     training, p = facts.training, facts.parallelism
@@ -218,6 +223,12 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
         "!has(self.training) || !has(self.training.fp8) || self.training.fp8.scaling == 'Tensorwise'"
         " || self.training.fp8.update == 'Dynamic'",
         _rowwise_is_dynamic,
+    ),
+    Rule(
+        "training.tracking",
+        "needs `checkpoint`, in whose directory the trackers' files are: add it, or remove `training.tracking`",
+        "!has(self.training) || !has(self.training.tracking) || has(self.checkpoint)",
+        _tracking_has_a_directory,
     ),
     Rule(
         "training.activationCheckpointing",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from meshwright_cli.demo import checks, pace
@@ -22,6 +23,7 @@ from meshwright_cli.demo.snapshot import Sample, snapshot
 from meshwright_cli.demo.story import Story
 from meshwright_cli.demo.summary import DemoResult, summary
 from meshwright_cli.demo.text import clock, format_age
+from meshwright_cli.main import main
 
 TIME = "2026-01-02T03:04:05Z"
 
@@ -392,3 +394,13 @@ def test_gauge_reads_the_first_series():
     text = '# HELP ptj_step Steps.\n# TYPE ptj_step gauge\nptj_step{job="a b",rank="0"} 17.0\nptj_step_x 3\n'
     assert gauge(text, "ptj_step") == 17.0
     assert gauge(text, "ptj_loss") is None
+
+
+def test_a_manifest_without_checkpoints_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """`meshwright demo --manifest examples/ten-line.yaml` used to run, and to fail at the end."""
+    example = Path(__file__).parents[2] / "examples" / "ten-line.yaml"
+    words = ["demo", "--manifest", str(example), "--directory", str(tmp_path / "demo")]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 1
+    assert "the demo needs `spec.checkpoint`" in result.output
+    assert "as in examples/stdlib-lm.yaml" in result.output

@@ -159,9 +159,8 @@ def test_top_shows_the_slowest_ranks_that_fit():
     lines = top_lines(TopView(view, times), NOW, 80, 24)
     assert len(lines) <= 24
     assert lines[1] == "64 ranks, 1 straggler: rank 63"
-    assert lines[4].split()[0] == "63"
-    assert lines[4].endswith("slow")
-    assert max(map(len, lines)) <= 100
+    assert lines[4].split()[:2] == ["63", "slow"]
+    assert max(map(len, lines)) <= 80
     assert "faster ranks" in lines[-1]
 
 

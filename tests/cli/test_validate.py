@@ -108,7 +108,7 @@ def validate(*words: object, stdin: str | None = None) -> Result:
 
 
 def test_every_example_is_valid() -> None:
-    files = sorted(ROOT.glob("examples/*.yaml"))
+    files = sorted([*ROOT.glob("examples/*.yaml"), *ROOT.glob("examples/*/job.yaml")])
     result = validate(*files)
     assert result.exit_code == 0, result.output
     assert f"{ROOT}/examples/ten-line.yaml: ParallelTrainingJob ten-line: valid\n" in result.output

@@ -16,7 +16,7 @@ Found = Iterator[tuple[str, str]]
 
 UNITS = {
     "short", "none", "sci", "percentunit", "bool_yes_no", "s", "h", "bytes", "hertz", "watt", "celsius", "cps", "reqps",
-    "dateTimeFromNow", "flops",
+    "Bps", "flops",
 }  # fmt: skip
 """Grafana's units that the boards use."""
 BEYOND_PROMQL = {"heatmap"}

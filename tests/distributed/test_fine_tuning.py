@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from meshwright.api.data import DataFormat, DataSource, DataSpec
 from meshwright.models.huggingface.reader import architecture_from_config
 from meshwright.protocol.run_config import NativeRun
+from meshwright_worker import generate
 from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.data.mixture import open_stream
@@ -67,7 +69,9 @@ def exported(checkpoints: Path, output: Path) -> Path:
 
 
 @pytest.mark.parametrize("lora", mostly_long([None, LORA], bool), ids=["full", "lora"])
-def test_a_job_fine_tunes_resumes_and_exports(pool: RankPool, tmp_path: Path, lora: dict[str, Any] | None) -> None:
+def test_a_job_fine_tunes_resumes_and_exports(
+    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any] | None
+) -> None:
     model = write_model(tmp_path / "model", LLAMA, random_weights(LLAMA), files=2)
     data, saved = tmp_path / "data", tmp_path / "checkpoints"
     data.mkdir()
@@ -96,3 +100,16 @@ def test_a_job_fine_tunes_resumes_and_exports(pool: RankPool, tmp_path: Path, lo
         loss_on_completions(exported(tmp_path / "alone", tmp_path / "out-alone"), data, STEPS * BATCH), rel=1e-4
     )
     assert learned < 0.7 * loss_on_completions(model, data, STEPS * BATCH)
+    if lora is not None:
+        generates_with_a_base_that_has_moved(saved, model, monkeypatch)
+
+
+def generates_with_a_base_that_has_moved(saved: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside the pod, the base model is rarely at the path that the job had it at."""
+    moved = model.rename(model.with_name("moved"))
+    words = ["generate", "--checkpoint", str(saved), "--prompt", "a", "--tokens", "3", "--cpu", "--temperature", "0"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit):
+        generate.main()
+    monkeypatch.setattr(sys, "argv", [*words, "--base", str(moved)])
+    generate.main()

@@ -11,6 +11,7 @@ import pytest
 from meshwright.api.data import DataSpec, Tokenizer
 from meshwright.api.precision import Precision
 from meshwright.data.errors import DataError
+from meshwright_worker import export as export_checkpoint
 from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.checkpoint.loader import find_checkpoint_on_mesh
 from meshwright_worker.checkpoint.manifest import MANIFEST, Manifest, encode_manifest
@@ -137,3 +138,29 @@ def test_a_tokenizer_is_that_of_the_run(
     assert "does not record its tokenizer" in capsys.readouterr().err
     options = ["--checkpoint", str(old), "--prompt", PROMPT, "--tokens", "3"]
     assert command(capsys, monkeypatch, *options, "--tokenizer", str(own)).startswith(PROMPT)
+
+
+def test_export_writes_the_tokenizer_of_the_run(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export(output: str, *options: str) -> str:
+        words = ["export", "--checkpoint", str(trained / "checkpoints"), "--output", str(tmp_path / output), *options]
+        monkeypatch.setattr(sys, "argv", words)
+        export_checkpoint.main()
+        return capsys.readouterr().out
+
+    record = find_checkpoint(trained / "checkpoints")[1].tokenizer
+    assert record is not None
+    name = "tokenizer.json" if record.kind is Tokenizer.BPE else "tokenizer.model"
+    assert export("out").endswith(f"; tokenizer in {name}\n")
+    own = trained / "volume" / "words"
+    assert (tmp_path / "out" / name).read_bytes() == own.read_bytes()
+    moved = own.rename(own.with_name("moved"))
+    try:
+        assert "without the tokenizer, whose file is not at its old path" in export("without")
+        assert "tokenizer in" in export("with", "--tokenizer", str(moved))
+        with pytest.raises(SystemExit):
+            export("other", "--tokenizer", __file__)
+        assert "is not the tokenizer of the run" in capsys.readouterr().err
+    finally:
+        moved.rename(own)

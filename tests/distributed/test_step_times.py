@@ -61,6 +61,17 @@ class _Arrival:
         self._clock.now = max(self._clock.now, float(self._buffer.max()))
 
 
+class _LastRank:
+    """The end of the last rank's part of a step."""
+
+    def __init__(self, ends: torch.Tensor, group: Any, clock: Clock) -> None:
+        self._ends, self._group, self._clock = ends, group, clock
+
+    def wait(self) -> None:
+        all_reduce_sum(self._ends, self._group)
+        self._clock.now = float(self._ends.max())
+
+
 class ClockedChannels(P2PChannels):
     """Channels whose receives advance a virtual clock."""
 
@@ -91,9 +102,7 @@ def times_on_the_clock(task: RankTask, schedule: Schedule) -> StepTimes:
                 ends = torch.zeros(RANKS, dtype=torch.float64)
                 ends[rank] = virtual.now
                 # The result of a step is there once the last rank has computed its part.
-                with step_clock.waiting_in(mesh.island_group):
-                    all_reduce_sum(ends, mesh.island_group)
-                    virtual.now = float(ends.max())
+                step_clock.wait_for(_LastRank(ends, mesh.island_group, virtual), mesh.island_group)
                 return step_times(clock.take(), checkpoint=0.0, stages=RANKS)
         finally:
             step_clock.time.perf_counter = real

@@ -22,6 +22,13 @@ FAMILIES = (
     ("DCGM_FI_DEV_XID_ERRORS", "gauge", "Value of the last XID error encountered.", 0),
     ("DCGM_FI_DEV_FB_USED", "gauge", "Framebuffer memory used (in MiB).", 71322),
     ("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "gauge", "Ratio of cycles the tensor (HMMA) pipe is active.", 0.483),
+    ("DCGM_FI_PROF_NVLINK_TX_BYTES", "gauge", "The rate of data transmitted over NVLink (in bytes per second).", 181e9),
+    (
+        "DCGM_FI_PROF_PCIE_TX_BYTES",
+        "gauge",
+        "The rate of data transmitted over the PCIe bus (in bytes per second).",
+        9e9,
+    ),
 )
 OF_RANK_0 = {"ptj_mfu": 0.412, "ptj_hfu": 0.455, "ptj_job_mfu": 0.409}
 """On a CPU, whose peak is not known, these have no series."""

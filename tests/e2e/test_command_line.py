@@ -115,10 +115,19 @@ async def test_a_failed_job_exits_with_1_and_its_first_failure_is_shown(stage, t
     file = manifest(tmp_path / "bad.yaml", "fails", **body)
     done = await run(stage, "submit", file, "--wait", "--timeout", "10m", code=1)
     assert "Worker 1: rank 2 exited with code 7" in done.err
-    shown = await run(stage, "logs", "fails", "--failed-first")
-    assert "[rank 2] rank 2 of the command" in shown.out
-    assert "[rank 3]" not in shown.out
-    assert "logs fails --failed-first" not in shown.out
+    recorded = (await run(stage, "logs", "fails", "--failed-first")).out
+    assert "Worker 1: rank 2 exited with code 7: rank 2 of the command" in recorded
+    await run(stage, "delete", "fails", "--wait")
+    file = manifest(tmp_path / "retries.yaml", "retries", **{**body, "recovery": {"maxRestarts": 50}})
+    await run(stage, "submit", file)
+
+    async def failed():
+        return "RankFail" in (await run(stage, "events", "retries", "--warnings")).out
+
+    await eventually("rank 2 has failed", failed)
+    shown = (await run(stage, "logs", "retries", "--failed-first")).out
+    assert "[rank 2] rank 2 of the command" in shown
+    assert "[rank 3]" not in shown
 
 
 async def test_a_job_that_waits_is_explained(stage, tmp_path):

@@ -214,7 +214,7 @@ async def test_panels_of_gpus_show_data_with_honored_labels_too(run: Run) -> Non
     for target in gpus:
         series = await run.data(target, dcgm_namespace="namespace", dcgm_pod="pod")
         assert {found.labels["pod"] for found in series} >= {f"{NAME}-w0-0", f"{NAME}-w1-1"}, target
-    assert len(gpus) == 6
+    assert len(gpus) == 8
 
 
 async def test_restarts_and_rescales_are_marked(run: Run) -> None:

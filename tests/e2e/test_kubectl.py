@@ -2,11 +2,13 @@
 
 import asyncio
 import shutil
+import sys
 
 import pytest
 import yaml
 
-from tests.e2e.local_stack import EXAMPLES, eventually, tiny
+from meshwright_local.nodeagent.volumes import claim_directory
+from tests.e2e.local_stack import EXAMPLES, NAMESPACE, eventually, tiny
 from tests.patience import patient
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on the PATH")
@@ -60,3 +62,28 @@ async def test_apply_server_side_and_again_changes_nothing(stage):
     await kubectl(stage, "apply", "--server-side", "-f", path)
     assert await kubectl(stage, "get", "ptj", "ten-line", "-o", "jsonpath={.metadata.generation}") == before
     await stage.delete("ten-line")
+
+
+async def test_a_folder_is_uploaded_onto_a_claim_and_trained_on(stage, tmp_path):
+    texts = tmp_path / "texts"
+    (texts / "part").mkdir(parents=True)
+    (texts / "a.txt").write_text("once upon a time\n" * 500)
+    (texts / "part" / "b.txt").write_bytes(bytes(range(256)) * 5000)
+    (texts / ".hidden").write_text("not this one")
+    claim, job = tiny("uploaded", training={"steps": 10}, data={"source": "Files", "claimName": "uploaded"})
+    await stage.apply([claim])
+    command = [sys.executable, "-c", "from meshwright_cli.main import main; main()", "data", "upload"]
+    options = ["--kubeconfig", str(stage.kubeconfig), "--to", "en"]
+    process = await asyncio.create_subprocess_exec(
+        *command, str(texts), "uploaded", *options, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    out, _ = await asyncio.wait_for(process.communicate(), patient(120))
+    assert process.returncode == 0, out.decode()
+    assert out.decode() == "2 files, 1,288,500 bytes on claim uploaded in en\n"
+    directory = await claim_directory(stage.client, NAMESPACE, "uploaded")
+    assert (directory / "en" / "part" / "b.txt").read_bytes() == (texts / "part" / "b.txt").read_bytes()
+    assert not (directory / "en" / ".hidden").exists()
+    assert not list(directory.rglob("*.part"))
+    job["spec"]["data"] = {"source": "Files", "claimName": "uploaded", "pattern": "en/**/*.txt"}
+    await stage.apply([job])
+    await stage.complete("uploaded")

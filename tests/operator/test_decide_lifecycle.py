@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.api.status import CheckpointStatus, EvaluationStatus, ParallelTrainingJobStatus
 from meshwright.protocol.messages import AgentState, CheckpointCommit, Evaluation, Progress
+from meshwright_operator.decide import decide_job
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import revision_of
 from meshwright_operator.decide.decide_job import decide
@@ -181,3 +182,15 @@ def test_a_job_without_a_layout_waits() -> None:
     assert conditions(status)["Placed"] == ("False", "NoLayout")
     assert conditions(status)["Reconciling"][0] == "True"
     assert conditions(status)["Stalled"][0] == "False"
+
+
+def test_steps_that_were_lowered_below_the_step_reached_are_not_said_to_be_all() -> None:
+    """An edit of `training.steps` to 110 after step 145: nothing is left to do."""
+    decision = Decision.of(observed(SUCCEEDED))
+    decision.status.step, decision.status.total_steps = 145, 110
+    assert decide_job._completion(decision) == (
+        "All ranks had completed 145 steps already, more than `spec.training.steps` (110): "
+        "training ended in generation 1"
+    )
+    decision.status.step = 110
+    assert decide_job._completion(decision) == "All ranks completed 110 steps in generation 1"

@@ -12,6 +12,8 @@ from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.job_record import JobRecord
 from tests.operator.builders import NOW, ago, placement, plan_status, running_status
+from tests.operator.test_elastic import elastic, set_ready
+from tests.operator.world import World
 
 KEY = JobKey("default", "train")
 
@@ -83,3 +85,22 @@ def test_the_cost_of_a_placement_has_its_lower_bound_beside_it() -> None:
     assert (page["ptj_job_placement_cost{}"], page["ptj_job_placement_cost_lower_bound{}"]) == (8, 6)
     put(jobs, running_status(placement=placement().model_copy(update={"cost": "8", "gap": ""})))
     assert "ptj_job_placement_cost_lower_bound{}" not in page_of(jobs)
+
+
+async def test_the_wait_of_a_queued_job_and_the_gpus_of_the_cluster_as_the_operator_sees_them() -> None:
+    world = World(4, nodes=2, work=1e9)
+    world.submit(elastic("job", 2))
+    await world.run(20)
+    operator = world.operators[0]
+    page = operator.metrics.exposition().decode()
+    assert "ptj_queue_wait_seconds_count 1.0" in page
+    (count,) = operator.scheduler.gpu_capacities().values()
+    assert (count.free, count.allocated, count.unusable) == (0, 4, 0)
+    world.submit(elastic("other", 2))
+    await world.run(60)
+    set_ready(world, "n1", ready=False)
+    await world.run(5)
+    (count,) = operator.scheduler.gpu_capacities().values()
+    assert count.free == 0
+    assert count.allocated + count.unusable == 4
+    assert "ptj_queue_wait_seconds_count 1.0" in operator.metrics.exposition().decode(), "the other job still waits"

@@ -6,12 +6,16 @@ Run as `python -m meshwright_worker.export --checkpoint DIR --output DIR --dtype
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from pathlib import Path
 
 import torch
 
+from meshwright.api.data import Tokenizer
+from meshwright.data.files import open_directory, split_uri
 from meshwright_worker.checkpoint.full_tensors import find_checkpoint
+from meshwright_worker.checkpoint.manifest import TokenizerRecord
 from meshwright_worker.pretrained.hf_export import export
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,6 +36,7 @@ def main() -> None:
         "--dtype", choices=_DTYPES, default="fp32", help="Number format of the exported weights (default: fp32)."
     )
     parser.add_argument("--file-gib", type=float, default=4.0, help="Maximum size of one file, in GiB (default: 4).")
+    parser.add_argument("--tokenizer", type=Path, help="The run's tokenizer file, if it is not at its old path.")
     parser.add_argument("--base", type=Path, help="With adapters: the base model, if it is not at its old path.")
     arguments = parser.parse_args()
     try:
@@ -44,9 +49,33 @@ def main() -> None:
             file_bytes=int(arguments.file_gib * _GIBIBYTE),
             base=arguments.base,
         )
+        tokenizer = _write_tokenizer(manifest.tokenizer, arguments.tokenizer, arguments.output)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    sys.stdout.write(f"step {manifest.state.step}: {len(files)} file(s) in {arguments.output}\n")
+    sys.stdout.write(f"step {manifest.state.step}: {len(files)} file(s) in {arguments.output}; {tokenizer}\n")
+
+
+def _write_tokenizer(record: TokenizerRecord | None, option: Path | None, output: Path) -> str:
+    """Copy the run's tokenizer next to the weights, under the name that transformers expects. Return what was done.
+
+    Raises:
+        ValueError: the file that `--tokenizer` names is another tokenizer.
+    """
+    if record is None or record.file is None:
+        return "the tokens are bytes, without a tokenizer file" if record is not None else "the tokenizer is not known"
+    directory, name = split_uri(str(option or record.file))
+    try:
+        with open_directory(directory or ".").open(name) as file:
+            content = file.read()
+    except (OSError, ValueError) as error:
+        if option is not None:
+            raise
+        return f"without the tokenizer, whose file is not at its old path ({error}): pass it with `--tokenizer FILE`"
+    if record.identity.rpartition("/")[2] != hashlib.sha256(content).hexdigest()[:32]:
+        raise ValueError(f"{option or record.file} is not the tokenizer of the run (`{record.identity}`)")
+    target = output / ("tokenizer.json" if record.kind is Tokenizer.BPE else "tokenizer.model")
+    target.write_bytes(content)
+    return f"tokenizer in {target.name}"
 
 
 if __name__ == "__main__":

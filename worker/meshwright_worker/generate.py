@@ -38,6 +38,7 @@ def main() -> None:
         layout = Layout(arguments.tensor, arguments.pipeline, arguments.expert, expert=arguments.expert)
         # If the model is split, each rank verifies a part of the files after the process group is initialized.
         checkpoint, manifest = find_checkpoint(arguments.checkpoint, verify=layout.world_size == 1)
+        manifest = _with_base(manifest, arguments.base)
         tokenizer = tokenizer_for(manifest, arguments.tokenizer)
         (prompt,) = tokenizer.encode([arguments.prompt])
         if not prompt:
@@ -75,8 +76,22 @@ def _generate(
         return generate_tokens(load_full_model(checkpoint, manifest, precision, capacity, device))
     task = task_from_environment(inference_run(manifest, layout, precision))
     with join_mesh(task) as mesh:
-        checkpoint, manifest = find_checkpoint_on_mesh(arguments.checkpoint, mesh)
+        checkpoint, found = find_checkpoint_on_mesh(arguments.checkpoint, mesh)
+        manifest = _with_base(found, arguments.base)
         return generate_tokens(load_sharded_model(checkpoint, manifest, task.run, mesh, capacity))
+
+
+def _with_base(manifest: Manifest, base: Path | None) -> Manifest:
+    """The manifest with the base model of its adapters at another path.
+
+    Raises:
+        ValueError: the checkpoint has no adapters.
+    """
+    if base is None:
+        return manifest
+    if manifest.lora is None:
+        raise ValueError("--base: the checkpoint contains the full model and no adapters: leave it out")
+    return manifest.model_copy(update={"initial_weights": str(base)})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokenizer", help=f"Path of the run's tokenizer.json or SentencePiece model, if it has moved, or `{BYTES}`."
     )
+    parser.add_argument("--base", type=Path, help="With adapters: the base model, if it is not at its old path.")
     parser.add_argument("--prompt", default="def ", help="Text to continue (default: `def `).")
     parser.add_argument("--tokens", type=int, default=200, help="Maximum number of tokens to generate (default: 200).")
     parser.add_argument("--past-end", action="store_true", help="Continue with the next document after one ends.")

@@ -54,6 +54,8 @@ class Selection:
 
     workers: tuple[int, ...]
     ranks: frozenset[int] = frozenset()
+    record: str = ""
+    """What the job recorded about the failure. It is shown if the pod exists no more."""
 
     def shows(self, line: LogLine) -> bool:
         """Whether a line belongs to the selection."""
@@ -114,7 +116,7 @@ def _failed(job: Job, events: Sequence[JobEvent], known: Sequence[int]) -> Selec
                 own = ranks_by_worker(job.status).get(worker)
                 chosen = int(rank[1]) if rank else None
                 ranks = frozenset({chosen}) if chosen is not None and own is not None and chosen in own else frozenset()
-                return Selection((worker,), ranks)
+                return Selection((worker,), ranks, text)
     raise NotFoundError(f"no worker of {job.name} has failed, according to its events")
 
 
@@ -172,10 +174,12 @@ async def _read_worker(
                 async for line in _read_pod(client, pod, source, selection, tail=source.tail if first else None):
                     await queue.put(line)
             elif not source.follow or await _over(client, job):
-                if not done:
-                    await queue.put(
-                        NotFoundError(f"worker {worker} of {job.name} has no log yet: {_state_of(pod, job)}")
-                    )
+                if not done and selection.record:
+                    text = f"the pod exists no more, and its log with it. The job recorded: {selection.record}"
+                    await queue.put(LogLine("", worker, None, text, agent=True))
+                elif not done:
+                    text = f"worker {worker} of {job.name} has no log yet: {_state_of(pod, job)}"
+                    await queue.put(NotFoundError(text))
                 break
             else:
                 await asyncio.sleep(POLL_SECONDS)

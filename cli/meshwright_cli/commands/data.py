@@ -21,6 +21,7 @@ from meshwright.data.tokenize import Progress as Done
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import open_tokenizer
 from meshwright.data.verify_shards import verify
+from meshwright_cli.commands.data_upload import upload
 
 _SHOWN_TOKENS = 200
 _OPTIONS = {
@@ -210,3 +211,6 @@ def _print_skipped(console: Console, skipped: SkippedRecords) -> None:
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+data.add_command(upload)

@@ -163,11 +163,16 @@ def only_job(items: list[dict[str, Any]], path: Path) -> dict[str, Any]:
     """The one job of a manifest.
 
     Raises:
-        ManifestError: there is none, or more than one.
+        ManifestError: there is none, or more than one, or one that saves no checkpoints.
     """
     jobs = [item for item in items if item["kind"] == KIND]
     if len(jobs) != 1:
         raise manifest.ManifestError(f"{path}: expected exactly one {KIND}, found {len(jobs)}")
+    if not (jobs[0].get("spec") or {}).get("checkpoint"):
+        raise manifest.ManifestError(
+            f"{path}: the demo needs `spec.checkpoint`: it stops a worker, continues from a checkpoint, and compares "
+            "the samples in the last one with the data. Add it with a claim, as in examples/stdlib-lm.yaml"
+        )
     return jobs[0]
 
 

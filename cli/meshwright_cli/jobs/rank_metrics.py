@@ -82,7 +82,7 @@ def _times(rank: int, now: RankSample, before: RankSample | None) -> RankTimes:
         earlier = _steps(before)
         if earlier[0] < count:  # else no step since, or a new process
             count, seconds, data = (after - then for after, then in zip((count, seconds, data), earlier, strict=True))
-    score = now.values.get("ptj_straggler_score")
+    score = now.values.get("ptj_rank_straggler_ratio")
     if count <= 0:
         return RankTimes(rank, now.step, now.up, None, None, score, now.peak_memory)
     return RankTimes(rank, now.step, now.up, seconds / count, max(0.0, data) / count, score, now.peak_memory)

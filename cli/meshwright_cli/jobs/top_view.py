@@ -13,7 +13,10 @@ from meshwright_cli.jobs.rank_metrics import RankTimes, slowness, stragglers
 from meshwright_cli.jobs.status_view import JobView, status_lines
 from meshwright_cli.text import duration, plural
 
-HEADER = ("RANK", "NODE", "MESH", "STEP", "STEP TIME", "DATA WAIT", "VS MEDIAN", "PEAK MEM", "")
+HEADER = ("RANK", "STATE", "NODE", "MESH", "STEP", "STEP TIME", "DATA WAIT", "VS MEDIAN", "PEAK MEM")
+NARROW = 100
+"""With fewer columns, the peak of memory is left out, and long names of nodes are shortened."""
+NODE_WIDTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,9 @@ def top_lines(top: TopView, now: datetime, columns: int, height: int) -> list[st
     shown = listed[:room]
     if len(listed) <= room:
         shown.sort(key=lambda one: one.rank)
-    lines += table(HEADER, [_row(job, one, more.get(one.rank), one.rank in slow) for one in shown])
+    narrow = columns < NARROW
+    rows = [_row(job, one, more.get(one.rank), one.rank in slow, narrow=narrow) for one in shown]
+    lines += table(HEADER[: len(rows[0])], rows)
     if len(shown) < len(listed):
         lines.append(f"and {len(listed) - len(shown)} faster ranks")
     if top.unreachable:
@@ -70,20 +75,23 @@ def _progress(job: Job, times: Sequence[RankTimes]) -> str:
     return ", ".join(parts)
 
 
-def _row(job: Job, one: RankTimes, more: float | None, slow: bool) -> tuple[str, ...]:
+def _row(job: Job, one: RankTimes, more: float | None, slow: bool, *, narrow: bool) -> tuple[str, ...]:
     placed = {rank: worker for worker, ranks in ranks_by_worker(job.status).items() for rank in ranks}
     nodes = {entry.worker: entry.node for entry in job.status.placement.workers} if job.status.placement else {}
-    mesh = coordinates(layout_of(job.status.plan), range(one.rank, one.rank + 1))
+    node = nodes.get(placed.get(one.rank, -1), "")
+    if narrow and len(node) > NODE_WIDTH:
+        node = f"{node[: NODE_WIDTH // 2 - 1]}…{node[-NODE_WIDTH // 2 :]}"
+    peak = () if narrow else (f"{one.peak_memory / 2**30:.1f} GiB" if one.peak_memory else "",)
     return (
         str(one.rank),
-        nodes.get(placed.get(one.rank, -1), ""),
-        mesh,
+        "down" if not one.up else "slow" if slow else "ok",
+        node,
+        coordinates(layout_of(job.status.plan), range(one.rank, one.rank + 1)),
         str(one.step),
         milliseconds(one.step_seconds),
         milliseconds(one.data_seconds),
         f"{100 * more:+.0f} %" if more is not None else "",
-        f"{one.peak_memory / 2**30:.1f} GiB" if one.peak_memory else "",
-        "down" if not one.up else "slow" if slow else "",
+        *peak,
     )
 
 

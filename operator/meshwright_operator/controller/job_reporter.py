@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from meshwright.api.conditions import READY, is_true
-from meshwright.api.goodput import TimeCause
+from meshwright.api.goodput import GoodputStatus, TimeCause
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import parse_status
 from meshwright.api.status import ParallelTrainingJobStatus
@@ -25,7 +25,7 @@ from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.decide.goodput import FINISHED
 from meshwright_operator.decide.hang_detection import silence
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
-from meshwright_operator.decide.observed import Observed
+from meshwright_operator.decide.observed import Observed, has_started
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import ApiError
 from meshwright_operator.kube.pod_info import Pod
@@ -140,10 +140,11 @@ class JobReporter:
     def _observe_queue_wait(self, observed: Observed, status: ParallelTrainingJobStatus) -> None:
         """Observe how long a job waited for nodes, when it has got them."""
         before, after = observed.status.goodput, status.goodput
-        if before is None or after is None or before.cause != TimeCause.QUEUED or after.cause == TimeCause.QUEUED:
+        # A new job that gets nodes at once has no ledger before.
+        waited = before.cause == TimeCause.QUEUED if before is not None else not has_started(observed.status)
+        if not waited or after is None or after.cause in (FINISHED, TimeCause.QUEUED, TimeCause.SUSPENDED):
             return
-        if after.cause not in (FINISHED, TimeCause.SUSPENDED):
-            self._metrics.queue_wait_seconds.observe(seconds_since(before.since, observed.now))
+        self._metrics.queue_wait_seconds.observe(_queued(after) - (_queued(before) if before is not None else 0.0))
 
     def _spent(self, status: ParallelTrainingJobStatus) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds and GPU seconds by cause."""
@@ -186,3 +187,8 @@ def _checkpoint_steps(observed: Observed) -> int | None:
     """Steps between the job's checkpoints. A user's command saves when it likes."""
     checkpoint = observed.spec.checkpoint
     return None if checkpoint is None or observed.spec.runtime.command else checkpoint.interval
+
+
+def _queued(ledger: GoodputStatus) -> float:
+    """Seconds that are booked to the wait for nodes."""
+    return sum(entry.milliseconds for entry in ledger.booked if entry.cause == TimeCause.QUEUED) / 1000

@@ -101,7 +101,11 @@ def _report_lost_result(decision: Decision) -> None:
 
 
 def _completion(decision: Decision) -> str:
-    steps = decision.status.total_steps
+    steps, reached = decision.status.total_steps, decision.status.step
+    if steps and reached is not None and reached > steps:
+        # An edit lowered `training.steps` below the step that the checkpoint has: nothing was left to do.
+        end = f"All ranks had completed {reached} steps already, more than `spec.training.steps` ({steps})"
+        return f"{end}: training ended in generation {decision.mesh.generation}"
     done = f" {counted(steps, 'step')}" if steps else ""
     return f"All ranks completed{done or ' training'} in generation {decision.mesh.generation}"
 

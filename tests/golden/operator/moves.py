@@ -141,6 +141,7 @@ TRAINING: list[Move] = [
     *one("training.outer", {"method": "DiLoCo", "islands": 2, "learningRate": 0.5, "momentum": 0.8}),
     *one("training.outer", {"method": "AsyncSGD", "staleness": 0}),
     *one("training.initialWeights", "/weights"),
+    *part("training.tracking", {}, {"tensorBoard": True, "wandb": {"project": "lm", "offline": True}}),
     *one("training.lora", {}, {"rank": 4, "alpha": 8.0, "targets": ["Query", "Key", "Value", "Output"]}, None),
     *one("training.lora", {"targets": ["Gate", "Up", "Down"]}),
 ]

@@ -25,23 +25,28 @@ class Hours:
         self.now += seconds
 
 
-def test_each_second_counts_for_the_innermost_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    hours, clock = Hours(monkeypatch), HostClock()
+def test_each_second_counts_for_the_innermost_phase_or_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    hours = Hours(monkeypatch)
+    clock = HostClock()
+
+    def wait(dimension: str, seconds: float) -> None:
+        began = clock.mark()
+        hours.passes(seconds)
+        clock.record((dimension, began, clock.mark()))
+
     clock.open(PASSES)
     hours.passes(5)
-    clock.open(None, "tensor")
-    hours.passes(2)
-    clock.open(None, "data")
+    wait("tensor", 2)
+    clock.open(UPDATE)
     hours.passes(1)
+    wait("tensor", 0.5)
     clock.close()
-    clock.close()
+    wait("data", 1)
     hours.passes(3)
+    assert clock.take() == {(UPDATE, ""): 1, (UPDATE, "tensor"): 0.5, (PASSES, "tensor"): 2, (PASSES, "data"): 1}
     clock.close()
-    clock.open(None, "job")
-    hours.passes(4)
-    clock.close()
-    taken = clock.take()
-    assert taken == {(PASSES, ""): 8, (PASSES, "tensor"): 2, (PASSES, "data"): 1, ("", "job"): 4}
+    wait("job", 4)
+    assert clock.take() == {(PASSES, ""): 8, ("", "job"): 4}
     assert clock.take() == {}
 
 
@@ -80,16 +85,17 @@ def test_the_agent_declares_the_dimensions_of_the_ranks() -> None:
     assert metrics.DIMENSIONS == timed_collectives.DIMENSIONS
 
 
-def test_torchs_functions_are_timed_by_group_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiles", [False, True])
+def test_torchs_functions_are_timed_by_group_and_restored(compiles: bool) -> None:
     original = dist.all_reduce
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         other = dist.new_group([0])
         names = {dist.group.WORLD: "job", None: "job", other: "tensor"}
-        monkeypatch.setattr(timed_collectives, "GroupDimensions", lambda mesh: type("G", (), {"of": names.get})())
+        dimensions = type("G", (), {"of": names.get, "known": {}})()
         mesh = type("M", (), {"device": torch.device("cpu")})()
-        with timed_collectives.timed_collectives(mesh) as clock:
+        with timed_collectives.timed_collectives(mesh, dimensions, compiles=compiles) as clock:
             x = torch.ones(2)
             dist.all_reduce(x)
             dist.all_reduce(x, group=dist.new_group([0]))
@@ -105,7 +111,7 @@ def test_torchs_functions_are_timed_by_group_and_restored(monkeypatch: pytest.Mo
                 dist.all_reduce("no tensor", group=other)  # type: ignore[arg-type]
             with phase(UPDATE):
                 dist.broadcast(x, 0, group=other)
-            assert set(clock.take()) == {(UPDATE, ""), (UPDATE, "tensor"), ("", "tensor")}
+            assert set(clock.take()) == {(UPDATE, ""), (UPDATE, "tensor")}
         assert dist.all_reduce is original
     finally:
         dist.destroy_process_group()
@@ -132,13 +138,14 @@ def test_a_stream_is_timed_by_its_events_once_it_has_passed_them(monkeypatch: py
         return events[-1]
 
     monkeypatch.setattr(StreamClock, "_event", record)
-    clock = StreamClock(stream=object())  # type: ignore[arg-type]
+    stream = object()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    clock = StreamClock(stream=stream)  # type: ignore[arg-type]
     clock.open(PASSES)
-    clock.open(None, "tensor")
+    for dimension in ("tensor", "data"):
+        clock.record((dimension, clock.mark(), clock.mark()))
     clock.close()
-    clock.open(None, "data")
-    clock.close()
-    clock.close()
+    clock.record(("job", None, None))
     assert clock.take() == {}, "the host does not wait for the stream"
     for event in events[:4]:
         event.passed = True
@@ -147,3 +154,5 @@ def test_a_stream_is_timed_by_its_events_once_it_has_passed_them(monkeypatch: py
         event.passed = True
     assert clock.take() == {(PASSES, "data"): 1, (PASSES, ""): 5 - 1 - 1}
     assert clock.take() == {}
+    stream = object()
+    assert clock.mark() is None, "a stream beside the computation"

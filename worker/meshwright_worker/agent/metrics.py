@@ -142,6 +142,12 @@ class WorkerMetrics(Exporter):
         "Exponential of `ptj_evaluation_loss`.",
         lambda report: None if report.evaluation_loss is None else perplexity(report.evaluation_loss),
     )
+    tracking_failures = job_metric(
+        "ptj_tracking_failures_total",
+        Kind.COUNTER,
+        "Failures of experiment trackers: records that were not written.",
+        lambda report: report.tracking_failures,
+    )
     skipped_steps = job_metric(
         "ptj_skipped_steps_total",
         Kind.COUNTER,

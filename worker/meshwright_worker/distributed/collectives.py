@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from meshwright_worker.distributed.step_clock import waiting_in
+from meshwright_worker.distributed.step_clock import wait_for
 
 _POSITIONS = 1
 
@@ -105,9 +105,8 @@ class RingTransfer:
 
     def wait(self) -> Sequence[torch.Tensor]:
         """Wait, and return the received tensors."""
-        with waiting_in(self._group):
-            for work in self._works:
-                work.wait()
+        for work in self._works:
+            wait_for(work, self._group)
         return self._received
 
 

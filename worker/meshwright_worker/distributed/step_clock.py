@@ -4,7 +4,8 @@ A wait that a pass hides behind computation is not counted: only the time in whi
 that is the time for which the calling thread blocks. On a GPU it is the time for which the compute stream stands still,
 between two events in this stream: the host waits for nothing, and reads the events when a later step has ended.
 
-Blocks nest, and each counts without those inside it. So the sum of all parts is the time of the outermost blocks.
+Phases nest, and each counts without its waits and without phases inside it. So the sum of all parts is the time of the
+outermost phases, and of waits outside of phases.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,57 +22,96 @@ import torch.distributed as dist
 PASSES, UPDATE = "passes", "update"
 """Forward and backward passes of a step, and the update of the parameters."""
 
+_OPEN, _CLOSE = "+", "-"
+"""What a log's entry begins with if it is not a wait."""
+
+Entry = tuple[str, Any, Any]
+"""A dimension, and the moments at which a wait for its communication began and ended."""
 Part = tuple[str, str]
 """A phase, and the dimension whose communication it waits for; empty for the phase without its waits."""
 
 
+class Waitable(Protocol):
+    """Pending communication."""
+
+    def wait(self) -> object:
+        """Wait for it; on a GPU, let the current stream wait for it."""
+
+
 class StepClock(Protocol):
-    """Times blocks. A block is opened and closed by one thread at a time."""
+    """Times phases, and waits in them. One thread at a time uses it."""
 
     @property
-    def counts_here(self) -> bool:
-        """Whether what the caller does now belongs to the computation, and not to a stream beside it."""
+    def mark(self) -> Callable[[], Any]:
+        """Returns this moment, for `record`."""
 
-    def open(self, phase: str | None, dimension: str = "") -> None:
-        """Open a block: a phase, or within the current phase (None) a wait."""
+    @property
+    def record(self) -> Callable[[Entry], None]:
+        """Records a wait, with the moments at which it began and ended. Waits do not nest."""
+
+    def open(self, phase: str) -> None:
+        """Open a phase. It counts without waits, and without phases inside it."""
 
     def close(self) -> None:
-        """Close the block that was opened last."""
+        """Close the phase that was opened last."""
 
     def take(self) -> dict[Part, float]:
         """Return the seconds of all parts that have ended and were not returned yet."""
 
 
 class HostClock:
-    """A `StepClock` of the calling thread."""
+    """A `StepClock` of the calling thread.
 
-    counts_here = True
+    A rank waits about a hundred times in a step, each time with cold caches. So a wait only reads the time twice and
+    appends to a list. What it means is computed once for each step.
+    """
 
     def __init__(self) -> None:
-        self._seconds: dict[Part, float] = {}
-        self._open: list[tuple[Part, float]] = []
-        self._inside: list[float] = [0.0]
-        """For each open block, and for what is outside all of them, the seconds of the blocks in it."""
+        self.mark = time.perf_counter
+        self._log: list[Entry] = []
+        self.record = self._log.append
+        self._open: list[_OpenPhase] = []
 
-    def open(self, phase: str | None, dimension: str = "") -> None:
+    def open(self, phase: str) -> None:
         """See `StepClock.open`."""
-        name = phase if phase is not None else self._open[-1][0][0] if self._open else ""
-        self._inside.append(0.0)
-        self._open.append(((name, dimension), time.perf_counter()))
+        self.record((_OPEN + phase, self.mark(), 0.0))
 
     def close(self) -> None:
         """See `StepClock.close`."""
-        ended = time.perf_counter()
-        part, began = self._open.pop()
-        passed = ended - began
-        seconds = self._seconds
-        seconds[part] = seconds.get(part, 0.0) + passed - self._inside.pop()
-        self._inside[-1] += passed
+        self.record((_CLOSE, 0.0, self.mark()))
 
     def take(self) -> dict[Part, float]:
         """See `StepClock.take`."""
-        taken, self._seconds = self._seconds, {}
-        return taken
+        seconds: dict[Part, float] = {}
+        for what, began, ended in self._log:
+            if what == _CLOSE:
+                block = self._open.pop()
+                passed = ended - block.began
+                _add(seconds, (block.phase, ""), passed - block.inside)
+                if self._open:
+                    self._open[-1].inside += passed
+            elif what[0] == _OPEN:
+                self._open.append(_OpenPhase(what[1:], began))
+            else:
+                phase = ""
+                if self._open:
+                    phase = self._open[-1].phase
+                    self._open[-1].inside += ended - began
+                _add(seconds, (phase, what), ended - began)
+        self._log.clear()
+        return seconds
+
+
+@dataclass(slots=True)
+class _OpenPhase:
+    phase: str
+    began: float
+    inside: float = 0.0
+    """Seconds of its waits and of phases inside it."""
+
+
+def _add(seconds: dict[Part, float], part: Part, more: float) -> None:
+    seconds[part] = seconds.get(part, 0.0) + more
 
 
 @dataclass(slots=True)
@@ -85,23 +125,28 @@ class _StreamBlock:
 
 @dataclass
 class StreamClock:
-    """A `StepClock` of the current stream of a GPU, when it is created."""
+    """A `StepClock` of the current stream of a GPU, when it is created. Waits in other streams do not count."""
 
     stream: torch.cuda.Stream = field(default_factory=torch.cuda.current_stream)
     _open: list[_StreamBlock] = field(default_factory=list)
     _closed: list[_StreamBlock] = field(default_factory=list)
     """In the order in which they ended: inner blocks first."""
 
-    @property
-    def counts_here(self) -> bool:
-        """See `StepClock.counts_here`."""
-        return bool(torch.cuda.current_stream() == self.stream)
+    def mark(self) -> torch.cuda.Event | None:
+        """See `StepClock.mark`. None in another stream, which runs beside the computation."""
+        return self._event() if torch.cuda.current_stream() == self.stream else None
 
-    def open(self, phase: str | None, dimension: str = "") -> None:
+    def record(self, entry: Entry) -> None:
+        """See `StepClock.record`."""
+        dimension, began, ended = entry
+        if began is not None and ended is not None:
+            outer = self._open[-1] if self._open else None
+            part = (outer.part[0] if outer is not None else "", dimension)
+            self._closed.append(_StreamBlock(part, began, outer, ended))
+
+    def open(self, phase: str) -> None:
         """See `StepClock.open`."""
-        outer = self._open[-1] if self._open else None
-        name = phase if phase is not None else outer.part[0] if outer else ""
-        self._open.append(_StreamBlock((name, dimension), self._event(), outer))
+        self._open.append(_StreamBlock((phase, ""), self._event(), self._open[-1] if self._open else None))
 
     def close(self) -> None:
         """See `StepClock.close`."""
@@ -170,16 +215,13 @@ def phase(name: str) -> Iterator[None]:
         clock.close()
 
 
-@contextmanager
-def waiting_in(group: dist.ProcessGroup) -> Iterator[None]:
-    """Count the block as a wait for communication in the dimension of a group."""
+def wait_for(work: Waitable, group: dist.ProcessGroup) -> None:
+    """Wait for communication of a group, and count the time."""
     clock = _current
     dimension = _dimension_of(group) if clock is not None else None
-    if clock is None or dimension is None or not clock.counts_here:
-        yield
+    if clock is None or dimension is None:
+        work.wait()
         return
-    clock.open(None, dimension)
-    try:
-        yield
-    finally:
-        clock.close()
+    began = clock.mark()
+    work.wait()
+    clock.record((dimension, began, clock.mark()))

@@ -2,7 +2,7 @@
 
 While `timed_collectives` is active, the functions of `torch.distributed` are replaced by functions that time how long
 the caller waits: for a blocking collective its call, for an asynchronous one `Work.wait`. Point-to-point transfers have
-no dimension of their own in torch's functions: `waiting_in` times them where they are awaited.
+no dimension of their own in torch's functions: `wait_for` times them where they are awaited.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwright_worker.distributed.mesh import (
     TENSOR,
     Mesh,
 )
-from meshwright_worker.distributed.step_clock import DimensionOf, StepClock, current_clock, running_clock
+from meshwright_worker.distributed.step_clock import StepClock, running_clock
 
 JOB = "job"
 """All ranks together: the result of a step."""
@@ -54,7 +54,8 @@ class GroupDimensions:
     """The dimension of each process group of a mesh. Groups that other code creates are known by their ranks."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._by_group: dict[dist.ProcessGroup | None, str | None] = {mesh.checkpoint_group: None}
+        self.known: dict[dist.ProcessGroup | None, str | None] = {mesh.checkpoint_group: None}
+        """The dimensions of the groups that were looked up."""
         self._by_ranks: dict[tuple[int, ...], str] = {}
         layout = mesh.layout
         names = [(TENSOR, TENSOR), (PIPELINE, PIPELINE), (CONTEXT, CONTEXT)]
@@ -65,10 +66,10 @@ class GroupDimensions:
         for name, dimension in names:
             self._add(mesh.group(name), dimension)
         self._add(mesh.island_group, JOB)
-        self._by_group.setdefault(None, self._by_group.get(dist.group.WORLD, JOB))
+        self.known.setdefault(None, self.known.get(dist.group.WORLD, JOB))
 
     def _add(self, group: dist.ProcessGroup, dimension: str) -> None:
-        self._by_group.setdefault(group, dimension)
+        self.known.setdefault(group, dimension)
         ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) > 1:
             self._by_ranks.setdefault(ranks, dimension)
@@ -76,30 +77,27 @@ class GroupDimensions:
     def of(self, group: dist.ProcessGroup | None) -> str | None:
         """Return the dimension of a group; None for a group whose communication is not a step's."""
         try:
-            return self._by_group[group]
+            return self.known[group]
         except KeyError:
             ranks = tuple(dist.get_process_group_ranks(group))
-            found = self._by_group[group] = self._by_ranks.get(ranks)
+            found = self.known[group] = self._by_ranks.get(ranks)
             return found
 
 
 class TimedWork(dist.Work):
     """An asynchronous collective, whose wait is timed."""
 
-    def __init__(self, work: dist.Work, dimension: str) -> None:
+    def __init__(self, work: dist.Work, dimension: str, clock: StepClock) -> None:
         super().__init__()
-        self._work, self._dimension = work, dimension
+        self._work, self._dimension, self._clock = work, dimension, clock
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """See torch's `Work.wait`."""
-        clock = current_clock()
-        if clock is None or not clock.counts_here:
-            return self._work.wait(timeout)
-        clock.open(None, self._dimension)
-        try:
-            return self._work.wait(timeout)
-        finally:
-            clock.close()
+        clock = self._clock
+        began = clock.mark()
+        done = self._work.wait(timeout)
+        clock.record((self._dimension, began, clock.mark()))
+        return done
 
     def is_completed(self) -> bool:
         """See torch's `Work.is_completed`."""
@@ -107,16 +105,20 @@ class TimedWork(dist.Work):
 
 
 @contextmanager
-def timed_collectives(mesh: Mesh, dimensions: GroupDimensions | None = None) -> Iterator[StepClock]:
+def timed_collectives(
+    mesh: Mesh, dimensions: GroupDimensions | None = None, *, compiles: bool = False
+) -> Iterator[StepClock]:
     """Time the collectives and phases of this process within the block, and yield the clock.
 
-    `dimensions` are those of the mesh, if they are known from an earlier block.
+    `dimensions` are those of the mesh, if they are known from an earlier block. `compiles`: whether torch.compile
+    may trace collectives.
     """
-    dimension_of = (dimensions or GroupDimensions(mesh)).of
+    dimensions = dimensions or GroupDimensions(mesh)
     originals = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
-    with running_clock(mesh.device, dimension_of) as clock:
+    with running_clock(mesh.device, dimensions.of) as clock:
         for name, original in originals.items():
-            setattr(dist, name, _timed(original, dimension_of, clock))
+            timed = _timed(original, dimensions, clock)
+            setattr(dist, name, _unless_compiling(timed, original) if compiles else timed)
         try:
             yield clock
         finally:
@@ -124,24 +126,32 @@ def timed_collectives(mesh: Mesh, dimensions: GroupDimensions | None = None) -> 
                 setattr(dist, name, original)
 
 
-def _timed(original: Callable[..., Any], dimension_of: DimensionOf, clock: StepClock) -> Callable[..., Any]:
+def _timed(original: Callable[..., Any], dimensions: GroupDimensions, clock: StepClock) -> Callable[..., Any]:
+    known, mark, record = dimensions.known, clock.mark, clock.record
+
     @functools.wraps(original)
     def call(*args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return original(*args, **options)
-        dimension = dimension_of(options["group"] if "group" in options else _group_of(args))
+        group = options["group"] if "group" in options else _group_of(args)
+        dimension = known[group] if group in known else dimensions.of(group)
         if dimension is None:
             return original(*args, **options)
         if options.get("async_op"):
             work = original(*args, **options)
-            return TimedWork(work, dimension) if work is not None else None
-        if not clock.counts_here:
-            return original(*args, **options)
-        clock.open(None, dimension)
-        try:
-            return original(*args, **options)
-        finally:
-            clock.close()
+            return TimedWork(work, dimension, clock) if work is not None else None
+        began = mark()
+        result = original(*args, **options)
+        record((dimension, began, mark()))
+        return result
+
+    return call
+
+
+def _unless_compiling(timed: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile replaces torch's own functions in graphs, and would not know the timed ones."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **options: Any) -> Any:
+        return original(*args, **options) if torch.compiler.is_compiling() else timed(*args, **options)
 
     return call
 

@@ -6,8 +6,8 @@ JSON and not pickle: the agent must be able to read messages of a broken rank wi
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -74,7 +74,15 @@ _ADAPTER: TypeAdapter[RankMessage] = TypeAdapter(Annotated[RankMessage, Field(di
 
 def encode(message: RankMessage) -> bytes:
     """Encode a message as a line with its line feed. A NaN loss is written as `NaN`, which `decode` accepts."""
-    return json.dumps(asdict(message)).encode() + b"\n"
+    return _ENCODER.encode(message).encode() + b"\n"
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass with slots, for JSON: `asdict` would copy all of them, in each step of each rank."""
+    return {name: getattr(value, name) for name in value.__slots__}
+
+
+_ENCODER = json.JSONEncoder(default=_fields_of)
 
 
 def decode(line: bytes) -> RankMessage:

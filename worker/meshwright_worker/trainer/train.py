@@ -41,6 +41,7 @@ from meshwright_worker.pretrained.errors import PretrainedError
 from meshwright_worker.pretrained.load import check_pretrained, load_pretrained
 from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.task import Outcome, RankEvents, RankTask
+from meshwright_worker.tracking.tracked_events import tracked
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.evaluation import Evaluation
 from meshwright_worker.trainer.trainer import Trainer
@@ -103,7 +104,8 @@ def train(task: RankTask[NativeRun], events: RankEvents) -> Outcome:
             trainer.on_parameters_loaded(state.step)
         trainer.restore_state(state)
         events.running(state.step)
-        return TrainingLoop(run, trainer, inputs, checkpoint_manager, mesh, events).run(state)
+        with tracked(task, events, state.step) as tracked_events:
+            return TrainingLoop(run, trainer, inputs, checkpoint_manager, mesh, tracked_events).run(state)
 
 
 def validate_run(run: NativeRun) -> None:

@@ -106,7 +106,7 @@ class TrainingLoop:
     def run(self, state: TrainingState) -> Outcome:
         """Train until the last step, or until any rank is asked to stop. On return the final state is durable."""
         try:
-            with timed_collectives(self._mesh) as self._clock:
+            with timed_collectives(self._mesh, compiles=self._training.compile) as self._clock:
                 return self._run(state)
         finally:
             self._samples.close()

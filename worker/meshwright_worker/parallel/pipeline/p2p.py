@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_worker.distributed.mesh import PIPELINE, Mesh
-from meshwright_worker.distributed.step_clock import waiting_in
+from meshwright_worker.distributed.step_clock import wait_for
 
 
 class P2PChannels:
@@ -55,10 +55,8 @@ class P2PChannels:
 
     def flush(self, keep: int = 0) -> None:
         """Wait until all tensors were sent, except for the newest `keep`."""
-        if len(self._in_flight) > keep:
-            with waiting_in(self._up):
-                while len(self._in_flight) > keep:
-                    self._in_flight.popleft()[0].wait()
+        while len(self._in_flight) > keep:
+            wait_for(self._in_flight.popleft()[0], self._up)
 
     def exchange(self, tensor: torch.Tensor, partner: int) -> torch.Tensor:
         """Send this tensor to `partner` and return its tensor of the same shape, on the same device."""
@@ -90,8 +88,7 @@ class PendingReceive:
 
     def wait(self) -> torch.Tensor:
         """Wait for the tensor and return it."""
-        with waiting_in(self._pipeline):
-            self._work.wait()
+        wait_for(self._work, self._pipeline)
         return self._buffer
 
 

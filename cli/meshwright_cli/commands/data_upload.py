@@ -1,0 +1,223 @@
+"""`meshwright data upload`: copies a local directory onto a claim, through a pod that exists only for this.
+
+The files go through `kubectl exec`, so every cluster and every login that kubectl knows works. The pod meets the
+restricted Pod Security Standard, and gets no service-account token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import secrets
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import click
+
+MOUNT = "/upload"
+GRACE_SECONDS = 1
+LIFE_SECONDS = 6 * 3600
+"""The pod ends by itself after this time, if nobody deletes it."""
+
+_RECEIVE = """
+import hashlib, json, os, sys, tarfile
+target, total = sys.argv[1], hashlib.sha256()
+os.makedirs(target, exist_ok=True)
+count = size = 0
+with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
+    for member in archive:
+        if member.name == ".end":
+            break
+        path = os.path.join(target, member.name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path + ".part", "wb") as out:
+            source = archive.extractfile(member)
+            while block := source.read(1 << 20):
+                out.write(block)
+                total.update(block)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(path + ".part", path)
+        total.update(member.name.encode() + b"\\0")
+        count, size = count + 1, size + member.size
+print(json.dumps({"files": count, "bytes": size, "sha256": total.hexdigest()}))
+"""
+"""Runs in the pod. Stops at the file `.end`: whether the end of standard input arrives depends on the cluster."""
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("claim")
+@click.option("--to", "target", default="", help="Directory on the claim. Defaults to its root.")
+@click.option("-n", "--namespace", help="Namespace of the claim. Defaults to that of the context.")
+@click.option("--context", help="Context of the kubeconfig file.")
+@click.option("--kubeconfig", type=click.Path(path_type=Path, dir_okay=False), help="Kubeconfig file.")
+@click.option(
+    "--image", default="meshwright-worker:0.1.0", show_default=True, help="Image of the pod. It must contain Python."
+)
+@click.option(
+    "--timeout", type=click.IntRange(min=1), default=300, show_default=True, help="Seconds until the pod must run."
+)
+def upload(
+    folder: Path,
+    claim: str,
+    target: str,
+    namespace: str | None,
+    context: str | None,
+    kubeconfig: Path | None,
+    image: str,
+    timeout: int,
+) -> None:
+    """Copy the files of FOLDER onto the PersistentVolumeClaim CLAIM.
+
+    Needs kubectl 1.31 or newer. Files of the same name are replaced, others stay. Hidden files are left out. The number
+    of files, their size and a checksum are compared at the end.
+    """
+    if ".." in PurePosixPath(target).parts:
+        raise click.ClickException(f"--to {target}: must not contain `..`")
+    files = _files(folder)
+    kubectl = _Kubectl(namespace, context, kubeconfig)
+    kubectl.run("get", "persistentvolumeclaim", claim)
+    pod = f"meshwright-upload-{secrets.token_hex(4)}"
+    kubectl.run("create", "-f", "-", stdin=json.dumps(_pod(pod, claim, image)))
+    try:
+        _wait_until_ready(kubectl, pod, timeout)
+        sent, received = _send(kubectl, pod, folder, files, f"{MOUNT}/{target}".rstrip("/"))
+    finally:
+        kubectl.run("delete", "pod", pod, f"--grace-period={GRACE_SECONDS}", "--wait=false", check=False)
+    if sent != received:
+        raise click.ClickException(f"the claim has received {received}, but {sent} was sent: upload again")
+    click.echo(f"{sent['files']} files, {sent['bytes']:,} bytes on claim {claim}{f' in {target}' if target else ''}")
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files below a folder, by name.
+
+    Raises:
+        click.ClickException: there is none.
+    """
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    if not visible:
+        raise click.ClickException(f"{folder} has no file to upload")
+    return visible
+
+
+class _Kubectl:
+    """kubectl with the chosen cluster and namespace.
+
+    Raises:
+        click.ClickException: kubectl is not installed.
+    """
+
+    def __init__(self, namespace: str | None, context: str | None, kubeconfig: Path | None) -> None:
+        program = shutil.which("kubectl")
+        if program is None:
+            raise click.ClickException("`meshwright data upload` needs kubectl on the PATH: install it")
+        self._command = [program]
+        for flag, value in (("namespace", namespace), ("context", context), ("kubeconfig", kubeconfig)):
+            self._command += [f"--{flag}={value}"] if value is not None else []
+
+    def run(self, *words: str, stdin: str = "", check: bool = True) -> str:
+        """Run kubectl; return what it prints.
+
+        Raises:
+            click.ClickException: it failed; the message is kubectl's.
+        """
+        done = subprocess.run([*self._command, *words], input=stdin, capture_output=True, text=True, check=False)
+        if check and done.returncode:
+            raise click.ClickException(f"kubectl {words[0]}: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout
+
+    def start(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start kubectl with pipes."""
+        pipe = subprocess.PIPE
+        return subprocess.Popen([*self._command, *words], stdin=pipe, stdout=pipe, stderr=pipe)
+
+
+def _pod(name: str, claim: str, image: str) -> dict[str, Any]:
+    """The pod that receives the files."""
+    security = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "runAsNonRoot": True,
+        "runAsUser": 65532,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": {"app.kubernetes.io/name": "meshwright-upload"}},
+        "spec": {
+            "restartPolicy": "Never",
+            "activeDeadlineSeconds": LIFE_SECONDS,
+            "automountServiceAccountToken": False,
+            "securityContext": {"fsGroup": 65532},
+            "volumes": [{"name": "target", "persistentVolumeClaim": {"claimName": claim}}],
+            "containers": [
+                {
+                    "name": "upload",
+                    "image": image,
+                    "command": ["python", "-c", f"import time; time.sleep({LIFE_SECONDS})"],
+                    "volumeMounts": [{"name": "target", "mountPath": MOUNT}],
+                    "securityContext": security,
+                }
+            ],
+        },
+    }
+
+
+def _wait_until_ready(kubectl: _Kubectl, pod: str, timeout: int) -> None:
+    try:
+        kubectl.run("wait", "--for=condition=Ready", f"pod/{pod}", f"--timeout={timeout}s")
+    except click.ClickException as error:
+        events = kubectl.run("get", "events", f"--field-selector=involvedObject.name={pod}", check=False)
+        last = next(iter(events.strip().splitlines()[-1:]), "")
+        raise click.ClickException(f"the pod for the upload did not start: {error.message}. {last}".strip()) from None
+
+
+def _send(
+    kubectl: _Kubectl, pod: str, folder: Path, files: Sequence[Path], target: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Send the files; return what was sent and what the pod received.
+
+    Raises:
+        click.ClickException: the transfer failed.
+    """
+    words = ("exec", "-i", pod, "--", "python", "-c", _RECEIVE, target)
+    total, size = hashlib.sha256(), 0
+    with kubectl.start(words) as process:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), tarfile.open(fileobj=process.stdin, mode="w|") as archive:
+            for path in files:
+                name = path.relative_to(folder).as_posix()
+                with path.open("rb") as source:
+                    entry = archive.gettarinfo(arcname=name, fileobj=source)
+                    archive.addfile(entry, _Hashing(source, total))
+                total.update(name.encode() + b"\0")
+                size += entry.size
+            archive.addfile(tarfile.TarInfo(".end"))
+        with contextlib.suppress(BrokenPipeError):
+            out, errors = process.communicate()
+    if process.returncode:
+        lines = errors.decode(errors="replace").strip().splitlines()
+        raise click.ClickException(f"the transfer failed: {lines[-1] if lines else f'exit code {process.returncode}'}")
+    return {"files": len(files), "bytes": size, "sha256": total.hexdigest()}, json.loads(out)
+
+
+class _Hashing:
+    """A file that adds what is read from it to a hash."""
+
+    def __init__(self, source: Any, total: Any) -> None:
+        self._source, self._total = source, total
+
+    def read(self, size: int = -1) -> bytes:
+        """Read and hash."""
+        block: bytes = self._source.read(size)
+        self._total.update(block)
+        return block

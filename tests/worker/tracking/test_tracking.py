@@ -1,0 +1,258 @@
+"""Experiment trackers: what the packages' own readers find is what rank 0 reported, also across restarts."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.api.tracking import MlflowSpec, TrackingSpec, WandbSpec
+from meshwright_worker.rank.task import StepReport
+from meshwright_worker.tracking import tracked_events
+from meshwright_worker.tracking.json_lines import cut_after
+from meshwright_worker.tracking.records import LINES, Start, step_record
+from meshwright_worker.tracking.tracked_events import TrackedEvents, TrackingProcess
+from tests.patience import patient
+
+Steps = dict[int, float]
+
+
+def report(step: int, loss: float | None = None, **more: Any) -> StepReport:
+    fields = {"gradient_norm": 1.5, "learning_rate": 1e-3, "tokens": 640, "samples": 10 * step, "seconds": 0.5}
+    loss = 10.0 / step if loss is None else loss
+    return StepReport(step=step, loss=loss, data_seconds=0.1, **{**fields, **more})
+
+
+def start(directory: Path, spec: TrackingSpec, step: int = 0, generation: int = 1, replicas: int = 2) -> Start:
+    return Start(
+        spec=spec,
+        directory=str(directory),
+        name="lm",
+        generation=generation,
+        step=step,
+        ranks=4 * replicas,
+        replicas=replicas,
+    )
+
+
+def track(begin: Start, steps: range) -> int:
+    """Track these steps in a real tracking process; the number of failures."""
+    tracking = TrackingProcess(begin)
+    for step in steps:
+        tracking.send(report(step, evaluation_loss=3.0 if step % 5 == 0 else None), begin.generation)
+    tracking.close()
+    return tracking.failures()
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / LINES).read_text().splitlines()]
+
+
+def json_lines(directory: Path) -> Steps:
+    found = [record for record in records(directory) if "event" not in record]
+    assert len({record["step"] for record in found}) == len(found)
+    return {record["step"]: record["loss"] for record in found}
+
+
+def tensor_board(directory: Path) -> Steps:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = accumulator.EventAccumulator(str(directory / "tensorboard"), purge_orphaned_data=True)
+    reader.Reload()
+    found = [(event.step, event.value) for event in reader.Scalars("loss")]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """The records of a LevelDB log after W&B's header of 7 bytes. The package's protobuf reads them."""
+    assert content.startswith(b":W&B")
+    position, data = 7, b""
+    while position + 7 <= len(content):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        length, kind = struct.unpack("<HB", content[position + 4 : position + 7])
+        data += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # full, or the last part
+            yield data
+            data = b""
+
+
+def wandb_offline(directory: Path) -> Steps:
+    protobuf = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    found: list[tuple[int, float]] = []
+    for path in sorted((directory / "wandb").glob("offline-run-*/*.wandb")):
+        for data in leveldb_records(path.read_bytes()):
+            record = protobuf.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "history":
+                row = {(item.key or ".".join(item.nested_key)): item.value_json for item in record.history.item}
+                found.append((int(json.loads(row["_step"])), float(json.loads(row["loss"]))))
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def mlflow_files(directory: Path) -> Steps:
+    tracking = pytest.importorskip("mlflow.tracking")
+    client = tracking.MlflowClient((directory / "mlflow").resolve().as_uri())
+    experiment = client.get_experiment_by_name("lm")
+    (run,) = client.search_runs([experiment.experiment_id])
+    found = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "loss")]
+    assert len(dict(found)) == len(found)
+    assert "Restart after step 6" in run.data.tags.get("meshwright.generation.2", "Restart after step 6")
+    return dict(found)
+
+
+TRACKERS = [
+    pytest.param(TrackingSpec(), json_lines, id="json-lines"),
+    pytest.param(TrackingSpec(tensor_board=True), tensor_board, id="tensorboard"),
+    pytest.param(
+        TrackingSpec(wandb=WandbSpec(project="lm", offline=True)), wandb_offline, id="wandb", marks=pytest.mark.slow
+    ),
+    pytest.param(TrackingSpec(mlflow=MlflowSpec(experiment="lm")), mlflow_files, id="mlflow", marks=pytest.mark.slow),
+]
+PACKAGES = {tensor_board: "tensorboard", wandb_offline: "wandb", mlflow_files: "mlflow"}
+
+
+def installed(read: Callable[[Path], Steps]) -> None:
+    if read in PACKAGES:
+        pytest.importorskip(PACKAGES[read])
+
+
+@pytest.fixture(autouse=True)
+def closes_patiently(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setattr(tracked_events, "CLOSE_SECONDS", patient(60))
+
+
+@pytest.mark.parametrize(("spec", "read"), TRACKERS)
+def test_the_packages_own_readers_find_the_reported_numbers(tmp_path: Path, spec: TrackingSpec, read: Any):
+    installed(read)
+    assert track(start(tmp_path, spec), range(1, 9)) == 0
+    assert read(tmp_path) == pytest.approx({step: 10.0 / step for step in range(1, 9)})
+
+
+@pytest.mark.parametrize(("spec", "read"), TRACKERS)
+def test_after_a_restart_no_step_is_there_twice(tmp_path: Path, spec: TrackingSpec, read: Any):
+    installed(read)
+    assert track(start(tmp_path, spec), range(1, 9)) == 0
+    # The checkpoint is that of step 6: steps 7 and 8 are done again.
+    assert track(start(tmp_path, spec, step=6, generation=2), range(7, 13)) == 0
+    assert read(tmp_path) == pytest.approx({step: 10.0 / step for step in range(1, 13)})
+
+
+def test_starts_restarts_and_rescales_are_events(tmp_path: Path):
+    spec = TrackingSpec()
+    track(start(tmp_path, spec), range(1, 4))
+    track(start(tmp_path, spec, step=2, generation=2), range(3, 6))
+    track(start(tmp_path, spec, step=5, generation=3, replicas=1), range(6, 8))
+    events = [record for record in records(tmp_path) if "event" in record]
+    assert [(one["event"], one["step"], one["generation"], one["replicas"]) for one in events] == [
+        ("Start", 0, 1, 2),
+        ("Restart", 2, 2, 2),
+        ("Rescale", 5, 3, 1),
+    ]
+    assert sorted(json_lines(tmp_path)) == list(range(1, 8))
+
+
+def test_a_restart_from_the_beginning_starts_the_file_again(tmp_path: Path):
+    track(start(tmp_path, TrackingSpec()), range(1, 6))
+    track(start(tmp_path, TrackingSpec(), generation=2), range(1, 3))
+    assert sorted(json_lines(tmp_path)) == [1, 2]
+
+
+@pytest.mark.parametrize("end", ['{"step": 3, "lo', '{"step": 4}', "garbage\n", '{"no": 1}\n'])
+def test_a_line_that_was_not_completed_is_cut(tmp_path: Path, end: str):
+    path = tmp_path / LINES
+    whole = '{"step": 1}\n{"step": 2}\n'
+    path.write_text(whole + end)
+    cut_after(path, 100)
+    assert path.read_text() == whole
+
+
+def test_numbers_that_are_not_finite_are_left_out():
+    record = step_record(report(3, loss=math.nan, gradient_norm=math.inf), 1)
+    assert "loss" not in record
+    assert "gradientNorm" not in record
+    assert record["tokensPerSecond"] == 1280.0
+    json.dumps(record, allow_nan=False)
+
+
+def test_a_tracker_that_fails_is_counted_warned_about_once_and_the_others_continue(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    spec = TrackingSpec(tensor_board=True)
+    (tmp_path / "tensorboard").write_text("a file, where a directory must be")
+    pytest.importorskip("tensorboard")
+    tracking = TrackingProcess(start(tmp_path, spec))
+    for step in range(1, 9):
+        tracking.send(report(step), 1)
+    tracking.close()
+    assert tracking.failures() >= 1
+    assert sum("tracking failed" in entry.message for entry in caplog.records) == 1
+    assert sorted(json_lines(tmp_path)) == list(range(1, 9))
+
+
+def test_a_directory_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    tracking = TrackingProcess(start(blocked / "tracking", TrackingSpec()))
+    deadline = time.monotonic() + patient(60)
+    failures = 0
+    while not failures and time.monotonic() < deadline:
+        tracking.send(report(1), 1)
+        failures += tracking.failures()
+    tracking.close()
+    assert failures
+    assert sum("tracking failed" in entry.message for entry in caplog.records) == 1
+
+
+class Recorded:
+    """The events of a rank."""
+
+    def __init__(self) -> None:
+        self.reports: list[StepReport] = []
+
+    def phase(self, name: str, seconds: float) -> None: ...
+
+    def running(self, step: int) -> None: ...
+
+    def checkpoint(self, step: int, path: str, seconds: float) -> None: ...
+
+    def stop_requested(self) -> bool:
+        return False
+
+    def step(self, report: StepReport) -> None:
+        self.reports.append(report)
+
+
+def test_failures_are_in_the_reports_of_steps_each_once(tmp_path: Path):
+    inner = Recorded()
+    tracking = TrackingProcess(start(tmp_path, TrackingSpec()))
+    tracking._failed("made up")
+    events = TrackedEvents(inner, tracking, 1)
+    events.step(report(1))
+    events.step(report(2))
+    tracking.close()
+    assert [one.tracking_failures for one in inner.reports] == [1, 0]
+
+
+def test_a_tracker_that_does_not_keep_up_blocks_no_step(tmp_path: Path):
+    tracking = TrackingProcess(start(tmp_path, TrackingSpec()))
+    assert tracking._process is not None
+    tracking._process.send_signal(19)  # SIGSTOP: it reads nothing
+    for step in range(1, 20_000):
+        tracking.send(report(step), 1)
+    assert tracking.failures() > 0
+    tracking._process.send_signal(18)
+    tracking.close()
+    written = json_lines(tmp_path)
+    assert 0 < len(written) < 20_000

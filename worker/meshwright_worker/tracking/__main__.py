@@ -1,0 +1,144 @@
+"""The tracking process: reads records from stdin, and passes them to every tracker of the job.
+
+It is a process of its own, so that imports, files and services of trackers take no time of a step. It reports each
+failure as a line on stdout. A tracker that failed is left alone for a while, up to a minute, and then tried again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TextIO
+
+from meshwright_worker.tracking.json_lines import last_event
+from meshwright_worker.tracking.records import LINES, Event, Start
+from meshwright_worker.tracking.sink import Sink
+
+SINKS = {
+    "jsonLines": ("meshwright_worker.tracking.json_lines", "JsonLines"),
+    "tensorBoard": ("meshwright_worker.tracking.tensorboard_files", "TensorBoard"),
+    "wandb": ("meshwright_worker.tracking.wandb_run", "Wandb"),
+    "mlflow": ("meshwright_worker.tracking.mlflow_run", "Mlflow"),
+}
+LOCK_SECONDS = 60.0
+"""How long a new process waits for that of the mesh generation before."""
+MAX_PAUSE = 60.0
+
+
+class Tracker:
+    """One tracker, which is opened with the first record and again after failures."""
+
+    def __init__(self, name: str, start: Start, event: Event, report: Callable[[str, str], None]) -> None:
+        self._name, self._start, self._event, self._report = name, start, event, report
+        self._sink: Sink | None = None
+        self._pause, self._next = 0.5, 0.0
+
+    def open(self) -> bool:
+        """Open the tracker, and write the event of this start. Return whether it is open."""
+        if self._sink is None and time.monotonic() >= self._next:
+            self._try(self._open)
+        return self._sink is not None
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Write a step, unless the tracker failed a short time ago."""
+        if self.open() and time.monotonic() >= self._next:
+            sink = self._sink
+            assert sink is not None
+            self._try(lambda: sink.step(record))
+
+    def close(self) -> None:
+        """Close the tracker."""
+        if self._sink is not None:
+            self._try(self._sink.close)
+
+    def _open(self) -> None:
+        module, attribute = SINKS[self._name]
+        sink: Sink = getattr(import_module(module), attribute)(self._start)
+        sink.event(self._event)
+        self._sink = sink
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            self._pause = 0.5
+        except Exception as error:
+            # A tracker's library may raise anything, and training continues whatever it is.
+            self._pause = min(MAX_PAUSE, 2 * self._pause)
+            self._next = time.monotonic() + self._pause
+            self._report(self._name, f"{type(error).__name__}: {error}")
+
+
+def wanted(start: Start) -> list[str]:
+    """Return the names of the trackers that the job asks for."""
+    spec = start.spec
+    asked = {"jsonLines": spec.json_lines, "tensorBoard": spec.tensor_board, "wandb": spec.wandb, "mlflow": spec.mlflow}
+    return [name for name in SINKS if asked[name]]
+
+
+def event_of(start: Start) -> Event:
+    """Return the event of this start: the first one, a restart, or one with another number of replicas."""
+    before = last_event(Path(start.directory) / LINES, start.step) if start.generation > 1 else None
+    kind = "Start" if start.generation == 1 else "Restart"
+    if before is not None and before.replicas != start.replicas:
+        kind = "Rescale"
+    return Event(start.step, kind, start.generation, start.ranks, start.replicas)
+
+
+def run(lines: TextIO, report: Callable[[str, str], None]) -> None:
+    """Track until `lines` end."""
+    start = Start.model_validate_json(lines.readline())
+    directory = Path(start.directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as lock:
+        if not _locked(lock):
+            report("lock", "the tracking process of the last start still writes; it may be on a lost node")
+        event = event_of(start)
+        trackers = [Tracker(name, start, event, report) for name in wanted(start)]
+        for tracker in trackers:
+            tracker.open()
+        for line in lines:
+            if line.endswith("\n"):
+                record = json.loads(line)
+                for tracker in trackers:
+                    tracker.step(record)
+        for tracker in trackers:
+            tracker.close()
+
+
+def _locked(file: TextIO) -> bool:
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.1)
+        else:
+            return True
+
+
+def main() -> None:
+    """Run with the process's pipes. What libraries print goes to stderr."""
+    reports = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def report(name: str, reason: str) -> None:
+        reports.write(json.dumps({"tracker": name, "reason": reason[:500]}) + "\n")
+        reports.flush()
+
+    try:
+        run(sys.stdin, report)
+    except Exception as error:
+        report("process", f"{type(error).__name__}: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Rank 0's side: passes each step's numbers to the tracking process, without waiting for it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.rank.task import RankEvents, RankTask, StepReport
+from meshwright_worker.tracking.records import Start, step_record, tracking_directory
+
+log = logging.getLogger(__name__)
+
+PIPE_BYTES = 1 << 20
+CLOSE_SECONDS = 10.0
+"""How long the end of a rank waits for the tracking process. It continues alone after that."""
+
+
+class TrackingProcess:
+    """The process, as rank 0 sees it. No method raises or waits, except `close`."""
+
+    def __init__(self, start: Start) -> None:
+        self._failures, self._warned = 0, False
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "meshwright_worker.tracking"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            for pipe in (self._process.stdin, self._process.stdout):
+                os.set_blocking(pipe.fileno(), False)
+            fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        except OSError as error:
+            self._failed(f"cannot start: {error}")
+        self._send(start.model_dump_json())
+
+    def send(self, report: StepReport, generation: int) -> None:
+        """Pass the numbers of a step. If the process does not keep up, the step is left out and counted."""
+        self._send(json.dumps(step_record(report, generation)))
+
+    def failures(self) -> int:
+        """Return the number of failures since the last call. The first one is logged."""
+        self._read_failures()
+        count, self._failures = self._failures, 0
+        return count
+
+    def _read_failures(self) -> None:
+        if self._process is not None and self._process.stdout is not None:
+            try:
+                content = os.read(self._process.stdout.fileno(), 1 << 16)
+            except (BlockingIOError, ValueError, OSError):
+                content = b""
+            for line in content.splitlines():
+                self._failed(line.decode(errors="replace"))
+
+    def close(self) -> None:
+        """Let the process write what it has, for a limited time."""
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        try:
+            process.stdin.close()
+            process.wait(CLOSE_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            self._failed(f"does not end: {error}")
+        self._read_failures()
+
+    def _send(self, line: str) -> None:
+        if self._process is None or self._process.stdin is None:
+            return
+        try:
+            # Up to PIPE_BUF bytes are written entirely or not at all.
+            os.write(self._process.stdin.fileno(), line.encode() + b"\n")
+        except BlockingIOError:
+            self._failed("does not keep up")
+        except (OSError, ValueError) as error:
+            self._failed(f"has ended: {error}")
+            self._process = None
+
+    def _failed(self, reason: str) -> None:
+        self._failures += 1
+        if not self._warned:
+            self._warned = True
+            log.warning("tracking failed; training continues. Further failures are only counted: %s", reason)
+
+
+class TrackedEvents:
+    """Events of rank 0 that also pass each step to the tracking process."""
+
+    def __init__(self, events: RankEvents, tracking: TrackingProcess, generation: int) -> None:
+        self._events, self._tracking, self._generation = events, tracking, generation
+        self.phase, self.running, self.checkpoint = events.phase, events.running, events.checkpoint
+        self.stop_requested = events.stop_requested
+
+    def step(self, report: StepReport) -> None:
+        """A step is complete."""
+        self._tracking.send(report, self._generation)
+        self._events.step(replace(report, tracking_failures=self._tracking.failures()))
+
+
+@contextmanager
+def tracked(task: RankTask[NativeRun], events: RankEvents, step: int) -> Iterator[RankEvents]:
+    """Yield events that track the steps after `step`, if this is rank 0 of a job with trackers."""
+    spec = task.run.training.tracking
+    if spec is None or task.rank != 0 or task.checkpoint_dir is None:
+        yield events
+        return
+    directory = tracking_directory(task.checkpoint_dir)
+    tracking = TrackingProcess(
+        Start(
+            spec=spec,
+            directory=str(directory),
+            name=Path(task.checkpoint_dir).name,
+            generation=task.generation,
+            step=step,
+            ranks=task.world_size,
+            replicas=task.run.data_parallel,
+        )
+    )
+    try:
+        yield TrackedEvents(events, tracking, task.generation)
+    finally:
+        tracking.close()
