@@ -19,7 +19,7 @@ from meshwright_operator.kube import informer, watches
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.informer import Informer, split_lines
-from meshwright_operator.kube.paths import core_path, jobs_path, pods_path
+from meshwright_operator.kube.paths import core_path, pods_path
 from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.watch_liveness import WatchLiveness
@@ -237,24 +237,6 @@ async def follow(parts: Parts, path: str, until: Callable[[], bool]) -> None:
     finally:
         task.cancel()
         parts.queue.close()
-
-
-async def test_jobs_are_watched_from_their_listing_and_listed_again_when_that_is_too_old(
-    server: Server, cluster: KubeClient
-) -> None:
-    server.path = jobs_path(None)
-    async with client_of(server) as jobs_server:
-        parts = Parts(jobs_server, idle=5.0)
-        server.lists = [
-            ("7", [job("same", 3), job("gone", 4), job("changed", 5)]),
-            ("30", [job("same", 3), job("changed", 25)]),
-        ]
-        server.watches = [[event("MODIFIED", job("changed", 9))], 410]
-        await parts.resync.jobs(None)
-        assert len(parts.queue) == 3
-        await follow(parts, jobs_path(None), lambda: len(parts.cache.jobs) == 2)
-    assert server.asked[:4] == ["list", "7", "9", "list"]
-    assert parts.cache.jobs[JobKey("default", "changed")]["metadata"]["resourceVersion"] == "25"
 
 
 async def test_a_node_that_changed_while_its_watch_was_down_queues_every_job(

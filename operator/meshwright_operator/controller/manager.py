@@ -33,7 +33,9 @@ from meshwright_operator.kube.config import load_configuration
 from meshwright_operator.kube.fence import Fence
 from meshwright_operator.kube.first_contact import wait_for_cluster
 from meshwright_operator.kube.informer import Informer
+from meshwright_operator.kube.job_watch import watch_jobs
 from meshwright_operator.kube.leader_election import LeaderElector
+from meshwright_operator.kube.paths import jobs_path
 from meshwright_operator.kube.reconcile_limit import ReconcileLimit
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.resync import Resync
@@ -263,19 +265,21 @@ class Manager:
         await self._resync.ensure_listed_since(0.0)
         self._listed.set()
         handlers = EventHandlers(self._cache, self._queue, self._metrics)
-        watched = watched_collections(handlers, self._resync, self._settings.namespaces)
+        namespaces = self._settings.namespaces
+        watched = watched_collections(handlers, self._resync, namespaces)
         self._liveness.track(collection.path for collection in watched)
-        informers = [
-            Informer(self._client, collection, self._liveness, self._settings.watch_idle_seconds)
-            for collection in watched
-        ]
+        self._liveness.track(jobs_path(namespace) for namespace in namespaces or (None,))
+        idle = self._settings.watch_idle_seconds
+        informers = [Informer(self._client, collection, self._liveness, idle) for collection in watched]
         async with asyncio.TaskGroup() as group:
             group.create_task(self._resync.run(), name="resync")
             for informer, collection in zip(informers, watched, strict=True):
                 group.create_task(informer.run(), name=f"watch of {collection.path}")
             for informer in informers:
                 await informer.connected.wait()
-            on_ready()
+            # When kopf stops, it cancels every task that was started after it. By then, all of them must stop anyway.
+            watching = watch_jobs(handlers.job, self._configuration, namespaces, self._liveness, idle, on_ready)
+            group.create_task(watching, name="watch of jobs")
 
     def _not_ready(self) -> str:
         if not self._access.prepared:

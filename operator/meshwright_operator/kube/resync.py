@@ -1,7 +1,8 @@
 """Lists everything periodically, to repair what watches missed.
 
-A watch starts at the resourceVersion of a listing, and requests another listing if it is too far behind. The cache
-compares versions (`versioned_store`): a listing replaces and removes nothing that is newer than itself.
+kopf does not report jobs that were deleted while its watch was disconnected, so they would stay in the cache. The
+watches of nodes and pods start at the resourceVersion of a listing, and request another one if it is too far behind.
+The cache compares versions (`versioned_store`): a listing replaces and removes nothing that is newer than itself.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 
 FIRST_RETRY_SECONDS = 2.0
+FIRST_RESYNC_SECONDS = 3.0
 STUCK_SECONDS = 480.0
 """Longer than one page can take: four attempts of 30 s, and three pauses of 66 s that the server asks for."""
 
@@ -81,13 +83,20 @@ class Resync:
         self._requeue_all()
 
     async def run(self) -> None:
-        """List everything once per period, until cancelled."""
+        """List everything once per period, until cancelled.
+
+        Before, list jobs once: some may have been deleted after the initial listing and before kopf's watch started.
+        The watches of nodes and pods start at the version of their listing and miss nothing.
+        """
+        await asyncio.sleep(min(FIRST_RESYNC_SECONDS, self._period))
+        resync = self.jobs
         while True:
-            await asyncio.sleep(self._period)
             try:
-                await self.relist()
+                await resync()
             except ApiError as error:
                 log.warning("resync failed", extra={"error": str(error)})
+            resync = self.relist
+            await asyncio.sleep(self._period)
 
     async def relist(self) -> None:
         """List everything, and queue all jobs.
@@ -100,8 +109,7 @@ class Resync:
             await self._nodes()
             for namespace in self._namespaces or (None,):
                 await self._pods(namespace)
-            for namespace in self._namespaces or (None,):
-                await self._jobs(namespace)
+            await self.jobs()
         finally:
             self._last_progress = time.monotonic()
         self._requeue_all()
@@ -130,15 +138,14 @@ class Resync:
             self._requeue_all()
         return self._versions[core_path(None, "nodes")]
 
-    async def jobs(self, namespace: str | None) -> str:
-        """List the jobs of a namespace, or of all, and queue those that have changed or are gone. Return the
-        resourceVersion of the listing.
+    async def jobs(self) -> None:
+        """List jobs, and queue those that have changed or are gone.
 
         Raises:
-            ApiError: The listing failed.
+            ApiError: A listing failed. Then only a part of the cache is up to date.
         """
-        await self._jobs(namespace)
-        return self._versions[jobs_path(namespace)]
+        for namespace in self._namespaces or (None,):
+            await self._jobs(namespace)
 
     async def pods(self, namespace: str | None) -> str:
         """List the pods of a namespace, or of all, and queue all jobs. Return the resourceVersion of the listing.

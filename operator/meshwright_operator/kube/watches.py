@@ -13,7 +13,7 @@ from meshwright.api.labels import LABEL_JOB
 from meshwright.api.objects import KubeObject
 from meshwright_operator.kube.cache import Cache, JobKey, key_of
 from meshwright_operator.kube.informer import Watched
-from meshwright_operator.kube.paths import core_path, jobs_path, pods_path
+from meshwright_operator.kube.paths import core_path, pods_path
 from meshwright_operator.kube.pod_info import read_pod
 from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.workqueue import WorkQueue
@@ -81,7 +81,7 @@ class EventHandlers:
 
 
 def watched_collections(handlers: EventHandlers, resync: Resync, namespaces: Sequence[str]) -> list[Watched]:
-    """Nodes, and the jobs and worker pods of these namespaces, or of all if there are none."""
+    """Nodes, and the worker pods of these namespaces, or of all if there are none. kopf watches jobs (`job_watch`)."""
     nodes = core_path(None, "nodes")
     found = [
         Watched(
@@ -92,20 +92,14 @@ def watched_collections(handlers: EventHandlers, resync: Resync, namespaces: Seq
         )
     ]
     for namespace in namespaces or (None,):
-        jobs, pods = jobs_path(namespace), pods_path(namespace)
-        found += [
-            Watched(
-                path=jobs,
-                listed_version=partial(resync.listed_version, jobs),
-                relist=partial(resync.jobs, namespace),
-                apply=handlers.job,
-            ),
+        pods = pods_path(namespace)
+        found.append(
             Watched(
                 path=pods,
                 query={"labelSelector": LABEL_JOB},
                 listed_version=partial(resync.listed_version, pods),
                 relist=partial(resync.pods, namespace),
                 apply=handlers.pod,
-            ),
-        ]
+            )
+        )
     return found

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
 from meshwright_worker.agent.launcher import ReservedPort
-from meshwright_worker.distributed.mesh import find_interface
+from meshwright_worker.distributed.mesh import await_listener, find_interface
 from meshwright_worker.rank.torchrun import _own_address
 
 
@@ -55,3 +56,25 @@ def test_ranks_join_over_ipv6_on_a_reserved_port() -> None:
     store = TCPStore("::1", port.number, 1, is_master=True, wait_for_workers=False)
     store.set("key", "value")
     assert TCPStore("::1", port.number, 1, is_master=False, wait_for_workers=False).get("key") == b"value"
+
+
+def test_a_rank_waits_until_the_store_listens() -> None:
+    port, listens = ReservedPort(), threading.Event()
+
+    def listen() -> None:
+        port.release()
+        with socket.create_server(("127.0.0.1", port.number)) as server:
+            listens.set()
+            server.accept()
+
+    thread = threading.Timer(0.3, listen)
+    thread.start()
+    await_listener("127.0.0.1", port.number, 4)
+    assert listens.is_set()
+    thread.join()
+
+
+def test_a_rank_does_not_wait_for_longer_than_the_rendezvous_may_take() -> None:
+    port = ReservedPort()
+    await_listener("127.0.0.1", port.number, 4, seconds=0.2)
+    port.release()

@@ -11,8 +11,10 @@ import hashlib
 import ipaddress
 import logging
 import os
+import random
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,6 +104,24 @@ class Mesh:
         return self.islands.get_local_rank() if self.islands is not None else 0
 
 
+def await_listener(
+    address: str, port: int, world_size: int, seconds: float = _RENDEZVOUS_TIMEOUT.total_seconds()
+) -> None:
+    """Wait until rank 0's store listens, or the time is up: then the connection of the store says what is wrong.
+
+    A store that is refused connects again after half a second, and later after more. Here that is a twentieth of a
+    second, and more in a large job: rank 0's pod is not asked more than 2,000 times per second.
+    """
+    deadline, pause = time.monotonic() + seconds, max(0.05, world_size / 2000)
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((address, port), timeout=max(1.0, pause)).close()
+        except OSError:
+            time.sleep(pause * random.uniform(1.0, 1.5))  # noqa: S311 - spreading, not secrecy
+        else:
+            return
+
+
 @contextmanager
 def join_mesh(task: RankTask[Run]) -> Iterator[Mesh]:
     """Build the mesh of the task's generation for the duration of the block; its groups are destroyed on every exit.
@@ -125,6 +145,8 @@ def join_process_group(task: RankTask[Run]) -> Iterator[torch.device]:
     """
     device = init_device(task.local_rank, reproducible=task.run.deterministic)
     _pin_interface(task.pod_address)
+    if task.rank != 0:
+        await_listener(task.master_address, task.master_port, task.world_size)
     store = TCPStore(
         task.master_address,
         task.master_port,
