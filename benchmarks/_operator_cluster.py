@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 
 from meshwright.api import labels
 from meshwright.api.objects import KubeObject
@@ -75,6 +76,9 @@ async def at_once(calls: list[Awaitable[Any]], parallel: int = PARALLEL) -> None
     await asyncio.gather(*(one(call) for call in calls))
 
 
+METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+
+
 class Bench:
     """A hand on the cluster."""
 
@@ -87,6 +91,10 @@ class Bench:
         have = {item["metadata"]["name"] for item in (await self.client.list(NODES)).items}
         missing = [node(number) for number in range(nodes) if node(number)["metadata"]["name"] not in have]
         await at_once([self._put_node(body) for body in missing])
+
+    async def nodes_accept_pods(self) -> bool:
+        """Whether no node has taints: a new one has, until a controller has seen that it is ready."""
+        return not any(item["spec"].get("taints") for item in (await self.client.list(NODES)).items)
 
     async def _put_node(self, body: KubeObject) -> None:
         await self.client.create(NODES, body)
@@ -102,6 +110,36 @@ class Bench:
         """How many pods there are, without reading them."""
         answer = await self.client.request("GET", PODS.path(namespace), params={"limit": "1", **params})
         return len(answer["items"]) + int(answer["metadata"].get("remainingItemCount") or 0)
+
+    @asynccontextmanager
+    async def pods_made(self, namespace: str, number: int) -> AsyncIterator[asyncio.Task[float]]:
+        """Watches an empty namespace during the block. The result of the task is when it had this many pods.
+
+        A watch of metadata costs the server little, and is exact. Polling takes calls from the server that is measured.
+        """
+        version = (await self.client.list(PODS, namespace)).resource_version
+        watching = asyncio.Event()
+        task = asyncio.create_task(self._pods_made(namespace, number, version, watching))
+        await watching.wait()
+        try:
+            yield task
+        finally:
+            task.cancel()
+
+    async def _pods_made(self, namespace: str, number: int, version: str, watching: asyncio.Event) -> float:
+        url = self.client.connection.url + PODS.path(namespace)
+        params = {"watch": "true", "resourceVersion": version}
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with self.client.session.get(url, params=params, headers={"Accept": METADATA}, timeout=timeout) as answer:
+            answer.raise_for_status()
+            watching.set()
+            rest, made = b"", 0
+            async for chunk in answer.content.iter_any():
+                *lines, rest = (rest + chunk).split(b"\n")
+                made += sum(orjson.loads(line)["type"] == "ADDED" for line in lines)
+                if made >= number:
+                    return time.monotonic()
+        raise RuntimeError(f"the watch ended after {made} of {number} pods")
 
     async def unbound(self, namespace: str) -> int:
         """At least one when a pod has no node yet, else zero."""

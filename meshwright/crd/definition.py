@@ -8,6 +8,7 @@ from meshwright.api import labels
 from meshwright.api.objects import MAX_JOB_NAME
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.crd.rule_placement import add_rule, fill_defaults
 from meshwright.crd.structural_schema import Schema, structural_schema
 from meshwright.rules.edits import IMMUTABLE
 from meshwright.rules.validation import SPEC_RULES
@@ -71,15 +72,10 @@ def custom_resource_definition() -> dict[str, Any]:
 def _root_schema() -> Schema:
     spec = structural_schema(ParallelTrainingJobSpec)
     spec["properties"]["parallelism"]["properties"]["schedule"]["enum"] = [kind.order.value for kind in registered()]
-    spec["x-kubernetes-validations"] = [
-        {
-            "rule": rule.cel,
-            "message": rule.message,
-            "fieldPath": f".{rule.field}",
-            "reason": "FieldValueInvalid",
-        }
-        for rule in SPEC_RULES
-    ]
+    for rule in SPEC_RULES:
+        validation = {"message": rule.message, "fieldPath": f".{rule.field}", "reason": "FieldValueInvalid"}
+        add_rule(spec, rule.cel, validation)
+    fill_defaults(spec)
     status = structural_schema(ParallelTrainingJobStatus, defaults=False)
     # The one default, so that a new job is never mistaken for one that the operator has observed.
     status["default"] = {"observedGeneration": -1}

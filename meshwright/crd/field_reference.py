@@ -8,13 +8,15 @@ from typing import Any
 from meshwright.api import labels
 from meshwright.crd.structural_schema import Schema
 from meshwright.rules.edits import IMMUTABLE_PATHS, LIVE, NEXT_START, Effect
+from meshwright.rules.validation import SPEC_RULES
 
 
 def api_reference(definition: dict[str, Any]) -> str:
     """Markdown: every field of `spec` and `status`, and the rules over several fields."""
     root = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     spec, status = root["properties"]["spec"], root["properties"]["status"]
-    rules = [*root["x-kubernetes-validations"], *spec["x-kubernetes-validations"]]
+    rules = [(_field_of(rule), rule["message"]) for rule in root["x-kubernetes-validations"]]
+    rules += [(rule.field, rule.message) for rule in SPEC_RULES]
     lines = [
         f"# {labels.KIND} ({labels.API_VERSION})",
         "",
@@ -30,7 +32,7 @@ def api_reference(definition: dict[str, Any]) -> str:
         "",
         "| field | rule |",
         "|---|---|",
-        *(f"| `{_field_of(rule)}` | {_cell(rule['message'])} |" for rule in rules),
+        *(f"| `{field}` | {_cell(message)} |" for field, message in rules),
         "",
         "## Edits of a job that runs",
         "",

@@ -49,14 +49,9 @@ def main() -> None:
 async def _main(chosen: settings.Settings) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-
-    def handle_signals() -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-
-    handle_signals()
-    # kopf installs its own signal handlers when its watches start: replace them.
-    await run(chosen, stop, on_ready=handle_signals)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await run(chosen, stop)
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -62,7 +62,7 @@ def configure(level: str, style: str = "text") -> None:
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # Records of libraries below warning are about their internals.
-    for name in ("kopf", "aiohttp", "kubernetes", "asyncio"):
+    for name in ("aiohttp", "kubernetes", "asyncio"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
 
 

@@ -18,6 +18,7 @@ from meshwright.api.base import ApiModel
 from meshwright.api.objects import MAX_JOB_NAME, pod_name, secret_name, service_name
 from meshwright.crd.__main__ import CRD_FILE, generated_files
 from meshwright.crd.definition import custom_resource_definition
+from meshwright.crd.rule_placement import rules_of
 from meshwright.crd.structural_schema import SchemaError, structural_schema
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -301,7 +302,7 @@ def test_scale_columns_and_rules_point_at_fields_that_exist() -> None:
             field = at(root(), column["jsonPath"])
             expected = "date-time" if column["type"] == "date" else column["type"]
             assert expected in (field["type"], field.get("format")), column["name"]
-    for rule in root()["properties"]["spec"]["x-kubernetes-validations"]:
+    for rule in rules_of(root()["properties"]["spec"]):
         assert at(root()["properties"]["spec"], rule["fieldPath"])
     for rule in root()["x-kubernetes-validations"][1:]:
         assert at(root(), rule["fieldPath"])
@@ -312,7 +313,7 @@ def test_scale_columns_and_rules_point_at_fields_that_exist() -> None:
 
 def test_every_rule_compiles_and_has_a_message_below_the_limit() -> None:
     spec = root()["properties"]["spec"]
-    for rule in [*spec["x-kubernetes-validations"], *root()["x-kubernetes-validations"]]:
+    for rule in [*rules_of(spec), *root()["x-kubernetes-validations"]]:
         cel.compile(rule["rule"])
         assert 0 < len(rule["message"]) <= 2048
         assert "\n" not in rule["message"]

@@ -54,7 +54,8 @@ JOB_RULES = (
     | grants("", "pods", "get", "list", "watch", "create", "patch", "delete")
     | grants("", "services", "create", "get")
     | grants("", "secrets", "create")
-    | grants("", "events", "create", "patch")
+    | grants("", "events", "create", "patch", "list")
+    | grants("", "persistentvolumeclaims", "get", "list")
 )
 CLUSTER_RULES = grants("", "nodes", "list", "watch") | grants("", "pods", "list")
 

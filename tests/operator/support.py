@@ -186,7 +186,7 @@ def write_kubeconfig(path: Path, url: str, token: str | None) -> Path:
 
 
 class OperatorThread:
-    """The operator, whole, in a thread of its own: kopf takes every task of its event loop for its own."""
+    """The operator, whole, in a thread and an event loop of its own."""
 
     def __init__(self, kubeconfig: Path, directory: Path, coordinator_port: int, **settings: Any) -> None:
         self.settings = Settings(

@@ -56,11 +56,11 @@ class Parts:
         event = {"type": kind, "object": copy.deepcopy(obj)}
         match obj["kind"]:
             case "Node":
-                await self.handlers.node(event)
+                self.handlers.node(event)
             case "Pod":
                 self.handlers.pod(event)
             case _:
-                await self.handlers.job(event)
+                self.handlers.job(event)
 
 
 def node(name: str, version: int, uid: str = "", *, ready: bool = True) -> KubeObject:
@@ -329,11 +329,8 @@ def _sender(cache: Cache) -> Callable[[str, KubeObject], None]:
 
     def send(kind: str, obj: KubeObject) -> None:
         event = {"type": kind, "object": copy.deepcopy(obj)}
-        if obj["kind"] == "Pod":
-            handlers.pod(event)
-        else:
-            handle = handlers.node if obj["kind"] == "Node" else handlers.job
-            run_to_completion(handle(event))
+        handle = {"Pod": handlers.pod, "Node": handlers.node}.get(obj["kind"], handlers.job)
+        handle(event)
 
     return send
 

@@ -32,12 +32,10 @@ from meshwright_operator.kube.paths import core_path, jobs_path, lease_path, pod
 from meshwright_operator.kube.pod_info import read_pod
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.resync import Resync
-from meshwright_operator.kube.watches import cancel_stuck_watchers
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 from tests.operator.builders import agents, observed, pod, report, running_status
-from tests.patience import patient
 
 
 def test_tokens_depend_on_key_and_job() -> None:
@@ -448,27 +446,6 @@ def test_times_are_written_as_kubernetes_does() -> None:
     assert seconds_since("2026-01-02T03:04:00Z", moment) == pytest.approx(5.6789)
 
 
-async def test_a_watcher_that_survives_its_cancellation_is_cancelled_again() -> None:
-    """kopf waits for it without a limit, so that the operator would not exit after a failure."""
-
-    async def watcher() -> None:
-        try:
-            await asyncio.sleep(1000)
-        except asyncio.CancelledError:  # taken for the end of a connection
-            await asyncio.sleep(1000)
-
-    stuck = asyncio.create_task(watcher(), name="watcher for nodes.v1@None")
-    healthy = asyncio.create_task(watcher(), name="watcher for pods.v1@None")
-    insisting = asyncio.create_task(cancel_stuck_watchers(0.01))
-    await asyncio.sleep(0.05)
-    stuck.cancel()
-    await asyncio.wait([stuck], timeout=patient(5))
-    assert stuck.cancelled()
-    assert not healthy.done()
-    for task in (healthy, insisting):
-        task.cancel()
-
-
 async def test_the_next_page_is_requested_while_one_is_read() -> None:
     server = Server(
         (200, {"items": [1], "metadata": {"continue": "next"}}),
@@ -533,34 +510,3 @@ async def test_a_body_that_is_not_valid_unicode_is_sent_all_the_same() -> None:
     server = Server((201, {}), (201, {}))
     await with_cluster(server, lambda cluster: cluster.create("/api/v1/x", {"a": "\ud800", "b": 2**70}))
     assert server.requests[0][2] == {"a": "\ud800", "b": 2**70}
-
-
-async def test_what_was_deleted_before_the_watches_began_is_noticed_without_another_list_of_pods() -> None:
-    cache, queue, metrics = Cache(), WorkQueue[JobKey](), OperatorMetrics()
-
-    def job_object(name: str, version: int) -> dict[str, Any]:
-        return {"metadata": {"name": name, "namespace": "default", "uid": name, "resourceVersion": str(version)}}
-
-    for name in ("same", "changed", "ghost"):
-        cache.put_job(job_object(name, 5))
-    cache.put_pod(pod(0))
-    cache.put_node({"metadata": {"name": "n0"}})
-    jobs = [job_object("same", 5), job_object("changed", 6)]
-    server = Server(
-        (200, {"items": [{"metadata": {"name": "n0"}}]}),
-        (200, {"items": jobs, "metadata": {"resourceVersion": "9"}}),
-        (200, {"items": [{"metadata": {"name": "n1"}}]}),
-        (200, {"items": jobs, "metadata": {"resourceVersion": "9"}}),
-    )
-
-    async def catch_up(cluster: KubeClient) -> None:
-        resync = Resync(cluster, cache, queue, metrics, (), 60)
-        await resync.catch_up()
-        assert len(queue) == 2, "the job that has changed, and the one that is gone"
-        await resync.catch_up()
-        assert len(queue) == 3, "other nodes may matter to every job"
-
-    await with_cluster(server, catch_up)
-    assert set(cache.jobs) == {JobKey("default", "same"), JobKey("default", "changed")}
-    assert not any("/pods" in path for _, path, *_ in server.requests)
-    assert len(list(cache.all_pods())) == 1

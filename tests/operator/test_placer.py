@@ -49,6 +49,24 @@ async def test_many_reconciles_do_not_wait_at_once_and_each_gets_its_answer() ->
         assert isinstance(await tenants.ask(request), NotGranted)
 
 
+async def test_a_reconcile_does_not_wait_while_jobs_ahead_ask_again_and_again() -> None:
+    tenants = Tenants(1)
+    await tenants.start("runs", 1)
+    requests = [tenants.request(f"ahead{number}", 1) for number in range(12)]
+    late_request = tenants.request("late", 1)
+    late = asyncio.create_task(tenants.ask(late_request))
+    ahead = [asyncio.create_task(tenants.ask(request)) for request in requests[:2]]
+    for request in requests[2:]:
+        await ahead.pop(0)
+        ahead.append(asyncio.create_task(tenants.ask(request)))
+        await asyncio.sleep(0)
+    assert late.done()
+    assert await late is LATER
+    await asyncio.gather(*ahead)
+    assert "default/late" in await tenants.freed()
+    assert isinstance(await tenants.ask(late_request), NotGranted)
+
+
 async def test_waiting_jobs_are_tried_again_only_when_capacity_became_free(monkeypatch: pytest.MonkeyPatch) -> None:
     tenants = Tenants(3)
     await tenants.start("first", 1)

@@ -84,7 +84,8 @@ class Cluster:
         for operator in self.world.operators:
             if not operator.blind:
                 watch = EventHandlers(operator.cache, operator.queue, OperatorMetrics())
-                self.do(watch.node({"type": "MODIFIED", "object": copy.deepcopy(obj)}))
+                change = {"type": "MODIFIED", "object": copy.deepcopy(obj)}
+                self.call(partial(watch.node, change))
 
     def edit(self, name: str, **spec: Any) -> None:
         """A user's edit of a job's spec."""

@@ -133,7 +133,9 @@ async def test_a_gang_that_lost_a_pod_is_looked_at_while_another_job_waits_for_t
     tenants.end("gang", worker=0)
     assert isinstance(await tenants.ask(replace(gang, assigned_nodes=kept)), Granted)
     assert attempts.jobs.index("default/gang") <= before + 1, "it waits for the attempt that runs, at most"
-    assert isinstance(await new, Granted)
+    assert await new is LATER, "its reconcile does not wait while 20 jobs ahead are tried again"
+    assert "default/new" in await tenants.freed()
+    assert isinstance(await tenants.ask(tenants.request("new", 1)), Granted)
 
 
 async def test_a_job_that_fits_and_never_asks_does_not_keep_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,13 +32,13 @@ from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.config import load_configuration
 from meshwright_operator.kube.fence import Fence
 from meshwright_operator.kube.first_contact import wait_for_cluster
+from meshwright_operator.kube.informer import Informer
 from meshwright_operator.kube.leader_election import LeaderElector
-from meshwright_operator.kube.pod_informer import PodInformer
 from meshwright_operator.kube.reconcile_limit import ReconcileLimit
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.watch_liveness import WatchLiveness
-from meshwright_operator.kube.watches import EventHandlers, run_watches, watch_paths
+from meshwright_operator.kube.watches import EventHandlers, watched_collections
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.cluster_metrics import ClusterMetrics
 from meshwright_operator.metrics.job_metrics import JobMetrics
@@ -120,7 +120,9 @@ class Manager:
         # On standby, nothing is reconciled.
         self._queue.pause()
         inventories = Inventories(self._cache)
-        scheduler = JobScheduler(cluster, self._cache, metrics, settings.namespaces, self._queue.add, inventories)
+        self._scheduler = scheduler = JobScheduler(
+            cluster, self._cache, metrics, settings.namespaces, self._queue.add, inventories
+        )
         self._planner = PlanningService(inventories, lambda: scheduler.calibration, metrics, self._queue.add)
         self._stalls = StallMonitor(metrics)
         self._policy_file = PolicyFile(settings.policy_file, metrics, scheduler.set_policy)
@@ -247,6 +249,8 @@ class Manager:
         await self._resync.ensure_listed_since(self._elected_at)
         self._coordinator.synced = True
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._client.keep_connections(), name="connections")
+            group.create_task(self._scheduler.prepare(), name="foreign pods")
             group.create_task(self._events.run(), name="events")
             group.create_task(self._planner.run(), name="planner")
             group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
@@ -258,28 +262,20 @@ class Manager:
             self._planner.prestart()  # while everything is listed: this process will probably lead
         await self._resync.ensure_listed_since(0.0)
         self._listed.set()
-        watch = EventHandlers(self._cache, self._queue, self._metrics)
-        namespaces = self._settings.namespaces
-        self._liveness.track(watch_paths(namespaces))
+        handlers = EventHandlers(self._cache, self._queue, self._metrics)
+        watched = watched_collections(handlers, self._resync, self._settings.namespaces)
+        self._liveness.track(collection.path for collection in watched)
+        informers = [
+            Informer(self._client, collection, self._liveness, self._settings.watch_idle_seconds)
+            for collection in watched
+        ]
         async with asyncio.TaskGroup() as group:
             group.create_task(self._resync.run(), name="resync")
-            for namespace in namespaces or (None,):
-                group.create_task(self._pods(watch, namespace).run(), name=f"pods-{namespace or 'all'}")
-            # When kopf stops, it cancels every task that was started after it. By then, all of them must stop anyway.
-            await asyncio.sleep(0)
-            watching = run_watches(
-                watch,
-                self._configuration,
-                namespaces,
-                self._liveness,
-                self._settings.watch_idle_seconds,
-                on_ready,
-            )
-            group.create_task(watching, name="watches")
-
-    def _pods(self, watch: EventHandlers, namespace: str | None) -> PodInformer:
-        idle = self._settings.watch_idle_seconds
-        return PodInformer(self._client, self._resync, watch, self._liveness, idle, namespace)
+            for informer, collection in zip(informers, watched, strict=True):
+                group.create_task(informer.run(), name=f"watch of {collection.path}")
+            for informer in informers:
+                await informer.connected.wait()
+            on_ready()
 
     def _not_ready(self) -> str:
         if not self._access.prepared:

@@ -13,6 +13,7 @@ other writes check the fence.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import random
@@ -43,6 +44,10 @@ ATTEMPTS = 4
 RETRIED_CODES = (429, 503)
 KEEP_ALIVE_SECONDS = 75.0
 """Idle time after which a connection is closed. The API server closes it after 90 s."""
+REFRESH_SECONDS = 60.0
+"""Time between two requests on connections that are kept open."""
+CHEAP_PATH = "/version"
+"""Answered from memory, and allowed to everybody."""
 REASON_LIMIT = 64
 MESSAGE_LIMIT = 600
 """Length of an error's message: webhooks answer with any text, and it gets into conditions and events."""
@@ -130,6 +135,7 @@ class KubeClient:
         self._metrics = metrics
         self._fence = fence
         self._connections = _Connections(configuration)
+        self._max_in_flight = max_in_flight
         self._in_flight = asyncio.Semaphore(max_in_flight)
         self._timeout = timeout
         self._on_create = on_create
@@ -138,6 +144,26 @@ class KubeClient:
     async def close(self) -> None:
         """Closes all connections."""
         await self._connections.close()
+
+    async def keep_connections(self) -> None:
+        """Keep a connection open for each concurrent call, until cancelled.
+
+        The pods of a gang are created all at once. The handshakes of new connections would take as long as the pods.
+        """
+        while True:
+            if time.monotonic() >= self._backoff_until:
+                await asyncio.gather(*(self._refresh_connection() for _ in range(self._max_in_flight)))
+            await asyncio.sleep(REFRESH_SECONDS)
+
+    async def _refresh_connection(self) -> None:
+        """Use a connection that is idle, or open one. Whatever the server answers, it stays open."""
+        timeout = aiohttp.ClientTimeout(total=self._timeout)
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with (
+                self._in_flight,
+                await self._open("GET", CHEAP_PATH, None, "application/json", timeout) as answer,
+            ):
+                await answer.read()
 
     async def get(self, path: str) -> KubeObject:
         """Get one object.

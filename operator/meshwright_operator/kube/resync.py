@@ -1,8 +1,7 @@
 """Lists everything periodically, to repair what watches missed.
 
-kopf does not report objects that were deleted while a watch was disconnected, so they would stay in the cache. The
-watch of pods starts at the resourceVersion of a listing, and requests another listing if it is too far behind. The
-cache compares versions (`versioned_store`): a listing replaces and removes nothing that is newer than itself.
+A watch starts at the resourceVersion of a listing, and requests another listing if it is too far behind. The cache
+compares versions (`versioned_store`): a listing replaces and removes nothing that is newer than itself.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 
 FIRST_RETRY_SECONDS = 2.0
-FIRST_RESYNC_SECONDS = 3.0
 STUCK_SECONDS = 480.0
 """Longer than one page can take: four attempts of 30 s, and three pauses of 66 s that the server asks for."""
 
@@ -50,7 +48,8 @@ class Resync:
         self._last: float | None = None
         self._last_began = -1.0
         self._last_progress = time.monotonic()
-        self._pods_versions: dict[str | None, str] = {}
+        self._versions: dict[str, str] = {}
+        """Path of a collection -> the resourceVersion of its last listing."""
 
     def is_fresh(self) -> bool:
         """Whether a full listing succeeded within the last three periods."""
@@ -82,32 +81,13 @@ class Resync:
         self._requeue_all()
 
     async def run(self) -> None:
-        """List everything once per period, until cancelled.
-
-        Before, list nodes and jobs once: objects may have been deleted after the initial listing and before kopf's
-        watches started. The watch of pods starts at the version of its listing and misses nothing, so that thousands of
-        pods are listed only once.
-        """
-        await asyncio.sleep(min(FIRST_RESYNC_SECONDS, self._period))
-        resync = self.catch_up
+        """List everything once per period, until cancelled."""
         while True:
+            await asyncio.sleep(self._period)
             try:
-                await resync()
+                await self.relist()
             except ApiError as error:
                 log.warning("resync failed", extra={"error": str(error)})
-            resync = self.relist
-            await asyncio.sleep(self._period)
-
-    async def catch_up(self) -> None:
-        """List nodes and jobs, and queue the jobs that may be affected by a difference.
-
-        Raises:
-            ApiError: A listing failed. Then only a part of the cache is up to date.
-        """
-        if await self._nodes():
-            self._requeue_all()
-        for key in await self._jobs():
-            self._queue.add(key)
 
     async def relist(self) -> None:
         """List everything, and queue all jobs.
@@ -120,8 +100,8 @@ class Resync:
             await self._nodes()
             for namespace in self._namespaces or (None,):
                 await self._pods(namespace)
-            for key in await self._jobs():
-                self._queue.add(key)
+            for namespace in self._namespaces or (None,):
+                await self._jobs(namespace)
         finally:
             self._last_progress = time.monotonic()
         self._requeue_all()
@@ -129,9 +109,46 @@ class Resync:
         self._metrics.last_resync.set_to_current_time()
 
     async def _pages(self, path: str, **query: str) -> AsyncIterator[Page]:
+        version = ""
         async for page in self._client.pages(path, **query):
             self._last_progress = time.monotonic()
+            version = page.version
             yield page
+        self._versions[path] = version
+
+    def listed_version(self, path: str) -> str:
+        """The resourceVersion of the last listing of a collection, where a watch starts; empty without one."""
+        return self._versions.get(path, "")
+
+    async def nodes(self) -> str:
+        """List nodes, and queue all jobs if one has changed. Return the resourceVersion of the listing.
+
+        Raises:
+            ApiError: The listing failed.
+        """
+        if await self._nodes():
+            self._requeue_all()
+        return self._versions[core_path(None, "nodes")]
+
+    async def jobs(self, namespace: str | None) -> str:
+        """List the jobs of a namespace, or of all, and queue those that have changed or are gone. Return the
+        resourceVersion of the listing.
+
+        Raises:
+            ApiError: The listing failed.
+        """
+        await self._jobs(namespace)
+        return self._versions[jobs_path(namespace)]
+
+    async def pods(self, namespace: str | None) -> str:
+        """List the pods of a namespace, or of all, and queue all jobs. Return the resourceVersion of the listing.
+
+        Raises:
+            ApiError: The listing failed.
+        """
+        await self._pods(namespace)
+        self._requeue_all()
+        return self._versions[pods_path(namespace)]
 
     async def _nodes(self) -> bool:
         """List nodes. Return whether one differs from the cache in a way that matters for placement."""
@@ -145,30 +162,14 @@ class Resync:
                     changed = self._cache.put_node(obj) or changed
         return bool(self._cache.finish_nodes_listing(listing)) or changed
 
-    def pods_version(self, namespace: str | None) -> str:
-        """The resourceVersion of the last listing of pods, where a watch starts."""
-        return self._pods_versions.get(namespace, "")
-
-    async def pods(self, namespace: str | None) -> str:
-        """List the pods of a namespace, or of all, and queue all jobs. Return the resourceVersion of the listing.
-
-        Raises:
-            ApiError: The listing failed.
-        """
-        version = await self._pods(namespace)
-        self._requeue_all()
-        return version
-
     def _requeue_all(self) -> None:
         for key in list(self._cache.jobs):
             self._queue.add_unless_backing_off(key)
 
-    async def _pods(self, namespace: str | None) -> str:
+    async def _pods(self, namespace: str | None) -> None:
         listing = self._cache.begin_pods_listing(namespace)
-        version = ""
         async for page in self._pages(pods_path(namespace), labelSelector=LABEL_JOB):
-            version = page.version
-            listing.start_page(version)
+            listing.start_page(page.version)
             for obj in page.items:
                 with _ignoring_malformed("pod"):
                     listing.add(pod_key_of(obj), str(obj["metadata"].get("uid", "")))
@@ -177,23 +178,19 @@ class Resync:
                     elif (key := self._cache.put_unowned_pod(obj)) is not None:
                         self._queue.add(key)
         self._cache.finish_pods_listing(listing)
-        self._pods_versions[namespace] = version
-        return version
 
-    async def _jobs(self) -> list[JobKey]:
-        """List jobs. Return the keys of those that were removed or differ from the cache."""
-        changed: list[JobKey] = []
-        for namespace in self._namespaces or (None,):
-            listing = self._cache.begin_jobs_listing(namespace)
-            async for page in self._pages(jobs_path(namespace)):
-                listing.start_page(page.version)
-                for obj in page.items:
-                    with _ignoring_malformed("job"):
-                        listing.add(key_of(obj), str(obj["metadata"].get("uid", "")))
-                        if self._cache.put_job(obj):
-                            changed.append(key_of(obj))
-            changed += self._cache.finish_jobs_listing(listing)
-        return changed
+    async def _jobs(self, namespace: str | None) -> None:
+        """List jobs, and queue those that were removed or differ from the cache."""
+        listing = self._cache.begin_jobs_listing(namespace)
+        async for page in self._pages(jobs_path(namespace)):
+            listing.start_page(page.version)
+            for obj in page.items:
+                with _ignoring_malformed("job"):
+                    listing.add(key_of(obj), str(obj["metadata"].get("uid", "")))
+                    if self._cache.put_job(obj):
+                        self._queue.add(key_of(obj))
+        for key in self._cache.finish_jobs_listing(listing):
+            self._queue.add(key)
 
 
 @contextmanager

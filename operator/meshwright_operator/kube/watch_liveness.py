@@ -1,16 +1,13 @@
 """The liveness of watches: when each one last received an event, a bookmark or a new connection.
 
-A half-open connection looks like a watch without events. kopf reconnects an idle watch but does not report bookmarks,
-so this module observes the bytes in the responses of kopf's HTTP session.
+A half-open connection looks like a watch without events, so every byte counts: the API server sends a bookmark every
+minute.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable
-from typing import Any
-
-import aiohttp
+from collections.abc import Iterable
 
 from meshwright_operator.kube.paths import resource_of
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
@@ -44,36 +41,3 @@ class WatchLiveness:
         """Paths of the watches that have received no data for too long."""
         now = time.monotonic()
         return [watch for watch, seen in self._last_seen.items() if now - seen > self._stale_after]
-
-
-class _MonitoredBody:
-    """The body of a watch's response. Records every chunk that is read."""
-
-    def __init__(self, content: aiohttp.StreamReader, liveness: WatchLiveness, path: str) -> None:
-        self._content = content
-        self._liveness = liveness
-        self._path = path
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._content, name)
-
-    async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
-        """As `aiohttp.StreamReader.iter_chunked`."""
-        async for chunk in self._content.iter_chunked(size):
-            self._liveness.seen(self._path)
-            yield chunk
-
-
-def monitored_session(liveness: WatchLiveness, headers: dict[str, str], ssl: Any) -> aiohttp.ClientSession:
-    """An HTTP session that records the liveness of its watches."""
-
-    class Response(aiohttp.ClientResponse):
-        async def start(self, connection: Any) -> aiohttp.ClientResponse:
-            await super().start(connection)
-            if self.status == 200 and self.url.query.get("watch") == "true":
-                liveness.seen(self.url.path)
-                self.content = _MonitoredBody(self.content, liveness, self.url.path)  # type: ignore[assignment]
-            return self
-
-    connector = aiohttp.TCPConnector(limit=0, ssl=ssl)
-    return aiohttp.ClientSession(connector=connector, headers=headers, response_class=Response)

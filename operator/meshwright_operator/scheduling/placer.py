@@ -43,6 +43,10 @@ WAKE_COUNT = 4
 """How many jobs at the head of the queue are reconciled after a job got nodes."""
 MAX_WAITING_CALLERS = 3
 """Reconciles that may wait for an answer. Others end, and run again when there is an answer."""
+MAX_PASSED = 4
+"""Later requests that are answered before one, because their jobs are ahead in the queue. Then its reconcile ends."""
+MAX_TRIED_AHEAD = 4
+"""Jobs ahead that are tried again while a reconcile waits. If there are more, it ends."""
 LONGEST_PAUSE_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
@@ -73,6 +77,13 @@ class _Call:
     request: PlacementRequest
     purpose: Purpose
     result: asyncio.Future[Granted | NotGranted | Later]
+    passed: int = 0
+    """How many requests were answered since it came."""
+
+    @property
+    def may_be_later(self) -> bool:
+        """Whether the job may be reconciled again for its answer: it waits for nodes, and holds no pods."""
+        return self.purpose is Purpose.PLACE and not self.request.reuses_own_pods
 
 
 @dataclass(slots=True)
@@ -168,11 +179,10 @@ class Placer:
         if (known := self._known_answer(request, purpose)) is not None:
             return known
         waiting = sum(1 for call in self._calls if not call.request.reuses_own_pods)
-        if purpose is Purpose.PLACE and not request.reuses_own_pods and waiting >= MAX_WAITING_CALLERS:
-            self.queue.put(request).wanted = True
-            self._ensure_task()
-            return LATER
         call = _Call(request, purpose, asyncio.get_running_loop().create_future())
+        if call.may_be_later and waiting >= MAX_WAITING_CALLERS:
+            self._ensure_task()
+            return self._later(request)
         self._calls.append(call)
         self._new_call.set()
         self._ensure_task()
@@ -254,7 +264,18 @@ class Placer:
         position = self._jobs.position()
         call = min(self._calls, key=lambda call: (not call.request.reuses_own_pods, position(call.request)))
         self._calls.remove(call)
+        for other in self._calls:
+            other.passed += 1
+        for other in [one for one in self._calls if one.may_be_later and one.passed > MAX_PASSED]:
+            self._calls.remove(other)
+            if not other.result.done():
+                other.result.set_result(self._later(other.request))
         return call
+
+    def _later(self, request: PlacementRequest) -> Later:
+        """Queues a job, which is reconciled again when there is an answer. The placer's task must run."""
+        self.queue.put(request).wanted = True
+        return LATER
 
     def _next_trial(self) -> _Trial | None:
         for name, trial in list(self._trials.items()):
@@ -276,7 +297,7 @@ class Placer:
             await self._capacity.list_foreign_pods()
             await self._capacity.count_changes()
             answer = await self._answer(call)
-            result = "placed" if isinstance(answer, Granted) else "does_not_fit"
+            result = "placed" if isinstance(answer, Granted) else "" if answer is LATER else "does_not_fit"
             if isinstance(answer, Granted):
                 self._metrics.placement_cost.observe(answer.placement.cost)
             if not call.result.done():
@@ -292,7 +313,7 @@ class Placer:
                 self._metrics.placement_attempts.labels(result).inc()
                 self._metrics.placement_seconds.observe(time.monotonic() - started)
 
-    async def _answer(self, call: _Call) -> Granted | NotGranted:
+    async def _answer(self, call: _Call) -> Granted | NotGranted | Later:
         self._jobs.refresh_spares()
         if call.purpose is Purpose.PLACE:
             return await self._place(call)
@@ -323,7 +344,7 @@ class Placer:
         elif purpose is Purpose.GROW:
             self._around.assume(request, placement)
 
-    async def _place(self, call: _Call) -> Granted | NotGranted:
+    async def _place(self, call: _Call) -> Granted | NotGranted | Later:
         """Nodes for a job, which then leaves the queue, or the reason why it stays in it."""
         member = self.queue.put(call.request)
         self._jobs.ordered()
@@ -337,6 +358,8 @@ class Placer:
 
         if member.answer is None or member.answered != basis:
             outcome = await self._jobs.attempt(member.request, member)
+            if outcome.placement is not None and call.may_be_later and self._jobs.stale_ahead(member) > MAX_TRIED_AHEAD:
+                return self._later(call.request)
             if outcome.placement is not None and await self._jobs.bring_up_to_date(member, is_overtaken):
                 outcome = await self._jobs.attempt(member.request, member)
             if self.queue.get(call.request.uid) is not member or call.result.done():

@@ -6,6 +6,7 @@ that the operator does.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 
@@ -23,6 +24,8 @@ REUSE_FACTOR = 10.0
 """A slower listing is reused for this many times its duration."""
 LONGEST_REUSE_SECONDS = 300.0
 """No listing is reused for longer, however long the API server made it wait."""
+FEW_PODS = 500
+"""So many foreign pods are listed from the API server's cache, in one answer."""
 
 
 class PodRequestLister:
@@ -33,6 +36,8 @@ class PodRequestLister:
         self._cache = cache
         self._namespaces = namespaces
         self._valid_until = float("-inf")
+        self._few = False
+        """Whether the last listing had few pods."""
 
     async def list_if_due(self) -> list[PodRequest] | None:
         """The requests of all foreign pods; None if the last listing is recent for the time that it took.
@@ -44,11 +49,17 @@ class PodRequestLister:
         if started < self._valid_until:
             return None
         foreign = await self._list_foreign()
+        self._few = len(foreign) <= FEW_PODS
         ended = time.monotonic()
         took = ended - started
         reuse = min(REUSE_FACTOR * took, LONGEST_REUSE_SECONDS)
         self._valid_until = ended + reuse if took > FAST_LIST_SECONDS else started
         return foreign
+
+    async def look(self) -> None:
+        """Find out before the first placement whether there are few pods, if the API server answers."""
+        with contextlib.suppress(ApiError):
+            self._few = len(await self._list_foreign()) <= FEW_PODS
 
     async def _list_foreign(self) -> list[PodRequest]:
         """Pods that are not in the cache.
@@ -71,7 +82,10 @@ class PodRequestLister:
     async def _list(self, namespace: str | None, query: Mapping[str, str]) -> list[PodRequest]:
         node_by_hostname = self._node_by_hostname()
         pod_requests: list[PodRequest] = []
-        async for page in self._client.pages(pods_path(namespace), **query):
+        # A list without a version includes every write before it. Until the API server knows that its cache does, up to
+        # 0.1 s pass. What the cache has is as recent as what kube-scheduler sees, which checks every pinned pod.
+        recent = {"resourceVersion": "0"} if self._few else {}
+        async for page in self._client.pages(pods_path(namespace), **query, **recent):
             pod_requests += [
                 pod_request
                 for obj in page.items

@@ -76,7 +76,8 @@ class JobScheduler:
             wake=wake,
             holders=self._holders,
         )
-        self._placer = Placer(PodRequestLister(cluster, cache, namespaces), metrics, around)
+        self._lister = PodRequestLister(cluster, cache, namespaces)
+        self._placer = Placer(self._lister, metrics, around)
         for pod, request in cache.pod_requests().items():
             self._placer.pod_changed(pod, request)
         cache.set_capacity_listener(self._placer)
@@ -84,6 +85,10 @@ class JobScheduler:
     def inventory(self, spec: ParallelTrainingJobSpec) -> Inventory:
         """The job's inventory, as if no pods ran: planning needs no more."""
         return self._inventories.empty(spec)
+
+    async def prepare(self) -> None:
+        """Do what would delay the first placement."""
+        await self._lister.look()
 
     async def _prepared_inventory(self, spec: ParallelTrainingJobSpec) -> Inventory:
         """The same, after nodes that changed were read in a thread."""

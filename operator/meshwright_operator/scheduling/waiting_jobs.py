@@ -223,6 +223,10 @@ class WaitingJobs:
                 await self.try_again(other)
         return found
 
+    def stale_ahead(self, member: Member) -> int:
+        """How many jobs ahead `bring_up_to_date` would try again."""
+        return sum(self.is_stale(other) for other in self.ahead(member.request))
+
     async def try_again(self, member: Member) -> None:
         """Tries a waiting job after a change, and wakes it if it fits.
 

@@ -145,7 +145,7 @@ class Machine(World):
         for operator in self.operators:
             if not operator.blind:
                 watch = EventHandlers(operator.cache, operator.queue, operator.metrics)
-                await watch.node({"type": kind, "object": copy.deepcopy(body)})
+                watch.node({"type": kind, "object": copy.deepcopy(body)})
 
     def restart(self) -> None:
         """Kills every operator and starts one."""

@@ -1,10 +1,11 @@
-"""The watch of pods with a scripted server: no event is missed, nothing is listed twice, no request is wasted."""
+"""Watches with a scripted server: no event is missed, nothing is listed twice, no request is wasted."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -14,15 +15,15 @@ from kubernetes.aio.client import Configuration
 
 from meshwright.api import labels
 from meshwright_operator.controller.http_server import serve_application
-from meshwright_operator.kube import pod_informer, watches
+from meshwright_operator.kube import informer, watches
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
-from meshwright_operator.kube.paths import pods_path
+from meshwright_operator.kube.informer import Informer, split_lines
+from meshwright_operator.kube.paths import core_path, jobs_path, pods_path
 from meshwright_operator.kube.pod_info import Pod, read_pod
-from meshwright_operator.kube.pod_informer import PodInformer, split_lines
 from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.watch_liveness import WatchLiveness
-from meshwright_operator.kube.watches import EventHandlers
+from meshwright_operator.kube.watches import EventHandlers, watched_collections
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
@@ -47,10 +48,20 @@ def event(kind: str, obj: dict[str, Any]) -> bytes:
     return json.dumps({"type": kind, "object": obj}).encode() + b"\n"
 
 
-class Server:
-    """Pods: listings and watches, each answered as the next entry of its script says."""
+def job(name: str, version: int) -> dict[str, Any]:
+    return {"metadata": {"name": name, "namespace": "default", "uid": name, "resourceVersion": str(version)}}
 
-    def __init__(self) -> None:
+
+def node(name: str, version: int, ready: str = "True") -> dict[str, Any]:
+    metadata = {"name": name, "uid": name, "resourceVersion": str(version)}
+    return {"metadata": metadata, "status": {"conditions": [{"type": "Ready", "status": ready}]}}
+
+
+class Server:
+    """One collection: listings and watches, each answered as the next entry of its script says."""
+
+    def __init__(self, path: str = pods_path(None)) -> None:
+        self.path = path
         self.lists: list[tuple[str, list[dict[str, Any]]]] = []
         self.watches: list[list[bytes] | int] = []
         """The pieces of a body, which then ends; or a code that refuses. After the last one watches stay silent."""
@@ -58,15 +69,16 @@ class Server:
 
     def application(self) -> web.Application:
         application = web.Application()
-        application.router.add_get(pods_path(None), self._pods)
+        application.router.add_get(self.path, self._answer)
         return application
 
-    async def _pods(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
         if "watch" not in request.query:
             version, items = self.lists.pop(0)
             self.asked.append("list")
             return web.json_response({"metadata": {"resourceVersion": version}, "items": items})
-        assert request.query["labelSelector"] == labels.LABEL_JOB
+        selector = labels.LABEL_JOB if self.path == pods_path(None) else None
+        assert request.query.get("labelSelector") == selector
         self.asked.append(request.query["resourceVersion"])
         script = self.watches.pop(0) if self.watches else None
         if isinstance(script, int):
@@ -91,7 +103,9 @@ class Parts:
         self.liveness.track([pods_path(None)])
         self.resync = Resync(cluster, self.cache, self.queue, metrics, (), 60.0)
         handlers = EventHandlers(self.cache, self.queue, metrics)
-        self.follower = PodInformer(cluster, self.resync, handlers, self.liveness, idle)
+        watched = {one.path: one for one in watched_collections(handlers, self.resync, ())}
+        self.informers = {path: Informer(cluster, one, self.liveness, idle) for path, one in watched.items()}
+        self.follower = self.informers[pods_path(None)]
 
     def phases(self) -> dict[int, str]:
         return {found.worker: found.phase for found in self.cache.pods(KEY, "job")}
@@ -115,7 +129,13 @@ def server() -> Server:
 
 @pytest_asyncio.fixture
 async def cluster(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[KubeClient]:
-    monkeypatch.setattr(pod_informer, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(informer, "FIRST_PAUSE_SECONDS", 0.01)
+    async with client_of(server) as found:
+        yield found
+
+
+@asynccontextmanager
+async def client_of(server: Server) -> AsyncIterator[KubeClient]:
     async with serve_application(server.application(), Address("127.0.0.1", 0)) as port:
         configuration = Configuration()
         configuration.host = f"http://127.0.0.1:{port}"
@@ -205,3 +225,51 @@ async def test_an_event_that_repeats_what_is_known_is_not_read_again(
     monkeypatch.setattr(watches, "read_pod", reading)
     await parts.until({0: "Failed"})
     assert read == ["8", "6", "9"], "a deletion always counts"
+
+
+async def follow(parts: Parts, path: str, until: Callable[[], bool]) -> None:
+    task = asyncio.create_task(parts.informers[path].run())
+    try:
+        async with asyncio.timeout(patient(5)):
+            while not until():
+                assert not task.done(), task.exception()
+                await asyncio.sleep(0.01)
+    finally:
+        task.cancel()
+        parts.queue.close()
+
+
+async def test_jobs_are_watched_from_their_listing_and_listed_again_when_that_is_too_old(
+    server: Server, cluster: KubeClient
+) -> None:
+    server.path = jobs_path(None)
+    async with client_of(server) as jobs_server:
+        parts = Parts(jobs_server, idle=5.0)
+        server.lists = [
+            ("7", [job("same", 3), job("gone", 4), job("changed", 5)]),
+            ("30", [job("same", 3), job("changed", 25)]),
+        ]
+        server.watches = [[event("MODIFIED", job("changed", 9))], 410]
+        await parts.resync.jobs(None)
+        assert len(parts.queue) == 3
+        await follow(parts, jobs_path(None), lambda: len(parts.cache.jobs) == 2)
+    assert server.asked[:4] == ["list", "7", "9", "list"]
+    assert parts.cache.jobs[JobKey("default", "changed")]["metadata"]["resourceVersion"] == "25"
+
+
+async def test_a_node_that_changed_while_its_watch_was_down_queues_every_job(
+    server: Server, cluster: KubeClient
+) -> None:
+    server.path = core_path(None, "nodes")
+    async with client_of(server) as nodes_server:
+        parts = Parts(nodes_server, idle=5.0)
+        parts.cache.put_job(job("train", 1))
+        server.lists = [("7", [node("n0", 3), node("n1", 4)]), ("30", [node("n0", 25, "False")])]
+        server.watches = [410]
+        await parts.resync.nodes()
+        parts.queue.pause()
+        assert set(parts.cache.nodes) == {"n0", "n1"}
+        parts.queue.resume()
+        await follow(parts, core_path(None, "nodes"), lambda: set(parts.cache.nodes) == {"n0"})
+    assert server.asked[:3] == ["list", "7", "list"]
+    assert len(parts.queue) == 1

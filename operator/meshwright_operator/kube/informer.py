@@ -1,8 +1,7 @@
-"""The watch of worker pods. Pods change by the thousand, so this module watches them; kopf watches jobs and nodes.
+"""Watches: of jobs, nodes and worker pods, one connection each.
 
-kopf creates a queue and a task for every object and processes each event in a dozen steps that the operator does not
-need. With a thousand pods that took half of the operator's time. This module only parses each event and updates the
-cache. The watch starts at the resourceVersion of the last listing. If that is too old, the pods are listed again.
+A watch only parses each event and passes it on. It starts at the resourceVersion of the last listing, so nothing is
+missed and nothing is listed twice. If that is too old, the collection is listed again.
 """
 
 from __future__ import annotations
@@ -11,18 +10,15 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 
 import aiohttp
 import orjson
 
-from meshwright.api.labels import LABEL_JOB
 from meshwright.api.objects import KubeObject
 from meshwright_operator.kube.client import ApiError, KubeClient
-from meshwright_operator.kube.paths import pods_path
-from meshwright_operator.kube.resync import Resync
 from meshwright_operator.kube.watch_liveness import WatchLiveness
-from meshwright_operator.kube.watches import EventHandlers
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 30.0
@@ -33,40 +29,47 @@ GONE = 410
 log = logging.getLogger(__name__)
 
 
-class PodInformer:
-    """Keeps the cached pods of one namespace, or of all, up to date."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """A collection to watch."""
 
-    def __init__(
-        self,
-        cluster: KubeClient,
-        resync: Resync,
-        handlers: EventHandlers,
-        liveness: WatchLiveness,
-        idle_seconds: float,
-        namespace: str | None = None,
-    ) -> None:
+    path: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    """What selects its objects."""
+    listed_version: Callable[[], str]
+    """The resourceVersion of the last listing; empty without one."""
+    relist: Callable[[], Awaitable[str]]
+    """Lists the collection again, and returns the resourceVersion of the list."""
+    apply: Callable[[KubeObject], None]
+    """Handles an event."""
+
+
+class Informer:
+    """Keeps the cached objects of one collection up to date."""
+
+    def __init__(self, cluster: KubeClient, watched: Watched, liveness: WatchLiveness, idle_seconds: float) -> None:
+        """A watch reconnects if nothing arrives for `idle_seconds`, not even a bookmark."""
         self._client = cluster
-        self._resync = resync
-        self._handlers = handlers
+        self._watched = watched
         self._liveness = liveness
         self._idle_seconds = idle_seconds
-        self._namespace = namespace
-        self._path = pods_path(namespace)
         self._version = ""
+        self.connected = asyncio.Event()
+        """Set when the API server has accepted the watch for the first time."""
 
     async def run(self) -> None:
         """Watch until cancelled, and reconnect after errors."""
-        self._version = self._resync.pods_version(self._namespace)
+        self._version = self._watched.listed_version()
         pause = FIRST_PAUSE_SECONDS
         while True:
             began = time.monotonic()
             try:
                 if not self._version:
-                    self._version = await self._resync.pods(self._namespace)
+                    self._version = await self._watched.relist()
                 async for event in self._events():
                     self._apply_event(event)
             except ApiError as error:
-                log.info("pod watch ended", extra={"path": self._path, "error": str(error)})
+                log.info("watch ended", extra={"path": self._watched.path, "error": str(error)})
                 if error.code == GONE:
                     self._version = ""
             # Back off if the server ends every watch at once. Reconnect without delay if a watch lasted.
@@ -75,24 +78,26 @@ class PodInformer:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     async def _events(self) -> AsyncIterator[KubeObject]:
+        path = self._watched.path
         query = {
+            **self._watched.query,
             "watch": "true",
-            "labelSelector": LABEL_JOB,
             "resourceVersion": self._version,
             "allowWatchBookmarks": "true",
         }
-        async with self._client.stream(self._path, query, self._idle_seconds) as content:
-            self._liveness.seen(self._path)
-            async for line in split_lines(content, lambda: self._liveness.seen(self._path)):
+        async with self._client.stream(path, query, self._idle_seconds) as content:
+            self._liveness.seen(path)
+            self.connected.set()
+            async for line in split_lines(content, lambda: self._liveness.seen(path)):
                 yield _event(line)
 
     def _apply_event(self, event: KubeObject) -> None:
         obj = event["object"]
         if event["type"] != "BOOKMARK":
             try:
-                self._handlers.pod(event)
+                self._watched.apply(event)
             except (AttributeError, KeyError, TypeError, ValueError):
-                log.warning("ignoring a malformed pod object", exc_info=True)
+                log.warning("ignoring a malformed object", extra={"path": self._watched.path}, exc_info=True)
         self._version = obj["metadata"]["resourceVersion"]
 
 
