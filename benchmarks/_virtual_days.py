@@ -7,10 +7,12 @@ is what the operator has heard by then from agents that report every few seconds
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -19,7 +21,7 @@ from typing import Any
 from benchmarks._day_traces import GPUS, NODES, Arrival, Outage, Trace
 from meshwright.api.objects import KubeObject
 from meshwright.planner.cost_model import Calibration
-from meshwright.protocol.messages import AgentState, MeshRequest
+from meshwright.protocol.messages import AgentState, MeshRequest, WorkerReport
 from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.kube.cache import JobKey
@@ -84,6 +86,19 @@ class DayQueue(VirtualQueue):
         super().add_after(key, max(seconds, WAITING_SECONDS) if self._waits(key) else seconds)
 
 
+class InlineExecutor(ThreadPoolExecutor):
+    """Does what the operator has threads for at once: a switch of threads takes longer on a busy machine."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """The result, or the exception, of the call."""
+        done: Future[Any] = Future()
+        try:
+            done.set_result(call(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 the caller gets it
+            done.set_exception(error)
+        return done
+
+
 class SharedPlanner(Planner):
     """Plans of all days: the same few specs."""
 
@@ -104,6 +119,12 @@ class OwnPods(MemoryCluster):
             return
         async for page in super().pages(path, **query):
             yield page
+
+    def _tell(self, kind: str, path: str, obj: KubeObject) -> None:
+        """One copy for all: neither the operator nor the world changes what it is told."""
+        told = copied(obj)
+        for watcher in self.watchers:
+            watcher(kind, told)
 
 
 @dataclass(slots=True)
@@ -158,6 +179,14 @@ class DayAgent(Agent):
     """An agent that speaks when there is something to say."""
 
     hello: MeshRequest | None = None
+    reported: WorkerReport | None = None
+
+    def report(self) -> WorkerReport:
+        """Its report, made anew if anything has changed."""
+        last = self.reported
+        if last is None or (last.state, last.generation) != (self.state, self.generation):
+            last = self.reported = super().report()
+        return last
 
     def report_to(self, registry: AgentRegistry) -> None:
         """Its poll and its report, as they are known by now."""
@@ -230,6 +259,7 @@ class DayWorld(World):
             AssertionError: A job does not end, or its reconciles do not.
         """
         placer.LONGEST_PAUSE_SECONDS = 0.0  # nobody else needs this process
+        asyncio.get_running_loop().set_default_executor(InlineExecutor())
         queue = self.operators[0].queue
         while any(job.ended is None for job in self.jobs.values()) or self._events:
             await self._reconcile_due()

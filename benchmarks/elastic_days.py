@@ -3,6 +3,9 @@
     .venv/bin/python -m benchmarks.elastic_days [--days 200] [--seed 1] [--processes 2] [--quick] [--json FILE]
     .venv/bin/python -m benchmarks.elastic_days --combine PART.json PART.json [--json FILE]
 
+Each day is printed and written to FILE when it has ended. Days that FILE has already, of the same jobs and load, are
+not run again: the same command continues a run that was cut, and `--days 50 --seed 101` adds days to it.
+
 The operator's own reconciler, job queue, placer and preemption run each seeded day twice: once without `elastic`, where
 a job always has the replicas that it asks for, and once with. Jobs of several sizes, priorities and lengths arrive over
 the day; nodes fail and return. A job is a number of replica-seconds of training, and progress is linear in replicas.
@@ -122,12 +125,13 @@ def _early(job: DayJob, jobs: dict[str, DayJob]) -> Iterator[str]:
 
 def days(options: argparse.Namespace) -> tuple[list[Run], list[str]]:
     """All days, in several processes if asked for, and what is wrong with the days that have no result."""
-    hours = QUICK_HOURS if options.quick else DAY / 3600.0
-    jobs = round(options.jobs * hours / 24.0)
+    traces = _traces_of(options)
+    jobs, hours = round(traces["jobs"]), traces["hours"]
     count = 3 if options.quick else options.days
-    seeds = range(options.seed, options.seed + count)
+    found = _days_before(options.json, traces)
+    done, failed = {run.seed for run in found}, []
+    seeds = [seed for seed in range(options.seed, options.seed + count) if seed not in done]
     calls = [(seed, jobs, options.load, hours, elastic) for seed in seeds for elastic in (False, True)]
-    found, failed = [], []
     with ProcessPoolExecutor(options.processes) as pool:
         waiting = [(seed, [pool.submit(_run_day, call) for call in calls if call[0] == seed]) for seed in seeds]
         for seed, pair in waiting:
@@ -138,12 +142,34 @@ def days(options: argparse.Namespace) -> tuple[list[Run], list[str]]:
                 continue
             rigid, elastic = (future.result() for future in pair)
             found += [rigid, elastic]
-            seconds = rigid.cpu_seconds + elastic.cpu_seconds
-            line = f"seed {seed}: rigid {rigid.occupancy:.1%}, elastic {elastic.occupancy:.1%}, {seconds:.1f} s of CPU"
-            print(line, file=sys.stderr, flush=True)
+            print(_progress(found), file=sys.stderr, flush=True)
             # If a later day is interrupted, the file has those before it.
-            write_json(options.json, {"failed": failed, "days": [asdict(run) for run in found]})
-    return found, failed
+            write_json(options.json, {"traces": traces, "failed": failed, "days": [asdict(run) for run in found]})
+    return sorted(found, key=lambda run: (run.seed, run.elastic)), failed
+
+
+def _traces_of(options: argparse.Namespace) -> dict[str, float]:
+    """What the traces are drawn from besides their seed."""
+    hours = QUICK_HOURS if options.quick else DAY / 3600.0
+    return {"jobs": round(options.jobs * hours / 24.0), "load": options.load, "hours": hours}
+
+
+def _days_before(file: Path | None, traces: dict[str, float]) -> list[Run]:
+    """The days of these traces that a run before has written to the file."""
+    written = json.loads(file.read_text()) if file is not None and file.exists() else {}
+    if written and written.get("traces") != traces:
+        sys.exit(f"{file} has days of {written.get('traces')}, and not of {traces}: name another file with --json")
+    return [Run(**run) for run in written.get("days", ())]
+
+
+def _progress(found: Sequence[Run]) -> str:
+    """The last day, and the gain of all days so far."""
+    rigid, elastic = found[-2:]
+    gains = [100.0 * (two.occupancy - one.occupancy) for one, two in zip(found[::2], found[1::2], strict=True)]
+    day = f"seed {rigid.seed}: rigid {rigid.occupancy:.1%}, elastic {elastic.occupancy:.1%}"
+    early = sum(len(run.early_resizes) for run in found)
+    so_far = f"{len(gains)} days: {statistics.mean(gains):+.1f} points, worst {min(gains):+.1f}, {early} early resizes"
+    return f"{day}, {rigid.cpu_seconds + elastic.cpu_seconds:.1f} s of CPU ({so_far})"
 
 
 def _run_day(call: tuple[int, int, float, float, bool]) -> Run:
@@ -225,6 +251,7 @@ def main() -> None:
     for text in [*failed, *early[:10]]:
         print(text)
     numbers: dict[str, Any] = {
+        "traces": _traces_of(options),
         "load": options.load,
         "gain_points": 100 * gain,
         "gain_points_worst": 100 * min(gains),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
+
+T = TypeVar("T")
 
 ShortText = Annotated[str, Field(min_length=1, max_length=253)]
 """The name of an object, or a string of that length."""
@@ -36,6 +38,28 @@ class ApiModel(BaseModel):
         validate_default=True,
     )
 
+    def separate(self) -> Self:
+        """A copy that shares nothing that can be changed: `model_copy(deep=True)`, many times faster."""
+        return _separate(self)
+
     def wire(self) -> dict[str, object]:
         """The JSON form, with camelCase keys and without unset fields."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def _separate(value: T) -> T:
+    """A copy of a model, list or dict and of those inside it."""
+    found: Any
+    if isinstance(value, BaseModel):
+        found = value.model_copy()
+        fields = found.__dict__
+        for name, part in fields.items():
+            if isinstance(part, BaseModel | list | dict):
+                fields[name] = _separate(part)
+    elif isinstance(value, list):
+        found = [_separate(part) for part in value]
+    elif isinstance(value, dict):
+        found = {key: _separate(part) for key, part in value.items()}
+    else:
+        return value
+    return cast(T, found)

@@ -67,7 +67,12 @@ def parse_status(obj: Mapping[str, Any]) -> ParallelTrainingJobStatus:
     mesh generation or the workers' incarnations.
     """
     status = obj.get("status")
-    raw: Any = copy.deepcopy(dict(status)) if isinstance(status, Mapping) else {}
+    if not isinstance(status, Mapping):
+        return ParallelTrainingJobStatus()
+    try:
+        return ParallelTrainingJobStatus.model_validate(status)
+    except ValidationError:
+        raw: Any = copy.deepcopy(dict(status))
     for _ in range(MAX_REPAIRS):
         try:
             return ParallelTrainingJobStatus.model_validate(raw)

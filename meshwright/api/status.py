@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Annotated
 
 from pydantic import Field
@@ -122,8 +123,9 @@ def format_ranks(ranks: range) -> str:
     return str(ranks.start) if len(ranks) == 1 else f"{ranks.start}-{ranks.stop - 1}"
 
 
+@lru_cache(maxsize=16384)
 def parse_ranks(text: str) -> range | None:
-    """The ranks of a string, or None if it is invalid."""
+    """The ranks of a string, or None if it is invalid. Cached, because each reconcile reads those of all workers."""
     first, _, last = text.partition("-")
     last = last or first
     if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):

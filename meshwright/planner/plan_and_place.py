@@ -18,7 +18,7 @@ from meshwright.planner.placement import Placement, PlacingOptions, PreviousPlac
 from meshwright.planner.placement.placed_cost import estimate_placed
 from meshwright.planner.placement.traffic_weights import weights_for
 from meshwright.planner.plan import Plan, make_plans
-from meshwright.planner.search.best_first import TIE_TOLERANCE
+from meshwright.planner.search.expand import TIE_TOLERANCE
 
 
 def choose_plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import datetime
 from typing import Any
@@ -11,6 +12,8 @@ from meshwright.api.objects import KubeObject
 from meshwright_operator.kube.client import ApiError, KubeClient, Page
 from meshwright_operator.timestamps import format_time
 
+_WITHOUT_REFERENCES = 2
+"""The newest version of `marshal` that writes an object twice if it is there twice."""
 Refuse = Callable[[str, KubeObject], ApiError | None]
 
 
@@ -142,11 +145,7 @@ class MemoryCluster(KubeClient):
 
 def copied(value: Any) -> Any:
     """A copy of JSON: many times faster than `copy.deepcopy`."""
-    if isinstance(value, dict):
-        return {key: copied(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [copied(part) for part in value]
-    return value
+    return marshal.loads(marshal.dumps(value, _WITHOUT_REFERENCES))  # noqa: S302 what it has just written
 
 
 def _selected(labels: dict[str, str], selector: str) -> bool:

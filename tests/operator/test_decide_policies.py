@@ -15,7 +15,7 @@ from meshwright.planner.placement import place
 from meshwright.protocol.messages import AgentState, FailureKind, RankProcess, WorkerReport
 from meshwright_operator.controller.status_patch import is_urgent
 from meshwright_operator.decide.agents import Agents
-from meshwright_operator.decide.applied_spec import encode_spec, running_spec
+from meshwright_operator.decide.applied_spec import encode_spec, running_spec, updated_applied_spec
 from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
@@ -249,6 +249,20 @@ def test_what_runs_is_found_again_in_status() -> None:
     running = running_spec(ParallelTrainingJobStatus.model_validate(decision.status.wire()))
     assert running is not None
     assert running.spec == spec()
+
+
+def test_each_edit_of_what_runs_is_compared_and_stored_anew() -> None:
+    status = running_status(applied_spec=encode_spec(spec()))
+    running = running_spec(status)
+    assert running is not None
+    assert running_spec(status) is running, "the same text is decoded once"
+    edited, prioritized = spec(replicas=3), spec(priority=7)
+    for _ in range(2):  # what was asked last is remembered
+        assert running.runs(spec().wire())
+        assert not running.runs(edited.wire())
+        assert running.runs(prioritized.wire())
+        assert updated_applied_spec(status, spec(), running.revision) == status.applied_spec
+        assert '"priority":7' in updated_applied_spec(status, prioritized, running.revision)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Jobs that resize and compete for nodes settle after many faults, in the state that a fresh operator makes of them.
 
-Three jobs with priorities, `elastic` bounds and `fill`, some of them `preemptible`, share five nodes. A history from a
-seed edits them, breaks pods, nodes, ranks, watches, clocks and operators, and now and then leaves all of it alone: then
-the jobs must settle. Two histories always; `make chaos` draws others, and `make chaos RUNS=20` has 1,000 faults. `-s`
-prints how many of each.
+Three jobs with priorities, `elastic` bounds and `fill`, some of them `preemptible`, share five nodes. Some have a
+replica of two nodes and are planned anew for one (`elastic.replan`). A history from a seed edits them, breaks pods,
+nodes, ranks, watches, clocks and operators, and now and then leaves all of it alone: then the jobs must settle. Two
+histories always; `make chaos` draws others, and `make chaos RUNS=20` has 1,000 faults. `-s` prints how many of each.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ SETTLES_WITHIN = 9000.0
 QUIET = 2000.0
 """Longer than the longest pause after growths that failed."""
 EDIT_SHARE = 0.35
+REPLAN_SHARE = 0.3
+"""Of the elastic jobs."""
 END_SHARE = 0.25
 """How often the faults that last end."""
 TOTALS: Counter[str] = Counter()
@@ -42,21 +44,24 @@ TOTALS: Counter[str] = Counter()
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a job asks for."""
+    """What a job asks for, in nodes: one for each replica, and two for that of a job that may be planned anew."""
 
     priority: int
     least: int
-    """Replicas without which it waits."""
+    """Nodes without which it waits."""
     replicas: int
     most: int
-    """Replicas above which it does not grow."""
+    """Nodes above which it does not grow."""
     elastic: bool
     preemptible: bool
+    replans: bool = False
 
     @classmethod
     def of(cls, spec: KubeObject) -> Bounds:
         """Those of a spec."""
         replicas, elastic, preemptible = spec["replicas"], spec.get("elastic"), spec["preemptible"]
+        if elastic is not None and elastic.get("replan"):
+            return cls(spec["priority"], 1, 2, 2, elastic=True, preemptible=preemptible, replans=True)
         if elastic is None:
             return cls(spec["priority"], replicas, replicas, replicas, elastic=False, preemptible=preemptible)
         most = elastic["maxReplicas"] if elastic["fill"] else replicas
@@ -64,11 +69,11 @@ class Bounds:
         return cls(spec["priority"], least, replicas, most, elastic=True, preemptible=preemptible)
 
     def gives(self, size: int, priority: int) -> int:
-        """How many replicas it gives up, of so many that it has, to a job of this priority that waits."""
+        """How many nodes it gives up, of so many that it has, to a job of this priority that waits."""
         if self.preemptible and self.priority < priority:
             return size
-        if not self.elastic or self.priority > priority:
-            return 0
+        if not self.elastic or self.replans or self.priority > priority:
+            return 0  # others never make it smaller than a replica
         return max(0, size - (self.least if self.priority < priority else max(self.least, self.replicas)))
 
 
@@ -95,19 +100,24 @@ class History:
     def body(self, name: str) -> KubeObject:
         """A job with bounds of its own."""
         obj = submitted(name, 1)
-        obj["spec"] |= self.fields(elastic=self.draw.random() < 0.8)
+        elastic = self.draw.random() < 0.8
+        replans = elastic and self.draw.random() < REPLAN_SHARE
+        obj["spec"] |= self.fields(elastic=elastic, replans=replans)
+        if replans:
+            obj["spec"]["parallelism"] = {"tensor": 2, "pipeline": 2, "microBatches": 4}
         return obj
 
-    def fields(self, *, elastic: bool) -> KubeObject:
+    def fields(self, *, elastic: bool, replans: bool) -> KubeObject:
         """Fields of a spec that may be edited."""
-        replicas = self.draw.randint(1, 3)
+        replicas = 1 if replans else self.draw.randint(1, 3)
         found: KubeObject = {"replicas": replicas, "priority": self.draw.choice([0, 0, 5, 10])}
         found |= {"checkpoint": {"claimName": "shared"}, "preemptible": self.draw.random() < 0.3}
         if elastic:
             found["elastic"] = {
                 "minReplicas": self.draw.randint(1, replicas),
-                "maxReplicas": self.draw.randint(replicas, 4),
+                "maxReplicas": 1 if replans else self.draw.randint(replicas, 4),
                 "fill": self.draw.random() < 0.5,
+                "replan": replans,
                 "pauseSeconds": self.draw.choice([10, 60]),
                 "replacementSeconds": self.draw.choice([5, 30]),
             }
@@ -154,8 +164,8 @@ class History:
         self.cluster.edit(name, replicas=self.draw.randint(least, most))
 
     def edit_bounds(self, name: str) -> None:
-        fields = self.fields(elastic="elastic" in self.cluster.jobs()[name]["spec"])
-        self.cluster.edit(name, **fields)
+        elastic = self.cluster.jobs()[name]["spec"].get("elastic")
+        self.cluster.edit(name, **self.fields(elastic=elastic is not None, replans=bool(elastic and elastic["replan"])))
 
     def suspend(self, name: str) -> None:
         self.cluster.edit(name, suspend=not self.cluster.jobs()[name]["spec"].get("suspend", False))
@@ -313,7 +323,8 @@ class History:
         sizes = {name: len(settled[name]["pods"]) for name in bounds}
         seen = f"{sizes} of {bounds} on {len(usable)} nodes: {settled}"
         for name, size in sizes.items():
-            assert not size or settled[name]["world"][-1] == size == settled[name]["replicas"], seen
+            replicas = 1 if bounds[name].replans and size else size
+            assert not size or (settled[name]["world"][-1], settled[name]["replicas"]) == (size, replicas), seen
             assert not size or runs(settled[name]), seen
             assert not size or bounds[name].least <= size <= bounds[name].most, seen
         self.check_nodes(bounds, sizes, usable, seen)
@@ -344,8 +355,10 @@ class History:
             elif first is None or queue.index(name) <= queue.index(first):
                 others = [key for key in bounds if key != name]
                 # What a job gives up on a draining node is of no use.
-                given = [max(0, bounds[key].gives(sizes[key], one.priority) - drained[key]) for key in others]
-                assert free + sum(given) < one.least, seen
+                given = sum(max(0, bounds[key].gives(sizes[key], one.priority) - drained[key]) for key in others)
+                assert free < one.least, seen
+                # Others shrink for a whole replica, and not for the layout in which a job makes do with less.
+                assert free + given < (one.most if one.replans else one.least), seen
 
     def turn(self, bounds: dict[str, Bounds], name: str) -> tuple[int, str, str]:
         """The position of a job without pods in the queue; the smallest is first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,29 @@ def test_parts_are_combined(
     found = json.loads(both.read_text())
     assert [(run["seed"], run["elastic"]) for run in found["days"]] == [(1, False), (1, True), (2, False), (2, True)]
     assert "2 days" in capsys.readouterr().out
+
+
+def test_a_run_that_was_cut_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "days.json"
+    ran: list[int] = []
+
+    def run(seed: int, jobs: int, load: float, hours: float, *, elastic: bool) -> elastic_days.Run:
+        ran.append(seed)
+        return run_day(seed, jobs, load, hours, elastic=elastic)
+
+    run_day = elastic_days.run_day
+    monkeypatch.setattr(elastic_days, "run_day", run)
+    monkeypatch.setattr(elastic_days, "ProcessPoolExecutor", lambda processes: ThreadPoolExecutor(1))
+    for days in ("1", "2"):
+        words = ["--days", days, "--jobs", "3", "--load", "0.02", "--json", str(file)]
+        monkeypatch.setattr(sys, "argv", ["elastic_days", *words])
+        with pytest.raises(SystemExit):  # so few jobs gain nothing
+            elastic_days.main()
+    assert ran == [1, 1, 2, 2]
+    assert [run["seed"] for run in json.loads(file.read_text())["days"]] == ran
+    assert "2 days: " in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["elastic_days", "--jobs", "4", "--json", str(file)])
+    with pytest.raises(SystemExit, match="name another file"):
+        elastic_days.main()

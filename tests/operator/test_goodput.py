@@ -159,7 +159,7 @@ async def test_time_alone_is_not_written() -> None:
     cluster, world = MemoryCluster(lambda: NOW), World(1, nodes=1)
     cluster.put(f"{JOBS}/job", job("job"))
     cache, queue, key = Cache(), VirtualQueue(world), JobKey("default", "job")
-    writer = StatusWriter(cluster, cache, queue)
+    writer = StatusWriter(cluster, cache, queue, world.seconds)
 
     async def write(change: Callable[[GoodputStatus], None]) -> bool:
         stored = cluster.objects[f"{JOBS}/job"]
@@ -180,6 +180,8 @@ async def test_time_alone_is_not_written() -> None:
     assert not queue.due, "nor is it tried again"
     assert not await write(turn)
     assert queue.due, "another cause is written with the next progress"
+    world.now += timedelta(seconds=10)
+    assert await write(turn)
 
 
 def test_a_counter_grows_between_reconciles_and_never_goes_back() -> None:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from meshwright.planner.errors import DoesNotFitError
+from meshwright.planner.placement.fit_error import fit_error
+from meshwright.planner.plan import Plan
+from meshwright_operator.decide.gang_actions import Size
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted
+from meshwright_operator.scheduling.reservations import placement_for
 from tests.operator.queueing import Tenants
 from tests.operator.test_gang_races import small
 from tests.operator.world import World
@@ -89,3 +98,27 @@ async def test_spares_are_at_most_as_many_as_the_jobs_workers() -> None:
     world.submit(small("other", 12))
     await world.run(10)
     assert world.true("other", "Placed")
+
+
+async def test_only_the_smallest_size_explains_why_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    explained: list[int] = []
+
+    def explain(plan: Plan, *args: Any, **kwargs: Any) -> DoesNotFitError:
+        explained.append(plan.layout.data)
+        return fit_error(plan, *args, **kwargs)
+
+    monkeypatch.setattr(sys.modules["meshwright.planner.placement.place"], "fit_error", explain)
+    tenants = Tenants(3)
+    wide = tenants.request("elastic", 8)
+    sizes = tuple(
+        Size(replace(wide.plan, strategy=replace(wide.plan.strategy, data=data)), {n: n for n in range(data)}, {})
+        for data in (8, 6, 4, 2)
+    )
+    asked = replace(wide, sizes=sizes)
+    found = placement_for(asked, tenants.scheduler.inventory(wide.spec), tenants.scheduler.calibration)
+    assert (found.plan.layout.data, len(found.nodes), explained) == (2, 2, [])
+    with pytest.raises(DoesNotFitError, match="1 GPU missing|2 GPUs missing"):
+        placement_for(
+            replace(asked, sizes=sizes[:3]), tenants.scheduler.inventory(wide.spec), tenants.scheduler.calibration
+        )
+    assert explained == [4]

@@ -162,7 +162,7 @@ class Cluster:
         for (verb, path), number in writes.items():
             name = path.removesuffix("/status").rpartition("/")[2]
             assert (verb, path) == ("patch", f"{JOBS}/{name}/status"), f"{verb} {path}"
-            # The writer's clock is not virtual: it may delay one new message for long.
+            # A new message may be written with the next progress.
             assert runs(self.summary()[name]) or number == 1, f"{number} writes of {name}, which does not train"
             assert number <= STEADY / PROGRESS + 1, f"{number} writes of {name}"
 

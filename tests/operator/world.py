@@ -131,7 +131,7 @@ class Operator:
         inventories = Inventories(self.cache)
         self.scheduler = JobScheduler(self.cluster, self.cache, self.metrics, (), self.queue.add, inventories)
         self.planner = world.planner(inventories, lambda: self.scheduler.calibration)
-        writer = StatusWriter(self.cluster, self.cache, self.queue)
+        writer = StatusWriter(self.cluster, self.cache, self.queue, world.seconds)
         self.reconciler = Reconciler(
             cluster=self.cluster,
             cache=self.cache,

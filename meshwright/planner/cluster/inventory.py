@@ -225,7 +225,8 @@ def _why_unusable(
         return "not ready"
     if not missing_resource:
         return ""
-    extended = [str(name) for name in status.get("allocatable") or {} if "/" in str(name)]
+    names = map(str, status.get("allocatable") or {})
+    extended = [name for name in names if "/" in name and name != missing_resource]
     close = difflib.get_close_matches(missing_resource, extended, 1, cutoff=0.5)
     return f"no {missing_resource}, but {close[0]}" if close else f"no {missing_resource}"
 

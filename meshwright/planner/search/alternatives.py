@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.planner.cost.memory import worst_stage
 from meshwright.planner.cost.strategy import Strategy
-from meshwright.planner.search.best_first import TIE_TOLERANCE
 from meshwright.planner.search.candidate import Candidate
-from meshwright.planner.search.expand import estimate_cost
+from meshwright.planner.search.expand import TIE_TOLERANCE, estimate_cost
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.units import GIB
 

@@ -23,6 +23,7 @@ from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.search.candidate import Candidate, FittingLayout, pareto
 from meshwright.planner.search.errors import NothingFitsError, no_layout_message, nothing_fits_error
 from meshwright.planner.search.expand import (
+    TIE_TOLERANCE,
     balance_candidates,
     base_strategies,
     can_fit,
@@ -39,9 +40,6 @@ from meshwright.planner.search.expand import (
 )
 from meshwright.planner.search.request import Objective, SearchRequest
 from meshwright.planner.search.search_space import layouts, micro_batch_sizes, request_tiers, with_fewer_replicas
-
-TIE_TOLERANCE = 1.01
-"""Plans within 1 % of the best count as equally good, because estimates are not more exact. The simplest is chosen."""
 
 
 @dataclass(frozen=True, slots=True)

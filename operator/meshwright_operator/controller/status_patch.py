@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from pydantic.alias_generators import to_camel
@@ -35,10 +36,17 @@ class StatusRejectedError(ApiError):
 class StatusWriter:
     """Writes status, at most every `PROGRESS_SECONDS` if only progress has changed."""
 
-    def __init__(self, cluster: KubeClient, cache: Cache, queue: WorkQueue[JobKey]) -> None:
+    def __init__(
+        self,
+        cluster: KubeClient,
+        cache: Cache,
+        queue: WorkQueue[JobKey],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._client = cluster
         self._cache = cache
         self._queue = queue
+        self._clock = clock
         self._written: dict[str, float] = {}
 
     async def write(self, key: JobKey, job: KubeObject, status: ParallelTrainingJobStatus, has_events: bool) -> bool:
@@ -54,7 +62,7 @@ class StatusWriter:
         patch = status_patch(job, new, self._cache.parsed)
         if not patch or _only_books_time(old, patch):
             return False
-        uid, now = job["metadata"]["uid"], time.monotonic()
+        uid, now = job["metadata"]["uid"], self._clock()
         since = now - self._written.get(uid, float("-inf"))
         if not (has_events or is_urgent(old, new)) and since < PROGRESS_SECONDS:
             self._queue.add_after(key, PROGRESS_SECONDS - since)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -47,6 +47,8 @@ class RunningSpec:
     """Its revision, of the scheme with which its workers started."""
     fields: Mapping[str, Any]
     """The spec as JSON, with the defaults of its scheme. A later version may have stored fields that `spec` lacks."""
+    answers: dict[str, tuple[object, Any]] = field(default_factory=dict, repr=False, compare=False)
+    """Question -> what it was last asked about, and the answer: nearly every reconcile asks about the same."""
 
     @property
     def scheme(self) -> int:
@@ -55,6 +57,12 @@ class RunningSpec:
 
     def runs(self, requested: Mapping[str, Any]) -> bool:
         """Whether the workers run the spec of the object already, so that no restart is needed."""
+        known = self.answers.get("runs")
+        if known is None or known[0] != requested:
+            known = self.answers["runs"] = requested, self._compare(requested)
+        return bool(known[1])
+
+    def _compare(self, requested: Mapping[str, Any]) -> bool:
         same = without_later_defaults(requested, self.fields)
         running = self.fields if scheme_of(self.revision) in DEFAULTS else self.spec.wire()
         return restarting_fields(same, self.scheme) == restarting_fields(running, self.scheme)
@@ -94,7 +102,15 @@ def updated_applied_spec(status: ParallelTrainingJobStatus, spec: ParallelTraini
     running = _decode(status.applied_spec, revision) if status.applied_spec else None
     if running is None:
         return encode_spec(spec, _known_scheme(revision))
-    stored, wire = json.loads(status.applied_spec), spec.wire()
+    known = running.answers.get("updated")
+    if known is None or known[0] != (status.applied_spec, spec):
+        known = running.answers["updated"] = (status.applied_spec, spec), _updated(status.applied_spec, spec, revision)
+    return str(known[1])
+
+
+def _updated(applied_spec: str, spec: ParallelTrainingJobSpec, revision: str) -> str:
+    """The applied spec with the values that `spec` has of the fields that restart no worker."""
+    stored, wire = json.loads(applied_spec), spec.wire()
     before = json.dumps(stored)
     for path in (*LIVE, *NEXT_START):
         before_edit, value = field_at(stored["spec"], path), field_at(wire, path)
@@ -107,9 +123,9 @@ def updated_applied_spec(status: ParallelTrainingJobStatus, spec: ParallelTraini
         if before_edit != value:
             set_field(stored["spec"], path, value)
     if json.dumps(stored) == before:
-        return status.applied_spec
+        return applied_spec
     text = _envelope(stored["scheme"], stored["spec"])
-    return text if len(text) <= MAX_APPLIED_SPEC else status.applied_spec
+    return text if len(text) <= MAX_APPLIED_SPEC else applied_spec
 
 
 def spec_at_start(

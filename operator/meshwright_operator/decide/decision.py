@@ -61,7 +61,7 @@ class Decision:
         """A decision that changes nothing yet."""
         # A placement is replaced and never changed. With many workers, its copy would take longer than the decision.
         placement = observed.status.placement
-        status = observed.status.model_copy(update={"placement": None}).model_copy(deep=True)
+        status = observed.status.model_copy(update={"placement": None}).separate()
         status.placement = placement
         status.observed_generation = observed.generation
         return cls(observed, status)

@@ -68,11 +68,6 @@ class HangRule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "step_seconds", _step_seconds(self.observed))
 
-    @property
-    def applies(self) -> bool:
-        """Whether ranks report steps. For a user's command, which does not, see `hung_command`."""
-        return isinstance(self.observed.run, NativeRun)
-
     def timeout(self, started: bool) -> float:
         """Seconds without progress after which a rank counts as hung.
 
@@ -109,6 +104,10 @@ class HangRule:
 
 
 def _step_seconds(observed: Observed) -> float:
+    return observed.once("step seconds", lambda: _reported_step_seconds(observed))
+
+
+def _reported_step_seconds(observed: Observed) -> float:
     received = observed.agents.reports.get(rank_zero_worker(observed))
     progress = received.report.progress if received is not None else None
     if progress is None or received is None or received.report.generation != observed.mesh.generation:
@@ -251,11 +250,15 @@ def _replacing(count: int) -> str:
 
 
 def _live_ranks(observed: Observed) -> list[IdleRank]:
-    """Live ranks of the current generation with recent reports. Empty if the hang rule does not apply."""
-    return _fresh_ranks(observed) if HangRule(observed).applies else []
+    """Live ranks of the current generation with recent reports. None of a user's command: see `hung_command`."""
+    return _fresh_ranks(observed) if isinstance(observed.run, NativeRun) else []
 
 
 def _fresh_ranks(observed: Observed) -> list[IdleRank]:
+    return observed.once("fresh ranks", lambda: _find_fresh_ranks(observed))
+
+
+def _find_fresh_ranks(observed: Observed) -> list[IdleRank]:
     ranks = []
     reports = observed.reports_in(AgentState.RUNNING) | observed.reports_in(AgentState.STARTING)
     for worker in observed.workers:

@@ -7,6 +7,8 @@ It also records the ranks of an elastic job's workers, which change with the job
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from meshwright.addresses import join_host_port, split_host_port
 from meshwright.api.status import MeshStatus, parse_ranks
 from meshwright.protocol.messages import MAX_GENERATION, MeshDocument, MeshMember, WorkerReport
@@ -19,8 +21,12 @@ def uses_external_scheduler(observed: Observed) -> bool:
     return observed.spec.workers.scheduler_name is not None
 
 
-def plan_workers(observed: Observed) -> dict[int, int]:
+def plan_workers(observed: Observed) -> Mapping[int, int]:
     """Worker -> worker of the plan whose ranks it runs. Workers without known ranks are left out."""
+    return observed.once("plan workers", lambda: _plan_workers(observed))
+
+
+def _plan_workers(observed: Observed) -> dict[int, int]:
     external = uses_external_scheduler(observed)
     placement = observed.status.placement
     if not external and (observed.elastic is None or placement is None):

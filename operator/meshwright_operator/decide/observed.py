@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from typing import Any, TypeVar
 
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, PlanStatus, WaitingEditStatus, WorkerPlacement
@@ -17,6 +18,8 @@ from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.stuck_pods import is_stuck
 from meshwright_operator.decide.succeeded_workers import completed_in_reports, stored_workers
 from meshwright_operator.kube.pod_info import Pod
+
+T = TypeVar("T")
 
 
 class PodState(StrEnum):
@@ -125,11 +128,25 @@ class Observed:
     """The edit that waits because of `spec.updatePolicy`."""
     fallback: Observed | None = None
     """The job with its applied spec, if `spec` is an edit that would restart the gang."""
+    found: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What `once` has found."""
+
+    def once(self, question: object, find: Callable[[], T]) -> T:
+        """What `find` returns, which several parts of a decision need. Nobody may change it.
+
+        Args:
+            question: What it is. The same question has the same answer.
+            find: Called if nobody has asked before.
+        """
+        if question not in self.found:
+            self.found[question] = find()
+        answer: T = self.found[question]
+        return answer
 
     @property
     def run(self) -> RunConfig:
         """What the ranks run. Only the ranks of a `NativeRun` report phases and steps."""
-        return self.plan.run_config(self.spec)
+        return self.once("run", lambda: self.plan.run_config(self.spec))
 
     @property
     def mesh(self) -> MeshStatus:
@@ -150,6 +167,9 @@ class Observed:
 
     def reports_in(self, state: AgentState) -> dict[int, ReceivedReport]:
         """Worker index -> report, for reports with this state from the current generation and incarnation."""
+        return self.once(("reports", state), lambda: self._reports_in(state))
+
+    def _reports_in(self, state: AgentState) -> dict[int, ReceivedReport]:
         return {
             worker.index: received
             for worker in self.workers

@@ -26,7 +26,7 @@ def rejected(
     old: ParallelTrainingJobStatus, generation: int, now: datetime, reason: str, message: str
 ) -> ParallelTrainingJobStatus:
     """The status of a job with a rejected spec. Its pods, if any, are not touched."""
-    status = old.model_copy(deep=True)
+    status = old.separate()
     status.observed_generation = generation
     set_job_state(status, JobState(reason, message, stalled=True), generation, now)
     return status
@@ -36,7 +36,7 @@ def unplannable(
     old: ParallelTrainingJobStatus, generation: int, now: datetime, message: str, *, suspended: bool = False
 ) -> ParallelTrainingJobStatus:
     """The status of a job for which no layout fits the cluster now. New nodes may change that."""
-    status = old.model_copy(deep=True)
+    status = old.separate()
     status.observed_generation = generation
     set_condition(status, names.PLACED, "False", NO_LAYOUT, message, generation, now)
     reason = "SuspendedByUser" if suspended else "NotSuspended"
@@ -48,7 +48,7 @@ def unplannable(
 
 def unchanged(old: ParallelTrainingJobStatus, generation: int) -> ParallelTrainingJobStatus:
     """The status of a finished job, whose spec no longer matters."""
-    status = old.model_copy(deep=True)
+    status = old.separate()
     status.observed_generation = generation
     update_observed_generation(status, generation)
     return status
@@ -71,7 +71,7 @@ def terminating(
         live_pods: Its pods that may still run.
         finalizers: `metadata.finalizers`.
     """
-    status = old.model_copy(deep=True)
+    status = old.separate()
     status.observed_generation = generation
     stuck = [pod for pod in live_pods if is_stuck(pod, now)]
     named = ", ".join(finalizers[:MAX_NAMED_FINALIZERS])

@@ -54,6 +54,8 @@ class Planner:
         self._failures: OrderedDict[bytes, tuple[int, float, PlanFailure]] = OrderedDict()
         """Spec digest -> how often its plan passed the deadline, the time until it is not repeated, and the failure."""
         self._sizes: dict[JobKey, tuple[object, list[Plan]]] = {}
+        self._running: dict[JobKey, tuple[object, Plan]] = {}
+        """The last running plan of each job, and what it was made for. To find it by digest takes longer."""
 
     def plans(self, key: JobKey, spec: ParallelTrainingJobSpec) -> list[Plan]:
         """The plans to choose from for a job that has not started, the best first.
@@ -72,7 +74,10 @@ class Planner:
             PlanError: The spec is invalid, or the plan passed its deadline.
             PlanPendingError: The plan is being made.
         """
-        return self._ask(key, PlanRequest.running(spec, keep))[0]
+        known = self._running.get(key)
+        if known is None or known[0] != (spec, keep):
+            known = self._running[key] = (spec, keep), self._ask(key, PlanRequest.running(spec, keep))[0]
+        return known[1]
 
     def warnings(self, spec: ParallelTrainingJobSpec) -> tuple[str, ...]:
         """Problems with nodes, for the message about a plan that depends on them."""
@@ -91,6 +96,7 @@ class Planner:
     def forget(self, key: JobKey) -> None:
         """Drop the state of a deleted job."""
         self._sizes.pop(key, None)
+        self._running.pop(key, None)
 
     def _ask(self, key: JobKey, request: PlanRequest) -> list[Plan]:
         answer = self._known(request)

@@ -89,7 +89,9 @@ def placement_for(request: PlacementRequest, inventory: Inventory, calibration: 
 def _largest_that_fits(request: PlacementRequest, inventory: Inventory, calibration: Calibration) -> Placement:
     """The placement of the first size that fits."""
     problem: DoesNotFitError | None = None
-    for size in request.sizes:
+    for number, size in enumerate(request.sizes, start=1):
+        if number < len(request.sizes) and not fits(size.plan, inventory, size.kept):
+            continue  # Only the smallest size explains why it does not fit, which takes longer than to find out.
         spec = _spec_of_size(request.spec, size)
         cost_model = cost_model_for(spec, size.plan.architecture, inventory, calibration)
         try:

@@ -19,10 +19,10 @@ from meshwright.planner.cost.accelerators import ACCELERATORS
 from meshwright.planner.cost.estimate import estimate, machine_for, memory_of, time_of
 from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.search.alternatives import alternatives_of
-from meshwright.planner.search.best_first import TIE_TOLERANCE, _layout_bound, search
+from meshwright.planner.search.best_first import _layout_bound, search
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.errors import NothingFitsError
-from meshwright.planner.search.expand import base_strategies, schedules_of
+from meshwright.planner.search.expand import TIE_TOLERANCE, base_strategies, schedules_of
 from meshwright.planner.search.explain import reasons
 from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, Pins, SearchRequest, Techniques
 from meshwright.planner.search.search_space import layouts, micro_batch_sizes
