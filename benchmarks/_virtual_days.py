@@ -433,7 +433,7 @@ class DayWorld(World):
         obj: dict[str, Any] = self.nodes[name]
         obj["status"]["conditions"][0]["status"] = str(ready)
         self.cluster.stamp(obj)
-        await self._watch.node({"type": "MODIFIED", "object": copied(obj)})
+        self._watch.node({"type": "MODIFIED", "object": copied(obj)})
         if not ready:
             lost = [pod.name for pods in self.of_job.values() for pod in pods.values() if pod.node == name]
             for pod in lost:

@@ -111,7 +111,7 @@ async def measure(nodes: int) -> dict[str, dict[str, float]]:
     version = 10 * nodes * PODS_PER_NODE
 
     async def node_event(number: int) -> None:
-        await handlers.node({"type": "MODIFIED", "object": node(number, version + number, ready=False)})
+        handlers.node({"type": "MODIFIED", "object": node(number, version + number, ready=False)})
 
     async def unlabeled_event(number: int) -> None:
         handlers.pod({"type": "MODIFIED", "object": pod(number, version + number, "another")})

@@ -137,9 +137,12 @@ SECOND: Mapping[str, Any] = MappingProxyType(
         "preemptible": False,
         "updatePolicy": "Now",
         "elastic.replan": False,
+        "training.tracking.jsonLines": True,
+        "training.tracking.tensorBoard": False,
+        "training.tracking.wandb.offline": False,
     }
 )
-"""Of version 0.2.0, which adds `elastic`, `preemptible` and `updatePolicy`."""
+"""Of version 0.2.0, which adds `elastic`, `preemptible`, `updatePolicy` and `training.tracking`."""
 
 DEFAULTS: Mapping[int, Mapping[str, Any]] = MappingProxyType({1: FIRST, 2: SECOND})
 """Scheme -> defaults."""

@@ -21,6 +21,8 @@ def cordon(world: World, node: str, cordoned: bool) -> None:
     for operator in world.operators:
         operator.cache.put_node(obj)
         operator.nodes_changed()
+        for key in operator.cache.jobs_on(node):
+            operator.queue.add(key)
 
 
 def node_of(world: World, worker: int) -> str:

@@ -58,6 +58,7 @@ async def test_a_reconcile_because_of_a_report_parses_nothing(monkeypatch: pytes
 def stored(version: int, uid: str = "u1", **fields: Any) -> KubeObject:
     body = job("one", **fields)
     body["metadata"] |= {"uid": uid, "resourceVersion": str(version)}
+    body["status"] = {}
     return body
 
 

@@ -61,7 +61,8 @@ OPERATOR_RIGHTS = (
     *rights("pods", "get", "list", "watch", "create", "patch", "delete"),
     *rights("services", "create", "get"),
     *rights("secrets", "create"),
-    *rights("events", "create", "patch"),
+    *rights("events", "create", "patch", "list"),
+    *rights("persistentvolumeclaims", "get", "list"),
 )
 """What the operator needs in each namespace that it serves."""
 

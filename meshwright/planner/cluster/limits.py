@@ -24,7 +24,8 @@ def excluded_nodes(reasons: Mapping[str, str]) -> str:
         return ""
     if len(reasons) <= _MAX_NAMED:
         return f"Excluded nodes: {', '.join(f'{name} ({reasons[name]})' for name in sorted(reasons))}"
-    commonest = ", ".join(f"{count} {reason}" for reason, count in Counter(reasons.values()).most_common(_MAX_NAMED))
+    counts = sorted(Counter(reasons.values()).items(), key=lambda item: (-item[1], item[0]))
+    commonest = ", ".join(f"{count} {reason}" for reason, count in counts[:_MAX_NAMED])
     return f"Excluded nodes: {len(reasons)} ({commonest})"
 
 

@@ -267,8 +267,8 @@ class Manager:
         handlers = EventHandlers(self._cache, self._queue, self._metrics)
         namespaces = self._settings.namespaces
         watched = watched_collections(handlers, self._resync, namespaces)
-        self._liveness.track(collection.path for collection in watched)
-        self._liveness.track(jobs_path(namespace) for namespace in namespaces or (None,))
+        jobs = [jobs_path(namespace) for namespace in namespaces or (None,)]
+        self._liveness.track([*jobs, *(collection.path for collection in watched)])
         idle = self._settings.watch_idle_seconds
         informers = [Informer(self._client, collection, self._liveness, idle) for collection in watched]
         async with asyncio.TaskGroup() as group:

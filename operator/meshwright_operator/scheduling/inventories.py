@@ -205,7 +205,8 @@ class _View:
             shared.version,
             Inventory(nodes, warnings, shared.levels),
             counted,
-            {} if planned_with_others else dict(self.hardware_by_size),
+            # Without a usable node, hardware says why the others are excluded.
+            {} if planned_with_others or not counted else dict(self.hardware_by_size),
         )
 
     def _read_again(self, shared: NodeSet) -> Iterable[tuple[str, Node | None]]:
