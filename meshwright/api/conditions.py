@@ -32,6 +32,18 @@ def is_true(conditions: Sequence[Condition], kind: str) -> bool:
     return condition is not None and condition.status == "True"
 
 
+def state(conditions: Sequence[Condition]) -> str:
+    """The state in one word: the reason of the condition `Ready`, as `kubectl get` shows it."""
+    ready = find(conditions, READY)
+    return ready.reason if ready is not None else "Pending"
+
+
+def message(conditions: Sequence[Condition]) -> str:
+    """The message of the condition `Ready`."""
+    ready = find(conditions, READY)
+    return ready.message if ready is not None else ""
+
+
 def with_condition(conditions: Sequence[Condition], new: Condition) -> list[Condition]:
     """The list with `new` in place of the condition of its type.
 

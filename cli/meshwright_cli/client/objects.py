@@ -81,14 +81,12 @@ class Job:
     @property
     def state(self) -> str:
         """The state in one word: the reason of the condition `Ready`, as `kubectl get` shows it."""
-        ready = conditions.find(self.status.conditions, conditions.READY)
-        return ready.reason if ready else "Pending"
+        return conditions.state(self.status.conditions)
 
     @property
     def message(self) -> str:
         """The message of the condition `Ready`."""
-        ready = conditions.find(self.status.conditions, conditions.READY)
-        return ready.message if ready else ""
+        return conditions.message(self.status.conditions)
 
     def is_true(self, condition: str) -> bool:
         """Whether a condition is True."""

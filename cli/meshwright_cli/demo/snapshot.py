@@ -64,14 +64,12 @@ class Snapshot:
     @property
     def state(self) -> str:
         """The reason of the Ready condition: what `kubectl get` shows as STATUS."""
-        ready = conditions.find(self.status.conditions, conditions.READY)
-        return ready.reason if ready else "Pending"
+        return conditions.state(self.status.conditions)
 
     @property
     def message(self) -> str:
         """The message of the Ready condition."""
-        ready = conditions.find(self.status.conditions, conditions.READY)
-        return ready.message if ready else ""
+        return conditions.message(self.status.conditions)
 
     def holds(self, condition: str) -> bool:
         """Whether a condition is True."""

@@ -173,8 +173,7 @@ def _state(inputs: ReportInputs) -> tuple[str, str, str]:
             return "Does not fit now", "bad", inputs.pending
         return "Planned, not submitted", "plain", ""
     found = inputs.status.conditions if inputs.status else []
-    ready = conditions.find(found, conditions.READY)
-    reason, message = (ready.reason, ready.message) if ready else ("Pending", "")
+    reason, message = conditions.state(found), conditions.message(found)
     if conditions.is_true(found, conditions.FAILED) or conditions.is_true(found, conditions.STALLED):
         return reason, "bad", message
     good = conditions.is_true(found, conditions.READY) or conditions.is_true(found, conditions.COMPLETE)
