@@ -63,6 +63,7 @@ sizes: setup ## Report lines and files by directory, and the longest files and f
 
 generate: setup ## Write every generated file: CRD, API reference, protocol schema, metrics, dashboards, output in docs
 	$(VENV)/bin/python -m meshwright.crd
+	$(VENV)/bin/python -m meshwright.crd.chart_schema
 	$(VENV)/bin/python -m meshwright_operator.metrics.metrics_docs > docs/metrics.md
 	$(VENV)/bin/python -m meshwright_worker.agent.metrics_docs > docs/worker-metrics.md
 	$(VENV)/bin/python -m meshwright_cli.reference > docs/cli.md

@@ -14,11 +14,12 @@ COMPLETE = "Complete"
 FAILED = "Failed"
 SUSPENDED = "Suspended"
 RESCALING = "Rescaling"
+PREFLIGHT_PASSED = "PreflightPassed"
 
 ALL = (READY, RECONCILING, STALLED, PLACED, COMPLETE, FAILED, SUSPENDED)
 """The conditions of every job."""
-KNOWN = (*ALL, RESCALING)
-"""All conditions. Only elastic jobs have `Rescaling`."""
+KNOWN = (*ALL, RESCALING, PREFLIGHT_PASSED)
+"""All conditions. Only elastic jobs have `Rescaling`, and jobs whose workers check their pods `PreflightPassed`."""
 
 
 def find(conditions: Sequence[Condition], kind: str) -> Condition | None:

@@ -13,6 +13,7 @@ from meshwright.api.data_parallel import Degree
 from meshwright.api.elastic import ElasticSpec
 from meshwright.api.model import ModelSpec
 from meshwright.api.parallelism import ParallelismSpec
+from meshwright.api.preflight import PreflightSpec
 from meshwright.api.topology import TopologySpec
 from meshwright.api.training import TrainingSpec
 from meshwright.api.workers import WorkersSpec
@@ -158,6 +159,8 @@ class ParallelTrainingJobSpec(ApiModel):
     """Checkpoints. Without them a restarted run starts at step 0."""
     recovery: RecoverySpec = RecoverySpec()
     """What to do when ranks fail."""
+    preflight: PreflightSpec | None = None
+    """Checks of the worker pods before ranks start. By default, findings are reported and prevent nothing."""
     success_policy: SuccessPolicy = SuccessPolicy.ALL_WORKERS
     """`AllWorkers`: the job is complete when every worker has exited with code 0. `FirstWorker`: when the worker of
     rank 0 has; the others are then stopped. `FirstWorker` needs `runtime.command`."""

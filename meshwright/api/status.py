@@ -97,6 +97,9 @@ class PlanStatus(LayoutStatus):
     it. If an edit changes it, the workers restart."""
     replanned: bool | None = None
     """True if the layout was planned anew for the GPUs that were left, by `elastic.replan`. Not set otherwise."""
+    environment: Annotated[dict[str, Text], Field(max_length=64)] | None = None
+    """Variables of NCCL and gloo that all ranks get, unless `workers.env` or the image sets them. They follow from the
+    fabric of the site when the job is planned. Not set without any."""
 
 
 class WorkerPlacement(ApiModel):
@@ -279,7 +282,8 @@ class ParallelTrainingJobStatus(ApiModel):
     conditions: Annotated[
         list[Condition], Field(max_length=MAX_CONDITIONS, json_schema_extra={"x-list-map-key": "type"})
     ] = []
-    """Ready, Reconciling, Stalled, Placed, Complete, Failed, Suspended; with `elastic` also Rescaling."""
+    """Ready, Reconciling, Stalled, Placed, Complete, Failed, Suspended; with `elastic` also Rescaling, and
+    PreflightPassed once pods are checked."""
     plan: PlanStatus | None = None
     """The effective layout."""
     placement: PlacementStatus | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.models.architecture import Architecture
@@ -27,8 +28,10 @@ from meshwright.planner.cost.estimate import Estimate, estimate, machine_for
 from meshwright.planner.cost.fabric import Fabric, FabricLevel
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.strategy import Strategy, Workload
-from meshwright.planner.topology.levels import RACK
+from meshwright.planner.topology.levels import DOMAIN, RACK
 from meshwright.planner.topology.links import SHARE_OF_NIC
+from meshwright.planner.topology.site import SiteFabric, SiteLevel
+from meshwright.planner.units import GB
 from meshwright.planner.workload import TrainingJob
 
 
@@ -113,12 +116,54 @@ def machine_of_cluster(inventory: Inventory, gpus_per_worker: int) -> Machine | 
         memory=float(min(cluster_limits.gpus_by_memory, default=int(min(gpu.memory for gpu in gpus)))),
         node=cluster_limits.node_gpus or chosen.node,
     )
+    usable = gpu_on_site(usable, inventory.site)
     slowest = min(1.0, min(gpu.half for gpu in gpus) / chosen.half)
     domain = (cluster_limits.domain_gpus or chosen.domain) if chosen.domain > 1 else 1
-    return machine_for(usable, fabric=_with_racks(Fabric.of(usable, domain=domain), inventory), slowest=slowest)
+    fabric = _with_racks(fabric_on_site(usable, inventory.site, domain), inventory, usable.nic)
+    return machine_for(usable, fabric=fabric, slowest=slowest)
 
 
-def _with_racks(fabric: Fabric, inventory: Inventory) -> Fabric:
+def gpu_on_site(gpu: Accelerator, site: SiteFabric) -> Accelerator:
+    """Return the GPU with the bandwidths that are stated for a domain and a rack of the site."""
+    inside, between = site.inside(DOMAIN), site.inside(RACK)
+    stated: dict[str, Any] = {
+        "link": _bytes_per_second(inside),
+        "nic": _bytes_per_second(between),
+        "in_network": inside.in_network_reduction,
+    }
+    return replace(gpu, **{name: value for name, value in stated.items() if value is not None})
+
+
+def fabric_on_site(gpu: Accelerator, site: SiteFabric, domain: int | None = None) -> Fabric:
+    """Return the fabric of a GPU of `gpu_on_site`: its domains, and one network between them.
+
+    Args:
+        gpu: the GPU.
+        site: what is stated about the fabric.
+        domain: number of GPUs of one domain, if known.
+    """
+    *inner, network = Fabric.of(gpu, domain=domain).levels
+    levels = [_as_stated(level, site.inside(DOMAIN)) for level in inner]
+    return Fabric((*levels, _as_stated(network, site.outside_domains())))
+
+
+def _as_stated(level: FabricLevel, stated: SiteLevel) -> FabricLevel:
+    latency, rate = stated.latency_microseconds, _bytes_per_second(stated)
+    in_network = level.in_network if stated.in_network_reduction is None else stated.in_network_reduction
+    return FabricLevel(
+        level.name,
+        level.gpus,
+        level.bandwidth if rate is None else rate,
+        level.latency if latency is None else latency * 1e-6,
+        in_network,
+    )
+
+
+def _bytes_per_second(stated: SiteLevel) -> float | None:
+    return None if stated.gigabytes_per_second is None else stated.gigabytes_per_second * GB
+
+
+def _with_racks(fabric: Fabric, inventory: Inventory, nic: float) -> Fabric:
     """Return the fabric with a level for racks, if labels name racks with several NVLink domains."""
     racks: Counter[str] = Counter()
     domains: set[tuple[str, str]] = set()
@@ -127,10 +172,12 @@ def _with_racks(fabric: Fabric, inventory: Inventory) -> Fabric:
         domains.add((node.place.rack, node.place.domain))
     if len(racks) == len(domains) or len(fabric.levels) < 2:
         return fabric
-    inner, network = fabric.levels[0], fabric.levels[-1]
+    inner, network, site = fabric.levels[0], fabric.levels[-1], inventory.site
     width = max(inner.gpus, min(racks.values()))
-    across = replace(network, bandwidth=network.bandwidth * SHARE_OF_NIC[RACK])
-    return Fabric((inner, FabricLevel("rack", width, network.bandwidth, network.latency), across))
+    within = _as_stated(FabricLevel("rack", width, nic, network.latency), site.inside(RACK))
+    across = FabricLevel(network.name, network.gpus, within.bandwidth * SHARE_OF_NIC[RACK], within.latency)
+    across = _as_stated(across, site.between(RACK, inventory.levels))
+    return Fabric((inner, within, replace(across, bandwidth=min(across.bandwidth, within.bandwidth))))
 
 
 def _catalogued(name: str) -> Accelerator:

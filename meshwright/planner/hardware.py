@@ -8,6 +8,7 @@ from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cluster.limits import ClusterLimits
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost_model import Calibration, machine_of_cluster
+from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +18,14 @@ class Hardware:
     limits: ClusterLimits = field(default_factory=ClusterLimits)
     machine: Machine | None = None
     """None if no usable node's GPU is in the catalog."""
+    site: SiteFabric = field(default_factory=lambda: DEFAULT_SITE)
+    """What the administrator states about the fabric."""
 
     @classmethod
     def of(cls, inventory: Inventory, gpus_per_worker: int) -> Hardware:
         """Return the hardware of an inventory, for workers of this size."""
-        return cls(ClusterLimits.of(inventory, gpus_per_worker), machine_of_cluster(inventory, gpus_per_worker))
+        limits, machine = ClusterLimits.of(inventory, gpus_per_worker), machine_of_cluster(inventory, gpus_per_worker)
+        return cls(limits, machine, inventory.site)
 
     def calibrated(self, calibration: Calibration | None) -> Hardware:
         """Return the hardware with the constants that were fitted to running jobs."""

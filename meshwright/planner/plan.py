@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.spec import ParallelTrainingJobSpec
@@ -21,6 +22,7 @@ from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.cost_model import Calibration, CostModel, cost_model_on
 from meshwright.planner.errors import PlanError
 from meshwright.planner.hardware import Hardware
+from meshwright.planner.nccl import communication_environment
 from meshwright.planner.run_config import refusals_of, run_config_of, runnable
 from meshwright.planner.search.best_first import ranked_layouts
 from meshwright.planner.search.candidate import FittingLayout
@@ -64,6 +66,8 @@ class Plan:
     """The levels of the fabric that groups must not, or should not, leave."""
     replanned: bool = False
     """Whether an elastic job was planned anew for the GPUs that were left, instead of having fewer replicas."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of NCCL and gloo for all ranks, from the fabric of the site."""
 
     @property
     def layout(self) -> Layout:
@@ -120,6 +124,7 @@ class Plan:
             summary=self.summary,
             reasons=[reason[:_MAX_REASON_TEXT] for reason in self.reasons[:_MAX_REASONS]],
             replanned=self.replanned or None,
+            environment=dict(self.environment) or None,
         )
 
     def run_config(self, spec: ParallelTrainingJobSpec) -> RunConfig:
@@ -179,8 +184,10 @@ def running_plan(spec: ParallelTrainingJobSpec, hardware: Hardware, keep: PlanSt
     _check(spec, architecture)
     running = _running_plan(spec, architecture, keep)
     if running is not None:
-        return _with_estimate(running, cost_model_on(spec, architecture, hardware.machine))
-    return new_plans(spec, hardware, max_plans=1)[0]
+        plan = _with_estimate(running, cost_model_on(spec, architecture, hardware.machine))
+    else:
+        plan = new_plans(spec, hardware, max_plans=1)[0]
+    return replace(plan, environment=keep.environment or {})
 
 
 def new_plans(spec: ParallelTrainingJobSpec, hardware: Hardware, max_plans: int = MAX_PLANS) -> list[Plan]:
@@ -195,13 +202,13 @@ def new_plans(spec: ParallelTrainingJobSpec, hardware: Hardware, max_plans: int 
     cost_model, cluster_limits = cost_model_on(spec, architecture, hardware.machine), _limits(spec, hardware.limits)
     _check_node_and_domain_size(spec, cluster_limits)
     if architecture is None or spec.training is None:
-        return [_command_plan(spec)]
+        return [_on_site(_command_plan(spec), spec, hardware)]
     _check_nodes_known(spec, cluster_limits)
     request = _request(spec, architecture, cluster_limits, cost_model)
     ranked = _ranked(spec, request)
     plans = []
     for chosen in ranked[:max_plans]:
-        plan = _with_estimate(_plan(spec, architecture, chosen, ()), cost_model)
+        plan = _on_site(_with_estimate(_plan(spec, architecture, chosen, ()), cost_model), spec, hardware)
         plans.append(replace(plan, reasons=reasons_of_plan(request, chosen, plan.estimate, spec.gpus)))
     return plans
 
@@ -293,6 +300,12 @@ def _request(
 ) -> SearchRequest:
     machine = cost_model.machine if cost_model is not None else None
     return pinned_request(spec, TrainingJob.of(spec, architecture), machine, cluster_limits)
+
+
+def _on_site(plan: Plan, spec: ParallelTrainingJobSpec, hardware: Hardware) -> Plan:
+    """The plan of a new job with the variables that follow from the fabric of the site."""
+    several = len(plan.workers) > 1 or spec.elastic is not None
+    return replace(plan, environment=communication_environment(hardware.site, several_workers=several))
 
 
 def _with_estimate(plan: Plan, cost_model: CostModel | None) -> Plan:

@@ -89,7 +89,7 @@ def place_plan(
     """
     if cost_model is None:
         return place_near_previous(plan, inventory, keep, before)
-    weights = weights_for(cost_model, plan.strategy, plan.gpus_per_worker, inventory.levels)
+    weights = weights_for(cost_model, plan.strategy, plan.gpus_per_worker, inventory.levels, inventory.site)
     placement = place_near_previous(plan, inventory, keep, before, PlacingOptions(weights))
     return replace(placement, plan=replace(plan, estimate=estimate_placed(placement, cost_model)))
 
@@ -106,7 +106,7 @@ def map_plan_ranks(
     """
     if cost_model is None:
         return map_ranks(plan, inventory, pods, stay)
-    weights = weights_for(cost_model, plan.strategy, plan.gpus_per_worker, inventory.levels)
+    weights = weights_for(cost_model, plan.strategy, plan.gpus_per_worker, inventory.levels, inventory.site)
     placement, plan_workers = map_ranks(plan, inventory, pods, stay, PlacingOptions(weights))
     return replace(placement, plan=replace(plan, estimate=estimate_placed(placement, cost_model))), plan_workers
 

@@ -28,6 +28,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from meshwright.api.base import ApiModel
 from meshwright.api.parsing import parse_known_fields
+from meshwright.protocol.preflight import PreflightReport
 from meshwright.protocol.run_config import RunConfig, RunMessage, UnsupportedRun
 from meshwright.protocol.trust import MAX_BUNDLE_BYTES
 
@@ -148,6 +149,11 @@ class MeshDocument(OpenMessage):
     """Version of `run`. An agent that supports only earlier versions rejects the run."""
     run: RunConfig
     """What to run."""
+    numa_binding: bool | None = None
+    """Whether each rank runs only on CPUs of one NUMA node. None is yes. Agents before 0.2 never bind."""
+    environment: dict[str, str] | None = None
+    """Variables of communication libraries for every rank, such as `NCCL_IB_HCA`. A variable that the pod has already
+    stays. Agents before 0.2 ignore it."""
 
 
 class AgentState(StrEnum):
@@ -289,6 +295,8 @@ class WorkerReport(OpenMessage):
     """Newest evaluation of this generation; from the worker of rank 0, with `training.evaluation`."""
     phases: Annotated[list[Phase], Field(max_length=16)] = []
     """Where the start of this generation spent its time; from the worker of rank 0."""
+    preflight: PreflightReport | None = None
+    """What the checks of the pod have found. None until they are done. Agents before 0.2 never check."""
 
 
 class ReportReply(OpenMessage):

@@ -45,6 +45,7 @@ LIVE = (
     "priority",
     "preemptible",
     "updatePolicy",
+    "preflight",
     "elastic",
 )
 """Fields that the operator reads at each reconcile. Pods and ranks do not depend on them."""

@@ -140,14 +140,18 @@ SECOND: Mapping[str, Any] = MappingProxyType(
         "training.tracking.jsonLines": True,
         "training.tracking.tensorBoard": False,
         "training.tracking.wandb.offline": False,
+        "preflight.mode": "Warn",
+        "preflight.fatal": [],
+        "preflight.off": [],
+        "preflight.numaBinding": True,
     }
 )
-"""Of version 0.2.0, which adds `elastic`, `preemptible`, `updatePolicy` and `training.tracking`."""
+"""Of version 0.2.0, which adds `elastic`, `preemptible`, `updatePolicy`, `training.tracking` and `preflight`."""
 
 DEFAULTS: Mapping[int, Mapping[str, Any]] = MappingProxyType({1: FIRST, 2: SECOND})
 """Scheme -> defaults."""
 
-_LATER = ("preemptible", "updatePolicy")
+_LATER = ("preemptible", "updatePolicy", "preflight")
 """Fields of later versions that are in no revision, whatever its scheme: workers of older versions do not restart."""
 
 _NO_RESTART_FIRST = (

@@ -10,6 +10,7 @@ import sys
 
 import prometheus_client
 
+from meshwright.planner.topology.site import FabricError
 from meshwright_operator import logging_config, settings
 from meshwright_operator.controller.manager import run
 from meshwright_operator.coordinator.credentials import CredentialsError
@@ -34,7 +35,7 @@ def main() -> None:
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
         asyncio.run(_main(chosen))
-    except (KubeConfigError, KeyFileError, PolicyError) as error:
+    except (KubeConfigError, KeyFileError, PolicyError, FabricError) as error:
         log.error(str(error))
         sys.exit(2)
     except (CredentialsError, ListenError, ClusterError) as error:

@@ -107,7 +107,7 @@ def test_after_a_ring_every_rank_has_every_sum(ranks: int):
 
 def test_times_of_an_all_reduce_are_those_of_the_cost_model():
     fabric = Fabric.of(H100)
-    for one in timings(H100, 64, 8):
+    for one in timings(fabric, 64, 8):
         assert one.seconds == all_reduce(float(one.size), Span((8, 64)), fabric)
     assert "64 x H100-SXM5-80GB, 8 in each NVLink domain" in run("allreduce", "--ranks", 64).output
 

@@ -10,10 +10,13 @@ import pytest
 import yaml
 
 from meshwright.api import labels
+from meshwright.crd.chart_schema import DOCUMENTS, SCHEMA_FILE, with_documents
 from meshwright.crd.definition import custom_resource_definition
+from meshwright.planner.topology.site import parse_fabric
 from meshwright_operator import settings
 
-CHART = Path(__file__).parents[2] / "helm" / "meshwright"
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm" / "meshwright"
 HELM = os.environ.get("HELM") or shutil.which("helm")
 needs_helm = pytest.mark.skipif(HELM is None, reason="no helm on the PATH and none named by HELM")
 
@@ -86,7 +89,7 @@ def test_every_value_is_in_the_schema_and_the_other_way_round():
             return
         assert set(values) == set(properties) - {"global"}, path
         for name, value in values.items():
-            if isinstance(value, dict):
+            if isinstance(value, dict) and name not in DOCUMENTS:
                 compare(value, properties[name], f"{path}.{name}")
 
     compare(
@@ -424,3 +427,24 @@ def test_the_chart_of_the_definition():
     }  # fmt: skip
     assert kept == custom_resource_definition()
     assert crd("--set", "keep=false") == custom_resource_definition()
+
+
+def test_the_schema_of_the_fabric_is_that_of_the_operator():
+    text = (ROOT / SCHEMA_FILE).read_text()
+    assert with_documents(text) == text, "run `make generate`"
+
+
+@needs_helm
+def test_the_fabric_reaches_the_operator(tmp_path):
+    example = yaml.safe_load((ROOT / "examples/fabric/h100-infiniband.yaml").read_text())
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump({"fabric": example}))
+    result = helm("template", "mw", str(CHART), "-f", str(values))
+    assert result.returncode == 0, result.stderr
+    found = {one["metadata"]["name"]: one for one in yaml.safe_load_all(result.stdout) if one}
+    assert parse_fabric(found["mw-meshwright-fabric"]["data"]["fabric.yaml"]) == parse_fabric(yaml.safe_dump(example))
+    assert parsed(render()).fabric_file == Path("/etc/meshwright-fabric/fabric.yaml")
+    values.write_text(yaml.safe_dump({"fabric": {"levels": {"rack": {"gigabytesPerSecond": "fast"}}}}))
+    wrong = helm("template", "mw", str(CHART), "-f", str(values))
+    assert wrong.returncode
+    assert "gigabytesPerSecond" in wrong.stderr

@@ -14,6 +14,7 @@ import yaml
 from meshwright.api.labels import KIND, PLURAL, SHORT_NAME, SINGULAR
 from meshwright.crd.manifest_check import check_manifest
 from meshwright.crd.schema_check import ManifestProblem
+from meshwright.planner.topology.site import parse_fabric
 
 _STDIN = Path("-")
 _OURS = {name.lower() for name in (KIND, PLURAL, SINGULAR, SHORT_NAME, "paralleltrainjob", "trainingjob")}
@@ -34,11 +35,14 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 @click.command()
-@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path, allow_dash=True))
+@click.argument("files", metavar="[FILE...]", nargs=-1, type=click.Path(path_type=Path, allow_dash=True))
+@click.option(
+    "--fabric", type=click.Path(path_type=Path), help="Also check this document of the site's fabric, or only it."
+)
 @click.option(
     "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output format."
 )
-def validate(files: Sequence[Path], output: str) -> None:
+def validate(files: Sequence[Path], fabric: Path | None, output: str) -> None:
     """Check manifests of jobs without a cluster.
 
     Checks all that a cluster checks at admission (schema, names, rules), and the model's preset or configuration. Each
@@ -46,7 +50,10 @@ def validate(files: Sequence[Path], output: str) -> None:
     as not checked. Exits with 1 if a job is invalid or a file cannot be read. `meshwright plan` says how a valid job
     would run.
     """
+    if not files and fabric is None:
+        raise click.UsageError("Missing argument 'FILE...': name a manifest, or the site's fabric with --fabric.")
     results = [result for file in files for result in _check_file(file)]
+    results += [] if fabric is None else [_check_fabric(fabric)]
     if output == "json":
         click.echo(json.dumps(results, indent=2))
     else:
@@ -55,6 +62,18 @@ def validate(files: Sequence[Path], output: str) -> None:
                 click.echo(line)
     if any(result["problems"] for result in results):
         raise SystemExit(1)
+
+
+def _check_fabric(file: Path) -> dict[str, Any]:
+    """The result for the document of the site's fabric."""
+    problems = []
+    try:
+        parse_fabric(file.read_text())
+    except OSError as error:
+        problems = [ManifestProblem("(file)", str(error.strerror))]
+    except ValueError as error:
+        problems = [ManifestProblem("(document)", str(error))]
+    return _result(str(file), "fabric of the site", "", problems)
 
 
 def _check_file(file: Path) -> list[dict[str, Any]]:

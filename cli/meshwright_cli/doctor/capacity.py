@@ -10,9 +10,11 @@ from meshwright.api.labels import GPU_RESOURCE, LABEL_JOB
 from meshwright.api.objects import KubeObject
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
+from meshwright.planner.topology.site import FabricError, parse_fabric
 from meshwright_cli.client.objects import pod_state
 from meshwright_cli.doctor.facts import Facts
 from meshwright_cli.doctor.findings import Finding, error, ok, skipped, warning
+from meshwright_cli.fabric import KEY, fabric_of
 from meshwright_cli.text import plural
 
 DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
@@ -90,6 +92,8 @@ def _fix_unusable(reason: str) -> str:
 def check_fabric(facts: Facts) -> Iterator[Finding]:
     """Nodes have the labels of the fabric, and these contradict each other nowhere."""
     name = "Fabric levels"
+    for document in facts.fabrics or ():
+        yield from _document_problem(document)
     inventory = _inventory(facts)
     usable = [node for node in inventory.usable if node.capacity.gpus] if inventory is not None else []
     if inventory is None or not usable:
@@ -107,6 +111,17 @@ def check_fabric(facts: Facts) -> Iterator[Finding]:
     if not inventory.warnings:
         counts = [f"{plural(len({node.place.at(level) for node in usable}), level)}" for level in inventory.levels]
         yield ok(name, f"{', '.join(counts)} for {plural(len(usable), 'GPU node')}")
+
+
+def _document_problem(document: KubeObject) -> Iterator[Finding]:
+    """The fabric of the site is valid."""
+    metadata = document["metadata"]
+    try:
+        parse_fabric(document["data"][KEY])
+    except FabricError as problem:
+        text = f"the fabric of ConfigMap {metadata['namespace']}/{metadata['name']} is invalid: {problem}"
+        fix = "Correct `fabric` in the chart's values. Until then, the last valid one is in effect"
+        yield error("Fabric of the site", text, fix)
 
 
 def check_storage(facts: Facts) -> Iterator[Finding]:
@@ -214,7 +229,7 @@ def _inventory(facts: Facts) -> Inventory | None:
     if facts.nodes is None:
         return None
     resources = sorted({_gpu_resource(job) for job in facts.jobs or ()} or {GPU_RESOURCE})
-    return Inventory.from_objects(facts.nodes, (), gpu_resource=resources[0])
+    return Inventory.from_objects(facts.nodes, (), gpu_resource=resources[0], site=fabric_of(facts.fabrics or ()))
 
 
 def _running(jobs: Sequence[KubeObject] | None) -> list[KubeObject]:

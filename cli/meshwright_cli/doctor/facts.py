@@ -19,6 +19,7 @@ from meshwright_cli.doctor.rights import (
     USER_RIGHTS,
     Right,
 )
+from meshwright_cli.fabric import cluster_documents
 
 DEPLOYMENTS = Kind("apps", "v1", "deployments", "Deployment")
 SERVICES = Kind("", "v1", "services", "Service")
@@ -48,6 +49,8 @@ class Facts:
     classes: Items | None = None
     claims: Items | None = None
     """Claims of all namespaces, or of the namespace if only these may be seen."""
+    fabrics: Items | None = ()
+    """ConfigMaps with the fabric of the site."""
     user_lacks: Sequence[Right] = ()
     """Rights that the user does not have in the namespace."""
     operator_lacks: Mapping[str, Sequence[Right]] | None = field(default_factory=dict)
@@ -73,6 +76,7 @@ async def read_facts(client: AsyncClient) -> Facts:
         "leases": reader.collect("leases", LEASES),
         "classes": reader.collect("classes", STORAGE_CLASSES),
         "claims": reader.collect("claims", CLAIMS),
+        "fabrics": reader.fabrics(),
         "definition": reader.definition(),
         "user_lacks": reader.lacking(USER_RIGHTS, client.namespace),
     }
@@ -101,6 +105,14 @@ class _Reader:
             except (DefinitionMissingError, NotFoundError):
                 return []
         return None
+
+    async def fabrics(self) -> Items | None:
+        """The ConfigMaps with a fabric, or None if ConfigMaps may not be listed."""
+        try:
+            return await cluster_documents(self._client)
+        except ForbiddenError:
+            self.forbidden["fabrics"] = "list configmaps"
+            return None
 
     async def definition(self) -> KubeObject | None:
         """The CustomResourceDefinition, or None if it does not exist or may not be read."""

@@ -11,8 +11,11 @@ import click
 from meshwright.planner.cost.accelerators import ACCELERATORS, Accelerator, accelerator
 from meshwright.planner.cost.collectives import all_gather, all_reduce
 from meshwright.planner.cost.fabric import Fabric, Span
+from meshwright.planner.cost_model import fabric_on_site, gpu_on_site
+from meshwright.planner.topology.site import SiteFabric
 from meshwright.planner.units import format_bytes
 from meshwright_cli.explain.svg_option import svg_option, write_svg
+from meshwright_cli.fabric import fabric_option, read_fabric
 from meshwright_cli.figures.svg import Element, drawing, element, text
 
 SIZES = tuple(1 << exponent for exponent in range(14, 34, 4))
@@ -50,8 +53,9 @@ class Timing:
 @click.option(
     "--per-domain", type=click.IntRange(1, 1024), help="Ranks that share an NVLink domain (default: all that fit)."
 )
+@fabric_option
 @svg_option
-def allreduce(ranks: int, gpu: str, per_domain: int | None, svg: Path | None) -> None:
+def allreduce(ranks: int, gpu: str, per_domain: int | None, fabric: Path | None, svg: Path | None) -> None:
     """Draw a ring all-reduce hop by hop, and estimate its time.
 
     Each rank has one chunk for each rank of the ring. In the first half of the steps, a chunk travels around the ring
@@ -61,8 +65,8 @@ def allreduce(ranks: int, gpu: str, per_domain: int | None, svg: Path | None) ->
     product = accelerator(gpu)
     if product is None:
         raise click.ClickException(f"--gpu: unknown product `{gpu}`: use one of {', '.join(ACCELERATORS)}")
-    fabric = Fabric.of(product)
-    inside = min(per_domain or fabric.domain, ranks)
+    network = site_fabric(product, read_fabric(fabric))
+    inside = min(per_domain or network.domain, ranks)
     if ranks % inside:
         raise click.ClickException(f"--ranks must be a multiple of --per-domain ({inside}), got {ranks}")
     drawn = ring(min(ranks, MAX_DRAWN))
@@ -70,7 +74,7 @@ def allreduce(ranks: int, gpu: str, per_domain: int | None, svg: Path | None) ->
     for line in ring_lines(drawn):
         click.echo(line)
     click.echo("")
-    for line in timing_lines(timings(product, ranks, inside), ranks, inside, product.name):
+    for line in timing_lines(timings(network, ranks, inside), ranks, inside, product.name):
         click.echo(line)
     title = f"Ring all-reduce of {len(drawn[0].parts)} ranks: the number of summed values in each chunk after each step"
     write_svg(svg, lambda: ring_figure(drawn, title))
@@ -93,9 +97,13 @@ def ring(ranks: int) -> list[Hop]:
     return hops
 
 
-def timings(gpu: Accelerator, ranks: int, per_domain: int, sizes: Sequence[int] = SIZES) -> list[Timing]:
+def site_fabric(gpu: Accelerator, site: SiteFabric) -> Fabric:
+    """Return the fabric of a GPU on a site."""
+    return fabric_on_site(gpu_on_site(gpu, site), site)
+
+
+def timings(fabric: Fabric, ranks: int, per_domain: int, sizes: Sequence[int] = SIZES) -> list[Timing]:
     """Return the estimated times of all-reduces of several sizes."""
-    fabric = Fabric.of(gpu)
     span = Span((*[per_domain] * (len(fabric.levels) - 1), ranks))
     found = []
     for size in sizes:

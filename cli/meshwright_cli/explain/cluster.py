@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from meshwright.api.objects import KubeObject
+from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 from meshwright_cli.client.api_server import NODES, PODS
 from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.errors import ForbiddenError
 from meshwright_cli.client.objects import Job
+from meshwright_cli.fabric import cluster_fabric
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,8 @@ class ClusterView:
     jobs: Sequence[Job] = ()
     hidden: Sequence[str] = field(default_factory=tuple)
     """What the user may not see, such as `list nodes`."""
+    site: SiteFabric = field(default_factory=lambda: DEFAULT_SITE)
+    """The fabric of the site."""
 
 
 async def read_cluster(client: AsyncClient) -> ClusterView:
@@ -41,4 +45,4 @@ async def read_cluster(client: AsyncClient) -> ClusterView:
         jobs = await client.list(all_namespaces=True)
     except ForbiddenError:
         hidden.append("list jobs of all namespaces")
-    return ClusterView(nodes, pods, jobs, hidden)
+    return ClusterView(nodes, pods, jobs, hidden, await cluster_fabric(client))

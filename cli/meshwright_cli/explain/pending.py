@@ -52,6 +52,7 @@ def pending_facts(job: Job, cluster: ClusterView) -> list[tuple[str, str]]:
         node_selector=spec.workers.node_selector,
         tolerations=spec.workers.tolerations,
         without_job=job.uid,
+        site=cluster.site,
     )
     try:
         plans = make_plans(spec, inventory)

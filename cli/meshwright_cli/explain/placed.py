@@ -13,12 +13,15 @@ def placed_facts(job: Job) -> list[tuple[str, str]]:
     if placement is None or not placement.workers:
         return []
     spares = ", ".join(placement.spares)
+    environment = (job.status.plan.environment if job.status.plan is not None else None) or {}
+    variables = ", ".join(f"{name}={value}" for name, value in environment.items())
     return [
         ("Placement", _where(placement)),
         ("Cost", _cost(placement)),
         ("Crossings", _crossings(placement)),
         *([("Topology", _topology(placement))] if placement.topology else []),
         *([("Spares", f"{spares}: reserved for replacements")] if spares else []),
+        *([("Variables", variables)] if variables else []),
     ]
 
 

@@ -16,6 +16,7 @@ from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 from meshwright.planner.errors import PlanError
 from meshwright.planner.search.request import Objective
 from meshwright_cli.cost.forecast import Forecast, as_json, forecast, sentences
+from meshwright_cli.fabric import fabric_option, read_fabric
 from meshwright_cli.plan.inventory_file import MAX_NODES, InventoryFileError, NodeEntry, nodes_of, read_nodes
 from meshwright_cli.plan.report import PlanReport, plan_report
 from meshwright_cli.plan.report_json import document
@@ -42,6 +43,7 @@ ASSUMED_GPUS = 64
     help=f"Number of GPUs to assume if --inventory is not given (default: {ASSUMED_GPUS}).",
 )
 @click.option("--gpu", default="NVIDIA-H100-80GB-HBM3", show_default=True, help="Product of the assumed GPUs.")
+@fabric_option
 @click.option(
     "--objective",
     type=click.Choice([o.value for o in Objective]),
@@ -65,6 +67,7 @@ def plan(
     inventory: Path | None,
     gpus: int | None,
     gpu: str,
+    fabric: Path | None,
     objective: str,
     every_technique: bool,
     what_if: bool,
@@ -77,7 +80,7 @@ def plan(
     Prints the layout and placement that the operator would choose on these nodes, with estimates, alternatives and
     reasons. Exits with 1 if the job cannot be planned, and with 3 if it can, but does not fit on the free GPUs now.
     """
-    job = job_of_manifest(filename)
+    job, site = job_of_manifest(filename), read_fabric(fabric)
     nodes, pods = nodes_to_plan_for(inventory, gpus, gpu, gpu_resource(job), node_selector(job))
     try:
         found = plan_report(
@@ -87,6 +90,7 @@ def plan(
             objective=Objective(objective),
             every_technique=every_technique,
             with_what_if=what_if,
+            site=site,
         )
     except (InvalidSpecError, PlanError) as error:
         raise click.ClickException(f"{filename}: {error}") from error

@@ -28,6 +28,7 @@ from meshwright.planner.search.request import (
 )
 from meshwright.planner.search.spec_request import apply_strategy, pinned_request, search_request
 from meshwright.planner.search.what_if import WhatIf, what_ifs
+from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 from meshwright.rules.elastic import with_own_batch
 
 MAX_NAMED = 8
@@ -72,6 +73,7 @@ def plan_report(
     objective: Objective = Objective.TIME,
     every_technique: bool = False,
     with_what_if: bool = False,
+    site: SiteFabric = DEFAULT_SITE,
 ) -> PlanReport:
     """Plan and place a job, and compare alternatives.
 
@@ -82,6 +84,7 @@ def plan_report(
         objective: of the search over all degrees. The plan itself does not depend on it.
         every_technique: also search techniques that this runtime does not implement.
         with_what_if: also estimate the step time on better hardware.
+        site: what the administrator states about the fabric.
 
     Raises:
         InvalidSpecError: the job violates the schema.
@@ -94,6 +97,7 @@ def plan_report(
         gpu_resource=spec.workers.gpu_resource,
         node_selector=spec.workers.node_selector,
         tolerations=spec.workers.tolerations,
+        site=site,
     )
     plans = make_plans(spec, inventory)
     plan, placement, pending = plans[0], None, ""
@@ -137,7 +141,7 @@ def _fragmentation_cost(placement: Placement, inventory: Inventory, cost_model: 
     plan = placement.plan
     if cost_model is None:
         return cost_of_fragmentation(placement, inventory)
-    weights = weights_for(cost_model, plan.strategy, plan.gpus_per_worker, inventory.levels)
+    weights = weights_for(cost_model, plan.strategy, plan.gpus_per_worker, inventory.levels, inventory.site)
     return cost_of_fragmentation(placement, inventory, PlacingOptions(weights, effort=QUICK_EFFORT))
 
 

@@ -28,6 +28,10 @@ def lines(plan_report: PlanReport) -> Iterator[str]:
     yield from (f"  - {reason}" for reason in plan.reasons)
     yield ""
     yield from _placement(plan_report)
+    if plan.environment:
+        yield ""
+        yield "Variables of the ranks, from the fabric"
+        yield from (f"  {name}={value}" for name, value in plan.environment.items())
     if plan_report.rejected:
         yield ""
         yield "Not chosen"

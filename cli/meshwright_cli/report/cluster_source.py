@@ -5,10 +5,12 @@ from __future__ import annotations
 from datetime import datetime
 
 from meshwright.api.objects import KubeObject
+from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 from meshwright_cli.client.api_server import NODES
 from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.errors import MeshwrightError
 from meshwright_cli.client.objects import JobEvent
+from meshwright_cli.fabric import cluster_fabric
 from meshwright_cli.report.inputs import ReportInputs, inputs_of_job
 
 MAX_EVENTS = 500
@@ -24,7 +26,8 @@ async def read_job(client: AsyncClient, name: str, now: datetime) -> ReportInput
     notes: list[str] = []
     nodes = await _nodes(client, notes)
     events = await _events(client, name, notes)
-    return inputs_of_job(job.raw, nodes, events, now, notes)
+    site = await _fabric(client, notes)
+    return inputs_of_job(job.raw, nodes, events, now, notes, site)
 
 
 async def _nodes(client: AsyncClient, notes: list[str]) -> list[KubeObject] | None:
@@ -34,6 +37,14 @@ async def _nodes(client: AsyncClient, notes: list[str]) -> list[KubeObject] | No
         notes.append(f"No estimates and no unused GPUs, because the nodes cannot be read: {error}")
         return None
     return items
+
+
+async def _fabric(client: AsyncClient, notes: list[str]) -> SiteFabric:
+    try:
+        return await cluster_fabric(client)
+    except MeshwrightError as error:
+        notes.append(f"Estimates for the usual fabric, because that of the site cannot be read: {error}")
+        return DEFAULT_SITE
 
 
 async def _events(client: AsyncClient, name: str, notes: list[str]) -> list[JobEvent]:

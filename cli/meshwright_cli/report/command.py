@@ -10,7 +10,9 @@ import click
 
 from meshwright.api.parsing import InvalidSpecError
 from meshwright.planner.errors import PlanError
+from meshwright.planner.topology.site import SiteFabric
 from meshwright_cli.completion import complete_jobs
+from meshwright_cli.fabric import fabric_option, read_fabric
 from meshwright_cli.jobs.access import Access, cluster_options
 from meshwright_cli.plan.command import ASSUMED_GPUS, gpu_resource, job_of_manifest, node_selector, nodes_to_plan_for
 from meshwright_cli.plan.report import plan_report
@@ -46,6 +48,7 @@ MANIFEST_SUFFIXES = (".yaml", ".yml", ".json")
 @click.option(
     "--gpu", default="NVIDIA-H100-80GB-HBM3", show_default=True, help="For a manifest: product of the assumed GPUs."
 )
+@fabric_option
 @click.option(
     "--history",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -58,6 +61,7 @@ def report(
     inventory: Path | None,
     gpus: int | None,
     gpu: str,
+    fabric: Path | None,
     history: Path | None,
 ) -> None:
     """Write one HTML page about a job or a plan.
@@ -67,10 +71,12 @@ def report(
     """
     steps = read_steps(history)
     if is_manifest(job):
-        inputs = _plan_inputs(Path(job), inventory, gpus, gpu)
+        inputs = _plan_inputs(Path(job), inventory, gpus, gpu, read_fabric(fabric))
     else:
-        if inventory is not None or gpus is not None:
-            raise click.ClickException("--inventory and --gpus are only for a manifest: a job has its cluster's nodes")
+        if inventory is not None or gpus is not None or fabric is not None:
+            raise click.ClickException(
+                "--inventory, --gpus and --fabric are only for a manifest: a job has its cluster's nodes and fabric"
+            )
         inputs = access.run(lambda client: read_job(client, job, datetime.now(UTC)))
     page = render(page_of(with_history(inputs, steps)))
     try:
@@ -102,11 +108,11 @@ def with_history(inputs: ReportInputs, history: History | None) -> ReportInputs:
     return inputs if history is None else replace(inputs, history=history)
 
 
-def _plan_inputs(path: Path, inventory: Path | None, gpus: int | None, gpu: str) -> ReportInputs:
+def _plan_inputs(path: Path, inventory: Path | None, gpus: int | None, gpu: str, site: SiteFabric) -> ReportInputs:
     job = job_of_manifest(path)
     nodes, pods = nodes_to_plan_for(inventory, gpus, gpu, gpu_resource(job), node_selector(job))
     try:
-        found = plan_report(job, nodes, pods)
+        found = plan_report(job, nodes, pods, site=site)
     except (InvalidSpecError, PlanError) as error:
         raise click.ClickException(f"{path}: {error}") from error
     metadata = job.get("metadata")

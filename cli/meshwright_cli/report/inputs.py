@@ -27,6 +27,7 @@ from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES
 from meshwright.planner.search.spec_request import pinned_request
 from meshwright.planner.topology.levels import DOMAIN, RACK
 from meshwright.planner.topology.location import Location
+from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 from meshwright.rules.elastic import with_own_batch
 from meshwright_cli.client.objects import JobEvent
 from meshwright_cli.plan.report import PlanReport
@@ -120,6 +121,7 @@ def inputs_of_job(
     events: Sequence[JobEvent],
     generated: datetime,
     notes: Sequence[str] = (),
+    site: SiteFabric = DEFAULT_SITE,
 ) -> ReportInputs:
     """Return the inputs for a job of a cluster.
 
@@ -129,6 +131,7 @@ def inputs_of_job(
         events: the job's events.
         generated: time of the report.
         notes: what could not be read, and why.
+        site: what the administrator states about the fabric.
     """
     metadata, status = job["metadata"], parse_status(job)
     found = ReportInputs(
@@ -155,6 +158,7 @@ def inputs_of_job(
         gpu_resource=spec.workers.gpu_resource,
         node_selector=spec.workers.node_selector,
         tolerations=spec.workers.tolerations,
+        site=site,
     )
     try:
         planned = _planned(spec, status, inventory)

@@ -24,6 +24,7 @@ from meshwright.planner.cluster.pod_resources import (
 from meshwright.planner.cost.accelerators import gpu_memory_bytes
 from meshwright.planner.topology import DEFAULT_LEVELS, Level, Location, as_tree, locate
 from meshwright.planner.topology.levels import DOMAIN, RACK
+from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 
 _MIB = 1 << 20
 
@@ -57,6 +58,8 @@ class Inventory:
     warnings: tuple[str, ...] = ()
     levels: tuple[str, ...] = (DOMAIN, RACK)
     """Names of the fabric levels of the nodes' locations, closest first."""
+    site: SiteFabric = field(default_factory=lambda: DEFAULT_SITE)
+    """What the administrator states about the fabric."""
 
     @property
     def usable(self) -> list[Node]:
@@ -85,7 +88,8 @@ class Inventory:
         node_selector: Mapping[str, str] | None = None,
         tolerations: Sequence[Toleration] = (),
         without_job: str | None = None,
-        levels: Sequence[Level] = DEFAULT_LEVELS,
+        levels: Sequence[Level] | None = None,
+        site: SiteFabric = DEFAULT_SITE,
     ) -> Inventory:
         """The inventory for one job.
 
@@ -96,8 +100,10 @@ class Inventory:
             node_selector: labels that a node must have.
             tolerations: taints that the job tolerates.
             without_job: uid of a job whose own pods are not counted, because `place` gets them as `keep`.
-            levels: the fabric levels and the label keys that name them, closest first.
+            levels: the fabric levels and the label keys that name them, closest first. Default: those of `site`.
+            site: what the administrator states about the fabric.
         """
+        levels = site.fabric_levels() if levels is None else levels
         warnings: list[str] = []
         found: dict[str, Node] = {}
         node_by_hostname: dict[str, str] = {}
@@ -129,6 +135,7 @@ class Inventory:
                 *_missing_label_warnings(counted_nodes, names),
             ),
             names,
+            site,
         )
 
     def holding(self, used: Mapping[str, Resources], warnings: Sequence[str] = ()) -> Inventory:

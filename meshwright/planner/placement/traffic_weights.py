@@ -20,6 +20,7 @@ from meshwright.planner.cost.update_time import gradient_sync_bytes, gradient_sy
 from meshwright.planner.cost_model import CostModel
 from meshwright.planner.placement.weights import GroupTraffic, Weights
 from meshwright.planner.topology.links import Links
+from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 
 HIDDEN_WEIGHT = 0.05
 """Fraction of the hidden bytes that counts nevertheless: they still compete with other traffic."""
@@ -48,7 +49,13 @@ def group_traffic(cost_model: CostModel, strategy: Strategy, gpus_per_worker: in
     )
 
 
-def weights_for(cost_model: CostModel, strategy: Strategy, gpus_per_worker: int, levels: Sequence[str]) -> Weights:
+def weights_for(
+    cost_model: CostModel,
+    strategy: Strategy,
+    gpus_per_worker: int,
+    levels: Sequence[str],
+    site: SiteFabric = DEFAULT_SITE,
+) -> Weights:
     """Milliseconds per step that one more location of each level adds for a group of each dimension.
 
     Args:
@@ -56,12 +63,13 @@ def weights_for(cost_model: CostModel, strategy: Strategy, gpus_per_worker: int,
         strategy: the strategy that runs.
         gpus_per_worker: number of consecutive ranks on one worker. Replicas on one worker share its network cards.
         levels: the inventory's levels, closest first.
+        site: what the administrator states about the fabric.
 
     Raises:
         ValueError: there are more stages than layers.
     """
     gpu = cost_model.machine.gpu
-    links = Links(levels, inside=gpu.link, nic=gpu.nic)
+    links = Links(levels, inside=gpu.link, nic=gpu.nic, measured=site.measured(levels))
     return Weights.from_traffic(group_traffic(cost_model, strategy, gpus_per_worker), links).scaled(MILLI)
 
 

@@ -47,6 +47,7 @@ from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.planning.planning_service import PlanningService
 from meshwright_operator.scheduling.calibration import CalibrationLoop
+from meshwright_operator.scheduling.fabric_file import FabricFile
 from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.policy_file import PolicyFile
 from meshwright_operator.scheduling.scheduler import JobScheduler
@@ -72,6 +73,7 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
         KeyFileError: The key file cannot be used.
         CredentialsError: The operator's Secret, or a certificate file, cannot be used.
         PolicyError: The administrator's policy cannot be read, or is invalid.
+        FabricError: The fabric of the site cannot be read, or is invalid.
         ListenError: An address cannot be used.
         ClusterError: The API server cannot be reached, or does not know the kind of jobs.
         BaseExceptionGroup: A part failed for good, such as the lease or a watch. The process must exit.
@@ -128,6 +130,7 @@ class Manager:
         self._planner = PlanningService(inventories, lambda: scheduler.calibration, metrics, self._queue.add)
         self._stalls = StallMonitor(metrics)
         self._policy_file = PolicyFile(settings.policy_file, metrics, scheduler.set_policy)
+        self._fabric_file = FabricFile(settings.fabric_file, metrics, scheduler.set_fabric)
         self._calibration_loop = CalibrationLoop(self._cache, scheduler)
         jobs = JobMetrics()
         metrics.registry.register(jobs)
@@ -155,6 +158,7 @@ class Manager:
         manager = cls(settings, configuration, metrics)
         try:
             manager._policy_file.load()
+            manager._fabric_file.load()
         except BaseException:
             await manager.close()
             raise
@@ -212,6 +216,7 @@ class Manager:
             group.create_task(self._watch(on_ready), name="watch")
             # On standby too: the first reconcile as the leader must be bounded by the policy of that moment.
             group.create_task(self._policy_file.run(), name="policy")
+            group.create_task(self._fabric_file.run(), name="fabric")
 
     @asynccontextmanager
     async def _serve_agents(self) -> AsyncIterator[None]:

@@ -115,7 +115,7 @@ class _Sizing:
         total = elastic.micro_batches if elastic is not None and elastic.micro_batches else None
         if total is None and self.spec.training is not None:
             total = running.micro_batches * running.data
-        full = running if elastic is None or elastic.full_plan is None else _plan_status(elastic.full_plan)
+        full = running if elastic is None or elastic.full_plan is None else _plan_status(elastic.full_plan, running)
         counts = self._counts(full)
         current = spec_of_plan(self.spec, running)
         made = self.planner.running_plan(self.key, current, running)
@@ -226,7 +226,7 @@ def layout(plan: LayoutStatus) -> str:
     return f"TP {plan.tensor} x {context}PP {plan.pipeline} x DP {plan.data}"
 
 
-def _plan_status(full: LayoutStatus) -> PlanStatus:
-    """The stored layout as the plan of a running job."""
+def _plan_status(full: LayoutStatus, running: PlanStatus) -> PlanStatus:
+    """The stored layout as the plan of a running job, with the environment of the plan that runs."""
     world = full.tensor * full.pipeline * full.context * full.data
-    return PlanStatus(**full.model_dump(), world_size=world, workers=0)
+    return PlanStatus(**full.model_dump(), world_size=world, workers=0, environment=running.environment)

@@ -321,6 +321,8 @@ class Reconciler:
             coordinator_url=self._coordinator_url(),
             trust=self._trust(),
             secret=secret["metadata"]["name"],
+            network=self._inventories.site.network.kind or "",
+            several_workers=len(observed.plan.workers) > 1 or observed.elastic is not None,
         )
         return context, secret
 

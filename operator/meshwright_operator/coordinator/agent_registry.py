@@ -317,4 +317,4 @@ def _decision_fields(report: WorkerReport) -> tuple[object, ...]:
     """The parts of a report on which a decision may depend."""
     phases = tuple((phase.name, phase.seconds) for phase in report.phases)
     failure = report.failure, report.message
-    return report.incarnation, report.generation, report.state, report.paused, *failure, phases
+    return report.incarnation, report.generation, report.state, report.paused, *failure, phases, report.preflight

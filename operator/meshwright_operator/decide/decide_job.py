@@ -18,6 +18,7 @@ from meshwright_operator.decide import (
     mesh_generation,
     placement_outcome,
     preempted_job,
+    preflight,
     progress,
     resize,
     restart_policy,
@@ -62,6 +63,7 @@ def decide(observed: Observed) -> Decision:
     _report_blocked_edit(decision)
     restart_policy.drop_expired(decision.status, observed.spec.recovery, observed.now)
     progress.update_progress(observed, decision.status)
+    preflight.report(decision)
     decision.blocked_nodes = stuck_pods.nodes_to_avoid(observed.stuck_pods)
     decision.delete += [pod for worker in observed.workers for pod in worker.obsolete_pods]
     _record_succeeded_workers(decision)

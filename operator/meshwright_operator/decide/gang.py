@@ -8,7 +8,7 @@ after which the attempt ends and the gang releases its nodes.
 from __future__ import annotations
 
 from meshwright.protocol.messages import AgentState
-from meshwright_operator.decide import failure_detection, restart_policy, size_status, sizing
+from meshwright_operator.decide import failure_detection, preflight, restart_policy, size_status, sizing
 from meshwright_operator.decide.external_scheduler import external_scheduler_action
 from meshwright_operator.decide.gang_actions import (
     Delete,
@@ -143,6 +143,8 @@ def _wait_for_agents(observed: Observed, pending_cause: str) -> GangAction:
         return _absent_agents(observed, absent) or Wait(f"{total - len(absent)} of {total} agents are ready")
     if restart_policy.cause_named(pending_cause).pauses and (saving := saving_agents(observed)):
         return Wait(f"{counted(saving, 'worker')} still {'saves' if saving == 1 else 'save'} a checkpoint")
+    if (obstacle := preflight.obstacle(observed)) is not None:
+        return obstacle
     left, pause = restart_policy.backoff_left(observed, restart_policy.cause_named(pending_cause))
     if left > 0:
         return Wait(f"Backing off for {pause:.0f} s before the next start", seconds=left)

@@ -121,4 +121,6 @@ def document(observed: Observed, mesh: MeshStatus) -> MeshDocument | None:
         master_port=port,
         members=members,
         run=observed.run,
+        numa_binding=None if observed.spec.preflight is None or observed.spec.preflight.numa_binding else False,
+        environment=dict(observed.plan.environment) or None,
     )

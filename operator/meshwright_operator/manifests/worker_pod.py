@@ -9,6 +9,8 @@ checks the node's resources and taints.
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 
 from meshwright.api import labels
@@ -17,9 +19,12 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import WorkerPlacement
 from meshwright.api.workers import EnvVar, VolumeSpec, WorkersSpec
 from meshwright.planner.cluster.pod_resources import worker_requests
+from meshwright.protocol.preflight import PodNeeds
 from meshwright_operator.manifests.owned_objects import TOKEN_KEY, job_labels, owner_reference
 
 USER_ID = 65532
+RDMA_DEVICE = re.compile(r"^rdma/|/efa$|sriov|/hca|mellanox", re.IGNORECASE)
+"""Extended resources that are devices of an RDMA network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,10 @@ class PodContext:
     secret: str
     """Name of the Secret with the job's token."""
     trust: CoordinatorTrust = CoordinatorTrust()
+    network: str = ""
+    """Kind of the network of the site, if it is stated."""
+    several_workers: bool = False
+    """Whether the job has several workers, or may have."""
 
 
 def worker_pod(context: PodContext, placed: WorkerPlacement) -> KubeObject:
@@ -181,6 +190,8 @@ def _environment(context: PodContext, placed: WorkerPlacement) -> list[KubeObjec
         values[labels.ENV_DATA_DIR] = labels.DATA_MOUNT
     if context.spec.runtime.scripts:
         values[labels.ENV_SCRIPTS_DIR] = labels.SCRIPTS_MOUNT
+    if needs := pod_needs(context):
+        values[labels.ENV_POD_NEEDS] = needs
     secret = {"name": context.secret, "key": TOKEN_KEY}
     return [
         *(_variable(variable) for variable in context.spec.workers.env),
@@ -189,6 +200,22 @@ def _environment(context: PodContext, placed: WorkerPlacement) -> list[KubeObjec
         {"name": labels.ENV_POD_UID, "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
         {"name": labels.ENV_TOKEN, "valueFrom": {"secretKeyRef": secret}},
     ]
+
+
+def pod_needs(context: PodContext) -> str:
+    """What the agent checks in its pod and cannot see, as JSON. Empty if there is nothing."""
+    resources = context.spec.workers.resources
+    devices = resources.devices or {}
+    efa = any(name.endswith("/efa") for name in devices)
+    needs = PodNeeds(
+        network=context.network or ("EFA" if efa else ""),
+        rdma=any(RDMA_DEVICE.search(name) for name in devices),
+        huge_pages=dict(resources.huge_pages or {}),
+        several_workers=context.several_workers,
+    )
+    if not (needs.network or needs.rdma or needs.huge_pages):
+        return ""
+    return json.dumps(needs.model_dump(mode="json", by_alias=True, exclude_defaults=True), separators=(",", ":"))
 
 
 def _variable(variable: EnvVar) -> KubeObject:

@@ -114,6 +114,10 @@ class OperatorMetrics(Exporter):
         "ptj_policy_valid",
         "1 if the administrator's policy is valid, 0 if its file has an error and an earlier version is in effect.",
     )
+    fabric_valid = GaugeMetric(
+        "ptj_fabric_valid",
+        "1 if the document about the site's fabric is valid, 0 if it has an error and an earlier version is in effect.",
+    )
     pod_operations = CounterMetric(
         "ptj_pod_operations_total",
         "Pods created, ungated and deleted.",

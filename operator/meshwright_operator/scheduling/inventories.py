@@ -19,6 +19,7 @@ from meshwright.api.workers import Toleration
 from meshwright.planner.cluster.inventory import Inventory, Node, missing_label_warnings
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.topology import Location
+from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.scheduling.node_set import NodeSet
 
@@ -54,6 +55,8 @@ class Inventories:
         self._sets: OrderedDict[str, NodeSet] = OrderedDict()
         self._views: OrderedDict[NodeRequirements, _View] = OrderedDict()
         self._pool: dict[Node, Node] = {}
+        self.site: SiteFabric = DEFAULT_SITE
+        """The fabric of the site. With another one, all nodes are read again."""
         self._lock = asyncio.Lock()
         self._in_thread = False
         self._owner = threading.get_ident()
@@ -106,7 +109,7 @@ class Inventories:
         if self._in_thread or threading.get_ident() != self._owner:
             # The last inventory is current enough. Without one, what another thread changes must not be used.
             return view or self._unshared(requirements, dict(nodes))
-        if view is None or view.version != version:
+        if view is None or view.version != version or view.inventory.site is not self.site:
             return self._update(requirements, None, nodes, version)
         self._views.move_to_end(requirements)
         return view
@@ -116,7 +119,12 @@ class Inventories:
         if not self.need_preparation:
             return True
         view = self._views.get(requirements)
-        return view is not None and view.version == self._cache.nodes_version and gpus in view.hardware_by_size
+        return (
+            view is not None
+            and view.version == self._cache.nodes_version
+            and view.inventory.site is self.site
+            and gpus in view.hardware_by_size
+        )
 
     def _update(
         self, requirements: NodeRequirements, gpus: int | None, nodes: Mapping[str, KubeObject], version: int
@@ -124,8 +132,9 @@ class Inventories:
         """Bring a view up to date. Runs in the event loop or in a thread, but never in both at once."""
         gpu_resource = requirements.gpu_resource
         nodes_of_resource = self._sets.get(gpu_resource)
-        if nodes_of_resource is None:
-            nodes_of_resource = self._sets[gpu_resource] = NodeSet(gpu_resource, self._interned)
+        site = self.site
+        if nodes_of_resource is None or nodes_of_resource.site is not site:
+            nodes_of_resource = self._sets[gpu_resource] = NodeSet(gpu_resource, self._interned, site)
         self._sets.move_to_end(gpu_resource)
         try:
             nodes_of_resource.update(nodes, version)
@@ -152,9 +161,8 @@ class Inventories:
             # It has nodes of earlier versions too. From now on, only what is added is shared.
             self._pool.clear()
 
-    @staticmethod
-    def _unshared(requirements: NodeRequirements, nodes: Mapping[str, KubeObject]) -> _View:
-        nodes_of_resource = NodeSet(requirements.gpu_resource, lambda node: node)
+    def _unshared(self, requirements: NodeRequirements, nodes: Mapping[str, KubeObject]) -> _View:
+        nodes_of_resource = NodeSet(requirements.gpu_resource, lambda node: node, self.site)
         nodes_of_resource.update(nodes, 0)
         return _View(requirements).updated(nodes_of_resource)
 
@@ -180,6 +188,8 @@ class _View:
 
     def updated(self, shared: NodeSet) -> _View:
         """The view of the nodes as they are now."""
+        if self.version >= 0 and self.inventory.site is not shared.site:
+            return _View(self.requirements).updated(shared)
         if self.version == shared.version:
             return self
         if self.version < shared.changes_since and self.version >= 0:
@@ -203,7 +213,7 @@ class _View:
         return _View(
             self.requirements,
             shared.version,
-            Inventory(nodes, warnings, shared.levels),
+            Inventory(nodes, warnings, shared.levels, shared.site),
             counted,
             # Without a usable node, hardware says why the others are excluded.
             {} if planned_with_others or not counted else dict(self.hardware_by_size),

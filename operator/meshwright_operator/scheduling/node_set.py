@@ -9,16 +9,19 @@ from dataclasses import replace
 from meshwright.api.objects import KubeObject
 from meshwright.api.workers import Toleration
 from meshwright.planner.cluster.inventory import MALFORMED, Node, ReadNode, malformed_node_warning
-from meshwright.planner.topology import DEFAULT_LEVELS, Location, as_tree
+from meshwright.planner.topology import Location, as_tree
 from meshwright.planner.topology.levels import DOMAIN, RACK
+from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 
 
 class NodeSet:
     """Nodes by name, with locations that form a tree."""
 
-    def __init__(self, gpu_resource: str, interned: Callable[[Node], Node]) -> None:
+    def __init__(self, gpu_resource: str, interned: Callable[[Node], Node], site: SiteFabric = DEFAULT_SITE) -> None:
         """`interned` returns an equal node that others use already, if there is one."""
         self._gpu_resource = gpu_resource
+        self.site = site
+        self._fabric_levels = site.fabric_levels()
         self._interned = interned
         self._objects: dict[str, KubeObject] = {}
         self._read: dict[str, ReadNode] = {}
@@ -81,7 +84,7 @@ class NodeSet:
     def _read_node(self, name: str, labelled: dict[str, Location]) -> None:
         obj = self._objects[name]
         try:
-            read = ReadNode.of(obj, self._gpu_resource)
+            read = ReadNode.of(obj, self._gpu_resource, self._fabric_levels)
         except MALFORMED as error:
             self.warnings[name] = malformed_node_warning(obj, error)
             return
@@ -93,7 +96,7 @@ class NodeSet:
 
     def _locate(self, version: int) -> None:
         """Make a tree of the locations, and note the nodes whose location changes."""
-        tree, conflicts = as_tree(self._labelled, DEFAULT_LEVELS)
+        tree, conflicts = as_tree(self._labelled, self._fabric_levels)
         self.conflicts = tuple(conflicts)
         self.levels = next(iter(tree.values())).levels if tree else (DOMAIN, RACK)
         for name, place in tree.items():

@@ -146,6 +146,10 @@ class Placer:
         self.queue.policy = policy
         self._capacity.may_be_freed()
 
+    def may_fit_now(self) -> None:
+        """Tries waiting jobs again: the nodes are the same, but their locations are not."""
+        self._capacity.may_be_freed()
+
     def withdraw(self, uid: str) -> None:
         """Removes a job from the queue, because it needs no more nodes."""
         if self._jobs.remove(uid):

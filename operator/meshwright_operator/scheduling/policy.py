@@ -7,11 +7,11 @@ a running job is never stopped because of it.
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Annotated, Any
+from typing import Annotated
 
-import yaml
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
+from meshwright.administrator import parse_document
 from meshwright.api.base import ApiModel
 
 LARGEST = 1_000_000_000
@@ -95,28 +95,9 @@ def parse_policy(text: str) -> Policy:
         PolicyError: The document is invalid.
     """
     try:
-        document = yaml.load(text, Loader=yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise PolicyError(f"not valid YAML: {' '.join(str(error).split())}") from None
-    if document is None:
-        return Policy()
-    if not isinstance(document, dict):
-        raise PolicyError("must be a mapping with `defaults` and `namespaces`")
-    try:
-        return Policy.model_validate(document)
-    except ValidationError as error:
-        raise PolicyError("; ".join(_problem(problem) for problem in error.errors()[:10])) from None
-
-
-def _problem(problem: Any) -> str:
-    path = ""
-    for part in problem["loc"]:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    if problem["type"] == "extra_forbidden":
-        return f"unknown field `{path}`: remove it, or correct its name"
-    message = problem["msg"].removeprefix("Value error, ")
-    given = "" if problem["type"] in ("missing", "value_error") else f", got {str(problem['input'])[:64]!r}"
-    return f"`{path}`: {message[:1].lower()}{message[1:]}{given}"
+        return parse_document(Policy, text, "`defaults` and `namespaces`")
+    except ValueError as error:
+        raise PolicyError(str(error)) from None
 
 
 def _merged(defaults: Bounds, entry: NamespaceBounds) -> Bounds:

@@ -16,6 +16,7 @@ from meshwright.planner.cost_model import Calibration, cost_model_for
 from meshwright.planner.placement import Placement
 from meshwright.planner.plan import Plan
 from meshwright.planner.plan_and_place import map_plan_ranks
+from meshwright.planner.topology.site import SiteFabric
 from meshwright_operator.decide.gang_actions import MapRanks
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement_outcome import Granted, MappedRanks, NotGranted
@@ -108,6 +109,16 @@ class JobScheduler:
     def set_policy(self, policy: Policy) -> None:
         """Bounds and orders jobs by this policy from now on, and reconciles all that have not finished."""
         self._placer.set_policy(policy)
+        for key in self._cache.jobs:
+            self._wake(key)
+
+    def set_fabric(self, site: SiteFabric) -> None:
+        """Plans and places jobs on this fabric from now on, and reconciles all that have not finished.
+
+        A job that has started keeps its plan. Its lost workers are placed on the fabric as it is now.
+        """
+        self._inventories.site = site
+        self._placer.may_fit_now()
         for key in self._cache.jobs:
             self._wake(key)
 

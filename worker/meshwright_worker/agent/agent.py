@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
 from collections import deque
 from collections.abc import Coroutine, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from meshwright.addresses import join_host_port
@@ -36,6 +38,7 @@ from meshwright_worker.agent.rank_process import command_state, process_state
 from meshwright_worker.agent.server_process import ServerProcess
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import build_report
+from meshwright_worker.preflight.checks import Pod, run_checks
 from meshwright_worker.rank import messages
 from meshwright_worker.rank.task import StepReport
 
@@ -44,6 +47,8 @@ log = logging.getLogger(__name__)
 # A run is complete only once the operator knows it: a finished pod that did not report would count as lost.
 COMPLETE_REPORT_SECONDS = 30.0
 LAST_REPORT_SECONDS = 2.0
+CLOCK_SECONDS = 10.0
+"""Time to wait for the coordinator's first answer, which has its time, before the pod is checked."""
 
 # Minimum interval between lines, so that fast steps do not flood the log.
 LINE_SECONDS = 1.0
@@ -60,6 +65,7 @@ class Agent:
             settings.worker, settings.incarnation, settings.pod_uid, settings.drain_seconds
         )
         self._launcher = Launcher(settings, self._event_queue, environment, server)
+        self._environment = environment
         self._metrics = WorkerMetrics(settings.namespace, settings.job)
         self._training_log = TrainingLog(None)
         self._started_before = False
@@ -114,6 +120,7 @@ class Agent:
         self._start_background_task(self._poll.run())
         self._start_background_task(self._announce_prepared())
         self._start_background_task(self._heartbeat.run())
+        self._start_background_task(self._check_pod(client))
 
     def _start_background_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
         def on_done(task: asyncio.Task[None]) -> None:
@@ -147,6 +154,27 @@ class Agent:
             await self._launcher.prepared()
             if self._state_machine.generation == 0:
                 self._poll.repeat()
+
+    async def _check_pod(self, client: CoordinatorClient) -> None:
+        """Check the pod, and report what was found. The checks stop nothing: the operator decides."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(client.answered.wait(), CLOCK_SECONDS)
+        settings = self._settings
+        pod = Pod(
+            needs=settings.needs,
+            checkpoint_dir=Path(settings.checkpoint_dir) if settings.checkpoint_dir else None,
+            library_path=self._environment.get("LD_LIBRARY_PATH", ""),
+            clock_skew=client.clock_skew,
+        )
+        try:
+            found = await asyncio.to_thread(run_checks, pod)
+        except Exception:  # a check that raises says nothing about the pod
+            log.exception("the checks of the pod failed")
+            return
+        for one in found.findings:
+            log.warning("preflight check=%s: %s. Fix: %s", one.check, one.message, one.fix)
+        self._state_machine.preflight = found
+        self._heartbeat.report_now()
 
     def _build_report(self) -> WorkerReport:
         current = self._state_machine.current

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import ssl
+import time
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 import aiohttp
@@ -83,6 +86,10 @@ class CoordinatorClient:
         self._trust = CoordinatorTrust(settings.coordinator_ca)
         self._server_name = settings.coordinator_name or None
         self._session: aiohttp.ClientSession | None = None
+        self.answered = asyncio.Event()
+        """Set once the coordinator has answered a request."""
+        self.clock_skew: float | None = None
+        """Seconds that this clock is ahead of the coordinator's, as of the first answer with a time."""
 
     async def __aenter__(self) -> CoordinatorClient:
         self._session = aiohttp.ClientSession()
@@ -193,12 +200,20 @@ class CoordinatorClient:
             raise UnavailableError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         return self._handle_response(f"{response.status} from {url}", response.status, headers, response.headers, body)
 
+    def _compare_clocks(self, date: str) -> None:
+        """Note the difference of the clocks. The header has whole seconds, so half a second is added."""
+        if self.clock_skew is None and date:
+            with contextlib.suppress(ValueError, TypeError):
+                self.clock_skew = time.time() - (parsedate_to_datetime(date).timestamp() + 0.5)
+        self.answered.set()
+
     def _handle_response(
         self, source: str, status: int, sent: Mapping[str, str], received: Mapping[str, str], body: bytes
     ) -> bytes | None:
         """Return the body of a successful response. Only a signed response may start, stop or delay anything."""
         if status in (200, 204, 409, 410):
             self._verify_signature(source, status, sent, received, body)
+            self._compare_clocks(received.get("Date", ""))
         match status:
             case 200:
                 return body

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import socket
 import sys
@@ -13,6 +14,7 @@ from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.events import EventQueue
 from meshwright_worker.agent.fork_client import ForkServerClient, ForkServerError
 from meshwright_worker.agent.rank_environment import (
+    communication_variables,
     rank_environment,
     rank_task,
     resolve_script_paths,
@@ -21,6 +23,8 @@ from meshwright_worker.agent.rank_process import RankHandle, start_command, supe
 from meshwright_worker.agent.server_process import ServerProcess, process_environment
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import StartRanks
+from meshwright_worker.preflight.host import Host
+from meshwright_worker.preflight.numa import cpus_of_rank
 
 CLEAN_UP_SECONDS = 3.0
 
@@ -96,6 +100,7 @@ class Launcher:
         run = start.document.run
         try:
             environment = rank_environment(start.document, start.member, rank, self._settings)
+            environment = {**communication_variables(start.document, self._environment), **environment}
             if isinstance(run, NativeRun):
                 task = rank_task(start.document, run, start.member, rank, self._settings)
                 handle = await self._server.fork(task, environment)
@@ -107,6 +112,8 @@ class Launcher:
         except (ForkServerError, OSError, ValueError) as error:
             raise LaunchError(f"rank {rank} cannot be started: {error}") from error
         self._handles[rank] = handle
+        if start.document.numa_binding is not False:
+            bind_to_numa_node(handle.pid, rank - start.member.first_rank, start.member.ranks)
         supervisor = asyncio.create_task(supervise(handle, start.document.generation, self._event_queue, write_line))
         self._supervisors.add(supervisor)
         supervisor.add_done_callback(self._supervisors.discard)
@@ -135,6 +142,17 @@ class Launcher:
             await asyncio.wait(self._supervisors, timeout=CLEAN_UP_SECONDS)
         await self._server.stop()
         self._port.release()
+
+
+def bind_to_numa_node(pid: int, local_rank: int, local_ranks: int, host: Host | None = None) -> None:
+    """Let the process run only on the CPUs of its rank's NUMA node. Without one, it keeps the CPUs of the pod.
+
+    The process has just started: threads that it starts later inherit the CPUs.
+    """
+    cpus = cpus_of_rank(host or Host(), local_rank, local_ranks)
+    if cpus:
+        with contextlib.suppress(OSError):  # it has exited already, or the CPUs were taken away meanwhile
+            os.sched_setaffinity(pid, cpus)
 
 
 def write_line(line: str) -> None:

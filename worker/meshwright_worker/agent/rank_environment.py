@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from meshwright.api import labels
@@ -10,6 +11,9 @@ from meshwright.protocol.messages import MeshDocument, MeshMember
 from meshwright.protocol.run_config import NativeRun, Run
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.rank.task import RankTask
+
+COMMUNICATION_VARIABLE = re.compile(r"(NCCL|RCCL|OFI|FI|UCX|SHARP|GLOO|IBV|MLX5)_[A-Z0-9_]+")
+"""Names that a mesh document may set."""
 
 
 def rank_environment(document: MeshDocument, member: MeshMember, rank: int, settings: Settings) -> dict[str, str]:
@@ -56,6 +60,19 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
     if settings.data_dir:
         environment[labels.ENV_DATA_DIR] = settings.data_dir
     return environment
+
+
+def communication_variables(document: MeshDocument, pod: Mapping[str, str]) -> dict[str, str]:
+    """Return the document's variables of communication libraries that the pod's environment does not have.
+
+    The user's `workers.env` and the image are in the pod's environment. A name of another kind, which only a damaged
+    document has, is left out.
+    """
+    return {
+        name: value
+        for name, value in (document.environment or {}).items()
+        if name not in pod and COMMUNICATION_VARIABLE.fullmatch(name) and "\0" not in value
+    }
 
 
 def resolve_script_paths(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from meshwright.api import labels
 from meshwright.protocol.messages import DEFAULT_REPORT_SECONDS
+from meshwright.protocol.preflight import PodNeeds
 from meshwright_worker.agent.coordinator_trust import BundleError, CoordinatorTrust
 
 # Tuning that no manifest needs; the operator's timeouts assume these defaults.
@@ -45,6 +46,8 @@ class Settings:
     """Port of /metrics; 0 picks a free one."""
     checkpoint_dir: str | None = None
     data_dir: str | None = None
+    needs: PodNeeds = field(default_factory=PodNeeds)
+    """What the pod needs and the agent cannot see."""
     grace_seconds: float = DEFAULT_GRACE_SECONDS
     """The pod's termination grace period, in seconds."""
     report_seconds: float = DEFAULT_REPORT_SECONDS
@@ -87,6 +90,7 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
         metrics_port=_port(environment, labels.ENV_METRICS_PORT, labels.METRICS_PORT),
         checkpoint_dir=environment.get(labels.ENV_CHECKPOINT_DIR) or None,
         data_dir=environment.get(labels.ENV_DATA_DIR) or None,
+        needs=_needs(environment.get(labels.ENV_POD_NEEDS, "")),
         grace_seconds=_seconds(environment, labels.ENV_GRACE_SECONDS, DEFAULT_GRACE_SECONDS),
         report_seconds=_seconds(environment, ENV_REPORT_SECONDS, DEFAULT_REPORT_SECONDS),
         reject_seconds=_seconds(environment, ENV_REJECT_SECONDS, DEFAULT_REJECT_SECONDS),
@@ -106,6 +110,14 @@ def _bundle(authorities: str) -> str:
     except BundleError as error:
         raise SettingsError(f"{labels.ENV_COORDINATOR_CA}: {error}") from None
     return authorities
+
+
+def _needs(text: str) -> PodNeeds:
+    """What a pod needs. If it cannot be read, less is checked, but the pod trains."""
+    try:
+        return PodNeeds.model_validate_json(text) if text.strip() else PodNeeds()
+    except ValueError:
+        return PodNeeds()
 
 
 def _count(environment: Mapping[str, str], name: str) -> int:

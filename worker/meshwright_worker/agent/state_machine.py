@@ -25,6 +25,7 @@ from meshwright.protocol.messages import (
     MeshMember,
     WorkerReport,
 )
+from meshwright.protocol.preflight import PreflightReport
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.mesh_generation import EXIT_STOPPED, MeshGeneration
 from meshwright_worker.rank import messages
@@ -88,6 +89,8 @@ class AgentStateMachine:
     """Newest checkpoint, of this generation or an earlier one."""
     exit_code_on_shutdown: int | None = None
     """Exit code; set once the pod was asked to stop."""
+    preflight: PreflightReport | None = None
+    """What the checks of the pod have found, once they are done."""
     _pending: StartRanks | None = None
     _kill_at: float | None = None
     _sigterm_sent: bool = False
@@ -264,6 +267,7 @@ def build_report(
             pod_uid=state_machine.pod_uid,
             generation=state_machine.generation,
             state=state_machine.state,
+            preflight=state_machine.preflight,
         )
     failure = current.failure
     has_rank_zero = current.first_rank == 0
@@ -281,4 +285,5 @@ def build_report(
         checkpoint=state_machine.checkpoint if has_rank_zero else None,
         evaluation=current.evaluation,
         phases=current.phases[:MAX_PHASES] if has_rank_zero else [],
+        preflight=state_machine.preflight,
     )

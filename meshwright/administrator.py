@@ -1,0 +1,56 @@
+"""Documents that an administrator writes for the operator: one YAML document each, checked by its pydantic class.
+
+An error names every field with its path, what it must be, and what was given.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from meshwright.api.base import ApiModel
+
+MAX_PROBLEMS = 10
+"""Largest number of fields that one message names."""
+
+Document = TypeVar("Document", bound=ApiModel)
+
+
+def parse_document(kind: type[Document], text: str, fields: str) -> Document:
+    """Parse a document, in YAML or JSON. An empty one has the default of every field.
+
+    Args:
+        kind: the document's class.
+        text: the document.
+        fields: its fields, for the message about a document that is not a mapping.
+
+    Raises:
+        ValueError: the document is invalid. The message names the fields and what they must be.
+    """
+    import yaml  # the planner, which only uses the classes of documents, does not need it
+
+    try:
+        document = yaml.load(text, Loader=yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from None
+    if document is None:
+        return kind()
+    if not isinstance(document, dict):
+        raise ValueError(f"must be a mapping with {fields}")
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        raise ValueError("; ".join(_problem(problem) for problem in error.errors()[:MAX_PROBLEMS])) from None
+
+
+def _problem(problem: Any) -> str:
+    path = ""
+    for part in problem["loc"]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown field `{path}`: remove it, or correct its name"
+    message = problem["msg"].removeprefix("Value error, ")
+    given = "" if problem["type"] in ("missing", "value_error") else f", got {str(problem['input'])[:64]!r}"
+    named = f"`{path}`: " if path else ""
+    return f"{named}{message[:1].lower()}{message[1:]}{given}"
