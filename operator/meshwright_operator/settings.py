@@ -200,14 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-connections-per-source", "COUNT", int, count, text)
     text = "New connections per second from one address that do not send a valid signature."
     add("--connection-rate-per-source", "RATE", float, default.connection_rate_per_source, text)
-    text = "Path of the administrator's policy, read again when it changes. Default: no bounds."
-    add("--policy-file", "FILE", Path, None, text)
-    text = "Path of the fabric of the site, read again when it changes. Default: known labels and usual bandwidths."
-    add("--fabric-file", "FILE", Path, None, text)
-    text = "Time in which another scheduler must bind a job's first pod, unless the job says otherwise. 0: no limit."
-    add("--unbound-seconds", "SECONDS", float, default.unbound_seconds, text)
-    text = "The same for the job's other pods, after the first one is bound. 0: no limit."
-    add("--partly-bound-seconds", "SECONDS", float, default.partly_bound_seconds, text)
+    _add_scheduling(add)
     text = "Address on which /metrics, /healthz and /readyz are served."
     add("--metrics-listen", "HOST:PORT", Address.parse, default.metrics_listen, text)
     add("--lease-name", "NAME", str, default.lease_name, "Name of the leader's Lease.")
@@ -227,6 +220,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-level", choices=levels, default=default.log_level, help=text)
     parser.add_argument("--log-format", choices=FORMATS, default=default.log_format, help="Format of log lines.")
     return parser
+
+
+def _add_scheduling(add: Callable[..., None]) -> None:
+    default = Settings()
+    text = "Path of the administrator's policy, read again when it changes. Default: no bounds."
+    add("--policy-file", "FILE", Path, None, text)
+    text = "Path of the fabric of the site, read again when it changes. Default: known labels and usual bandwidths."
+    add("--fabric-file", "FILE", Path, None, text)
+    text = "Time in which another scheduler must bind a job's first pod, unless the job says otherwise. 0: no limit."
+    add("--unbound-seconds", "SECONDS", float, default.unbound_seconds, text)
+    text = "The same for the job's other pods, after the first one is bound. 0: no limit."
+    add("--partly-bound-seconds", "SECONDS", float, default.partly_bound_seconds, text)
 
 
 def _add_tls(parser: argparse.ArgumentParser, add: Callable[..., None]) -> None:

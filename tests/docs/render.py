@@ -1,8 +1,9 @@
 """`render`: blocks that the product reads or that repeat a file, built from the code and the file.
 
 `render spec` is a piece of a job's spec: `meshwright plan` must accept it, laid over a plain job. `render inventory` is
-a list of nodes for `meshwright plan`, `render chaos` a list of faults for the embedded API server. `render label-sets`
-is the list of known fabric labels. `render PATH` is a file of the repository, or with `...` parts of one.
+a list of nodes for `meshwright plan`, `render chaos` a list of faults for the embedded API server, `render fabric` a
+fabric of a site. `render label-sets` is the list of known fabric labels. `render PATH` is a file of the repository, or
+with `...` parts of one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from click.testing import CliRunner
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.planner.topology.levels import LABEL_SETS, LEVELS
+from meshwright.planner.topology.site import FabricError, parse_fabric
 from meshwright_local.apiserver.rest.chaos import Rule
 from tests.docs import programs, transcript
 from tests.docs.blocks import ROOT, Block
@@ -101,7 +103,19 @@ def _chaos(text: str) -> None:
         raise RenderError(str(error)) from None
 
 
-_READERS: dict[str, Callable[[str], None]] = {"spec": _spec, "inventory": _inventory, "chaos": _chaos}
+def _fabric(text: str) -> None:
+    try:
+        parse_fabric(text)
+    except FabricError as error:
+        raise RenderError(str(error)) from error
+
+
+_READERS: dict[str, Callable[[str], None]] = {
+    "spec": _spec,
+    "inventory": _inventory,
+    "chaos": _chaos,
+    "fabric": _fabric,
+}
 
 
 def _plan(*words: str) -> None:
