@@ -83,6 +83,8 @@ class Settings:
     """The same, new ones per second."""
     policy_file: Path | None = None
     """File with the administrator's policy; no bounds if None."""
+    profiles_file: Path | None = None
+    """File with the administrator's profiles of worker pods; none if None."""
     metrics_listen: Address = Address("", 9471)
     """Address on which /metrics, /healthz and /readyz are served."""
     lease_name: str = "meshwright-operator"
@@ -195,6 +197,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--connection-rate-per-source", "RATE", float, default.connection_rate_per_source, text)
     text = "Path of the administrator's policy, read again when it changes. Default: no bounds."
     add("--policy-file", "FILE", Path, None, text)
+    text = "Path of the administrator's profiles of worker pods, read again when it changes. Default: no profiles."
+    add("--profiles-file", "FILE", Path, None, text)
     text = "Address on which /metrics, /healthz and /readyz are served."
     add("--metrics-listen", "HOST:PORT", Address.parse, default.metrics_listen, text)
     add("--lease-name", "NAME", str, default.lease_name, "Name of the leader's Lease.")
