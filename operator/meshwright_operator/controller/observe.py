@@ -23,7 +23,14 @@ from meshwright_operator.decide import lifecycle
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import RunningSpec, revision_of, running_spec, spec_at_start
 from meshwright_operator.decide.conditions import BlockedEdit
-from meshwright_operator.decide.observed import Observed, Rejection, has_started, observe_workers
+from meshwright_operator.decide.observed import (
+    DEFAULT_LIMITS,
+    BindingLimits,
+    Observed,
+    Rejection,
+    has_started,
+    observe_workers,
+)
 from meshwright_operator.decide.stuck_pods import stuck_pods
 from meshwright_operator.decide.waiting_edit import edit_waits, waiting_edit
 from meshwright_operator.kube.cache import Cache, JobKey
@@ -57,6 +64,7 @@ def observe_job(
     agents: Agents,
     now: datetime,
     rejection: Rejection | None = None,
+    binding: BindingLimits = DEFAULT_LIMITS,
     profiles: JobProfiles | None = None,
 ) -> Observed:
     """Observe one job, its pods and nodes, from the cache.
@@ -70,6 +78,7 @@ def observe_job(
         agents: The state of the job's agents.
         now: The current time.
         rejection: The API server's rejection of the last attempt to create pods, if any.
+        binding: The operator's limits for other schedulers.
         profiles: The administrator's profiles; none if this is None.
 
     Raises:
@@ -78,7 +87,7 @@ def observe_job(
     """
     status = cache.parsed.status(job)
     known = profiles or JobProfiles(lambda *job_and_text: "")
-    observer = _JobObserver(key, job, status, cache, scheduler, planner, agents, now, rejection, known)
+    observer = _JobObserver(key, job, status, cache, scheduler, planner, agents, now, rejection, binding, known)
     running = running_spec(status)
     if running is None:
         spec = _parsed(job, cache)
@@ -123,6 +132,7 @@ class _JobObserver:
     agents: Agents
     now: datetime
     rejection: Rejection | None
+    binding: BindingLimits
     profiles: JobProfiles
 
     def observe_as(self, spec: ParallelTrainingJobSpec, revision: str) -> Observed:
@@ -183,6 +193,7 @@ class _JobObserver:
             namesakes=self.cache.namesakes(self.key, metadata["uid"]),
             agents=self.agents,
             rejection=self.rejection,
+            binding=self.binding,
             own_workers=own_workers if profile is not None else None,
             profile=profile,
         )

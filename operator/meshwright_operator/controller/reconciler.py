@@ -40,7 +40,14 @@ from meshwright_operator.decide import decide_job, goodput, lifecycle, placement
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.missing_claims import wait_for_claims
-from meshwright_operator.decide.observed import Observed, PodState, Rejection, has_started
+from meshwright_operator.decide.observed import (
+    DEFAULT_LIMITS,
+    BindingLimits,
+    Observed,
+    PodState,
+    Rejection,
+    has_started,
+)
 from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS
 from meshwright_operator.decide.profile_use import record_profile
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED, cause_named
@@ -86,6 +93,7 @@ class Reconciler:
         coordinator_url: Callable[[], str],
         now: Callable[[], datetime] = utc_now,
         trust: Callable[[], CoordinatorTrust] = CoordinatorTrust,
+        binding: BindingLimits = DEFAULT_LIMITS,
         profiles: JobProfiles | None = None,
     ) -> None:
         self._client = cluster
@@ -101,6 +109,7 @@ class Reconciler:
         self._coordinator_url = coordinator_url
         self._now = now
         self._trust = trust
+        self._binding = binding
         self._profiles = profiles or JobProfiles(tokens.seal)
         self._pod_control = PodControl(cluster, cache, metrics)
         self._claims = ClaimCheck(cluster)
@@ -219,9 +228,17 @@ class Reconciler:
 
     def _observe(self, key: JobKey, job: KubeObject, registry: AgentRegistry) -> Observed:
         rejection = self._rejections.get(job["metadata"]["uid"])
-        agents, now = registry.agents(), self._now()
         return observe_job(
-            key, job, self._cache, self._scheduler, self._planner, agents, now, rejection, self._profiles
+            key,
+            job,
+            self._cache,
+            self._scheduler,
+            self._planner,
+            registry.agents(),
+            self._now(),
+            rejection,
+            self._binding,
+            self._profiles,
         )
 
     async def _report_pending(self, key: JobKey, job: KubeObject, pending: PlanPendingError) -> None:
