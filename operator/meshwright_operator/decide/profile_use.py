@@ -13,7 +13,7 @@ def record_profile(decision: Decision) -> None:
     """Write the profile of pods that are created to status. Add an event when a gang starts with it."""
     observed = decision.observed
     applied = observed.profile
-    record = applied.record if applied is not None else ""
+    record = applied.record if applied is not None else None
     changed = decision.status.applied_profile != record
     decision.status.applied_profile = record
     if applied is None or not (changed or not observed.live_pods):

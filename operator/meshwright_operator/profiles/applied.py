@@ -54,9 +54,10 @@ def choose_profile(
         has_pods: Whether pods of the job are left.
     """
     if has_pods:
-        kept = _decode(status.applied_profile, seal)
+        record = status.applied_profile or ""
+        kept = _decode(record, seal)
         if kept is not None and kept[0] == (name, revision):
-            return AppliedProfile(name, kept[1], status.applied_profile)
+            return AppliedProfile(name, kept[1], record)
     profile = profiles.find(name, namespace)
     if isinstance(profile, str):
         return profile
