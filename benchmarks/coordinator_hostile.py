@@ -3,9 +3,9 @@
     python benchmarks/coordinator_hostile.py [--quick] [--only ATTACK] [--json FILE]
 
 64 agents report every second on the connections that they keep. Each attack is measured after a round without one, in
-which the attacker's process only spins, so that the agents always share their core. A second process always spins there:
-an attacker that waits for the server would let the core sleep, and waking up takes longer than an answer. Needs two
-cores (Linux).
+which the attacker's process only spins, so that the agents always share their core. A second process always spins
+there: an attacker that waits for the server would let the core sleep, and waking up takes longer than an answer. Needs
+two cores (Linux).
 """
 
 from __future__ import annotations
