@@ -7,26 +7,37 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
-from meshwright.api.base import ApiModel
+from pydantic import BaseModel, ValidationError
 
 MAX_PROBLEMS = 10
 """Largest number of fields that one message names."""
 
-Document = TypeVar("Document", bound=ApiModel)
+Document = TypeVar("Document", bound=BaseModel)
 
 
-def parse_document(kind: type[Document], text: str, fields: str) -> Document:
+def parse_document(kind: type[Document], text: str, expected: str) -> Document:
     """Parse a document, in YAML or JSON. An empty one has the default of every field.
 
     Args:
         kind: the document's class.
         text: the document.
-        fields: its fields, for the message about a document that is not a mapping.
+        expected: what it must be, for the message about another type.
 
     Raises:
         ValueError: the document is invalid. The message names the fields and what they must be.
+    """
+    document = load_mapping(text, expected)
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        raise ValueError(problems_of(error)) from None
+
+
+def load_mapping(text: str, expected: str) -> dict[str, Any]:
+    """The mapping in a document in YAML or JSON. Empty for an empty document.
+
+    Raises:
+        ValueError: the document is not a mapping.
     """
     import yaml  # the planner, which only uses the classes of documents, does not need it
 
@@ -35,13 +46,15 @@ def parse_document(kind: type[Document], text: str, fields: str) -> Document:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from None
     if document is None:
-        return kind()
+        return {}
     if not isinstance(document, dict):
-        raise ValueError(f"must be a mapping with {fields}")
-    try:
-        return kind.model_validate(document)
-    except ValidationError as error:
-        raise ValueError("; ".join(_problem(problem) for problem in error.errors()[:MAX_PROBLEMS])) from None
+        raise ValueError(f"must be {expected}")
+    return document
+
+
+def problems_of(error: ValidationError) -> str:
+    """The first problems, each with the path of its field."""
+    return "; ".join(_problem(problem) for problem in error.errors()[:MAX_PROBLEMS])
 
 
 def _problem(problem: Any) -> str:

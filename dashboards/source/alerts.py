@@ -114,16 +114,6 @@ OPERATOR = (
         "5m",
         "operator",
     ),
-    Alert(
-        "PTJFabricInvalid",
-        "warning",
-        "The document about the site's fabric has an error.",
-        "The document about the site's fabric has an error. The operator applies an earlier version.",
-        "the document about the [fabric of the site](fabric.md) has an error, so that an earlier version is in effect",
-        "min by (cluster) (ptj_fabric_valid) == 0",
-        "5m",
-        "operator",
-    ),
 )
 
 JOBS = (

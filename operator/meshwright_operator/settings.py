@@ -85,6 +85,8 @@ class Settings:
     """File with the administrator's policy; no bounds if None."""
     fabric_file: Path | None = None
     """File with the fabric of the site; nothing is stated about it if None."""
+    profiles_file: Path | None = None
+    """File with the administrator's profiles of worker pods; none if None."""
     unbound_seconds: float = 1800.0
     """How long another scheduler may take to bind the first pod of a job; 0 for no limit."""
     partly_bound_seconds: float = 300.0
@@ -200,7 +202,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-connections-per-source", "COUNT", int, count, text)
     text = "New connections per second from one address that do not send a valid signature."
     add("--connection-rate-per-source", "RATE", float, default.connection_rate_per_source, text)
-    _add_scheduling(add)
+    _add_documents(add)
+    text = "Time in which another scheduler must bind a job's first pod, unless the job says otherwise. 0: no limit."
+    add("--unbound-seconds", "SECONDS", float, default.unbound_seconds, text)
+    text = "The same for the job's other pods, after the first one is bound. 0: no limit."
+    add("--partly-bound-seconds", "SECONDS", float, default.partly_bound_seconds, text)
     text = "Address on which /metrics, /healthz and /readyz are served."
     add("--metrics-listen", "HOST:PORT", Address.parse, default.metrics_listen, text)
     add("--lease-name", "NAME", str, default.lease_name, "Name of the leader's Lease.")
@@ -222,16 +228,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_scheduling(add: Callable[..., None]) -> None:
-    default = Settings()
+def _add_documents(add: Callable[..., None]) -> None:
     text = "Path of the administrator's policy, read again when it changes. Default: no bounds."
     add("--policy-file", "FILE", Path, None, text)
     text = "Path of the fabric of the site, read again when it changes. Default: known labels and usual bandwidths."
     add("--fabric-file", "FILE", Path, None, text)
-    text = "Time in which another scheduler must bind a job's first pod, unless the job says otherwise. 0: no limit."
-    add("--unbound-seconds", "SECONDS", float, default.unbound_seconds, text)
-    text = "The same for the job's other pods, after the first one is bound. 0: no limit."
-    add("--partly-bound-seconds", "SECONDS", float, default.partly_bound_seconds, text)
+    text = "Path of the administrator's profiles of worker pods, read again when it changes. Default: no profiles."
+    add("--profiles-file", "FILE", Path, None, text)
 
 
 def _add_tls(parser: argparse.ArgumentParser, add: Callable[..., None]) -> None:

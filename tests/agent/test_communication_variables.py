@@ -14,7 +14,7 @@ def hello() -> MeshRequest:
 
 
 def test_the_pods_variables_win_and_other_names_are_left_out() -> None:
-    document = mesh(1, training_run(), [hello()], 1).model_copy(
+    document = mesh(1, training_run(1), [hello()], 1).model_copy(
         update={
             "environment": {
                 "NCCL_ALGO": "Ring",
@@ -30,6 +30,6 @@ def test_the_pods_variables_win_and_other_names_are_left_out() -> None:
 
 
 def test_a_document_without_them_is_as_before() -> None:
-    document = mesh(1, training_run(), [hello()], 1)
+    document = mesh(1, training_run(1), [hello()], 1)
     assert "environment" not in document.wire()
     assert communication_variables(parse_mesh_document(json.dumps(document.wire()).encode()), {}) == {}

@@ -129,14 +129,6 @@ def operator_cases() -> list[Case]:
             ),
         ),
         Case("PTJPolicyInvalid", "it is valid again", {"ptj_policy_valid": "1x5 0x3 1x20"}, 15),
-        Case(
-            "PTJFabricInvalid",
-            "the file has an error",
-            {"ptj_fabric_valid": "1x5 0x20"},
-            15,
-            Firing("The document about the site's fabric has an error. The operator applies an earlier version.", {}),
-        ),
-        Case("PTJFabricInvalid", "it is valid again", {"ptj_fabric_valid": "1x5 0x3 1x20"}, 15),
     ]
 
 

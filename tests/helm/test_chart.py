@@ -442,8 +442,8 @@ def test_the_fabric_reaches_the_operator(tmp_path):
     result = helm("template", "mw", str(CHART), "-f", str(values))
     assert result.returncode == 0, result.stderr
     found = {one["metadata"]["name"]: one for one in yaml.safe_load_all(result.stdout) if one}
-    assert parse_fabric(found["mw-meshwright-fabric"]["data"]["fabric.yaml"]) == parse_fabric(yaml.safe_dump(example))
-    assert parsed(render()).fabric_file == Path("/etc/meshwright-fabric/fabric.yaml")
+    assert parse_fabric(found["mw-meshwright-policy"]["data"]["fabric.yaml"]) == parse_fabric(yaml.safe_dump(example))
+    assert parsed(render()).fabric_file == Path("/etc/meshwright-policy/fabric.yaml")
     values.write_text(yaml.safe_dump({"fabric": {"levels": {"rack": {"gigabytesPerSecond": "fast"}}}}))
     wrong = helm("template", "mw", str(CHART), "-f", str(values))
     assert wrong.returncode

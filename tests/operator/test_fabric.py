@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planner.topology.site import FabricError, SiteFabric, parse_fabric
+from meshwright.planner.topology.site import SiteFabric, parse_fabric
+from meshwright_operator.documents import DocumentError
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling import inventories as module
@@ -22,7 +23,7 @@ TREE = "network: {environment: {NCCL_ALGO: Tree}}"
 
 
 def valid(metrics: OperatorMetrics) -> float | None:
-    return metrics.registry.get_sample_value("ptj_fabric_valid")
+    return metrics.registry.get_sample_value("ptj_policy_valid")
 
 
 async def test_a_changed_file_is_applied_and_a_broken_one_leaves_the_last(tmp_path: Path) -> None:
@@ -43,7 +44,7 @@ async def test_a_changed_file_is_applied_and_a_broken_one_leaves_the_last(tmp_pa
 def test_a_process_does_not_start_with_an_invalid_fabric(tmp_path: Path) -> None:
     path = tmp_path / "fabric.yaml"
     path.write_text("levels: 3")
-    with pytest.raises(FabricError, match=r"fabric\.yaml: `levels`"):
+    with pytest.raises(DocumentError, match=r"fabric\.yaml: `levels`"):
         FabricFile(path, OperatorMetrics(), lambda site: None).load()
     metrics = OperatorMetrics()
     FabricFile(None, metrics, lambda site: None).load()

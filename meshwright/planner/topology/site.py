@@ -218,6 +218,6 @@ def parse_fabric(text: str) -> SiteFabric:
         FabricError: the document is invalid.
     """
     try:
-        return parse_document(SiteFabric, text, "`levels` and `network`")
+        return parse_document(SiteFabric, text, "a mapping with `levels` and `network`")
     except ValueError as error:
         raise FabricError(str(error)) from None

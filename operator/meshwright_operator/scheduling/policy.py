@@ -11,8 +11,8 @@ from typing import Annotated
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from meshwright.administrator import parse_document
 from meshwright.api.base import ApiModel
+from meshwright_operator.documents import DocumentError, parse_document
 
 LARGEST = 1_000_000_000
 
@@ -20,7 +20,7 @@ Count = Annotated[int, Field(ge=0, le=LARGEST)]
 PriorityValue = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 
 
-class PolicyError(ValueError):
+class PolicyError(DocumentError):
     """The policy document is invalid. The message names the fields and what they must be."""
 
 
@@ -94,10 +94,7 @@ def parse_policy(text: str) -> Policy:
     Raises:
         PolicyError: The document is invalid.
     """
-    try:
-        return parse_document(Policy, text, "`defaults` and `namespaces`")
-    except ValueError as error:
-        raise PolicyError(str(error)) from None
+    return parse_document(text, Policy, "a mapping with `defaults` and `namespaces`", PolicyError)
 
 
 def _merged(defaults: Bounds, entry: NamespaceBounds) -> Bounds:
