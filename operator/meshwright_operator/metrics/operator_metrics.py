@@ -112,8 +112,8 @@ class OperatorMetrics(Exporter):
     )
     policy_valid = GaugeMetric(
         "ptj_policy_valid",
-        "1 if the administrator's policy, fabric and profiles are valid, 0 if one has an error and an earlier version is "
-        "in effect.",
+        "1 if the administrator's policy, fabric and profiles are valid, 0 if one has an error and an earlier version "
+        "is in effect.",
     )
     pod_operations = CounterMetric(
         "ptj_pod_operations_total",

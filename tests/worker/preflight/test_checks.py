@@ -207,6 +207,14 @@ def test_each_misconfiguration_is_found_and_named_with_its_fix(name: str, seed: 
     assert fix in finding.fix
 
 
+def test_with_ipc_lock_the_limit_of_locked_memory_does_not_matter(seed: Seed) -> None:
+    seed.change_host(memlock=lambda: 8 << 20)
+    seed.write("/proc/self/status", "Name:\tpython\nCapEff:\t0000000000004000\nCapBnd:\t0000000000004000\n")
+    assert run_checks(seed.pod).findings == []
+    seed.write("/proc/self/status", "Name:\tpython\nCapEff:\t0000000000000000\nCapBnd:\t0000000000004000\n")
+    assert [one.check for one in run_checks(seed.pod).findings] == ["LockedMemory"], "only effective ones count"
+
+
 def test_a_job_of_one_worker_needs_no_network(seed: Seed) -> None:
     seed.remove("/dev/infiniband/uverbs0")
     seed.remove(IBVERBS)

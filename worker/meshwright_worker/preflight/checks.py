@@ -95,7 +95,7 @@ def _network_library(pod: Pod) -> Problems:
 def _locked_memory(pod: Pod) -> Problems:
     rdma = pod.needs.rdma or pod.needs.network in _RDMA
     limit = pod.host.memlock()
-    if pod.needs.several_workers and rdma and limit != resource.RLIM_INFINITY:
+    if pod.needs.several_workers and rdma and limit != resource.RLIM_INFINITY and not pod.host.may_lock_memory:
         yield (
             f"the limit of locked memory is {limit // 1024} KiB: RDMA cannot register memory, and NCCL uses TCP",
             "set an unlimited memlock for containers on the nodes, such as LimitMEMLOCK=infinity of containerd's unit",

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+CAP_IPC_LOCK = 14
+"""Number of the capability (capability.h)."""
 LIBRARY_DIRECTORIES = ("usr/lib", "usr/lib64", "lib", "lib64", "usr/local/lib", "usr/local/lib64", "opt/amazon")
 
 
@@ -58,6 +60,16 @@ class Host:
     def gpus(self) -> list[str]:
         """PCI addresses of the pod's NVIDIA GPUs that the driver shows, in the order of their addresses."""
         return [path.name for path in self.glob("/proc/driver/nvidia/gpus/*")]
+
+    @property
+    def may_lock_memory(self) -> bool:
+        """Whether the process has the capability IPC_LOCK, so that the limit of locked memory does not apply to it."""
+        lines = self.text("/proc/self/status").splitlines()
+        effective = next((line.partition(":")[2].strip() for line in lines if line.startswith("CapEff:")), "0")
+        try:
+            return bool(int(effective, 16) >> CAP_IPC_LOCK & 1)
+        except ValueError:
+            return False
 
     @property
     def has_gpus(self) -> bool:
