@@ -32,7 +32,7 @@ async def test_status_says_what_happened(undisturbed):
     assert float(status.evaluation.loss) < 5.5  # from ln 260 = 5.56
     assert float(status.evaluation.perplexity) == pytest.approx(math.exp(float(status.evaluation.loss)), rel=1e-4)
     assert status.observed_generation == 1
-    for condition in (conditions.READY, conditions.PLACED, conditions.COMPLETE):
+    for condition in (conditions.READY, conditions.PLACED, conditions.COMPLETE, conditions.PREFLIGHT_PASSED):
         assert is_true(status.conditions, condition), condition
     for condition in (conditions.RECONCILING, conditions.STALLED, conditions.FAILED, conditions.SUSPENDED):
         assert not is_true(status.conditions, condition), condition
