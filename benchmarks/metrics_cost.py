@@ -264,9 +264,8 @@ def main() -> None:
     worst = max(cost.share for cost in costs)
     difference = fmean(cost.timed_step / cost.step - 1 for cost in costs)
     noise = fmean(cost.noise / cost.step for cost in costs)
-    print(
-        f"counted: at most {worst:.2%} of a rank's step, at most {max(c.agent_share for c in costs):.2%} of it in the agent"
-    )
+    agents = max(cost.agent_share for cost in costs)
+    print(f"counted: at most {worst:.2%} of a rank's step, at most {agents:.2%} of it in the agent")
     print(f"steps with the clock differ by {difference:+.1%}; those without it by {noise:+.1%} from each other")
     results = {
         str(rank): {**vars(cost), "rank share": cost.rank_share, "agent share": cost.agent_share, "share": cost.share}
