@@ -62,6 +62,7 @@ def main(release: str = RELEASE) -> None:
     _record_checkpoints(directory / "checkpoints")
     _record_tokens(directory / "tokens")
     shutil.copy(VALUES, directory / "values.yaml")
+    shutil.copytree(VALUES.parent, directory / "chart")
     _write(directory / "revisions.json", [revision_of_fields(spec) for spec in SPECS])
     print(f"{directory}: {sum(path.stat().st_size for path in directory.rglob('*') if path.is_file())} bytes")
 
