@@ -19,6 +19,7 @@ from meshwright.addresses import split_host_port
 from meshwright.api.labels import COORDINATOR_PORT
 from meshwright_operator.http.limits import ConnectionLimits
 from meshwright_operator.logging_config import FORMATS
+from meshwright_operator.manifests.network_policy import NetworkPolicyOptions
 
 ENV_PREFIX = "MESHWRIGHT_OPERATOR_"
 TLS_MODES = ("managed", "files", "disabled")
@@ -83,6 +84,8 @@ class Settings:
     """The same, new ones per second."""
     policy_file: Path | None = None
     """File with the administrator's policy; no bounds if None."""
+    job_network_policies: NetworkPolicyOptions | None = None
+    """What the NetworkPolicies of jobs allow; none are created if None."""
     metrics_listen: Address = Address("", 9471)
     """Address on which /metrics, /healthz and /readyz are served."""
     lease_name: str = "meshwright-operator"
@@ -195,6 +198,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--connection-rate-per-source", "RATE", float, default.connection_rate_per_source, text)
     text = "Path of the administrator's policy, read again when it changes. Default: no bounds."
     add("--policy-file", "FILE", Path, None, text)
+    text = "Create a NetworkPolicy for each job, with these options. {} for the defaults. Default: no NetworkPolicies."
+    add("--job-network-policies", "JSON", _network_policies, None, text)
     text = "Address on which /metrics, /healthz and /readyz are served."
     add("--metrics-listen", "HOST:PORT", Address.parse, default.metrics_listen, text)
     add("--lease-name", "NAME", str, default.lease_name, "Name of the leader's Lease.")
@@ -214,6 +219,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-level", choices=levels, default=default.log_level, help=text)
     parser.add_argument("--log-format", choices=FORMATS, default=default.log_format, help="Format of log lines.")
     return parser
+
+
+def _network_policies(text: str) -> NetworkPolicyOptions:
+    try:
+        return NetworkPolicyOptions.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _add_tls(parser: argparse.ArgumentParser, add: Callable[..., None]) -> None:

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from meshwright_operator.manifests.network_policy import NetworkPolicyOptions
 from meshwright_operator.manifests.owned_objects import owner_reference
 from meshwright_operator.settings import Address
 from tests.operator import role_rules
@@ -21,6 +22,8 @@ SECRETS = "/api/v1/namespaces/default/secrets"
 CREDENTIALS = f"{SECRETS}/{role_rules.ACCOUNT}-credentials"
 CLAIMS = "/api/v1/namespaces/default/persistentvolumeclaims"
 UPDATE_CREDENTIALS = ("", "secrets", "update")
+READ_NETWORK_POLICY = ("networking.k8s.io", "networkpolicies", "get")
+"""Only if one has the name of the job's own."""
 FINALIZERS = ("meshwright.dev", "paralleltrainingjobs/finalizers", "update")
 """Not for a request: an admission plugin asks for it where an ownerReference has `blockOwnerDeletion`."""
 
@@ -92,7 +95,11 @@ async def live(api: Api, kubelet: Kubelet, proxy: Proxy) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("namespaces", [(), ("default",)], ids=["cluster-wide", "one namespace"])
+@pytest.mark.parametrize(
+    ("namespaces", "optional"),
+    [((), ()), (("default",), ("networkPolicyRules",))],
+    ids=["cluster-wide", "one namespace, with NetworkPolicies"],
+)
 async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_to_be_read_but_its_own(
     api: Api,
     kubelet: Kubelet,
@@ -102,8 +109,9 @@ async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_t
     coordinator_port: int,
     free_port: int,
     namespaces: tuple[str, ...],
+    optional: tuple[str, ...],
 ) -> None:
-    for path, body in role_rules.objects(namespaces):
+    for path, body in role_rules.objects(namespaces, optional=optional):
         await api.call("POST", path, body, ok=False)
     path, body = role_rules.token_request()
     token = (await api.create(path, body))["status"]["token"]
@@ -118,6 +126,7 @@ async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_t
         metrics_listen=Address("127.0.0.1", free_port),
         tls="managed",
         key_file=None,
+        job_network_policies=NetworkPolicyOptions() if optional else None,
     )
     await operator.start()
     try:
@@ -129,7 +138,9 @@ async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_t
         await operator.stop()
     used = {right for request in proxy.requests if (right := request.right) is not None}
     unused = {FINALIZERS} if namespaces else {FINALIZERS, UPDATE_CREDENTIALS}
-    assert used == role_rules.rights() - unused
+    if optional:
+        unused |= {READ_NETWORK_POLICY}
+    assert used == role_rules.rights(optional) - unused
     assert owner_reference("rights", "uid")["blockOwnerDeletion"] is True
     own = Api(api.url, token, session)
     assert "coordinator.key" in (await own.get(CREDENTIALS))["data"]

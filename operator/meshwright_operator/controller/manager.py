@@ -145,6 +145,7 @@ class Manager:
             inventories=inventories,
             coordinator_url=lambda: self._access.url,
             trust=lambda: self._access.trust,
+            network_policies=settings.job_network_policies,
         )
 
     @classmethod

@@ -45,6 +45,8 @@ class PodContext:
     secret: str
     """Name of the Secret with the job's token."""
     trust: CoordinatorTrust = CoordinatorTrust()
+    network_policy: KubeObject | None = None
+    """The NetworkPolicy that must exist before the pods."""
 
 
 def worker_pod(context: PodContext, placed: WorkerPlacement) -> KubeObject:
