@@ -35,7 +35,6 @@ from meshwright_local.kube.client import ApiError
 from meshwright_local.kube.resources import CRDS, DEPLOYMENTS, JOBS, LEASES, NAMESPACES, PODS, Resource
 from meshwright_local.providers.envtest import EnvtestProvider
 from tests.e2e.local_stack import eventually, tiny
-from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
 CHART, OLD_CHART = ROOT / "helm" / "meshwright", ROOT / "tests" / "compatibility" / "0.1.0" / "chart"
@@ -50,6 +49,8 @@ ROLLING = """\
       maxUnavailable: 0
 """
 JOB_NAME = "training"
+HELM_SECONDS = 600
+"""On a busy machine, a new operator takes minutes to be ready."""
 NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
 pytestmark = [
     pytest.mark.skipif(HELM is None, reason="no helm on the PATH and none named by HELM"),
@@ -121,12 +122,12 @@ class Release:
         """Helm's output; fails if it fails."""
         # The embedded server has no OpenAPI v2 as protobuf, by which Helm before 3.14 validates.
         validates = ("--disable-openapi-validation",) if words[0] in ("install", "upgrade") else ()
-        waits = ("--wait", f"--timeout={patient(240):.0f}s") if words[0] != "history" else ()
+        waits = ("--wait", f"--timeout={HELM_SECONDS}s") if words[0] != "history" else ()
         process = await asyncio.create_subprocess_exec(
             str(HELM), "--kubeconfig", str(self.cluster.kubeconfig), "-n", NAMESPACE, *words, *validates, *waits,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        out, err = await asyncio.wait_for(process.communicate(), patient(600))
+        out, err = await asyncio.wait_for(process.communicate(), HELM_SECONDS + 60)
         if process.returncode != 0:
             pytest.fail(f"helm {words}: {err.decode()}\n{await self.story()}")
         return out.decode()
@@ -135,10 +136,11 @@ class Release:
         """The operator's log and the job's status."""
         parts = []
         for pod in (await self.cluster.client.list(PODS, NAMESPACE)).items:
-            with suppress(ApiError):
-                path = PODS.path(NAMESPACE, pod["metadata"]["name"], "log")
-                lines = [line.decode() async for line in self.cluster.client.lines(path)]
-                parts += [json.dumps(pod["status"]), *lines[-25:]]
+            path = PODS.path(NAMESPACE, pod["metadata"]["name"], "log")
+            parts.append(json.dumps(pod["status"]))
+            for query in ("?previous=true", ""):
+                with suppress(ApiError):
+                    parts += [line.decode() async for line in self.cluster.client.lines(path + query)][-25:]
         job = None
         with suppress(ApiError):
             job = await self.cluster.client.find(JOBS, JOB_NAME, "default")

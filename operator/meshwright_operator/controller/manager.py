@@ -26,6 +26,7 @@ from meshwright_operator.coordinator.access import CoordinatorAccess
 from meshwright_operator.coordinator.leadership_gate import LeadershipGate
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
+from meshwright_operator.decide.observed import BindingLimits
 from meshwright_operator.http.limits import HEALTH_LIMITS
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
@@ -146,6 +147,7 @@ class Manager:
             coordinator_url=lambda: self._access.url,
             trust=lambda: self._access.trust,
             network_policies=settings.job_network_policies,
+            binding=BindingLimits(settings.unbound_seconds, settings.partly_bound_seconds),
         )
 
     @classmethod

@@ -20,7 +20,14 @@ from meshwright_operator.decide import lifecycle
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import RunningSpec, revision_of, running_spec, spec_at_start
 from meshwright_operator.decide.conditions import BlockedEdit
-from meshwright_operator.decide.observed import Observed, Rejection, has_started, observe_workers
+from meshwright_operator.decide.observed import (
+    DEFAULT_LIMITS,
+    BindingLimits,
+    Observed,
+    Rejection,
+    has_started,
+    observe_workers,
+)
 from meshwright_operator.decide.stuck_pods import stuck_pods
 from meshwright_operator.decide.waiting_edit import edit_waits, waiting_edit
 from meshwright_operator.kube.cache import Cache, JobKey
@@ -51,6 +58,7 @@ def observe_job(
     agents: Agents,
     now: datetime,
     rejection: Rejection | None = None,
+    binding: BindingLimits = DEFAULT_LIMITS,
 ) -> Observed:
     """Observe one job, its pods and nodes, from the cache.
 
@@ -63,13 +71,14 @@ def observe_job(
         agents: The state of the job's agents.
         now: The current time.
         rejection: The API server's rejection of the last attempt to create pods, if any.
+        binding: The operator's limits for other schedulers.
 
     Raises:
         JobRejectedError: The spec is invalid or no plan fits, and no earlier revision of the job is running.
         PlanPendingError: A plan is being made.
     """
     status = cache.parsed.status(job)
-    observer = _JobObserver(key, job, status, cache, scheduler, planner, agents, now, rejection)
+    observer = _JobObserver(key, job, status, cache, scheduler, planner, agents, now, rejection, binding)
     running = running_spec(status)
     if running is None:
         spec = _parsed(job, cache)
@@ -114,6 +123,7 @@ class _JobObserver:
     agents: Agents
     now: datetime
     rejection: Rejection | None
+    binding: BindingLimits
 
     def observe_as(self, spec: ParallelTrainingJobSpec, revision: str) -> Observed:
         """The job with this spec, whose revision is `revision`.
@@ -167,6 +177,7 @@ class _JobObserver:
             namesakes=self.cache.namesakes(self.key, metadata["uid"]),
             agents=self.agents,
             rejection=self.rejection,
+            binding=self.binding,
         )
 
 

@@ -39,7 +39,14 @@ from meshwright_operator.decide import decide_job, goodput, lifecycle, placement
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.missing_claims import wait_for_claims
-from meshwright_operator.decide.observed import Observed, PodState, Rejection, has_started
+from meshwright_operator.decide.observed import (
+    DEFAULT_LIMITS,
+    BindingLimits,
+    Observed,
+    PodState,
+    Rejection,
+    has_started,
+)
 from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED, cause_named
 from meshwright_operator.decide.stuck_pods import seconds_until_stuck
@@ -87,6 +94,7 @@ class Reconciler:
         now: Callable[[], datetime] = utc_now,
         trust: Callable[[], CoordinatorTrust] = CoordinatorTrust,
         network_policies: NetworkPolicyOptions | None = None,
+        binding: BindingLimits = DEFAULT_LIMITS,
     ) -> None:
         self._client = cluster
         self._cache = cache
@@ -102,6 +110,7 @@ class Reconciler:
         self._now = now
         self._trust = trust
         self._network_policies = network_policies
+        self._binding = binding
         self._pod_control = PodControl(cluster, cache, metrics)
         self._claims = ClaimCheck(cluster)
         self._pod_events = PodEvents(cluster)
@@ -220,7 +229,15 @@ class Reconciler:
     def _observe(self, key: JobKey, job: KubeObject, registry: AgentRegistry) -> Observed:
         rejection = self._rejections.get(job["metadata"]["uid"])
         return observe_job(
-            key, job, self._cache, self._scheduler, self._planner, registry.agents(), self._now(), rejection
+            key,
+            job,
+            self._cache,
+            self._scheduler,
+            self._planner,
+            registry.agents(),
+            self._now(),
+            rejection,
+            self._binding,
         )
 
     async def _report_pending(self, key: JobKey, job: KubeObject, pending: PlanPendingError) -> None:

@@ -17,6 +17,7 @@ from meshwright_operator.decide import (
     lifecycle,
     mesh_generation,
     placement_outcome,
+    pod_gates,
     preempted_job,
     progress,
     resize,
@@ -336,6 +337,8 @@ def _start_generation(decision: Decision) -> None:
             decision, gang_actions.EndAttempt(observed.rejection.reason, observed.rejection.message)
         )
         return
+    if pod_gates.release(decision):
+        return
     action = gang.next_action(observed, cause)
     if not isinstance(action, gang_actions.Place) or mesh_generation.uses_external_scheduler(observed):
         decision.requeue_within(REQUEUE_SECONDS)
@@ -362,6 +365,8 @@ def _take(decision: Decision, action: gang_actions.GangAction) -> None:
         case gang_actions.Wait(message, reason, seconds):
             decision.starting(message, reason)
             decision.requeue_within(seconds)
+            if reason == pod_gates.SCHEDULING_GATED:
+                pod_gates.hold(decision)
         case gang_actions.Place():
             if mesh_generation.uses_external_scheduler(observed):
                 placement_outcome.create_unbound_pods(decision, action)
