@@ -17,6 +17,7 @@ from pathlib import Path
 
 from meshwright.addresses import split_host_port
 from meshwright.api.labels import COORDINATOR_PORT
+from meshwright_operator.feature_gates import GATES, FeatureGates
 from meshwright_operator.http.limits import ConnectionLimits
 from meshwright_operator.logging_config import FORMATS
 from meshwright_operator.manifests.network_policy import NetworkPolicyOptions
@@ -84,6 +85,8 @@ class Settings:
     """The same, new ones per second."""
     policy_file: Path | None = None
     """File with the administrator's policy; no bounds if None."""
+    feature_gates: FeatureGates = FeatureGates()
+    """Which alpha and beta features are on."""
     job_network_policies: NetworkPolicyOptions | None = None
     """What the NetworkPolicies of jobs allow; none are created if None."""
     unbound_seconds: float = 1800.0
@@ -232,14 +235,21 @@ def _add_options_of_jobs(add: Callable[..., None]) -> None:
     text = "The same for the job's other pods, after the first one is bound. 0: no limit."
     add("--partly-bound-seconds", "SECONDS", float, default.partly_bound_seconds, text)
     text = "Create a NetworkPolicy for each job, with these options. {} for the defaults. Default: no NetworkPolicies."
-    add("--job-network-policies", "JSON", _network_policies, None, text)
+    add("--job-network-policies", "JSON", _checked(NetworkPolicyOptions.parse), None, text)
+    text = f"Turn alpha and beta features on or off: {', '.join(f'{name}=true|false' for name in GATES)}."
+    add("--feature-gates", "NAME=true,...", _checked(FeatureGates.parse), default.feature_gates, text)
 
 
-def _network_policies(text: str) -> NetworkPolicyOptions:
-    try:
-        return NetworkPolicyOptions.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _checked(parse: Callable[[str], object]) -> Callable[[str], object]:
+    """A parser of a flag's value that shows why a value is wrong."""
+
+    def checked(text: str) -> object:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked
 
 
 def _add_tls(parser: argparse.ArgumentParser, add: Callable[..., None]) -> None:

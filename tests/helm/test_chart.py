@@ -12,6 +12,7 @@ import yaml
 from meshwright.api import labels
 from meshwright.crd.definition import custom_resource_definition
 from meshwright_operator import settings
+from meshwright_operator.feature_gates import FeatureGates
 
 CHART = Path(__file__).parents[2] / "helm" / "meshwright"
 HELM = os.environ.get("HELM") or shutil.which("helm")
@@ -408,6 +409,16 @@ def test_arguments_environment_and_volumes_of_the_user_come_after_those_of_the_c
     assert pod["volumes"][-1] == {"name": "ca", "configMap": {"name": "ca"}}
     assert container["args"][-1] == "--log-level=debug"
     assert parsed(found).log_level == "debug", "the last one counts"
+
+
+@needs_helm
+def test_feature_gates_are_those_of_the_values():
+    assert parsed(render()).feature_gates == FeatureGates()
+    read = parsed(render("featureGates.PlanCalibration=false"))
+    assert read.feature_gates == FeatureGates((("PlanCalibration", False),))
+    refused = helm("template", "mw", str(CHART), "--set", "featureGates.PlanCalibration=maybe")
+    assert refused.returncode != 0
+    assert "PlanCalibration" in refused.stderr
 
 
 @needs_helm

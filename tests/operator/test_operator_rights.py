@@ -22,8 +22,6 @@ SECRETS = "/api/v1/namespaces/default/secrets"
 CREDENTIALS = f"{SECRETS}/{role_rules.ACCOUNT}-credentials"
 CLAIMS = "/api/v1/namespaces/default/persistentvolumeclaims"
 UPDATE_CREDENTIALS = ("", "secrets", "update")
-READ_NETWORK_POLICY = ("networking.k8s.io", "networkpolicies", "get")
-"""Only if one has the name of the job's own."""
 FINALIZERS = ("meshwright.dev", "paralleltrainingjobs/finalizers", "update")
 """Not for a request: an admission plugin asks for it where an ownerReference has `blockOwnerDeletion`."""
 
@@ -138,8 +136,6 @@ async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_t
         await operator.stop()
     used = {right for request in proxy.requests if (right := request.right) is not None}
     unused = {FINALIZERS} if namespaces else {FINALIZERS, UPDATE_CREDENTIALS}
-    if optional:
-        unused |= {READ_NETWORK_POLICY}
     assert used == role_rules.rights(optional) - unused
     assert owner_reference("rights", "uid")["blockOwnerDeletion"] is True
     own = Api(api.url, token, session)
