@@ -89,6 +89,8 @@ class Settings:
     """Which alpha and beta features are on."""
     job_network_policies: NetworkPolicyOptions | None = None
     """What the NetworkPolicies of jobs allow; none are created if None."""
+    profiles_file: Path | None = None
+    """File with the administrator's profiles of worker pods; none if None."""
     unbound_seconds: float = 1800.0
     """How long another scheduler may take to bind the first pod of a job; 0 for no limit."""
     partly_bound_seconds: float = 300.0
@@ -205,8 +207,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-connections-per-source", "COUNT", int, count, text)
     text = "New connections per second from one address that do not send a valid signature."
     add("--connection-rate-per-source", "RATE", float, default.connection_rate_per_source, text)
-    text = "Path of the administrator's policy, read again when it changes. Default: no bounds."
-    add("--policy-file", "FILE", Path, None, text)
+    _add_documents(add)
     text = "Address on which /metrics, /healthz and /readyz are served."
     add("--metrics-listen", "HOST:PORT", Address.parse, default.metrics_listen, text)
     add("--lease-name", "NAME", str, default.lease_name, "Name of the leader's Lease.")
@@ -250,6 +251,13 @@ def _checked(parse: Callable[[str], object]) -> Callable[[str], object]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return checked
+
+
+def _add_documents(add: Callable[..., None]) -> None:
+    text = "Path of the administrator's policy, read again when it changes. Default: no bounds."
+    add("--policy-file", "FILE", Path, None, text)
+    text = "Path of the administrator's profiles of worker pods, read again when it changes. Default: no profiles."
+    add("--profiles-file", "FILE", Path, None, text)
 
 
 def _add_tls(parser: argparse.ArgumentParser, add: Callable[..., None]) -> None:

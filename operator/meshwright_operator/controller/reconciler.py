@@ -18,6 +18,7 @@ from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.status import WorkerPlacement
 from meshwright_operator import logging_config
 from meshwright_operator.controller.claim_check import ClaimCheck
+from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.missing_pods import Incarnation
 from meshwright_operator.controller.observe import (
@@ -48,6 +49,7 @@ from meshwright_operator.decide.observed import (
     has_started,
 )
 from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS
+from meshwright_operator.decide.profile_use import record_profile
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED, cause_named
 from meshwright_operator.decide.stuck_pods import seconds_until_stuck
 from meshwright_operator.kube.cache import Cache, JobKey
@@ -95,6 +97,7 @@ class Reconciler:
         trust: Callable[[], CoordinatorTrust] = CoordinatorTrust,
         network_policies: NetworkPolicyOptions | None = None,
         binding: BindingLimits = DEFAULT_LIMITS,
+        profiles: JobProfiles | None = None,
     ) -> None:
         self._client = cluster
         self._cache = cache
@@ -111,6 +114,7 @@ class Reconciler:
         self._trust = trust
         self._network_policies = network_policies
         self._binding = binding
+        self._profiles = profiles or JobProfiles(tokens.seal)
         self._pod_control = PodControl(cluster, cache, metrics)
         self._claims = ClaimCheck(cluster)
         self._pod_events = PodEvents(cluster)
@@ -238,6 +242,7 @@ class Reconciler:
             self._now(),
             rejection,
             self._binding,
+            self._profiles,
         )
 
     async def _report_pending(self, key: JobKey, job: KubeObject, pending: PlanPendingError) -> None:
@@ -288,6 +293,7 @@ class Reconciler:
         if not draft.create:
             await self._write_and_act(key, job, registry, draft)
             return
+        record_profile(draft)
         context, secret = self._pod_context(key, job, draft)
         async with self._pod_control.shared_objects(context, secret) as shared:
             await self._write_and_act(key, job, registry, draft, (context, shared))
@@ -343,6 +349,7 @@ class Reconciler:
             trust=self._trust(),
             secret=secret["metadata"]["name"],
             network_policy=self._network_policy(key, job),
+            profile=observed.profile.profile if observed.profile is not None else None,
         )
         return context, secret
 
