@@ -310,7 +310,7 @@ def test_a_file_that_is_no_history_names_its_line(tmp_path: Path, content: str, 
     ("words", "said"),
     [
         (["absent.yaml"], "absent.yaml: No such file"),
-        (["llama", "--gpus", "8"], "--inventory and --gpus are only for a manifest"),
+        (["llama", "--gpus", "8"], "--inventory, --gpus and --fabric are only for a manifest"),
         (["llama", "--kubeconfig", "/absent/config"], "/absent/config"),
     ],
 )

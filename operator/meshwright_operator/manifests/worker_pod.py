@@ -55,6 +55,8 @@ class PodContext:
     """Kind of the network of the site, if it is stated."""
     several_workers: bool = False
     """Whether the job has several workers, or may have."""
+    network_policy: KubeObject | None = None
+    """The NetworkPolicy that must exist before the pods."""
     profile: Profile | None = None
     """The administrator's profile. `spec` contains already what it adds to the job's own fields."""
 

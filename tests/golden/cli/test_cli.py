@@ -19,7 +19,7 @@ import yaml
 from click.testing import CliRunner
 
 from meshwright_cli.main import main
-from meshwright_operator.settings import parse
+from meshwright_operator.settings import Address, parse
 from tests.golden.files import check
 from tests.golden.planner.clusters import CLUSTERS
 from tests.golden.planner.jobs import job
@@ -109,7 +109,7 @@ def _default(value: Any) -> Any:
     """A default as somebody would type it."""
     if value is None or isinstance(value, (str, int, float, list)):
         return value
-    return str(value) if isinstance(value, Path) else f"{value.host}:{value.port}"
+    return f"{value.host}:{value.port}" if isinstance(value, Address) else str(value)
 
 
 @pytest.mark.long
