@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from kubernetes.aio.client import Configuration
 
 from meshwright_operator.controller.http_server import health_application, serve_application
+from meshwright_operator.controller.job_devices import JobDevices
 from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.reconciler import Reconciler
@@ -28,6 +29,7 @@ from meshwright_operator.coordinator.leadership_gate import LeadershipGate
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.observed import BindingLimits
+from meshwright_operator.devices.inventory import DeviceInventory
 from meshwright_operator.http.limits import HEALTH_LIMITS
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
@@ -132,6 +134,7 @@ class Manager:
         self._planner = PlanningService(inventories, lambda: scheduler.calibration, metrics, self._queue.add)
         self._stalls = StallMonitor(metrics)
         self._profiles = JobProfiles(tokens.seal)
+        self._device_inventory = DeviceInventory(cluster, self._cache, self._devices_changed)
         self._documents = (
             PolicyFile(settings.policy_file, metrics, scheduler.set_policy),
             ProfilesFile(settings.profiles_file, metrics, self._use_profiles),
@@ -155,6 +158,7 @@ class Manager:
             trust=lambda: self._access.trust,
             binding=BindingLimits(settings.unbound_seconds, settings.partly_bound_seconds),
             profiles=self._profiles,
+            devices=JobDevices(cluster, self._device_inventory),
         )
 
     @classmethod
@@ -275,6 +279,7 @@ class Manager:
         if self._elector.found_free:
             self._planner.prestart()  # while everything is listed: this process will probably lead
         await self._resync.ensure_listed_since(0.0)
+        await self._device_inventory.load()
         self._listed.set()
         handlers = EventHandlers(self._cache, self._queue, self._metrics)
         namespaces = self._settings.namespaces
@@ -285,6 +290,8 @@ class Manager:
         informers = [Informer(self._client, collection, self._liveness, idle) for collection in watched]
         async with asyncio.TaskGroup() as group:
             group.create_task(self._resync.run(), name="resync")
+            devices = self._device_inventory.run(self._liveness, idle)
+            group.create_task(devices, name="devices")
             for informer, collection in zip(informers, watched, strict=True):
                 group.create_task(informer.run(), name=f"watch of {collection.path}")
             for informer in informers:
@@ -292,6 +299,11 @@ class Manager:
             # When kopf stops, it cancels every task that was started after it. By then, all of them must stop anyway.
             watching = watch_jobs(handlers.job, self._configuration, namespaces, self._liveness, idle, on_ready)
             group.create_task(watching, name="watch of jobs")
+
+    def _devices_changed(self) -> None:
+        """Reconcile the jobs that other nodes may help. The placer wakes those that wait for free nodes."""
+        for key in self._cache.jobs_awaiting_layout():
+            self._queue.add(key)
 
     def _use_profiles(self, profiles: Profiles) -> None:
         """Use these profiles for pods that start from now on, and reconcile the jobs that may wait for one."""
