@@ -92,7 +92,7 @@ class DeviceInventory:
                 path = f"{DEVICES}/{resource}"
                 watched = Watched(
                     path=path,
-                    listed_version=partial(self._versions.get, resource, ""),
+                    listed_version=partial(self._listed_version, resource),
                     relist=relist,
                     apply=partial(self._apply, apply),
                 )
@@ -130,6 +130,9 @@ class DeviceInventory:
     def _apply(self, put: Callable[[KubeObject, bool], None], event: KubeObject) -> None:
         put(event["object"], event["type"] != "DELETED")
         self._changed.set()
+
+    def _listed_version(self, resource: str) -> str:
+        return self._versions.get(resource, "")
 
     async def _list_classes(self) -> str:
         return await self._list("deviceclasses", self._put_class, self._classes)

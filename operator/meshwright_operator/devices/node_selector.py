@@ -18,10 +18,10 @@ def selected(node: Mapping[str, Any], selector: Mapping[str, Any]) -> bool:
 
 
 def _holds(requirement: Mapping[str, Any], values: Mapping[str, str]) -> bool:
-    key, operator, wanted = requirement.get("key"), requirement.get("operator"), requirement.get("values") or ()
+    key, operator = str(requirement.get("key")), str(requirement.get("operator"))
+    wanted = requirement.get("values") or ()
     there = key in values
+    among: bool = there and values[key] in wanted
     if operator in ("Exists", "DoesNotExist"):
         return there == (operator == "Exists")
-    if operator == "In":
-        return there and values[str(key)] in wanted
-    return operator == "NotIn" and not (there and values[str(key)] in wanted)
+    return among if operator == "In" else (operator == "NotIn" and not among)
