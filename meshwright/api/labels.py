@@ -24,6 +24,11 @@ ANNOTATION_RANKS = f"{GROUP}/ranks"
 ANNOTATION_DEVICES = f"{GROUP}/claimed-devices"
 """Devices that a pod claims through Dynamic Resource Allocation, by resource, as JSON: placement counts them."""
 
+# Annotations of jobs that the operator reads.
+ANNOTATION_NETWORK_POLICY = f"{GROUP}/network-policy"
+ANNOTATION_CHECKPOINT = f"{GROUP}/checkpoint-requested"
+JOB_ANNOTATIONS = (ANNOTATION_NETWORK_POLICY, ANNOTATION_CHECKPOINT)
+
 GANG_GATE = f"{GROUP}/gang"
 
 GPU_RESOURCE = "nvidia.com/gpu"

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from meshwright_operator.manifests.network_policy import NetworkPolicyOptions
 from meshwright_operator.manifests.owned_objects import owner_reference
 from meshwright_operator.settings import Address
 from tests.operator import role_rules
@@ -94,7 +95,11 @@ async def live(api: Api, kubelet: Kubelet, proxy: Proxy, claim_name: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("namespaces", [(), ("default",)], ids=["cluster-wide", "one namespace"])
+@pytest.mark.parametrize(
+    ("namespaces", "optional"),
+    [((), ()), (("default",), ("networkPolicyRules",))],
+    ids=["cluster-wide", "one namespace, with NetworkPolicies"],
+)
 async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_to_be_read_but_its_own(
     api: Api,
     kubelet: Kubelet,
@@ -104,8 +109,9 @@ async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_t
     coordinator_port: int,
     free_port: int,
     namespaces: tuple[str, ...],
+    optional: tuple[str, ...],
 ) -> None:
-    for path, body in role_rules.objects(namespaces):
+    for path, body in role_rules.objects(namespaces, optional=optional):
         await api.call("POST", path, body, ok=False)
     path, body = role_rules.token_request()
     token = (await api.create(path, body))["status"]["token"]
@@ -120,6 +126,7 @@ async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_t
         metrics_listen=Address("127.0.0.1", free_port),
         tls="managed",
         key_file=None,
+        job_network_policies=NetworkPolicyOptions() if optional else None,
     )
     await operator.start()
     try:
@@ -131,7 +138,8 @@ async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_t
         await operator.stop()
     used = {right for request in proxy.requests if (right := request.right) is not None}
     unused = {FINALIZERS} if namespaces else {FINALIZERS, UPDATE_CREDENTIALS}
-    used, given = ({right for right in rights if right[0] not in DEVICES} for rights in (used, role_rules.rights()))
+    given = role_rules.rights(optional)
+    used, given = ({right for right in rights if right[0] not in DEVICES} for rights in (used, given))
     assert used == given - unused
     assert owner_reference("rights", "uid")["blockOwnerDeletion"] is True
     own = Api(api.url, token, session)

@@ -11,6 +11,7 @@ CORE = "/api/v1"
 DEVICES = "/apis/resource.k8s.io/v1"
 COMPUTE_DOMAINS = "/apis/resource.nvidia.com/v1beta1"
 LEASES = "/apis/coordination.k8s.io/v1"
+NETWORKING = "/apis/networking.k8s.io/v1"
 
 
 def resource_of(path: str) -> str:
@@ -50,6 +51,11 @@ def compute_domains_path(namespace: str, name: str | None = None) -> str:
 def lease_path(namespace: str, name: str | None = None) -> str:
     """Path of a Lease."""
     return _path(LEASES, namespace, "leases", name)
+
+
+def network_policies_path(namespace: str, name: str | None = None) -> str:
+    """Path of a NetworkPolicy, or of those of a namespace."""
+    return _path(NETWORKING, namespace, "networkpolicies", name)
 
 
 def _path(root: str, namespace: str | None, resource: str, name: str | None) -> str:

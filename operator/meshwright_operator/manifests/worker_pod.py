@@ -50,6 +50,8 @@ class PodContext:
     trust: CoordinatorTrust = CoordinatorTrust()
     devices: Mapping[str, int] = field(default_factory=dict)
     """What each pod claims through Dynamic Resource Allocation, by resource."""
+    network_policy: KubeObject | None = None
+    """The NetworkPolicy that must exist before the pods."""
     profile: Profile | None = None
     """The administrator's profile. `spec` contains already what it adds to the job's own fields."""
 
