@@ -10,6 +10,7 @@ open polls, and releases the lease.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -59,6 +60,8 @@ from meshwright_operator.scheduling.policy_file import PolicyFile
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.settings import Settings
 
+DEVICES_SECONDS = 10.0
+"""How long a start waits for the devices behind Dynamic Resource Allocation."""
 STALE_PERIODS = 2.0
 """A watch is stale after this many idle times without data. After one idle time it reconnects."""
 
@@ -282,7 +285,8 @@ class Manager:
         if self._elector.found_free:
             self._planner.prestart()  # while everything is listed: this process will probably lead
         await self._resync.ensure_listed_since(0.0)
-        await self._device_inventory.load()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._device_inventory.load(), DEVICES_SECONDS)
         self._listed.set()
         handlers = EventHandlers(self._cache, self._queue, self._metrics)
         namespaces = self._settings.namespaces

@@ -57,7 +57,7 @@ def compute_domain(name: str, namespace: str, uid: str) -> KubeObject:
     return {
         "apiVersion": "resource.nvidia.com/v1beta1",
         "kind": "ComputeDomain",
-        "metadata": _metadata(service_name(name, uid), namespace, name, uid),
+        "metadata": metadata(service_name(name, uid), namespace, name, uid),
         "spec": {"numNodes": 0, "channel": {"resourceClaimTemplate": {"name": channel_template_name(name, uid)}}},
     }
 
