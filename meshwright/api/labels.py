@@ -26,8 +26,7 @@ ANNOTATION_DEVICES = f"{GROUP}/claimed-devices"
 
 # Annotations of jobs that the operator reads.
 ANNOTATION_NETWORK_POLICY = f"{GROUP}/network-policy"
-ANNOTATION_CHECKPOINT = f"{GROUP}/checkpoint-requested"
-JOB_ANNOTATIONS = (ANNOTATION_NETWORK_POLICY, ANNOTATION_CHECKPOINT)
+JOB_ANNOTATIONS = (ANNOTATION_NETWORK_POLICY,)
 
 GANG_GATE = f"{GROUP}/gang"
 
