@@ -21,6 +21,8 @@ LABEL_INCARNATION = f"{GROUP}/incarnation"
 LABEL_REVISION = f"{GROUP}/revision"
 
 ANNOTATION_RANKS = f"{GROUP}/ranks"
+ANNOTATION_DEVICES = f"{GROUP}/claimed-devices"
+"""Devices that a pod claims through Dynamic Resource Allocation, by resource, as JSON: placement counts them."""
 
 # Annotations of jobs that the operator reads.
 ANNOTATION_NETWORK_POLICY = f"{GROUP}/network-policy"

@@ -17,6 +17,7 @@ from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan
 from meshwright.rules.edits import with_later_fields, with_live_fields
 from meshwright.rules.validation import check_edit
+from meshwright_operator.controller.job_devices import JobDevices
 from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.observe_sizes import SizePlans, plan_sizes
 from meshwright_operator.decide import lifecycle
@@ -66,6 +67,7 @@ def observe_job(
     rejection: Rejection | None = None,
     binding: BindingLimits = DEFAULT_LIMITS,
     profiles: JobProfiles | None = None,
+    devices: JobDevices | None = None,
 ) -> Observed:
     """Observe one job, its pods and nodes, from the cache.
 
@@ -80,6 +82,7 @@ def observe_job(
         rejection: The API server's rejection of the last attempt to create pods, if any.
         binding: The operator's limits for other schedulers.
         profiles: The administrator's profiles; none if this is None.
+        devices: Knows what the job's pods claim; nothing if this is None.
 
     Raises:
         JobRejectedError: The spec is invalid or no plan fits, and no earlier revision of the job is running.
@@ -87,7 +90,9 @@ def observe_job(
     """
     status = cache.parsed.status(job)
     known = profiles or JobProfiles(lambda *job_and_text: "")
-    observer = _JobObserver(key, job, status, cache, scheduler, planner, agents, now, rejection, binding, known)
+    observer = _JobObserver(
+        key, job, status, cache, scheduler, planner, agents, now, rejection, binding, known, devices
+    )
     running = running_spec(status)
     if running is None:
         spec = _parsed(job, cache)
@@ -134,6 +139,7 @@ class _JobObserver:
     rejection: Rejection | None
     binding: BindingLimits
     profiles: JobProfiles
+    devices: JobDevices | None
 
     def observe_as(self, spec: ParallelTrainingJobSpec, revision: str) -> Observed:
         """The job with this spec, whose revision is `revision`.
@@ -162,8 +168,9 @@ class _JobObserver:
             found = _size_plans(self.key, spec, self.status, revision, self.planner, limit, left, drains=drains)
             taken_by = str(limit[1]) if limit is not None else ""
             spec, plan, others, sizes, full = found.spec, found.plan, [], found.sizes, found.full
-        if profile is not None:
-            extended = partial(_with_extra_request, spec, profile.profile)
+        devices = self.devices.requests(self.key.namespace, spec) if self.devices is not None else {}
+        if profile is not None or devices:
+            extended = partial(_with_extra_request, spec, profile.profile if profile is not None else None, devices)
             plan, others, sizes = extended(plan), list(map(extended, others)), list(map(extended, sizes))
         down = _down_nodes(self.status, pods, self.cache)
         rejecting, draining = _rejecting_nodes(spec, pods, self.cache, self.scheduler)
@@ -196,6 +203,7 @@ class _JobObserver:
             binding=self.binding,
             own_workers=own_workers if profile is not None else None,
             profile=profile,
+            devices=devices,
         )
 
     def _profile(self, spec: ParallelTrainingJobSpec, revision: str) -> AppliedProfile | None:
@@ -216,9 +224,12 @@ class _JobObserver:
         raise JobRejectedError(found.reason, found.message)
 
 
-def _with_extra_request(spec: ParallelTrainingJobSpec, profile: Profile, plan: Plan) -> Plan:
-    """The plan, whose workers also request what the containers of the profile do."""
-    extra = extra_request(spec, plan.worker_request, profile)
+def _with_extra_request(
+    spec: ParallelTrainingJobSpec, profile: Profile | None, devices: Mapping[str, int], plan: Plan
+) -> Plan:
+    """The plan, whose workers also request what their claims and the containers of the profile do."""
+    extra = extra_request(spec, plan.worker_request, profile) if profile is not None else Resources()
+    extra += Resources(others=tuple((k, v) for k, v in devices.items() if k != spec.workers.gpu_resource))
     return replace(plan, worker_request=plan.worker_request + extra) if extra != Resources() else plan
 
 
