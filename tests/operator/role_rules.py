@@ -37,15 +37,21 @@ def rights() -> set[tuple[str, str, str]]:
 
 
 def objects(
-    namespaces: Sequence[str] = (), home: str = "default", lease: str = ACCOUNT
+    namespaces: Sequence[str] = (), home: str = "default", lease: str = ACCOUNT, queues: Sequence[str] = ()
 ) -> Iterator[tuple[str, KubeObject]]:
-    """Collections and what is to be created in them: the service account in `home`, roles and their bindings."""
+    """Collections and what is to be created in them: the service account in `home`, roles and their bindings.
+
+    `queues` has the projects for which the chart's values give more rights, such as `kueue`.
+    """
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": ACCOUNT}}
     yield f"/api/v1/namespaces/{home}/serviceaccounts", account
-    everywhere = rules("clusterRules") + ([] if namespaces else rules("namespacedRules"))
+    more = [rule for queue in queues for rule in rules(f"{queue}Rules")]
+    inside = rules("namespacedRules") + more
+    outside = [rule for queue in queues if queue == "kueue" for rule in rules(f"{queue}ClusterRules")]
+    everywhere = rules("clusterRules") + outside + ([] if namespaces else inside)
     yield from _granted(everywhere, None, home, ACCOUNT)
     for namespace in namespaces:
-        yield from _granted(rules("namespacedRules"), namespace, home, ACCOUNT)
+        yield from _granted(inside, namespace, home, ACCOUNT)
     yield from _granted(rules("leaseRules", lease), home, home, f"{ACCOUNT}-lease")
     yield from _granted(rules("credentialsRules", lease), home, home, f"{ACCOUNT}-credentials")
 

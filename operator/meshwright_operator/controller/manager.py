@@ -47,6 +47,8 @@ from meshwright_operator.metrics.cluster_metrics import ClusterMetrics
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.planning.planning_service import PlanningService
+from meshwright_operator.queues.kueue import Kueue, queue_of
+from meshwright_operator.queues.kueue_watch import KueueWatch
 from meshwright_operator.scheduling.calibration import CalibrationLoop
 from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.policy_file import PolicyFile
@@ -130,6 +132,9 @@ class Manager:
         self._stalls = StallMonitor(metrics)
         self._policy_file = PolicyFile(settings.policy_file, metrics, scheduler.set_policy)
         self._calibration_loop = CalibrationLoop(self._cache, scheduler)
+        self._kueue_watch = KueueWatch(
+            cluster, self._liveness, settings.namespaces, settings.watch_idle_seconds, self._workload_changed
+        )
         jobs = JobMetrics()
         metrics.registry.register(jobs)
         metrics.registry.register(ClusterMetrics(scheduler.gpu_capacities))
@@ -147,6 +152,7 @@ class Manager:
             coordinator_url=lambda: self._access.url,
             trust=lambda: self._access.trust,
             binding=BindingLimits(settings.unbound_seconds, settings.partly_bound_seconds),
+            kueue=Kueue(cluster, self._cache, self._kueue_watch),
         )
 
     @classmethod
@@ -259,6 +265,7 @@ class Manager:
             group.create_task(self._planner.run(), name="planner")
             group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
             group.create_task(self._calibration_loop.run(), name="learning")
+            group.create_task(self._kueue_watch.run(), name="Kueue")
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
         await self._elector.look()
@@ -292,6 +299,12 @@ class Manager:
             return "the last full listing is too old"
         stale = self._liveness.stale()
         return f"no data from watches: {', '.join(stale)}" if stale else ""
+
+    def _workload_changed(self, changed: JobKey | None) -> None:
+        """The Workload of a job changed, or those of all jobs may have."""
+        keys = [key for key, job in self._cache.jobs.items() if queue_of(job)] if changed is None else [changed]
+        for key in keys:
+            self._queue.add(key)
 
     def _notify(self, key: JobKey, urgent: bool) -> None:
         if urgent:

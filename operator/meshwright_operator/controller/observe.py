@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from meshwright.api.labels import MANAGER
+from meshwright.api.labels import MANAGER, MULTIKUEUE
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.spec import ParallelTrainingJobSpec
@@ -17,6 +17,7 @@ from meshwright.rules.edits import with_later_fields, with_live_fields
 from meshwright.rules.validation import check_edit
 from meshwright_operator.controller.observe_sizes import SizePlans, plan_sizes
 from meshwright_operator.decide import lifecycle
+from meshwright_operator.decide.admission import Admission
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import RunningSpec, revision_of, running_spec, spec_at_start
 from meshwright_operator.decide.conditions import BlockedEdit
@@ -59,6 +60,7 @@ def observe_job(
     now: datetime,
     rejection: Rejection | None = None,
     binding: BindingLimits = DEFAULT_LIMITS,
+    admission: Admission | None = None,
 ) -> Observed:
     """Observe one job, its pods and nodes, from the cache.
 
@@ -72,13 +74,14 @@ def observe_job(
         now: The current time.
         rejection: The API server's rejection of the last attempt to create pods, if any.
         binding: The operator's limits for other schedulers.
+        admission: What the queue that the job names says.
 
     Raises:
         JobRejectedError: The spec is invalid or no plan fits, and no earlier revision of the job is running.
         PlanPendingError: A plan is being made.
     """
     status = cache.parsed.status(job)
-    observer = _JobObserver(key, job, status, cache, scheduler, planner, agents, now, rejection, binding)
+    observer = _JobObserver(key, job, status, cache, scheduler, planner, agents, now, rejection, binding, admission)
     running = running_spec(status)
     if running is None:
         spec = _parsed(job, cache)
@@ -98,6 +101,11 @@ def observe_job(
 def managed_here(job: KubeObject) -> bool:
     """Whether this operator manages the job, and not another manager (`spec.managedBy`)."""
     return _spec_field(job, "managedBy") in (None, MANAGER)
+
+
+def sent_elsewhere(job: KubeObject) -> bool:
+    """Whether MultiKueue sends the job to another cluster, whose operator runs it."""
+    return _spec_field(job, "managedBy") == MULTIKUEUE
 
 
 def suspended_by_user(job: KubeObject) -> bool:
@@ -124,6 +132,7 @@ class _JobObserver:
     now: datetime
     rejection: Rejection | None
     binding: BindingLimits
+    admission: Admission | None
 
     def observe_as(self, spec: ParallelTrainingJobSpec, revision: str) -> Observed:
         """The job with this spec, whose revision is `revision`.
@@ -145,12 +154,13 @@ class _JobObserver:
             plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
         else:
             left = sum(not pod.terminal and not pod.deleting for pod in pods) * spec.workers.gpus_per_worker
-            drains = bool(_rejecting_nodes(spec, pods, self.cache, self.scheduler)[1])
-            found = _size_plans(self.key, spec, self.status, revision, self.planner, limit, left, drains=drains)
+            drains = bool(_rejecting_nodes(self._placed(spec), pods, self.cache, self.scheduler)[1])
+            allowed = self._replicas(limit)
+            found = _size_plans(self.key, spec, self.status, revision, self.planner, allowed, left, drains=drains)
             taken_by = str(limit[1]) if limit is not None else ""
             spec, plan, others, sizes, full = found.spec, found.plan, [], found.sizes, found.full
         down = _down_nodes(self.status, pods, self.cache)
-        rejecting, draining = _rejecting_nodes(spec, pods, self.cache, self.scheduler)
+        rejecting, draining = _rejecting_nodes(self._placed(spec), pods, self.cache, self.scheduler)
         indices, joining = _workers(plan, self.status, revision, elastic=elastic is not None)
         workers, excess_pods = observe_workers(
             [*indices, *joining], self.status, pods, down, rejecting, draining, self.agents, self.now
@@ -178,7 +188,18 @@ class _JobObserver:
             agents=self.agents,
             rejection=self.rejection,
             binding=self.binding,
+            admission=self.admission,
         )
+
+    def _placed(self, spec: ParallelTrainingJobSpec) -> ParallelTrainingJobSpec:
+        """The spec with what the queue requires of nodes."""
+        return spec if self.admission is None else self.admission.placed(spec)
+
+    def _replicas(self, limit: tuple[int, JobKey] | None) -> int | None:
+        """The number of replicas that waiting jobs and the queue leave to an elastic job."""
+        admitted = self.admission.replicas if self.admission is not None else None
+        left = [number for number in (limit[0] if limit is not None else None, admitted) if number is not None]
+        return min(left, default=None)
 
 
 def _parsed(job: KubeObject, cache: Cache) -> ParallelTrainingJobSpec:
@@ -268,12 +289,11 @@ def _size_plans(
     status: ParallelTrainingJobStatus,
     revision: str,
     planner: Planner,
-    limit: tuple[int, JobKey] | None,
+    replicas: int | None,
     gpus_left: int,
     *,
     drains: bool,
 ) -> SizePlans:
-    replicas = limit[0] if limit is not None else None
     try:
         return plan_sizes(key, spec, status, revision, planner, replicas, gpus_left, drains=drains)
     except PlanError as error:

@@ -40,6 +40,11 @@ def lease_path(namespace: str, name: str | None = None) -> str:
     return _path(LEASES, namespace, "leases", name)
 
 
+def group_path(group: str, version: str, namespace: str | None, resource: str, name: str | None = None) -> str:
+    """Path in any other group."""
+    return _path(f"/apis/{group}/{version}", namespace, resource, name)
+
+
 def _path(root: str, namespace: str | None, resource: str, name: str | None) -> str:
     where = f"/namespaces/{quote(namespace)}" if namespace else ""
     return f"{root}{where}/{resource}" + (f"/{quote(name)}" if name else "")

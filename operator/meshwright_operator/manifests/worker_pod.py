@@ -9,7 +9,8 @@ checks the node's resources and taints.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from meshwright.api import labels
 from meshwright.api.objects import KubeObject, pod_name, service_name
@@ -17,6 +18,7 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import WorkerPlacement
 from meshwright.api.workers import EnvVar, VolumeSpec, WorkersSpec
 from meshwright.planner.cluster.pod_resources import worker_requests
+from meshwright_operator.manifests import pod_group
 from meshwright_operator.manifests.owned_objects import TOKEN_KEY, job_labels, owner_reference
 
 USER_ID = 65532
@@ -45,6 +47,11 @@ class PodContext:
     secret: str
     """Name of the Secret with the job's token."""
     trust: CoordinatorTrust = CoordinatorTrust()
+    members: int = 0
+    """Number of pods of the gang."""
+    queue_labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels by which a queue knows the pods."""
+    queue_annotations: Mapping[str, str] = field(default_factory=dict)
 
 
 def worker_pod(context: PodContext, placed: WorkerPlacement) -> KubeObject:
@@ -57,6 +64,8 @@ def worker_pod(context: PodContext, placed: WorkerPlacement) -> KubeObject:
             "namespace": context.namespace,
             "labels": {
                 **context.spec.workers.labels,
+                **pod_group.pod_labels(context.name, context.uid, context.spec),
+                **context.queue_labels,
                 **job_labels(context.name, context.uid),
                 labels.LABEL_WORKER: str(placed.worker),
                 labels.LABEL_INCARNATION: str(placed.incarnation),
@@ -64,6 +73,8 @@ def worker_pod(context: PodContext, placed: WorkerPlacement) -> KubeObject:
             },
             "annotations": {
                 **context.spec.workers.annotations,
+                **pod_group.pod_annotations(context.name, context.uid, context.spec),
+                **context.queue_annotations,
                 **({labels.ANNOTATION_RANKS: placed.ranks} if placed.ranks else {}),
                 "prometheus.io/scrape": "true",
                 "prometheus.io/port": str(labels.METRICS_PORT),
@@ -91,6 +102,7 @@ def _pod_spec(context: PodContext, placed: WorkerPlacement) -> KubeObject:
         "hostname": pod_name(context.name, placed.worker, placed.incarnation),
         "subdomain": service_name(context.name, context.uid),
         **_scheduling(workers.scheduler_name, placed.node),
+        **pod_group.pod_fields(context.name, context.uid, context.spec),
         "nodeSelector": dict(workers.node_selector),
         "tolerations": [toleration.wire() for toleration in workers.tolerations],
         "automountServiceAccountToken": False,
