@@ -83,6 +83,8 @@ class Settings:
     """The same, new ones per second."""
     policy_file: Path | None = None
     """File with the administrator's policy; no bounds if None."""
+    profiles_file: Path | None = None
+    """File with the administrator's profiles of worker pods; none if None."""
     unbound_seconds: float = 1800.0
     """How long another scheduler may take to bind the first pod of a job; 0 for no limit."""
     partly_bound_seconds: float = 300.0
@@ -198,8 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-connections-per-source", "COUNT", int, count, text)
     text = "New connections per second from one address that do not send a valid signature."
     add("--connection-rate-per-source", "RATE", float, default.connection_rate_per_source, text)
-    text = "Path of the administrator's policy, read again when it changes. Default: no bounds."
-    add("--policy-file", "FILE", Path, None, text)
+    _add_documents(add)
     text = "Time in which another scheduler must bind a job's first pod, unless the job says otherwise. 0: no limit."
     add("--unbound-seconds", "SECONDS", float, default.unbound_seconds, text)
     text = "The same for the job's other pods, after the first one is bound. 0: no limit."
@@ -223,6 +224,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-level", choices=levels, default=default.log_level, help=text)
     parser.add_argument("--log-format", choices=FORMATS, default=default.log_format, help="Format of log lines.")
     return parser
+
+
+def _add_documents(add: Callable[..., None]) -> None:
+    text = "Path of the administrator's policy, read again when it changes. Default: no bounds."
+    add("--policy-file", "FILE", Path, None, text)
+    text = "Path of the administrator's profiles of worker pods, read again when it changes. Default: no profiles."
+    add("--profiles-file", "FILE", Path, None, text)
 
 
 def _add_tls(parser: argparse.ArgumentParser, add: Callable[..., None]) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 
 from meshwright.api.labels import MANAGER, MULTIKUEUE
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.planner.cluster.pod_resources import Resources
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan
 from meshwright.rules.edits import with_later_fields, with_live_fields
 from meshwright.rules.validation import check_edit
+from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.observe_sizes import SizePlans, plan_sizes
 from meshwright_operator.decide import lifecycle
 from meshwright_operator.decide.admission import Admission
@@ -34,6 +37,9 @@ from meshwright_operator.decide.waiting_edit import edit_waits, waiting_edit
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.planning.planner import Planner, PlanPendingError
+from meshwright_operator.profiles.applied import AppliedProfile
+from meshwright_operator.profiles.merged import extra_request, with_profile
+from meshwright_operator.profiles.profile import Profile
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.text import capitalized, with_warnings
 
@@ -61,6 +67,7 @@ def observe_job(
     rejection: Rejection | None = None,
     binding: BindingLimits = DEFAULT_LIMITS,
     admission: Admission | None = None,
+    profiles: JobProfiles | None = None,
 ) -> Observed:
     """Observe one job, its pods and nodes, from the cache.
 
@@ -75,13 +82,17 @@ def observe_job(
         rejection: The API server's rejection of the last attempt to create pods, if any.
         binding: The operator's limits for other schedulers.
         admission: What the queue that the job names says.
+        profiles: The administrator's profiles; none if this is None.
 
     Raises:
         JobRejectedError: The spec is invalid or no plan fits, and no earlier revision of the job is running.
         PlanPendingError: A plan is being made.
     """
     status = cache.parsed.status(job)
-    observer = _JobObserver(key, job, status, cache, scheduler, planner, agents, now, rejection, binding, admission)
+    known = profiles or JobProfiles(lambda *job_and_text: "")
+    observer = _JobObserver(
+        key, job, status, cache, scheduler, planner, agents, now, rejection, binding, admission, known
+    )
     running = running_spec(status)
     if running is None:
         spec = _parsed(job, cache)
@@ -133,6 +144,7 @@ class _JobObserver:
     rejection: Rejection | None
     binding: BindingLimits
     admission: Admission | None
+    profiles: JobProfiles
 
     def observe_as(self, spec: ParallelTrainingJobSpec, revision: str) -> Observed:
         """The job with this spec, whose revision is `revision`.
@@ -142,6 +154,9 @@ class _JobObserver:
             PlanPendingError: The plan is being made.
         """
         metadata = self.job["metadata"]
+        own_workers, profile = spec.workers, self._profile(spec, revision)
+        if profile is not None:
+            spec = with_profile(spec, profile.profile)
         elastic = spec if spec.elastic is not None else None
         sizes: Sequence[Plan] = ()
         taken_by, preempted_by, full = "", "", None
@@ -159,6 +174,9 @@ class _JobObserver:
             found = _size_plans(self.key, spec, self.status, revision, self.planner, allowed, left, drains=drains)
             taken_by = str(limit[1]) if limit is not None else ""
             spec, plan, others, sizes, full = found.spec, found.plan, [], found.sizes, found.full
+        if profile is not None:
+            extended = partial(_with_extra_request, spec, profile.profile)
+            plan, others, sizes = extended(plan), list(map(extended, others)), list(map(extended, sizes))
         down = _down_nodes(self.status, pods, self.cache)
         rejecting, draining = _rejecting_nodes(self._placed(spec), pods, self.cache, self.scheduler)
         indices, joining = _workers(plan, self.status, revision, elastic=elastic is not None)
@@ -189,6 +207,8 @@ class _JobObserver:
             rejection=self.rejection,
             binding=self.binding,
             admission=self.admission,
+            own_workers=own_workers if profile is not None else None,
+            profile=profile,
         )
 
     def _placed(self, spec: ParallelTrainingJobSpec) -> ParallelTrainingJobSpec:
@@ -200,6 +220,29 @@ class _JobObserver:
         admitted = self.admission.replicas if self.admission is not None else None
         left = [number for number in (limit[0] if limit is not None else None, admitted) if number is not None]
         return min(left, default=None)
+
+    def _profile(self, spec: ParallelTrainingJobSpec, revision: str) -> AppliedProfile | None:
+        """The profile for the pods of this revision.
+
+        Raises:
+            JobRejectedError: The job needs pods, and the administrator does not allow the profile, or the job
+                contradicts it.
+        """
+        if spec.workers.profile is None:
+            return None
+        has_pods = any(not pod.terminal for pod in self.cache.pods(self.key, self.job["metadata"]["uid"]))
+        found = self.profiles.choose(self.key, self.job, spec, revision, self.status, has_pods=has_pods)
+        if not isinstance(found, Rejection):
+            return found
+        if lifecycle.finished(self.status) or spec.suspend:
+            return None  # it gets no pods
+        raise JobRejectedError(found.reason, found.message)
+
+
+def _with_extra_request(spec: ParallelTrainingJobSpec, profile: Profile, plan: Plan) -> Plan:
+    """The plan, whose workers also request what the containers of the profile do."""
+    extra = extra_request(spec, plan.worker_request, profile)
+    return replace(plan, worker_request=plan.worker_request + extra) if extra != Resources() else plan
 
 
 def _parsed(job: KubeObject, cache: Cache) -> ParallelTrainingJobSpec:

@@ -18,6 +18,7 @@ from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.status import WorkerPlacement
 from meshwright_operator import logging_config
 from meshwright_operator.controller.claim_check import ClaimCheck
+from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.missing_pods import Incarnation
 from meshwright_operator.controller.observe import (
@@ -52,6 +53,7 @@ from meshwright_operator.decide.observed import (
     has_started,
 )
 from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS
+from meshwright_operator.decide.profile_use import record_profile
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED, cause_named
 from meshwright_operator.decide.stuck_pods import seconds_until_stuck
 from meshwright_operator.kube.cache import Cache, JobKey
@@ -101,6 +103,7 @@ class Reconciler:
         trust: Callable[[], CoordinatorTrust] = CoordinatorTrust,
         binding: BindingLimits = DEFAULT_LIMITS,
         kueue: Kueue | None = None,
+        profiles: JobProfiles | None = None,
     ) -> None:
         self._client = cluster
         self._cache = cache
@@ -117,6 +120,7 @@ class Reconciler:
         self._trust = trust
         self._binding = binding
         self._kueue = kueue
+        self._profiles = profiles or JobProfiles(tokens.seal)
         self._pod_control = PodControl(cluster, cache, metrics)
         self._claims = ClaimCheck(cluster)
         self._pod_events = PodEvents(cluster)
@@ -271,6 +275,7 @@ class Reconciler:
             rejection,
             self._binding,
             admission,
+            self._profiles,
         )
 
     async def _report_pending(self, key: JobKey, job: KubeObject, pending: PlanPendingError) -> None:
@@ -321,6 +326,7 @@ class Reconciler:
         if not draft.create:
             await self._write_and_act(key, job, registry, draft)
             return
+        record_profile(draft)
         context, secret = self._pod_context(key, draft)
         async with self._pod_control.shared_objects(context, secret) as shared:
             await self._write_and_act(key, job, registry, draft, (context, shared))
@@ -382,6 +388,7 @@ class Reconciler:
             members=len(observed.workers),
             queue_labels=observed.admission.pod_labels if observed.admission is not None else {},
             queue_annotations=observed.admission.pod_annotations if observed.admission is not None else {},
+            profile=observed.profile.profile if observed.profile is not None else None,
         )
         return context, secret
 

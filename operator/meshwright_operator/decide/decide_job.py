@@ -126,7 +126,10 @@ def _adopt_plan(decision: Decision) -> None:
     edited = observed.generation != observed.status.observed_generation
     if changed or (edited and observed.mesh.retry_time is not None):
         placement_outcome.reset_attempts(decision)
-    status.applied_spec = updated_applied_spec(observed.status, observed.elastic or observed.spec, observed.revision)
+    spec = observed.elastic or observed.spec
+    if observed.own_workers is not None:
+        spec = spec.model_copy(update={"workers": observed.own_workers})
+    status.applied_spec = updated_applied_spec(observed.status, spec, observed.revision)
     status.selector = f"{LABEL_JOB}={observed.name}"
     status.replicas = observed.plan.layout.data
     if changed and observed.mesh.generation > 0 and not observed.mesh.pending_cause and not observed.spec.suspend:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, PlanStatus, WaitingEditStatus, WorkerPlacement
+from meshwright.api.workers import WorkersSpec
 from meshwright.planner.plan import Plan
 from meshwright.protocol.messages import AgentState
 from meshwright.protocol.run_config import RunConfig
@@ -19,6 +20,7 @@ from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.stuck_pods import is_stuck
 from meshwright_operator.decide.succeeded_workers import completed_in_reports, stored_workers
 from meshwright_operator.kube.pod_info import Pod
+from meshwright_operator.profiles.applied import AppliedProfile
 from meshwright_operator.timestamps import parse_time
 
 T = TypeVar("T")
@@ -147,6 +149,11 @@ class Observed:
     """The operator's limits for other schedulers."""
     rejection: Rejection | None = None
     """The API server's rejection of the last attempt to create pods, if no decision has handled it yet."""
+
+    own_workers: WorkersSpec | None = None
+    """With a profile: `spec.workers` of the job itself. In `spec`, the profile's additions are merged into it."""
+    profile: AppliedProfile | None = None
+    """The administrator's profile for the job's pods."""
 
     blocked_edit: BlockedEdit | None = None
     """If set, `spec` is the applied spec and not the object's, and this is the reason."""
