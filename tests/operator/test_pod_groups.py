@@ -16,7 +16,9 @@ import pytest_asyncio
 import yaml
 
 from meshwright.api.objects import KubeObject
+from meshwright.api.parsing import parse_spec
 from meshwright.api.workers import PodGroupKind
+from meshwright.rules.validation import check_spec
 from meshwright_operator.controller.pod_groups import PodGroupError, PodGroups
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import ApiError
@@ -26,7 +28,7 @@ from tests.operator.agents import Kubelet, bind
 from tests.operator.builders import NOW, spec
 from tests.operator.conftest import Settled, StartOperator
 from tests.operator.memory import MemoryCluster
-from tests.operator.support import JOBS, Api, condition, job, until
+from tests.operator.support import JOBS, ROOT, Api, condition, job, until
 from tests.operator.test_manifests import make
 
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
@@ -87,6 +89,19 @@ def test_pods_carry_what_their_scheduler_reads() -> None:
 def test_the_name_of_a_group_is_short_and_its_own() -> None:
     assert group_name("train", UID) == "train-12345678"
     assert len(group_name("x" * 63, UID)) == 63
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "queues").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_examples_are_valid_and_name_what_their_file_says(path: Path) -> None:
+    body = yaml.safe_load(path.read_text(encoding="utf-8"))
+    asked = parse_spec(body)
+    assert check_spec(asked) == []
+    group = asked.workers.pod_group
+    if group is not None:
+        assert group.kind.value.lower() == path.stem
+        assert f"queues.podGroups: [{group.kind.value}]" in path.read_text(encoding="utf-8")
+    else:
+        assert path.stem in ("kueue", "autoscaler")
 
 
 # How it is made.

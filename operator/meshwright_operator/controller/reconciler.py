@@ -37,7 +37,7 @@ from meshwright_operator.controller.status_patch import ConflictError
 from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
-from meshwright_operator.decide import decide_job, goodput, lifecycle, placement_outcome, resize
+from meshwright_operator.decide import decide_job, goodput, lifecycle, placement_outcome, preempted_job, resize
 from meshwright_operator.decide.admission import Admission
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.decision import Decision
@@ -228,7 +228,7 @@ class Reconciler:
             observed = check_policy(observed, key.namespace, self._scheduler.bounds(key.namespace))
             if self._kueue is not None:
                 observed = await self._kueue.follow(key, job, observed)
-            if observed.admission is not None and not observed.admission.admitted:
+            if observed.admission is not None and preempted_job.reason_to_stop(observed) is not None:
                 return observed  # it gets no nodes, so that nobody has to find out whether an edit fits
             return await self._edit_admission.admit(key, job, observed)
         except QueueUnknownError:
