@@ -33,6 +33,11 @@ KUEUE_MAX_SECONDS = "kueue.x-k8s.io/max-exec-time-seconds"
 MULTIKUEUE = "kueue.x-k8s.io/multikueue"
 """`spec.managedBy` of a job that MultiKueue sends to another cluster."""
 
+# Annotations of jobs that the operator reads.
+ANNOTATION_NETWORK_POLICY = f"{GROUP}/network-policy"
+ANNOTATION_CHECKPOINT = f"{GROUP}/checkpoint-requested"
+JOB_ANNOTATIONS = (ANNOTATION_NETWORK_POLICY, ANNOTATION_CHECKPOINT)
+
 GANG_GATE = f"{GROUP}/gang"
 
 GPU_RESOURCE = "nvidia.com/gpu"

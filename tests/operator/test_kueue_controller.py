@@ -80,7 +80,7 @@ async def operator(
     queues: Api, kubelet: Kubelet, start_operator: StartOperator, session: aiohttp.ClientSession, tmp_path: Path
 ) -> Kubelet:
     """The operator with exactly the rights that the chart gives it with `queues.kueue.enabled`."""
-    for path, body in role_rules.objects(queues=("kueue",)):
+    for path, body in role_rules.objects(optional=("kueueRules",), everywhere=("kueueClusterRules",)):
         name = body["metadata"]["name"]
         await queues.call("DELETE", f"{path}/{name}", {}, ok=False)
         await queues.call("POST", path, body, ok=False)

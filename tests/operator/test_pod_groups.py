@@ -211,7 +211,7 @@ async def gang(request: Any, api: Api) -> AsyncIterator[Gang]:
 
     if kind is not PodGroupKind.KUBERNETES or not os.environ.get("POD_GROUP_CRDS"):
         await until(served, "PodGroups are served")
-    for path, body in role_rules.objects(queues=(kind.value.lower(),)):
+    for path, body in role_rules.objects(optional=(f"{kind.value.lower()}Rules",)):
         await api.call("DELETE", f"{path}/{body['metadata']['name']}", {}, ok=False)
         await api.call("POST", path, body, ok=False)
     scheduler = Gang(api, kind)

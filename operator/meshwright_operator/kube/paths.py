@@ -9,6 +9,7 @@ from meshwright.api.labels import GROUP, PLURAL, VERSION
 JOBS = f"/apis/{GROUP}/{VERSION}"
 CORE = "/api/v1"
 LEASES = "/apis/coordination.k8s.io/v1"
+NETWORKING = "/apis/networking.k8s.io/v1"
 
 
 def resource_of(path: str) -> str:
@@ -43,6 +44,11 @@ def lease_path(namespace: str, name: str | None = None) -> str:
 def group_path(group: str, version: str, namespace: str | None, resource: str, name: str | None = None) -> str:
     """Path in any other group."""
     return _path(f"/apis/{group}/{version}", namespace, resource, name)
+
+
+def network_policies_path(namespace: str, name: str | None = None) -> str:
+    """Path of a NetworkPolicy, or of those of a namespace."""
+    return _path(NETWORKING, namespace, "networkpolicies", name)
 
 
 def _path(root: str, namespace: str | None, resource: str, name: str | None) -> str:

@@ -52,6 +52,8 @@ class PodContext:
     queue_labels: Mapping[str, str] = field(default_factory=dict)
     """Labels by which a queue knows the pods."""
     queue_annotations: Mapping[str, str] = field(default_factory=dict)
+    network_policy: KubeObject | None = None
+    """The NetworkPolicy that must exist before the pods."""
     profile: Profile | None = None
     """The administrator's profile. `spec` contains already what it adds to the job's own fields."""
 

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.run_config import NativeRun, Run
+from meshwright.schedules.measured import RankTimeline
 
 RunT_co = TypeVar("RunT_co", bound=Run, covariant=True)
 
@@ -133,6 +134,8 @@ class StepReport:
     """
     tracking_failures: int = 0
     """Failures of experiment trackers since the last report."""
+    timeline: RankTimeline | None = None
+    """This rank's slots of an earlier step, if they were timed."""
 
 
 class RankEvents(Protocol):
