@@ -21,6 +21,8 @@ LABEL_INCARNATION = f"{GROUP}/incarnation"
 LABEL_REVISION = f"{GROUP}/revision"
 
 ANNOTATION_RANKS = f"{GROUP}/ranks"
+ANNOTATION_DEVICES = f"{GROUP}/claimed-devices"
+"""Devices that a pod claims through Dynamic Resource Allocation, by resource, as JSON: placement counts them."""
 
 KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
 """Label of a job: the LocalQueue of Kueue that admits it."""
@@ -35,8 +37,7 @@ MULTIKUEUE = "kueue.x-k8s.io/multikueue"
 
 # Annotations of jobs that the operator reads.
 ANNOTATION_NETWORK_POLICY = f"{GROUP}/network-policy"
-ANNOTATION_CHECKPOINT = f"{GROUP}/checkpoint-requested"
-JOB_ANNOTATIONS = (ANNOTATION_NETWORK_POLICY, ANNOTATION_CHECKPOINT)
+JOB_ANNOTATIONS = (ANNOTATION_NETWORK_POLICY,)
 
 GANG_GATE = f"{GROUP}/gang"
 

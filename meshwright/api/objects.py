@@ -32,6 +32,11 @@ def service_name(job: str, uid: str) -> str:
     return f"{job}-{uid[:UID_CHARACTERS]}"
 
 
+def channel_template_name(job: str, uid: str) -> str:
+    """The ResourceClaimTemplate that NVIDIA's driver makes for the job's ComputeDomain."""
+    return f"{job}-{uid[:UID_CHARACTERS]}-nvlink"
+
+
 def secret_name(job: str, uid: str, data: Mapping[str, str]) -> str:
     """The Secret with these values, which worker pods use to reach the coordinator.
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
 
 from meshwright.api.base import ApiModel
 
@@ -46,10 +49,13 @@ class TopologySpec(ApiModel):
     """Ranks that reduce the same gradients."""
     job: TopologyLevels | None = None
     """All ranks of the job."""
+    multi_node_nvlink: Annotated[bool | None, Field(alias="multiNodeNVLink")] = None
+    """Whether NVLink joins the GPUs of several nodes, as in an NVL72 rack: the operator makes a ComputeDomain of
+    NVIDIA's driver for the job, and each pod claims its channel."""
 
     def stated(self) -> Iterator[tuple[str, TopologyLevels]]:
         """The dimensions with levels, and these."""
         for name in type(self).model_fields:
             levels = getattr(self, name)
-            if levels is not None:
+            if isinstance(levels, TopologyLevels):
                 yield name, levels

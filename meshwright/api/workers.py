@@ -102,6 +102,21 @@ class VolumeSpec(ApiModel):
     """Whether a claim is mounted read-only. ConfigMaps and Secrets always are."""
 
 
+class PodClaim(ApiModel):
+    """Devices that each pod claims through Dynamic Resource Allocation. Exactly one of `resourceClaimTemplateName` and
+    `resourceClaimName`.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
+    """Name, unique in the list. `nvlink` is reserved."""
+    resource_claim_template_name: ShortText | None = None
+    """ResourceClaimTemplate of the job's namespace, from which each pod gets a claim of its own."""
+    resource_claim_name: ShortText | None = None
+    """ResourceClaim of the job's namespace, which all pods share. Several pods need an allocated one."""
+    request: Annotated[str, Field(min_length=1, max_length=63)] | None = None
+    """Request of the claim whose devices the container gets. By default it gets all devices of the claim."""
+
+
 class ResourcesSpec(ApiModel):
     """What one worker pod requests in addition to its GPUs. Placement counts all of it."""
 
@@ -162,6 +177,11 @@ class WorkersSpec(ApiModel):
     """Extended resource of the GPUs."""
     resources: ResourcesSpec = ResourcesSpec()
     """CPU, memory, network devices and other resources of each pod."""
+    resource_claims: (
+        Annotated[list[PodClaim], Field(max_length=16, json_schema_extra={"x-list-map-key": "name"})] | None
+    ) = None
+    """Devices that the pods claim through Dynamic Resource Allocation. If a claim requests the device class of
+    `gpuResource`, the GPUs come from the claim."""
     env: Annotated[list[EnvVar], Field(max_length=64, json_schema_extra={"x-list-map-key": "name"})] = []
     """Further environment variables of the worker container."""
     volumes: Annotated[list[VolumeSpec], Field(max_length=16, json_schema_extra={"x-list-map-key": "name"})] = []

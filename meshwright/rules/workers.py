@@ -38,6 +38,8 @@ VARIABLE_NAMES = (
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
 )
 
+CHANNEL_CLAIM = "nvlink"
+"""Name of the claim of the operator's NVLink channel in pods."""
 EXTENDED_RESOURCE = "^[a-z0-9]([a-z0-9.-]{0,250}[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"
 PAGE_SIZE = "^[1-9][0-9]{0,5}(Ki|Mi|Gi)$"
 WHOLE_NUMBER = "^[1-9][0-9]{0,5}$"
@@ -165,6 +167,22 @@ WORKERS_RULES: tuple[Rule[Spec], ...] = (
         " || (has(self.workers.resources.cpu)"
         f" && self.workers.resources.cpu.matches('{WHOLE_NUMBER}') && has(self.workers.resources.memory))",
         _can_be_pinned,
+    ),
+    Rule(
+        "workers.resourceClaims",
+        "must each have exactly one of `resourceClaimTemplateName` and `resourceClaimName`",
+        "!has(self.workers.resourceClaims) || self.workers.resourceClaims.all(c,"
+        " has(c.resourceClaimTemplateName) != has(c.resourceClaimName))",
+        lambda spec: all(
+            (claim.resource_claim_template_name is None) != (claim.resource_claim_name is None)
+            for claim in spec.workers.resource_claims or ()
+        ),
+    ),
+    Rule(
+        "workers.resourceClaims",
+        f"must not be named `{CHANNEL_CLAIM}`, which is reserved for `topology.multiNodeNVLink`: rename it",
+        f"!has(self.workers.resourceClaims) || !self.workers.resourceClaims.exists(c, c.name == '{CHANNEL_CLAIM}')",
+        lambda spec: not any(claim.name == CHANNEL_CLAIM for claim in spec.workers.resource_claims or ()),
     ),
     Rule(
         "workers.labels",

@@ -31,6 +31,7 @@ from meshwright.protocol.messages import (
     RankProcess,
     WorkerReport,
 )
+from meshwright_operator.controller.job_devices import JobDevices
 from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.reconciler import Reconciler
@@ -38,6 +39,7 @@ from meshwright_operator.controller.status_patch import StatusWriter
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.events import JobEvent
+from meshwright_operator.devices.inventory import DeviceInventory
 from meshwright_operator.kube.cache import Cache, JobKey, awaits_layout, key_of, pod_key_of
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.parsed_jobs import ParsedJobs
@@ -134,6 +136,7 @@ class Operator:
         self.scheduler = JobScheduler(self.cluster, self.cache, self.metrics, (), self.queue.add, inventories)
         self.planner = world.planner(inventories, lambda: self.scheduler.calibration)
         self.profiles = JobProfiles(tokens.seal)
+        self.devices = DeviceInventory(self.cluster, self.cache, lambda: None)
         writer = StatusWriter(self.cluster, self.cache, self.queue, world.seconds)
         self.reconciler = Reconciler(
             cluster=self.cluster,
@@ -150,6 +153,7 @@ class Operator:
             now=self.now,
             network_policies=world.network_policies,
             profiles=self.profiles,
+            devices=JobDevices(self.cluster, self.devices, world.seconds),
         )
         self.relist()
         world.cluster.watchers.append(self.see)

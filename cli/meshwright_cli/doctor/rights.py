@@ -51,7 +51,17 @@ USER_RIGHTS = (
 )
 """What the commands of this program need in a namespace."""
 
-OPERATOR_CLUSTER_RIGHTS = (*rights("nodes", "list", "watch"), *rights("pods", "list"))
+DEVICES = "resource.k8s.io"
+
+OPERATOR_CLUSTER_RIGHTS = (
+    *rights("nodes", "list", "watch"),
+    *rights("pods", "list"),
+    *(
+        right
+        for resource in ("resourceslices", "deviceclasses", "resourceclaims")
+        for right in rights(resource, "list", "watch", group=DEVICES)
+    ),
+)
 """What the operator needs in the entire cluster, also if it serves only some namespaces."""
 
 OPERATOR_RIGHTS = (
@@ -63,6 +73,9 @@ OPERATOR_RIGHTS = (
     *rights("secrets", "create"),
     *rights("events", "create", "patch", "list"),
     *rights("persistentvolumeclaims", "get", "list"),
+    *rights("resourceclaims", "get", group=DEVICES),
+    *rights("resourceclaimtemplates", "get", group=DEVICES),
+    *rights("computedomains", "create", "get", group="resource.nvidia.com"),
 )
 """What the operator needs in each namespace that it serves."""
 

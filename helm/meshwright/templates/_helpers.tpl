@@ -66,6 +66,10 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 - apiGroups: [""]
   resources: [pods]
   verbs: [list]
+# Devices behind Dynamic Resource Allocation, and which of them claims have.
+- apiGroups: [resource.k8s.io]
+  resources: [resourceslices, deviceclasses, resourceclaims]
+  verbs: [list, watch]
 {{- end }}
 
 {{/* Leadership. A create cannot be limited to a name. */}}
@@ -142,6 +146,12 @@ updates finalizers only in the sense of clusters that check the right to set `bl
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [get, list]
+- apiGroups: [resource.k8s.io]
+  resources: [resourceclaims, resourceclaimtemplates]
+  verbs: [get]
+- apiGroups: [resource.nvidia.com]
+  resources: [computedomains]
+  verbs: [create, get]
 {{- end }}
 
 {{/*

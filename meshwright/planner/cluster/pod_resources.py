@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from meshwright.api.labels import METRICS_PORT
+from meshwright.api.labels import ANNOTATION_DEVICES, METRICS_PORT
 from meshwright.api.workers import WorkersSpec
 from meshwright.planner.cluster.quantities import parse_quantity
 
@@ -160,6 +161,7 @@ def pod_request(pod: Mapping[str, Any], gpu_resource: str) -> Resources:
     """
     spec = pod.get("spec") or {}
     running = _summed(spec.get("containers") or (), gpu_resource)
+    running += parse_resources(claimed_devices(pod), gpu_resource)
     peak = Resources()
     for container in spec.get("initContainers") or ():
         requests = _container(container, gpu_resource)
@@ -178,6 +180,15 @@ def pod_request(pod: Mapping[str, Any], gpu_resource: str) -> Resources:
         # At pod level, Kubernetes takes huge pages beside CPU and memory. Devices are requested by containers.
         others=_combined(_overridden(container_requests.others, pod_level.others), host_ports(spec), max),
     )
+
+
+def claimed_devices(pod: Mapping[str, Any]) -> dict[str, Any]:
+    """What a worker pod claims through Dynamic Resource Allocation, by resource, from its annotation."""
+    text = ((pod.get("metadata") or {}).get("annotations") or {}).get(ANNOTATION_DEVICES)
+    found = json.loads(text) if text else {}
+    if not isinstance(found, dict):
+        raise ValueError(f"its annotation {ANNOTATION_DEVICES} is not an object")
+    return found
 
 
 def host_ports(spec: Mapping[str, Any]) -> Amounts:

@@ -10,6 +10,7 @@ open polls, and releases the lease.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +19,7 @@ from contextlib import asynccontextmanager
 from kubernetes.aio.client import Configuration
 
 from meshwright_operator.controller.http_server import health_application, serve_application
+from meshwright_operator.controller.job_devices import JobDevices
 from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.reconciler import Reconciler
@@ -28,6 +30,7 @@ from meshwright_operator.coordinator.leadership_gate import LeadershipGate
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.observed import BindingLimits
+from meshwright_operator.devices.inventory import DeviceInventory
 from meshwright_operator.feature_gates import PLAN_CALIBRATION
 from meshwright_operator.http.limits import HEALTH_LIMITS
 from meshwright_operator.kube.cache import Cache, JobKey
@@ -59,6 +62,8 @@ from meshwright_operator.scheduling.policy_file import PolicyFile
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.settings import Settings
 
+DEVICES_SECONDS = 10.0
+"""How long a start waits for the devices behind Dynamic Resource Allocation."""
 STALE_PERIODS = 2.0
 """A watch is stale after this many idle times without data. After one idle time it reconnects."""
 
@@ -135,6 +140,7 @@ class Manager:
         self._planner = PlanningService(inventories, lambda: scheduler.calibration, metrics, self._queue.add)
         self._stalls = StallMonitor(metrics)
         self._profiles = JobProfiles(tokens.seal)
+        self._device_inventory = DeviceInventory(cluster, self._cache, self._devices_changed)
         self._documents = (
             PolicyFile(settings.policy_file, metrics, scheduler.set_policy),
             ProfilesFile(settings.profiles_file, metrics, self._use_profiles),
@@ -163,6 +169,7 @@ class Manager:
             binding=BindingLimits(settings.unbound_seconds, settings.partly_bound_seconds),
             kueue=Kueue(cluster, self._cache, self._kueue_watch),
             profiles=self._profiles,
+            devices=JobDevices(cluster, self._device_inventory),
         )
 
     @classmethod
@@ -285,6 +292,8 @@ class Manager:
         if self._elector.found_free:
             self._planner.prestart()  # while everything is listed: this process will probably lead
         await self._resync.ensure_listed_since(0.0)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._device_inventory.load(), DEVICES_SECONDS)
         self._listed.set()
         handlers = EventHandlers(self._cache, self._queue, self._metrics)
         namespaces = self._settings.namespaces
@@ -295,6 +304,8 @@ class Manager:
         informers = [Informer(self._client, collection, self._liveness, idle) for collection in watched]
         async with asyncio.TaskGroup() as group:
             group.create_task(self._resync.run(), name="resync")
+            devices = self._device_inventory.run(self._liveness, idle)
+            group.create_task(devices, name="devices")
             for informer, collection in zip(informers, watched, strict=True):
                 group.create_task(informer.run(), name=f"watch of {collection.path}")
             for informer in informers:
@@ -302,6 +313,11 @@ class Manager:
             # When kopf stops, it cancels every task that was started after it. By then, all of them must stop anyway.
             watching = watch_jobs(handlers.job, self._configuration, namespaces, self._liveness, idle, on_ready)
             group.create_task(watching, name="watch of jobs")
+
+    def _devices_changed(self) -> None:
+        """Reconcile the jobs that other nodes may help. The placer wakes those that wait for free nodes."""
+        for key in self._cache.jobs_awaiting_layout():
+            self._queue.add(key)
 
     def _use_profiles(self, profiles: Profiles) -> None:
         """Use these profiles for pods that start from now on, and reconcile the jobs that may wait for one."""

@@ -17,6 +17,7 @@ from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan
 from meshwright.rules.edits import with_later_fields, with_live_fields
 from meshwright.rules.validation import check_edit
+from meshwright_operator.controller.job_devices import JobDevices
 from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.observe_sizes import SizePlans, plan_sizes
 from meshwright_operator.decide import lifecycle
@@ -68,6 +69,7 @@ def observe_job(
     binding: BindingLimits = DEFAULT_LIMITS,
     admission: Admission | None = None,
     profiles: JobProfiles | None = None,
+    devices: JobDevices | None = None,
 ) -> Observed:
     """Observe one job, its pods and nodes, from the cache.
 
@@ -83,6 +85,7 @@ def observe_job(
         binding: The operator's limits for other schedulers.
         admission: What the queue that the job names says.
         profiles: The administrator's profiles; none if this is None.
+        devices: Knows what the job's pods claim; nothing if this is None.
 
     Raises:
         JobRejectedError: The spec is invalid or no plan fits, and no earlier revision of the job is running.
@@ -91,7 +94,7 @@ def observe_job(
     status = cache.parsed.status(job)
     known = profiles or JobProfiles(lambda *job_and_text: "")
     observer = _JobObserver(
-        key, job, status, cache, scheduler, planner, agents, now, rejection, binding, admission, known
+        key, job, status, cache, scheduler, planner, agents, now, rejection, binding, admission, known, devices
     )
     running = running_spec(status)
     if running is None:
@@ -145,6 +148,7 @@ class _JobObserver:
     binding: BindingLimits
     admission: Admission | None
     profiles: JobProfiles
+    devices: JobDevices | None
 
     def observe_as(self, spec: ParallelTrainingJobSpec, revision: str) -> Observed:
         """The job with this spec, whose revision is `revision`.
@@ -174,8 +178,9 @@ class _JobObserver:
             found = _size_plans(self.key, spec, self.status, revision, self.planner, allowed, left, drains=drains)
             taken_by = str(limit[1]) if limit is not None else ""
             spec, plan, others, sizes, full = found.spec, found.plan, [], found.sizes, found.full
-        if profile is not None:
-            extended = partial(_with_extra_request, spec, profile.profile)
+        devices = self.devices.requests(self.key.namespace, spec) if self.devices is not None else {}
+        if profile is not None or devices:
+            extended = partial(_with_extra_request, spec, profile.profile if profile is not None else None, devices)
             plan, others, sizes = extended(plan), list(map(extended, others)), list(map(extended, sizes))
         down = _down_nodes(self.status, pods, self.cache)
         rejecting, draining = _rejecting_nodes(self._placed(spec), pods, self.cache, self.scheduler)
@@ -209,6 +214,7 @@ class _JobObserver:
             admission=self.admission,
             own_workers=own_workers if profile is not None else None,
             profile=profile,
+            devices=devices,
         )
 
     def _placed(self, spec: ParallelTrainingJobSpec) -> ParallelTrainingJobSpec:
@@ -239,9 +245,12 @@ class _JobObserver:
         raise JobRejectedError(found.reason, found.message)
 
 
-def _with_extra_request(spec: ParallelTrainingJobSpec, profile: Profile, plan: Plan) -> Plan:
-    """The plan, whose workers also request what the containers of the profile do."""
-    extra = extra_request(spec, plan.worker_request, profile)
+def _with_extra_request(
+    spec: ParallelTrainingJobSpec, profile: Profile | None, devices: Mapping[str, int], plan: Plan
+) -> Plan:
+    """The plan, whose workers also request what their claims and the containers of the profile do."""
+    extra = extra_request(spec, plan.worker_request, profile) if profile is not None else Resources()
+    extra += Resources(others=tuple((k, v) for k, v in devices.items() if k != spec.workers.gpu_resource))
     return replace(plan, worker_request=plan.worker_request + extra) if extra != Resources() else plan
 
 

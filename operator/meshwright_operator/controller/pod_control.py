@@ -20,9 +20,9 @@ from meshwright_operator.controller.pod_groups import POD_GROUP_UNAVAILABLE, Pod
 from meshwright_operator.decide.incarnations import NAME_TAKEN, WAITING_FOR_OLD_PODS, old_pod_message
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
-from meshwright_operator.kube.paths import core_path, network_policies_path, pods_path
+from meshwright_operator.kube.paths import compute_domains_path, core_path, network_policies_path, pods_path
 from meshwright_operator.kube.pod_info import Pod, read_pod
-from meshwright_operator.manifests.owned_objects import service
+from meshwright_operator.manifests.owned_objects import compute_domain, service
 from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 
@@ -75,6 +75,8 @@ class PodControl:
         objects = [self._create_service(context), self._create_secret(context, secret), self._ensure_group(context)]
         if context.network_policy is not None:
             objects.append(self._create_network_policy(context, context.network_policy))
+        if context.spec.topology is not None and context.spec.topology.multi_node_nvlink:
+            objects.append(self._create_compute_domain(context))
         await _all(objects)
 
     async def _ensure_group(self, context: PodContext) -> None:
@@ -137,6 +139,15 @@ class PodControl:
     async def _create_secret(self, context: PodContext, secret: KubeObject) -> None:
         # Nobody else can know the name of a Secret that does not exist: one that does is the job's own.
         await self._create_or_find(core_path(context.namespace, "secrets"), secret, "the job's token Secret")
+
+    async def _create_compute_domain(self, context: PodContext) -> None:
+        body = compute_domain(context.name, context.namespace, context.uid)
+        path = compute_domains_path(context.namespace)
+        if await self._create_or_find(path, body, "the job's ComputeDomain"):
+            return
+        name = body["metadata"]["name"]
+        if not _owned_by(await self._client.get(compute_domains_path(context.namespace, name)), context.uid):
+            raise PodsRejectedError(NAME_TAKEN, _not_owned("ComputeDomain", name))
 
     async def _create_or_find(self, path: str, body: KubeObject, what: str) -> bool:
         """Create an object. Return False if an object with this name exists."""

@@ -18,6 +18,7 @@ from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.status import WorkerPlacement
 from meshwright_operator import logging_config
 from meshwright_operator.controller.claim_check import ClaimCheck
+from meshwright_operator.controller.job_devices import JobDevices
 from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.missing_pods import Incarnation
@@ -43,7 +44,7 @@ from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.decide.mesh_generation import document
-from meshwright_operator.decide.missing_claims import wait_for_claims
+from meshwright_operator.decide.missing_claims import MissingClaim, wait_for_claims
 from meshwright_operator.decide.observed import (
     DEFAULT_LIMITS,
     BindingLimits,
@@ -107,6 +108,7 @@ class Reconciler:
         binding: BindingLimits = DEFAULT_LIMITS,
         kueue: Kueue | None = None,
         profiles: JobProfiles | None = None,
+        devices: JobDevices | None = None,
     ) -> None:
         self._client = cluster
         self._cache = cache
@@ -125,6 +127,7 @@ class Reconciler:
         self._binding = binding
         self._kueue = kueue
         self._profiles = profiles or JobProfiles(tokens.seal)
+        self._devices = devices
         self._pod_control = PodControl(cluster, cache, metrics)
         self._claims = ClaimCheck(cluster)
         self._pod_events = PodEvents(cluster)
@@ -182,10 +185,13 @@ class Reconciler:
         # 3. Decide.
         draft = decide_job.decide(observed)
         self._scheduler.avoid(uid, draft.avoid, draft.avoid_seconds)
-        self._scheduler.set_blocked(uid, draft.blocked_nodes)
+        unreachable = {}
+        if self._devices is not None and observed.spec.workers.resource_claims:
+            unreachable = self._devices.unreachable(key.namespace, observed.spec, self._cache.nodes)
+        self._scheduler.set_blocked(uid, {**unreachable, **draft.blocked_nodes})
 
         # 4. Place if needed, write the status, then act.
-        if draft.place is not None and (missing := await self._claims.missing(key.namespace, observed.spec)):
+        if draft.place is not None and (missing := await self._missing_claims(key, observed)):
             wait_for_claims(draft, missing, key.namespace)
         if draft.place is not None:
             async with self._scheduler.grant(PlacementRequest.of_decision(key, job, draft, draft.place)) as grant:
@@ -198,6 +204,13 @@ class Reconciler:
                 await self._execute(key, job, registry, draft)
             return
         await self._carry_out(key, job, registry, draft)
+
+    async def _missing_claims(self, key: JobKey, observed: Observed) -> list[MissingClaim]:
+        """The claims that a job names, and that do not exist."""
+        missing = await self._claims.missing(key.namespace, observed.spec)
+        if self._devices is None:
+            return missing
+        return missing + await self._devices.missing(key.namespace, observed.spec, len(observed.workers))
 
     async def _carry_out(self, key: JobKey, job: KubeObject, registry: AgentRegistry, draft: Decision) -> None:
         """Carries out a decision that needs no nodes before the status is written, or only tries whether some fit."""
@@ -280,6 +293,7 @@ class Reconciler:
             self._binding,
             admission,
             self._profiles,
+            self._devices,
         )
 
     async def _report_pending(self, key: JobKey, job: KubeObject, pending: PlanPendingError) -> None:
@@ -302,11 +316,13 @@ class Reconciler:
         return [pod for pod in self._cache.pods(key, uid) if not pod.terminal]
 
     async def _prepare_inventory(self, job: KubeObject) -> None:
-        """Read changed nodes, which takes long in a large cluster, before the job is observed."""
-        if not self._inventories.need_preparation:
-            return
+        """Read changed nodes, which takes long in a large cluster, and the job's claims, before it is observed."""
         with contextlib.suppress(InvalidSpecError):
-            await self._inventories.prepare(self._cache.parsed.spec(job))
+            spec = self._cache.parsed.spec(job)
+            if self._devices is not None and spec.workers.resource_claims:
+                await self._devices.prepare(job["metadata"]["namespace"], spec)
+            if self._inventories.need_preparation:
+                await self._inventories.prepare(spec)
 
     async def _confirm_missing_pods(
         self, key: JobKey, job: KubeObject, registry: AgentRegistry, observed: Observed
@@ -392,6 +408,7 @@ class Reconciler:
             members=len(observed.workers),
             queue_labels=observed.admission.pod_labels if observed.admission is not None else {},
             queue_annotations=observed.admission.pod_annotations if observed.admission is not None else {},
+            devices=observed.devices,
             network_policy=self._network_policy(key, job),
             profile=observed.profile.profile if observed.profile is not None else None,
         )

@@ -10,10 +10,13 @@ from meshwright.api.conditions import find
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
+from meshwright_operator.text import sentences
 from meshwright_operator.timestamps import seconds_since
 
 CLAIM_NOT_FOUND = "ClaimNotFound"
 """Reason of a job that names a claim which does not exist."""
+UNALLOCATED = "Unallocated"
+"""Kind of a claim that exists, but has no devices that several pods could share."""
 STALLED_AFTER_SECONDS = 20.0
 """Until then the job only waits: `kubectl apply` may create the claim right after it."""
 RETRY_SECONDS = 2.0
@@ -29,6 +32,8 @@ class MissingClaim:
     name: str
     similar: tuple[str, ...] = ()
     """Claims of the namespace with similar names."""
+    kind: str = "PersistentVolumeClaim"
+    """Empty if the cluster does not have the kind itself, whose name is `name`."""
 
     def __str__(self) -> str:
         hint = f", did you mean {' or '.join(f'`{name}`' for name in self.similar)}?" if self.similar else ""
@@ -46,16 +51,27 @@ def claims_of(spec: ParallelTrainingJobSpec) -> Iterator[tuple[str, str]]:
             yield f"workers.volumes[{index}].claimName", volume.claim_name
 
 
+def _messages(missing: Sequence[MissingClaim], namespace: str) -> Iterator[str]:
+    """What is missing and what to do, for each kind."""
+    for kind in dict.fromkeys(claim.kind for claim in missing):
+        claims = [claim for claim in missing if claim.kind == kind]
+        listed = ", ".join(str(claim) for claim in claims)
+        verb, plural, them = ("does", "", "it") if len(claims) == 1 else ("do", "s", "them")
+        if kind == UNALLOCATED:
+            yield f"ResourceClaim{plural} {listed} {'has' if len(claims) == 1 else 'have'} no devices yet"
+            yield "Several pods cannot share it then: use `resourceClaimTemplateName`, so that each pod gets its own"
+        elif kind:
+            yield f"{kind}{plural} {listed} {verb} not exist in namespace {namespace}"
+            yield f"Create {them}, or correct the field"
+        else:
+            yield f"The cluster does not have {listed}"
+            yield "Install NVIDIA's DRA driver for GPUs, or remove the field"
+
+
 def wait_for_claims(decision: Decision, missing: Sequence[MissingClaim], namespace: str) -> None:
     """Replaces the request for nodes by a wait for the claims."""
     decision.place = None
-    listed = ", ".join(str(claim) for claim in missing)
-    verb = "does" if len(missing) == 1 else "do"
-    plural = "" if len(missing) == 1 else "s"
-    message = (
-        f"PersistentVolumeClaim{plural} {listed} {verb} not exist in namespace {namespace}. "
-        f"Create {'it' if len(missing) == 1 else 'them'}, or correct the field"
-    )
+    message = sentences(*_messages(missing, namespace))
     old = find(decision.observed.status.conditions, names.PLACED)
     since = old.last_transition_time if old is not None and old.reason == CLAIM_NOT_FOUND else None
     if old is None or since is None or old.message != message:

@@ -154,6 +154,8 @@ class Observed:
     """With a profile: `spec.workers` of the job itself. In `spec`, the profile's additions are merged into it."""
     profile: AppliedProfile | None = None
     """The administrator's profile for the job's pods."""
+    devices: Mapping[str, int] = field(default_factory=dict)
+    """What each pod claims through Dynamic Resource Allocation, by resource."""
 
     blocked_edit: BlockedEdit | None = None
     """If set, `spec` is the applied spec and not the object's, and this is the reason."""

@@ -46,6 +46,10 @@ class Cache:
         self._index = PodIndex()
         self._awaiting: set[JobKey] = set()
         self._capacity_listener: CapacityListener | None = None
+        self._devices: dict[str, dict[str, int]] = {}
+        """Node -> devices behind Dynamic Resource Allocation, by resource."""
+        self._own_resources: dict[str, KubeObject] = {}
+        """Node -> its resources without these."""
         self.nodes_version = 0
         """Changes whenever a node changes in a way that matters for placement."""
 
@@ -181,16 +185,49 @@ class Cache:
         """
         trimmed = trim_node(obj)
         name, uid = trimmed["metadata"]["name"], _uid(obj)
+        own = trimmed["status"]["allocatable"]
+        trimmed["status"]["allocatable"] = self._with_devices(name, own)
         old = self.nodes.get(name)
         # The same object is stored again, so that an identity check finds out that nothing has changed.
         value = old if old is not None and old == trimmed else trimmed
         replaced = self._nodes.uid_of(name) not in ("", uid)
         if not self._nodes.put(name, uid, _version(obj), value):
             return False
+        self._own_resources[name] = own
         if value is old and not replaced:
             return False
         self._node_changed()
         return True
+
+    def set_device_amounts(self, amounts: Mapping[str, Mapping[str, int]]) -> bool:
+        """Add devices behind Dynamic Resource Allocation to the nodes' resources. Return whether nodes changed.
+
+        Args:
+            amounts: Node -> resource -> number of devices. A resource that the node itself offers is not replaced.
+        """
+        before, self._devices = self._devices, {name: dict(found) for name, found in amounts.items() if found}
+        changed = [name for name in {*before, *self._devices} if before.get(name) != self._devices.get(name)]
+        changed = [name for name in changed if name in self.nodes]
+        for name in changed:
+            node = self.nodes[name]
+            allocatable = self._with_devices(name, self._own_resources.get(name, {}))
+            self.nodes[name] = {**node, "status": {**node["status"], "allocatable": allocatable}}
+        if changed:
+            self._node_changed()
+        return bool(changed)
+
+    def _with_devices(self, name: str, allocatable: KubeObject) -> KubeObject:
+        devices = self._devices.get(name)
+        if not devices:
+            return allocatable
+        # A device plugin that is gone leaves its resource behind with the value 0.
+        own = {key: value for key, value in allocatable.items() if str(value) != "0" or key not in devices}
+        return {**{key: str(count) for key, count in devices.items()}, **own}
+
+    def has_live_worker(self, namespace: str, name: str, uid: str) -> bool:
+        """Whether this is a worker pod that has not terminated."""
+        pod = self._pods.values.get(PodKey(namespace, name))
+        return isinstance(pod, Pod) and pod.uid == uid and not pod.terminal
 
     def remove_node(self, name: str, uid: str = "", version: int = 0) -> bool:
         """Remove a node, in any case if no uid is given. Return whether it was stored."""

@@ -8,6 +8,8 @@ from meshwright.api.labels import GROUP, PLURAL, VERSION
 
 JOBS = f"/apis/{GROUP}/{VERSION}"
 CORE = "/api/v1"
+DEVICES = "/apis/resource.k8s.io/v1"
+COMPUTE_DOMAINS = "/apis/resource.nvidia.com/v1beta1"
 LEASES = "/apis/coordination.k8s.io/v1"
 NETWORKING = "/apis/networking.k8s.io/v1"
 
@@ -34,6 +36,16 @@ def pods_path(namespace: str | None, name: str | None = None) -> str:
 def core_path(namespace: str | None, resource: str, name: str | None = None) -> str:
     """Path in the core group."""
     return _path(CORE, namespace, resource, name)
+
+
+def claims_path(namespace: str, resource: str, name: str | None = None) -> str:
+    """Path of a ResourceClaim or ResourceClaimTemplate, or of those of a namespace."""
+    return _path(DEVICES, namespace, resource, name)
+
+
+def compute_domains_path(namespace: str, name: str | None = None) -> str:
+    """Path of a ComputeDomain of NVIDIA's driver, or of those of a namespace."""
+    return _path(COMPUTE_DOMAINS, namespace, "computedomains", name)
 
 
 def lease_path(namespace: str, name: str | None = None) -> str:

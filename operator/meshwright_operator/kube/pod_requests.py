@@ -6,6 +6,7 @@ as JSON strings, which the pods of a gang share and which are parsed once.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ from typing import Any
 
 import orjson
 
-from meshwright.api.labels import KIND, METRICS_PORT
+from meshwright.api.labels import ANNOTATION_DEVICES, KIND, METRICS_PORT
 from meshwright.api.objects import KubeObject
 from meshwright.planner.cluster.inventory import MALFORMED
 from meshwright.planner.cluster.pod_resources import (
     HOST_PORT,
     Resources,
+    claimed_devices,
     host_ports,
     is_terminal,
     node_of,
@@ -62,6 +64,8 @@ def request_json_of(pod: Mapping[str, Any]) -> str:
         for key in CONTAINERS:
             if spec.get(key):
                 trimmed[key] = [{k: c[k] for k in CONTAINER_REQUEST_FIELDS if k in c} for c in spec[key]]
+        if devices := claimed_devices(pod):
+            trimmed["claimed"] = devices
         if host_ports(spec):
             trimmed["hostNetwork"] = True
             trimmed["containers"][0]["ports"] = [{"containerPort": METRICS_PORT}]
@@ -75,7 +79,9 @@ def _amount(request_json: str, gpu_resource: str) -> Resources:
     spec = orjson.loads(request_json)
     if spec is None:
         raise ValueError("its containers cannot be parsed")
-    return pod_request({"spec": spec}, gpu_resource)
+    claimed = spec.pop("claimed", None)
+    annotations = {ANNOTATION_DEVICES: json.dumps(claimed)} if claimed else {}
+    return pod_request({"metadata": {"annotations": annotations}, "spec": spec}, gpu_resource)
 
 
 def read_pod_request(obj: Mapping[str, Any], node_by_hostname: Mapping[str, str]) -> PodRequest | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshwright.api.labels import API_VERSION, KIND, LABEL_JOB, LABEL_JOB_UID, METRICS_PORT
-from meshwright.api.objects import KubeObject, secret_name, service_name
+from meshwright.api.objects import KubeObject, channel_template_name, secret_name, service_name
 
 TOKEN_KEY = "token"  # noqa: S105 - the key in the secret, not a secret
 
@@ -45,6 +45,20 @@ def service(name: str, namespace: str, uid: str) -> KubeObject:
             "selector": {LABEL_JOB: name, LABEL_JOB_UID: uid},
             "ports": [{"name": "metrics", "port": METRICS_PORT, "protocol": "TCP", "targetPort": "metrics"}],
         },
+    }
+
+
+def compute_domain(name: str, namespace: str, uid: str) -> KubeObject:
+    """The ComputeDomain that joins the hosts of the job to one NVLink domain.
+
+    NVIDIA's driver makes a template of claims for it, with the name given here. `numNodes: 0` waits for no number of
+    hosts: the gang starts together anyway, and may move or change its size.
+    """
+    return {
+        "apiVersion": "resource.nvidia.com/v1beta1",
+        "kind": "ComputeDomain",
+        "metadata": metadata(service_name(name, uid), namespace, name, uid),
+        "spec": {"numNodes": 0, "channel": {"resourceClaimTemplate": {"name": channel_template_name(name, uid)}}},
     }
 
 

@@ -9,15 +9,17 @@ checks the node's resources and taints.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright.api import labels
-from meshwright.api.objects import KubeObject, pod_name, service_name
+from meshwright.api.objects import KubeObject, channel_template_name, pod_name, service_name
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import WorkerPlacement
 from meshwright.api.workers import EnvVar, VolumeSpec, WorkersSpec
 from meshwright.planner.cluster.pod_resources import worker_requests
+from meshwright.rules.workers import CHANNEL_CLAIM
 from meshwright_operator.manifests import pod_group
 from meshwright_operator.manifests.owned_objects import TOKEN_KEY, job_labels, owner_reference
 from meshwright_operator.manifests.profile_pod import USER_ID, add_profile
@@ -52,6 +54,8 @@ class PodContext:
     queue_labels: Mapping[str, str] = field(default_factory=dict)
     """Labels by which a queue knows the pods."""
     queue_annotations: Mapping[str, str] = field(default_factory=dict)
+    devices: Mapping[str, int] = field(default_factory=dict)
+    """What each pod claims through Dynamic Resource Allocation, by resource."""
     network_policy: KubeObject | None = None
     """The NetworkPolicy that must exist before the pods."""
     profile: Profile | None = None
@@ -80,6 +84,7 @@ def worker_pod(context: PodContext, placed: WorkerPlacement) -> KubeObject:
                 **pod_group.pod_annotations(context.name, context.uid, context.spec),
                 **context.queue_annotations,
                 **({labels.ANNOTATION_RANKS: placed.ranks} if placed.ranks else {}),
+                **({labels.ANNOTATION_DEVICES: json.dumps(dict(context.devices))} if context.devices else {}),
                 "prometheus.io/scrape": "true",
                 "prometheus.io/port": str(labels.METRICS_PORT),
                 "prometheus.io/path": "/metrics",
@@ -119,6 +124,7 @@ def _pod_spec(context: PodContext, placed: WorkerPlacement) -> KubeObject:
     optional = {
         "serviceAccountName": workers.service_account_name,
         "priorityClassName": context.spec.priority_class_name,
+        "resourceClaims": [claim for claim, _ in _claims(context)],
         "imagePullSecrets": [secret.wire() for secret in workers.image_pull_secrets],
     }
     spec |= {key: value for key, value in optional.items() if value}
@@ -160,19 +166,40 @@ def _container(context: PodContext, placed: WorkerPlacement) -> KubeObject:
         "command": ["python", "-m", "meshwright_worker"],
         "env": _environment(context, placed),
         "ports": [{"name": "metrics", "containerPort": labels.METRICS_PORT, "protocol": "TCP"}],
-        "resources": _resources(context.spec),
+        "resources": _resources(context),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [mount for _, mount in _volumes(context.spec)],
     }
 
 
-def _resources(spec: ParallelTrainingJobSpec) -> KubeObject:
+def _resources(context: PodContext) -> KubeObject:
     """Requests and limits: equal, except that CPU has no limit unless the pod is to have CPUs of its own."""
-    limits = worker_requests(spec.workers)
+    workers = context.spec.workers
+    limits = worker_requests(workers)
+    if workers.gpu_resource in context.devices:
+        limits.pop(workers.gpu_resource)  # a claim has the GPUs
     requests = dict(limits)
-    if not spec.workers.resources.exclusive_cpus:
+    if not workers.resources.exclusive_cpus:
         limits.pop("cpu", None)
-    return {"requests": requests, "limits": limits}
+    claims = [use for _, use in _claims(context)]
+    return {"requests": requests, "limits": limits, **({"claims": claims} if claims else {})}
+
+
+def _claims(context: PodContext) -> list[tuple[KubeObject, KubeObject]]:
+    """The claims of the pod, each with its use by the container: those of the spec, and the channel of NVLink."""
+    found: list[tuple[KubeObject, KubeObject]] = []
+    for claim in context.spec.workers.resource_claims or ():
+        source = (
+            {"resourceClaimName": claim.resource_claim_name}
+            if claim.resource_claim_name is not None
+            else {"resourceClaimTemplateName": claim.resource_claim_template_name}
+        )
+        request = {"request": claim.request} if claim.request is not None else {}
+        found.append(({"name": claim.name, **source}, {"name": claim.name, **request}))
+    if context.spec.topology is not None and context.spec.topology.multi_node_nvlink:
+        template = channel_template_name(context.name, context.uid)
+        found.append(({"name": CHANNEL_CLAIM, "resourceClaimTemplateName": template}, {"name": CHANNEL_CLAIM}))
+    return found
 
 
 def _environment(context: PodContext, placed: WorkerPlacement) -> list[KubeObject]:
