@@ -24,6 +24,17 @@ ANNOTATION_RANKS = f"{GROUP}/ranks"
 ANNOTATION_DEVICES = f"{GROUP}/claimed-devices"
 """Devices that a pod claims through Dynamic Resource Allocation, by resource, as JSON: placement counts them."""
 
+KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
+"""Label of a job: the LocalQueue of Kueue that admits it."""
+KUEUE_PRIORITY = "kueue.x-k8s.io/priority-class"
+"""Label of a job: its WorkloadPriorityClass."""
+KUEUE_PREBUILT = "kueue.x-k8s.io/prebuilt-workload-name"
+"""Label of a job that MultiKueue has sent to this cluster: its Workload, which exists already."""
+KUEUE_MAX_SECONDS = "kueue.x-k8s.io/max-exec-time-seconds"
+"""Label of a job: how long it may run after its admission."""
+MULTIKUEUE = "kueue.x-k8s.io/multikueue"
+"""`spec.managedBy` of a job that MultiKueue sends to another cluster."""
+
 # Annotations of jobs that the operator reads.
 ANNOTATION_NETWORK_POLICY = f"{GROUP}/network-policy"
 JOB_ANNOTATIONS = (ANNOTATION_NETWORK_POLICY,)

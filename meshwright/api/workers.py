@@ -138,6 +138,25 @@ class ResourcesSpec(ApiModel):
     own. Needs `cpu`, a whole number, and `memory`."""
 
 
+class PodGroupKind(StrEnum):
+    """Whose PodGroup the operator makes for the gang."""
+
+    VOLCANO = "Volcano"
+    KAI = "KAI"
+    COSCHEDULING = "Coscheduling"
+    KUBERNETES = "Kubernetes"
+
+
+class PodGroupSpec(ApiModel):
+    """The PodGroup of another scheduler, with which it binds all pods or none."""
+
+    kind: PodGroupKind
+    """`Volcano`, `KAI` (KAI Scheduler), `Coscheduling` (the scheduler plugin) or `Kubernetes` (kube-scheduler from 1.36
+    on, with the feature gates `GenericWorkload` and `GangScheduling`)."""
+    queue: Annotated[str, Field(min_length=1, max_length=63)] | None = None
+    """Queue of Volcano or KAI. Without it, Volcano uses its default queue. KAI needs it."""
+
+
 class WorkersSpec(ApiModel):
     """The worker pods. One pod runs the consecutive ranks of `gpusPerWorker` GPUs on one node."""
 
@@ -179,6 +198,9 @@ class WorkersSpec(ApiModel):
     """Scheduler that places the pods, such as `volcano`, `kai-scheduler`, or `default-scheduler` with Kueue. The
     operator then neither gates nor pins the pods. When all are bound it maps the ranks onto their nodes. By default
     the operator places the pods."""
+    pod_group: PodGroupSpec | None = None
+    """PodGroup that the operator makes for the pods, resizes and deletes. Needs `schedulerName`. The name of the group
+    is set in the pods as their scheduler reads it."""
     node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = {}
     """Labels that a node must have."""
     tolerations: Annotated[list[Toleration], Field(max_length=32)] = []

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 from meshwright.api.spec import SuccessPolicy
-from meshwright.api.workers import EnvVar, Toleration, VolumeSpec
+from meshwright.api.workers import EnvVar, PodGroupKind, Toleration, VolumeSpec
 from meshwright.rules.rule import Rule
 
 # Reserved for the operator and the agent.
@@ -119,6 +119,13 @@ def _can_be_pinned(spec: Spec) -> bool:
     return not resources.exclusive_cpus or (whole and resources.memory is not None)
 
 
+def _has_the_queue_of_its_kind(spec: Spec) -> bool:
+    group = spec.workers.pod_group
+    if group is None or group.kind is PodGroupKind.VOLCANO:
+        return True
+    return (group.queue is not None) == (group.kind is PodGroupKind.KAI)
+
+
 WORKERS_RULES: tuple[Rule[Spec], ...] = (
     Rule(
         "workers.resources.devices",
@@ -203,6 +210,19 @@ WORKERS_RULES: tuple[Rule[Spec], ...] = (
         "must be 0 with `workers.schedulerName`, because the operator cannot reserve nodes from another scheduler",
         "!has(self.workers.schedulerName) || self.recovery.spareNodes == 0",
         lambda spec: spec.workers.scheduler_name is None or spec.recovery.spare_nodes == 0,
+    ),
+    Rule(
+        "workers.podGroup",
+        "needs `workers.schedulerName`, the name of the scheduler that reads it, such as `volcano`: set it",
+        "!has(self.workers.podGroup) || has(self.workers.schedulerName)",
+        lambda spec: spec.workers.pod_group is None or spec.workers.scheduler_name is not None,
+    ),
+    Rule(
+        "workers.podGroup",
+        "needs `queue` with kind `KAI`, and has none with `Coscheduling` and `Kubernetes`, which know no queues",
+        "!has(self.workers.podGroup) || self.workers.podGroup.kind == 'Volcano'"
+        " || has(self.workers.podGroup.queue) == (self.workers.podGroup.kind == 'KAI')",
+        _has_the_queue_of_its_kind,
     ),
     Rule(
         "topology",

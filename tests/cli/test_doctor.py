@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from meshwright.api.labels import LABEL_JOB
-from meshwright_cli.doctor.rights import OPERATOR_CLUSTER_RIGHTS, OPERATOR_HOME_RIGHTS, OPERATOR_RIGHTS, Right
+from meshwright_cli.doctor.rights import (
+    KUEUE_CLUSTER_RIGHTS,
+    KUEUE_RIGHTS,
+    OPERATOR_CLUSTER_RIGHTS,
+    OPERATOR_HOME_RIGHTS,
+    OPERATOR_RIGHTS,
+    POD_GROUP_RIGHTS,
+    Right,
+    queue_rights,
+)
 from tests.cli.live_server import LiveServer, job, live_server, parsed, running
 from tests.operator import role_rules
 
@@ -317,3 +326,24 @@ def test_the_rights_are_those_of_the_chart():
     named = {Right(verb, resource, group) for verb in ("get", "update") for resource, group in (
         ("leases", "coordination.k8s.io"), ("secrets", ""))}  # fmt: skip
     assert wanted == granted - named
+
+
+def test_the_rights_for_queues_are_those_of_the_chart_and_asked_for_the_jobs_that_need_them():
+    kinds = {kind: f"{kind.lower()}Rules" for kind in POD_GROUP_RIGHTS}
+    for rights, template in (
+        (KUEUE_RIGHTS, "kueueRules"),
+        (KUEUE_CLUSTER_RIGHTS, "kueueClusterRules"),
+        *((POD_GROUP_RIGHTS[kind], template) for kind, template in kinds.items()),
+    ):
+        granted = {
+            Right(verb, resource, rule["apiGroups"][0])
+            for rule in role_rules.rules(template)
+            for resource in rule["resources"]
+            for verb in rule["verbs"]
+        }
+        assert set(rights) == granted, template
+    queued = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "team"}}, "spec": {}}
+    grouped = {"metadata": {}, "spec": {"workers": {"podGroup": {"kind": "KAI"}}}}
+    assert queue_rights(queued) == KUEUE_RIGHTS
+    assert queue_rights(grouped) == POD_GROUP_RIGHTS["KAI"]
+    assert queue_rights({"metadata": {}, "spec": {"workers": {}}}) == ()

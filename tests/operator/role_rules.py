@@ -37,17 +37,22 @@ def rights(optional: Sequence[str] = ()) -> set[tuple[str, str, str]]:
 
 
 def objects(
-    namespaces: Sequence[str] = (), home: str = "default", lease: str = ACCOUNT, optional: Sequence[str] = ()
+    namespaces: Sequence[str] = (),
+    home: str = "default",
+    lease: str = ACCOUNT,
+    optional: Sequence[str] = (),
+    everywhere: Sequence[str] = (),
 ) -> Iterator[tuple[str, KubeObject]]:
     """Collections and what is to be created in them: the service account in `home`, roles and their bindings.
 
-    `optional` names templates with rules of the namespaces that the chart adds for a value.
+    `optional` names templates with rules of the namespaces that the chart adds for a value, and `everywhere` those with
+    rules of the cluster.
     """
     namespaced = rules("namespacedRules") + [rule for name in optional for rule in rules(name)]
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": ACCOUNT}}
     yield f"/api/v1/namespaces/{home}/serviceaccounts", account
-    everywhere = rules("clusterRules") + ([] if namespaces else namespaced)
-    yield from _granted(everywhere, None, home, ACCOUNT)
+    outside = rules("clusterRules") + [rule for name in everywhere for rule in rules(name)]
+    yield from _granted(outside + ([] if namespaces else namespaced), None, home, ACCOUNT)
     for namespace in namespaces:
         yield from _granted(namespaced, namespace, home, ACCOUNT)
     yield from _granted(rules("leaseRules", lease), home, home, f"{ACCOUNT}-lease")

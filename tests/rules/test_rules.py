@@ -99,6 +99,12 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("workers.labels", {"workers.labels": {"queue": "a", "app.kubernetes.io/name": "mine"}}),
     ("workers.annotations", {"workers.annotations": {"prometheus.io/port": "1"}}),
     ("workers.annotations", {"workers.annotations": {"seccomp.security.alpha.kubernetes.io/pod": "unconfined"}}),
+    ("workers.podGroup", {"workers.podGroup": {"kind": "Volcano"}}),
+    ("workers.podGroup", {"workers.schedulerName": "kai-scheduler", "workers.podGroup": {"kind": "KAI"}}),
+    (
+        "workers.podGroup",
+        {"workers.schedulerName": "default-scheduler", "workers.podGroup": {"kind": "Kubernetes", "queue": "q"}},
+    ),
     ("recovery.spareNodes", {"workers.schedulerName": "volcano", "recovery": {"spareNodes": 1}}),
     ("parallelism.dataParallel.strategy", {"parallelism.dataParallel.strategy": "ZeRO", "parallelism.zeroStage": 0}),
     ("parallelism.dataParallel.strategy", {"parallelism.dataParallel.strategy": "DDP", "parallelism.zeroStage": 2}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -13,11 +13,14 @@ from meshwright_cli.client.api_server import CLAIMS, DEFINITION, DEFINITIONS, JO
 from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.errors import DefinitionMissingError, ForbiddenError, NotFoundError
 from meshwright_cli.doctor.rights import (
+    KUEUE_CLUSTER_RIGHTS,
+    KUEUE_RIGHTS,
     OPERATOR_CLUSTER_RIGHTS,
     OPERATOR_HOME_RIGHTS,
     OPERATOR_RIGHTS,
     USER_RIGHTS,
     Right,
+    queue_rights,
 )
 from meshwright_cli.fabric import cluster_documents
 
@@ -81,7 +84,7 @@ async def read_facts(client: AsyncClient) -> Facts:
         "user_lacks": reader.lacking(USER_RIGHTS, client.namespace),
     }
     found: dict[str, Any] = dict(zip(lists, await asyncio.gather(*lists.values()), strict=True))
-    found["operator_lacks"] = await reader.operators(found["deployments"], client.namespace)
+    found["operator_lacks"] = await reader.operators(found["deployments"], found["jobs"] or ())
     text = str(version.get("gitVersion") or "")
     return Facts(client.namespace, datetime.now(UTC), text, **found, forbidden=reader.forbidden)
 
@@ -141,9 +144,14 @@ class _Reader:
         answers = await asyncio.gather(*(allowed(right) for right in wanted))
         return [right for right, answer in zip(wanted, answers, strict=True) if not answer]
 
-    async def operators(self, deployments: Items | None, namespace: str) -> dict[str, list[Right]] | None:
+    async def operators(self, deployments: Items | None, jobs: Iterable[KubeObject]) -> dict[str, list[Right]] | None:
         """The rights that the operators' service accounts lack, by account; None if that may not be asked."""
         found: dict[str, list[Right]] = {}
+        queued: dict[str, set[Right]] = {}
+        for job in jobs:
+            if asked := queue_rights(job):
+                queued.setdefault(str(job["metadata"].get("namespace") or ""), set()).update(asked)
+        kueue = any(KUEUE_RIGHTS[0] in wanted for wanted in queued.values())
         try:
             for deployment in deployments or ():
                 home = deployment["metadata"]["namespace"]
@@ -154,6 +162,10 @@ class _Reader:
                 for space in served or (None,):
                     lacking += await self.lacking(OPERATOR_RIGHTS, space, user)
                 lacking += await self.lacking(OPERATOR_HOME_RIGHTS, home, user)
+                lacking += await self.lacking(KUEUE_CLUSTER_RIGHTS if kueue else (), None, user)
+                for space, wanted in queued.items():
+                    if not served or space in served:
+                        lacking += await self.lacking(sorted(wanted), space, user)
                 found[f"{home}/{account}"] = sorted(set(lacking))
         except ForbiddenError:
             self.forbidden["operator_lacks"] = "create subjectaccessreviews.authorization.k8s.io"

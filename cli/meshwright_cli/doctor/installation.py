@@ -14,6 +14,7 @@ from meshwright.crd.definition import custom_resource_definition
 from meshwright_cli.client.objects import parse_time, pod_state
 from meshwright_cli.doctor.facts import Facts, argument
 from meshwright_cli.doctor.findings import Finding, error, ok, skipped, warning
+from meshwright_cli.doctor.rights import QUEUE_RIGHTS
 from meshwright_cli.text import duration
 
 OLDEST = (1, 30)
@@ -227,6 +228,8 @@ def check_operator_rights(facts: Facts) -> Iterator[Finding]:
     for account, lacking in facts.operator_lacks.items():
         if lacking:
             fix = "Restore the roles and bindings with `helm upgrade`"
+            if set(lacking) <= QUEUE_RIGHTS:
+                fix = "Set `queues.kueue.enabled` and `queues.podGroups` in the chart's values as the jobs need them"
             yield error(name, f"service account {account} may not {_named(map(str, lacking))}", fix)
         else:
             yield ok(name, f"service account {account} has all rights of the chart")

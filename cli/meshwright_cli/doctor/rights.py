@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.api.labels import GROUP, PLURAL
+from meshwright.api.labels import GROUP, KUEUE_QUEUE, PLURAL
 from meshwright.api.objects import KubeObject
 
 
@@ -78,6 +78,44 @@ OPERATOR_RIGHTS = (
     *rights("computedomains", "create", "get", group="resource.nvidia.com"),
 )
 """What the operator needs in each namespace that it serves."""
+
+KUEUE_GROUP = "kueue.x-k8s.io"
+KUEUE_RIGHTS = (
+    *rights("workloads", "get", "list", "watch", "create", "patch", "delete", group=KUEUE_GROUP),
+    *rights("workloads/status", "patch", group=KUEUE_GROUP),
+)
+"""What the operator needs in namespaces whose jobs name a queue of Kueue."""
+
+KUEUE_CLUSTER_RIGHTS = (
+    *rights("resourceflavors", "get", group=KUEUE_GROUP),
+    *rights("workloadpriorityclasses", "get", group=KUEUE_GROUP),
+    *rights("priorityclasses", "get", group="scheduling.k8s.io"),
+)
+"""What it then needs in the entire cluster."""
+
+POD_GROUP_RIGHTS = {
+    kind: rights("podgroups", "get", "create", "patch", "delete", group=group)
+    for kind, group in (
+        ("Volcano", "scheduling.volcano.sh"),
+        ("KAI", "scheduling.run.ai"),
+        ("Coscheduling", "scheduling.x-k8s.io"),
+        ("Kubernetes", "scheduling.k8s.io"),
+    )
+}
+"""`workers.podGroup.kind` -> what the operator needs in namespaces with such jobs."""
+
+QUEUE_RIGHTS = frozenset(
+    {*KUEUE_RIGHTS, *KUEUE_CLUSTER_RIGHTS, *(right for found in POD_GROUP_RIGHTS.values() for right in found)}
+)
+"""The rights that `queues` in the values of the chart gives."""
+
+
+def queue_rights(job: KubeObject) -> tuple[Right, ...]:
+    """The rights in its namespace that the operator needs for a job in a queue of another project."""
+    labels = (job.get("metadata") or {}).get("labels") or {}
+    group = (((job.get("spec") or {}).get("workers") or {}).get("podGroup") or {}).get("kind")
+    return (*(KUEUE_RIGHTS if KUEUE_QUEUE in labels else ()), *POD_GROUP_RIGHTS.get(str(group), ()))
+
 
 OPERATOR_HOME_RIGHTS = (
     *rights("leases", "create", group="coordination.k8s.io"),

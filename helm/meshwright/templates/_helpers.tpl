@@ -153,3 +153,64 @@ updates finalizers only in the sense of clusters that check the right to set `bl
   resources: [computedomains]
   verbs: [create, get]
 {{- end }}
+
+{{/*
+Kueue: the operator makes and follows the Workload of a job that names a queue. It reads the flavors that were assigned, and
+the class of a job's priority.
+*/}}
+{{- define "meshwright.kueueRules" -}}
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads/status]
+  verbs: [patch]
+{{- end }}
+
+{{- define "meshwright.kueueClusterRules" -}}
+- apiGroups: [kueue.x-k8s.io]
+  resources: [resourceflavors, workloadpriorityclasses]
+  verbs: [get]
+- apiGroups: [scheduling.k8s.io]
+  resources: [priorityclasses]
+  verbs: [get]
+{{- end }}
+
+{{/* PodGroups of Volcano, which the operator makes for jobs with `workers.podGroup`. */}}
+{{- define "meshwright.volcanoRules" -}}
+- apiGroups: [scheduling.volcano.sh]
+  resources: [podgroups]
+  verbs: [get, create, patch, delete]
+{{- end }}
+
+{{/* PodGroups of KAI Scheduler, which the operator makes for jobs with `workers.podGroup`. */}}
+{{- define "meshwright.kaiRules" -}}
+- apiGroups: [scheduling.run.ai]
+  resources: [podgroups]
+  verbs: [get, create, patch, delete]
+{{- end }}
+
+{{/* PodGroups of the coscheduling plugin, which the operator makes for jobs with `workers.podGroup`. */}}
+{{- define "meshwright.coschedulingRules" -}}
+- apiGroups: [scheduling.x-k8s.io]
+  resources: [podgroups]
+  verbs: [get, create, patch, delete]
+{{- end }}
+
+{{/* PodGroups of kube-scheduler, which the operator makes for jobs with `workers.podGroup`. */}}
+{{- define "meshwright.kubernetesRules" -}}
+- apiGroups: [scheduling.k8s.io]
+  resources: [podgroups]
+  verbs: [get, create, patch, delete]
+{{- end }}
+
+{{/* What `queues` adds to the rights in the namespaces that the operator serves. */}}
+{{- define "meshwright.queueRules" -}}
+{{- $queues := .Values.queues | default dict }}
+{{- if ($queues.kueue | default dict).enabled }}
+{{ include "meshwright.kueueRules" . }}
+{{- end }}
+{{- range $queues.podGroups }}
+{{ include (printf "meshwright.%sRules" (lower .)) $ }}
+{{- end }}
+{{- end }}

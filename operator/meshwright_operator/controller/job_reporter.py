@@ -151,6 +151,10 @@ class JobReporter:
         now = self._now()
         return goodput.seconds_by_cause(status, now), goodput.gpu_seconds_by_cause(status, now)
 
+    def post(self, job: KubeObject, event: JobEvent) -> None:
+        """Post an event of a job whose status another cluster writes."""
+        self._events.post(job, event)
+
     def report_error(self, job: KubeObject, error: Exception) -> None:
         """Post an event about an error, if the user can do something about it."""
         if isinstance(error, ApiError) and error.code not in USER_ERROR_CODES:

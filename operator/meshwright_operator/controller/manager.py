@@ -54,6 +54,8 @@ from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.planning.planning_service import PlanningService
 from meshwright_operator.profiles.document import Profiles
 from meshwright_operator.profiles.profiles_file import ProfilesFile
+from meshwright_operator.queues.kueue import Kueue, queue_of
+from meshwright_operator.queues.kueue_watch import KueueWatch
 from meshwright_operator.scheduling.calibration import CalibrationLoop
 from meshwright_operator.scheduling.fabric_file import FabricFile
 from meshwright_operator.scheduling.inventories import Inventories
@@ -146,6 +148,9 @@ class Manager:
             ProfilesFile(settings.profiles_file, metrics, self._use_profiles),
         )
         self._calibration_loop = CalibrationLoop(self._cache, scheduler)
+        self._kueue_watch = KueueWatch(
+            cluster, self._liveness, settings.namespaces, settings.watch_idle_seconds, self._workload_changed
+        )
         jobs = JobMetrics()
         metrics.registry.register(jobs)
         metrics.registry.register(ClusterMetrics(scheduler.gpu_capacities))
@@ -164,6 +169,7 @@ class Manager:
             trust=lambda: self._access.trust,
             network_policies=settings.job_network_policies,
             binding=BindingLimits(settings.unbound_seconds, settings.partly_bound_seconds),
+            kueue=Kueue(cluster, self._cache, self._kueue_watch),
             profiles=self._profiles,
             devices=JobDevices(cluster, self._device_inventory),
         )
@@ -281,6 +287,7 @@ class Manager:
             group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
             if self._settings.feature_gates.enabled(PLAN_CALIBRATION):
                 group.create_task(self._calibration_loop.run(), name="learning")
+            group.create_task(self._kueue_watch.run(), name="Kueue")
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
         await self._elector.look()
@@ -329,6 +336,12 @@ class Manager:
             return "the last full listing is too old"
         stale = self._liveness.stale()
         return f"no data from watches: {', '.join(stale)}" if stale else ""
+
+    def _workload_changed(self, changed: JobKey | None) -> None:
+        """The Workload of a job changed, or those of all jobs may have."""
+        keys = [key for key, job in self._cache.jobs.items() if queue_of(job)] if changed is None else [changed]
+        for key in keys:
+            self._queue.add(key)
 
     def _notify(self, key: JobKey, urgent: bool) -> None:
         if urgent:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 
-from meshwright.api.labels import MANAGER
+from meshwright.api.labels import MANAGER, MULTIKUEUE
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.spec import ParallelTrainingJobSpec
@@ -21,6 +21,7 @@ from meshwright_operator.controller.job_devices import JobDevices
 from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.observe_sizes import SizePlans, plan_sizes
 from meshwright_operator.decide import lifecycle
+from meshwright_operator.decide.admission import Admission
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import RunningSpec, revision_of, running_spec, spec_at_start
 from meshwright_operator.decide.conditions import BlockedEdit
@@ -66,6 +67,7 @@ def observe_job(
     now: datetime,
     rejection: Rejection | None = None,
     binding: BindingLimits = DEFAULT_LIMITS,
+    admission: Admission | None = None,
     profiles: JobProfiles | None = None,
     devices: JobDevices | None = None,
 ) -> Observed:
@@ -81,6 +83,7 @@ def observe_job(
         now: The current time.
         rejection: The API server's rejection of the last attempt to create pods, if any.
         binding: The operator's limits for other schedulers.
+        admission: What the queue that the job names says.
         profiles: The administrator's profiles; none if this is None.
         devices: Knows what the job's pods claim; nothing if this is None.
 
@@ -91,7 +94,7 @@ def observe_job(
     status = cache.parsed.status(job)
     known = profiles or JobProfiles(lambda *job_and_text: "")
     observer = _JobObserver(
-        key, job, status, cache, scheduler, planner, agents, now, rejection, binding, known, devices
+        key, job, status, cache, scheduler, planner, agents, now, rejection, binding, admission, known, devices
     )
     running = running_spec(status)
     if running is None:
@@ -112,6 +115,11 @@ def observe_job(
 def managed_here(job: KubeObject) -> bool:
     """Whether this operator manages the job, and not another manager (`spec.managedBy`)."""
     return _spec_field(job, "managedBy") in (None, MANAGER)
+
+
+def sent_elsewhere(job: KubeObject) -> bool:
+    """Whether MultiKueue sends the job to another cluster, whose operator runs it."""
+    return _spec_field(job, "managedBy") == MULTIKUEUE
 
 
 def suspended_by_user(job: KubeObject) -> bool:
@@ -138,6 +146,7 @@ class _JobObserver:
     now: datetime
     rejection: Rejection | None
     binding: BindingLimits
+    admission: Admission | None
     profiles: JobProfiles
     devices: JobDevices | None
 
@@ -164,8 +173,9 @@ class _JobObserver:
             plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
         else:
             left = sum(not pod.terminal and not pod.deleting for pod in pods) * spec.workers.gpus_per_worker
-            drains = bool(_rejecting_nodes(spec, pods, self.cache, self.scheduler)[1])
-            found = _size_plans(self.key, spec, self.status, revision, self.planner, limit, left, drains=drains)
+            drains = bool(_rejecting_nodes(self._placed(spec), pods, self.cache, self.scheduler)[1])
+            allowed = self._replicas(limit)
+            found = _size_plans(self.key, spec, self.status, revision, self.planner, allowed, left, drains=drains)
             taken_by = str(limit[1]) if limit is not None else ""
             spec, plan, others, sizes, full = found.spec, found.plan, [], found.sizes, found.full
         devices = self.devices.requests(self.key.namespace, spec) if self.devices is not None else {}
@@ -173,7 +183,7 @@ class _JobObserver:
             extended = partial(_with_extra_request, spec, profile.profile if profile is not None else None, devices)
             plan, others, sizes = extended(plan), list(map(extended, others)), list(map(extended, sizes))
         down = _down_nodes(self.status, pods, self.cache)
-        rejecting, draining = _rejecting_nodes(spec, pods, self.cache, self.scheduler)
+        rejecting, draining = _rejecting_nodes(self._placed(spec), pods, self.cache, self.scheduler)
         indices, joining = _workers(plan, self.status, revision, elastic=elastic is not None)
         workers, excess_pods = observe_workers(
             [*indices, *joining], self.status, pods, down, rejecting, draining, self.agents, self.now
@@ -201,10 +211,21 @@ class _JobObserver:
             agents=self.agents,
             rejection=self.rejection,
             binding=self.binding,
+            admission=self.admission,
             own_workers=own_workers if profile is not None else None,
             profile=profile,
             devices=devices,
         )
+
+    def _placed(self, spec: ParallelTrainingJobSpec) -> ParallelTrainingJobSpec:
+        """The spec with what the queue requires of nodes."""
+        return spec if self.admission is None else self.admission.placed(spec)
+
+    def _replicas(self, limit: tuple[int, JobKey] | None) -> int | None:
+        """The number of replicas that waiting jobs and the queue leave to an elastic job."""
+        admitted = self.admission.replicas if self.admission is not None else None
+        left = [number for number in (limit[0] if limit is not None else None, admitted) if number is not None]
+        return min(left, default=None)
 
     def _profile(self, spec: ParallelTrainingJobSpec, revision: str) -> AppliedProfile | None:
         """The profile for the pods of this revision.
@@ -320,12 +341,11 @@ def _size_plans(
     status: ParallelTrainingJobStatus,
     revision: str,
     planner: Planner,
-    limit: tuple[int, JobKey] | None,
+    replicas: int | None,
     gpus_left: int,
     *,
     drains: bool,
 ) -> SizePlans:
-    replicas = limit[0] if limit is not None else None
     try:
         return plan_sizes(key, spec, status, revision, planner, replicas, gpus_left, drains=drains)
     except PlanError as error:

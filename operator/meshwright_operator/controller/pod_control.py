@@ -16,8 +16,9 @@ from meshwright.api.labels import GANG_GATE
 from meshwright.api.objects import KubeObject
 from meshwright.api.status import WorkerPlacement
 from meshwright_operator.controller.missing_pods import Incarnation, MissingPods
+from meshwright_operator.controller.pod_groups import POD_GROUP_UNAVAILABLE, PodGroupError, PodGroups
 from meshwright_operator.decide.incarnations import NAME_TAKEN, WAITING_FOR_OLD_PODS, old_pod_message
-from meshwright_operator.kube.cache import Cache
+from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.paths import compute_domains_path, core_path, network_policies_path, pods_path
 from meshwright_operator.kube.pod_info import Pod, read_pod
@@ -53,6 +54,7 @@ class PodControl:
         self._cache = cache
         self._metrics = metrics
         self.missing = MissingPods(cluster, cache)
+        self.groups = PodGroups(cluster)
 
     @asynccontextmanager
     async def shared_objects(self, context: PodContext, secret: KubeObject) -> AsyncIterator[asyncio.Task[None]]:
@@ -70,12 +72,19 @@ class PodControl:
                 creating.exception()  # `create` raises it. Without that call, the status has not been written.
 
     async def _create_shared(self, context: PodContext, secret: KubeObject) -> None:
-        objects = [self._create_service(context), self._create_secret(context, secret)]
+        objects = [self._create_service(context), self._create_secret(context, secret), self._ensure_group(context)]
         if context.network_policy is not None:
             objects.append(self._create_network_policy(context, context.network_policy))
         if context.spec.topology is not None and context.spec.topology.multi_node_nvlink:
             objects.append(self._create_compute_domain(context))
         await _all(objects)
+
+    async def _ensure_group(self, context: PodContext) -> None:
+        key = JobKey(context.namespace, context.name)
+        try:
+            await self.groups.ensure(key, context.uid, context.spec, context.members)
+        except PodGroupError as error:
+            raise PodsRejectedError(POD_GROUP_UNAVAILABLE, str(error)) from None
 
     async def create(self, context: PodContext, shared: Awaitable[None], placed: Collection[WorkerPlacement]) -> None:
         """Create the pods of these workers, as soon as the objects exist that they share.

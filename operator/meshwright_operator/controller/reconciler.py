@@ -27,6 +27,7 @@ from meshwright_operator.controller.observe import (
     JobRejectedError,
     managed_here,
     observe_job,
+    sent_elsewhere,
     suspended_by_user,
 )
 from meshwright_operator.controller.pod_control import PodControl, PodsRejectedError
@@ -37,8 +38,11 @@ from meshwright_operator.controller.status_patch import ConflictError
 from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
-from meshwright_operator.decide import decide_job, goodput, lifecycle, placement_outcome, resize
+from meshwright_operator.decide import decide_job, goodput, lifecycle, placement_outcome, preempted_job, resize
+from meshwright_operator.decide.admission import Admission
+from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.missing_claims import MissingClaim, wait_for_claims
 from meshwright_operator.decide.observed import (
@@ -64,6 +68,8 @@ from meshwright_operator.manifests.owned_objects import TOKEN_KEY, token_secret
 from meshwright_operator.manifests.worker_pod import CoordinatorTrust, PodContext
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.planning.planner import Planner, PlanPendingError
+from meshwright_operator.queues.kueue import Kueue, QueueUnknownError, demand_of, queue_of
+from meshwright_operator.queues.workload_manifest import Demand
 from meshwright_operator.scheduling.edit_admission import EditAdmission
 from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.job_queue import PlacementRequest
@@ -74,6 +80,8 @@ from meshwright_operator.timestamps import utc_now
 
 NO_LAYOUT_RETRY_SECONDS = 600.0
 """Time after which a job for which no layout fits is planned again, if no change of a node has woken it."""
+QUEUE_UNKNOWN_SECONDS = 0.5
+"""Time after which a job is looked at again whose queue is not known yet."""
 ORPHAN_FINALIZER = "orphan"
 """The API server's finalizer of `kubectl delete --cascade=orphan`."""
 
@@ -98,6 +106,7 @@ class Reconciler:
         trust: Callable[[], CoordinatorTrust] = CoordinatorTrust,
         network_policies: NetworkPolicyOptions | None = None,
         binding: BindingLimits = DEFAULT_LIMITS,
+        kueue: Kueue | None = None,
         profiles: JobProfiles | None = None,
         devices: JobDevices | None = None,
     ) -> None:
@@ -116,6 +125,7 @@ class Reconciler:
         self._trust = trust
         self._network_policies = network_policies
         self._binding = binding
+        self._kueue = kueue
         self._profiles = profiles or JobProfiles(tokens.seal)
         self._devices = devices
         self._pod_control = PodControl(cluster, cache, metrics)
@@ -154,6 +164,8 @@ class Reconciler:
             await self._forget(key)
         if job is None or not managed_here(job):
             self._leave_queue(uid)
+            if job is not None and self._kueue is not None and sent_elsewhere(job) and queue_of(job):
+                await self._hand_over(key, job, self._kueue)
             return
         self._uids[key] = uid
         registry = self._coordinator.registry(uid)
@@ -227,10 +239,18 @@ class Reconciler:
         uid = job["metadata"]["uid"]
         try:
             await self._prepare_inventory(job)
-            observed = self._observe(key, job, registry)
+            admission = await self._kueue.admission(job) if self._kueue is not None else None
+            observed = self._observe(key, job, registry, admission)
             observed = await self._confirm_missing_pods(key, job, registry, observed)
             observed = check_policy(observed, key.namespace, self._scheduler.bounds(key.namespace))
+            if self._kueue is not None:
+                observed = await self._kueue.follow(key, job, observed)
+            if observed.admission is not None and preempted_job.reason_to_stop(observed) is not None:
+                return observed  # it gets no nodes, so that nobody has to find out whether an edit fits
             return await self._edit_admission.admit(key, job, observed)
+        except QueueUnknownError:
+            self._queue.add_after(key, QUEUE_UNKNOWN_SECONDS)
+            return None
         except JobRejectedError as rejection:
             self._leave_queue(uid)
             await self._stop_rejected(key, job)
@@ -243,7 +263,23 @@ class Reconciler:
             await self._report_pending(key, job, pending)
             return None
 
-    def _observe(self, key: JobKey, job: KubeObject, registry: AgentRegistry) -> Observed:
+    async def _hand_over(self, key: JobKey, job: KubeObject, kueue: Kueue) -> None:
+        """Make the Workload of a job that MultiKueue sends to another cluster. Its status is that cluster's."""
+
+        def demand() -> Demand:
+            bare = {**job, "status": {}}
+            observed = observe_job(key, bare, self._cache, self._scheduler, self._planner, Agents(), self._now())
+            return demand_of(job, observed)
+
+        try:
+            await kueue.hand_over(key, job, demand)
+        except (QueueUnknownError, PlanPendingError):
+            self._queue.add_after(key, QUEUE_UNKNOWN_SECONDS)
+        except JobRejectedError as rejection:
+            self._reporter.post(job, JobEvent(rejection.reason, rejection.message, WARNING))
+            self._queue.add_after(key, NO_LAYOUT_RETRY_SECONDS)
+
+    def _observe(self, key: JobKey, job: KubeObject, registry: AgentRegistry, admission: Admission | None) -> Observed:
         rejection = self._rejections.get(job["metadata"]["uid"])
         return observe_job(
             key,
@@ -255,6 +291,7 @@ class Reconciler:
             self._now(),
             rejection,
             self._binding,
+            admission,
             self._profiles,
             self._devices,
         )
@@ -302,7 +339,7 @@ class Reconciler:
         if not unconfirmed:
             return observed
         await self._pod_control.missing.confirm(key, observed.uid, unconfirmed)
-        return self._observe(key, job, registry)
+        return self._observe(key, job, registry, observed.admission)
 
     async def _execute(self, key: JobKey, job: KubeObject, registry: AgentRegistry, draft: Decision) -> None:
         goodput.update_goodput(draft, job["metadata"].get("creationTimestamp"))
@@ -341,6 +378,10 @@ class Reconciler:
         except PodsRejectedError as error:
             self._rejections[observed.uid] = Rejection(error.reason, error.message)
         await self._pod_control.delete(draft.delete)
+        if self._kueue is not None:
+            await self._kueue.settle(key, job, draft)
+        if not observed.live_pods and not draft.create and _rests(draft):
+            await self._pod_control.groups.remove(key, observed.uid, observed.spec)
         if refused:
             self._queue.add_after(key, self._stale_retries.delay(key))
         else:
@@ -359,13 +400,16 @@ class Reconciler:
             name=key.name,
             namespace=key.namespace,
             uid=observed.uid,
-            spec=observed.spec,
+            spec=observed.placed_spec,
             revision=observed.revision,
             coordinator_url=self._coordinator_url(),
             trust=self._trust(),
             secret=secret["metadata"]["name"],
             network=self._inventories.site.network.kind or "",
             several_workers=len(observed.plan.workers) > 1 or observed.elastic is not None,
+            members=len(observed.workers),
+            queue_labels=observed.admission.pod_labels if observed.admission is not None else {},
+            queue_annotations=observed.admission.pod_annotations if observed.admission is not None else {},
             devices=observed.devices,
             network_policy=self._network_policy(key, job),
             profile=observed.profile.profile if observed.profile is not None else None,
@@ -430,11 +474,18 @@ class Reconciler:
         self._rejections.pop(uid, None)
         self._scheduler.forget(uid)
         self._pod_control.missing.forget(uid)
+        self._pod_control.groups.forget(uid)
         self._stale_retries.reset(key)
         self._planner.forget(key)
         self._reporter.forget(key, uid)
         self._queue.forget(key)
         await self._coordinator.forget(uid)
+
+
+def _rests(draft: Decision) -> bool:
+    """Whether the job gets no pods until something else changes."""
+    waits = draft.observed.admission is not None and not draft.observed.admission.admitted
+    return waits or lifecycle.finished(draft.status) or is_true(draft.status.conditions, SUSPENDED)
 
 
 def _entries_to_create(draft: Decision) -> list[WorkerPlacement]:

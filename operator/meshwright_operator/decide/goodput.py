@@ -17,6 +17,7 @@ from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.protocol.messages import WorkerReport
 from meshwright.protocol.run_config import CommandRun
 from meshwright_operator.decide import gpu_ledger, lifecycle, restart_policy, size_status, time_ledger
+from meshwright_operator.decide.admission import QUEUE_UNAVAILABLE, WAITING_FOR_QUOTA
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
@@ -28,6 +29,8 @@ from meshwright_operator.decide.restart_policy import cause_named
 from meshwright_operator.decide.time_ledger import STEPPING, Seen, Steps
 from meshwright_operator.timestamps import parse_time
 
+STOPPED_REASONS = (PREEMPTED, WAITING_FOR_QUOTA, QUEUE_UNAVAILABLE)
+"""Reasons of a job that waits until it may run."""
 FINISHED = ""
 """The cause of a job that has finished or is being deleted: its time does not count."""
 
@@ -155,10 +158,10 @@ def _cause(decision: Decision, *, trains: bool) -> str:
     if observed.spec.suspend:
         return TimeCause.SUSPENDED
     placed = find(status.conditions, names.PLACED)
-    preempted = placed is not None and placed.status == "False" and placed.reason == PREEMPTED
+    stopped = placed is not None and placed.status == "False" and placed.reason in STOPPED_REASONS
     # A placement is replaced when nodes are granted, also if no new pods are needed.
     asks = decision.place is not None and status.placement is observed.status.placement
-    if asks or (preempted and not decision.create):
+    if asks or (stopped and not decision.create):
         return TimeCause.QUEUED
     if is_held(status):
         return TimeCause.QUEUED

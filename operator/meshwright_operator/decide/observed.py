@@ -14,6 +14,7 @@ from meshwright.api.workers import WorkersSpec
 from meshwright.planner.plan import Plan
 from meshwright.protocol.messages import AgentState
 from meshwright.protocol.run_config import RunConfig
+from meshwright_operator.decide.admission import Admission
 from meshwright_operator.decide.agents import Agents, ReceivedReport
 from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.stuck_pods import is_stuck
@@ -133,6 +134,8 @@ class Observed:
     """Of an elastic job: the waiting job of higher priority for which it shrinks."""
     preempted_by: str = ""
     """The waiting job of higher priority for which this one has to stop."""
+    admission: Admission | None = None
+    """What the queue that the job names says. None for jobs of the operator's own queue."""
     joining: Sequence[Worker] = ()
     """Workers that start while the others train, to make the job larger."""
     excess_pods: Sequence[Pod] = ()
@@ -174,6 +177,12 @@ class Observed:
             self.found[question] = find()
         answer: T = self.found[question]
         return answer
+
+    @property
+    def placed_spec(self) -> ParallelTrainingJobSpec:
+        """The spec with what a queue requires of nodes, from which pods and requests for nodes are made."""
+        admission = self.admission
+        return self.spec if admission is None else self.once("placed spec", lambda: admission.placed(self.spec))
 
     @property
     def run(self) -> RunConfig:

@@ -45,7 +45,7 @@ LONGEST_AVOID_SECONDS = 900.0
 
 NEEDS_USER_ACTION = frozenset(
     {
-        *("AdmissionDenied", "PodsForbidden", "PodsInvalid", NAME_TAKEN, NO_NAME_LEFT),
+        *("AdmissionDenied", "PodGroupUnavailable", "PodsForbidden", "PodsInvalid", NAME_TAKEN, NO_NAME_LEFT),
         *("InvalidImageName", "ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff"),
         *("AgentsMissing", *failure_detection.JOB_FAILURES.values()),
         *("CreateContainerConfigError", "CreateContainerError", "RunContainerError", "FailedMount"),

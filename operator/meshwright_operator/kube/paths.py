@@ -53,6 +53,11 @@ def lease_path(namespace: str, name: str | None = None) -> str:
     return _path(LEASES, namespace, "leases", name)
 
 
+def group_path(group: str, version: str, namespace: str | None, resource: str, name: str | None = None) -> str:
+    """Path in any other group."""
+    return _path(f"/apis/{group}/{version}", namespace, resource, name)
+
+
 def network_policies_path(namespace: str, name: str | None = None) -> str:
     """Path of a NetworkPolicy, or of those of a namespace."""
     return _path(NETWORKING, namespace, "networkpolicies", name)

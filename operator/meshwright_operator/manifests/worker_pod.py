@@ -22,6 +22,7 @@ from meshwright.api.workers import EnvVar, VolumeSpec, WorkersSpec
 from meshwright.planner.cluster.pod_resources import worker_requests
 from meshwright.protocol.preflight import PodNeeds
 from meshwright.rules.workers import CHANNEL_CLAIM
+from meshwright_operator.manifests import pod_group
 from meshwright_operator.manifests.owned_objects import TOKEN_KEY, job_labels, owner_reference
 from meshwright_operator.manifests.profile_pod import USER_ID, add_profile
 from meshwright_operator.profiles.profile import Profile
@@ -57,6 +58,11 @@ class PodContext:
     """Kind of the network of the site, if it is stated."""
     several_workers: bool = False
     """Whether the job has several workers, or may have."""
+    members: int = 0
+    """Number of pods of the gang."""
+    queue_labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels by which a queue knows the pods."""
+    queue_annotations: Mapping[str, str] = field(default_factory=dict)
     devices: Mapping[str, int] = field(default_factory=dict)
     """What each pod claims through Dynamic Resource Allocation, by resource."""
     network_policy: KubeObject | None = None
@@ -75,6 +81,8 @@ def worker_pod(context: PodContext, placed: WorkerPlacement) -> KubeObject:
             "namespace": context.namespace,
             "labels": {
                 **context.spec.workers.labels,
+                **pod_group.pod_labels(context.name, context.uid, context.spec),
+                **context.queue_labels,
                 **job_labels(context.name, context.uid),
                 labels.LABEL_WORKER: str(placed.worker),
                 labels.LABEL_INCARNATION: str(placed.incarnation),
@@ -82,6 +90,8 @@ def worker_pod(context: PodContext, placed: WorkerPlacement) -> KubeObject:
             },
             "annotations": {
                 **context.spec.workers.annotations,
+                **pod_group.pod_annotations(context.name, context.uid, context.spec),
+                **context.queue_annotations,
                 **({labels.ANNOTATION_RANKS: placed.ranks} if placed.ranks else {}),
                 **({labels.ANNOTATION_DEVICES: json.dumps(dict(context.devices))} if context.devices else {}),
                 "prometheus.io/scrape": "true",
@@ -110,6 +120,7 @@ def _pod_spec(context: PodContext, placed: WorkerPlacement) -> KubeObject:
         "hostname": pod_name(context.name, placed.worker, placed.incarnation),
         "subdomain": service_name(context.name, context.uid),
         **_scheduling(workers.scheduler_name, placed.node),
+        **pod_group.pod_fields(context.name, context.uid, context.spec),
         "nodeSelector": dict(workers.node_selector),
         "tolerations": [toleration.wire() for toleration in workers.tolerations],
         "automountServiceAccountToken": False,

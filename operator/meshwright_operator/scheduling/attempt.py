@@ -12,6 +12,7 @@ from meshwright.planner.cost_model import Calibration
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement import Placement, with_spares
 from meshwright_operator.kube.cache import JobKey
+from meshwright_operator.scheduling.assigned_domains import within_domains
 from meshwright_operator.scheduling.capacity_hint import Amounts, capacity_hint, occupants
 from meshwright_operator.scheduling.cluster_view import ClusterView, FreeNodes
 from meshwright_operator.scheduling.job_queue import PlacementRequest
@@ -82,6 +83,7 @@ def run_attempt(attempt: Attempt, view: ClusterView) -> Outcome:
     if attempt.without_pods_of not in ("", request.uid):
         freed |= _sum(freed, view.used_by_job(attempt.without_pods_of, resource))
     changed = free.excluding(attempt.kept_off, free.without(freed))
+    changed = within_domains(request, free.nodes, changed)
     rest = free.excluding(attempt.claims, changed)
     if may_fit(request, free, rest) or attempt.explain:
         inventory = free.inventory(rest)

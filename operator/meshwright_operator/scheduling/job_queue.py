@@ -23,6 +23,7 @@ from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.placement import Placement, PreviousPlacement
 from meshwright.planner.plan import Plan
+from meshwright_operator.decide.admission import Domain
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.gang_actions import Place, Size, size_of
 from meshwright_operator.decide.observed import Observed
@@ -61,6 +62,8 @@ class PlacementRequest:
     """Other plans that are equally good, if the job has not started yet."""
     previous: PreviousPlacement | None = None
     """Its last placement."""
+    domains: tuple[Domain, ...] = ()
+    """The parts of the cluster that a queue assigned to its workers. Empty: the whole cluster."""
 
     @classmethod
     def of(
@@ -92,7 +95,8 @@ class PlacementRequest:
             uid=observed.uid,
             plan=observed.plan,
             other_plans=observed.other_plans,
-            spec=observed.spec,
+            spec=observed.placed_spec,
+            domains=observed.admission.domains if observed.admission is not None else (),
             created=str(job["metadata"].get("creationTimestamp") or ""),
             since=since,
             requested_at=observed.now,
@@ -153,6 +157,7 @@ class PlacementRequest:
             and len(self.plans) == len(other.plans)
             and all(a is b or a == b for a, b in zip(self.plans, other.plans, strict=True))
             and self.previous == other.previous
+            and self.domains == other.domains
         )
 
 

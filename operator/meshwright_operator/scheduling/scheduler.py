@@ -189,7 +189,7 @@ class JobScheduler:
 
     async def map_ranks(self, observed: Observed, step: MapRanks) -> MappedRanks | str:
         """Map ranks onto the nodes that another scheduler chose, or return why that fails. Needs no lock."""
-        inventory, plan = self.inventory(observed.spec), observed.plan
+        inventory, plan = self.inventory(observed.placed_spec), observed.plan
         cost_model = cost_model_for(observed.spec, plan.architecture, inventory, self._calibration)
         try:
             assigned = step.assigned_plan_workers

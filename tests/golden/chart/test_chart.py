@@ -69,6 +69,13 @@ VALUES: Mapping[str, dict[str, Any]] = {
             "dashboards": {"namespace": "grafana", "annotations": {"grafana_folder": "Meshwright"}},
         },
     },
+    "queues": {
+        "crds": {"enabled": False}, "userRoles": {"enabled": False},
+        "queues": {
+            "kueue": {"enabled": True}, "podGroups": ["Volcano", "KAI", "Coscheduling", "Kubernetes"],
+            "unboundSeconds": 0, "partlyBoundSeconds": 1800,
+        },
+    },
     "network-policy": {"networkPolicy": {"enabled": True}, "crds": {"enabled": False}},
     "digest": {"image": {"tag": "1.2.3", "digest": f"sha256:{'a' * 64}"}, "crds": {"enabled": False}},
     "one-namespace": {"watchNamespaces": ["red"], "crds": {"enabled": False}},

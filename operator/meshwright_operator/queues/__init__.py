@@ -1,0 +1,1 @@
+"""Queues of other projects that decide when a job runs."""

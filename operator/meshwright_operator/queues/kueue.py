@@ -1,0 +1,373 @@
+"""Kueue at the level of a job: makes the Workload of a job that names a queue, follows it, and reports to it.
+
+The operator does what Kueue's own integrations do. Kueue decides whether a job may run; the job has no pods before, and
+gives its quota back only once it has none any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import datetime
+
+from meshwright.api import labels
+from meshwright.api.conditions import COMPLETE, READY, find, is_true
+from meshwright.api.objects import KubeObject
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright_operator.decide import lifecycle, sizing
+from meshwright_operator.decide.admission import Admission
+from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.observed import Observed
+from meshwright_operator.kube.cache import Cache, JobKey
+from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.paths import group_path
+from meshwright_operator.manifests.owned_objects import owner_reference
+from meshwright_operator.queues import workload_state as state
+from meshwright_operator.queues.kueue_watch import FORBIDDEN, NOT_FOUND, KueueState, KueueWatch
+from meshwright_operator.queues.workload_manifest import (
+    DIGEST,
+    GROUP,
+    JOB_UID,
+    POD_SET,
+    SUSPENDED,
+    Demand,
+    Priority,
+    annotations_of,
+    spec_of,
+    workload,
+)
+from meshwright_operator.timestamps import utc_now
+
+FLAVOR_SECONDS = 60.0
+"""For how long a resource flavor that was read is not read again."""
+CONFLICT = 409
+SCHEDULING = "scheduling.k8s.io"
+
+log = logging.getLogger(__name__)
+
+
+class QueueUnknownError(Exception):
+    """It is not known yet what the job's queue says. The job is left as it is until then."""
+
+
+class Kueue:
+    """The queues of Kueue, as jobs see them."""
+
+    def __init__(
+        self, client: KubeClient, cache: Cache, watch: KueueWatch, now: Callable[[], datetime] = utc_now
+    ) -> None:
+        self._client = client
+        self._cache = cache
+        self._watch = watch
+        self._now = now
+        self._flavors: dict[str, tuple[float, KubeObject]] = {}
+
+    async def admission(self, job: KubeObject) -> Admission | None:
+        """What the job's queue says. None for a job that names none.
+
+        Raises:
+            QueueUnknownError: Nobody knows it yet.
+        """
+        queue = queue_of(job)
+        if not queue:
+            await self._forget(job)
+            return None
+        known = self._watch.want()
+        if known is KueueState.UNKNOWN:
+            raise QueueUnknownError
+        if known is not KueueState.WATCHED:
+            return Admission(admitted=False, unavailable=True, message=_unavailable(queue, known))
+        found = self._watch.of(job["metadata"]["uid"])
+        if found is None:
+            return Admission(admitted=False, message=f"Waiting for queue {queue}")
+        if state.may_run(found):
+            for name in state.flavors_of(found):
+                await self._read_flavor(name)
+        flavors = {name: flavor for name, (_, flavor) in self._flavors.items()}
+        return state.admission_of(found, queue, flavors, self._cache.nodes, _gpus_per_worker(job))
+
+    async def follow(self, key: JobKey, job: KubeObject, observed: Observed) -> Observed:
+        """Makes the job's Workload, or brings it up to date. Returns the job as it may run now.
+
+        Raises:
+            ApiError: A request failed.
+        """
+        admission = observed.admission
+        if admission is None or admission.unavailable or lifecycle.finished(observed.status):
+            return observed
+        found = self._watch.of(observed.uid)
+        if labels.KUEUE_PREBUILT in _labels(job):
+            return await self._follow_prebuilt(key, job, observed, found)
+        demand = demand_of(job, observed)
+        if found is None:
+            await self._create(key, job, observed, demand)
+            return observed
+        if found["metadata"].get("deletionTimestamp"):
+            return observed
+        if not _covers(found, demand) or state.is_true(found, state.FINISHED):
+            return await self._renew(key, job, observed, found, demand)
+        await self._update(key, job, observed, found)
+        return observed
+
+    async def settle(self, key: JobKey, job: KubeObject, draft: Decision) -> None:
+        """Reports to the Workload what has become of the job, once that is written to the job's status.
+
+        Raises:
+            ApiError: A request failed.
+        """
+        observed = draft.observed
+        if observed.admission is None or observed.admission.unavailable:
+            return
+        found = self._watch.of(observed.uid)
+        if found is None or state.is_true(found, state.FINISHED):
+            return
+        now = self._now()
+        if lifecycle.finished(draft.status):
+            reason = "Succeeded" if is_true(draft.status.conditions, COMPLETE) else "Failed"
+            ready = find(draft.status.conditions, READY)
+            text = ready.message if ready is not None else ""
+            end = state.new_condition(found, state.FINISHED, True, reason, text, now)
+            await self._patch_status(found, {"conditions": state.with_conditions(found, end)})
+        elif not state.may_run(found):
+            empty = not observed.live_pods and not draft.create
+            if empty and state.is_reserved(found) and state.is_true(found, state.EVICTED):
+                await self._patch_status(found, state.released(found, now))
+        else:
+            await self._report_pods(found, draft, now)
+
+    async def hand_over(self, key: JobKey, job: KubeObject, demand: Callable[[], Demand]) -> None:
+        """Makes the Workload of a job that MultiKueue sends to another cluster. It does all else.
+
+        Raises:
+            ApiError: A request failed.
+            QueueUnknownError: It is not known yet whether there is one.
+        """
+        known = self._watch.want()
+        if known is KueueState.UNKNOWN:
+            raise QueueUnknownError
+        uid = job["metadata"]["uid"]
+        if known is not KueueState.WATCHED or self._watch.of(uid) is not None:
+            return
+        asked = demand()
+        await self._post(key, uid, asked, await self._priority(job, asked.spec), suspended=asked.spec.suspend)
+
+    # The parts of following a job.
+
+    async def _forget(self, job: KubeObject) -> None:
+        """Deletes the Workload of a job that names no queue any more."""
+        found = self._watch.of(job["metadata"]["uid"])
+        if found is not None and not found["metadata"].get("deletionTimestamp"):
+            await self._delete(found)
+
+    async def _create(self, key: JobKey, job: KubeObject, observed: Observed, demand: Demand) -> None:
+        priority = await self._priority(job, observed.spec)
+        await self._post(key, observed.uid, demand, priority, suspended=observed.spec.suspend)
+
+    async def _post(self, key: JobKey, uid: str, demand: Demand, priority: Priority, *, suspended: bool) -> None:
+        body = workload(key.name, key.namespace, uid, demand, priority, self._watch.version, suspended=suspended)
+        try:
+            self._watch.put(await self._client.create(self._watch.path(key.namespace), body))
+        except ApiError as error:
+            if error.code != CONFLICT:
+                raise
+            path = self._watch.path(key.namespace, body["metadata"]["name"])
+            self._watch.put(await self._client.get(path))
+
+    async def _renew(
+        self, key: JobKey, job: KubeObject, observed: Observed, found: KubeObject, demand: Demand
+    ) -> Observed:
+        """The job needs another quota than its Workload asks for."""
+        if not state.is_reserved(found) and not state.is_true(found, state.FINISHED):
+            priority = await self._priority(job, observed.spec)
+            spec = spec_of(demand, priority, self._watch.version)
+            await self._patch(found, {"metadata": {"annotations": annotations_of(demand)}, "spec": spec})
+            return observed
+        text = "The job needs another quota than it has. It gives it back, and waits for the other one"
+        if state.is_true(found, state.FINISHED):
+            text = state.waiting_message(found, demand.queue)
+        waiting = Admission(admitted=False, message=text)
+        if observed.live_pods:
+            # What runs is stopped as it is: the edit takes effect when there is quota for it.
+            return replace(observed.fallback or observed, admission=waiting)
+        await self._delete(found)
+        return replace(observed, admission=waiting)
+
+    async def _update(self, key: JobKey, job: KubeObject, observed: Observed, found: KubeObject) -> None:
+        """Brings what may change at any time up to date: whether the Workload is active, and its priority."""
+        spec, annotations = found.get("spec") or {}, found["metadata"].get("annotations") or {}
+        patch: KubeObject = {}
+        active = spec.get("active", True)
+        if observed.spec.suspend and active:
+            patch = {"metadata": {"annotations": {SUSPENDED: "true"}}, "spec": {"active": False}}
+        elif not observed.spec.suspend and not active and SUSPENDED in annotations:
+            patch = {"metadata": {"annotations": {SUSPENDED: None}}, "spec": {"active": True}}
+        wanted = (await self._priority(job, observed.spec)).fields(self._watch.version)
+        if any(spec.get(name) != value for name, value in wanted.items()):
+            patch["spec"] = {**patch.get("spec", {}), **wanted}
+        if patch:
+            await self._patch(found, patch)
+
+    async def _follow_prebuilt(
+        self, key: JobKey, job: KubeObject, observed: Observed, found: KubeObject | None
+    ) -> Observed:
+        """A job that MultiKueue has sent here: its Workload is there, and becomes the job's own."""
+        name = _labels(job)[labels.KUEUE_PREBUILT]
+        if found is not None:
+            return observed
+        waiting = replace(observed, admission=Admission(admitted=False, message=f"Waiting for Workload {name}"))
+        try:
+            there = await self._client.get(self._watch.path(key.namespace, name))
+        except ApiError as error:
+            if error.code != NOT_FOUND:
+                raise
+            return waiting
+        owners = [one for one in there["metadata"].get("ownerReferences") or () if one.get("controller")]
+        if any(one.get("uid") != observed.uid for one in owners):
+            text = f"Workload {name} belongs to {owners[0].get('kind')} {owners[0].get('name')}, and not to this job"
+            return replace(observed, admission=Admission(admitted=False, message=text))
+        metadata = {
+            "labels": {JOB_UID: observed.uid, labels.LABEL_JOB_UID: observed.uid, labels.LABEL_JOB: key.name},
+            "ownerReferences": [owner_reference(key.name, observed.uid)],
+        }
+        await self._patch(there, {"metadata": metadata})
+        return waiting
+
+    async def _report_pods(self, found: KubeObject, draft: Decision, now: datetime) -> None:
+        """Reports whether all ranks train, and gives back the quota of pods that the job does not have any more."""
+        changes: KubeObject = {}
+        ready = is_true(draft.status.conditions, READY)
+        if (condition := state.pods_ready(found, ready, now)) is not None:
+            changes["conditions"] = state.with_conditions(found, condition)
+        spare = _reclaimable(found, draft.observed)
+        if spare > state.reclaimed(found):
+            name = str(state.pod_set_of(found).get("name") or POD_SET)
+            changes["reclaimablePods"] = [{"name": name, "count": spare}]
+        if changes:
+            await self._patch_status(found, changes)
+
+    # Requests.
+
+    async def _delete(self, found: KubeObject) -> None:
+        path = self._watch.path(found["metadata"]["namespace"], found["metadata"]["name"])
+        await self._client.delete(path, found["metadata"]["uid"])
+        self._watch.remove(found)
+
+    async def _patch(self, found: KubeObject, body: KubeObject) -> None:
+        metadata = {**body.get("metadata", {}), "resourceVersion": found["metadata"]["resourceVersion"]}
+        path = self._watch.path(found["metadata"]["namespace"], found["metadata"]["name"])
+        await self._write(found, path, {**body, "metadata": metadata})
+
+    async def _patch_status(self, found: KubeObject, status: KubeObject) -> None:
+        metadata = {"resourceVersion": found["metadata"]["resourceVersion"]}
+        path = self._watch.path(found["metadata"]["namespace"], found["metadata"]["name"])
+        await self._write(found, f"{path}/status", {"metadata": metadata, "status": status})
+
+    async def _write(self, found: KubeObject, path: str, body: KubeObject) -> None:
+        try:
+            self._watch.put(await self._client.merge_patch(path, body))
+        except ApiError as error:
+            if error.code == CONFLICT:
+                # The watch brings what has changed, which queues the job. Without one, this does.
+                self._watch.put(await self._client.get(path.removesuffix("/status")))
+            elif error.code != NOT_FOUND:
+                raise
+
+    async def _read_flavor(self, name: str) -> None:
+        known = self._flavors.get(name)
+        if known is not None and time.monotonic() - known[0] < FLAVOR_SECONDS:
+            return
+        try:
+            flavor = await self._client.get(group_path(GROUP, self._watch.version, None, "resourceflavors", name))
+        except ApiError as error:
+            if known is not None and error.code not in (NOT_FOUND, FORBIDDEN):
+                return
+            raise
+        self._flavors[name] = time.monotonic(), flavor
+
+    async def _priority(self, job: KubeObject, spec: ParallelTrainingJobSpec) -> Priority:
+        """The priority of the Workload: of its class, of the pods' class, or `spec.priority`."""
+        if name := _labels(job).get(labels.KUEUE_PRIORITY):
+            path = group_path(GROUP, self._watch.version, None, "workloadpriorityclasses", name)
+            return await self._class_priority(path, GROUP, name, spec.priority)
+        if name := spec.priority_class_name:
+            path = group_path(SCHEDULING, "v1", None, "priorityclasses", name)
+            return await self._class_priority(path, SCHEDULING, name, spec.priority)
+        return Priority(spec.priority)
+
+    async def _class_priority(self, path: str, group: str, name: str, default: int) -> Priority:
+        known = self._flavors.get(path)
+        if known is None or time.monotonic() - known[0] >= FLAVOR_SECONDS:
+            try:
+                known = self._flavors[path] = time.monotonic(), await self._client.get(path)
+            except ApiError as error:
+                if error.code not in (NOT_FOUND, FORBIDDEN):
+                    raise
+                log.info("priority class cannot be read", extra={"class": name, "error": str(error)})
+                return Priority(default)
+        return Priority(int(known[1].get("value") or 0), group, name)
+
+
+def queue_of(job: KubeObject) -> str:
+    """The queue that the job names; empty if it names none."""
+    return str(_labels(job).get(labels.KUEUE_QUEUE) or "")
+
+
+def demand_of(job: KubeObject, observed: Observed) -> Demand:
+    """What the job asks its queue for: at its full size, if it is elastic."""
+    layout, per_worker = observed.plan.layout, observed.plan.gpus_per_worker
+    per_replica = layout.world_size // layout.data
+    workers, least = len(observed.plan.workers), None
+    if observed.elastic is not None:
+        if (full := observed.full_plan) is not None:
+            per_replica = full.tensor * full.pipeline * full.context
+        workers = -(-sizing.wanted(observed) * per_replica // per_worker)
+        least = max(1, -(-sizing.elastic_of(observed).min_replicas * per_replica // per_worker))
+    spec = observed.elastic or observed.spec
+    return Demand(queue_of(job), workers, least, per_replica, spec, _max_seconds(job))
+
+
+def _covers(found: KubeObject, demand: Demand) -> bool:
+    """Whether the Workload asks for what the job needs. Fewer workers of an elastic job need no other quota."""
+    digest, _, shape = str((found["metadata"].get("annotations") or {}).get(DIGEST, "")).partition(".")
+    if digest == demand.digest:
+        return True
+    count = int(state.pod_set_of(found).get("count") or 0)
+    return demand.least is not None and state.is_reserved(found) and shape == demand.shape and demand.workers <= count
+
+
+def _reclaimable(found: KubeObject, observed: Observed) -> int:
+    """How many of the admitted workers an elastic job does not need, whatever becomes of its nodes."""
+    admission = observed.admission
+    if admission is None or admission.workers is None or observed.elastic is None:
+        return 0
+    layout, per_worker = observed.plan.layout, observed.plan.gpus_per_worker
+    per_replica = layout.world_size // layout.data
+    replicas = min(sizing.wanted(observed), admission.replicas or 0)
+    return max(0, admission.workers - -(-replicas * per_replica // per_worker))
+
+
+def _max_seconds(job: KubeObject) -> int | None:
+    text = str(_labels(job).get(labels.KUEUE_MAX_SECONDS) or "")
+    return int(text) if text.isdigit() and int(text) else None
+
+
+def _gpus_per_worker(job: KubeObject) -> int:
+    workers = (job.get("spec") or {}).get("workers") or {}
+    count = workers.get("gpusPerWorker", 8)
+    return count if isinstance(count, int) and count > 0 else 8
+
+
+def _labels(job: KubeObject) -> Mapping[str, str]:
+    return job["metadata"].get("labels") or {}
+
+
+def _unavailable(queue: str, known: KueueState) -> str:
+    named = f"The label `{labels.KUEUE_QUEUE}` names queue {queue}"
+    if known is KueueState.DENIED:
+        return (
+            f"{named}, and the operator may not use Kueue. Set `queues.kueue.enabled` in the values of the operator's"
+            " chart, or remove the label"
+        )
+    return f"{named}, and the cluster does not have Kueue. Install it, or remove the label"
