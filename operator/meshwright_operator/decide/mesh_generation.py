@@ -120,5 +120,14 @@ def document(observed: Observed, mesh: MeshStatus) -> MeshDocument | None:
         master_address=address,
         master_port=port,
         members=members,
+        hung_rank=_hung_rank(observed, mesh),
         run=observed.run,
     )
+
+
+def _hung_rank(observed: Observed, mesh: MeshStatus) -> int | None:
+    """The rank of the previous generation that hung, if that is why this one was formed."""
+    failure = observed.status.last_failure
+    if failure is None or failure.cause != mesh.cause or failure.generation >= mesh.generation:
+        return None
+    return failure.rank

@@ -7,6 +7,7 @@ When a new mesh generation moves ranks to other pods, their series are dropped h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 from meshwright.metrics.declaration import Kind, Label, Metric, Sample
@@ -278,15 +279,19 @@ class WorkerMetrics(Exporter):
         """Record whether the process of `rank` is running."""
         self.up.labels(*self._job, str(rank)).set(1 if up else 0)
 
-    def step(self, rank: int, report: StepReport) -> None:
-        """Record a completed step of `rank`."""
+    def step(self, rank: int, report: StepReport, *, partial: bool = False) -> None:
+        """Record a completed step of `rank`. A `partial` report is that of a user's command: values that it does not
+        report are NaN or 0, and are left out.
+        """
         for metric in self.metrics:
             if metric.source is None:
                 continue
             of_every_rank = RANK in metric.labels
             if rank == 0 or of_every_rank:
                 names = (*self._job, str(rank)) if of_every_rank else self._job
-                record(self.exported(metric), (((*names, *more), value) for more, value in metric.source(report)))
+                samples = (((*names, *more), value) for more, value in metric.source(report))
+                known = (sample for sample in samples if not partial or (sample[1] and not math.isnan(sample[1])))
+                record(self.exported(metric), known)
 
     def compute_times(self, seconds: Mapping[int, float | None], median: float | None) -> None:
         """Record the recent compute times of local ranks, and the median over all of the job's ranks, if known."""

@@ -131,6 +131,8 @@ class StepReport:
     pipeline_bubble: float | None = None
     """Share of a step in which the pipeline's ranks are idle, simulated with measured times; None without measurements.
     """
+    total_steps: int | None = None
+    """Steps of the run, as a user's command reports them."""
     tracking_failures: int = 0
     """Failures of experiment trackers since the last report."""
 
