@@ -2,8 +2,10 @@
 
     python benchmarks/coordinator_hostile.py [--quick] [--only ATTACK] [--json FILE]
 
-64 agents report every second on the connections that they keep. Each attack is measured between two rounds without one,
-in which the attacker's process only spins, so that the agents always share their core. Needs two cores (Linux).
+64 agents report every second on the connections that they keep. Each attack is measured after a round without one, in
+which the attacker's process only spins, so that the agents always share their core. A second process always spins
+there: an attacker that waits for the server would let the core sleep, and waking up takes longer than an answer. Needs
+two cores (Linux).
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def cpu_seconds(pid: int) -> float:
 
 def round_of(kind: str, server: int, port: int, cores: tuple[int, int], seconds: float) -> dict[str, Any]:
     """What honest agents and the coordinator experience during an attack."""
-    with process(cores[1], "attack", kind, port):
+    with process(cores[1], "attack", "none", port), process(cores[1], "attack", kind, port):
         time.sleep(1.0)
         used, began = cpu_seconds(server), time.monotonic()
         with process(cores[1], "report", port, seconds) as agents:

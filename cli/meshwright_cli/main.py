@@ -27,6 +27,12 @@ COMMANDS = {
     "scale": _job_command("change", "scale", "Set the number of data-parallel replicas of a job."),
     "suspend": _job_command("change", "suspend", "Suspend a job: it saves a checkpoint and releases its GPUs."),
     "resume": _job_command("change", "resume", "Resume a suspended job from its latest checkpoint."),
+    "generate": _job_command(
+        "model_commands", "generate", "Continue a text with the model of a job's newest checkpoint."
+    ),
+    "export": _job_command(
+        "model_commands", "export", "Export the model of a job's newest checkpoint as a Hugging Face directory."
+    ),
     "delete": _job_command("change", "delete", "Delete a job and its pods. Its checkpoints stay."),
     "completion": LazyCommand(
         "meshwright_cli.commands.completion:completion",

@@ -133,6 +133,13 @@ class RecoverySpec(ApiModel):
     restart_window_seconds: Annotated[int, Field(ge=60, le=2592000)] | None = None
     """Time window in which restarts count toward `maxRestarts`, which may then be at most 100. Defaults to the whole
     run."""
+    unbound_seconds: Annotated[int, Field(ge=0, le=31536000)] | None = None
+    """With `workers.schedulerName`: time in which that scheduler must bind the first pod, before the pods are deleted
+    and created again later. 0 means no limit, for a queue or a cluster autoscaler. Defaults to the operator's setting,
+    1800. Time in which pods have the scheduling gate of another controller does not count."""
+    partly_bound_seconds: Annotated[int, Field(ge=0, le=31536000)] | None = None
+    """The same for the other pods, after the first one was bound. 0 means no limit. Defaults to the operator's setting,
+    300."""
     exit_codes: Annotated[list[ExitCodeRule], Field(max_length=20)] = []
     """Meaning of exit codes of ranks and workers. The first rule that contains the code applies. Other codes count
     toward `maxRestarts`."""

@@ -18,6 +18,7 @@ Text = Annotated[str, Field(max_length=1024)]
 MAX_CONDITIONS = 16
 MAX_RESTART_CAUSES = 16
 MAX_APPLIED_SPEC = 131072
+MAX_APPLIED_PROFILE = 32768
 MAX_RESTART_TIMES = 128
 MAX_SUCCEEDED_WORKERS = 32768
 
@@ -348,6 +349,9 @@ class ParallelTrainingJobStatus(ApiModel):
     applied_spec: Annotated[str, Field(max_length=MAX_APPLIED_SPEC)] = ""
     """The spec that the workers run, as JSON with its API version, the scheme of its revision and its defaults. It
     stays in effect while an edit is invalid or does not fit."""
+    applied_profile: Annotated[str, Field(max_length=MAX_APPLIED_PROFILE)] | None = None
+    """With `spec.workers.profile`: the profile that the pods use, as JSON with the operator's seal. It stays in effect
+    while the pods do, whatever the administrator changes."""
     waiting_edit: WaitingEditStatus | None = None
     """The edit that waits, with `spec.updatePolicy`."""
     replicas: Count = 0

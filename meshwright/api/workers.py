@@ -163,6 +163,11 @@ class WorkersSpec(ApiModel):
     """Labels that a node must have."""
     tolerations: Annotated[list[Toleration], Field(max_length=32)] = []
     """Taints that the pods tolerate."""
+    profile: Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")] | None = (
+        None
+    )
+    """Profile of the administrator, which gives the pods what these fields cannot request, such as host paths or
+    sidecars of the network. The administrator decides which namespaces may use it."""
     service_account_name: ShortText | None = None
     """Service account of the pods. Its token is not mounted."""
     run_as_user: Annotated[int, Field(ge=1, le=2147483647)] | None = None

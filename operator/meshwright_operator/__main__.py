@@ -14,11 +14,11 @@ from meshwright_operator import logging_config, settings
 from meshwright_operator.controller.manager import run
 from meshwright_operator.coordinator.credentials import CredentialsError
 from meshwright_operator.coordinator.tokens import KeyFileError
+from meshwright_operator.documents import DocumentError
 from meshwright_operator.http.limits import raise_descriptor_limit
 from meshwright_operator.http.server import ListenError
 from meshwright_operator.kube.config import KubeConfigError
 from meshwright_operator.kube.first_contact import ClusterError
-from meshwright_operator.scheduling.policy import PolicyError
 
 log = logging.getLogger("meshwright_operator")
 
@@ -34,7 +34,7 @@ def main() -> None:
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
         asyncio.run(_main(chosen))
-    except (KubeConfigError, KeyFileError, PolicyError) as error:
+    except (KubeConfigError, KeyFileError, DocumentError) as error:
         log.error(str(error))
         sys.exit(2)
     except (CredentialsError, ListenError, ClusterError) as error:

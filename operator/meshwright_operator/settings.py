@@ -83,6 +83,12 @@ class Settings:
     """The same, new ones per second."""
     policy_file: Path | None = None
     """File with the administrator's policy; no bounds if None."""
+    profiles_file: Path | None = None
+    """File with the administrator's profiles of worker pods; none if None."""
+    unbound_seconds: float = 1800.0
+    """How long another scheduler may take to bind the first pod of a job; 0 for no limit."""
+    partly_bound_seconds: float = 300.0
+    """The same for the other pods, after the first one."""
     metrics_listen: Address = Address("", 9471)
     """Address on which /metrics, /healthz and /readyz are served."""
     lease_name: str = "meshwright-operator"
@@ -134,8 +140,9 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
     ):
         if not least <= settings[name] < inf:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, and finite")
-    if not 0 <= given.drain_seconds < inf:
-        parser.error("--drain-seconds must not be negative, and finite")
+    for name in ("drain_seconds", "unbound_seconds", "partly_bound_seconds"):
+        if not 0 <= settings[name] < inf:
+            parser.error(f"--{name.replace('_', '-')} must not be negative, and finite")
     if given.coordinator_url is None and given.coordinator_listen.host in ("", "0.0.0.0", "::"):
         parser.error("--coordinator-url is required if --coordinator-listen has no address that pods can reach")
     _check_tls(parser, given)
@@ -193,8 +200,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-connections-per-source", "COUNT", int, count, text)
     text = "New connections per second from one address that do not send a valid signature."
     add("--connection-rate-per-source", "RATE", float, default.connection_rate_per_source, text)
-    text = "Path of the administrator's policy, read again when it changes. Default: no bounds."
-    add("--policy-file", "FILE", Path, None, text)
+    _add_documents(add)
+    text = "Time in which another scheduler must bind a job's first pod, unless the job says otherwise. 0: no limit."
+    add("--unbound-seconds", "SECONDS", float, default.unbound_seconds, text)
+    text = "The same for the job's other pods, after the first one is bound. 0: no limit."
+    add("--partly-bound-seconds", "SECONDS", float, default.partly_bound_seconds, text)
     text = "Address on which /metrics, /healthz and /readyz are served."
     add("--metrics-listen", "HOST:PORT", Address.parse, default.metrics_listen, text)
     add("--lease-name", "NAME", str, default.lease_name, "Name of the leader's Lease.")
@@ -214,6 +224,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-level", choices=levels, default=default.log_level, help=text)
     parser.add_argument("--log-format", choices=FORMATS, default=default.log_format, help="Format of log lines.")
     return parser
+
+
+def _add_documents(add: Callable[..., None]) -> None:
+    text = "Path of the administrator's policy, read again when it changes. Default: no bounds."
+    add("--policy-file", "FILE", Path, None, text)
+    text = "Path of the administrator's profiles of worker pods, read again when it changes. Default: no profiles."
+    add("--profiles-file", "FILE", Path, None, text)
 
 
 def _add_tls(parser: argparse.ArgumentParser, add: Callable[..., None]) -> None:

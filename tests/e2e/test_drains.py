@@ -32,6 +32,7 @@ async def nothing_repeated(job: list[dict[str, Any]], status: ParallelTrainingJo
     assert "RedoneSteps" not in {entry.cause for entry in status.goodput.booked}
 
 
+@pytest.mark.long
 async def test_an_elastic_job_continues_without_a_draining_node(stage: Stage) -> None:
     job = elastic("shrinks", 2)
     job[-1]["spec"]["checkpoint"].update(RARE)

@@ -115,6 +115,7 @@ async def test_a_job_is_scaled_up_and_down_in_the_pods_that_stay(stage: Stage) -
     await same_run(stage, await finish(stage, "scaled"))
 
 
+@pytest.mark.long
 async def test_a_job_trains_on_without_a_lost_node_and_grows_when_it_returns(stage: Stage) -> None:
     await stage.apply(elastic("shrunk", 2))
     await runs(stage, "shrunk", 2)

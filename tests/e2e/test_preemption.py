@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from meshwright.api.conditions import PLACED, find
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_local.cluster import LEAF_LABEL
@@ -24,6 +26,7 @@ def trains(status: ParallelTrainingJobStatus) -> bool:
     return status.ready_ranks == "4/4"
 
 
+@pytest.mark.long
 async def test_a_preemptible_job_saves_and_stops_for_another_and_repeats_no_step(stage: Stage) -> None:
     steps = 600
     # No periodic checkpoint: only the one before the stop can be the one that it resumes from.

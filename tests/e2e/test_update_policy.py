@@ -75,6 +75,7 @@ async def test_an_edit_takes_effect_now_after_the_ranks_have_saved(stage: Stage)
     await nothing_repeated(body, status, await finish(stage, "now"))
 
 
+@pytest.mark.long
 async def test_an_edit_waits_for_the_next_periodic_checkpoint(stage: Stage) -> None:
     every = 400
     body = job("later", "AtCheckpoint", every)

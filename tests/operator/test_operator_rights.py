@@ -52,9 +52,9 @@ async def suspend_and_resume(api: Api, generation: int) -> None:
     await runs(api, generation)
 
 
-async def live(api: Api, kubelet: Kubelet, proxy: Proxy) -> None:
-    """A job's life with everything that makes the operator use a right."""
-    await api.create(JOBS, job("rights", ttlSecondsAfterFinished=0, checkpoint={"claimName": "rights"}))
+async def live(api: Api, kubelet: Kubelet, proxy: Proxy, claim_name: str) -> None:
+    """A job's life with everything that makes the operator use a right. The claim does not exist yet."""
+    await api.create(JOBS, job("rights", ttlSecondsAfterFinished=0, checkpoint={"claimName": claim_name}))
 
     async def waits_for_claim() -> bool:
         return condition(await api.status("rights"), "Ready").get("reason") == "ClaimNotFound"
@@ -62,7 +62,7 @@ async def live(api: Api, kubelet: Kubelet, proxy: Proxy) -> None:
     await until(waits_for_claim, "the claim is missing", 60)
     kubelet.mount_error = 'MountVolume.SetUp failed for volume "checkpoints"'
     resources = {"requests": {"storage": "1Gi"}}
-    claim = {"metadata": {"name": "rights"}, "spec": {"accessModes": ["ReadWriteMany"], "resources": resources}}
+    claim = {"metadata": {"name": claim_name}, "spec": {"accessModes": ["ReadWriteMany"], "resources": resources}}
     await api.create(CLAIMS, claim)
 
     async def waits_for_volume() -> bool:
@@ -121,7 +121,7 @@ async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_t
     )
     await operator.start()
     try:
-        await live(api, kubelet, proxy)
+        await live(api, kubelet, proxy, "one-namespace" if namespaces else "cluster-wide")
         async with session.get(f"http://127.0.0.1:{free_port}/metrics") as response:
             refused = [line for line in (await response.text()).splitlines() if '_total{code="403"' in line]
         assert refused == []

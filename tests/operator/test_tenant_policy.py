@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted
+from meshwright_operator.documents import DocumentError
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.policy import Policy, PolicyError, parse_policy
 from meshwright_operator.scheduling.policy_file import PolicyFile
@@ -100,7 +101,7 @@ def test_a_process_does_not_start_without_the_administrators_bounds(tmp_path: Pa
         path = tmp_path / "policy.yaml"
         if content is not None:
             path.write_text(content)
-        with pytest.raises(PolicyError, match=r"policy\.yaml"):
+        with pytest.raises(DocumentError, match=r"policy\.yaml"):
             PolicyFile(path, OperatorMetrics(), lambda policy: None).load()
 
 

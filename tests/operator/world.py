@@ -31,6 +31,7 @@ from meshwright.protocol.messages import (
     RankProcess,
     WorkerReport,
 )
+from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.controller.status_patch import StatusWriter
@@ -131,6 +132,7 @@ class Operator:
         inventories = Inventories(self.cache)
         self.scheduler = JobScheduler(self.cluster, self.cache, self.metrics, (), self.queue.add, inventories)
         self.planner = world.planner(inventories, lambda: self.scheduler.calibration)
+        self.profiles = JobProfiles(tokens.seal)
         writer = StatusWriter(self.cluster, self.cache, self.queue, world.seconds)
         self.reconciler = Reconciler(
             cluster=self.cluster,
@@ -145,6 +147,7 @@ class Operator:
             inventories=inventories,
             coordinator_url=lambda: "http://coordinator",
             now=self.now,
+            profiles=self.profiles,
         )
         self.relist()
         world.cluster.watchers.append(self.see)

@@ -8,6 +8,7 @@ job = client.wait("my-job", "complete", timeout=3600)
 """
 
 from meshwright_cli.client.async_client import AsyncClient
+from meshwright_cli.client.checkpoints.programs import Export, Generation, PodOptions
 from meshwright_cli.client.errors import (
     ConfigurationError,
     DefinitionMissingError,
@@ -35,7 +36,9 @@ __all__ = [
     "Connection",
     "DefinitionMissingError",
     "ExitCode",
+    "Export",
     "ForbiddenError",
+    "Generation",
     "Job",
     "JobEvent",
     "JobFailedError",
@@ -44,6 +47,7 @@ __all__ = [
     "ManifestError",
     "MeshwrightError",
     "NotFoundError",
+    "PodOptions",
     "RejectedError",
     "Target",
     "UnauthorizedError",

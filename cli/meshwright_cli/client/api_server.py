@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -28,9 +29,12 @@ from meshwright_cli.client.kubeconfig import Connection
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 
+EXEC_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
+
 _PAGE = "500"
 _CONNECT_SECONDS = 10.0
 _WATCH_SECONDS = 280
+_PING_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +228,7 @@ class ApiServer:
             params["continue"] = token
 
     async def watch(
-        self, kind: Kind, revision: str, namespace: str | None = None, *, fields: str = ""
+        self, kind: Kind, revision: str, namespace: str | None = None, *, fields: str = "", selector: str = ""
     ) -> AsyncIterator[tuple[str, KubeObject]]:
         """Yield type and object of every event after a revision, until the server ends the stream.
 
@@ -233,12 +237,42 @@ class ApiServer:
         """
         params = {"watch": "true", "resourceVersion": revision, "timeoutSeconds": str(_WATCH_SECONDS)}
         params |= {"fieldSelector": fields} if fields else {}
+        params |= {"labelSelector": selector} if selector else {}
         action = Action("watch", kind, namespace if kind.namespaced else None)
         async for line in self.lines(kind.path(namespace), action, params, idle=_WATCH_SECONDS + 30):
             event = json.loads(line)
             if event["type"] == "ERROR":
                 raise self._error(int(event["object"].get("code") or 500), json.dumps(event["object"]).encode(), action)
             yield event["type"], event["object"]
+
+    @contextlib.asynccontextmanager
+    async def exec(
+        self, namespace: str, pod: str, command: Sequence[str]
+    ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+        """Run a command in a pod's only container: a WebSocket with the streams of `v5.channel.k8s.io`.
+
+        Raises:
+            ForbiddenError: the user may not create `pods/exec`.
+            RejectedError: the container does not run, or cannot run the command.
+        """
+        action = Action("create", PODS, namespace, pod, "exec")
+        query = [("command", word) for word in command] + [("stdout", "true"), ("stderr", "true")]
+        try:
+            session, more = await self._prepared()
+            url = self.connection.url + PODS.path(namespace, pod, "exec")
+            async with session.ws_connect(
+                url, params=query, protocols=EXEC_PROTOCOLS, max_msg_size=0, heartbeat=_PING_SECONDS, **more
+            ) as socket:
+                yield socket
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status == HTTPStatus.FORBIDDEN:
+                raise ForbiddenError(
+                    f"you may not {action}: ask an administrator for a role that allows `get` and `create` on "
+                    f"`{action.resource}`", action.verb, action.resource, namespace,
+                ) from error  # fmt: skip
+            raise RejectedError(f"cannot {action}: HTTP status {error.status} {error.message}", error.status) from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unreachable(error) from error
 
     async def _prepared(self) -> tuple[aiohttp.ClientSession, dict[str, Any]]:
         """The session, and the arguments of each request that depend on the connection."""

@@ -12,6 +12,8 @@ from meshwright.api.labels import API_VERSION, KIND, LABEL_JOB
 from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright_cli.client.api_server import APPLY_PATCH, EVENTS, JOBS, MERGE_PATCH, PODS, Action, ApiServer, Kind
+from meshwright_cli.client.checkpoints import programs
+from meshwright_cli.client.checkpoints.programs import Export, Generation, Notify, PodOptions
 from meshwright_cli.client.errors import (
     JobFailedError,
     ManifestError,
@@ -32,6 +34,10 @@ RETRY_SECONDS = 1.0
 
 Manifest = str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """A path (`-` for stdin), an object, or several objects."""
+
+
+def _ignore(_: str) -> None:
+    """Report nothing."""
 
 
 class AsyncClient:
@@ -180,6 +186,29 @@ class AsyncClient:
             job = Job(found) if found is not None and found["metadata"].get("uid") == changed.uid else None
         yield None
 
+    async def watch_all(self, *, all_namespaces: bool = False, selector: str = "") -> AsyncIterator[tuple[Job, bool]]:
+        """Yield each job of the namespace, or of all, now and after each change, with whether it was deleted."""
+        space, known = None if all_namespaces else self.namespace, dict[str, Job]()
+        while True:
+            items, revision = await self.server.collect(JOBS, space, selector=selector)
+            now = {job.uid: job for job in map(Job, items)}
+            for uid in known.keys() - now.keys():
+                yield known[uid], True
+            for job in sorted(now.values(), key=lambda job: (job.namespace, job.name)):
+                yield job, False
+            known = now
+            try:
+                async for event, item in self.server.watch(JOBS, revision, space, selector=selector):
+                    job, deleted = Job(item), event == "DELETED"
+                    known[job.uid] = job
+                    if deleted:
+                        del known[job.uid]
+                    yield job, deleted
+            except RejectedError as error:
+                if error.status != HTTPStatus.GONE:
+                    raise
+            await asyncio.sleep(RETRY_SECONDS)
+
     async def wait(self, name: str, target: Target | str = FINISHED, *, timeout: float | None = None) -> Job | None:  # noqa: ASYNC109
         """Wait until a job reaches a state. Returns the job, or None if it was deleted, as the state asks.
 
@@ -244,6 +273,63 @@ class AsyncClient:
     async def resume(self, name: str) -> Job:
         """Resume a suspended job from its latest checkpoint."""
         return await self._patch(name, {"spec": {"suspend": False}})
+
+    async def generate(
+        self,
+        name: str,
+        generation: Generation | None = None,
+        step: int | None = None,
+        options: PodOptions | None = None,
+        notify: Notify = _ignore,
+    ) -> str:
+        """Continue a text with the model of a job's checkpoint, in a short-lived pod next to it; the text.
+
+        Args:
+            name: name of the job.
+            generation: prompt, length and sampling.
+            step: step of the checkpoint. None: the newest that is complete and intact.
+            options: GPUs and memory of the pod.
+            notify: is called with lines about what happens.
+
+        Raises:
+            NotFoundError: the job has no complete checkpoint yet.
+            ForbiddenError: the user may not create pods.
+            RejectedError: the program fails. The message is the program's.
+        """
+        job, options = await self.get(name), options or PodOptions()
+        return await programs.generate(self, job, generation or Generation(), step, options, notify)
+
+    async def export(
+        self,
+        name: str,
+        target: Path | str,
+        export: Export | None = None,
+        step: int | None = None,
+        options: PodOptions | None = None,
+        notify: Notify = _ignore,
+        *,
+        on_claim: bool = False,
+    ) -> str:
+        """Export the model of a job's checkpoint as a Hugging Face directory, in a short-lived pod; a summary.
+
+        Args:
+            name: name of the job.
+            target: a new or empty directory.
+            on_claim: whether `target` is on the job's checkpoint claim, and not on this machine.
+            export: number format and size of files.
+            step: step of the checkpoint. None: the newest that is complete and intact.
+            options: memory of the pod.
+            notify: is called with lines about what happens.
+
+        Raises:
+            NotFoundError: the job has no complete checkpoint yet.
+            ForbiddenError: the user may not create pods, or `pods/exec` for a directory of this machine.
+            RejectedError: the program fails. The message is the program's.
+        """
+        job, wanted, options = await self.get(name), export or Export(), options or PodOptions()
+        if on_claim:
+            return await programs.export_to_claim(self, job, wanted, step, str(target), options, notify)
+        return await programs.export_here(self, job, wanted, step, Path(target), options, notify)
 
     async def delete(self, name: str, *, wait: bool = False, timeout: float | None = None) -> None:  # noqa: ASYNC109
         """Delete a job, and its pods with it. Checkpoints stay.

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright_cli.client.async_client import AsyncClient, Manifest
+from meshwright_cli.client.checkpoints.programs import Export, Generation, PodOptions
 from meshwright_cli.client.kubeconfig import Connection
 from meshwright_cli.client.log_stream import LogSource
 from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod
@@ -101,6 +102,10 @@ class Client:
         """Yield the job now and after each change; None once it is deleted."""
         return self._iterate(self._client.watch(name))
 
+    def watch_all(self, *, all_namespaces: bool = False, selector: str = "") -> Iterator[tuple[Job, bool]]:
+        """Yield each job now and after each change, with whether it was deleted."""
+        return self._iterate(self._client.watch_all(all_namespaces=all_namespaces, selector=selector))
+
     def wait(self, name: str, target: Target | str = FINISHED, *, timeout: float | None = None) -> Job | None:
         """Wait until a job reaches a state: see `AsyncClient.wait`."""
         return self._run(self._client.wait(name, target, timeout=timeout))
@@ -120,6 +125,29 @@ class Client:
     def resume(self, name: str) -> Job:
         """Resume a suspended job from its latest checkpoint."""
         return self._run(self._client.resume(name))
+
+    def generate(
+        self,
+        name: str,
+        generation: Generation | None = None,
+        step: int | None = None,
+        options: PodOptions | None = None,
+    ) -> str:
+        """Continue a text with the model of a job's checkpoint: see `AsyncClient.generate`."""
+        return self._run(self._client.generate(name, generation, step, options))
+
+    def export(
+        self,
+        name: str,
+        target: Path | str,
+        export: Export | None = None,
+        step: int | None = None,
+        options: PodOptions | None = None,
+        *,
+        on_claim: bool = False,
+    ) -> str:
+        """Export the model of a job's checkpoint: see `AsyncClient.export`."""
+        return self._run(self._client.export(name, target, export, step, options, on_claim=on_claim))
 
     def delete(self, name: str, *, wait: bool = False, timeout: float | None = None) -> None:
         """Delete a job, and its pods with it. Checkpoints stay."""

@@ -11,16 +11,24 @@ from meshwright_cli.text import age, duration
 
 HEADER = ("NAME", "STATUS", "RANKS", "STEP", "LOSS", "LEFT", "RESTARTS", "CHECKPOINT", "AGE")
 WIDE = ("PLAN", "TOKENS/S", "NODES", "PRIORITY", "MESSAGE")
+CHANGING = ("LEFT", "CHECKPOINT", "AGE", "TOKENS/S")
+"""Columns that change all the time by themselves: a watch prints no row because of them only."""
+
+
+def list_header(*, wide: bool, namespaces: bool) -> tuple[str, ...]:
+    """Names of the columns."""
+    return (*(("NAMESPACE",) if namespaces else ()), *HEADER, *(WIDE if wide else ()))
+
+
+def list_row(job: Job, now: datetime, *, wide: bool, namespaces: bool) -> tuple[str, ...]:
+    """The cells of a job."""
+    return (*((job.namespace,) if namespaces else ()), *_row(job, now), *(_more(job) if wide else ()))
 
 
 def list_lines(jobs: Sequence[Job], now: datetime, *, wide: bool, namespaces: bool) -> list[str]:
     """A row for each job."""
-    header = (*(("NAMESPACE",) if namespaces else ()), *HEADER, *(WIDE if wide else ()))
-    rows = []
-    for job in jobs:
-        first = (job.namespace,) if namespaces else ()
-        rows.append((*first, *_row(job, now), *(_more(job) if wide else ())))
-    return table(header, rows)
+    rows = [list_row(job, now, wide=wide, namespaces=namespaces) for job in jobs]
+    return table(list_header(wide=wide, namespaces=namespaces), rows)
 
 
 def _row(job: Job, now: datetime) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -11,8 +12,9 @@ from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.objects import JobEvent
 from meshwright_cli.completion import complete_jobs
 from meshwright_cli.jobs.access import Access, cluster_options
-from meshwright_cli.jobs.list_view import list_lines
-from meshwright_cli.jobs.output import formatted, next_command, output_option, table, width
+from meshwright_cli.jobs.changes import ChangedRows, ChangeLines
+from meshwright_cli.jobs.list_view import list_header, list_lines, list_row
+from meshwright_cli.jobs.output import formatted, next_command, output_option, table, watch_option, width
 from meshwright_cli.jobs.status_view import JobView, next_step, status_lines
 from meshwright_cli.text import age
 
@@ -23,10 +25,19 @@ WARNINGS = 3
 @click.command("list", epilog="Next: meshwright status JOB.")
 @click.option("-A", "--all-namespaces", is_flag=True, help="List the jobs of all namespaces.")
 @click.option("-l", "--selector", default="", help="Label selector, such as `team=vision`.")
+@watch_option("print a row whenever one changes, until Ctrl-C")
 @output_option("wide", "json", "yaml", "name")
 @cluster_options
-def list_jobs(all_namespaces: bool, selector: str, output: str | None, access: Access) -> None:
-    """List jobs with their state and progress."""
+def list_jobs(all_namespaces: bool, selector: str, watches: bool, output: str | None, access: Access) -> None:
+    """List jobs with their state and progress.
+
+    With --watch, a row is printed again only when its state, step or another column has changed; times that pass by
+    themselves are no change.
+    """
+    if watches:
+        _check_watchable(output)
+        access.run(lambda client: _watch_list(client, all_namespaces, selector, wide=output == "wide"))
+        return
     jobs = list(access.run(lambda client: client.list(all_namespaces=all_namespaces, selector=selector)))
     if output in ("json", "yaml", "name"):
         text = formatted(jobs, output)
@@ -43,14 +54,18 @@ def list_jobs(all_namespaces: bool, selector: str, output: str | None, access: A
 
 @click.command(epilog="Next: meshwright top JOB, meshwright logs JOB -f, or meshwright explain JOB if it does not run.")
 @click.argument("job", shell_complete=complete_jobs)
+@watch_option("print a line whenever the state changes, until the job has finished")
 @output_option("wide", "json", "yaml", "name")
 @cluster_options
-def status(job: str, output: str | None, access: Access) -> None:
+def status(job: str, watches: bool, output: str | None, access: Access) -> None:
     """Show a job: state, progress, goodput, and its ranks on nodes.
 
     Workers are shown by rack and NVLink domain with the coordinates of their ranks. If there are more than 32 workers,
-    racks are summarized, unless you use `-o wide`.
+    racks are summarized, unless you use `-o wide`. With --watch, progress is printed every minute, or every 5 % of the
+    steps.
     """
+    if watches:
+        _check_watchable(output)
 
     async def read(client: AsyncClient) -> JobView:
         found = await client.get(job)
@@ -63,7 +78,32 @@ def status(job: str, output: str | None, access: Access) -> None:
     view = access.run(read)
     for line in status_lines(view, datetime.now(UTC), width(), every_worker=output == "wide"):
         click.echo(line)
+    if watches:
+        access.run(lambda client: _watch_status(client, job))
+        return
     next_command(*next_step(view.job))
+
+
+def _check_watchable(output: str | None) -> None:
+    if output in ("json", "yaml", "name"):
+        raise click.UsageError(f"--watch cannot be used with -o {output}: leave one of them out")
+
+
+async def _watch_list(client: AsyncClient, all_namespaces: bool, selector: str, *, wide: bool) -> None:
+    rows = ChangedRows(list_header(wide=wide, namespaces=all_namespaces))
+    async for job, deleted in client.watch_all(all_namespaces=all_namespaces, selector=selector):
+        row = None if deleted else list_row(job, datetime.now(UTC), wide=wide, namespaces=all_namespaces)
+        for line in rows.lines((job.namespace, job.name), row):
+            click.echo(line)
+
+
+async def _watch_status(client: AsyncClient, name: str) -> None:
+    changes = ChangeLines()
+    async for job in client.watch(name):
+        if (line := changes.line(job, time.monotonic())) is not None:
+            click.echo(f"{datetime.now().astimezone():%H:%M:%S} {line}")
+        if job is None or job.finished:
+            return
 
 
 @click.command(epilog="Next: meshwright logs JOB --failed-first if a rank failed.")

@@ -28,6 +28,11 @@ def output_option(*formats: str) -> Callable[[Callable[..., Any]], Callable[...,
     return click.option("-o", "--output", type=listed, default=None, help="Output format. Defaults to text for people.")
 
 
+def watch_option(effect: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The option `-w`, with what it does."""
+    return click.option("-w", "--watch", "watches", is_flag=True, help=f"After that, {effect}.")
+
+
 def print_job(job: Job, output: str | None, done: str) -> None:
     """Print one job in a format, or without one, what was done with it."""
     if output is None:

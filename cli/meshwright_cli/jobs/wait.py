@@ -13,6 +13,7 @@ from meshwright_cli.client.objects import Job
 from meshwright_cli.client.waiting import Target
 from meshwright_cli.completion import complete_jobs
 from meshwright_cli.jobs.access import Access, cluster_options
+from meshwright_cli.jobs.changes import ChangeLines
 from meshwright_cli.text import duration
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -84,16 +85,15 @@ def result_code(job: Job | None) -> int:
 async def wait_and_report(
     client: AsyncClient, name: str, target: Target, seconds: float | None, *, quiet: bool
 ) -> Job | None:
-    """Wait until a job reaches a state, and print a line on stderr for each other state on the way."""
+    """Wait until a job reaches a state, and print lines on stderr about the states on the way."""
     started = time.monotonic()
 
     async def report() -> None:
-        shown = ""
+        changes = ChangeLines()
         async for job in client.watch(name):
-            text = change_line(job)
-            if text != shown:
-                click.echo(f"[{duration(time.monotonic() - started):>6}] {text}", err=True)
-                shown = text
+            now = time.monotonic()
+            if (text := changes.line(job, now)) is not None:
+                click.echo(f"[{duration(now - started):>6}] {text}", err=True)
 
     task = None if quiet else asyncio.create_task(report())
     try:
@@ -104,13 +104,3 @@ async def wait_and_report(
             await asyncio.wait([task], timeout=0.2)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-
-def change_line(job: Job | None) -> str:
-    """A job's state in one line."""
-    if job is None:
-        return "deleted"
-    steps = f"step {job.status.step:,}" if job.status.step else ""
-    if job.state == "Running" and job.status.total_steps:
-        return f"Running: {steps or 'step 0'} of {job.status.total_steps:,}"
-    return f"{job.state}: {job.message}".rstrip(": ")

@@ -136,6 +136,7 @@ class EnvtestProvider:
             f"--tls-private-key-file={tls.key}",
             f"--token-auth-file={tokens}",
             "--authorization-mode=RBAC",
+            "--allow-privileged=true",  # as clusters with GPUs, whose device plugins need it
             # Pods get no service account tokens here, because nothing mounts them.
             "--disable-admission-plugins=ServiceAccount",
             "--service-account-issuer=https://kubernetes.default.svc",

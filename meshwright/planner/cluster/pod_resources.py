@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from meshwright.api.labels import METRICS_PORT
 from meshwright.api.workers import WorkersSpec
 from meshwright.planner.cluster.quantities import parse_quantity
 
@@ -14,6 +15,8 @@ _UNLIMITED = 1 << 62
 HOSTNAME_LABEL = "kubernetes.io/hostname"
 EPHEMERAL_STORAGE = "ephemeral-storage"
 HUGE_PAGES = "hugepages-"
+HOST_PORT = "host-port/"
+"""Name of a port of the node as a resource, of which each node has one."""
 
 
 Amounts = tuple[tuple[str, int], ...]
@@ -80,7 +83,7 @@ class Resources:
             most = min(most, self.pods // each.pods)
         if each.others:
             here = dict(self.others)
-            most = min([most, *(here.get(name, 0) // wanted for name, wanted in each.others if wanted > 0)])
+            most = min([most, *(_amount(here, name) // wanted for name, wanted in each.others if wanted > 0)])
         return max(0, most) if most != _UNLIMITED else 0
 
     def short_of(self, each: Resources) -> list[str]:
@@ -90,9 +93,14 @@ class Resources:
             ("cpu", self.cpu_milli, each.cpu_milli),
             ("memory", self.memory_bytes, each.memory_bytes),
             ("pods", self.pods, each.pods),
-            *((name, here.get(name, 0), wanted) for name, wanted in each.others),
+            *((name, _amount(here, name), wanted) for name, wanted in each.others),
         ]
         return [name for name, available, wanted in pairs if 0 < wanted > available]
+
+
+def _amount(here: Mapping[str, int], name: str) -> int:
+    """How much there is of a resource. Nodes do not list their ports, so that only used ones are in `here`."""
+    return here.get(name, 0) + name.startswith(HOST_PORT)
 
 
 def _combined(first: Amounts, second: Amounts, operation: Callable[[int, int], int]) -> Amounts:
@@ -168,8 +176,16 @@ def pod_request(pod: Mapping[str, Any], gpu_resource: str) -> Resources:
         memory_bytes=pod_level.memory_bytes if "memory" in pod_level_requests else container_requests.memory_bytes,
         pods=1,
         # At pod level, Kubernetes takes huge pages beside CPU and memory. Devices are requested by containers.
-        others=_overridden(container_requests.others, pod_level.others),
+        others=_combined(_overridden(container_requests.others, pod_level.others), host_ports(spec), max),
     )
+
+
+def host_ports(spec: Mapping[str, Any]) -> Amounts:
+    """The port of the node on which the pod serves metrics as a worker. Two such pods cannot share a node."""
+    if not spec.get("hostNetwork"):
+        return ()
+    ports = [port for container in spec.get("containers") or () for port in container.get("ports") or ()]
+    return ((f"{HOST_PORT}{METRICS_PORT}", 1),) if any(p.get("containerPort") == METRICS_PORT for p in ports) else ()
 
 
 def node_of(pod: Mapping[str, Any], node_by_hostname: Mapping[str, str]) -> str | None:

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from kubernetes.aio.client import Configuration
 
 from meshwright_operator.controller.http_server import health_application, serve_application
+from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.controller.stall_monitor import StallMonitor
@@ -26,6 +27,7 @@ from meshwright_operator.coordinator.access import CoordinatorAccess
 from meshwright_operator.coordinator.leadership_gate import LeadershipGate
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
+from meshwright_operator.decide.observed import BindingLimits
 from meshwright_operator.http.limits import HEALTH_LIMITS
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
@@ -46,6 +48,8 @@ from meshwright_operator.metrics.cluster_metrics import ClusterMetrics
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.planning.planning_service import PlanningService
+from meshwright_operator.profiles.document import Profiles
+from meshwright_operator.profiles.profiles_file import ProfilesFile
 from meshwright_operator.scheduling.calibration import CalibrationLoop
 from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.policy_file import PolicyFile
@@ -71,7 +75,7 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
         KubeConfigError: No configuration of the cluster can be read.
         KeyFileError: The key file cannot be used.
         CredentialsError: The operator's Secret, or a certificate file, cannot be used.
-        PolicyError: The administrator's policy cannot be read, or is invalid.
+        DocumentError: The administrator's policy or profiles cannot be read, or are invalid.
         ListenError: An address cannot be used.
         ClusterError: The API server cannot be reached, or does not know the kind of jobs.
         BaseExceptionGroup: A part failed for good, such as the lease or a watch. The process must exit.
@@ -127,7 +131,11 @@ class Manager:
         )
         self._planner = PlanningService(inventories, lambda: scheduler.calibration, metrics, self._queue.add)
         self._stalls = StallMonitor(metrics)
-        self._policy_file = PolicyFile(settings.policy_file, metrics, scheduler.set_policy)
+        self._profiles = JobProfiles(tokens.seal)
+        self._documents = (
+            PolicyFile(settings.policy_file, metrics, scheduler.set_policy),
+            ProfilesFile(settings.profiles_file, metrics, self._use_profiles),
+        )
         self._calibration_loop = CalibrationLoop(self._cache, scheduler)
         jobs = JobMetrics()
         metrics.registry.register(jobs)
@@ -145,6 +153,8 @@ class Manager:
             inventories=inventories,
             coordinator_url=lambda: self._access.url,
             trust=lambda: self._access.trust,
+            binding=BindingLimits(settings.unbound_seconds, settings.partly_bound_seconds),
+            profiles=self._profiles,
         )
 
     @classmethod
@@ -154,7 +164,8 @@ class Manager:
         configuration = await load_configuration(settings.kubeconfig)
         manager = cls(settings, configuration, metrics)
         try:
-            manager._policy_file.load()
+            for document in manager._documents:
+                document.load()
         except BaseException:
             await manager.close()
             raise
@@ -211,7 +222,8 @@ class Manager:
             group.create_task(self._lead(), name="lead")
             group.create_task(self._watch(on_ready), name="watch")
             # On standby too: the first reconcile as the leader must be bounded by the policy of that moment.
-            group.create_task(self._policy_file.run(), name="policy")
+            for document in self._documents:
+                group.create_task(document.run(), name=document.what)
 
     @asynccontextmanager
     async def _serve_agents(self) -> AsyncIterator[None]:
@@ -280,6 +292,12 @@ class Manager:
             # When kopf stops, it cancels every task that was started after it. By then, all of them must stop anyway.
             watching = watch_jobs(handlers.job, self._configuration, namespaces, self._liveness, idle, on_ready)
             group.create_task(watching, name="watch of jobs")
+
+    def _use_profiles(self, profiles: Profiles) -> None:
+        """Use these profiles for pods that start from now on, and reconcile the jobs that may wait for one."""
+        self._profiles.use(profiles)
+        for key in self._cache.jobs:
+            self._queue.add(key)
 
     def _not_ready(self) -> str:
         if not self._access.prepared:

@@ -5,27 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 
 from meshwright.api.labels import MANAGER
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.planner.cluster.pod_resources import Resources
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan
 from meshwright.rules.edits import with_later_fields, with_live_fields
 from meshwright.rules.validation import check_edit
+from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.observe_sizes import SizePlans, plan_sizes
 from meshwright_operator.decide import lifecycle
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import RunningSpec, revision_of, running_spec, spec_at_start
 from meshwright_operator.decide.conditions import BlockedEdit
-from meshwright_operator.decide.observed import Observed, Rejection, has_started, observe_workers
+from meshwright_operator.decide.observed import (
+    DEFAULT_LIMITS,
+    BindingLimits,
+    Observed,
+    Rejection,
+    has_started,
+    observe_workers,
+)
 from meshwright_operator.decide.stuck_pods import stuck_pods
 from meshwright_operator.decide.waiting_edit import edit_waits, waiting_edit
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.planning.planner import Planner, PlanPendingError
+from meshwright_operator.profiles.applied import AppliedProfile
+from meshwright_operator.profiles.merged import extra_request, with_profile
+from meshwright_operator.profiles.profile import Profile
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.text import capitalized, with_warnings
 
@@ -51,6 +64,8 @@ def observe_job(
     agents: Agents,
     now: datetime,
     rejection: Rejection | None = None,
+    binding: BindingLimits = DEFAULT_LIMITS,
+    profiles: JobProfiles | None = None,
 ) -> Observed:
     """Observe one job, its pods and nodes, from the cache.
 
@@ -63,13 +78,16 @@ def observe_job(
         agents: The state of the job's agents.
         now: The current time.
         rejection: The API server's rejection of the last attempt to create pods, if any.
+        binding: The operator's limits for other schedulers.
+        profiles: The administrator's profiles; none if this is None.
 
     Raises:
         JobRejectedError: The spec is invalid or no plan fits, and no earlier revision of the job is running.
         PlanPendingError: A plan is being made.
     """
     status = cache.parsed.status(job)
-    observer = _JobObserver(key, job, status, cache, scheduler, planner, agents, now, rejection)
+    known = profiles or JobProfiles(lambda *job_and_text: "")
+    observer = _JobObserver(key, job, status, cache, scheduler, planner, agents, now, rejection, binding, known)
     running = running_spec(status)
     if running is None:
         spec = _parsed(job, cache)
@@ -114,6 +132,8 @@ class _JobObserver:
     agents: Agents
     now: datetime
     rejection: Rejection | None
+    binding: BindingLimits
+    profiles: JobProfiles
 
     def observe_as(self, spec: ParallelTrainingJobSpec, revision: str) -> Observed:
         """The job with this spec, whose revision is `revision`.
@@ -123,6 +143,9 @@ class _JobObserver:
             PlanPendingError: The plan is being made.
         """
         metadata = self.job["metadata"]
+        own_workers, profile = spec.workers, self._profile(spec, revision)
+        if profile is not None:
+            spec = with_profile(spec, profile.profile)
         elastic = spec if spec.elastic is not None else None
         sizes: Sequence[Plan] = ()
         taken_by, preempted_by, full = "", "", None
@@ -139,6 +162,9 @@ class _JobObserver:
             found = _size_plans(self.key, spec, self.status, revision, self.planner, limit, left, drains=drains)
             taken_by = str(limit[1]) if limit is not None else ""
             spec, plan, others, sizes, full = found.spec, found.plan, [], found.sizes, found.full
+        if profile is not None:
+            extended = partial(_with_extra_request, spec, profile.profile)
+            plan, others, sizes = extended(plan), list(map(extended, others)), list(map(extended, sizes))
         down = _down_nodes(self.status, pods, self.cache)
         rejecting, draining = _rejecting_nodes(spec, pods, self.cache, self.scheduler)
         indices, joining = _workers(plan, self.status, revision, elastic=elastic is not None)
@@ -167,7 +193,33 @@ class _JobObserver:
             namesakes=self.cache.namesakes(self.key, metadata["uid"]),
             agents=self.agents,
             rejection=self.rejection,
+            binding=self.binding,
+            own_workers=own_workers if profile is not None else None,
+            profile=profile,
         )
+
+    def _profile(self, spec: ParallelTrainingJobSpec, revision: str) -> AppliedProfile | None:
+        """The profile for the pods of this revision.
+
+        Raises:
+            JobRejectedError: The job needs pods, and the administrator does not allow the profile, or the job
+                contradicts it.
+        """
+        if spec.workers.profile is None:
+            return None
+        has_pods = any(not pod.terminal for pod in self.cache.pods(self.key, self.job["metadata"]["uid"]))
+        found = self.profiles.choose(self.key, self.job, spec, revision, self.status, has_pods=has_pods)
+        if not isinstance(found, Rejection):
+            return found
+        if lifecycle.finished(self.status) or spec.suspend:
+            return None  # it gets no pods
+        raise JobRejectedError(found.reason, found.message)
+
+
+def _with_extra_request(spec: ParallelTrainingJobSpec, profile: Profile, plan: Plan) -> Plan:
+    """The plan, whose workers also request what the containers of the profile do."""
+    extra = extra_request(spec, plan.worker_request, profile)
+    return replace(plan, worker_request=plan.worker_request + extra) if extra != Resources() else plan
 
 
 def _parsed(job: KubeObject, cache: Cache) -> ParallelTrainingJobSpec:

@@ -140,7 +140,7 @@ class PodControl:
             if _already_exists(error):
                 await self._find_existing(context, name)
                 return
-            rejected = _rejected(error, f"pod {name}")
+            rejected = _rejected(error, f"pod {name}", context.spec.workers.profile)
             if isinstance(rejected, PodsRejectedError):
                 self.missing.set_absent(context.uid, [Incarnation(placed.worker, placed.incarnation)])
             raise rejected from None
@@ -220,10 +220,19 @@ def rejection_reason(error: ApiError) -> str | None:
     return "PodsInvalid" if error.code in (400, 422) else None
 
 
-def _rejected(error: ApiError, what: str) -> Exception:
+def _rejected(error: ApiError, what: str, profile: str | None = None) -> Exception:
     """The error, as a rejection of the job's objects if it is one."""
     reason = rejection_reason(error)
-    return error if reason is None else PodsRejectedError(reason, f"The API server rejected {what}: {error.message}")
+    if reason is None:
+        return error
+    if profile is not None and "violates podsecurity" in error.message.lower():
+        text = (
+            f"The namespace enforces a Pod Security level that `spec.workers.profile: {profile}` exceeds. Remove the "
+            "field, or have the administrator set the label `pod-security.kubernetes.io/enforce` of the namespace to "
+            f"`privileged`. The API server rejected {what}: {error.message}"
+        )
+        return PodsRejectedError(reason, text)
+    return PodsRejectedError(reason, f"The API server rejected {what}: {error.message}")
 
 
 def _already_exists(error: ApiError) -> bool:

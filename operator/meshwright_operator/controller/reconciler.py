@@ -18,6 +18,7 @@ from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.status import WorkerPlacement
 from meshwright_operator import logging_config
 from meshwright_operator.controller.claim_check import ClaimCheck
+from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.missing_pods import Incarnation
 from meshwright_operator.controller.observe import (
@@ -39,8 +40,16 @@ from meshwright_operator.decide import decide_job, goodput, lifecycle, placement
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.missing_claims import wait_for_claims
-from meshwright_operator.decide.observed import Observed, PodState, Rejection, has_started
+from meshwright_operator.decide.observed import (
+    DEFAULT_LIMITS,
+    BindingLimits,
+    Observed,
+    PodState,
+    Rejection,
+    has_started,
+)
 from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS
+from meshwright_operator.decide.profile_use import record_profile
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED, cause_named
 from meshwright_operator.decide.stuck_pods import seconds_until_stuck
 from meshwright_operator.kube.cache import Cache, JobKey
@@ -84,6 +93,8 @@ class Reconciler:
         coordinator_url: Callable[[], str],
         now: Callable[[], datetime] = utc_now,
         trust: Callable[[], CoordinatorTrust] = CoordinatorTrust,
+        binding: BindingLimits = DEFAULT_LIMITS,
+        profiles: JobProfiles | None = None,
     ) -> None:
         self._client = cluster
         self._cache = cache
@@ -98,6 +109,8 @@ class Reconciler:
         self._coordinator_url = coordinator_url
         self._now = now
         self._trust = trust
+        self._binding = binding
+        self._profiles = profiles or JobProfiles(tokens.seal)
         self._pod_control = PodControl(cluster, cache, metrics)
         self._claims = ClaimCheck(cluster)
         self._pod_events = PodEvents(cluster)
@@ -216,7 +229,16 @@ class Reconciler:
     def _observe(self, key: JobKey, job: KubeObject, registry: AgentRegistry) -> Observed:
         rejection = self._rejections.get(job["metadata"]["uid"])
         return observe_job(
-            key, job, self._cache, self._scheduler, self._planner, registry.agents(), self._now(), rejection
+            key,
+            job,
+            self._cache,
+            self._scheduler,
+            self._planner,
+            registry.agents(),
+            self._now(),
+            rejection,
+            self._binding,
+            self._profiles,
         )
 
     async def _report_pending(self, key: JobKey, job: KubeObject, pending: PlanPendingError) -> None:
@@ -267,6 +289,7 @@ class Reconciler:
         if not draft.create:
             await self._write_and_act(key, job, registry, draft)
             return
+        record_profile(draft)
         context, secret = self._pod_context(key, draft)
         async with self._pod_control.shared_objects(context, secret) as shared:
             await self._write_and_act(key, job, registry, draft, (context, shared))
@@ -321,6 +344,7 @@ class Reconciler:
             coordinator_url=self._coordinator_url(),
             trust=self._trust(),
             secret=secret["metadata"]["name"],
+            profile=observed.profile.profile if observed.profile is not None else None,
         )
         return context, secret
 

@@ -44,6 +44,13 @@ class Tokens:
         message = "\0".join(("meshwright-coordinator-v1", namespace, name, uid)).encode()
         return base64.urlsafe_b64encode(hmac.digest(self._key, message, hashlib.sha256)).decode().rstrip("=")
 
+    def seal(self, namespace: str, name: str, uid: str, text: str) -> str:
+        """Prove that the operator has written `text` about this job: 43 URL-safe characters."""
+        if not self._key:
+            raise RuntimeError("tokens are used before their key was read")
+        message = "\0".join(("meshwright-profile-v1", namespace, name, uid, text)).encode()
+        return base64.urlsafe_b64encode(hmac.digest(self._key, message, hashlib.sha256)).decode().rstrip("=")
+
     def valid(self, token: str, namespace: str, name: str, uid: str) -> bool:
         """Whether `token` is the job's token, compared in constant time."""
         return hmac.compare_digest(token.encode(), self.token(namespace, name, uid).encode())

@@ -18,6 +18,7 @@ from meshwright_operator.decide import (
     lifecycle,
     mesh_generation,
     placement_outcome,
+    pod_gates,
     preempted_job,
     progress,
     resize,
@@ -129,7 +130,10 @@ def _adopt_plan(decision: Decision) -> None:
     edited = observed.generation != observed.status.observed_generation
     if changed or (edited and observed.mesh.retry_time is not None):
         placement_outcome.reset_attempts(decision)
-    status.applied_spec = updated_applied_spec(observed.status, observed.elastic or observed.spec, observed.revision)
+    spec = observed.elastic or observed.spec
+    if observed.own_workers is not None:
+        spec = spec.model_copy(update={"workers": observed.own_workers})
+    status.applied_spec = updated_applied_spec(observed.status, spec, observed.revision)
     status.selector = f"{LABEL_JOB}={observed.name}"
     status.replicas = observed.plan.layout.data
     if changed and observed.mesh.generation > 0 and not observed.mesh.pending_cause and not observed.spec.suspend:
@@ -341,6 +345,8 @@ def _start_generation(decision: Decision) -> None:
             decision, gang_actions.EndAttempt(observed.rejection.reason, observed.rejection.message)
         )
         return
+    if pod_gates.release(decision):
+        return
     action = gang.next_action(observed, cause)
     if not isinstance(action, gang_actions.Place) or mesh_generation.uses_external_scheduler(observed):
         decision.requeue_within(REQUEUE_SECONDS)
@@ -367,6 +373,8 @@ def _take(decision: Decision, action: gang_actions.GangAction) -> None:
         case gang_actions.Wait(message, reason, seconds):
             decision.starting(message, reason)
             decision.requeue_within(seconds)
+            if reason == pod_gates.SCHEDULING_GATED:
+                pod_gates.hold(decision)
         case gang_actions.Place():
             if mesh_generation.uses_external_scheduler(observed):
                 placement_outcome.create_unbound_pods(decision, action)

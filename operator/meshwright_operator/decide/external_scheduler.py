@@ -10,11 +10,6 @@ from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.text import sentences
 from meshwright_operator.timestamps import parse_time
 
-PARTIAL_BINDING_SECONDS = 300.0
-"""Seconds after which the attempt ends if the scheduler has bound only some of the pods."""
-UNBOUND_SECONDS = 1800.0
-"""Age of the pods at which the attempt ends if the scheduler has bound none: the gang may be in its queue."""
-
 WAITING_FOR_SCHEDULER = "WaitingForScheduler"
 NOT_SCHEDULED = "NotScheduled"
 
@@ -34,15 +29,14 @@ def external_scheduler_action(observed: Observed) -> GangAction | None:
 
 def _wait_for_binding(observed: Observed, pods: list[Pod], unbound: list[Pod]) -> GangAction:
     """Waits for the external scheduler. The limit is longer while no pod is bound: the gang may be in its queue."""
-    now, scheduler = observed.now, observed.spec.workers.scheduler_name
+    now, scheduler, limits = observed.now, observed.spec.workers.scheduler_name, observed.binding.of(observed.spec)
     bound = [pod.scheduled or pod.created or now for pod in pods if pod.bound]
     since = max(min(bound), parse_time(observed.mesh.pending_since) or min(bound)) if bound else None
-    waited = (now - since).total_seconds() if since is not None else observed.age(unbound[0], UNBOUND_SECONDS)
-    limit = PARTIAL_BINDING_SECONDS if bound else UNBOUND_SECONDS
+    limit = limits.partly_bound if bound else limits.unbound
+    waited = (now - since).total_seconds() if since is not None else observed.waiting_age(unbound[0], limit)
     text = f"Scheduler {scheduler} has bound {len(bound)} of {len(pods)} pods"
     problem = next((f"Pod {pod.name}: {pod.problem}" for pod in unbound if pod.problem), "")
-    if waited >= limit:
+    if limit and waited >= limit:
         return EndAttempt(NOT_SCHEDULED, sentences(f"{text}, and no more within {limit:.0f} s", problem), tuple(pods))
-    return Wait(
-        sentences(text, problem), WAITING_FOR_SCHEDULER if waited >= PROBLEM_AFTER_SECONDS else "", limit - waited
-    )
+    reason = WAITING_FOR_SCHEDULER if waited >= PROBLEM_AFTER_SECONDS else ""
+    return Wait(sentences(text, problem), reason, limit - waited if limit else None)

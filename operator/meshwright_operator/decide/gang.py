@@ -2,7 +2,7 @@
 
 The order is the policy. First delete obsolete pods and wait until they are gone. Then place all missing workers
 together. Then remove all scheduling gates. When every agent polls, form the generation. Every wait has a time limit,
-after which the attempt ends and the gang releases its nodes.
+after which the attempt ends and the gang releases its nodes, except the wait for scheduling gates of other controllers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from meshwright_operator.decide.gang_actions import (
 from meshwright_operator.decide.incarnations import taken_names
 from meshwright_operator.decide.mesh_generation import uses_external_scheduler
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState, Worker
+from meshwright_operator.decide.pod_gates import wait_for_gates
 from meshwright_operator.decide.pod_problems import PROBLEM_AFTER_SECONDS, fix_for, problem_seconds
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.text import capitalized, counted, sentences
@@ -77,6 +78,8 @@ def next_action(observed: Observed, pending_cause: str) -> GangAction:
     gated = tuple(w.pod for w in observed.workers if w.pod is not None and w.pod.gated)
     if gated:
         return Ungate(gated)
+    if (held := wait_for_gates(observed)) is not None:
+        return held
     if uses_external_scheduler(observed) and (action := external_scheduler_action(observed)) is not None:
         return action
     return _wait_for_agents(observed, pending_cause)
@@ -169,7 +172,7 @@ def _overdue_pods(observed: Observed, waiting: list[Worker]) -> EndAttempt | Non
     # A pod that runs without an address waits too.
     for pod in (w.pod for w in waiting if w.pod is not None):
         bound = _start_limit(observed, pod)
-        if observed.age(pod, bound) >= bound:
+        if observed.waiting_age(pod, bound) >= bound:
             overdue.append((pod, pod.problem.partition(":")[0]))
     if not overdue:
         return None

@@ -22,6 +22,7 @@ from meshwright_operator.decide.external_scheduler import WAITING_FOR_SCHEDULER
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement_outcome import PREEMPTED
+from meshwright_operator.decide.pod_gates import is_held
 from meshwright_operator.decide.rejected_job import TERMINATING
 from meshwright_operator.decide.restart_policy import cause_named
 from meshwright_operator.decide.time_ledger import STEPPING, Seen, Steps
@@ -158,6 +159,8 @@ def _cause(decision: Decision, *, trains: bool) -> str:
     # A placement is replaced when nodes are granted, also if no new pods are needed.
     asks = decision.place is not None and status.placement is observed.status.placement
     if asks or (preempted and not decision.create):
+        return TimeCause.QUEUED
+    if is_held(status):
         return TimeCause.QUEUED
     if mesh.pending_cause or not mesh.generation:
         unbound = placed is not None and placed.status == "False" and placed.reason == WAITING_FOR_SCHEDULER

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, PlanStatus, WaitingEditStatus, WorkerPlacement
+from meshwright.api.workers import WorkersSpec
 from meshwright.planner.plan import Plan
 from meshwright.protocol.messages import AgentState
 from meshwright.protocol.run_config import RunConfig
@@ -18,6 +19,8 @@ from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.stuck_pods import is_stuck
 from meshwright_operator.decide.succeeded_workers import completed_in_reports, stored_workers
 from meshwright_operator.kube.pod_info import Pod
+from meshwright_operator.profiles.applied import AppliedProfile
+from meshwright_operator.timestamps import parse_time
 
 T = TypeVar("T")
 
@@ -82,6 +85,26 @@ class Rejection:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class BindingLimits:
+    """How long another scheduler may take to bind pods, in seconds. 0 means no limit."""
+
+    unbound: float = 1800.0
+    """To bind the first one: the gang may be in its queue."""
+    partly_bound: float = 300.0
+    """To bind the others after the first one."""
+
+    def of(self, spec: ParallelTrainingJobSpec) -> BindingLimits:
+        """The limits of a job, whose spec precedes the operator's settings."""
+        first, others = spec.recovery.unbound_seconds, spec.recovery.partly_bound_seconds
+        return BindingLimits(
+            self.unbound if first is None else float(first), self.partly_bound if others is None else float(others)
+        )
+
+
+DEFAULT_LIMITS = BindingLimits()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """One job with its plan, workers and agents."""
@@ -119,8 +142,15 @@ class Observed:
     namesakes: Sequence[Pod] = ()
     """Pods with the job's name that it does not own, such as those of a deleted job."""
     agents: Agents = field(default_factory=Agents)
+    binding: BindingLimits = DEFAULT_LIMITS
+    """The operator's limits for other schedulers."""
     rejection: Rejection | None = None
     """The API server's rejection of the last attempt to create pods, if no decision has handled it yet."""
+
+    own_workers: WorkersSpec | None = None
+    """With a profile: `spec.workers` of the job itself. In `spec`, the profile's additions are merged into it."""
+    profile: AppliedProfile | None = None
+    """The administrator's profile for the job's pods."""
 
     blocked_edit: BlockedEdit | None = None
     """If set, `spec` is the applied spec and not the object's, and this is the reason."""
@@ -164,6 +194,15 @@ class Observed:
     def age(self, pod: Pod, unknown: float) -> float:
         """Seconds since the pod was created; `unknown` if its object has no creation time."""
         return (self.now - pod.created).total_seconds() if pod.created is not None else unknown
+
+    def waiting_age(self, pod: Pod, unknown: float) -> float:
+        """The same, but at most the time since it was bound, and since which the gang starts.
+
+        Pods that others held, or that another scheduler had in its queue, did not start before.
+        """
+        since = [time for time in (parse_time(self.mesh.pending_since), pod.scheduled) if time is not None]
+        ages = (max(0.0, (self.now - time).total_seconds()) for time in since)
+        return min(self.age(pod, unknown), *ages) if since else self.age(pod, unknown)
 
     def reports_in(self, state: AgentState) -> dict[int, ReceivedReport]:
         """Worker index -> report, for reports with this state from the current generation and incarnation."""

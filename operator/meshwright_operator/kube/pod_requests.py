@@ -15,10 +15,17 @@ from typing import Any
 
 import orjson
 
-from meshwright.api.labels import KIND
+from meshwright.api.labels import KIND, METRICS_PORT
 from meshwright.api.objects import KubeObject
 from meshwright.planner.cluster.inventory import MALFORMED
-from meshwright.planner.cluster.pod_resources import Resources, is_terminal, node_of, pod_request
+from meshwright.planner.cluster.pod_resources import (
+    HOST_PORT,
+    Resources,
+    host_ports,
+    is_terminal,
+    node_of,
+    pod_request,
+)
 
 REQUEST_FIELDS = ("overhead", "resources")
 CONTAINERS = ("containers", "initContainers")
@@ -55,6 +62,9 @@ def request_json_of(pod: Mapping[str, Any]) -> str:
         for key in CONTAINERS:
             if spec.get(key):
                 trimmed[key] = [{k: c[k] for k in CONTAINER_REQUEST_FIELDS if k in c} for c in spec[key]]
+        if host_ports(spec):
+            trimmed["hostNetwork"] = True
+            trimmed["containers"][0]["ports"] = [{"containerPort": METRICS_PORT}]
         return intern(orjson.dumps(trimmed, option=orjson.OPT_SORT_KEYS).decode())
     except (*MALFORMED, orjson.JSONEncodeError):
         return "null"
@@ -86,8 +96,12 @@ def read_pod_request(obj: Mapping[str, Any], node_by_hostname: Mapping[str, str]
 def request_json_for(amount: Resources, gpu_resource: str) -> str:
     """The same JSON for a pod that does not exist yet."""
     requests = {gpu_resource: amount.gpus, "cpu": f"{amount.cpu_milli}m", "memory": amount.memory_bytes}
-    requests |= dict(amount.others)
-    return request_json_of({"spec": {"containers": [{"resources": {"requests": requests}}]}})
+    requests |= {name: count for name, count in amount.others if not name.startswith(HOST_PORT)}
+    container: KubeObject = {"resources": {"requests": requests}}
+    spec: KubeObject = {"containers": [container]}
+    if any(name.startswith(HOST_PORT) for name, _ in amount.others):
+        container["ports"], spec["hostNetwork"] = [{"containerPort": METRICS_PORT}], True
+    return request_json_of({"spec": spec})
 
 
 def requested_by_node(pod_requests: Iterable[PodRequest], gpu_resource: str) -> tuple[dict[str, Resources], list[str]]:

@@ -1,4 +1,4 @@
-"""The manifest of a worker pod. It conforms to the restricted Pod Security Standard.
+"""The manifest of a worker pod. Without a profile it conforms to the restricted Pod Security Standard.
 
 The environment variables of the container configure the agent.
 
@@ -18,8 +18,8 @@ from meshwright.api.status import WorkerPlacement
 from meshwright.api.workers import EnvVar, VolumeSpec, WorkersSpec
 from meshwright.planner.cluster.pod_resources import worker_requests
 from meshwright_operator.manifests.owned_objects import TOKEN_KEY, job_labels, owner_reference
-
-USER_ID = 65532
+from meshwright_operator.manifests.profile_pod import USER_ID, add_profile
+from meshwright_operator.profiles.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class PodContext:
     secret: str
     """Name of the Secret with the job's token."""
     trust: CoordinatorTrust = CoordinatorTrust()
+    profile: Profile | None = None
+    """The administrator's profile. `spec` contains already what it adds to the job's own fields."""
 
 
 def worker_pod(context: PodContext, placed: WorkerPlacement) -> KubeObject:
@@ -105,7 +107,8 @@ def _pod_spec(context: PodContext, placed: WorkerPlacement) -> KubeObject:
         "priorityClassName": context.spec.priority_class_name,
         "imagePullSecrets": [secret.wire() for secret in workers.image_pull_secrets],
     }
-    return spec | {key: value for key, value in optional.items() if value}
+    spec |= {key: value for key, value in optional.items() if value}
+    return spec if context.profile is None else add_profile(spec, context.profile, workers)
 
 
 def _security_context(workers: WorkersSpec) -> KubeObject:

@@ -112,7 +112,8 @@ class OperatorMetrics(Exporter):
     )
     policy_valid = GaugeMetric(
         "ptj_policy_valid",
-        "1 if the administrator's policy is valid, 0 if its file has an error and an earlier version is in effect.",
+        "1 if the administrator's policy and profiles are valid, 0 if a file has an error and an earlier version is in "
+        "effect.",
     )
     pod_operations = CounterMetric(
         "ptj_pod_operations_total",
@@ -130,6 +131,16 @@ class OperatorMetrics(Exporter):
         super().__init__()
         self.build_info.labels(_version()).set(1)
         self.leader.set(0)
+        self._invalid_documents: set[str] = set()
+
+    def valid_document(self, name: str) -> Callable[[bool], None]:
+        """A function that records whether a document of the administrator is valid."""
+
+        def report(valid: bool) -> None:
+            (self._invalid_documents.discard if valid else self._invalid_documents.add)(name)
+            self.policy_valid.set(int(not self._invalid_documents))
+
+        return report
 
     def queue_depth(self, depth: Callable[[], int]) -> None:
         """Read the depth of the queue from `depth` at every scrape."""

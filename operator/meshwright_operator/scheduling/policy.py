@@ -7,12 +7,12 @@ a running job is never stopped because of it.
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Annotated, Any
+from typing import Annotated
 
-import yaml
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from meshwright.api.base import ApiModel
+from meshwright_operator.documents import DocumentError, parse_document
 
 LARGEST = 1_000_000_000
 
@@ -20,7 +20,7 @@ Count = Annotated[int, Field(ge=0, le=LARGEST)]
 PriorityValue = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 
 
-class PolicyError(ValueError):
+class PolicyError(DocumentError):
     """The policy document is invalid. The message names the fields and what they must be."""
 
 
@@ -94,29 +94,7 @@ def parse_policy(text: str) -> Policy:
     Raises:
         PolicyError: The document is invalid.
     """
-    try:
-        document = yaml.load(text, Loader=yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise PolicyError(f"not valid YAML: {' '.join(str(error).split())}") from None
-    if document is None:
-        return Policy()
-    if not isinstance(document, dict):
-        raise PolicyError("must be a mapping with `defaults` and `namespaces`")
-    try:
-        return Policy.model_validate(document)
-    except ValidationError as error:
-        raise PolicyError("; ".join(_problem(problem) for problem in error.errors()[:10])) from None
-
-
-def _problem(problem: Any) -> str:
-    path = ""
-    for part in problem["loc"]:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    if problem["type"] == "extra_forbidden":
-        return f"unknown field `{path}`: remove it, or correct its name"
-    message = problem["msg"].removeprefix("Value error, ")
-    given = "" if problem["type"] in ("missing", "value_error") else f", got {str(problem['input'])[:64]!r}"
-    return f"`{path}`: {message[:1].lower()}{message[1:]}{given}"
+    return parse_document(text, Policy, "a mapping with `defaults` and `namespaces`", PolicyError)
 
 
 def _merged(defaults: Bounds, entry: NamespaceBounds) -> Bounds:

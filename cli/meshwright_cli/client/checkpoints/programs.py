@@ -1,0 +1,243 @@
+"""Runs the worker image's programs `generate` and `export` in a pod beside a job's checkpoints."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from meshwright.api.labels import CHECKPOINT_MOUNT
+from meshwright.api.objects import KubeObject
+from meshwright_cli.client.api_server import Action
+from meshwright_cli.client.checkpoints.pod import LIFE_SECONDS, OUTPUT_MOUNT, Tool, memory_quantity, tool_pod
+from meshwright_cli.client.checkpoints.run_pod import PodRun
+from meshwright_cli.client.checkpoints.source import checkpoint_path, export_memory, generation_memory
+from meshwright_cli.client.checkpoints.transfer import PodDirectory
+from meshwright_cli.client.errors import ForbiddenError, ManifestError, MeshwrightError, RejectedError
+from meshwright_cli.client.objects import Job
+
+if TYPE_CHECKING:
+    from meshwright_cli.client.async_client import AsyncClient
+
+GENERATE, EXPORT = "meshwright_worker.generate", "meshwright_worker.export"
+START_SECONDS = 300.0
+READY = "meshwright export: ready"
+"""The line of the log after which the exported files can be copied."""
+_REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+_EXPORT_AND_WAIT = f"""
+import subprocess, sys, time
+code = subprocess.run([sys.executable, "-m", {EXPORT!r}, *sys.argv[1:]]).returncode
+if code:
+    sys.exit(code)
+print({READY!r}, flush=True)
+time.sleep({LIFE_SECONDS})
+"""
+"""Runs in the pod. The files are in the pod's own directory, so it must exist until they are copied."""
+
+Notify = Callable[[str], None]
+"""Is called with a line about what happens."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodOptions:
+    """How the pod runs."""
+
+    gpus: int = 0
+    """GPUs of the pod; the model is split over them. 0: it computes on the CPU."""
+    memory: str | None = None
+    """Memory of the pod, such as `64Gi`. None: estimated from the model."""
+    start_seconds: float = START_SECONDS
+    """Time until the pod must have started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What to generate. None is the program's default."""
+
+    prompt: str | None = None
+    tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    past_end: bool = False
+    precision: str | None = None
+    tokenizer: str | None = None
+    base: str | None = None
+
+    def arguments(self) -> list[str]:
+        """Arguments of `python -m meshwright_worker.generate`."""
+        named = {
+            "--prompt": self.prompt, "--tokens": self.tokens, "--temperature": self.temperature, "--seed": self.seed,
+            "--precision": self.precision, "--tokenizer": self.tokenizer, "--base": self.base,
+        }  # fmt: skip
+        # With `=`, a prompt may begin with a dash.
+        return [*_given(named), *(["--past-end"] if self.past_end else [])]
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What to export. None is the program's default."""
+
+    dtype: str | None = None
+    file_gib: float | None = None
+    tokenizer: str | None = None
+    base: str | None = None
+
+    def arguments(self) -> list[str]:
+        """Arguments of `python -m meshwright_worker.export`."""
+        return _given({
+            "--dtype": self.dtype, "--file-gib": self.file_gib, "--tokenizer": self.tokenizer, "--base": self.base,
+        })  # fmt: skip
+
+
+def generate_command(checkpoint: str, generation: Generation, gpus: int) -> list[str]:
+    """The command that generates text. With several GPUs, each layer is split over them."""
+    arguments = [f"--checkpoint={checkpoint}", *generation.arguments()]
+    if gpus <= 1:
+        return ["python", "-m", GENERATE, *arguments]
+    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    return ["python", *ranks, "-m", GENERATE, f"--tensor={gpus}", *arguments]
+
+
+async def generate(
+    client: AsyncClient, job: Job, generation: Generation, step: int | None, options: PodOptions, notify: Notify
+) -> str:
+    """Continue a text with the model of a job's checkpoint; the text.
+
+    Raises:
+        NotFoundError: the job has no complete checkpoint yet.
+        RejectedError: the program fails. The message is the program's.
+    """
+    memory = options.memory or memory_quantity(generation_memory(job, generation.precision or "fp32", options.gpus))
+    command = generate_command(checkpoint_path(job, step), generation, options.gpus)
+    pod = tool_pod(job, Tool("generate", command, options.gpus, memory), secrets.token_hex(4))
+    return "\n".join(await _run(client, pod, options, notify))
+
+
+async def export_to_claim(
+    client: AsyncClient, job: Job, export: Export, step: int | None, directory: str, options: PodOptions, notify: Notify
+) -> str:
+    """Export into a directory of the checkpoint claim; the program's summary.
+
+    Raises:
+        ManifestError: the directory is not below the claim's root.
+        RejectedError: the program fails. The message is the program's.
+    """
+    path = PurePosixPath(directory)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise ManifestError(f"the directory on the claim must be relative and below its root, got `{directory}`")
+    arguments = [f"--checkpoint={checkpoint_path(job, step)}", f"--output={CHECKPOINT_MOUNT}/{path}"]
+    command = ["python", "-m", EXPORT, *arguments, *export.arguments()]
+    tool = Tool("export", command, memory=_export_memory(job, export, options), writes_claim=True)
+    lines = await _run(client, tool_pod(job, tool, secrets.token_hex(4)), options, notify)
+    return _summary(lines, f"{path} on claim {job.spec.checkpoint.claim_name}" if job.spec.checkpoint else str(path))
+
+
+async def export_here(
+    client: AsyncClient, job: Job, export: Export, step: int | None, target: Path, options: PodOptions, notify: Notify
+) -> str:
+    """Export in the pod, and copy the files to a new or empty local directory; the program's summary.
+
+    Raises:
+        ManifestError: the directory is not empty.
+        ForbiddenError: the user may not create pods or `pods/exec`.
+        RejectedError: the program fails, or a file arrives with another checksum.
+    """
+    _check_empty(target)
+    output = f"{OUTPUT_MOUNT}/model"
+    arguments = [f"--checkpoint={checkpoint_path(job, step)}", f"--output={output}", *export.arguments()]
+    tool = Tool(
+        "export", ["python", "-c", _EXPORT_AND_WAIT, *arguments], memory=_export_memory(job, export, options),
+        has_output=True,
+    )  # fmt: skip
+    await _check_exec(client, job)
+    async with _start(client, tool_pod(job, tool, secrets.token_hex(4)), options, notify) as run:
+        lines = []
+        async for line in run.log():
+            if line == READY:
+                break
+            lines.append(line)
+        else:
+            raise await _failure(run, lines, tool.memory)
+        directory = PodDirectory(client.server, run.namespace, run.name, output)
+        await directory.copy_to(target, lambda name, size: notify(f"{name}: {size:,} bytes"))
+    return _summary(lines, str(target))
+
+
+def _check_empty(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ManifestError(f"`{target}` is not an empty directory: choose a new directory")
+
+
+def _export_memory(job: Job, export: Export, options: PodOptions) -> str | None:
+    return options.memory or memory_quantity(export_memory(job, export.dtype or "fp32", export.file_gib or 4.0))
+
+
+async def _check_exec(client: AsyncClient, job: Job) -> None:
+    """Check before the export, which takes time, that its files can be copied.
+
+    Raises:
+        ForbiddenError: they cannot.
+    """
+    attributes = {"verb": "create", "resource": "pods", "subresource": "exec", "namespace": job.namespace}
+    body = {
+        "apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
+        "spec": {"resourceAttributes": attributes},
+    }  # fmt: skip
+    try:
+        answer = await client.server.request("POST", _REVIEWS, Action("create"), body=body)
+    except MeshwrightError:
+        return  # the transfer reports it
+    if not (answer.get("status") or {}).get("allowed"):
+        raise ForbiddenError(
+            f"you may not create pods/exec in namespace `{job.namespace}`, which copies the files: ask an "
+            "administrator for a role that allows `get` and `create` on `pods/exec`, or pass --on-claim DIRECTORY",
+            "create", "pods/exec", job.namespace,
+        )  # fmt: skip
+
+
+def _start(client: AsyncClient, pod: KubeObject, options: PodOptions, notify: Notify) -> PodRun:
+    container = pod["spec"]["containers"][0]
+    notify(f"Running pod {pod['metadata']['name']} with image {container['image']}")
+    return PodRun(client, pod, options.start_seconds)
+
+
+async def _run(client: AsyncClient, pod: KubeObject, options: PodOptions, notify: Notify) -> list[str]:
+    """Run a pod to its end; the lines of its log."""
+    limits = pod["spec"]["containers"][0]["resources"]["limits"]
+    async with _start(client, pod, options, notify) as run:
+        lines = [line async for line in run.log()]
+        code, _ = await run.exit_code()
+        if code:
+            raise await _failure(run, lines, limits.get("memory"))
+    return lines
+
+
+async def _failure(run: PodRun, lines: Sequence[str], memory: str | None) -> RejectedError:
+    code, reason = await run.exit_code()
+    return RejectedError(failure_message(code, reason, lines, memory))
+
+
+def failure_message(code: int, reason: str, lines: Sequence[str], memory: str | None) -> str:
+    """Why a program failed, from its log and the reason of the kubelet. Pure."""
+    if reason == "OOMKilled":
+        return f"the pod ran out of memory (limit {memory or 'of its node'}): pass more with --memory"
+    if reason == "DeadlineExceeded":
+        return f"the pod did not finish within {LIFE_SECONDS // 3600} hours"
+    told = [line for line in lines if line.strip()]
+    for line in reversed(told):
+        _, found, message = line.partition(": error: ")
+        if found:
+            return message
+    return f"the program exited with code {code}: {told[-1] if told else reason or 'its log is empty'}"
+
+
+def _summary(lines: Sequence[str], where: str) -> str:
+    """The program's last line, with the place as the user named it."""
+    head, _, tail = (lines[-1] if lines else "").partition(" in ")
+    return f"{head} in {where};{tail.partition(';')[2]}" if tail else where
+
+
+def _given(named: Mapping[str, object]) -> list[str]:
+    return [f"{name}={value}" for name, value in named.items() if value is not None]
