@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -14,6 +15,8 @@ from grafana_foundation_sdk.models import dashboard as models
 from dashboards.source.panels import DATA_SOURCE
 
 TAG = "meshwright"
+EXPLORE = "/explore"
+"""The page of the same Grafana that shows logs."""
 FLEET_UID, JOB_UID, OPERATOR_UID = "meshwright-fleet", "meshwright-job", "meshwright-operator"
 KEPT_VARIABLES = "var-datasource=${datasource}&${cluster:queryparam}&${__url_time_range}"
 JOB_LINK = (
@@ -70,6 +73,35 @@ def choice_variable(name: str, label: str, description: str, values: Sequence[st
     return variable.current(models.VariableOption(text=values[0], value=values[0], selected=True))
 
 
+def logs_variables() -> list[Any]:
+    """Return the variables of `logs_link`: where logs are, and in which Loki."""
+    loki = dashboard.DatasourceVariable("logs_datasource").label("Logs").type("loki")
+    url = dashboard.TextBoxVariable("logs_url").label("URL of logs").default_value(EXPLORE)
+    url.current(models.VariableOption(text=EXPLORE, value=EXPLORE, selected=True))
+    return [
+        loki.description("The Loki that has the logs of worker pods."),
+        url.description(
+            "Page that links to logs open: Grafana's Explore, or a page of another system that understands the "
+            "parameters namespace, pod, from and to."
+        ),
+    ]
+
+
+def logs_link(pod: str) -> str:
+    """Return the URL of the logs of pods, given a regular expression in which variables may be used."""
+    query = f'{{namespace="${{namespace}}",pod=~"{pod}"}}'
+    pane = {
+        "datasource": "${logs_datasource}",
+        "queries": [{"refId": "A", "expr": query, "datasource": {"type": "loki", "uid": "${logs_datasource}"}}],
+        "range": {"from": "${__from}", "to": "${__to}"},
+    }
+    panes = quote(json.dumps({"logs": pane}, separators=(",", ":")), safe="${}:,_")
+    return (
+        f"${{logs_url}}?namespace=${{namespace}}&pod={quote(pod, safe='${}_.')}&from=${{__from}}&to=${{__to}}"
+        f"&schemaVersion=1&orgId=1&panes={panes}"
+    )
+
+
 def build(
     *,
     uid: str,
@@ -78,6 +110,7 @@ def build(
     variables: Sequence[Any],
     rows: Sequence[Row],
     annotations: Sequence[Annotation] = (),
+    links: Sequence[dashboard.DashboardLink] = (),
     period: str = "now-6h",
 ) -> dict[str, Any]:
     """Return the JSON of a board."""
@@ -93,6 +126,8 @@ def build(
         board.with_variable(variable)
     link = dashboard.DashboardLink("Meshwright").type(models.DashboardLinkType.DASHBOARDS).tags([TAG])
     board.link(link.as_dropdown(True).include_vars(True).keep_time(True))
+    for more in links:
+        board.link(more)
     for row in rows:
         board.with_row(dashboard.Row(row.title))
         for panel in row.panels:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from dashboards.source.board import JOB_UID, Annotation, Row, build, choice_variable, query_variable
+from grafana_foundation_sdk.builders import dashboard
+from grafana_foundation_sdk.models import dashboard as models
+
+from dashboards.source.board import (
+    JOB_UID,
+    Annotation,
+    Row,
+    build,
+    choice_variable,
+    logs_link,
+    logs_variables,
+    query_variable,
+)
 from dashboards.source.panels import (
     BLUE,
     CAUSE_COLORS,
@@ -34,6 +46,7 @@ from dashboards.source.queries import (
     rate,
 )
 
+PODS_OF_JOB = "${job_name}-w[0-9]+-[0-9]+"
 INFO = f"ptj_job_info{{{JOB}}}"
 CONDITION = "ptj_job_status_condition"
 STATES = {"1": ("True", BLUE), "0": ("False", GREY), "2": ("Unknown", ORANGE)}
@@ -49,8 +62,15 @@ def board() -> dict[str, Any]:
         description="One ParallelTrainingJob: state, speed, slow ranks, time by cause, learning and hardware.",
         variables=_variables(),
         annotations=_annotations(),
+        links=[_logs()],
         rows=[_training(), _speed(), _slow_ranks(), _time(), _learning(), _placement(), _hardware(), _pods()],
     )
+
+
+def _logs() -> dashboard.DashboardLink:
+    """The link to the logs of all worker pods of the job."""
+    link = dashboard.DashboardLink("Logs").type(models.DashboardLinkType.LINK).url(logs_link(PODS_OF_JOB))
+    return link.tooltip("Logs of the job's worker pods").target_blank(True).icon("doc")
 
 
 def _variables() -> list[Any]:
@@ -79,6 +99,7 @@ def _variables() -> list[Any]:
             "Label of the pod's name in metrics of the DCGM exporter: `pod` if Prometheus honors labels.",
             ["exported_pod", "pod"],
         ),
+        *logs_variables(),
     ]
 
 
@@ -464,7 +485,7 @@ def _pods() -> Row:
                 [pods, f"max by (instance, pod, rank) (ptj_step{{{JOB}}})"],
                 [
                     Column("rank", "rank"),
-                    Column("pod", "pod"),
+                    Column("pod", "pod", link=logs_link("${__value.raw}"), link_title="Logs of the pod"),
                     Column("instance", "address"),
                     Column("A", "process runs", "bool_yes_no"),
                     Column("B", "step", "none"),

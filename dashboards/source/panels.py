@@ -247,12 +247,14 @@ class Column:
         title: heading.
         unit: of a value. Empty for a label.
         link: URL of a link in the cells.
+        link_title: what the link does.
     """
 
     source: str
     title: str
     unit: str = ""
     link: str = ""
+    link_title: str = "Open the job"
 
 
 def joined_table(
@@ -280,7 +282,7 @@ def joined_table(
     for column in columns:
         properties = [models.DynamicConfigValue(id_val="unit", value=column.unit)] if column.unit else []
         if column.link:
-            links = [{"title": "Open the job", "url": column.link}]
+            links = [{"title": column.link_title, "url": column.link}]
             properties.append(models.DynamicConfigValue(id_val="links", value=links))
         if properties:
             panel.override_by_name(column.title, properties)

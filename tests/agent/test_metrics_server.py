@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import aiohttp
 import pytest
 import pytest_asyncio
 
+from meshwright.schedules.measured import MAX_SLOTS, RankTimeline, read_timelines
 from meshwright_worker.agent import metrics_server
 from meshwright_worker.agent.metrics import WorkerMetrics
+from meshwright_worker.rank.messages import StepDone, decode, encode
+from meshwright_worker.rank.task import StepReport
 from tests.patience import patient
 
 
@@ -21,6 +25,35 @@ async def port() -> AsyncIterator[int]:
     assert server is not None
     yield server.addresses[0][1]
     await server.cleanup()
+
+
+async def test_the_latest_timed_slots_of_each_rank_are_served() -> None:
+    metrics = WorkerMetrics("team", "train")
+    metrics.generation(1, [0, 1], restart=False)
+    server = await metrics_server.start_metrics_server(metrics, "127.0.0.1", 0)
+    assert server is not None
+    url = f"http://127.0.0.1:{server.addresses[0][1]}/timeline"
+    report = StepReport(3, 2.5, 1.0, 1e-3, 4096, 96, 0.5, 0.01)
+    one = RankTimeline(3, 1, 2, [("F1.0", -300, 100), ("B1.0", -200, 150)])
+    try:
+        async with aiohttp.ClientSession() as session:
+
+            async def served() -> object:
+                async with session.get(url) as response:
+                    return await response.json()
+
+            assert await served() == {"ranks": {}}
+            # As the agent gets it from a rank; later steps without slots change nothing.
+            line = decode(encode(StepDone(replace(report, timeline=one))))
+            assert isinstance(line, StepDone)
+            metrics.step(1, line.report)
+            metrics.step(1, replace(report, step=4))
+            metrics.step(0, replace(report, timeline=replace(one, slots=one.slots * MAX_SLOTS)))
+            assert read_timelines(await served()) == [one]
+            metrics.generation(2, [0, 1], restart=True)
+            assert await served() == {"ranks": {}}
+    finally:
+        await server.cleanup()
 
 
 async def healthy(port: int) -> bool:

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.memory import memory_by_stage
+from meshwright.schedules.measured import RankTimeline, measured_step
 from meshwright.schedules.registry import generate
 from meshwright.schedules.simulator import simulate
 from meshwright_cli.figures.schedule_figure import MAX_SLOTS, schedule_figure
@@ -98,6 +99,20 @@ def test_the_page_of_a_job_has_its_ledger_and_its_curves(tmp_path: Path):
     assert "32 ranks train in generation 3" in page
     assert page.count('class="mark') == 2 * 3  # a restart and two rescales, on both curves
     assert "measured times of passes" in page
+
+
+def test_the_page_of_a_running_pipeline_has_the_measured_timeline_below_the_simulated_one():
+    ranks = [
+        RankTimeline(52, stage, 4, [(f"F{stage}.{m}", 100 * (m + stage) - 2000, 90) for m in range(3)])
+        for stage in range(4)
+    ]
+    step = measured_step(ranks)
+    page = render(page_of(replace(job_inputs(), measured=step)))
+    assert page.index("Simulated with") < page.index("Measured timeline of step 52 on 4 pipeline ranks")
+    # From the first start to the last end 590 us, of which each rank computes 270.
+    assert "Step 52 of the first pipeline took 0.00059 s. Ranks waited <b>54.2 %</b> of the time." in page
+    assert page.count('aria-label="Measured timeline of the pipeline"') == 1
+    assert "Measured timeline" not in render(page_of(job_inputs()))
 
 
 def test_every_rank_is_on_its_node_with_the_color_of_its_coordinate():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from urllib.parse import parse_qsl
 
 import pytest
 
@@ -65,7 +67,7 @@ def test_uids_and_tags_are_stable_and_every_board_links_to_the_others() -> None:
         document = board(name)
         assert "id" not in document
         assert document["tags"] == ["meshwright"]
-        (link,) = document["links"]
+        link = document["links"][0]
         assert (link["type"], link["tags"], link["includeVars"], link["keepTime"]) == (
             "dashboards", ["meshwright"], True, True,
         )  # fmt: skip
@@ -79,6 +81,32 @@ def test_the_fleet_board_links_jobs_to_the_job_board() -> None:
     variables = {item["name"] for item in board("job")["templating"]["list"]}
     named = set(re.findall(r"var-(\w+)=", text))
     assert {"namespace", "job_name", "datasource"} <= named <= variables
+
+
+def test_the_job_board_links_to_the_logs_of_the_job_and_of_each_pod() -> None:
+    document = board("job")
+    variables = {item["name"]: item for item in document["templating"]["list"]}
+    assert (variables["logs_url"]["type"], variables["logs_url"]["query"]) == ("textbox", "/explore")
+    assert (variables["logs_datasource"]["type"], variables["logs_datasource"]["query"]) == ("datasource", "loki")
+    (link,) = [one for one in document["links"] if one["title"] == "Logs"]
+    assert (link["type"], link["targetBlank"]) == ("link", True)
+    table = next(panel for panel in panels("job") if panel["title"] == "Ranks and their pods")
+    (of_pod,) = [
+        property["value"][0]
+        for override in table["fieldConfig"]["overrides"]
+        for property in override["properties"]
+        if property["id"] == "links"
+    ]
+    assert of_pod["title"] == "Logs of the pod"
+    for url, pods in ((link["url"], "${job_name}-w[0-9]+-[0-9]+"), (of_pod["url"], "${__value.raw}")):
+        assert set(re.findall(r"\$\{(\w+)\}", url)) <= {*variables, "__from", "__to"}
+        page, _, query = url.partition("?")
+        parameters = dict(parse_qsl(query))
+        assert page == "${logs_url}"
+        assert (parameters["namespace"], parameters["pod"]) == ("${namespace}", pods)
+        (pane,) = json.loads(parameters["panes"]).values()
+        assert pane["queries"][0]["expr"] == f'{{namespace="${{namespace}}",pod=~"{pods}"}}'
+        assert pane["datasource"] == pane["queries"][0]["datasource"]["uid"] == "${logs_datasource}"
 
 
 def test_the_job_board_marks_restarts_and_rescales() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable
@@ -43,9 +44,18 @@ RUNS_OF_MESHES = 8
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free on every address, below those that the kernel gives to outgoing connections.
+
+    Ranks connect again and again until rank 0 listens. On a port of that range such a connection may get the port
+    itself as its own, and be connected to itself; then rank 0 cannot listen.
+    """
+    while True:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", random.SystemRandom().randrange(12000, 32000)))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
 
 
 def tasks_of(

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.actions import Schedule
+from meshwright.schedules.measured import RankTimeline, measured_step
 from meshwright.schedules.registry import NAMES
 from meshwright.schedules.simulator import simulate
 from meshwright_worker.agent.metrics import WorkerMetrics
@@ -33,6 +34,7 @@ from meshwright_worker.distributed.timed_collectives import timed_collectives
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels, PendingReceive
 from meshwright_worker.parallel.pipeline.rank_program import p2p_pairs
 from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
+from meshwright_worker.parallel.pipeline.slot_times import FIRST, SlotRecorder
 from meshwright_worker.rank.task import RankTask, StepReport, StepTimes
 from meshwright_worker.trainer.step_times import simulated_bubble, step_times
 from meshwright_worker.trainer.train import train
@@ -85,25 +87,28 @@ class ClockedChannels(P2PChannels):
         return pending
 
 
-def times_on_the_clock(task: RankTask, schedule: Schedule) -> StepTimes:
-    """This rank's times of one step, as its clock measures them where time is virtual."""
+def times_on_the_clock(task: RankTask, schedule: Schedule) -> tuple[StepTimes, RankTimeline | None]:
+    """This rank's times of one step, and those of its slots, as its clock measures them where time is virtual."""
     with join_mesh(task) as mesh:
         virtual, real = Clock(), step_clock.time.perf_counter
         rank = mesh.coordinates.pipeline
         held = sorted({action.stage for action in schedule.actions(rank)})
         chunks: list[Any] = [ClockedChunk(index, schedule.stages, virtual) for index in held]
         channels = ClockedChannels(mesh, p2p_pairs(schedule), virtual)
-        executor = ScheduleExecutor(chunks, schedule, rank, channels, width=1, slices=1)
+        recorder = SlotRecorder(rank, RANKS)
+        executor = ScheduleExecutor(chunks, schedule, rank, channels, width=1, slices=1, recorder=recorder)
         step_clock.time.perf_counter = lambda: virtual.now
         try:
             with timed_collectives(mesh) as clock:
+                recorder.begin(7)
                 with phase(PASSES):
                     executor.run(Batch.of(torch.zeros(MICRO_BATCHES, 3, dtype=torch.int64)).chunk(MICRO_BATCHES))
                 ends = torch.zeros(RANKS, dtype=torch.float64)
                 ends[rank] = virtual.now
                 # The result of a step is there once the last rank has computed its part.
                 step_clock.wait_for(_LastRank(ends, mesh.island_group, virtual), mesh.island_group)
-                return step_times(clock.take(), checkpoint=0.0, stages=RANKS)
+                recorder.end()
+                return step_times(clock.take(), checkpoint=0.0, stages=RANKS), recorder.take()
         finally:
             step_clock.time.perf_counter = real
 
@@ -112,12 +117,50 @@ def times_on_the_clock(task: RankTask, schedule: Schedule) -> StepTimes:
 def test_the_measured_bubble_of_every_schedule_is_the_simulators(pool: RankPool, name: str) -> None:
     schedule = made(name)
     run = small_run(pipeline=RANKS, micro_batches=MICRO_BATCHES, layers=8)
-    measured = [times.bubble for times in pool.run(times_on_the_clock, run, schedule)]
+    answers = pool.run(times_on_the_clock, run, schedule)
+    measured = [times.bubble for times, _ in answers]
     simulated = simulate(schedule.serialized(), COSTS).bubble
     assert simulated > 0.02
     assert sum(measured) / RANKS == pytest.approx(simulated, abs=WITHIN_POINTS)
     # A receive that has already arrived adds nothing, so that the agreement is in fact exact.
     assert sum(measured) / RANKS == pytest.approx(simulated, rel=1e-6)
+    drawn = measured_step(timeline for _, timeline in answers if timeline is not None)
+    assert drawn is not None
+    assert drawn.step == 7
+    assert drawn.schedule.ranks == schedule.ranks
+    assert drawn.timeline.bubble == pytest.approx(sum(measured) / RANKS, abs=WITHIN_POINTS)
+    assert drawn.timeline.bubble == pytest.approx(simulated, abs=1e-4)
+
+
+def slots_and_times(task: RankTask, slept: float) -> tuple[RankTimeline | None, StepTimes]:
+    """The slots of a real step whose passes take time, and where this rank's time of the same step went."""
+    with join_mesh(task) as mesh:
+        training = Training(task.run, mesh)
+        for stage in training.trainer.stages:
+            stage.module.register_forward_pre_hook(lambda *_: time.sleep(slept))
+        training.step(1)
+        recorder = training.trainer.slot_recorder
+        with timed_collectives(mesh) as clock:
+            if recorder is not None:
+                recorder.begin(2)
+            training.step(2)
+            if recorder is not None:
+                recorder.end()
+            times = step_times(clock.take(), checkpoint=0.0, stages=mesh.layout.pipeline)
+        return (recorder.take() if recorder is not None else None), times
+
+
+def test_the_slots_of_a_real_step_take_what_its_passes_take(pool: RankPool) -> None:
+    run = small_run(pipeline=2, data=2, micro_batches=4)
+    answers = pool.run(slots_and_times, run, 0.02)
+    recorded = [(timeline, times) for timeline, times in answers if timeline is not None]
+    assert [timeline.stage for timeline, _ in recorded] == [0, 1], "one pipeline of the job records"
+    drawn = measured_step(timeline for timeline, _ in recorded)
+    assert drawn is not None
+    for rank, (_, times) in enumerate(recorded):
+        # The clock's passes without waits, and the waits inside of slots for gradients of the other replica.
+        most = times.compute + times.waits.get("data", 0.0)
+        assert WITHIN_POINTS * most + most >= drawn.timeline.busy(rank) >= times.compute - WITHIN_POINTS * most > 0.08
 
 
 def test_the_simulated_bubble_is_that_of_the_runs_schedule() -> None:
@@ -238,6 +281,14 @@ def test_reports_of_a_run_divide_its_steps_and_have_both_bubbles(
         assert 0 < spent <= sum(report.seconds for report in reports)
         assert all(one.bubble is None or 0 <= one.bubble < 1 for one in times)
         assert any(one.bubble for one in times)
+    timelines = [report.timeline for reports in by_rank for report in reports if report.timeline is not None]
+    drawn = measured_step(timelines)
+    if schedule is PipelineSchedule.PIPEDREAM_2BW:
+        assert drawn is None, "no step of it has slots of its own"
+    else:
+        assert drawn is not None
+        assert drawn.step == 1 + FIRST
+        assert 0 <= drawn.timeline.bubble < 1
     simulated = {report.simulated_bubble for report in by_rank[0]}
     assert simulated == {0.0 if schedule is PipelineSchedule.PIPEDREAM_2BW else simulated_bubble(run)}
     assert {report.simulated_bubble for report in by_rank[1]} == {None}, "rank 0 exports it for the job"

@@ -135,7 +135,11 @@ async def wrong(api: Api) -> str:
     """How the cluster differs from what the specs ask for; empty if it does not."""
     for name in NAMES:
         obj = await api.job(name)
-        status, pods = obj.get("status") or {}, await api.pods(name)
+        status = obj.get("status") or {}
+        # The operator keeps the newest pod of a worker that ended, for its logs.
+        pods = [
+            pod for pod in await api.pods(name) if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
+        ]
         if status.get("observedGeneration") != obj["metadata"]["generation"]:
             return f"{name}: the spec has not been looked at"
         if obj["spec"].get("suspend"):
@@ -145,8 +149,6 @@ async def wrong(api: Api) -> str:
         if condition(status, "Ready").get("reason") != "Running" or condition(status, "Ready").get("status") != "True":
             found = [(pod["metadata"]["name"], pod["metadata"]["ownerReferences"][0]["uid"]) for pod in pods]
             return f"{name} {obj['metadata']['uid']}: {condition(status, 'Ready')}; pods {found}"
-        # The operator keeps the newest pod of a worker that ended, for its logs.
-        pods = [pod for pod in pods if pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")]
         workers = sorted(pod["metadata"]["labels"][labels.LABEL_WORKER] for pod in pods)
         images = {pod["spec"]["containers"][0]["image"] for pod in pods}
         owners = {pod["metadata"]["ownerReferences"][0]["uid"] for pod in pods}

@@ -28,6 +28,7 @@ from meshwright.planner.search.spec_request import pinned_request
 from meshwright.planner.topology.levels import DOMAIN, RACK
 from meshwright.planner.topology.location import Location
 from meshwright.rules.elastic import with_own_batch
+from meshwright.schedules.measured import MeasuredStep
 from meshwright_cli.client.objects import JobEvent
 from meshwright_cli.plan.report import PlanReport
 from meshwright_cli.report.history import History
@@ -63,6 +64,8 @@ class ReportInputs:
     status: ParallelTrainingJobStatus | None = None
     events: Sequence[JobEvent] = ()
     history: History = field(default_factory=History)
+    measured: MeasuredStep | None = None
+    """The timeline of a step as the ranks of the first pipeline measured it."""
     whole_cluster: tuple[str, ...] = ()
     """The best layout for all GPUs, and the reasons for it, in sentences."""
     pending: str = ""

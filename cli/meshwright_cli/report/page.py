@@ -17,6 +17,7 @@ from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.timeline import simulate_pipeline
 from meshwright.planner.units import format_bytes
 from meshwright.schedules.actions import Schedule
+from meshwright.schedules.measured import MeasuredStep
 from meshwright.schedules.registry import kind_of
 from meshwright.schedules.schedule import PipelineShape
 from meshwright.schedules.simulator import Simulation, simulate
@@ -55,6 +56,19 @@ class Timeline:
     measured_bubble: float | None
     estimated: bool
     """Whether the passes have estimated times. Otherwise each takes equally long."""
+    cut: bool
+    measured: MeasuredTimeline | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTimeline:
+    """The drawn timeline of a step of the run."""
+
+    svg: Element
+    legend: Sequence[tuple[str, str]]
+    step: int
+    seconds: float
+    bubble: float
     cut: bool
 
 
@@ -258,6 +272,23 @@ def _timeline(inputs: ReportInputs) -> Timeline | None:
         measured_bubble=measured,
         estimated=estimated,
         cut=slots > MAX_SLOTS,
+        measured=_measured_timeline(inputs.measured) if inputs.measured is not None else None,
+    )
+
+
+def _measured_timeline(found: MeasuredStep) -> MeasuredTimeline:
+    timeline = found.timeline
+    title = (
+        f"Measured timeline of step {found.step:,} on {len(timeline.timeline)} pipeline ranks: "
+        f"ranks wait {timeline.bubble:.1%} of the time"
+    )
+    return MeasuredTimeline(
+        svg=schedule_figure(found.schedule, timeline, title),
+        legend=legend_of(found.schedule),
+        step=found.step,
+        seconds=timeline.makespan,
+        bubble=timeline.bubble,
+        cut=sum(len(slots) for slots in timeline.timeline) > MAX_SLOTS,
     )
 
 

@@ -358,7 +358,7 @@ class Agent:
         current = self._state_machine.current
         if current is None or current.number != generation:
             return
-        self._metrics.step(rank, report, partial=not current.uses_builtin_runtime)
+        self._metrics.step(rank, report)
         if rank == 0 and current.uses_builtin_runtime:
             line = self._training_log.line(report, current.throughput.tokens_per_second, now)
             if line is not None:

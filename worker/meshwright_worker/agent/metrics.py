@@ -8,11 +8,12 @@ When a new mesh generation moves ranks to other pods, their series are dropped h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from meshwright.metrics.declaration import Kind, Label, Metric, Sample
 from meshwright.metrics.exporter import CounterMetric, Exporter, GaugeMetric, HistogramMetric, record
 from meshwright.perplexity import perplexity
+from meshwright.schedules.measured import MAX_SLOTS, RankTimeline
 from meshwright_worker.rank.task import ExpertLoad, StepReport
 
 # 10 ms to 10 minutes, four buckets per decade: for toy models on a CPU and for the largest models.
@@ -23,6 +24,8 @@ JOB = (Label("namespace", meaning="the job's namespace"), Label("job_name", mean
 RANK = Label("rank", meaning="the pod's ranks")
 PHASES = ("data", "compute", "communication", "update", "checkpoint", "other")
 DIMENSIONS = ("tensor", "pipeline", "context", "expert", "data", "job")
+MAX_PENDING = 64
+"""Reports of a rank after which the series are updated, even if nobody reads them."""
 LAYER = Label("layer", meaning="number of the mixture's layer")
 
 
@@ -82,6 +85,19 @@ def _utilization(flops: float, report: StepReport) -> float | None:
     if report.peak_flops is None or report.seconds <= 0:
         return None
     return flops / (report.peak_flops * report.seconds)
+
+
+def _samples(
+    kind: Kind, source: Callable[[StepReport], Iterable[Sample]], reports: Sequence[StepReport]
+) -> Iterable[Sample]:
+    """The samples of several reports: of a counter the sums, of a gauge the latest of each series."""
+    if kind is Kind.HISTOGRAM:
+        return [sample for report in reports for sample in source(report)]
+    found: dict[tuple[str, ...], float] = {}
+    for report in reports:
+        for labels, value in source(report):
+            found[labels] = value + found.get(labels, 0.0) if kind is Kind.COUNTER else value
+    return list(found.items())
 
 
 class WorkerMetrics(Exporter):
@@ -252,9 +268,14 @@ class WorkerMetrics(Exporter):
         super().__init__()
         self._job = (namespace, job)
         self._ranks: set[str] = set()
+        self.timelines: dict[int, RankTimeline] = {}
+        """The latest timed slots of local ranks."""
+        self._pending: dict[int, list[StepReport]] = {}
+        """Reports by rank that are not in the series yet."""
 
     def generation(self, number: int, ranks: Iterable[int], *, restart: bool) -> None:
         """Record the start of a generation with these local ranks; `restart` is False for the first one in this pod."""
+        self._apply()
         cls, now = type(self), {str(rank) for rank in ranks}
         for metric in self.metrics:
             if RANK not in metric.labels:
@@ -265,6 +286,7 @@ class WorkerMetrics(Exporter):
                 for rank in now:
                     self.exported(metric).labels(*self._job, rank)
         self._ranks = now
+        self.timelines.clear()
         for rank in now:
             self.up.labels(*self._job, rank).set(0)
         # A new generation measures again, if it has such a pipeline.
@@ -279,19 +301,38 @@ class WorkerMetrics(Exporter):
         """Record whether the process of `rank` is running."""
         self.up.labels(*self._job, str(rank)).set(1 if up else 0)
 
-    def step(self, rank: int, report: StepReport, *, partial: bool = False) -> None:
-        """Record a completed step of `rank`. A `partial` report is that of a user's command: values that it does not
-        report are NaN or 0, and are left out.
+    def step(self, rank: int, report: StepReport) -> None:
+        """Record a completed step of `rank`. The series change when they are read, or after `MAX_PENDING` steps."""
+        if report.timeline is not None and len(report.timeline.slots) <= MAX_SLOTS:
+            self.timelines[rank] = report.timeline
+        pending = self._pending.setdefault(rank, [])
+        pending.append(report)
+        if len(pending) >= MAX_PENDING:
+            self._apply()
+
+    def exposition(self) -> bytes:
+        """See `Exporter.exposition`."""
+        self._apply()
+        return super().exposition()
+
+    def _apply(self) -> None:
+        """Update the series with the pending reports.
+
+        Steps of a small model take milliseconds, and scrapes are many seconds apart. So counters add up first, and a
+        gauge is set once.
         """
-        for metric in self.metrics:
-            if metric.source is None:
-                continue
-            of_every_rank = RANK in metric.labels
-            if rank == 0 or of_every_rank:
-                names = (*self._job, str(rank)) if of_every_rank else self._job
-                samples = (((*names, *more), value) for more, value in metric.source(report))
-                known = (sample for sample in samples if not partial or (sample[1] and not math.isnan(sample[1])))
-                record(self.exported(metric), known)
+        for rank, reports in self._pending.items():
+            for metric in self.metrics:
+                if metric.source is None:
+                    continue
+                of_every_rank = RANK in metric.labels
+                if rank == 0 or of_every_rank:
+                    names = (*self._job, str(rank)) if of_every_rank else self._job
+                    samples = _samples(metric.kind, metric.source, reports)
+                    if reports[-1].partial:
+                        samples = [(more, value) for more, value in samples if value and not math.isnan(value)]
+                    record(self.exported(metric), (((*names, *more), value) for more, value in samples))
+        self._pending.clear()
 
     def compute_times(self, seconds: Mapping[int, float | None], median: float | None) -> None:
         """Record the recent compute times of local ranks, and the median over all of the job's ranks, if known."""

@@ -20,7 +20,8 @@ stand still for a save. On a GPU, passes and waits are timed by events in the co
 step later and never waits for. In a graph of torch.compile, and where FSDP overlaps its collectives on a GPU, waits
 count as `compute`. The measured bubble of a rank contains its waits for other stages and, at the end of the step, for
 ranks that still compute. Compare its mean over the ranks with the simulated one. `ptj_rank_straggler_ratio` compares
-medians over the last 20 steps; the operator returns the median over all ranks to each agent.
+medians over the last 20 steps; the operator returns the median over all ranks to each agent. The same port serves the
+measured timeline of a pipeline's step at `/timeline`, as JSON, for `meshwright report`.
 
 This page is generated from the code: `python -m meshwright_worker.agent.metrics_docs > docs/worker-metrics.md`.
 """

@@ -1,4 +1,4 @@
-"""Serves /metrics for Prometheus and /healthz for probes, on the pod's address.
+"""Serves /metrics for Prometheus, /timeline for reports and /healthz for probes, on the pod's address.
 
 Any pod of the cluster can connect. Connections take memory and descriptors of the agent, so their number and their
 duration are bounded.
@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
@@ -113,7 +114,12 @@ async def start_metrics_server(metrics: WorkerMetrics, address: str, port: int) 
         return web.Response(text="ok\n")
 
     app = web.Application()
-    app.add_routes([web.get("/metrics", scrape), web.get("/healthz", health)])
+
+    async def timeline(_: web.Request) -> web.Response:
+        ranks = {str(rank): asdict(one) for rank, one in metrics.timelines.items()}
+        return web.json_response({"ranks": ranks})
+
+    app.add_routes([web.get("/metrics", scrape), web.get("/timeline", timeline), web.get("/healthz", health)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     serve: Callable[[], asyncio.Protocol] | None = runner.server

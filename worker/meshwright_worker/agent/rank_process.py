@@ -153,7 +153,7 @@ class RankHandle:
     output: Pipe
     events: Pipe | None
     """None for the user's command, which reports no events."""
-    dump_stacks: Callable[[], object]
+    dump_stacks: Callable[[], object] = lambda: None
     """Makes it write the stacks of its threads. The user's command exits then."""
     stacks: Pipe | None = None
     """Where it writes them. None for the user's command, which writes them to its output."""

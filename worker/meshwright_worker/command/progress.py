@@ -54,4 +54,5 @@ def _report(found: ReportedStep, seconds: float) -> StepReport:
         seconds=seconds,
         data_seconds=0.0,
         total_steps=found.total_steps,
+        partial=True,
     )

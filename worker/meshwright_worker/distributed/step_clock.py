@@ -175,6 +175,15 @@ class StreamClock:
         return event
 
 
+def seconds_between(began: Any, ended: Any) -> float | None:
+    """Return the time between two marks of a clock. None if the stream has not passed them, or they are of another."""
+    if began is None or ended is None:
+        return None
+    if isinstance(began, float):
+        return float(ended - began)
+    return began.elapsed_time(ended) / 1000 if ended.query() and began.query() else None
+
+
 DimensionOf = Callable[[dist.ProcessGroup | None], str | None]
 """Returns the dimension of a group; None for a group whose communication is not a step's."""
 

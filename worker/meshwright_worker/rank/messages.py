@@ -91,4 +91,4 @@ def decode(line: bytes) -> RankMessage:
     Raises:
         ValueError: the line is not a valid message.
     """
-    return _ADAPTER.validate_python(json.loads(line))
+    return _ADAPTER.validate_json(line)

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.run_config import NativeRun, Run
+from meshwright.schedules.measured import RankTimeline
 
 RunT_co = TypeVar("RunT_co", bound=Run, covariant=True)
 
@@ -133,8 +134,12 @@ class StepReport:
     """
     total_steps: int | None = None
     """Steps of the run, as a user's command reports them."""
+    partial: bool = False
+    """Whether it is that of a user's command: numbers that the command does not report are NaN or 0."""
     tracking_failures: int = 0
     """Failures of experiment trackers since the last report."""
+    timeline: RankTimeline | None = None
+    """This rank's slots of an earlier step, if they were timed."""
 
 
 class RankEvents(Protocol):

@@ -30,6 +30,7 @@ from meshwright_worker.parallel.parallelize import build_stages
 from meshwright_worker.parallel.pipeline.executor import tokens_of_step
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels
 from meshwright_worker.parallel.pipeline.pipedream import PipeDreamPipeline
+from meshwright_worker.parallel.pipeline.slot_times import SlotRecorder
 from meshwright_worker.parallel.shards import ParameterShard, parameter_shards
 from meshwright_worker.trainer.evaluation import mean_loss
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
@@ -122,6 +123,11 @@ class AsyncPipelineTrainer:
 
     def restore_state(self, state: TrainingState) -> None:
         """See `Trainer.restore_state`."""
+
+    @property
+    def slot_recorder(self) -> SlotRecorder | None:
+        """None: a pipeline without flushes has no step whose slots are its own."""
+        return None
 
     def drain(self) -> list[StepResult]:
         """Drain the pipeline and return the results of all unreported steps. Collective."""

@@ -24,6 +24,7 @@ from meshwright_worker.parallel.expert.expert_load import ExpertLoads
 from meshwright_worker.parallel.grad_norm import all_reduce_partial, local_square_sum, scale_and_clip
 from meshwright_worker.parallel.parallelize import build_stages
 from meshwright_worker.parallel.pipeline.executor import build_executor, tokens_of_step
+from meshwright_worker.parallel.pipeline.slot_times import SlotRecorder
 from meshwright_worker.parallel.shards import ParameterShard, parameter_shards, stage_buffers
 from meshwright_worker.precision.fp8.scaling_recipe import DelayedScaling
 from meshwright_worker.precision.loss_scale import LossScale, scale_loss_gradients
@@ -102,6 +103,11 @@ class Trainer:
         self.data_parallel.sync_parameters()
         if self.outer is not None:
             self.outer.on_parameters_loaded(step)
+
+    @property
+    def slot_recorder(self) -> SlotRecorder | None:
+        """Times the slots of some steps of this rank's pipeline; None if it does not report them."""
+        return self._executor.recorder
 
     def close(self) -> None:
         """Finish after the last step. Collective."""

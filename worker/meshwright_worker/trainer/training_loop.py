@@ -21,6 +21,7 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.counts import forward_pass_flops, recomputed_layers_flops, training_flops
 from meshwright.planner.cost.accelerators import accelerator
 from meshwright.protocol.run_config import NativeRun
+from meshwright.schedules.measured import RankTimeline
 from meshwright_worker.checkpoint.manager import CheckpointManager
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import make_batch
@@ -33,6 +34,7 @@ from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.distributed.step_clock import phase
 from meshwright_worker.distributed.timed_collectives import timed_collectives
 from meshwright_worker.memory.peaks import memory_peaks
+from meshwright_worker.parallel.pipeline.slot_times import is_timed
 from meshwright_worker.rank.task import Outcome, RankEvents, StepReport, StepTimes
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.evaluation import Evaluation
@@ -100,6 +102,8 @@ class TrainingLoop:
         self._stall_seconds = 0.0
         """Time in which steps stood still for a save."""
         self._reported_stall = 0.0
+        self._first = 0
+        """The first step of this mesh generation."""
         self._simulated_bubble = simulated_bubble(run) if mesh.rank == 0 else None
         self._samples = Prefetcher(self._read_samples, mesh.device)
 
@@ -115,7 +119,8 @@ class TrainingLoop:
         # Rank 0 carries the digest of earlier generations. Each rank adds its part, and saving sums them.
         if self._mesh.rank == 0:
             self._digest.value = state.digest
-        first, stopped = state.step + 1, False
+        self._first = first = state.step + 1
+        stopped = False
         for number in range(first, self._training.steps + 1):
             started_at = time.monotonic()
             state, stopped = self._step(number, state)
@@ -157,7 +162,7 @@ class TrainingLoop:
         consumed = state.samples + batch
         mine = self._samples.take(state.samples, consumed if number < self._training.steps else None)
         read = time.monotonic()
-        result = self._trainer.step(number, mine.batch, stop=self._events.stop_requested())
+        result = self._timed_step(number, mine)
         results = [] if result is None else [result]
         evaluation = self._evaluation if self._evaluation is not None and self._evaluation.due(number) else None
         if evaluation is not None:
@@ -168,6 +173,16 @@ class TrainingLoop:
         after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=state.loss)
         after = self._report_results(results, after, time.monotonic() - started_at, read - started_at, evaluation)
         return self._trainer.update_state(after), any(result.stop for result in results)
+
+    def _timed_step(self, number: int, mine: StepSamples) -> StepResult | None:
+        """Run a step, and time its slots if it is one of those to be shown."""
+        recorder = self._trainer.slot_recorder if is_timed(number, self._first) else None
+        if recorder is not None:
+            recorder.begin(number)
+        result = self._trainer.step(number, mine.batch, stop=self._events.stop_requested())
+        if recorder is not None:
+            recorder.end()
+        return result
 
     def _drain(self, state: TrainingState) -> tuple[TrainingState, bool]:
         """Finish all started steps; a pipeline without flushes is some steps behind.
@@ -246,8 +261,14 @@ class TrainingLoop:
             skipped=result.skipped,
             memory=memory_peaks(self._mesh.device),
             times=self._times(),
+            timeline=self._timeline(),
             simulated_bubble=result.bubble if result.bubble is not None else self._simulated_bubble,
         )
+
+    def _timeline(self) -> RankTimeline | None:
+        """The slots of the step that was timed last, once."""
+        recorder = self._trainer.slot_recorder
+        return recorder.take() if recorder is not None else None
 
     def _times(self) -> StepTimes:
         """The times since the last report."""

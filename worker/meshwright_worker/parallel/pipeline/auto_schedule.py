@@ -27,6 +27,7 @@ from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.parallel.parallelize import LocalStage
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels
 from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
+from meshwright_worker.parallel.pipeline.slot_times import SlotRecorder
 from meshwright_worker.parallel.pipeline.stage import PipelineStage
 
 log = logging.getLogger(__name__)
@@ -142,6 +143,7 @@ class AutoScheduleExecutor(ScheduleExecutor):
         limit: maximum number of micro-batches whose activations a rank may store.
         width: of the hidden states.
         slices: number of parts that the positions of hidden states are split into over a tensor group.
+        recorder: times the slots of some steps.
     """
 
     def __init__(
@@ -156,8 +158,12 @@ class AutoScheduleExecutor(ScheduleExecutor):
         limit: int,
         width: int,
         slices: int,
+        recorder: SlotRecorder | None = None,
     ) -> None:
-        super().__init__([pipeline_stage], schedule, mesh.coordinates.pipeline, channels, width=width, slices=slices)
+        super().__init__(
+            [pipeline_stage], schedule, mesh.coordinates.pipeline, channels, width=width, slices=slices,
+            recorder=recorder,
+        )  # fmt: skip
         self._kind, self._stage = kind, pipeline_stage.stage
         self._mesh, self._watch, self._limit = mesh, watch, limit
         self._steps = 0

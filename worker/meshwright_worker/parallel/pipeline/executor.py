@@ -27,6 +27,7 @@ from meshwright_worker.parallel.pipeline.p2p import P2PChannels
 from meshwright_worker.parallel.pipeline.rank_program import p2p_pairs
 from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
 from meshwright_worker.parallel.pipeline.shared_weights import SharedWeights, shared_weight_pairs
+from meshwright_worker.parallel.pipeline.slot_times import SlotRecorder, slot_recorder
 from meshwright_worker.parallel.pipeline.stage import PipelineStage
 
 
@@ -35,6 +36,8 @@ class Executor(Protocol):
 
     bubble: float | None
     """Share of a step in which ranks are idle, simulated with measured times; None without measurements."""
+    recorder: SlotRecorder | None
+    """Times the slots of some steps; None without a pipeline, and on ranks that do not report them."""
 
     def run(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         """Add the gradient of the replica's summed loss over `tokens_of_step`.
@@ -74,6 +77,7 @@ class GradientAccumulation:
     """
 
     bubble: float | None = None
+    recorder: SlotRecorder | None = None
 
     def __init__(self, stage: DecoderStage, tokens: int) -> None:
         self._stage = stage
@@ -135,14 +139,21 @@ def _build_schedule_executor(
     kind = kind_of(run.parallelism.order)
     width, again = run.architecture.hidden_size, run.parallelism.rematerialize
     slices = run.tensor if run.parallelism.sequence else 1
+    recorder = slot_recorder(mesh, max(len(slots) for slots in schedule.ranks))
     if kind.measures_costs and run.pipeline > 1:
         watch = Stopwatch(mesh.device)
         timed = TimedStage(stages[0], tokens, rematerialize=again, watch=watch)
         limit = activation_limit(run.parallelism, run.pipeline)
         return AutoScheduleExecutor(
-            kind, timed, schedule, p2p_channels, mesh, watch, limit=limit, width=width, slices=slices
+            kind, timed, schedule, p2p_channels, mesh, watch, limit=limit, width=width, slices=slices, recorder=recorder
         )
     pipeline_stages = [PipelineStage(stage, tokens, rematerialize=again) for stage in stages]
     return ScheduleExecutor(
-        pipeline_stages, schedule, mesh.coordinates.pipeline, p2p_channels, width=width, slices=slices
+        pipeline_stages,
+        schedule,
+        mesh.coordinates.pipeline,
+        p2p_channels,
+        width=width,
+        slices=slices,
+        recorder=recorder,
     )

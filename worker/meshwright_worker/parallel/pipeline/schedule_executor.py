@@ -24,6 +24,7 @@ from meshwright_worker.parallel.data.fsdp import (
 from meshwright_worker.parallel.pipeline.overlapped_passes import run_overlapped
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels, PendingReceive
 from meshwright_worker.parallel.pipeline.rank_program import Message, ScheduledSlot, forward_only, rank_program
+from meshwright_worker.parallel.pipeline.slot_times import SlotRecorder
 from meshwright_worker.parallel.pipeline.stage import PipelineStage
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class ScheduleExecutor:
         channels: to the other ranks.
         width: of the hidden states.
         slices: number of parts that the positions of hidden states are split into over a tensor group.
+        recorder: times the slots of some steps.
     """
 
     bubble: float | None = None
@@ -54,7 +56,9 @@ class ScheduleExecutor:
         *,
         width: int,
         slices: int,
+        recorder: SlotRecorder | None = None,
     ) -> None:
+        self.recorder = recorder
         self._pipeline_stages: Mapping[int, PipelineStage] = {
             pipeline_stage.stage.index: pipeline_stage for pipeline_stage in pipeline_stages
         }
@@ -91,10 +95,16 @@ class ScheduleExecutor:
         return total
 
     def _run_program(self, scheduled_slots: Sequence[ScheduledSlot], micro_batches: Sequence[Batch]) -> torch.Tensor:
-        step = _Step(self, micro_batches)
+        training = scheduled_slots is self._train_program
+        recorder = self.recorder if training and self.recorder is not None and self.recorder.running else None
+        step = _Step(self, micro_batches, recorder)
         for index, turn in enumerate(scheduled_slots):
             try:
-                step.turn(turn, training=scheduled_slots is self._train_program)
+                if recorder is not None:
+                    recorder.begin_slot(turn.slot)
+                step.turn(turn, training=training)
+                if recorder is not None:
+                    recorder.end_slot()
             except BaseException as error:
                 error.add_note(_describe_position(scheduled_slots, index, self.schedule.name))
                 raise
@@ -105,8 +115,10 @@ class ScheduleExecutor:
 class _Step:
     """One step in progress."""
 
-    def __init__(self, executor: ScheduleExecutor, micro_batches: Sequence[Batch]) -> None:
-        self._executor = executor
+    def __init__(
+        self, executor: ScheduleExecutor, micro_batches: Sequence[Batch], recorder: SlotRecorder | None
+    ) -> None:
+        self._executor, self._recorder = executor, recorder
         self._parts = micro_batches
         self._pending_receives: dict[Key, PendingReceive] = {}
         self._local_outputs: dict[Key, torch.Tensor] = {}
@@ -189,7 +201,9 @@ class _Step:
         if key in self._local_outputs:
             return self._local_outputs.pop(key)
         pending = self._pending_receives.pop(key, None)
-        return pending.wait() if pending is not None else None
+        if pending is None:
+            return None
+        return pending.wait() if self._recorder is None else self._recorder.wait(pending.wait)
 
 
 def _describe_position(scheduled_slots: Sequence[ScheduledSlot], index: int, name: str) -> str:
