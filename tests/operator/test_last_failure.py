@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
+from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.protocol.messages import AgentState, FailureEvidence, FailureKind, WorkerReport
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
-from tests.operator.builders import agents, crashed, failed, observed, placement, pod, report, running_status, spec
+from tests.operator.builders import agents, crashed, failed, observed, placement, pod, report, spec
 from tests.operator.test_hang_detection import received, trains
 
 
@@ -67,22 +67,21 @@ def test_a_crashed_pod_is_recorded_without_a_rank() -> None:
     assert (failure.cause, failure.worker, failure.rank, failure.log) == ("PodFailed", 2, None, "")
 
 
-def test_agents_learn_which_rank_hung() -> None:
+def test_agents_learn_which_rank_hung_with_the_next_generation() -> None:
     hangs = [trains(worker, 2000.0, step=7 if worker != 1 else 6) for worker in range(4)]
-    status = decide(observed(received=received(hangs))).status
-    assert status.last_failure is not None
-    assert (status.last_failure.cause, status.last_failure.rank) == ("Hang", 2)
-    mesh = MeshStatus(generation=2, master="10.0.0.0:2000", cause="Hang")
-    formed = document(observed(status=running_status(last_failure=status.last_failure)), mesh)
+    seen = observed(received=received(hangs))
+    decision = decide(seen)
+    failure = decision.status.last_failure
+    assert failure is not None
+    assert (failure.cause, failure.rank) == ("Hang", 2)
+    assert decision.mesh.generation == 2, "formed at once: the status before knows nothing of the hang"
+    formed = document(seen, decision.mesh, failure)
     assert formed is not None
     assert formed.hung_rank == 2
-    later = document(observed(status=running_status(last_failure=status.last_failure)), replace_cause(mesh))
-    assert later is not None
-    assert later.hung_rank is None
-
-
-def replace_cause(mesh: MeshStatus) -> MeshStatus:
-    return mesh.model_copy(update={"generation": 3, "cause": "PodLost"})
+    later = decision.mesh.model_copy(update={"generation": 3, "cause": "PodLost"})
+    next_one = document(seen, later, failure)
+    assert next_one is not None
+    assert next_one.hung_rank is None
 
 
 def test_agents_know_which_variables_are_secrets() -> None:
