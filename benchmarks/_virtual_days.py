@@ -72,7 +72,8 @@ class RecordedEvents(Notes):
 
     def post(self, job: KubeObject, note: JobEvent) -> None:
         if note.reason == "Rescaled":
-            self._world.jobs[job["metadata"]["name"]].resized(self._world.seconds(), note.message)
+            name = job["metadata"]["name"]
+            self._world.jobs[name].resized(self._world.seconds(), note.message, starts=not self._world.of_job.get(name))
 
 
 class DayQueue(VirtualQueue):
@@ -136,6 +137,8 @@ class Resize:
     after: int
     for_job: str
     """The waiting job for which it shrank; empty for none."""
+    starts: bool
+    """Whether it had no pod, as before its first start and after it lost them all."""
 
 
 @dataclass(slots=True)
@@ -158,11 +161,12 @@ class DayJob:
     useful: list[tuple[float, float, float]] = field(default_factory=list)
     """(from, until, replicas) in which it trained."""
 
-    def resized(self, now: float, message: str) -> None:
+    def resized(self, now: float, message: str, *, starts: bool = False) -> None:
         """A resize, from the message of its event."""
         words = message.replace(":", " ").replace(",", " ").split()
         before, after = (int(word) for word in words if word.isdigit())
-        self.resizes.append(Resize(now, before, after, words[words.index("job") + 1] if "job" in words else ""))
+        for_job = words[words.index("job") + 1] if "job" in words else ""
+        self.resizes.append(Resize(now, before, after, for_job, starts))
 
     def stop(self, now: float, *, saved: bool) -> None:
         """Its ranks stop. Without a checkpoint, the steps since the last one are lost."""

@@ -111,14 +111,14 @@ def _useful_until(job: DayJob, end: float) -> float:
 def _early(job: DayJob, jobs: dict[str, DayJob]) -> Iterator[str]:
     """The resizes that must wait for the pause, and did not.
 
-    A shrink because nodes were lost, or for a job of a higher priority, does not wait.
+    A shrink because nodes were lost, or for a job of a higher priority, does not wait. Nor does a job that starts.
     """
     for before, resize in zip(job.resizes, job.resizes[1:], strict=False):
         waiting = jobs.get(resize.for_job.rpartition("/")[2])
         urgent = waiting is not None and waiting.arrival.priority > job.arrival.priority
         lost_nodes = resize.after < resize.before and not resize.for_job
         # Times in status are whole seconds.
-        if not urgent and not lost_nodes and resize.at - before.at < PAUSE_SECONDS - 1.0:
+        if not urgent and not lost_nodes and not resize.starts and resize.at - before.at < PAUSE_SECONDS - 1.0:
             seconds = resize.at - before.at
             yield f"{job.arrival.name}: {resize.before} to {resize.after} replicas {seconds:.0f} s after a resize"
 

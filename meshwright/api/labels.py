@@ -22,6 +22,11 @@ LABEL_REVISION = f"{GROUP}/revision"
 
 ANNOTATION_RANKS = f"{GROUP}/ranks"
 
+# Annotations of jobs that the operator reads.
+ANNOTATION_NETWORK_POLICY = f"{GROUP}/network-policy"
+ANNOTATION_CHECKPOINT = f"{GROUP}/checkpoint-requested"
+JOB_ANNOTATIONS = (ANNOTATION_NETWORK_POLICY, ANNOTATION_CHECKPOINT)
+
 GANG_GATE = f"{GROUP}/gang"
 
 GPU_RESOURCE = "nvidia.com/gpu"

@@ -17,8 +17,10 @@ from pathlib import Path
 
 from meshwright.addresses import split_host_port
 from meshwright.api.labels import COORDINATOR_PORT
+from meshwright_operator.feature_gates import GATES, FeatureGates
 from meshwright_operator.http.limits import ConnectionLimits
 from meshwright_operator.logging_config import FORMATS
+from meshwright_operator.manifests.network_policy import NetworkPolicyOptions
 
 ENV_PREFIX = "MESHWRIGHT_OPERATOR_"
 TLS_MODES = ("managed", "files", "disabled")
@@ -83,6 +85,10 @@ class Settings:
     """The same, new ones per second."""
     policy_file: Path | None = None
     """File with the administrator's policy; no bounds if None."""
+    feature_gates: FeatureGates = FeatureGates()
+    """Which alpha and beta features are on."""
+    job_network_policies: NetworkPolicyOptions | None = None
+    """What the NetworkPolicies of jobs allow; none are created if None."""
     profiles_file: Path | None = None
     """File with the administrator's profiles of worker pods; none if None."""
     unbound_seconds: float = 1800.0
@@ -195,16 +201,13 @@ def _parser() -> argparse.ArgumentParser:
     text = "Path of the key of the jobs' tokens, for local use instead of the Secret. Created if it does not exist."
     add("--key-file", "FILE", Path, default.key_file, text)
     _add_tls(parser, add)
+    _add_options_of_jobs(add)
     text = "Largest number of connections from one address without a valid signature."
     count = default.max_connections_per_source
     add("--max-connections-per-source", "COUNT", int, count, text)
     text = "New connections per second from one address that do not send a valid signature."
     add("--connection-rate-per-source", "RATE", float, default.connection_rate_per_source, text)
     _add_documents(add)
-    text = "Time in which another scheduler must bind a job's first pod, unless the job says otherwise. 0: no limit."
-    add("--unbound-seconds", "SECONDS", float, default.unbound_seconds, text)
-    text = "The same for the job's other pods, after the first one is bound. 0: no limit."
-    add("--partly-bound-seconds", "SECONDS", float, default.partly_bound_seconds, text)
     text = "Address on which /metrics, /healthz and /readyz are served."
     add("--metrics-listen", "HOST:PORT", Address.parse, default.metrics_listen, text)
     add("--lease-name", "NAME", str, default.lease_name, "Name of the leader's Lease.")
@@ -224,6 +227,30 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-level", choices=levels, default=default.log_level, help=text)
     parser.add_argument("--log-format", choices=FORMATS, default=default.log_format, help="Format of log lines.")
     return parser
+
+
+def _add_options_of_jobs(add: Callable[..., None]) -> None:
+    default = Settings()
+    text = "Time in which another scheduler must bind a job's first pod, unless the job says otherwise. 0: no limit."
+    add("--unbound-seconds", "SECONDS", float, default.unbound_seconds, text)
+    text = "The same for the job's other pods, after the first one is bound. 0: no limit."
+    add("--partly-bound-seconds", "SECONDS", float, default.partly_bound_seconds, text)
+    text = "Create a NetworkPolicy for each job, with these options. {} for the defaults. Default: no NetworkPolicies."
+    add("--job-network-policies", "JSON", _checked(NetworkPolicyOptions.parse), None, text)
+    text = f"Turn alpha and beta features on or off: {', '.join(f'{name}=true|false' for name in GATES)}."
+    add("--feature-gates", "NAME=true,...", _checked(FeatureGates.parse), default.feature_gates, text)
+
+
+def _checked(parse: Callable[[str], object]) -> Callable[[str], object]:
+    """A parser of a flag's value that shows why a value is wrong."""
+
+    def checked(text: str) -> object:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked
 
 
 def _add_documents(add: Callable[..., None]) -> None:

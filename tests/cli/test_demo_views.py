@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from meshwright_cli.demo import checks, pace
+from meshwright_cli.demo.display import LiveDisplay
 from meshwright_cli.demo.fault import Fault
 from meshwright_cli.demo.line_view import LineWriter
 from meshwright_cli.demo.live_view import render_live_view
@@ -22,7 +23,7 @@ from meshwright_cli.demo.pace import MOST_STEPS, Pace
 from meshwright_cli.demo.snapshot import Sample, snapshot
 from meshwright_cli.demo.story import Story
 from meshwright_cli.demo.summary import DemoResult, summary
-from meshwright_cli.demo.text import clock, format_age
+from meshwright_cli.demo.text import clock, format_age, kubectl_hint
 from meshwright_cli.main import main
 
 TIME = "2026-01-02T03:04:05Z"
@@ -173,6 +174,29 @@ def test_picture_shows_what_matters():
         assert expected in text, expected
     assert "ETA 1:15" in text
     assert "KUBECONFIG" in text
+
+
+@pytest.mark.parametrize(("path", "columns", "shown"), [
+    ("/home/ann/d", 80, "to use kubectl in another terminal:  export KUBECONFIG=/home/ann/d"),
+    ("/home/ann/d", 68, "to use kubectl in another terminal:  export KUBECONFIG=/home/ann/d"),
+    ("/home/ann/d", 60, "to use kubectl in another terminal:  export KUBECONFIG=~/d"),
+    ("/home/ann/d", 40, "export KUBECONFIG=/home/ann/d"),
+    ("/home/ann/d", 25, "export KUBECONFIG=~/d"),
+    ("/srv/" + "x" * 40, 60, "to use kubectl: see the command above"),
+])  # fmt: skip
+def test_the_command_for_kubectl_is_never_cut(path: str, columns: int, shown: str):
+    assert kubectl_hint(Path(path), columns, Path("/home/ann")) == shown
+
+
+def test_the_last_view_does_not_name_a_cluster_that_is_gone():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
+    with LiveDisplay(console, Path("/srv/kubeconfig")) as shown:
+        shown.show(snapshot(running(50), [pod(0)], []), LossCurve({}))
+        assert "export KUBECONFIG=/srv/kubeconfig" in console.file.getvalue()
+        during = len(console.file.getvalue())
+    after = console.file.getvalue()[during:]
+    assert "50/100" in after
+    assert "KUBECONFIG" not in after
 
 
 def test_picture_fits_a_terminal_of_80_x_24():

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from meshwright.api.objects import KubeObject
 from meshwright.data.shards import ShardWriter
 from meshwright.models.architecture import Architecture
+from meshwright.protocol.json_schema import protocol_schema
 from meshwright.protocol.messages import MeshRequest
 from meshwright.rules.revision import revision_of_fields
 from meshwright_operator.controller import status_patch
@@ -59,9 +60,11 @@ def main(release: str = RELEASE) -> None:
         world = asyncio.run(recorded_world())
     _write(directory / "cluster.json", cluster(world))
     asyncio.run(_record_agent(directory / "agent", world))
+    (directory / "agent" / "protocol.schema.json").write_text(protocol_schema(), encoding="utf-8")
     _record_checkpoints(directory / "checkpoints")
     _record_tokens(directory / "tokens")
     shutil.copy(VALUES, directory / "values.yaml")
+    shutil.copytree(VALUES.parent, directory / "chart")
     _write(directory / "revisions.json", [revision_of_fields(spec) for spec in SPECS])
     print(f"{directory}: {sum(path.stat().st_size for path in directory.rglob('*') if path.is_file())} bytes")
 

@@ -12,6 +12,7 @@ import yaml
 from meshwright.api import labels
 from meshwright.crd.definition import custom_resource_definition
 from meshwright_operator import settings
+from meshwright_operator.feature_gates import FeatureGates
 
 CHART = Path(__file__).parents[2] / "helm" / "meshwright"
 HELM = os.environ.get("HELM") or shutil.which("helm")
@@ -266,6 +267,38 @@ def test_network_policy_is_optional():
     assert worker_rule["from"][0]["podSelector"]["matchExpressions"][0]["key"] == "meshwright.dev/job-name"
 
 
+@needs_helm
+def test_network_policies_of_jobs_are_the_operators_only_if_asked_for():
+    on = ("networkPolicy.jobs.enabled=true", "networkPolicy.jobs.egress[0].to[0].ipBlock.cidr=10.20.0.0/16")
+    assert parsed(render()).job_network_policies is None
+    assert parsed(render("networkPolicy.enabled=true")).job_network_policies is None
+    found = render(*on, "networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.name=monitoring")
+    added = grants("networking.k8s.io", "networkpolicies", "create", "get")
+    assert rules(found["ClusterRole", "ops-mw-meshwright"]) == JOB_RULES | CLUSTER_RULES | added
+    options = parsed(found).job_network_policies
+    assert options.metrics_from == ({"namespaceSelector": {"matchLabels": {"name": "monitoring"}}},)
+    assert options.egress == ({"to": [{"ipBlock": {"cidr": "10.20.0.0/16"}}]},)
+    (peer,) = options.coordinator
+    assert peer["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "ops"}}
+    labels_of_pod = found["Deployment", "mw-meshwright"]["spec"]["template"]["metadata"]["labels"]
+    assert peer["podSelector"]["matchLabels"].items() <= labels_of_pod.items()
+    assert options.coordinator_port == 9470
+    role = render(*on, "watchNamespaces={red}")
+    assert rules(role["ClusterRole", "ops-mw-meshwright"]) == CLUSTER_RULES
+    assert rules(role["Role", "ops-mw-meshwright"]) == JOB_RULES | added
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("url", "port"),
+    [("https://mw.example:7443", 7443), ("https://mw.example", 443), ("https://[fd00::1]:8443", 8443)],
+)
+def test_a_coordinator_with_its_own_address_is_allowed_by_its_port(url, port):
+    found = render("networkPolicy.jobs.enabled=true", f"coordinator.url={url}")
+    options = parsed(found).job_network_policies
+    assert (options.coordinator, options.coordinator_port) == ((), port)
+
+
 MONITORING = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
 
 
@@ -354,7 +387,8 @@ def test_each_part_of_monitoring_can_be_left_out(part):
 def test_bad_values_are_refused_by_name(value, word):
     result = helm("template", "mw", str(CHART), "--set", value)
     assert result.returncode != 0
-    assert word in result.stderr
+    # Helm 4 names a field as a path.
+    assert word in result.stderr or word.replace(".", "/") in result.stderr
 
 
 @needs_helm
@@ -375,6 +409,16 @@ def test_arguments_environment_and_volumes_of_the_user_come_after_those_of_the_c
     assert pod["volumes"][-1] == {"name": "ca", "configMap": {"name": "ca"}}
     assert container["args"][-1] == "--log-level=debug"
     assert parsed(found).log_level == "debug", "the last one counts"
+
+
+@needs_helm
+def test_feature_gates_are_those_of_the_values():
+    assert parsed(render()).feature_gates == FeatureGates()
+    read = parsed(render("featureGates.PlanCalibration=false"))
+    assert read.feature_gates == FeatureGates((("PlanCalibration", False),))
+    refused = helm("template", "mw", str(CHART), "--set", "featureGates.PlanCalibration=maybe")
+    assert refused.returncode != 0
+    assert "PlanCalibration" in refused.stderr
 
 
 @needs_helm

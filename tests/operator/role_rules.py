@@ -24,11 +24,11 @@ def rules(name: str, lease: str = ACCOUNT) -> list[KubeObject]:
     return loaded
 
 
-def rights() -> set[tuple[str, str, str]]:
+def rights(optional: Sequence[str] = ()) -> set[tuple[str, str, str]]:
     """Group, resource and verb of everything that the operator may do."""
     return {
         (group, resource, verb)
-        for name in ("clusterRules", "namespacedRules", "leaseRules", "credentialsRules")
+        for name in ("clusterRules", "namespacedRules", "leaseRules", "credentialsRules", *optional)
         for rule in rules(name)
         for group in rule["apiGroups"]
         for resource in rule["resources"]
@@ -37,15 +37,19 @@ def rights() -> set[tuple[str, str, str]]:
 
 
 def objects(
-    namespaces: Sequence[str] = (), home: str = "default", lease: str = ACCOUNT
+    namespaces: Sequence[str] = (), home: str = "default", lease: str = ACCOUNT, optional: Sequence[str] = ()
 ) -> Iterator[tuple[str, KubeObject]]:
-    """Collections and what is to be created in them: the service account in `home`, roles and their bindings."""
+    """Collections and what is to be created in them: the service account in `home`, roles and their bindings.
+
+    `optional` names templates with rules of the namespaces that the chart adds for a value.
+    """
+    namespaced = rules("namespacedRules") + [rule for name in optional for rule in rules(name)]
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": ACCOUNT}}
     yield f"/api/v1/namespaces/{home}/serviceaccounts", account
-    everywhere = rules("clusterRules") + ([] if namespaces else rules("namespacedRules"))
+    everywhere = rules("clusterRules") + ([] if namespaces else namespaced)
     yield from _granted(everywhere, None, home, ACCOUNT)
     for namespace in namespaces:
-        yield from _granted(rules("namespacedRules"), namespace, home, ACCOUNT)
+        yield from _granted(namespaced, namespace, home, ACCOUNT)
     yield from _granted(rules("leaseRules", lease), home, home, f"{ACCOUNT}-lease")
     yield from _granted(rules("credentialsRules", lease), home, home, f"{ACCOUNT}-credentials")
 

@@ -43,6 +43,8 @@ def test_a_resize_before_the_pause_has_passed_is_counted_unless_it_need_not_wait
     assert len(list(elastic_days._early(job, jobs))) == 1
     job.resized(350.0, "From 1 replica to 2: the new workers are ready")
     assert len(list(elastic_days._early(job, jobs))) == 2
+    job.resized(400.0, "From 2 replicas to 3: that is what the free nodes allow", starts=True)
+    assert len(list(elastic_days._early(job, jobs))) == 2
 
 
 def test_parts_are_combined(

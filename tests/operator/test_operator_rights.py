@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from meshwright_operator.manifests.network_policy import NetworkPolicyOptions
 from meshwright_operator.manifests.owned_objects import owner_reference
 from meshwright_operator.settings import Address
 from tests.operator import role_rules
@@ -92,7 +93,11 @@ async def live(api: Api, kubelet: Kubelet, proxy: Proxy, claim_name: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("namespaces", [(), ("default",)], ids=["cluster-wide", "one namespace"])
+@pytest.mark.parametrize(
+    ("namespaces", "optional"),
+    [((), ()), (("default",), ("networkPolicyRules",))],
+    ids=["cluster-wide", "one namespace, with NetworkPolicies"],
+)
 async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_to_be_read_but_its_own(
     api: Api,
     kubelet: Kubelet,
@@ -102,8 +107,9 @@ async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_t
     coordinator_port: int,
     free_port: int,
     namespaces: tuple[str, ...],
+    optional: tuple[str, ...],
 ) -> None:
-    for path, body in role_rules.objects(namespaces):
+    for path, body in role_rules.objects(namespaces, optional=optional):
         await api.call("POST", path, body, ok=False)
     path, body = role_rules.token_request()
     token = (await api.create(path, body))["status"]["token"]
@@ -118,6 +124,7 @@ async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_t
         metrics_listen=Address("127.0.0.1", free_port),
         tls="managed",
         key_file=None,
+        job_network_policies=NetworkPolicyOptions() if optional else None,
     )
     await operator.start()
     try:
@@ -129,7 +136,7 @@ async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_t
         await operator.stop()
     used = {right for request in proxy.requests if (right := request.right) is not None}
     unused = {FINALIZERS} if namespaces else {FINALIZERS, UPDATE_CREDENTIALS}
-    assert used == role_rules.rights() - unused
+    assert used == role_rules.rights(optional) - unused
     assert owner_reference("rights", "uid")["blockOwnerDeletion"] is True
     own = Api(api.url, token, session)
     assert "coordinator.key" in (await own.get(CREDENTIALS))["data"]

@@ -44,6 +44,7 @@ from meshwright_operator.kube.parsed_jobs import ParsedJobs
 from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.workqueue import WorkQueue
+from meshwright_operator.manifests.network_policy import NetworkPolicyOptions
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.planning.planner import Planner
@@ -147,6 +148,7 @@ class Operator:
             inventories=inventories,
             coordinator_url=lambda: "http://coordinator",
             now=self.now,
+            network_policies=world.network_policies,
             profiles=self.profiles,
         )
         self.relist()
@@ -354,6 +356,9 @@ class Agent:
 
 class World:
     """Nodes, pods, agents and operators."""
+
+    network_policies: NetworkPolicyOptions | None = None
+    """The option of its operators."""
 
     def __init__(
         self, seed: int, nodes: int, *, gpus: int = 2, work: float = 30.0, cluster: type[MemoryCluster] = MemoryCluster

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -15,7 +16,7 @@ from meshwright_cli.demo.line_view import LineWriter
 from meshwright_cli.demo.live_view import render_live_view
 from meshwright_cli.demo.loss_curve import LossCurve
 from meshwright_cli.demo.snapshot import Snapshot
-from meshwright_cli.demo.text import clock
+from meshwright_cli.demo.text import clock, kubectl_hint
 
 
 class Display(Protocol):
@@ -37,9 +38,10 @@ class Display(Protocol):
 class LiveDisplay:
     """A live view that is redrawn in place, with messages above it."""
 
-    def __init__(self, console: Console, hint: str) -> None:
+    def __init__(self, console: Console, kubeconfig: Path) -> None:
         self._console = console
-        self._hint = hint
+        self._kubeconfig = kubeconfig
+        self._last: tuple[Snapshot, LossCurve] | None = None
         self._started = time.monotonic()
         self._latest = ""
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
@@ -51,6 +53,8 @@ class LiveDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._last is not None:
+            self._draw(*self._last, hint="")  # the cluster is about to stop
         self._live.stop()
 
     def announce(self, text: str) -> None:
@@ -60,9 +64,13 @@ class LiveDisplay:
 
     def show(self, now: Snapshot, curve: LossCurve) -> None:
         """Redraw the live view."""
+        self._last = now, curve
+        self._draw(now, curve, kubectl_hint(self._kubeconfig, self._console.width, Path.home()))
+
+    def _draw(self, now: Snapshot, curve: LossCurve, hint: str) -> None:
         elapsed = time.monotonic() - self._started
         height = self._console.height
-        view = render_live_view(now, curve, elapsed, datetime.now(UTC), self._hint, self._latest, height)
+        view = render_live_view(now, curve, elapsed, datetime.now(UTC), hint, self._latest, height)
         self._live.update(view, refresh=True)
 
 
@@ -95,8 +103,8 @@ class LineDisplay:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def choose_display(console: Console, hint: str) -> Display:
+def choose_display(console: Console, kubeconfig: Path) -> Display:
     """A live view if the output is a terminal that is large enough, else plain lines."""
     if console.is_terminal and not console.is_dumb_terminal and console.height >= 20:
-        return LiveDisplay(console, hint)
+        return LiveDisplay(console, kubeconfig)
     return LineDisplay(console)

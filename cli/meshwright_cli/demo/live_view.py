@@ -38,7 +38,7 @@ def render_live_view(
         curve: loss so far.
         elapsed: seconds since the demo began.
         moment: the present, for ages.
-        hint: the line that says how to look from another terminal.
+        hint: the line that says how to look from another terminal. Empty: none.
         latest: what the demo did last, which scrolls out of a small terminal.
         height: lines of the terminal. In a small one, only the latest events are shown.
     """
@@ -55,7 +55,7 @@ def render_live_view(
         *message,
     ]
     body = Panel(Group(*parts), title=title, subtitle=clock(elapsed), title_align="left", subtitle_align="right")
-    return Group(body, Text(hint, style="dim", no_wrap=True, overflow="ellipsis"))
+    return Group(body, Text(hint, style="dim", no_wrap=True, overflow="ellipsis")) if hint else Group(body)
 
 
 def numbers(now: Snapshot, curve: LossCurve, moment: datetime) -> Table:

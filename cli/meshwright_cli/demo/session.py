@@ -30,6 +30,7 @@ from meshwright_cli.demo.observer import Observer
 from meshwright_cli.demo.snapshot import Snapshot
 from meshwright_cli.demo.story import Story
 from meshwright_cli.demo.summary import DemoResult, summary
+from meshwright_cli.demo.text import KUBECTL
 from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.resources import JOBS
 
@@ -69,9 +70,9 @@ async def run(options: Options, console: Console) -> None:
     started = time.monotonic()
     items = manifest.read(options.manifest)
     job = only_job(items, options.manifest)
-    hint = f"to use kubectl in another terminal:  export KUBECONFIG={options.directory}/cluster/kubeconfig"
+    hint = f"{KUBECTL}export KUBECONFIG={options.directory}/cluster/kubeconfig"
     async with Programs() as programs:
-        with display.choose_display(console, hint) as shown:
+        with display.choose_display(console, options.directory / "cluster" / "kubeconfig") as shown:
             shown.announce(
                 f"starting an embedded cluster with {options.shape.gpus} simulated GPUs in {options.directory}"
             )

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 
 
 def clock(seconds: float) -> str:
     """`75.2` as `1:15`."""
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes}:{rest:02d}"
+
+
+KUBECTL = "to use kubectl in another terminal:  "
+
+
+def kubectl_hint(kubeconfig: Path, columns: int, home: Path) -> str:
+    """How to use kubectl, in the longest form that fits: a command that is cut would be copied without its end."""
+    command = f"export KUBECONFIG={kubeconfig}"
+    forms = [KUBECTL + command, command]
+    if kubeconfig.is_relative_to(home):
+        short = f"export KUBECONFIG=~/{kubeconfig.relative_to(home)}"
+        forms[1:1] = [KUBECTL + short]
+        forms.append(short)
+    return next((form for form in forms if len(form) <= columns), "to use kubectl: see the command above")
 
 
 def format_age(time: str, now: datetime) -> str:

@@ -90,6 +90,27 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
   verbs: [get, update]
 {{- end }}
 
+{{/* For the NetworkPolicies of jobs, if the values ask for them. */}}
+{{- define "meshwright.networkPolicyRules" -}}
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [create, get]
+{{- end }}
+
+{{/* What the operator allows in the NetworkPolicies of jobs, as JSON. The coordinator's pods, or else the port of its URL. */}}
+{{- define "meshwright.jobNetworkPolicies" -}}
+{{- $options := dict "metricsFrom" .Values.networkPolicy.metricsFrom "egress" .Values.networkPolicy.jobs.egress -}}
+{{- $url := urlParse (include "meshwright.coordinatorUrl" . | trim) -}}
+{{- $port := regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host) | default (ternary "80" "443" (eq $url.scheme "http")) -}}
+{{- $_ := set $options "coordinatorPort" (int $port) -}}
+{{- if not .Values.coordinator.url -}}
+{{- $namespace := dict "matchLabels" (dict "kubernetes.io/metadata.name" .Release.Namespace) -}}
+{{- $pods := dict "matchLabels" (include "meshwright.selector" . | fromYaml) -}}
+{{- $_ := set $options "coordinator" (list (dict "namespaceSelector" $namespace "podSelector" $pods)) -}}
+{{- end -}}
+{{ toJson $options }}
+{{- end }}
+
 {{/*
 What the operator does with jobs and their children, and nothing else. It creates token secrets, and can neither read nor
 change any of them: the answer to a patch contains the object, too. It reads claims before it places a job that names them,

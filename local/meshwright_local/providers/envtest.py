@@ -102,9 +102,9 @@ class EnvtestProvider:
     async def _start_optional(self, name: str, kubeconfig: Path, *flags: str) -> bool:
         if find_binary(name, os.environ) is None:
             return False
-        await self._start(
-            name, [f"--kubeconfig={kubeconfig}", "--leader-elect=false", f"--secure-port={free_port()}", *flags]
-        )
+        # On the address where the port is free, not on all.
+        serving = ["--bind-address=127.0.0.1", f"--secure-port={free_port()}"]
+        await self._start(name, [f"--kubeconfig={kubeconfig}", "--leader-elect=false", *serving, *flags])
         return True
 
     async def _start_etcd(self) -> str:

@@ -28,6 +28,7 @@ from meshwright_operator.coordinator.leadership_gate import LeadershipGate
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.observed import BindingLimits
+from meshwright_operator.feature_gates import PLAN_CALIBRATION
 from meshwright_operator.http.limits import HEALTH_LIMITS
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
@@ -153,6 +154,7 @@ class Manager:
             inventories=inventories,
             coordinator_url=lambda: self._access.url,
             trust=lambda: self._access.trust,
+            network_policies=settings.job_network_policies,
             binding=BindingLimits(settings.unbound_seconds, settings.partly_bound_seconds),
             profiles=self._profiles,
         )
@@ -268,7 +270,8 @@ class Manager:
             group.create_task(self._events.run(), name="events")
             group.create_task(self._planner.run(), name="planner")
             group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
-            group.create_task(self._calibration_loop.run(), name="learning")
+            if self._settings.feature_gates.enabled(PLAN_CALIBRATION):
+                group.create_task(self._calibration_loop.run(), name="learning")
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
         await self._elector.look()

@@ -19,7 +19,7 @@ from meshwright_operator.controller.missing_pods import Incarnation, MissingPods
 from meshwright_operator.decide.incarnations import NAME_TAKEN, WAITING_FOR_OLD_PODS, old_pod_message
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.kube.client import ApiError, KubeClient
-from meshwright_operator.kube.paths import core_path, pods_path
+from meshwright_operator.kube.paths import core_path, network_policies_path, pods_path
 from meshwright_operator.kube.pod_info import Pod, read_pod
 from meshwright_operator.manifests.owned_objects import service
 from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
@@ -46,7 +46,7 @@ class PodsRejectedError(Exception):
 
 
 class PodControl:
-    """Changes to the job's pods, Service and Secret. Puts the API server's answers into the cache."""
+    """Changes to the job's pods, Service, Secret and NetworkPolicy. Puts the API server's answers into the cache."""
 
     def __init__(self, cluster: KubeClient, cache: Cache, metrics: OperatorMetrics) -> None:
         self._client = cluster
@@ -56,7 +56,7 @@ class PodControl:
 
     @asynccontextmanager
     async def shared_objects(self, context: PodContext, secret: KubeObject) -> AsyncIterator[asyncio.Task[None]]:
-        """Create the headless Service and the Secret, if they do not exist, while the block runs.
+        """Create the headless Service, the Secret and the NetworkPolicy, if they do not exist, while the block runs.
 
         Their names depend on the job's uid only, so they may exist before the status is written that has the pods.
         """
@@ -70,10 +70,13 @@ class PodControl:
                 creating.exception()  # `create` raises it. Without that call, the status has not been written.
 
     async def _create_shared(self, context: PodContext, secret: KubeObject) -> None:
-        await _all([self._create_service(context), self._create_secret(context, secret)])
+        objects = [self._create_service(context), self._create_secret(context, secret)]
+        if context.network_policy is not None:
+            objects.append(self._create_network_policy(context, context.network_policy))
+        await _all(objects)
 
     async def create(self, context: PodContext, shared: Awaitable[None], placed: Collection[WorkerPlacement]) -> None:
-        """Create the pods of these workers, as soon as the Service and the Secret exist.
+        """Create the pods of these workers, as soon as the objects exist that they share.
 
         Raises:
             PodsRejectedError: The API server rejected an object, or an object that the job does not own has its name.
@@ -109,13 +112,18 @@ class PodControl:
 
     async def _create_service(self, context: PodContext) -> None:
         body = service(context.name, context.namespace, context.uid)
-        if await self._create_or_find(core_path(context.namespace, "services"), body, "the job's Service"):
+        await self._create_owned(core_path(context.namespace, "services"), body, context.uid)
+
+    async def _create_network_policy(self, context: PodContext, body: KubeObject) -> None:
+        await self._create_owned(network_policies_path(context.namespace), body, context.uid)
+
+    async def _create_owned(self, path: str, body: KubeObject, uid: str) -> None:
+        """Create an object whose name contains a part of the job's uid only. Users can create objects of its kind."""
+        kind, name = body["kind"], body["metadata"]["name"]
+        if await self._create_or_find(path, body, f"the job's {kind}"):
             return
-        # The name contains a part of the uid only, and users can create Services.
-        name = body["metadata"]["name"]
-        obj = await self._client.get(core_path(context.namespace, "services", name))
-        if not _owned_by(obj, context.uid):
-            raise PodsRejectedError(NAME_TAKEN, _not_owned("Service", name))
+        if not _owned_by(await self._client.get(f"{path}/{name}"), uid):
+            raise PodsRejectedError(NAME_TAKEN, _not_owned(kind, name))
 
     async def _create_secret(self, context: PodContext, secret: KubeObject) -> None:
         # Nobody else can know the name of a Secret that does not exist: one that does is the job's own.

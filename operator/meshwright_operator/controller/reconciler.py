@@ -57,6 +57,8 @@ from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.paths import jobs_path
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.kube.workqueue import WorkQueue
+from meshwright_operator.manifests import network_policy
+from meshwright_operator.manifests.network_policy import NetworkPolicyOptions
 from meshwright_operator.manifests.owned_objects import TOKEN_KEY, token_secret
 from meshwright_operator.manifests.worker_pod import CoordinatorTrust, PodContext
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
@@ -93,6 +95,7 @@ class Reconciler:
         coordinator_url: Callable[[], str],
         now: Callable[[], datetime] = utc_now,
         trust: Callable[[], CoordinatorTrust] = CoordinatorTrust,
+        network_policies: NetworkPolicyOptions | None = None,
         binding: BindingLimits = DEFAULT_LIMITS,
         profiles: JobProfiles | None = None,
     ) -> None:
@@ -109,6 +112,7 @@ class Reconciler:
         self._coordinator_url = coordinator_url
         self._now = now
         self._trust = trust
+        self._network_policies = network_policies
         self._binding = binding
         self._profiles = profiles or JobProfiles(tokens.seal)
         self._pod_control = PodControl(cluster, cache, metrics)
@@ -290,7 +294,7 @@ class Reconciler:
             await self._write_and_act(key, job, registry, draft)
             return
         record_profile(draft)
-        context, secret = self._pod_context(key, draft)
+        context, secret = self._pod_context(key, job, draft)
         async with self._pod_control.shared_objects(context, secret) as shared:
             await self._write_and_act(key, job, registry, draft, (context, shared))
 
@@ -330,7 +334,7 @@ class Reconciler:
         if draft.requeue_after is not None:
             self._queue.add_after(key, max(0.05, draft.requeue_after))
 
-    def _pod_context(self, key: JobKey, draft: Decision) -> tuple[PodContext, KubeObject]:
+    def _pod_context(self, key: JobKey, job: KubeObject, draft: Decision) -> tuple[PodContext, KubeObject]:
         """What the manifests of the job's pods have in common, and the job's Secret."""
         observed = draft.observed
         token = self._tokens.token(key.namespace, key.name, observed.uid)
@@ -344,9 +348,17 @@ class Reconciler:
             coordinator_url=self._coordinator_url(),
             trust=self._trust(),
             secret=secret["metadata"]["name"],
+            network_policy=self._network_policy(key, job),
             profile=observed.profile.profile if observed.profile is not None else None,
         )
         return context, secret
+
+    def _network_policy(self, key: JobKey, job: KubeObject) -> KubeObject | None:
+        """The job's NetworkPolicy, if the administrator wants them and the job does not say no."""
+        if self._network_policies is None or not network_policy.wanted(job):
+            return None
+        uid = job["metadata"]["uid"]
+        return network_policy.network_policy(key.name, key.namespace, uid, self._network_policies)
 
     async def _publish(self, registry: AgentRegistry, draft: Decision) -> None:
         """Publish the persisted generation to the agents."""

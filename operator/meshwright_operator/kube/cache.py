@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
+from meshwright.api.labels import JOB_ANNOTATIONS
 from meshwright.api.objects import KubeObject
 from meshwright_operator.decide.rejected_job import NO_LAYOUT
 from meshwright_operator.kube.parsed_jobs import ParsedJobs
@@ -254,9 +255,12 @@ def awaits_layout(job: Mapping[str, Any]) -> bool:
 
 
 def trim_job(obj: KubeObject) -> KubeObject:
-    """A job without the metadata that the operator does not read."""
+    """A job without the metadata that the operator does not read: of its annotations, those of others."""
     dropped = ("managedFields", "annotations")
-    return {**obj, "metadata": {k: v for k, v in obj["metadata"].items() if k not in dropped}}
+    metadata = {k: v for k, v in obj["metadata"].items() if k not in dropped}
+    annotations = obj["metadata"].get("annotations") or {}
+    own = {k: v for k, v in annotations.items() if k in JOB_ANNOTATIONS} if isinstance(annotations, dict) else {}
+    return {**obj, "metadata": {**metadata, "annotations": own} if own else metadata}
 
 
 def trim_node(obj: KubeObject) -> KubeObject:

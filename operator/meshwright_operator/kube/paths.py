@@ -9,6 +9,7 @@ from meshwright.api.labels import GROUP, PLURAL, VERSION
 JOBS = f"/apis/{GROUP}/{VERSION}"
 CORE = "/api/v1"
 LEASES = "/apis/coordination.k8s.io/v1"
+NETWORKING = "/apis/networking.k8s.io/v1"
 
 
 def resource_of(path: str) -> str:
@@ -38,6 +39,11 @@ def core_path(namespace: str | None, resource: str, name: str | None = None) -> 
 def lease_path(namespace: str, name: str | None = None) -> str:
     """Path of a Lease."""
     return _path(LEASES, namespace, "leases", name)
+
+
+def network_policies_path(namespace: str, name: str | None = None) -> str:
+    """Path of a NetworkPolicy, or of those of a namespace."""
+    return _path(NETWORKING, namespace, "networkpolicies", name)
 
 
 def _path(root: str, namespace: str | None, resource: str, name: str | None) -> str:

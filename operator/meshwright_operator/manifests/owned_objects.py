@@ -38,7 +38,7 @@ def service(name: str, namespace: str, uid: str) -> KubeObject:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(service_name(name, uid), namespace, name, uid),
+        "metadata": metadata(service_name(name, uid), namespace, name, uid),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -61,14 +61,15 @@ def token_secret(name: str, namespace: str, uid: str, data: Mapping[str, str]) -
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": _metadata(secret_name(name, uid, data), namespace, name, uid),
+        "metadata": metadata(secret_name(name, uid, data), namespace, name, uid),
         "type": "Opaque",
         "immutable": True,
         "stringData": dict(data),
     }
 
 
-def _metadata(child: str, namespace: str, name: str, uid: str) -> KubeObject:
+def metadata(child: str, namespace: str, name: str, uid: str) -> KubeObject:
+    """The metadata of the object `child`, which the job owns."""
     return {
         "name": child,
         "namespace": namespace,

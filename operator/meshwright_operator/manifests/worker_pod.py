@@ -45,6 +45,8 @@ class PodContext:
     secret: str
     """Name of the Secret with the job's token."""
     trust: CoordinatorTrust = CoordinatorTrust()
+    network_policy: KubeObject | None = None
+    """The NetworkPolicy that must exist before the pods."""
     profile: Profile | None = None
     """The administrator's profile. `spec` contains already what it adds to the job's own fields."""
 

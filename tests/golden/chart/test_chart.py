@@ -52,7 +52,7 @@ VALUES: Mapping[str, dict[str, Any]] = {
             "extraVolumeMounts": [{"name": "ca", "mountPath": "/ca"}],
         },
         "admissionPolicy": {"enabled": True},
-        "networkPolicy": {"enabled": True, "metricsFrom": [PEER]},
+        "networkPolicy": {"enabled": True, "metricsFrom": [PEER], "jobs": {"enabled": True}},
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"cpu": "2", "memory": "2Gi"}},
         "priorityClassName": "system-cluster-critical",
         "nodeSelector": {"node-role": "infra"},

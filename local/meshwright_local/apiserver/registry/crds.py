@@ -98,6 +98,15 @@ class CrdRules(Rules):
             for key, now, before in fixed
             if now != before
         ]
+        names_left = {version["name"] for version in spec.get("versions") or ()}
+        stored = (obj.get("status") or {}).get("storedVersions") or ()
+        causes += [
+            status_errors.invalid_value(
+                f"status.storedVersions[{index}]", name, "missing from spec.versions: objects may be stored in it"
+            )
+            for index, name in enumerate(stored)
+            if name not in names_left
+        ]
         return causes + _check_versions(spec.get("versions") or [])
 
     def delete(self, obj: KubeObject) -> None:
@@ -153,11 +162,20 @@ def custom_resources(crd: KubeObject) -> Iterator[Resource]:
             fields={f["jsonPath"].lstrip("."): "" for f in version.get("selectableFields") or ()},
             scale={key: path.lstrip(".") for key, path in (subresources.get("scale") or {}).items()},
             custom=True,
+            deprecation=_deprecation(version, gvk),
             columns=tuple(
                 Column(c["name"], c["type"], c["jsonPath"], c.get("priority", 0), c.get("format", ""))
                 for c in version.get("additionalPrinterColumns") or ()
             ),
         )
+
+
+def _deprecation(version: KubeObject, gvk: KubeObject) -> str:
+    """The warning for who uses a version; empty unless it is deprecated."""
+    if not version.get("deprecated"):
+        return ""
+    standard = f"{gvk['group']}/{gvk['version']} {gvk['kind']} is deprecated"
+    return str(version.get("deprecationWarning") or standard)
 
 
 def _all_names(names: KubeObject) -> list[str]:

@@ -162,6 +162,8 @@ class Objects:
         """
         config = _applicable(resource, place, config, options, subresource)
         live = self.store.copy(resource.key, *place)
+        if live is not None:
+            live = resource.in_version(live)
         if live is None and (subresource or config["metadata"].get("uid")):
             raise resource.not_found(place[1])
         writer = _writer(resource, options, subresource)

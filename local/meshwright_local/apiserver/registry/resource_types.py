@@ -82,6 +82,8 @@ class Resource:
     """Dotted paths of specReplicasPath, statusReplicasPath and labelSelectorPath; empty without the subresource."""
     custom: bool = False
     columns: tuple[Column, ...] = ()
+    deprecation: str = ""
+    """The warning of a deprecated version, for every response."""
 
     @property
     def key(self) -> ResourceKey:
@@ -92,6 +94,11 @@ class Resource:
     def group_version(self) -> str:
         """The `apiVersion` of its objects."""
         return f"{self.group}/{self.version}" if self.group else self.version
+
+    def in_version(self, obj: KubeObject) -> KubeObject:
+        """An object that may be stored in another version, in this one: only `apiVersion` differs."""
+        same = not self.custom or obj.get("apiVersion") == self.group_version
+        return obj if same else {**obj, "apiVersion": self.group_version}
 
     def not_found(self, name: str) -> ApiError:
         """Return the error 404 for one of its objects."""

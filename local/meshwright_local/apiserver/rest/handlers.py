@@ -93,9 +93,14 @@ def _reply(
     body, content_type = view.encode(view.one(obj if isinstance(obj, Stored) else Stored.of(obj)))
     response = web.Response(body=body, status=status, content_type=content_type)
     for text in options.warnings if options else ():
-        escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
-        response.headers.add("Warning", f'299 - "{escaped}"')
+        response.headers.add("Warning", _warning(text))
     return response
+
+
+def _warning(text: str) -> str:
+    """The value of a Warning header."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
+    return f'299 - "{escaped}"'
 
 
 @dataclass(slots=True)
@@ -128,6 +133,8 @@ class Handlers:
         if handler is None:
             raise status_errors.method_not_allowed()
         response: web.StreamResponse = await handler(call)
+        if resource.deprecation and not response.prepared:
+            response.headers.add("Warning", _warning(resource.deprecation))
         return response
 
     def _special(self) -> dict[tuple[str, str, str], Methods]:
@@ -147,7 +154,7 @@ class Handlers:
         found = self.store.find(call.resource.key, call.target.namespace, call.target.name)
         if found is None:
             raise call.resource.not_found(call.target.name)
-        return found
+        return call.resource.in_version(found)
 
     async def _proxy(self, call: Call) -> web.StreamResponse:
         name = pod_proxy.pod_of(call.target.name)

@@ -1,0 +1,112 @@
+{{- define "meshwright.name" -}}
+{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-{{ .Chart.Name }}{{ end -}}
+{{- end }}
+
+{{- define "meshwright.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "meshwright.labels" -}}
+{{ include "meshwright.selector" . }}
+app.kubernetes.io/component: operator
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{- define "meshwright.serviceAccount" -}}
+{{ .Values.serviceAccount.name | default (include "meshwright.name" .) }}
+{{- end }}
+
+{{- define "meshwright.image" -}}
+{{- with .Values.image -}}
+{{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}
+{{- end -}}
+{{- end }}
+
+{{- define "meshwright.coordinatorUrl" -}}
+{{- $scheme := ternary "http" "https" (eq .Values.coordinator.tls.mode "disabled") -}}
+{{- $service := printf "%s://%s.%s.svc:%v" $scheme (include "meshwright.name" .) .Release.Namespace .Values.coordinator.port -}}
+{{ .Values.coordinator.url | default $service }}
+{{- end }}
+
+{{/* The names of the chart's Service, and those that the values add. */}}
+{{- define "meshwright.coordinatorNames" -}}
+{{- $service := printf "%s.%s" (include "meshwright.name" .) .Release.Namespace -}}
+{{- $own := list (printf "%s.svc" $service) $service (printf "%s.svc.%s" $service .Values.coordinator.tls.clusterDomain) -}}
+{{ toYaml (uniq (concat $own .Values.coordinator.tls.names)) }}
+{{- end }}
+
+{{/* The kubernetes.io/tls Secret with the serving certificate; empty if the operator issues it. */}}
+{{- define "meshwright.tlsSecret" -}}
+{{- with .Values.coordinator.tls -}}
+{{- if eq .mode "secret" -}}
+{{ required "coordinator.tls.secretName is required if coordinator.tls.mode is secret" .secretName }}
+{{- else if eq .mode "certManager" -}}
+{{ printf "%s-coordinator-tls" (include "meshwright.name" $) }}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* What the operator reads of the cluster. */}}
+{{- define "meshwright.clusterRules" -}}
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [list, watch]
+# Placement counts the GPUs that pods of other owners hold, in whatever namespace they are.
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [list]
+{{- end }}
+
+{{/* Leadership. A create cannot be limited to a name. */}}
+{{- define "meshwright.leaseRules" -}}
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [create]
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  resourceNames: [{{ include "meshwright.name" . }}]
+  verbs: [get, update]
+{{- end }}
+
+{{/* The operator's own Secret, the only one that it reads. A create cannot be limited to a name. */}}
+{{- define "meshwright.credentialsRules" -}}
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
+- apiGroups: [""]
+  resources: [secrets]
+  resourceNames: [{{ include "meshwright.name" . }}-credentials]
+  verbs: [get, update]
+{{- end }}
+
+{{/*
+What the operator does with jobs and their children, and nothing else. It creates token secrets, and can neither read nor
+change any of them: the answer to a patch contains the object, too. It reads a service only to find out whose it is, and
+updates finalizers only in the sense of clusters that check the right to set `blockOwnerDeletion`.
+*/}}
+{{- define "meshwright.namespacedRules" -}}
+- apiGroups: [meshwright.dev]
+  resources: [paralleltrainingjobs]
+  verbs: [get, list, watch, delete]
+- apiGroups: [meshwright.dev]
+  resources: [paralleltrainingjobs/status]
+  verbs: [patch]
+- apiGroups: [meshwright.dev]
+  resources: [paralleltrainingjobs/finalizers]
+  verbs: [update]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [services]
+  verbs: [create, get]
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create, patch]
+{{- end }}
