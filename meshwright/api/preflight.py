@@ -39,17 +39,17 @@ class PreflightMode(StrEnum):
     """What findings lead to."""
 
     WARN = "Warn"
-    OFF = "Off"
+    IGNORE = "Ignore"
 
 
 class PreflightSpec(ApiModel):
     """What follows from the findings of workers about their pods. An edit restarts nothing."""
 
     mode: PreflightMode = PreflightMode.WARN
-    """`Warn`: findings become an event and the condition `PreflightPassed`, and ranks start. `Off`: no findings."""
+    """`Warn`: findings become an event and the condition `PreflightPassed`, and ranks start. `Ignore`: no findings."""
     fatal: Annotated[list[Check], Field(max_length=16)] = []
     """Checks whose findings prevent the start: the pods are released, and start later, on other nodes if possible."""
-    off: Annotated[list[Check], Field(max_length=16)] = []
+    ignored: Annotated[list[Check], Field(max_length=16)] = []
     """Checks whose findings are ignored, also if they are in `fatal`."""
     numa_binding: bool = True
     """Whether each rank runs only on CPUs of one NUMA node: that of its GPU, if it is known. Takes effect when ranks

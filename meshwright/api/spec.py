@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from meshwright.api.base import ApiModel, ShortText
 from meshwright.api.data import DataSpec
@@ -14,11 +14,33 @@ from meshwright.api.elastic import ElasticSpec
 from meshwright.api.model import ModelSpec
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.preflight import PreflightSpec
+from meshwright.api.progress_patterns import pattern_problem
 from meshwright.api.topology import TopologySpec
 from meshwright.api.training import TrainingSpec
 from meshwright.api.workers import WorkersSpec
 
 MANAGER_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
+
+
+class ProgressSpec(ApiModel):
+    """How the progress of a `runtime.command` is read. Without it, common lines of its log are recognized. A command
+    that writes to the file in MESHWRIGHT_REPORT_FILE needs no patterns.
+    """
+
+    patterns: Annotated[list[Annotated[str, Field(min_length=1, max_length=512)]], Field(max_length=8)] | None = None
+    """Regular expressions, searched in each line of rank 0's log without regard to case. Named groups say what they
+    find: `step`, `loss`, `tokens`, `learning_rate`, `total_steps`. They replace those for common lines; an empty list
+    turns the search off."""
+    total_steps: Annotated[int, Field(ge=1, le=1000000000000)] | None = None
+    """Steps of the run, for the estimated time that is left, if the command does not report it."""
+
+    @field_validator("patterns")
+    @classmethod
+    def _check_patterns(cls, patterns: list[str] | None) -> list[str] | None:
+        for index, pattern in enumerate(patterns or ()):
+            if problem := pattern_problem(pattern):
+                raise ValueError(f"pattern {index} (`{pattern}`) {problem}")
+        return patterns
 
 
 class RuntimeSpec(ApiModel):
@@ -30,6 +52,8 @@ class RuntimeSpec(ApiModel):
     it can be resumed, any other code is a failure. Excludes `model`, `data` and `training`."""
     scripts: ShortText | None = None
     """ConfigMap whose keys are mounted as files under `/meshwright/scripts`, for use in `command`."""
+    progress: ProgressSpec | None = None
+    """How step and loss are found in the log of `command`."""
 
 
 DEFAULT_CHECKPOINT_INTERVAL = 100
@@ -96,8 +120,9 @@ class RecoverySpec(ApiModel):
     hang_timeout_seconds: Annotated[int, Field(ge=1, le=604800)] | None = None
     """Time without a completed step after which a rank of Meshwright's runtime counts as hanging: all ranks are killed
     and restarted. Defaults to ten times the recent step time, and at least 300 seconds. Before the first step of a
-    generation it is at least 900 seconds. With `runtime.command`, the time in which no rank writes to its standard
-    output or error, and no default: without this field, a command does not count as hanging."""
+    generation it is at least 900 seconds. The same holds for a `runtime.command` whose ranks report their steps
+    in MESHWRIGHT_REPORT_FILE. For another command it is the time in which no rank writes to its standard output or
+    error, and there is no default: without this field, it does not count as hanging."""
     cordoned_nodes: CordonedNodes = CordonedNodes.MOVE
     """What happens to workers on a node that is cordoned, or has a taint that they do not tolerate. `Move`: they save a
     checkpoint and move as soon as they fit on another node. `Stay`: they keep running until they are evicted."""

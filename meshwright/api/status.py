@@ -275,6 +275,33 @@ class RestartStatus(ApiModel):
     """Number of restarts."""
 
 
+class FailureStatus(ApiModel):
+    """The latest failure of the job's own processes, and what the failed rank has left behind."""
+
+    time: Time
+    """When the operator detected it."""
+    generation: Count
+    """The mesh generation that it ended."""
+    cause: Annotated[str, Field(max_length=64)]
+    """Its cause, as in `mesh.cause`: `RankFailure`, `Hang` or `PodFailed`."""
+    message: Text = ""
+    """What happened."""
+    worker: Count | None = None
+    """The worker that failed, or the one with the rank that is the likely cause."""
+    pod: Annotated[str, Field(max_length=253)] = ""
+    """Its pod."""
+    node: Annotated[str, Field(max_length=253)] = ""
+    """The node of the pod."""
+    rank: Count | None = None
+    """The rank that failed first, or the likely cause."""
+    log: Annotated[str, Field(max_length=4096)] = ""
+    """The end of its log, without secrets."""
+    stacks: Annotated[str, Field(max_length=4096)] = ""
+    """The beginning of the stacks of its threads, if it hung or a signal killed it."""
+    path: Annotated[str, Field(max_length=1024)] = ""
+    """Directory in worker pods with more of both, on the checkpoint claim."""
+
+
 class ParallelTrainingJobStatus(ApiModel):
     """Observed state of the job."""
 
@@ -315,6 +342,8 @@ class ParallelTrainingJobStatus(ApiModel):
         list[RestartStatus], Field(max_length=MAX_RESTART_CAUSES, json_schema_extra={"x-list-map-key": "cause"})
     ] = []
     """Restarts by cause."""
+    last_failure: FailureStatus | None = None
+    """The latest failure of a rank, hang or crash of a worker."""
     restart_count: Count = 0
     """Restarts of all causes."""
     restarts_toward_limit: Count = 0

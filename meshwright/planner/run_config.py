@@ -26,7 +26,10 @@ def run_config_of(spec: ParallelTrainingJobSpec, architecture: Architecture | No
     command = spec.runtime.command
     if command is not None:
         return CommandRun(
-            **_shared_fields(spec, strategy, strategy.schedule, {}), checkpoint=spec.checkpoint, command=command
+            **_shared_fields(spec, strategy, strategy.schedule, {}),
+            checkpoint=spec.checkpoint,
+            command=command,
+            progress=spec.runtime.progress,
         )
     if architecture is None or spec.data is None or spec.training is None:
         raise ValueError("`model`, `data` and `training` are required unless `runtime.command` is set")

@@ -145,6 +145,9 @@ class MeshDocument(OpenMessage):
     """Port of the rendezvous store there."""
     members: list[MeshMember]
     """Every worker, by index."""
+    hung_rank: int | None = None
+    """The rank of the previous generation that is the likely cause, if that generation hung: agents record the stacks
+    of their ranks before they kill them. Operators before 0.2 send none."""
     run_version: Annotated[int, Field(ge=1)] = 1
     """Version of `run`. An agent that supports only earlier versions rejects the run."""
     run: RunConfig
@@ -202,12 +205,13 @@ class RankProcess(OpenMessage):
     exit_code: Int64 | None = None
     """Exit code; minus the signal's number when killed; None while it lives."""
     step: Int64 | None = None
-    """Last step it finished in this generation; None before the first, and for a user's command."""
+    """Last step it finished in this generation; None before the first, and for a user's command that does not report
+    its steps in a file."""
     phase: Annotated[str, Field(max_length=32)] = ""
     """Last phase of the start it finished; empty before the first, and for a user's command."""
     idle_seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0
-    """Time since its last progress: a start, a completed phase or step, or a saved checkpoint. For a user's command,
-    time since it last wrote to its standard output or error."""
+    """Time since its last progress: a start, a completed phase or step, or a saved checkpoint. For a user's command
+    without a step, time since it last wrote to its standard output or error."""
     state: Annotated[str, Field(max_length=1)] = ""
     """State letter of the process (proc(5)) if it has been idle for a while, such as `T` for stopped."""
     compute_seconds: float | None = None
@@ -229,6 +233,10 @@ class Progress(OpenMessage):
     """Sequences consumed since the beginning of the run."""
     checkpoint_stall_seconds: float = 0.0
     """Time that the steps of this generation stood still for checkpoints, all together. Agents before 0.2 send none."""
+    total_steps: Int64 | None = None
+    """Steps of the run, as a user's command reports them. None for ranks of Meshwright's runtime."""
+    has_loss: bool = True
+    """Whether `loss` is known: a user's command may report only its steps."""
     mfu: float | None = None
     """Model FLOPs of recent steps over the dense bf16 peak of all GPUs. None if the peak is unknown, and from agents
     before 0.2."""
@@ -263,6 +271,23 @@ class Phase(OpenMessage):
     """How long it took."""
 
 
+class FailureEvidence(OpenMessage):
+    """What a rank that failed, or that was killed because it hung, has left behind. Secrets are masked."""
+
+    generation: Generation
+    """Its generation."""
+    rank: Int64
+    """Its rank."""
+    kind: Annotated[str, Field(max_length=32)] = ""
+    """A `FailureKind`, or `Hang`."""
+    log: Annotated[str, Field(max_length=4096)] = ""
+    """The end of its output."""
+    stacks: Annotated[str, Field(max_length=4096)] = ""
+    """The beginning of the stacks of its threads."""
+    path: Annotated[str, Field(max_length=1024)] = ""
+    """Directory on the checkpoint volume with more of both, as the workers see it. Empty without a volume."""
+
+
 class WorkerReport(OpenMessage):
     """A heartbeat: sent at the interval of `ReportReply`, and at once when `state` changes or a checkpoint is
     committed.
@@ -293,6 +318,8 @@ class WorkerReport(OpenMessage):
     """Latest complete checkpoint; from the worker of rank 0."""
     evaluation: Evaluation | None = None
     """Newest evaluation of this generation; from the worker of rank 0, with `training.evaluation`."""
+    evidence: FailureEvidence | None = None
+    """The latest failure of a rank of this worker, for a few minutes. Agents before 0.2 send none."""
     phases: Annotated[list[Phase], Field(max_length=16)] = []
     """Where the start of this generation spent its time; from the worker of rank 0."""
     preflight: PreflightReport | None = None

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, ValidationInfo, field_serializer, field_va
 from meshwright.api.base import ApiModel
 from meshwright.api.data import DataSpec, Packing
 from meshwright.api.parallelism import ParallelismSpec
-from meshwright.api.spec import CheckpointSpec
+from meshwright.api.spec import CheckpointSpec, ProgressSpec
 from meshwright.api.training import TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
@@ -121,6 +121,8 @@ class CommandRun(Run):
     """Where the command may save its checkpoints; None when the job keeps none."""
     command: list[str]
     """The user's own command, run once per rank."""
+    progress: ProgressSpec | None = None
+    """How step and loss are found in the command's log. Agents before 0.2 ignore it."""
 
 
 class UnsupportedRun(CommandRun):

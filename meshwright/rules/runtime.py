@@ -49,6 +49,12 @@ RUNTIME_RULES: tuple[Rule[Facts], ...] = (
         lambda facts: facts.runtime.scripts is None or facts.runtime.command is not None,
     ),
     Rule(
+        "runtime.progress",
+        "needs `runtime.command`, whose log it is about: remove it, or add a command",
+        "!has(self.runtime.progress) || has(self.runtime.command)",
+        lambda facts: facts.runtime.progress is None or facts.runtime.command is not None,
+    ),
+    Rule(
         "checkpoint",
         "`checkpoint.everySteps` and `checkpoint.keep` are not supported with `runtime.command`, which saves "
         "checkpoints itself: remove them",

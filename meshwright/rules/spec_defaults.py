@@ -142,7 +142,7 @@ SECOND: Mapping[str, Any] = MappingProxyType(
         "training.tracking.wandb.offline": False,
         "preflight.mode": "Warn",
         "preflight.fatal": [],
-        "preflight.off": [],
+        "preflight.ignored": [],
         "preflight.numaBinding": True,
     }
 )

@@ -248,3 +248,42 @@ def test_a_missing_variable_is_named(coordinator: Coordinator, start_agent: Star
     agent = start_agent(MESHWRIGHT_JOB_UID="")
     assert agent.process.wait(patient(10)) == 2
     assert agent.log == "MESHWRIGHT_JOB_UID is not set: the operator sets it in the worker pod's environment\n"
+
+
+REPORTS = """
+import json, os, time
+with open(os.environ["MESHWRIGHT_REPORT_FILE"], "a", buffering=1) as report:
+    report.write("no JSON\\n{\\n")
+    report.write(json.dumps({"step": 1, "loss": 3.0, "tokens": 100, "total_steps": 9}) + "\\n")
+    time.sleep(0.2)
+    print("step 77 loss 1.0", flush=True)
+    report.write(json.dumps({"step": 3, "loss": 2.5, "tokens": 100, "checkpoint": "/c/3"}) + "\\n")
+    time.sleep(0.2)
+    os.system("echo '{\\"step\\": 4}' >> $MESHWRIGHT_REPORT_FILE")
+"""
+
+
+async def test_a_command_reports_its_progress_in_its_file(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    agent = start_agent()
+    await start_generation(coordinator, 1, REPORTS)
+    assert await agent.exit_code() == 0
+    report = coordinator.last(0)
+    assert report is not None
+    assert report.progress is not None
+    assert (report.progress.step, report.progress.loss, report.progress.total_steps) == (4, 2.5, 9)
+    assert report.progress.tokens_per_second > 0
+    assert report.checkpoint is not None
+    assert (report.checkpoint.step, report.checkpoint.path) == (3, "/c/3")
+    assert [process.step for process in report.ranks] == [4, 4]
+    assert agent.log.count("invalid line to its report file") == 2, "once for each rank"
+
+
+async def test_progress_is_found_in_the_log_of_a_command(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    agent = start_agent()
+    await start_generation(coordinator, 1, "print('step 12/100 loss 3.4'); print('step 13/100')")
+    assert await agent.exit_code() == 0
+    report = coordinator.last(0)
+    assert report is not None
+    assert report.progress is not None
+    assert (report.progress.step, report.progress.loss, report.progress.total_steps) == (12, 3.4, 100)
+    assert [process.step for process in report.ranks] == [None, None], "the log is no proof of progress"

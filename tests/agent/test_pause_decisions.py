@@ -6,6 +6,7 @@ import pytest
 
 from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_worker.agent.state_machine import (
+    DumpStacks,
     ExitAgent,
     KillRanks,
     StartRanks,
@@ -76,7 +77,7 @@ def test_a_pause_before_the_first_generation_is_ignored() -> None:
 def test_ranks_that_do_not_stop_in_time_are_killed_and_have_not_failed(training: Driver) -> None:
     training.state_machine.on_pause(1, training.now)
     assert training.after(24.9) == []
-    assert training.after(0.1) == [KillRanks((0, 1))]
+    assert training.after(0.1) == [DumpStacks((0, 1)), KillRanks((0, 1))]
     assert [training.exit(rank, -9) for rank in (0, 1)] == [[], []]
     report = build_report(training.state_machine)
     assert (report.state, report.failure) == (AgentState.IDLE, None)

@@ -11,6 +11,7 @@ from meshwright.protocol.messages import AgentState, Evaluation, FailureKind, Me
 from meshwright_worker.agent.state_machine import (
     Action,
     AgentStateMachine,
+    DumpStacks,
     ExitAgent,
     KillRanks,
     StartRanks,
@@ -265,7 +266,7 @@ def test_drain_ends_in_time(driver: Driver) -> None:
     driver.state_machine.on_shutdown(143, driver.now)
     assert driver.state_machine.deadline == driver.now + 25.0
     assert driver.after(24.9) == []
-    assert driver.after(0.1) == [KillRanks((0, 1))]
+    assert driver.after(0.1) == [DumpStacks((0, 1)), KillRanks((0, 1))]
     driver.exit(0, -9)
     assert driver.exit(1, -9) == [ExitAgent(143)]
 

@@ -12,6 +12,8 @@ from meshwright_cli.client.errors import NotFoundError
 from meshwright_cli.client.log_stream import LogSource, select
 from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod
 from meshwright_cli.client.waiting import Target
+from meshwright_cli.explain.cluster import ClusterView
+from meshwright_cli.explain.job import facts
 from meshwright_cli.jobs.goodput import Ledger
 from meshwright_cli.jobs.list_view import list_lines
 from meshwright_cli.jobs.placement_tree import placement_tree
@@ -186,6 +188,17 @@ def test_selection_of_logs(source, workers, ranks):
     failure = JobEvent("e", NOW, True, "RankFailure", "Worker 1: rank 2 exited with code 1", 1, "")
     found = select(made(), source, pods("Running", "Running"), [failure])
     assert (found.workers, set(found.ranks)) == (workers, ranks)
+
+
+def test_the_recorded_failure_is_chosen_and_pointed_to():
+    failure = {"time": "2026-01-02T03:50:00Z", "generation": 2, "cause": "Hang", "message": "Rank 3 (worker 1)",
+               "worker": 1, "pod": "lm-w1-0", "rank": 3, "log": "stuck\n"}  # fmt: skip
+    job = made(running(lastFailure=failure))
+    found = select(job, LogSource(failed_first=True), pods("Running", "Running"), [])
+    assert (found.workers, set(found.ranks), found.pod) == ((1,), {3}, "lm-w1-0")
+    shown = " ".join(" ".join(status_lines(JobView(job, pods("Running", "Running")), NOW, 80)).split())
+    assert "Failure Hang of rank 3 10m ago, in mesh generation 2: meshwright logs lm --failed-first" in shown
+    assert dict(facts(job, ClusterView()))["Failure"].endswith("meshwright logs lm --failed-first")
 
 
 @pytest.mark.parametrize(

@@ -99,10 +99,10 @@ async def test_checks_can_be_turned_off_while_the_job_runs(reports: dict[str, Pr
     await world.run(40)
     assert condition(world) == ("False", "PreflightFailed")
     revision = world.status("job")["plan"]["revision"]
-    edit(world, "job", preflight={"off": ["LockedMemory"]})
+    edit(world, "job", preflight={"ignored": ["LockedMemory"]})
     await world.run(40)
     assert condition(world) == ("True", "PreflightPassed")
-    edit(world, "job", preflight={"mode": "Off", "numaBinding": False})
+    edit(world, "job", preflight={"mode": "Ignore", "numaBinding": False})
     await world.run(40)
     assert not [one for one in world.status("job")["conditions"] if one["type"] == "PreflightPassed"]
     assert world.status("job")["plan"]["revision"] == revision

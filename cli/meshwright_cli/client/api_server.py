@@ -173,6 +173,27 @@ class ApiServer:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from error
 
+    async def messages(
+        self, path: str, action: Action, params: Sequence[tuple[str, str]], protocols: Sequence[str]
+    ) -> AsyncIterator[bytes]:
+        """Yield the binary messages that a WebSocket receives until the server closes it."""
+        try:
+            session, more = await self._prepared()
+            url = self.connection.url + path
+            connecting = session.ws_connect(url, params=params, protocols=protocols, max_msg_size=0, **more)
+            async with connecting as socket:
+                async for message in socket:
+                    if message.type is aiohttp.WSMsgType.BINARY:
+                        yield message.data
+        except aiohttp.WSServerHandshakeError as error:
+            content = json.dumps({"message": f"HTTP status {error.status}: {error.message}"}).encode()
+            if error.status == HTTPStatus.FORBIDDEN:
+                text = f"you may not {action}: ask an administrator for a role that allows it"
+                raise ForbiddenError(text, action.verb, action.resource, action.namespace) from error
+            raise self._error(error.status, content, action) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._unreachable(error) from error
+
     async def get(self, kind: Kind, name: str, namespace: str | None = None) -> KubeObject:
         """One object.
 

@@ -18,6 +18,7 @@ from meshwright.api import conditions
 from meshwright.layout import Layout
 from meshwright_cli.client.api_server import PODS, Action
 from meshwright_cli.client.errors import MeshwrightError, NotFoundError, RejectedError
+from meshwright_cli.client.failure_record import read_failure
 from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod, newest_pods, ranks_by_worker
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Selection:
     ranks: frozenset[int] = frozenset()
     record: str = ""
     """What the job recorded about the failure. It is shown if the pod exists no more."""
+    pod: str = ""
+    """The pod that failed. If it was replaced, the record of the failure is shown, and not the replacement's log."""
 
     def shows(self, line: LogLine) -> bool:
         """Whether a line belongs to the selection."""
@@ -105,6 +108,11 @@ def _ranks_of_stages(job: Job, stages: Sequence[int]) -> tuple[int, ...]:
 
 
 def _failed(job: Job, events: Sequence[JobEvent], known: Sequence[int]) -> Selection:
+    recorded = job.status.last_failure
+    if recorded is not None and recorded.worker in known:
+        assert recorded.worker is not None
+        ranks = frozenset({recorded.rank} if recorded.rank is not None else ())
+        return Selection((recorded.worker,), ranks, recorded.message, recorded.pod)
     failed = conditions.find(job.status.conditions, conditions.FAILED)
     texts = [event.message for event in events if event.reason in FAILURES or event.warning]
     texts += [failed.message] if failed is not None and failed.status == "True" else []
@@ -167,16 +175,16 @@ async def _read_worker(
     done: set[tuple[str, int]] = set()
     try:
         while True:
-            pod = await _pod_to_read(client, job.name, worker, source)
+            pod = await _pod_to_read(client, job.name, worker, source, selection.pod)
             if pod is not None and (pod.name, pod.restarts) not in done:
                 done.add((pod.name, pod.restarts))
                 first = len(done) == 1
                 async for line in _read_pod(client, pod, source, selection, tail=source.tail if first else None):
                     await queue.put(line)
-            elif not source.follow or await _over(client, job):
+            elif not source.follow or selection.pod or await _over(client, job):
                 if not done and selection.record:
-                    text = f"the pod exists no more, and its log with it. The job recorded: {selection.record}"
-                    await queue.put(LogLine("", worker, None, text, agent=True))
+                    for line in await _recorded_lines(client, job.name, worker, selection):
+                        await queue.put(line)
                 elif not done:
                     text = f"worker {worker} of {job.name} has no log yet: {_state_of(pod, job)}"
                     await queue.put(NotFoundError(text))
@@ -192,9 +200,35 @@ def _state_of(pod: WorkerPod | None, job: Job) -> str:
     return f"pod {pod.name} is {pod.state}" if pod is not None else f"it has no pod. The job is {job.state}"
 
 
-async def _pod_to_read(client: AsyncClient, name: str, worker: int, source: LogSource) -> WorkerPod | None:
+async def _recorded_lines(client: AsyncClient, name: str, worker: int, selection: Selection) -> list[LogLine]:
+    """What is left of a failure whose pod is gone."""
+    job, pods = await client.get(name), await client.pods(name)
+    found = await read_failure(client, job, pods)
+    gone = f"pod {selection.pod} exists no more" if selection.pod else "the pod exists no more"
+    if found is None or found.failure.rank is None:
+        text = f"{gone}, and its log with it. The job recorded: {selection.record}"
+        return [LogLine(selection.pod, worker, None, text, agent=True)]
+    failure, rank = found.failure, found.failure.rank
+    about = [f"{gone}. The job recorded: {selection.record}", f"generation {failure.generation}, {failure.time}"]
+    about += [f"last completed step: {found.step}"] if found.step is not None else []
+    about += [f"phase {phase}: {seconds:.2f} s" for phase, seconds in found.phases]
+    wrote = "the end of its log" if found.log else "it wrote nothing to its log"
+    about.append(f"what is left of rank {rank}, from {found.where}: {wrote}{':' if found.log else ''}")
+    lines = [LogLine(selection.pod, worker, None, text, agent=True) for text in about]
+    lines += [LogLine(selection.pod, worker, rank, text) for text in found.log.splitlines()]
+    if found.stacks:
+        lines.append(LogLine(selection.pod, worker, None, f"the stacks of rank {rank}:", agent=True))
+        lines += [LogLine(selection.pod, worker, rank, text) for text in found.stacks.splitlines()]
+    return lines
+
+
+async def _pod_to_read(
+    client: AsyncClient, name: str, worker: int, source: LogSource, failed: str = ""
+) -> WorkerPod | None:
     """The pod whose log to read next; None if it has not started."""
     own = [pod for pod in await client.pods(name) if pod.worker == worker]
+    if failed:
+        return next((pod for pod in own if pod.name == failed and pod.container_started), None)
     newest = newest_pods(own)
     if not newest:
         return None

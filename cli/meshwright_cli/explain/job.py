@@ -17,6 +17,7 @@ from meshwright_cli.explain.placed import placed_facts
 from meshwright_cli.jobs.access import Access, cluster_options
 from meshwright_cli.jobs.output import colored, next_command, output_option, width, wrapped
 from meshwright_cli.jobs.placement_tree import placement_tree
+from meshwright_cli.jobs.status_view import last_failure
 
 LABEL = 12
 
@@ -69,9 +70,11 @@ def explanation(job: Job, pods: Sequence[WorkerPod], cluster: ClusterView, colum
 
 def facts(job: Job, cluster: ClusterView) -> list[tuple[str, str]]:
     """What explains the job's state, as names and values."""
+    failure = last_failure(job)
+    failures = [("Failure", failure)] if failure else []
     if not waits_for_nodes(job):
-        return placed_facts(job)
-    found = pending_facts(job, cluster)
+        return [*placed_facts(job), *failures]
+    found = [*pending_facts(job, cluster), *failures]
     if cluster.hidden:
         found.append(("Hidden", f"you may not {', or '.join(cluster.hidden)}: the rest is from the job's conditions"))
     return found

@@ -20,7 +20,11 @@ from meshwright_cli.jobs.access import Access, cluster_options
 @click.option("--worker", "workers", type=click.IntRange(min=0), multiple=True,
               help="All lines of this worker's pod. Can be repeated.")  # fmt: skip
 @click.option("--all", "every_worker", is_flag=True, help="All lines of all worker pods.")
-@click.option("--failed-first", is_flag=True, help="The lines of the worker, or rank, that failed first.")
+@click.option(
+    "--failed-first",
+    is_flag=True,
+    help="The lines of the worker, or rank, that failed first. If its pod is gone: what its agent recorded.",
+)
 @click.option("-f", "--follow", is_flag=True,
               help="Follow the log until the job finishes, also when pods are replaced.")  # fmt: skip
 @click.option("-p", "--previous", is_flag=True, help="The log of the previous container or pod of the worker.")

@@ -84,10 +84,22 @@ def _facts(job: Job, now: datetime) -> list[tuple[str, str]]:
         ("Training", _training(job)),
         ("Checkpoint", _checkpoint(job, now)),
         ("Restarts", _restarts(job)),
+        ("Failure", last_failure(job, now)),
         ("Goodput", str(ledger) if ledger is not None else ""),
         ("Edit", f"waits for {status.waiting_edit.waits_for}" if status.waiting_edit is not None else ""),
         ("Age", _age(job, now)),
     ]
+
+
+def last_failure(job: Job, now: datetime | None = None) -> str:
+    """The latest failure of the job's own processes, and where to read more. Empty without one."""
+    failure = job.status.last_failure
+    if failure is None:
+        return ""
+    who = f"rank {failure.rank}" if failure.rank is not None else f"worker {failure.worker}"
+    when = f" {age(parse_time(failure.time), now)} ago" if now is not None and not job.finished else ""
+    text = f"{failure.cause} of {who}{when}, in mesh generation {failure.generation}"
+    return f"{text}: meshwright logs {job.name} --failed-first"
 
 
 def _layout(job: Job) -> str:

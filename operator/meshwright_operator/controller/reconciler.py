@@ -428,7 +428,7 @@ class Reconciler:
         observed, mesh = draft.observed, draft.mesh
         current = registry.document
         if mesh.pending_cause or current is None or current.generation != mesh.generation:
-            current = document(observed, mesh)
+            current = document(observed, mesh, draft.status.last_failure)
         incarnations = {pod.worker: pod.incarnation for pod in observed.excess_pods}
         workers = [*observed.workers, *observed.joining]
         incarnations |= {worker.index: worker.incarnation for worker in workers if worker.incarnation >= 0}

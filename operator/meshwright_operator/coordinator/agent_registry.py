@@ -316,5 +316,5 @@ def _halt_state(report: WorkerReport) -> tuple[AgentState, int]:
 def _decision_fields(report: WorkerReport) -> tuple[object, ...]:
     """The parts of a report on which a decision may depend."""
     phases = tuple((phase.name, phase.seconds) for phase in report.phases)
-    failure = report.failure, report.message
+    failure = report.failure, report.message, report.evidence
     return report.incarnation, report.generation, report.state, report.paused, *failure, phases, report.preflight

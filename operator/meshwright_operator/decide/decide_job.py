@@ -14,6 +14,7 @@ from meshwright_operator.decide import (
     failure_detection,
     gang,
     gang_actions,
+    last_failure,
     lifecycle,
     mesh_generation,
     placement_outcome,
@@ -49,6 +50,7 @@ def decide(observed: Observed) -> Decision:
     """Return the job's next status and the actions to do now."""
     decision = Decision.of(observed)
     decision.status.waiting_edit = observed.waiting_edit
+    last_failure.add_evidence(observed, decision.status)
     if lifecycle.finished(observed.status):
         _clean_up_finished(decision)
         return decision
@@ -105,6 +107,8 @@ def _report_lost_result(decision: Decision) -> None:
 
 def _completion(decision: Decision) -> str:
     steps, reached = decision.status.total_steps, decision.status.step
+    if not isinstance(decision.observed.run, NativeRun):
+        return f"All ranks completed training in generation {decision.mesh.generation}"
     if steps and reached is not None and reached > steps:
         # An edit lowered `training.steps` below the step that the checkpoint has: nothing was left to do.
         end = f"All ranks had completed {reached} steps already, more than `spec.training.steps` ({steps})"
@@ -264,6 +268,7 @@ def _end_generation(decision: Decision, verdict: Interruption) -> None:
     cause = verdict.cause
     decision.detection_seconds = verdict.detected_in
     decision.add_cause_event(cause, verdict.message)
+    last_failure.record(decision, verdict)
     codes = cause.exit_codes(decision.observed)
     if _needs_correction(decision.observed, verdict):
         _hold(decision, verdict)

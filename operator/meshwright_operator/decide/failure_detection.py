@@ -69,7 +69,7 @@ def lost_pods(observed: Observed) -> Interruption | None:
 def crashed_pods(observed: Observed) -> Interruption | None:
     """Pods that failed because their container exited with an error."""
     crashed = [worker for worker in observed.workers if worker.state is PodState.CRASHED]
-    return Interruption(POD_FAILED, crash_message(crashed)) if crashed else None
+    return Interruption(POD_FAILED, crash_message(crashed), worker=crashed[0].index) if crashed else None
 
 
 def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
@@ -106,6 +106,7 @@ def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
         f"Worker {worker}: {received.report.message or 'a rank failed'}",
         detected_in=oldest,
         job_failure=JOB_FAILURES.get(received.report.failure, "") if received.report.failure is not None else "",
+        worker=worker,
     )
 
 

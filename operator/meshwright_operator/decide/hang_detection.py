@@ -126,12 +126,13 @@ def hung_ranks(observed: Observed) -> Interruption | None:
     named = min(ranks, key=lambda rank: rank.likely_cause_order)
     others = len(ranks) - 1
     waiting = f"{counted(others, 'rank')} {'waits' if others == 1 else 'wait'} for it" if others else ""
-    return Interruption(HANG, sentences(_describe(named), waiting), detected_in=named.seconds)
+    message = sentences(_describe(named), waiting)
+    return Interruption(HANG, message, named.seconds, worker=named.worker.index, rank=named.process.rank)
 
 
 def seconds_until_hung(observed: Observed) -> float | None:
     """Seconds until the next rank counts as hung if it makes no progress. None if none can."""
-    if isinstance(observed.run, CommandRun):
+    if isinstance(observed.run, CommandRun) and not _live_ranks(observed):
         timeout, ranks = observed.spec.recovery.hang_timeout_seconds, idle_commands(observed)
         return None if timeout is None or not ranks else timeout - min(rank.seconds for rank in ranks)
     rule = HangRule(observed)
@@ -155,11 +156,14 @@ def hung_command(observed: Observed) -> Interruption | None:
     Often only rank 0 writes output, so one rank that does shows that all make progress. All agents must report.
     """
     timeout, ranks = observed.spec.recovery.hang_timeout_seconds, idle_commands(observed)
+    if _live_ranks(observed):
+        return None
     if timeout is None or len(ranks) < observed.plan.layout.world_size or min(r.seconds for r in ranks) < timeout:
         return None
     seconds = min(rank.seconds for rank in ranks)
     message = sentences(f"No rank has written output for {seconds:.0f} s", describe_stuck_process(ranks))
-    return Interruption(HANG, message, detected_in=seconds)
+    named = min(ranks, key=lambda rank: rank.likely_cause_order)
+    return Interruption(HANG, message, seconds, worker=named.worker.index, rank=named.process.rank)
 
 
 def idle_commands(observed: Observed) -> list[IdleRank]:
@@ -250,8 +254,12 @@ def _replacing(count: int) -> str:
 
 
 def _live_ranks(observed: Observed) -> list[IdleRank]:
-    """Live ranks of the current generation with recent reports. None of a user's command: see `hung_command`."""
-    return _fresh_ranks(observed) if isinstance(observed.run, NativeRun) else []
+    """Live ranks of the current generation with recent reports.
+
+    Of a user's command, those that report their steps in a file. If none does: see `hung_command`.
+    """
+    ranks = _fresh_ranks(observed)
+    return ranks if isinstance(observed.run, NativeRun) else [rank for rank in ranks if rank.started]
 
 
 def _fresh_ranks(observed: Observed) -> list[IdleRank]:

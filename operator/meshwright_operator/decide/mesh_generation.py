@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshwright.addresses import join_host_port, split_host_port
-from meshwright.api.status import MeshStatus, parse_ranks
+from meshwright.api.status import FailureStatus, MeshStatus, parse_ranks
 from meshwright.protocol.messages import MAX_GENERATION, MeshDocument, MeshMember, WorkerReport
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.timestamps import format_time
@@ -89,8 +89,10 @@ def next_generation(observed: Observed, cause: str, failures: int) -> MeshStatus
     )
 
 
-def document(observed: Observed, mesh: MeshStatus) -> MeshDocument | None:
+def document(observed: Observed, mesh: MeshStatus, failure: FailureStatus | None = None) -> MeshDocument | None:
     """The document of the current generation, from the persisted status and the pods' addresses.
+
+    `failure` is the latest one in the status: it may be why this generation was formed.
 
     None while there is no current generation, or if a pod or its address is not known.
     """
@@ -120,7 +122,15 @@ def document(observed: Observed, mesh: MeshStatus) -> MeshDocument | None:
         master_address=address,
         master_port=port,
         members=members,
+        hung_rank=_hung_rank(failure, mesh),
         run=observed.run,
         numa_binding=None if observed.spec.preflight is None or observed.spec.preflight.numa_binding else False,
         environment=dict(observed.plan.environment) or None,
     )
+
+
+def _hung_rank(failure: FailureStatus | None, mesh: MeshStatus) -> int | None:
+    """The rank of the previous generation that hung, if that is why this one was formed."""
+    if failure is None or failure.cause != mesh.cause or failure.generation >= mesh.generation:
+        return None
+    return failure.rank

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find
+from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide import failure_detection, gang, lifecycle, resize, restart_policy
 from meshwright_operator.decide.admission import QUEUE_UNAVAILABLE, WAITING_FOR_QUOTA
 from meshwright_operator.decide.decision import Decision
@@ -91,7 +92,8 @@ def is_saving(observed: Observed) -> bool:
     behind = step is not None and max(saved, checkpoint.step if checkpoint is not None else -1) < step
     limit = observed.spec.workers.termination_grace_period_seconds + gang.SAVE_MARGIN_SECONDS
     waited = seconds_since(observed.mesh.pending_since, observed.now)
-    return observed.spec.checkpoint is not None and behind and waited < limit
+    saves = observed.spec.checkpoint is not None and isinstance(observed.run, NativeRun)
+    return saves and behind and waited < limit
 
 
 def _begin(decision: Decision, stop: Stop) -> None:

@@ -54,7 +54,7 @@ def policy_of(spec: ParallelTrainingJobSpec) -> PreflightSpec:
 def report(decision: Decision) -> None:
     """Sets the condition `PreflightPassed`, and posts an event with new findings."""
     observed = decision.observed
-    if policy_of(observed.spec).mode is PreflightMode.OFF:
+    if policy_of(observed.spec).mode is PreflightMode.IGNORE:
         others = [one for one in decision.status.conditions if one.type != names.PREFLIGHT_PASSED]
         decision.status.conditions = others
         return
@@ -76,7 +76,7 @@ def report(decision: Decision) -> None:
 def obstacle(observed: Observed) -> Wait | EndAttempt | None:
     """What prevents the start of ranks: a fatal finding, or checks that are not done yet."""
     policy = policy_of(observed.spec)
-    if policy.mode is PreflightMode.OFF or not policy.fatal:
+    if policy.mode is PreflightMode.IGNORE or not policy.fatal:
         return None
     fatal = [one for one in findings(observed) if one.finding.check in policy.fatal]
     if fatal:
@@ -98,7 +98,7 @@ def findings(observed: Observed) -> Sequence[PodFinding]:
 
 
 def _findings(observed: Observed) -> Iterator[PodFinding]:
-    ignored = set(policy_of(observed.spec).off)
+    ignored = set(policy_of(observed.spec).ignored)
     reports = _reports(observed)
     for worker in observed.workers:
         for finding in reports[worker.index].findings if worker.index in reports else ():

@@ -15,7 +15,7 @@ from meshwright.api.base import MAX_SAFE_INTEGER
 from meshwright.api.status import CheckpointStatus, EvaluationStatus, ParallelTrainingJobStatus
 from meshwright.perplexity import perplexity
 from meshwright.protocol.messages import AgentState, Evaluation, Progress, WorkerReport
-from meshwright.protocol.run_config import NativeRun
+from meshwright.protocol.run_config import CommandRun, NativeRun
 from meshwright_operator.decide.mesh_generation import rank_zero_report
 from meshwright_operator.decide.observed import Observed, PodState
 from meshwright_operator.timestamps import format_time, parse_time
@@ -27,14 +27,24 @@ THROTTLED_FIELDS = ("step", "loss", "tokens_per_second", "eta_seconds", "evaluat
 def update_progress(observed: Observed, status: ParallelTrainingJobStatus) -> None:
     """Copies step, loss, throughput, evaluation and checkpoint from the last report about rank 0."""
     run = observed.run
-    status.total_steps = run.training.steps if isinstance(run, NativeRun) else None
+    status.total_steps = run.training.steps if isinstance(run, NativeRun) else _chosen_steps(run, status)
     report = rank_zero_report(observed)
     if report is None:
         return
+    if report.progress is not None and not isinstance(run, NativeRun) and report.progress.total_steps is not None:
+        status.total_steps = _count(report.progress.total_steps)
     if report.progress is not None:
         _update_step(report.progress, status)
+        if not isinstance(run, NativeRun) and not status.tokens_per_second:
+            status.tokens_per_second = None  # a user's command need not report its tokens
     _update_evaluation(report.evaluation, status)
     _update_checkpoint(observed, report, status)
+
+
+def _chosen_steps(run: CommandRun, status: ParallelTrainingJobStatus) -> int | None:
+    """The steps of a user's command: as the spec says, else as the command has reported them."""
+    chosen = run.progress.total_steps if run.progress is not None else None
+    return chosen if chosen is not None else status.total_steps
 
 
 def count_ranks(observed: Observed, silent: Set[int] = frozenset()) -> tuple[int, int]:
@@ -65,9 +75,9 @@ def _update_step(progress: Progress, status: ParallelTrainingJobStatus) -> None:
     if step is None:
         return
     status.step = step
-    status.loss = f"{progress.loss:.6g}"[:32]
+    status.loss = f"{progress.loss:.6g}"[:32] if progress.has_loss else ""
     status.tokens_per_second = _count(progress.tokens_per_second)
-    left = (status.total_steps - step) if status.total_steps is not None else None
+    left = max(0, status.total_steps - step) if status.total_steps is not None else None
     status.eta_seconds = _count(left * progress.step_seconds) if left is not None else None
 
 

@@ -96,6 +96,10 @@ class Interruption:
 
     The job is Stalled then, and counts no restart.
     """
+    worker: int | None = None
+    """The worker that failed, or that has the likely cause, if it is known."""
+    rank: int | None = None
+    """The rank that is the likely cause, if it is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,6 +224,8 @@ def _environment(context: PodContext, placed: WorkerPlacement) -> list[KubeObjec
         labels.ENV_METRICS_PORT: str(labels.METRICS_PORT),
         labels.ENV_GRACE_SECONDS: str(grace),
     }
+    if hidden := [variable.name for variable in context.spec.workers.env if _is_secret(variable)]:
+        values[labels.ENV_SECRET_VARIABLES] = ",".join(hidden)
     if context.trust.bundle:
         values[labels.ENV_COORDINATOR_CA] = context.trust.bundle
     if context.trust.server_name:
@@ -260,6 +262,11 @@ def pod_needs(context: PodContext) -> str:
     if not (needs.network or needs.rdma or needs.huge_pages):
         return ""
     return json.dumps(needs.model_dump(mode="json", by_alias=True, exclude_defaults=True), separators=(",", ":"))
+
+
+def _is_secret(variable: EnvVar) -> bool:
+    """Whether a variable's value comes from a Secret: agents mask it in what they record of failed ranks."""
+    return variable.value_from is not None and variable.value_from.secret_key_ref is not None
 
 
 def _variable(variable: EnvVar) -> KubeObject:

@@ -27,10 +27,12 @@ from meshwright_worker.agent.events import (
     MeshReceived,
     OutputWritten,
     PauseRequested,
+    ProgressLogged,
     RankExited,
     RankMessageReceived,
     ShutdownRequested,
 )
+from meshwright_worker.agent.failure_evidence import DUMP_SECONDS, EvidenceRecorder
 from meshwright_worker.agent.launcher import Launcher, LaunchError
 from meshwright_worker.agent.metrics import WorkerMetrics
 from meshwright_worker.agent.metrics_server import start_metrics_server
@@ -67,6 +69,7 @@ class Agent:
         self._launcher = Launcher(settings, self._event_queue, environment, server)
         self._environment = environment
         self._metrics = WorkerMetrics(settings.namespace, settings.job)
+        self._evidence = EvidenceRecorder(settings, environment)
         self._training_log = TrainingLog(None)
         self._started_before = False
         self._last_reported: tuple[object, ...] = ()
@@ -86,6 +89,7 @@ class Agent:
                 self._start_coordinator_tasks(client)
                 code = await self._main_loop()
                 await self._cancel_background_tasks()
+                await self._evidence.flush()
                 delivered = await self._heartbeat.send_final_report(
                     LAST_REPORT_SECONDS if code else COMPLETE_REPORT_SECONDS
                 )
@@ -180,7 +184,10 @@ class Agent:
         current = self._state_machine.current
         runs_command = current is not None and not current.uses_builtin_runtime
         read_state = command_state if runs_command else process_state
-        return build_report(self._state_machine, time.monotonic(), read_state)
+        now = time.monotonic()
+        report = build_report(self._state_machine, now, read_state)
+        message = self._evidence.mask(report.message)
+        return report.model_copy(update={"message": message[:2048], "evidence": self._evidence.for_report(now)})
 
     def _on_reply(self, reply: ReportReply) -> None:
         if reply.generation > self._state_machine.generation:
@@ -212,7 +219,7 @@ class Agent:
             self._report_changes()
 
     async def _execute(
-        self, action: decisions.StartRanks | decisions.TerminateRanks | decisions.KillRanks
+        self, action: decisions.StartRanks | decisions.TerminateRanks | decisions.DumpStacks | decisions.KillRanks
     ) -> list[decisions.Action]:
         match action:
             case decisions.StartRanks():
@@ -220,10 +227,23 @@ class Agent:
             case decisions.TerminateRanks(ranks=ranks):
                 log.info("asking ranks %s to stop", list(ranks))
                 self._launcher.terminate(ranks)
+            case decisions.DumpStacks(ranks=ranks, named=named):
+                await self._dump_stacks(ranks, named)
             case decisions.KillRanks(ranks=ranks):
                 log.info("killing ranks %s", list(ranks))
                 self._launcher.kill(ranks)
         return []
+
+    async def _dump_stacks(self, ranks: tuple[int, ...], named: int | None) -> None:
+        """Record what ranks do that make no progress, before they are killed."""
+        current = self._state_machine.current
+        if current is None:
+            return
+        log.warning("ranks %s make no progress: recording their stacks", list(ranks))
+        current.processes(time.monotonic(), process_state if current.uses_builtin_runtime else command_state)
+        self._launcher.dump_stacks(ranks)
+        await self._launcher.stacks_written(ranks, DUMP_SECONDS)
+        self._evidence.ranks_hung(current, self._launcher.written, time.monotonic(), named)
 
     def _report_changes(self) -> None:
         """Report at once what others wait for: a new state, a failure, a checkpoint."""
@@ -232,6 +252,7 @@ class Agent:
             self._state_machine.state,
             self._state_machine.checkpoint,
             current and (current.number, len(current.failures), current.paused),
+            self._evidence.for_report(time.monotonic()),
         )
         if reportable != self._last_reported:
             self._last_reported = reportable
@@ -252,15 +273,23 @@ class Agent:
                 return self._state_machine.on_mesh(document, now)
             case RankMessageReceived(generation=generation, rank=rank, message=message):
                 actions = self._state_machine.on_message(generation, rank, message, now, _time_of_day())
+                if isinstance(message, messages.RankFailed):
+                    self._record_failure(generation, rank, now)
                 self._record_message(generation, rank, message, now)
                 return actions
             case OutputWritten(generation=generation, rank=rank):
                 return self._state_machine.on_output(generation, rank, now)
+            case ProgressLogged(generation=generation, rank=rank, report=report):
+                actions = self._state_machine.on_logged(generation, rank, report, now)
+                self._record_step(generation, rank, report, now)
+                return actions
             case RankExited(generation=generation, rank=rank, code=code, tail=tail):
                 log.info("rank exited rank=%d generation=%d code=%d", rank, generation, code)
                 self._launcher.remove(rank)
                 self._metrics.rank_up(rank, up=False)
-                return self._state_machine.on_exit(generation, rank, code, tail, now)
+                actions = self._state_machine.on_exit(generation, rank, code, tail, now)
+                self._record_failure(generation, rank, now)
+                return actions
             case PauseRequested(generation=generation):
                 return self._pause(generation, now)
             case ShutdownRequested(code=code, reason=reason):
@@ -269,6 +298,11 @@ class Agent:
                 return self._state_machine.on_shutdown(code, now)
             case BackgroundTaskFailed(error=error):
                 raise error
+
+    def _record_failure(self, generation: int, rank: int, now: float) -> None:
+        current = self._state_machine.current
+        if current is not None and current.number == generation:
+            self._evidence.rank_failed(current, rank, self._launcher.written(rank), now)
 
     def _pause(self, generation: int, now: float) -> list[decisions.Action]:
         """Every reply in a pause has it: log the first."""
@@ -332,12 +366,10 @@ class Agent:
             return
         match message:
             case messages.StepDone(report=report):
-                self._metrics.step(rank, report)
-                line = self._training_log.line(report, current.throughput.tokens_per_second, now) if rank == 0 else None
-                if line is not None:
-                    log.info("%s", line)
+                self._record_step(generation, rank, report, now)
             case messages.CheckpointSaved(step=step, path=path, seconds=seconds):
-                self._metrics.checkpoint_saved(seconds)
+                if current.uses_builtin_runtime:
+                    self._metrics.checkpoint_saved(seconds)
                 log.info("checkpoint saved step=%d seconds=%.2f path=%s", step, seconds, path)
             case messages.PhaseDone(name=name, seconds=seconds):
                 self._metrics.phase(rank, name, seconds)
@@ -349,6 +381,16 @@ class Agent:
                 log.info("rank trains rank=%d generation=%d after-step=%d", rank, generation, step)
             case messages.Finished(outcome=outcome):
                 log.info("rank finished rank=%d generation=%d outcome=%s", rank, generation, outcome)
+
+    def _record_step(self, generation: int, rank: int, report: StepReport, now: float) -> None:
+        current = self._state_machine.current
+        if current is None or current.number != generation:
+            return
+        self._metrics.step(rank, report)
+        if rank == 0 and current.uses_builtin_runtime:
+            line = self._training_log.line(report, current.throughput.tokens_per_second, now)
+            if line is not None:
+                log.info("%s", line)
 
 
 def _time_of_day() -> str:

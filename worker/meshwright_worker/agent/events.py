@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.protocol.messages import MeshDocument
 from meshwright_worker.rank import messages
+from meshwright_worker.rank.task import StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,15 @@ class OutputWritten:
 
     generation: int
     rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressLogged:
+    """A line of the log of a user's command names a completed step."""
+
+    generation: int
+    rank: int
+    report: StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +79,7 @@ Event = (
     MeshReceived
     | RankMessageReceived
     | OutputWritten
+    | ProgressLogged
     | RankExited
     | PauseRequested
     | ShutdownRequested

@@ -15,6 +15,7 @@ from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.rank_process import Pipe, RankHandle, open_pipe, signal_process
 from meshwright_worker.agent.server_process import RUNTIME_MODULE, ServerProcess
 from meshwright_worker.rank.fork_server import MAX_MESSAGE, encode_request
+from meshwright_worker.rank.rank_main import DUMP_STACKS
 from meshwright_worker.rank.task import RankTask
 
 log = logging.getLogger(__name__)
@@ -96,12 +97,15 @@ class ForkServerClient:
                 cleanup.callback(events.close)
                 output, output_write = await open_pipe()
                 cleanup.callback(output.close)
+                stacks, stacks_write = await open_pipe()
+                cleanup.callback(stacks.close)
                 self._fork_reply = asyncio.get_running_loop().create_future()
                 try:
-                    socket.send_fds(self._channel, [request], [events_write, output_write])
+                    socket.send_fds(self._channel, [request], [events_write, output_write, stacks_write])
                 finally:
                     os.close(events_write)
                     os.close(output_write)
+                    os.close(stacks_write)
                 async with asyncio.timeout(FORK_SECONDS):
                     pid = await self._fork_reply
             except (TimeoutError, OSError) as error:
@@ -110,7 +114,7 @@ class ForkServerClient:
                     f"cannot fork rank {task.rank}: {error or 'the fork server does not answer'}"
                 ) from error
             cleanup.pop_all()
-        return self._handle_for(task.rank, pid, output, events)
+        return self._handle_for(task.rank, pid, output, events, stacks)
 
     async def stop(self) -> None:
         """Stop the server, and with it every rank that it forked."""
@@ -134,7 +138,7 @@ class ForkServerClient:
             return "it closed its channel"
         return f"killed by signal {-code}" if code < 0 else f"exit code {code}, see the pod's log"
 
-    def _handle_for(self, rank: int, pid: int, output: Pipe, events: Pipe) -> RankHandle:
+    def _handle_for(self, rank: int, pid: int, output: Pipe, events: Pipe, stacks: Pipe) -> RankHandle:
         exit_code = self._exits[pid]
 
         async def wait() -> int:
@@ -154,6 +158,8 @@ class ForkServerClient:
             kill=lambda: send(signal.SIGKILL),
             output=output,
             events=events,
+            dump_stacks=lambda: send(DUMP_STACKS),
+            stacks=stacks,
         )
 
     async def _listen(self, channel: socket.socket, ready: asyncio.Future[float]) -> None:

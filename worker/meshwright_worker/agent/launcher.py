@@ -8,9 +8,15 @@ import os
 import random
 import socket
 import sys
+import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from meshwright.api import labels
 from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.agent.command_stacks import ENABLE
 from meshwright_worker.agent.events import EventQueue
 from meshwright_worker.agent.fork_client import ForkServerClient, ForkServerError
 from meshwright_worker.agent.rank_environment import (
@@ -19,14 +25,17 @@ from meshwright_worker.agent.rank_environment import (
     rank_task,
     resolve_script_paths,
 )
-from meshwright_worker.agent.rank_process import RankHandle, start_command, supervise
+from meshwright_worker.agent.rank_process import RankHandle, RankOutput, start_command, supervise
 from meshwright_worker.agent.server_process import ServerProcess, process_environment
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import StartRanks
+from meshwright_worker.command.log_patterns import LogPatterns
 from meshwright_worker.preflight.host import Host
 from meshwright_worker.preflight.numa import cpus_of_rank
 
 CLEAN_UP_SECONDS = 3.0
+SETTLE_SECONDS = 0.2
+"""Ranks that write nothing more for this long have written their stacks."""
 
 FIRST_PORT = 20000
 LAST_PORT = 32767
@@ -54,6 +63,8 @@ class Launcher:
         self._server = ForkServerClient(self._environment, started=server)
         self._port = ReservedPort()
         self._handles: dict[int, RankHandle] = {}
+        self._directory: TemporaryDirectory[str] | None = None
+        self._written: dict[int, RankOutput] = {}
         self._supervisors: set[asyncio.Task[None]] = set()
 
     @property
@@ -105,23 +116,55 @@ class Launcher:
                 task = rank_task(start.document, run, start.member, rank, self._settings)
                 handle = await self._server.fork(task, environment)
             else:
-                full_environment = {**self._environment, **environment}
+                report = {labels.ENV_REPORT_FILE: self._report_file(start.document.generation, rank)}
+                full_environment = {**ENABLE, **self._environment, **environment, **report}
                 handle = await start_command(
                     rank, resolve_script_paths(run.command, full_environment), full_environment
                 )
+                patterns = run.progress.patterns if run.progress is not None else None
+                handle = replace(handle, patterns=LogPatterns(patterns) if rank == 0 else None)
         except (ForkServerError, OSError, ValueError) as error:
             raise LaunchError(f"rank {rank} cannot be started: {error}") from error
         self._handles[rank] = handle
         if start.document.numa_binding is not False:
             bind_to_numa_node(handle.pid, rank - start.member.first_rank, start.member.ranks)
+        self._written[rank] = handle.written
         supervisor = asyncio.create_task(supervise(handle, start.document.generation, self._event_queue, write_line))
         self._supervisors.add(supervisor)
         supervisor.add_done_callback(self._supervisors.discard)
         return handle.pid
 
+    def _report_file(self, generation: int, rank: int) -> str:
+        """The path of the file to which a command reports its progress."""
+        if self._directory is None:
+            self._directory = TemporaryDirectory(prefix="meshwright-")
+        return str(Path(self._directory.name) / f"report-{generation}-{rank}.jsonl")
+
     def remove(self, rank: int) -> None:
         """Forget the exited process of `rank`."""
         self._handles.pop(rank, None)
+
+    def written(self, rank: int) -> RankOutput:
+        """The end of what the newest process of `rank` has written."""
+        return self._written.get(rank) or RankOutput()
+
+    def dump_stacks(self, ranks: Iterable[int]) -> None:
+        """Make these ranks write the stacks of their threads. A rank that is stopped cannot."""
+        for rank in ranks:
+            if rank in self._handles:
+                self._handles[rank].dump_stacks()
+
+    async def stacks_written(self, ranks: Iterable[int], seconds: float) -> None:
+        """Wait until these ranks have written their stacks, or `seconds` have passed."""
+        outputs = [self._written[rank] for rank in ranks if rank in self._written]
+        end = time.monotonic() + seconds
+        first = before = sum(output.size for output in outputs)
+        while time.monotonic() < end:
+            await asyncio.sleep(SETTLE_SECONDS)
+            now = sum(output.size for output in outputs)
+            if now == before and now > first:
+                return
+            before = now
 
     def terminate(self, ranks: Iterable[int]) -> None:
         """Send SIGTERM to these ranks."""
@@ -141,6 +184,8 @@ class Launcher:
         if self._supervisors:
             await asyncio.wait(self._supervisors, timeout=CLEAN_UP_SECONDS)
         await self._server.stop()
+        if self._directory is not None:
+            self._directory.cleanup()
         self._port.release()
 
 

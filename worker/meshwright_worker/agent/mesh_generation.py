@@ -6,7 +6,7 @@ import math
 import signal
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from meshwright.protocol.messages import (
@@ -26,6 +26,7 @@ THROUGHPUT_STEPS = 20
 # 128 + SIGTERM. A command that exits with it reports: I saved and stopped, because this rank or a peer was asked to;
 # restart me.
 EXIT_STOPPED = 143
+MAX_RANK_PHASES = 16
 IDLE_SECONDS = 5.0
 """After this time without a message, a report includes the state of a rank's process."""
 
@@ -80,10 +81,14 @@ class RankStatus:
     outcome: Outcome | None = None
     step: int | None = None
     phase: str = ""
+    phases: list[tuple[str, float]] = field(default_factory=list)
+    """Name and seconds of each phase of its start."""
+    process_state: str = ""
+    """State letter of its process when it was last read."""
     compute: deque[float] = field(default_factory=lambda: deque(maxlen=THROUGHPUT_STEPS))
     """Seconds for which it computed in each of the last steps."""
     last_message_at: float = 0.0
-    """Time of its last message, or of its start. For a user's command, of its last output."""
+    """Time of its last message, or of its start. For a user's command that reports no steps, of its last output."""
 
     @property
     def compute_seconds(self) -> float | None:
@@ -114,6 +119,8 @@ class MeshGeneration:
     paused: bool = False
     """They were asked by the coordinator, and the pod stays."""
     latest: StepReport | None = None
+    total_steps: int | None = None
+    """Steps of the run, for a user's command."""
     evaluation: Evaluation | None = None
     """The newest evaluation with a finite loss (JSON cannot encode others). Only the worker of rank 0 has it."""
     throughput: Throughput = field(default_factory=Throughput)
@@ -160,13 +167,27 @@ class MeshGeneration:
             case messages.PhaseDone(name=name, seconds=seconds) if rank == 0:
                 self.phases.append(Phase(name=name[:32], seconds=seconds))
             case messages.StepDone(report=report) if rank == self.first_rank:
-                self.latest = report
-                self.throughput.add(report.tokens, report.seconds, report.model_flops)
+                self._record_latest(report)
                 self._record_evaluation(report)
 
     def record_output(self, rank: int, now: float) -> None:
-        """Record that the command of `rank` wrote output, its only sign of progress."""
-        self.ranks[rank].last_message_at = now
+        """Record that the command of `rank` wrote output: its only sign of progress, unless it reports its steps."""
+        if self.ranks[rank].step is None:
+            self.ranks[rank].last_message_at = now
+
+    def record_logged(self, rank: int, report: StepReport) -> None:
+        """Record a step that was found in the log of a command. It is shown, and does not show that the rank is alive
+        for longer than its output does.
+        """
+        if rank == self.first_rank:
+            self._record_latest(report)
+
+    def _record_latest(self, report: StepReport) -> None:
+        if not self.uses_builtin_runtime and math.isnan(report.loss) and self.latest is not None:
+            report = replace(report, loss=self.latest.loss)  # a line about a step may come before the one with its loss
+        self.total_steps = report.total_steps or self.total_steps
+        self.latest = report
+        self.throughput.add(report.tokens, report.seconds, report.model_flops)
 
     def _record_evaluation(self, report: StepReport) -> None:
         loss = report.evaluation_loss
@@ -178,6 +199,8 @@ class MeshGeneration:
         match message:
             case messages.PhaseDone(name=name):
                 view.phase = name[:32]
+                if len(view.phases) < MAX_RANK_PHASES:
+                    view.phases.append((view.phase, message.seconds))
             case messages.StepDone(report=report):
                 view.step = report.step
                 if report.times is not None and 0 < report.times.compute < math.inf:
@@ -256,6 +279,7 @@ class MeshGeneration:
             if view.pid is None:
                 continue
             idle = max(0.0, now - view.last_message_at) if view.live else 0.0
+            view.process_state = read_process_state(view.pid) if idle >= IDLE_SECONDS else ""
             processes_report.append(
                 RankProcess(
                     rank=view.rank,
@@ -264,7 +288,7 @@ class MeshGeneration:
                     step=view.step,
                     phase=view.phase,
                     idle_seconds=round(idle, 3),
-                    state=read_process_state(view.pid) if idle >= IDLE_SECONDS else "",
+                    state=view.process_state,
                     compute_seconds=view.compute_seconds,
                 )
             )
@@ -276,11 +300,16 @@ class MeshGeneration:
 
         Also None while the loss is not finite, because JSON cannot encode it.
         """
-        if self.first_rank != 0 or self.latest is None or not math.isfinite(self.latest.loss):
+        if self.first_rank != 0 or self.latest is None:
+            return None
+        has_loss = math.isfinite(self.latest.loss)
+        if self.uses_builtin_runtime and not has_loss:
             return None
         return Progress(
             step=self.latest.step,
-            loss=self.latest.loss,
+            loss=self.latest.loss if has_loss else 0.0,
+            has_loss=has_loss,
+            total_steps=self.total_steps,
             tokens_per_second=self.throughput.tokens_per_second,
             step_seconds=self.throughput.step_seconds,
             samples=self.latest.samples,

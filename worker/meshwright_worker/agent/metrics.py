@@ -7,6 +7,7 @@ When a new mesh generation moves ranks to other pods, their series are dropped h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from meshwright.metrics.declaration import Kind, Label, Metric, Sample
@@ -328,6 +329,8 @@ class WorkerMetrics(Exporter):
                 if rank == 0 or of_every_rank:
                     names = (*self._job, str(rank)) if of_every_rank else self._job
                     samples = _samples(metric.kind, metric.source, reports)
+                    if reports[-1].partial:
+                        samples = [(more, value) for more, value in samples if value and not math.isnan(value)]
                     record(self.exported(metric), (((*names, *more), value) for more, value in samples))
         self._pending.clear()
 

@@ -12,10 +12,16 @@ import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright_worker.agent.events import EventQueue, OutputWritten, RankExited, RankMessageReceived
+from meshwright.api import labels
+from meshwright_worker.agent.command_stacks import abort_with_stacks
+from meshwright_worker.agent.events import EventQueue, OutputWritten, ProgressLogged, RankExited, RankMessageReceived
+from meshwright_worker.command.log_patterns import LogPatterns
+from meshwright_worker.command.progress import CommandProgress
+from meshwright_worker.command.report_line import parse_report
+from meshwright_worker.evidence.tail_buffer import TailBuffer
 from meshwright_worker.rank import messages
 
 TAIL_LINES = 40
@@ -29,8 +35,27 @@ OUTPUT_EVENT_SECONDS = 1.0
 
 # A process that a rank left behind may keep its pipes open; the rank's last output arrives long before this.
 OUTPUT_DRAIN_SECONDS = 1.0
+REPORT_BYTES = MAX_LINE
+"""Maximum size of a line of a report file."""
 EVENT_BYTES = 1 << 20
 """Maximum size of an event: a step's event has an entry for each mixture layer, and there may be a thousand."""
+
+
+FATAL_ERROR = "Fatal Python error: "
+"""Begins the stacks that Python writes when a signal ends a process. They say less than the lines before."""
+
+
+@dataclass(slots=True)
+class RankOutput:
+    """The end of what a rank's process has written: its log, and the stacks of its threads."""
+
+    log: TailBuffer = field(default_factory=TailBuffer)
+    stacks: TailBuffer = field(default_factory=TailBuffer)
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self.log.written + self.stacks.written
 
 
 class OutputPump:
@@ -40,9 +65,19 @@ class OutputPump:
     """
 
     def __init__(
-        self, rank: int, write_line: Callable[[str], None], on_output: Callable[[], None] = lambda: None
+        self,
+        rank: int,
+        write_line: Callable[[str], None],
+        on_output: Callable[[], None] = lambda: None,
+        buffer: TailBuffer | None = None,
+        on_line: Callable[[str], None] | None = None,
     ) -> None:
-        """`on_output` is called when output arrives, at most once in `OUTPUT_EVENT_SECONDS`."""
+        """`on_output` is called when output arrives, at most once in `OUTPUT_EVENT_SECONDS`. `buffer` gets it
+        all, and `on_line` each line.
+        """
+        self._on_line = on_line
+        self._buffer = buffer
+        self._fatal = False
         self._on_output = on_output
         self._output_reported_at = float("-inf")
         self._prefix = f"[rank {rank}] "
@@ -58,6 +93,8 @@ class OutputPump:
 
     def feed(self, chunk: bytes) -> None:
         """Take a chunk and write the lines that it completes. Splits lines longer than `MAX_LINE` bytes."""
+        if self._buffer is not None:
+            self._buffer.feed(chunk)
         now = time.monotonic()
         if now - self._output_reported_at >= OUTPUT_EVENT_SECONDS:
             self._output_reported_at = now
@@ -78,7 +115,11 @@ class OutputPump:
     def _emit(self, line: bytes) -> None:
         text = line.decode(errors="replace")
         if text.strip():
-            self.tail.append(text)
+            self._fatal = self._fatal or text.startswith(FATAL_ERROR)
+            if not self._fatal:
+                self.tail.append(text)
+            if self._on_line is not None:
+                self._on_line(text)
             self._write_line(self._prefix + text)
 
 
@@ -112,33 +153,85 @@ class RankHandle:
     output: Pipe
     events: Pipe | None
     """None for the user's command, which reports no events."""
+    dump_stacks: Callable[[], object] = lambda: None
+    """Makes it write the stacks of its threads. The user's command exits then."""
+    stacks: Pipe | None = None
+    """Where it writes them. None for the user's command, which writes them to its output."""
+    reports: Pipe | None = None
+    """Where the user's command reports its progress. None for the built-in runtime."""
+    close_reports: Callable[[], None] = lambda: None
+    """Ends `reports` once no process has it open for writing."""
+    patterns: LogPatterns | None = None
+    """Finds the progress of the user's command in its log. None if nothing is searched."""
+    written: RankOutput = field(default_factory=RankOutput)
+    """The end of what it has written."""
 
 
 async def supervise(
     handle: RankHandle, generation: int, event_queue: EventQueue, write_line: Callable[[str], None]
 ) -> None:
     """Turn one rank's output and exit into events. The last is `RankExited`, after every message of the rank."""
+    watched = _ProgressWatch(handle, generation, event_queue) if handle.events is None else None
 
     def on_output() -> None:
         # The built-in runtime reports steps: its output is not progress.
         if handle.events is None:
             event_queue.put_nowait(OutputWritten(generation, handle.rank))
 
-    pump = OutputPump(handle.rank, write_line, on_output)
+    pump = OutputPump(handle.rank, write_line, on_output, handle.written.log, watched.on_line if watched else None)
     readers = [asyncio.create_task(pump.run(handle.output.reader))]
+    if handle.stacks is not None:
+        stacks = OutputPump(handle.rank, write_line, buffer=handle.written.stacks)
+        readers.append(asyncio.create_task(stacks.run(handle.stacks.reader)))
+    if watched is not None and handle.reports is not None:
+        readers.append(asyncio.create_task(watched.read(handle.reports.reader)))
     if handle.events is not None:
         readers.append(asyncio.create_task(_read_events(handle.events.reader, handle.rank, generation, event_queue)))
     try:
         code = await handle.wait()
+        handle.close_reports()
         await asyncio.wait(readers, timeout=OUTPUT_DRAIN_SECONDS)
     finally:
         for reader in readers:
             reader.cancel()
-        for pipe in (handle.output, handle.events):
+        for pipe in (handle.output, handle.events, handle.stacks, handle.reports):
             if pipe is not None:
                 pipe.close()
     pump.close()
     event_queue.put_nowait(RankExited(generation, handle.rank, code, tuple(pump.tail)))
+
+
+class _ProgressWatch:
+    """Turns what the user's command reports, in its report file or in its log, into events."""
+
+    def __init__(self, handle: RankHandle, generation: int, event_queue: EventQueue) -> None:
+        self._rank, self._generation, self._event_queue = handle.rank, generation, event_queue
+        self._patterns = handle.patterns
+        self._progress = CommandProgress()
+        self._warned = False
+
+    def on_line(self, line: str) -> None:
+        """Search a line of the log, unless the command reports its progress in its file."""
+        found = self._patterns.read(line) if self._patterns is not None else None
+        for message in self._progress.messages(found, time.monotonic()) if found is not None else ():
+            if isinstance(message, messages.StepDone):
+                self._event_queue.put_nowait(ProgressLogged(self._generation, self._rank, message.report))
+
+    async def read(self, reader: asyncio.StreamReader) -> None:
+        """Read the report file until no process has it open."""
+        while True:
+            try:
+                if not (line := await reader.readline()):
+                    return
+                found = parse_report(line.strip())
+            except ValueError as error:  # also raised for a line that is too long
+                if not self._warned:
+                    log.warning("rank %d wrote an invalid line to its report file, ignored: %s", self._rank, error)
+                self._warned = True
+                continue
+            self._patterns = None
+            for message in self._progress.messages(found, time.monotonic()):
+                self._event_queue.put_nowait(RankMessageReceived(self._generation, self._rank, message))
 
 
 async def _read_events(reader: asyncio.StreamReader, rank: int, generation: int, event_queue: EventQueue) -> None:
@@ -189,6 +282,22 @@ def command_state(guard: int) -> str:
     return process_state(int(child))
 
 
+async def open_report_file(path: str) -> tuple[Pipe, int]:
+    """Create the named pipe to which a command reports its progress: the read end, and a descriptor that keeps it open.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    os.mkfifo(path, 0o600)
+    read = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    write = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    reader = asyncio.StreamReader(limit=REPORT_BYTES)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb", buffering=0)
+    )
+    return Pipe(reader, transport), write
+
+
 async def start_command(rank: int, command: Sequence[str], environment: Mapping[str, str]) -> RankHandle:
     """Start `command` with exactly `environment` as the process of `rank`.
 
@@ -198,6 +307,12 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
         OSError: no process can be started. If the command does not exist, this does not raise: its rank exits with 127.
     """
     output, output_write = await open_pipe()
+    reports, report_write = None, None
+    if path := environment.get(labels.ENV_REPORT_FILE):
+        try:
+            reports, report_write = await open_report_file(path)
+        except OSError as error:
+            log.warning("rank %d cannot report its progress: %s", rank, error)
     lifeline_read, lifeline = os.pipe2(os.O_CLOEXEC)
     try:
         process = await asyncio.create_subprocess_exec(
@@ -212,11 +327,19 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
     except OSError:
         os.close(lifeline)
         output.close()
+        if reports is not None and report_write is not None:
+            reports.close()
+            os.close(report_write)
         raise
     finally:
         os.close(lifeline_read)
         os.close(output_write)
     open_descriptors = [lifeline]
+    report_descriptors = [report_write] if report_write is not None else []
+
+    def close_reports() -> None:
+        while report_descriptors:
+            os.close(report_descriptors.pop())
 
     def kill_guard() -> None:
         """Close the guard's standard input: it then kills every process of the command and exits."""
@@ -234,5 +357,14 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
                 signal_process(process.pid, signal.SIGTERM)
 
     return RankHandle(
-        rank=rank, pid=process.pid, wait=wait, terminate=terminate, kill=kill_guard, output=output, events=None
+        rank=rank,
+        pid=process.pid,
+        wait=wait,
+        terminate=terminate,
+        kill=kill_guard,
+        output=output,
+        events=None,
+        reports=reports,
+        close_reports=close_reports,
+        dump_stacks=lambda: abort_with_stacks(process.pid),
     )

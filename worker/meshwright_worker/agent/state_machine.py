@@ -9,6 +9,8 @@ Every input method returns the resulting actions; the agent executes them in ord
 - A pause of the current generation lets its ranks save and stop within the same time as SIGTERM. The agent then waits
   for the next generation. Ranks that have finished no step have nothing to save, and may wait for a peer or compile for
   minutes; ranks that have lost a peer cannot save. Both are killed.
+- Ranks that hang write the stacks of their threads before they are killed: if the operator has found a hang, and if
+  ranks of the built-in runtime have not stopped when the time to save is over.
 - A pod that stops (SIGTERM, or superseded) lets its ranks save and stop within the grace period, then exits.
 """
 
@@ -29,6 +31,7 @@ from meshwright.protocol.preflight import PreflightReport
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.mesh_generation import EXIT_STOPPED, MeshGeneration
 from meshwright_worker.rank import messages
+from meshwright_worker.rank.task import StepReport
 
 # A peer's death breaks every connection within milliseconds: one second is enough for the other local ranks to fail.
 PEER_LOST_WAIT_SECONDS = 1.0
@@ -58,6 +61,15 @@ class TerminateRanks:
 
 
 @dataclass(frozen=True, slots=True)
+class DumpStacks:
+    """Make these ranks write the stacks of their threads, and record them: they make no progress, and are killed."""
+
+    ranks: tuple[int, ...]
+    named: int | None = None
+    """The rank that the operator names as the likely cause."""
+
+
+@dataclass(frozen=True, slots=True)
 class KillRanks:
     """Send SIGKILL to these ranks."""
 
@@ -71,7 +83,7 @@ class ExitAgent:
     code: int
 
 
-Action = StartRanks | TerminateRanks | KillRanks | ExitAgent
+Action = StartRanks | TerminateRanks | DumpStacks | KillRanks | ExitAgent
 
 
 @dataclass(slots=True)
@@ -95,6 +107,8 @@ class AgentStateMachine:
     _kill_at: float | None = None
     _sigterm_sent: bool = False
     _kill_sent: bool = False
+    _save_ends_at: float | None = None
+    """When ranks that save and stop have had their time."""
 
     def on_mesh(self, document: MeshDocument, now: float) -> list[Action]:
         """Handle a mesh document. Ignores a document that is not newer than the current generation."""
@@ -104,9 +118,14 @@ class AgentStateMachine:
         self.generation = document.generation
         ours = member is not None and member.incarnation == self.incarnation
         self._pending = StartRanks(document, member) if member is not None and ours else None
+        hung: list[Action] = []
         if self.current is not None:
+            live, going_on = tuple(self.current.live), not (self.current.ending or self.current.failures)
+            if document.hung_rank is not None and live and going_on:
+                self.current.ending = True
+                hung = [DumpStacks(live, document.hung_rank)]
             self._schedule_kill(now + (0.0 if self.current.uses_builtin_runtime else COMMAND_STOP_SECONDS))
-        return self.on_tick(now)
+        return [*hung, *self.on_tick(now)]
 
     def on_spawned(self, generation: int, rank: int, pid: int, now: float) -> list[Action]:
         """Handle the start of a rank's process."""
@@ -141,6 +160,12 @@ class AgentStateMachine:
             current.record_output(rank, now)
         return self.on_tick(now)
 
+    def on_logged(self, generation: int, rank: int, report: StepReport, now: float) -> list[Action]:
+        """Handle a line of the log of a user's command that names a step."""
+        if (current := self._matching_generation(generation)) is not None:
+            current.record_logged(rank, report)
+        return self.on_tick(now)
+
     def on_exit(self, generation: int, rank: int, code: int, tail: Sequence[str], now: float) -> list[Action]:
         """Handle the exit of a rank's process."""
         if (current := self._matching_generation(generation)) is not None:
@@ -155,6 +180,7 @@ class AgentStateMachine:
         stops_anyway = generation != self.generation or self.exit_code_on_shutdown is not None
         if current is not None and not current.paused and not stops_anyway:
             self._schedule_kill(now + (self.drain_seconds if current.can_save else 0.0))
+            self._save_ends_at = now + self.drain_seconds
             current.record_pause()
         return self.on_tick(now)
 
@@ -167,6 +193,7 @@ class AgentStateMachine:
             self._pending = None
             if self.current is not None:
                 self._schedule_kill(now + self.drain_seconds)
+                self._save_ends_at = now + self.drain_seconds
         return self.on_tick(now)
 
     def on_tick(self, now: float) -> list[Action]:
@@ -214,7 +241,7 @@ class AgentStateMachine:
         start = self._pending
         assert start is not None
         self._pending = None
-        self._kill_at, self._sigterm_sent, self._kill_sent = None, False, False
+        self._kill_at, self._sigterm_sent, self._kill_sent, self._save_ends_at = None, False, False, None
         self.current = MeshGeneration(
             number=start.document.generation,
             first_rank=start.member.first_rank,
@@ -240,7 +267,10 @@ class AgentStateMachine:
         current.ending = True
         if now >= self._kill_at:
             self._kill_sent = True
-            return [KillRanks(tuple(current.live))]
+            live = tuple(current.live)
+            overdue = self._save_ends_at is not None and now >= self._save_ends_at
+            stuck = overdue and current.uses_builtin_runtime and not current.failures
+            return [*([DumpStacks(live)] if stuck else []), KillRanks(live)]
         if not self._sigterm_sent:
             self._sigterm_sent = True
             return [TerminateRanks(tuple(current.live))]

@@ -5,7 +5,7 @@ A rank that imports torch itself takes seconds to start, a fork of this process 
 rank. This one uses JSON over an inherited socket, and no process outlives the agent: the kernel kills the server when
 the agent dies, and each rank when the server dies.
 
-    agent -> server   {"task": ..., "environment": {...}} + descriptors (events, output)
+    agent -> server   {"task": ..., "environment": {...}} + descriptors (events, output, stacks)
     server -> agent   {"ready": SECONDS} once, {"pid": N} per request in order, {"exited": N, "code": C} per exit,
                       {"failed": TEXT} when the server exits with an error
 """
@@ -98,25 +98,32 @@ class ForkServer:
         gc.enable()
 
     def _serve_one(self) -> bool:
-        data, descriptors, _, _ = socket.recv_fds(self._channel, MAX_MESSAGE, 2)
+        data, descriptors, _, _ = socket.recv_fds(self._channel, MAX_MESSAGE, 3)
         if not data:
             return False
         task, environment = decode_request(data)
-        events, output = descriptors
+        events, output, stacks = descriptors
         # The rank's own handler must be installed before SIGTERM can arrive: the inherited setting ignores it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._run_child(server, task, environment, events, output)
+            self._run_child(server, task, environment, events, output, stacks)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.close(events)
         os.close(output)
+        os.close(stacks)
         self._send({"pid": pid})
         return True
 
     def _run_child(
-        self, server: int, task: RankTask[NativeRun], environment: Mapping[str, str], events: int, output: int
+        self,
+        server: int,
+        task: RankTask[NativeRun],
+        environment: Mapping[str, str],
+        events: int,
+        output: int,
+        stacks: int,
     ) -> NoReturn:
         try:
             die_with_parent(server)
@@ -128,7 +135,7 @@ class ForkServer:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
-            rank_main.run(self._module, task, environment, events)
+            rank_main.run(self._module, task, environment, events, stacks)
         finally:
             os._exit(rank_main.EXIT_FAILED)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import logging
 import os
@@ -18,6 +19,8 @@ from meshwright_worker.rank.task import RankTask, StepReport
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
+DUMP_STACKS = signal.SIGUSR2
+"""The signal that makes a rank write the stacks of its threads. A fatal signal does too."""
 
 
 class PipeEvents:
@@ -61,13 +64,20 @@ class PipeEvents:
             line = line[os.write(self._descriptor, line) :]
 
 
-def run(module: str, task: RankTask[NativeRun], environment: Mapping[str, str], descriptor: int) -> NoReturn:
+def run(
+    module: str, task: RankTask[NativeRun], environment: Mapping[str, str], descriptor: int, stacks: int
+) -> NoReturn:
     """Run `module.train(task, events)` in this freshly forked process, then exit. SIGTERM must be blocked on entry.
+
+    Writes events to `descriptor`, and the stacks of its threads to `stacks` when a signal asks for them.
 
     Exits with `os._exit`: torch's threads sometimes abort an interpreter that shuts down normally, and the agent relies
     on the exit code.
     """
     events = PipeEvents(descriptor)
+    # Not to the log: the dump would push the error itself out of the lines by which a failure is classified.
+    faulthandler.enable(file=stacks)
+    faulthandler.register(DUMP_STACKS, file=stacks)
     signal.signal(signal.SIGTERM, events.request_stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

@@ -132,6 +132,10 @@ class StepReport:
     pipeline_bubble: float | None = None
     """Share of a step in which the pipeline's ranks are idle, simulated with measured times; None without measurements.
     """
+    total_steps: int | None = None
+    """Steps of the run, as a user's command reports them."""
+    partial: bool = False
+    """Whether it is that of a user's command: numbers that the command does not report are NaN or 0."""
     tracking_failures: int = 0
     """Failures of experiment trackers since the last report."""
     timeline: RankTimeline | None = None

@@ -1,0 +1,157 @@
+"""What a command's report lines and log lines say about its progress."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from meshwright.api.progress_patterns import DEFAULT_PATTERNS, pattern_problem
+from meshwright.api.spec import ProgressSpec
+from meshwright_worker.command.log_patterns import MAX_SEARCHED, LogPatterns
+from meshwright_worker.command.progress import CommandProgress
+from meshwright_worker.command.report_line import MAX_LINE, ReportedStep, ReportLineError, parse_report
+from meshwright_worker.rank.messages import CheckpointSaved, StepDone
+
+MEGATRON = (
+    " [2026-01-01 10:00:00] iteration       10/     100 | consumed samples:         2560 | elapsed time per iteration "
+    "(ms): 512.3 | learning rate: 1.500000E-04 | global batch size:   256 | lm loss: 7.123456E+00 | loss scale: 1.0 |"
+)
+
+
+def test_a_report_may_have_only_a_step() -> None:
+    assert parse_report(b'{"step": 3}') == ReportedStep(3)
+    full = b'{"step": 3, "loss": 2.5, "tokens": 4096, "learning_rate": 1e-3, "total_steps": 9, "checkpoint": "/c/3"}'
+    assert parse_report(full) == ReportedStep(3, 2.5, 4096, 1e-3, 9, "/c/3")
+    assert parse_report(b'{"step": 3, "loss": null, "grad": {"x": 1}}') == ReportedStep(3)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"step 3", "must be a JSON object"),
+        (b"[3]", "must be a JSON object"),
+        (b"[" * 3000, "must be a JSON object"),
+        (b'{"loss": 3}', "`step` is required"),
+        (b'{"step": "3"}', "`step` must be an integer of at least 0, got '3'"),
+        (b'{"step": -1}', "`step` must be an integer"),
+        (b'{"step": true}', "`step` must be an integer"),
+        (b'{"step": 1, "loss": "low"}', "`loss` must be a number, got 'low'"),
+        (b'{"step": 1, "checkpoint": 7}', "`checkpoint` must be a path"),
+        (b'{"step": 1, "x": "' + b"x" * MAX_LINE + b'"}', f"at most {MAX_LINE} bytes"),
+    ],
+)
+def test_a_report_that_is_invalid_names_its_field(line: bytes, message: str) -> None:
+    with pytest.raises(ReportLineError, match=message):
+        parse_report(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("step 12 loss 3.4", ReportedStep(12, 3.4)),
+        ("Step: 12, Loss: 3.4e-1, time 3", ReportedStep(12, 0.34)),
+        ("step 12/100 loss=3.4012 lr=0.003", ReportedStep(12, 3.4012, total_steps=100)),
+        ("2026-01-01 INFO [trainer] step=12 of 100 | train_loss=3.4", ReportedStep(12, 3.4, total_steps=100)),
+        ("iter 250: loss 2.1034, time 120.1ms, mfu 30.2%", ReportedStep(250, 2.1034)),
+        (MEGATRON, ReportedStep(10, 7.123456, learning_rate=1.5e-4, total_steps=100)),
+        (" 12%|█▏        | 12/100 [00:10<01:20,  1.10it/s]", ReportedStep(12, total_steps=100)),
+    ],
+)
+def test_common_lines_are_read(line: str, expected: ReportedStep) -> None:
+    assert LogPatterns(None).read(line) == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Map:  50%|█████     | 500/1000 [00:01<00:01, 400.00 examples/s]",
+        "loaded 12 steps of 100 from /data/loss.txt",
+        "the loss is 3",
+        "footstep 12 loss 3",
+        "",
+    ],
+)
+def test_other_lines_are_left_alone(line: str) -> None:
+    assert LogPatterns(None).read(line) is None
+
+
+def test_a_line_with_only_a_loss_belongs_to_the_step_before() -> None:
+    patterns = LogPatterns(None)
+    line = "{'loss': 2.31, 'grad_norm': 0.9, 'learning_rate': 5e-05, 'epoch': 0.5}"
+    assert patterns.read(line) is None
+    assert patterns.read(" 10%|#         | 10/100 [00:10<01:20,  1.10it/s]") == ReportedStep(10, total_steps=100)
+    assert patterns.read(line) == ReportedStep(10, 2.31, learning_rate=5e-5)
+    assert patterns.read(" 50%|#####     | 4/8 [00:01<00:01,  4.10it/s]") is None, "the bar of an evaluation"
+
+
+def test_patterns_of_the_job_replace_the_common_ones() -> None:
+    patterns = LogPatterns([r"batch (?P<step>[\d,]+) -> (?P<loss>\S+) at (?P<tokens>\d+)"])
+    assert patterns.read("Batch 1,200 -> 2.5 at 4096") == ReportedStep(1200, 2.5, 4096)
+    assert patterns.read("step 12 loss 3.4") is None
+    assert LogPatterns([]).read("step 12 loss 3.4") is None
+
+
+def test_a_pattern_that_takes_exponential_time_is_stopped_and_dropped() -> None:
+    patterns = LogPatterns([r"(?P<step>1)?(x+x+)+y", r"at (?P<step>\d+)"])
+    line = "x" * MAX_SEARCHED
+    started = time.thread_time()
+    for _ in range(50):
+        assert patterns.read(line) is None
+    assert time.thread_time() - started < 5, "without a deadline it would not end"
+    assert len(patterns._patterns) == 1
+    assert patterns.read("at 7") == ReportedStep(7)
+
+
+def test_common_patterns_take_little_time_on_long_lines() -> None:
+    patterns = LogPatterns(None)
+    for line in ("step " * 500, "iteration 1/ 2 | " + "learning rate: " * 100, "{'loss': 1" * 100, "1" * 2000):
+        patterns.read(line)
+    assert len(patterns._patterns) == len(DEFAULT_PATTERNS)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "problem"),
+    [
+        ("step (?P<step>[0-9]+", "is not a regular expression: missing )"),
+        ("(?P<epoch>[0-9]+)", "has the unknown group `epoch`: use step, loss, tokens, learning_rate or total_steps"),
+        ("step [0-9]+", "has neither the group `step` nor `loss`"),
+        (r"step (?P<step>\d+)", ""),
+    ],
+)
+def test_what_a_pattern_must_have(pattern: str, problem: str) -> None:
+    assert pattern_problem(pattern).startswith(problem)
+    if problem:
+        with pytest.raises(ValueError, match="pattern 0"):
+            ProgressSpec(patterns=[pattern])
+
+
+def test_the_time_of_a_step_is_measured_between_reports() -> None:
+    progress = CommandProgress()
+    (first,) = progress.messages(ReportedStep(10, 3.0, 100, 1e-3, 50), 5.0)
+    assert isinstance(first, StepDone)
+    assert (first.report.step, first.report.seconds, first.report.total_steps) == (10, 0.0, 50)
+    (second,) = progress.messages(ReportedStep(20), 10.0)
+    assert isinstance(second, StepDone)
+    assert second.report.seconds == 0.5
+    assert math.isnan(second.report.loss)
+
+
+def test_repetitions_and_floods_are_left_out() -> None:
+    progress = CommandProgress()
+    assert progress.messages(ReportedStep(1, 3.0), 1.0)
+    assert progress.messages(ReportedStep(1, 3.0), 2.0) == []
+    assert progress.messages(ReportedStep(2, 3.0), 2.0)
+    assert progress.messages(ReportedStep(3, 3.0), 2.001) == []
+    assert progress.messages(ReportedStep(4, 2.0), 2.1)
+    (again,) = progress.messages(ReportedStep(4, 1.5), 2.101)
+    assert isinstance(again, StepDone)
+    assert again.report.loss == 1.5
+
+
+def test_a_checkpoint_is_reported_once() -> None:
+    progress = CommandProgress()
+    _, saved = progress.messages(ReportedStep(10, checkpoint="/c/10"), 1.0)
+    assert saved == CheckpointSaved(10, "/c/10", 0.0)
+    assert progress.messages(ReportedStep(10, checkpoint="/c/10"), 2.0) == []

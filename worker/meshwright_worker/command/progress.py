@@ -1,0 +1,58 @@
+"""Turns what a user's command reports into the messages that a rank of the built-in runtime sends. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright_worker.command.report_line import ReportedStep
+from meshwright_worker.rank import messages
+from meshwright_worker.rank.task import StepReport
+
+MIN_SECONDS = 0.02
+"""Shortest time between two steps that are reported: a command may write thousands of lines a second."""
+
+
+class CommandProgress:
+    """The progress of one rank. The time of a step is measured between two reports."""
+
+    def __init__(self) -> None:
+        self._last: ReportedStep | None = None
+        self._last_at = 0.0
+        self._checkpoint: tuple[int, str] | None = None
+
+    def messages(self, found: ReportedStep, now: float) -> list[messages.RankMessage]:
+        """The messages about a report; `now` is monotonic seconds."""
+        sent: list[messages.RankMessage] = []
+        last = self._last
+        repeated = last is not None and last.step == found.step and not _adds(found, last)
+        if not repeated and (last is None or now - self._last_at >= MIN_SECONDS or _adds(found, last)):
+            steps = found.step - last.step if last is not None else 0
+            seconds = (now - self._last_at) / steps if steps > 0 else 0.0
+            sent.append(messages.StepDone(_report(found, seconds)))
+            if last is None or steps != 0:
+                self._last_at = now
+            self._last = found
+        if found.checkpoint is not None and self._checkpoint != (found.step, found.checkpoint):
+            self._checkpoint = found.step, found.checkpoint
+            sent.append(messages.CheckpointSaved(found.step, found.checkpoint, 0.0))
+        return sent
+
+
+def _adds(found: ReportedStep, last: ReportedStep) -> bool:
+    """Whether a report about the same step says more than the last one, such as its loss."""
+    return found.step == last.step and found.loss is not None and found.loss != last.loss
+
+
+def _report(found: ReportedStep, seconds: float) -> StepReport:
+    return StepReport(
+        step=found.step,
+        loss=found.loss if found.loss is not None else math.nan,
+        gradient_norm=math.nan,
+        learning_rate=found.learning_rate if found.learning_rate is not None else math.nan,
+        tokens=found.tokens or 0,
+        samples=0,
+        seconds=seconds,
+        data_seconds=0.0,
+        total_steps=found.total_steps,
+        partial=True,
+    )

@@ -1,0 +1,82 @@
+"""The lines that a user's command writes to its report file: one JSON object per line. Pure.
+
+`step` or `checkpoint` is required, everything else is optional. Unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+MAX_LINE = 4096
+MAX_NUMBER = (1 << 53) - 1
+
+
+class ReportLineError(ValueError):
+    """A line that does not report anything. The message names the field and what it must contain."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedStep:
+    """A step that the command has completed. None: not reported."""
+
+    step: int
+    loss: float | None = None
+    """Mean loss per token."""
+    tokens: int | None = None
+    """Tokens of the step, over all ranks."""
+    learning_rate: float | None = None
+    total_steps: int | None = None
+    """Steps of the entire run."""
+    checkpoint: str | None = None
+    """Path of a checkpoint of this step that is complete."""
+
+
+def parse_report(line: bytes) -> ReportedStep:
+    """Read one line.
+
+    Raises:
+        ReportLineError: it is not valid.
+    """
+    if len(line) > MAX_LINE:
+        raise ReportLineError(f"a line must have at most {MAX_LINE} bytes, got {len(line)}")
+    try:
+        found: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ReportLineError("a line must be a JSON object") from None
+    if not isinstance(found, dict):
+        raise ReportLineError("a line must be a JSON object")
+    step = _count(found, "step")
+    if step is None:
+        raise ReportLineError("`step` is required")
+    path = found.get("checkpoint")
+    if path is not None and not (isinstance(path, str) and 0 < len(path) <= 1024):
+        raise ReportLineError("`checkpoint` must be a path of at most 1024 characters")
+    return ReportedStep(
+        step=step,
+        loss=_number(found, "loss"),
+        tokens=_count(found, "tokens"),
+        learning_rate=_number(found, "learning_rate"),
+        total_steps=_count(found, "total_steps"),
+        checkpoint=path,
+    )
+
+
+def _number(found: dict[str, Any], name: str) -> float | None:
+    value = found.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ReportLineError(f"`{name}` must be a number, got {value!r:.100}")
+    return float(value) if abs(value) <= MAX_NUMBER or math.isinf(value) or math.isnan(value) else math.nan
+
+
+def _count(found: dict[str, Any], name: str) -> int | None:
+    value = found.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_NUMBER:
+        raise ReportLineError(f"`{name}` must be an integer of at least 0, got {value!r:.100}")
+    return value
