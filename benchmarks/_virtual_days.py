@@ -56,6 +56,8 @@ CLEAN_UP_SECONDS = 150.0
 WAITING_SECONDS = 300.0
 """Shortest time between two requests of a job without pods that nothing woke. Other pods, which no watch reports and
 for which it asks more often, do not exist here."""
+SHORTEST_SECONDS = 1e-3
+"""Shortest time between two requests of any job that nothing woke."""
 REPORT_SECONDS = 1e6
 """The interval that agents follow. None is silent before."""
 LONGEST = 4 * 86400.0
@@ -84,7 +86,8 @@ class DayQueue(VirtualQueue):
         self._waits = world.waits
 
     def add_after(self, key: JobKey, seconds: float) -> None:
-        super().add_after(key, max(seconds, WAITING_SECONDS) if self._waits(key) else seconds)
+        # Sums of floats make delays below a microsecond, which virtual time would never pass.
+        super().add_after(key, max(seconds, WAITING_SECONDS if self._waits(key) else SHORTEST_SECONDS))
 
 
 class InlineExecutor(ThreadPoolExecutor):

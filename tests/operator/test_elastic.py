@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from datetime import datetime, timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -316,6 +317,29 @@ async def test_a_job_trains_on_until_the_new_workers_can_start_ranks_at_once() -
     await world.run(20)
     assert size(world, "job") == 2
     assert world.true("job", "Ready")
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_run_that_ends_when_the_new_workers_are_ready_is_complete(seed: int) -> None:
+    """The ranks cannot join a larger mesh any more. A generation with them was formed, and never trained."""
+    world = World(seed, nodes=2, work=FOREVER)
+    world.submit(elastic("job", 1))
+    await world.run(20)
+    world.unprepared = True
+    edit(world, "job", replicas=2)
+    await world.run(90)
+    assert len(pods(world, "job")) == 2
+    generation = world.status("job")["mesh"]["generation"]
+    for agent in world.agents.values():
+        agent.preparing = False
+        if agent.state is AgentState.RUNNING:
+            agent.state = AgentState.COMPLETE
+    with patch.object(world, "_finish", lambda *_: None):  # the agents have not exited yet
+        await world.run(20)
+    await world.run(60)
+    assert world.true("job", "Complete"), world.condition("job", "Ready")
+    assert world.status("job")["mesh"]["generation"] == generation
+    assert size(world, "job") == 1
 
 
 async def test_the_workers_that_stay_are_kept_however_long_the_job_waits_for_a_replacement() -> None:

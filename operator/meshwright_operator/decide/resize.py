@@ -67,7 +67,7 @@ def update_size(decision: Decision) -> bool:
     if reached or wanted < status.wanted_replicas or not status.wanted_replicas:
         status.wanted_replicas = wanted  # a larger one only with the first attempt to grow, which does not wait
     plan = sizing.smaller_plan(observed)
-    if plan is None or observed.status.placement is None:
+    if plan is None or observed.status.placement is None or _run_ends(observed):
         return False
     size = sizing.size_for(observed, plan, [w for w in observed.workers if w.state in LIVE])
     if size.new_workers:
@@ -77,6 +77,11 @@ def update_size(decision: Decision) -> bool:
     # The event of the new status reconciles the job. This is for one that is lost.
     decision.requeue_within(SHRINK_SECONDS)
     return True
+
+
+def _run_ends(observed: Observed) -> bool:
+    """Whether workers have completed the run: they cannot join another mesh, and the others will complete it soon."""
+    return not observed.mesh.pending_cause and any(worker.completed for worker in observed.workers)
 
 
 def _revision(observed: Observed) -> str:
@@ -130,7 +135,7 @@ def leave_draining_nodes(decision: Decision) -> None:
 def report_training(decision: Decision) -> None:
     """What an elastic job does while all its ranks train: it ends a resize, and grows if it may."""
     observed = decision.observed
-    if observed.elastic is None:
+    if observed.elastic is None or _run_ends(observed):
         return
     if observed.joining:
         if elastic_status(decision).next_placement is not None:  # it has not just ended
