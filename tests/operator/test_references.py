@@ -18,6 +18,7 @@ from tests.operator.test_observe import KEY
 CRD = ROOT / "crds" / "meshwright.dev_paralleltrainingjobs.yaml"
 OTHER = "theirs"
 VOLUME = {"name": "v", "mountPath": "/v"}
+CLAIM = {"name": "nic"}
 COMMAND: dict[str, Any] = {"model": None, "data": None, "training": None}
 
 
@@ -36,6 +37,10 @@ NAMESPACED: dict[str, dict[str, Any]] = {
     "workers.env[].valueFrom.configMapKeyRef.name": workers(**ref("configMapKeyRef")),
     "workers.env[].valueFrom.secretKeyRef.name": workers(**ref("secretKeyRef")),
     "workers.imagePullSecrets[].name": workers(imagePullSecrets=[{"name": OTHER}]),
+    "workers.resourceClaims[].resourceClaimName": workers(resourceClaims=[{**CLAIM, "resourceClaimName": OTHER}]),
+    "workers.resourceClaims[].resourceClaimTemplateName": workers(
+        resourceClaims=[{**CLAIM, "resourceClaimTemplateName": OTHER}]
+    ),
     "workers.serviceAccountName": workers(serviceAccountName=OTHER),
     "workers.volumes[].claimName": workers(volumes=[{**VOLUME, "claimName": OTHER}]),
     "workers.volumes[].configMapName": workers(volumes=[{**VOLUME, "configMapName": OTHER}]),
@@ -53,6 +58,7 @@ CLUSTER_SCOPED = {
 NO_OBJECTS = {
     "training.optimizer.name",
     "workers.env[].name",
+    "workers.resourceClaims[].name",
     "workers.volumes[].name",
     "workers.env[].valueFrom.configMapKeyRef.key",
     "workers.env[].valueFrom.secretKeyRef.key",

@@ -34,6 +34,7 @@ from meshwright.protocol.messages import (
 from meshwright_operator.controller.job_devices import JobDevices
 from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
+from meshwright_operator.controller.pod_deletions import PodDeletions
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.controller.status_patch import StatusWriter
 from meshwright_operator.coordinator.server import Coordinator
@@ -154,6 +155,7 @@ class Operator:
             network_policies=world.network_policies,
             profiles=self.profiles,
             devices=JobDevices(self.cluster, self.devices, world.seconds),
+            deletions=PodDeletions(world.seconds),
         )
         self.relist()
         world.cluster.watchers.append(self.see)

@@ -20,6 +20,7 @@ from meshwright.rules.validation import check_edit
 from meshwright_operator.controller.job_devices import JobDevices
 from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.observe_sizes import SizePlans, plan_sizes
+from meshwright_operator.controller.pod_deletions import PodDeletions
 from meshwright_operator.decide import lifecycle
 from meshwright_operator.decide.admission import Admission
 from meshwright_operator.decide.agents import Agents
@@ -70,6 +71,7 @@ def observe_job(
     admission: Admission | None = None,
     profiles: JobProfiles | None = None,
     devices: JobDevices | None = None,
+    deletions: PodDeletions | None = None,
 ) -> Observed:
     """Observe one job, its pods and nodes, from the cache.
 
@@ -86,6 +88,7 @@ def observe_job(
         admission: What the queue that the job names says.
         profiles: The administrator's profiles; none if this is None.
         devices: Knows what the job's pods claim; nothing if this is None.
+        deletions: Knows since when pods are being deleted.
 
     Raises:
         JobRejectedError: The spec is invalid or no plan fits, and no earlier revision of the job is running.
@@ -93,8 +96,9 @@ def observe_job(
     """
     status = cache.parsed.status(job)
     known = profiles or JobProfiles(lambda *job_and_text: "")
+    seen = deletions or PodDeletions()
     observer = _JobObserver(
-        key, job, status, cache, scheduler, planner, agents, now, rejection, binding, admission, known, devices
+        key, job, status, cache, scheduler, planner, agents, now, rejection, binding, admission, known, devices, seen
     )
     running = running_spec(status)
     if running is None:
@@ -149,6 +153,7 @@ class _JobObserver:
     admission: Admission | None
     profiles: JobProfiles
     devices: JobDevices | None
+    deletions: PodDeletions
 
     def observe_as(self, spec: ParallelTrainingJobSpec, revision: str) -> Observed:
         """The job with this spec, whose revision is `revision`.
@@ -168,7 +173,7 @@ class _JobObserver:
         if limit is not None and not limit[0]:
             preempted_by = str(limit[1])
             limit = None
-        pods = self.cache.pods(self.key, metadata["uid"])
+        pods = self.deletions.as_seen(self.cache.pods(self.key, metadata["uid"]), self.now)
         if elastic is None:
             plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
         else:

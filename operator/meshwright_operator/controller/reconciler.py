@@ -31,6 +31,7 @@ from meshwright_operator.controller.observe import (
     suspended_by_user,
 )
 from meshwright_operator.controller.pod_control import PodControl, PodsRejectedError
+from meshwright_operator.controller.pod_deletions import PodDeletions
 from meshwright_operator.controller.pod_events import PodEvents
 from meshwright_operator.controller.policy_check import check_policy
 from meshwright_operator.controller.stale_retries import StaleRetries
@@ -109,6 +110,7 @@ class Reconciler:
         kueue: Kueue | None = None,
         profiles: JobProfiles | None = None,
         devices: JobDevices | None = None,
+        deletions: PodDeletions | None = None,
     ) -> None:
         self._client = cluster
         self._cache = cache
@@ -128,6 +130,7 @@ class Reconciler:
         self._kueue = kueue
         self._profiles = profiles or JobProfiles(tokens.seal)
         self._devices = devices
+        self._deletions = deletions or PodDeletions()
         self._pod_control = PodControl(cluster, cache, metrics)
         self._claims = ClaimCheck(cluster)
         self._pod_events = PodEvents(cluster)
@@ -294,6 +297,7 @@ class Reconciler:
             admission,
             self._profiles,
             self._devices,
+            self._deletions,
         )
 
     async def _report_pending(self, key: JobKey, job: KubeObject, pending: PlanPendingError) -> None:
@@ -313,7 +317,8 @@ class Reconciler:
             await self._pod_control.delete([pod for pod in live if not pod.deleting])
 
     def _live_pods(self, key: JobKey, uid: str) -> list[Pod]:
-        return [pod for pod in self._cache.pods(key, uid) if not pod.terminal]
+        pods = self._deletions.as_seen(self._cache.pods(key, uid), self._now())
+        return [pod for pod in pods if not pod.terminal]
 
     async def _prepare_inventory(self, job: KubeObject) -> None:
         """Read changed nodes, which takes long in a large cluster, and the job's claims, before it is observed."""
@@ -459,7 +464,7 @@ class Reconciler:
             return  # the user keeps the pods
         uid = job["metadata"]["uid"]
         self._scheduler.forget(uid)
-        pods = self._cache.pods(key, uid)
+        pods = self._deletions.as_seen(self._cache.pods(key, uid), self._now())
         live = [pod for pod in pods if not pod.terminal]
         incarnations = {pod.worker: pod.incarnation for pod in sorted(live, key=lambda pod: pod.incarnation)}
         await registry.publish(None, incarnations, generation=registry.generation, closed=not live)
