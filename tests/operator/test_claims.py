@@ -6,16 +6,20 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from meshwright.api.labels import ANNOTATION_DEVICES
 from meshwright.api.objects import KubeObject
 from meshwright_operator.devices.claims import CHANNEL_CLASS, CLASS_PREFIX
 from meshwright_operator.kube.paths import COMPUTE_DOMAINS, DEVICES
+from tests.operator import role_rules
 from tests.operator.conftest import StartOperator
-from tests.operator.support import JOBS, PODS, Api, condition, until
+from tests.operator.proxy import Proxy
+from tests.operator.support import JOBS, PODS, Api, condition, until, write_kubeconfig
 from tests.operator.test_devices import CLASSES, GPU, gpu, resource_slice
 from tests.operator.test_gang_races import small
 from tests.operator.world import World
@@ -279,7 +283,12 @@ DOMAINS = {
 
 
 async def test_devices_claims_and_compute_domains_of_a_real_server(
-    api: Api, real_server: str, start_operator: StartOperator
+    api: Api,
+    real_server: str,
+    start_operator: StartOperator,
+    session: aiohttp.ClientSession,
+    operators_token: str,
+    tmp_path: Path,
 ) -> None:
     if not real_server:
         pytest.skip("the embedded server has no devices")
@@ -289,15 +298,26 @@ async def test_devices_claims_and_compute_domains_of_a_real_server(
     for host, count in (("n0", 1), ("n2", 1), ("n3", 0)):
         body = nic_slice(host, count)
         await api.create(f"{DEVICES}/resourceslices", body)
-    await start_operator()
+    async with Proxy(api.url, session).serving() as proxy:
+        await start_operator(kubeconfig=write_kubeconfig(tmp_path / "behind", proxy.url, operators_token))
+        await _life_with_devices(api)
+    groups = (DEVICES.split("/")[2], COMPUTE_DOMAINS.split("/")[2])
+    used = {right for request in proxy.requests if (right := request.right) is not None and right[0] in groups}
+    assert used == {right for right in role_rules.rights() if right[0] in groups}
+
+
+async def _life_with_devices(api: Api) -> None:
+    """A job that claims devices and NVLink, and one that names a claim: they make the operator use each right."""
+    await api.create(JOBS, claiming("shared", resourceClaims=[{"name": "nic", "resourceClaimName": "nobodys"}]))
     body = claiming("claims")
     body["spec"]["topology"] = {"multiNodeNVLink": True}
     await api.create(JOBS, body)
 
     async def missing() -> bool:
-        return condition(await api.status("claims"), "Placed").get("reason") == "ClaimNotFound"
+        found = [condition(await api.status(name), "Placed").get("reason") for name in ("claims", "shared")]
+        return found == ["ClaimNotFound"] * 2
 
-    await until(missing, "the template is missing")
+    await until(missing, "the template and the claim are missing")
     await api.create(TEMPLATES, template("nics"))
     pods = await until(lambda: api.pods("claims"), "the pods are created", 60)
     affinities = [json.dumps(pod["spec"]["affinity"]) for pod in pods]
@@ -309,7 +329,15 @@ async def test_devices_claims_and_compute_domains_of_a_real_server(
     (domain,) = await api.items(f"{COMPUTE_DOMAINS}/namespaces/default/computedomains")
     assert domain["metadata"]["ownerReferences"][0]["uid"] == uid
     assert {claim["name"] for claim in pods[0]["spec"]["resourceClaims"]} == {"nic", "nvlink"}
-    await api.delete(f"{JOBS}/claims")
+    first = {pod["metadata"]["uid"] for pod in pods}
+    await api.delete(f"{PODS}/{pods[0]['metadata']['name']}")
+
+    async def created_again() -> bool:
+        return len({pod["metadata"]["uid"] for pod in await api.pods("claims")} - first) > 0
+
+    await until(created_again, "the lost pod is created again, and the ComputeDomain is found", 60)
+    for name in ("claims", "shared"):
+        await api.delete(f"{JOBS}/{name}")
 
 
 async def _served(api: Api) -> bool:

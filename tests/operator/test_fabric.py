@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.planner.topology.site import SiteFabric, parse_fabric
+from meshwright_operator.administrator_files import fabric_file
 from meshwright_operator.documents import DocumentError
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling import inventories as module
-from meshwright_operator.scheduling.fabric_file import FabricFile
 from meshwright_operator.scheduling.inventories import Inventories
 from tests.operator.support import node
 from tests.operator.test_gang_races import small
@@ -29,7 +29,7 @@ def valid(metrics: OperatorMetrics) -> float | None:
 async def test_a_changed_file_is_applied_and_a_broken_one_leaves_the_last(tmp_path: Path) -> None:
     path, applied, metrics = tmp_path / "fabric.yaml", list[SiteFabric](), OperatorMetrics()
     path.write_text(RING)
-    file = FabricFile(path, metrics, applied.append)
+    file = fabric_file(path, metrics, applied.append)
     file.load()
     assert valid(metrics) == 1
     path.write_text("levels: {rack: {gigabytesPerSecond: fast}}")
@@ -45,9 +45,9 @@ def test_a_process_does_not_start_with_an_invalid_fabric(tmp_path: Path) -> None
     path = tmp_path / "fabric.yaml"
     path.write_text("levels: 3")
     with pytest.raises(DocumentError, match=r"fabric\.yaml: `levels`"):
-        FabricFile(path, OperatorMetrics(), lambda site: None).load()
+        fabric_file(path, OperatorMetrics(), lambda site: None).load()
     metrics = OperatorMetrics()
-    FabricFile(None, metrics, lambda site: None).load()
+    fabric_file(None, metrics, lambda site: None).load()
     assert valid(metrics) == 1
 
 

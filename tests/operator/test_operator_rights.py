@@ -23,7 +23,7 @@ CREDENTIALS = f"{SECRETS}/{role_rules.ACCOUNT}-credentials"
 CLAIMS = "/api/v1/namespaces/default/persistentvolumeclaims"
 UPDATE_CREDENTIALS = ("", "secrets", "update")
 DEVICES = ("resource.k8s.io", "resource.nvidia.com")
-"""Groups that the embedded server does not have. `test_claims.py` uses these rights on a real one."""
+"""Groups that the embedded server does not have. `test_claims.py` says the same of these rights on a real one."""
 FINALIZERS = ("meshwright.dev", "paralleltrainingjobs/finalizers", "update")
 """Not for a request: an admission plugin asks for it where an ownerReference has `blockOwnerDeletion`."""
 

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright_operator.administrator_files import policy_file, profiles_file
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.documents import DocumentError
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.profiles.applied import AppliedProfile, choose_profile
 from meshwright_operator.profiles.document import Profiles, ProfilesError, parse_profiles
-from meshwright_operator.profiles.profiles_file import ProfilesFile
-from meshwright_operator.scheduling.policy_file import PolicyFile
 from tests.operator.support import JOBS, PODS
 from tests.operator.test_gang_races import small
 from tests.operator.world import Operator, World
@@ -75,8 +74,8 @@ def test_both_documents_must_be_valid(tmp_path: Path) -> None:
     metrics = OperatorMetrics()
     path = tmp_path / "profiles.yaml"
     path.write_text("a: {hostPid: true}")
-    PolicyFile(None, metrics, lambda policy: None).load()
-    file = ProfilesFile(path, metrics, lambda profiles: None)
+    policy_file(None, metrics, lambda policy: None).load()
+    file = profiles_file(path, metrics, lambda profiles: None)
     with pytest.raises(DocumentError, match=r"profiles\.yaml: unknown field"):
         file.load()
 
@@ -84,7 +83,7 @@ def test_both_documents_must_be_valid(tmp_path: Path) -> None:
 async def test_a_broken_document_leaves_the_last_in_effect(tmp_path: Path) -> None:
     metrics, applied, path = OperatorMetrics(), list[Profiles](), tmp_path / "profiles.yaml"
     path.write_text("a: {}")
-    policy, file = PolicyFile(None, metrics, lambda policy: None), ProfilesFile(path, metrics, applied.append)
+    policy, file = policy_file(None, metrics, lambda policy: None), profiles_file(path, metrics, applied.append)
     policy.load()
     file.load()
     path.write_text("a: {hostPid: true}")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from meshwright_operator.administrator_files import policy_file
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted
 from meshwright_operator.documents import DocumentError
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.policy import Policy, PolicyError, parse_policy
-from meshwright_operator.scheduling.policy_file import PolicyFile
 from tests.operator.queueing import Tenants
 from tests.operator.test_gang_races import small
 from tests.operator.world import JOBS, World
@@ -61,7 +61,7 @@ def test_an_invalid_document_names_the_field(text: str, problem: str) -> None:
 async def test_a_changed_file_is_applied_and_a_broken_one_leaves_the_last(tmp_path: Path) -> None:
     path, applied, metrics = tmp_path / "policy.yaml", list[Policy](), OperatorMetrics()
     path.write_text("defaults: {maxReplicas: 4}")
-    file = PolicyFile(path, metrics, applied.append)
+    file = policy_file(path, metrics, applied.append)
     file.load()
     await file.check()
     assert [policy.of("x").max_replicas for policy in applied] == [4]
@@ -81,7 +81,7 @@ async def test_a_changed_file_is_applied_and_a_broken_one_leaves_the_last(tmp_pa
 async def test_a_file_that_is_restored_to_what_is_in_effect_is_valid(tmp_path: Path) -> None:
     path, applied, metrics = tmp_path / "policy.yaml", list[Policy](), OperatorMetrics()
     path.write_text("defaults: {maxReplicas: 4}")
-    file = PolicyFile(path, metrics, applied.append)
+    file = policy_file(path, metrics, applied.append)
     file.load()
     path.write_text("defaults: [")
     await file.check()
@@ -102,7 +102,7 @@ def test_a_process_does_not_start_without_the_administrators_bounds(tmp_path: Pa
         if content is not None:
             path.write_text(content)
         with pytest.raises(DocumentError, match=r"policy\.yaml"):
-            PolicyFile(path, OperatorMetrics(), lambda policy: None).load()
+            policy_file(path, OperatorMetrics(), lambda policy: None).load()
 
 
 @pytest.mark.parametrize(

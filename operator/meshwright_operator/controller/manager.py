@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 
 from kubernetes.aio.client import Configuration
 
+from meshwright_operator.administrator_files import fabric_file, policy_file, profiles_file
 from meshwright_operator.controller.http_server import health_application, serve_application
 from meshwright_operator.controller.job_devices import JobDevices
 from meshwright_operator.controller.job_profiles import JobProfiles
@@ -53,13 +54,10 @@ from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.planning.planning_service import PlanningService
 from meshwright_operator.profiles.document import Profiles
-from meshwright_operator.profiles.profiles_file import ProfilesFile
 from meshwright_operator.queues.kueue import Kueue, queue_of
 from meshwright_operator.queues.kueue_watch import KueueWatch
 from meshwright_operator.scheduling.calibration import CalibrationLoop
-from meshwright_operator.scheduling.fabric_file import FabricFile
 from meshwright_operator.scheduling.inventories import Inventories
-from meshwright_operator.scheduling.policy_file import PolicyFile
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.settings import Settings
 
@@ -143,9 +141,9 @@ class Manager:
         self._profiles = JobProfiles(tokens.seal)
         self._device_inventory = DeviceInventory(cluster, self._cache, self._devices_changed)
         self._documents = (
-            PolicyFile(settings.policy_file, metrics, scheduler.set_policy),
-            FabricFile(settings.fabric_file, metrics, scheduler.set_fabric),
-            ProfilesFile(settings.profiles_file, metrics, self._use_profiles),
+            policy_file(settings.policy_file, metrics, scheduler.set_policy),
+            fabric_file(settings.fabric_file, metrics, scheduler.set_fabric),
+            profiles_file(settings.profiles_file, metrics, self._use_profiles),
         )
         self._calibration_loop = CalibrationLoop(self._cache, scheduler)
         self._kueue_watch = KueueWatch(

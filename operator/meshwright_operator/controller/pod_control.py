@@ -72,11 +72,18 @@ class PodControl:
                 creating.exception()  # `create` raises it. Without that call, the status has not been written.
 
     async def _create_shared(self, context: PodContext, secret: KubeObject) -> None:
-        objects = [self._create_service(context), self._create_secret(context, secret), self._ensure_group(context)]
+        offered = service(context.name, context.namespace, context.uid)
+        objects: list[Awaitable[None]] = [
+            self._create_owned(core_path(context.namespace, "services"), offered, context.uid),
+            self._create_secret(context, secret),
+            self._ensure_group(context),
+        ]
         if context.network_policy is not None:
-            objects.append(self._create_network_policy(context, context.network_policy))
+            path = network_policies_path(context.namespace)
+            objects.append(self._create_owned(path, context.network_policy, context.uid))
         if context.spec.topology is not None and context.spec.topology.multi_node_nvlink:
-            objects.append(self._create_compute_domain(context))
+            domain = compute_domain(context.name, context.namespace, context.uid)
+            objects.append(self._create_owned(compute_domains_path(context.namespace), domain, context.uid))
         await _all(objects)
 
     async def _ensure_group(self, context: PodContext) -> None:
@@ -121,13 +128,6 @@ class PodControl:
         """Delete these pods, by uid, with their own grace period."""
         await _all([self._delete(pod) for pod in pods])
 
-    async def _create_service(self, context: PodContext) -> None:
-        body = service(context.name, context.namespace, context.uid)
-        await self._create_owned(core_path(context.namespace, "services"), body, context.uid)
-
-    async def _create_network_policy(self, context: PodContext, body: KubeObject) -> None:
-        await self._create_owned(network_policies_path(context.namespace), body, context.uid)
-
     async def _create_owned(self, path: str, body: KubeObject, uid: str) -> None:
         """Create an object whose name contains a part of the job's uid only. Users can create objects of its kind."""
         kind, name = body["kind"], body["metadata"]["name"]
@@ -139,15 +139,6 @@ class PodControl:
     async def _create_secret(self, context: PodContext, secret: KubeObject) -> None:
         # Nobody else can know the name of a Secret that does not exist: one that does is the job's own.
         await self._create_or_find(core_path(context.namespace, "secrets"), secret, "the job's token Secret")
-
-    async def _create_compute_domain(self, context: PodContext) -> None:
-        body = compute_domain(context.name, context.namespace, context.uid)
-        path = compute_domains_path(context.namespace)
-        if await self._create_or_find(path, body, "the job's ComputeDomain"):
-            return
-        name = body["metadata"]["name"]
-        if not _owned_by(await self._client.get(compute_domains_path(context.namespace, name)), context.uid):
-            raise PodsRejectedError(NAME_TAKEN, _not_owned("ComputeDomain", name))
 
     async def _create_or_find(self, path: str, body: KubeObject, what: str) -> bool:
         """Create an object. Return False if an object with this name exists."""
