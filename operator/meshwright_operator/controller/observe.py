@@ -177,10 +177,7 @@ class _JobObserver:
         if elastic is None:
             plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
         else:
-            left = sum(not pod.terminal and not pod.deleting for pod in pods) * spec.workers.gpus_per_worker
-            drains = bool(_rejecting_nodes(self._placed(spec), pods, self.cache, self.scheduler)[1])
-            allowed = self._replicas(limit)
-            found = _size_plans(self.key, spec, self.status, revision, self.planner, allowed, left, drains=drains)
+            found = self._elastic_plans(spec, revision, pods, limit)
             taken_by = str(limit[1]) if limit is not None else ""
             spec, plan, others, sizes, full = found.spec, found.plan, [], found.sizes, found.full
         devices = self.devices.requests(self.key.namespace, spec) if self.devices is not None else {}
@@ -221,6 +218,15 @@ class _JobObserver:
             profile=profile,
             devices=devices,
         )
+
+    def _elastic_plans(
+        self, spec: ParallelTrainingJobSpec, revision: str, pods: Sequence[Pod], limit: tuple[int, JobKey] | None
+    ) -> SizePlans:
+        """The plans of the sizes that an elastic job may have."""
+        left = sum(not pod.terminal and not pod.deleting for pod in pods) * spec.workers.gpus_per_worker
+        drains = bool(_rejecting_nodes(self._placed(spec), pods, self.cache, self.scheduler)[1])
+        allowed = self._replicas(limit)
+        return _size_plans(self.key, spec, self.status, revision, self.planner, allowed, left, drains=drains)
 
     def _placed(self, spec: ParallelTrainingJobSpec) -> ParallelTrainingJobSpec:
         """The spec with what the queue requires of nodes."""

@@ -298,6 +298,29 @@ async def open_report_file(path: str) -> tuple[Pipe, int]:
     return Pipe(reader, transport), write
 
 
+def _closer(descriptor: int) -> Callable[[], None]:
+    """A function that closes the descriptor when it is called for the first time."""
+    still_open = [descriptor]
+
+    def close() -> None:
+        while still_open:
+            os.close(still_open.pop())
+
+    return close
+
+
+async def _report_file(rank: int, environment: Mapping[str, str]) -> tuple[Pipe | None, Callable[[], None]]:
+    """The pipe in which the command reports its progress, if it can, and a function that ends it."""
+    if path := environment.get(labels.ENV_REPORT_FILE):
+        try:
+            reports, write = await open_report_file(path)
+        except OSError as error:
+            log.warning("rank %d cannot report its progress: %s", rank, error)
+        else:
+            return reports, _closer(write)
+    return None, lambda: None
+
+
 async def start_command(rank: int, command: Sequence[str], environment: Mapping[str, str]) -> RankHandle:
     """Start `command` with exactly `environment` as the process of `rank`.
 
@@ -307,12 +330,7 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
         OSError: no process can be started. If the command does not exist, this does not raise: its rank exits with 127.
     """
     output, output_write = await open_pipe()
-    reports, report_write = None, None
-    if path := environment.get(labels.ENV_REPORT_FILE):
-        try:
-            reports, report_write = await open_report_file(path)
-        except OSError as error:
-            log.warning("rank %d cannot report its progress: %s", rank, error)
+    reports, close_reports = await _report_file(rank, environment)
     lifeline_read, lifeline = os.pipe2(os.O_CLOEXEC)
     try:
         process = await asyncio.create_subprocess_exec(
@@ -327,24 +345,15 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
     except OSError:
         os.close(lifeline)
         output.close()
-        if reports is not None and report_write is not None:
+        if reports is not None:
             reports.close()
-            os.close(report_write)
+        close_reports()
         raise
     finally:
         os.close(lifeline_read)
         os.close(output_write)
-    open_descriptors = [lifeline]
-    report_descriptors = [report_write] if report_write is not None else []
-
-    def close_reports() -> None:
-        while report_descriptors:
-            os.close(report_descriptors.pop())
-
-    def kill_guard() -> None:
-        """Close the guard's standard input: it then kills every process of the command and exits."""
-        while open_descriptors:
-            os.close(open_descriptors.pop())
+    # The guard then kills every process of the command, and exits.
+    kill_guard = _closer(lifeline)
 
     async def wait() -> int:
         code = await process.wait()
