@@ -24,6 +24,7 @@ from meshwright_worker.agent.events import (
     BackgroundTaskFailed,
     Event,
     EventQueue,
+    LeaveRequested,
     MeshReceived,
     OutputWritten,
     PauseRequested,
@@ -150,6 +151,7 @@ class Agent:
             address=self._settings.pod_address,
             store_port=self._launcher.store_port,
             preparing=self._launcher.preparing,
+            holds_state=True,
         )
 
     async def _announce_prepared(self) -> None:
@@ -198,6 +200,8 @@ class Agent:
             self._metrics.compute_times(times, reply.median_compute_seconds)
         if reply.pause is not None:
             self._event_queue.put_nowait(PauseRequested(reply.pause))
+        if reply.leave is not None:
+            self._event_queue.put_nowait(LeaveRequested(reply.leave))
 
     def _on_signal(self, name: str) -> None:
         self._shutdown_requested.set()
@@ -219,11 +223,19 @@ class Agent:
             self._report_changes()
 
     async def _execute(
-        self, action: decisions.StartRanks | decisions.TerminateRanks | decisions.DumpStacks | decisions.KillRanks
+        self,
+        action: decisions.StartRanks
+        | decisions.LeaveRanks
+        | decisions.TerminateRanks
+        | decisions.DumpStacks
+        | decisions.KillRanks,
     ) -> list[decisions.Action]:
         match action:
             case decisions.StartRanks():
                 return await self._start(action)
+            case decisions.LeaveRanks(generation=generation, ranks=ranks):
+                log.info("ranks %s leave generation %d and hold their state", list(ranks), generation)
+                self._launcher.leave(ranks, generation)
             case decisions.TerminateRanks(ranks=ranks):
                 log.info("asking ranks %s to stop", list(ranks))
                 self._launcher.terminate(ranks)
@@ -251,7 +263,7 @@ class Agent:
         reportable = (
             self._state_machine.state,
             self._state_machine.checkpoint,
-            current and (current.number, len(current.failures), current.paused),
+            current and (current.number, len(current.failures), current.paused, len(current.live) - len(current.busy)),
             self._evidence.for_report(time.monotonic()),
         )
         if reportable != self._last_reported:
@@ -290,6 +302,8 @@ class Agent:
                 actions = self._state_machine.on_exit(generation, rank, code, tail, now)
                 self._record_failure(generation, rank, now)
                 return actions
+            case LeaveRequested(generation=generation):
+                return self._state_machine.on_leave(generation, now)
             case PauseRequested(generation=generation):
                 return self._pause(generation, now)
             case ShutdownRequested(code=code, reason=reason):
@@ -335,12 +349,14 @@ class Agent:
         actions: list[decisions.Action] = []
         for rank in ranks:
             try:
-                pid = await self._launcher.spawn(start, rank)
+                resumes = rank in start.resumed
+                pid = self._launcher.resume(start, rank) if resumes else await self._launcher.spawn(start, rank)
             except LaunchError as error:
                 log.error("%s", error)
                 actions += self._state_machine.on_spawn_failed(document.generation, rank, str(error), time.monotonic())
                 break
-            log.info("rank started rank=%d generation=%d pid=%d", rank, document.generation, pid)
+            how = "goes on" if resumes else "started"
+            log.info("rank %s rank=%d generation=%d pid=%d", how, rank, document.generation, pid)
             self._metrics.rank_up(rank, up=True)
             actions += self._state_machine.on_spawned(document.generation, rank, pid, time.monotonic())
         return actions
@@ -379,6 +395,8 @@ class Agent:
                 log.warning("rank failed rank=%d generation=%d kind=%s: %s", rank, generation, kind, text)
             case messages.Running(step=step):
                 log.info("rank trains rank=%d generation=%d after-step=%d", rank, generation, step)
+            case messages.Held(step=step, seconds=seconds):
+                log.info("rank holds its state rank=%d step=%d left-in=%.4f s", rank, step, seconds)
             case messages.Finished(outcome=outcome):
                 log.info("rank finished rank=%d generation=%d outcome=%s", rank, generation, outcome)
 

@@ -61,6 +61,13 @@ class PauseRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaveRequested:
+    """The ranks of a generation are to leave it and hold their state, because others are lost."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShutdownRequested:
     """The pod is to stop; `reason` is for the log."""
 
@@ -82,6 +89,7 @@ Event = (
     | ProgressLogged
     | RankExited
     | PauseRequested
+    | LeaveRequested
     | ShutdownRequested
     | BackgroundTaskFailed
 )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import Batch
+from meshwright_worker.data.sample_order import MODULUS
 from meshwright_worker.distributed.collectives import all_reduce_sum
 from meshwright_worker.distributed.mesh import ISLAND, TENSOR, Mesh
 from meshwright_worker.distributed.step_clock import PASSES, UPDATE, phase
@@ -58,16 +61,59 @@ class StepResult:
     """See `Executor.bubble`."""
     token_counts: TokenCounts | None = None
     """Content of the padded rows of all replicas of this island; None if rows are never padded."""
+    digest: int = 0
+    """Sum of what all ranks have added to the data digest in this step, if they say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedStep:
+    """A step whose gradients are summed over replicas: what its update needs, beside the sums over all ranks."""
+
+    number: int
+    gradients: list[torch.Tensor]
+    results: torch.Tensor
+    """What this rank adds to the sums, fp64 [numbers]."""
+    residuals: Mapping[str, torch.Tensor] | None
+    """Compression residuals from before the step, if the step may be skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """Sums of a step over all ranks. Who has them knows that every rank has reduced its gradients."""
+
+    results: torch.Tensor
+    """Sum of `ReducedStep.results`."""
+    digest: int = 0
+    """See `StepResult.digest`."""
+
+
+class StepGate:
+    """Told of each part of a step. This one only watches; recovery in memory stops a step between its parts."""
+
+    wants_digest = False
+    """Whether the ranks sum their parts of the data digest in each step."""
+
+    def reduced(self, step: ReducedStep) -> None:
+        """A step's gradients are summed over replicas."""
+
+    @contextmanager
+    def update(self, sums: StepSums) -> Iterator[None]:
+        """All ranks agree on the step, and this rank updates its parameters in the block, without any other rank."""
+        yield
+
+    def updated(self, result: StepResult) -> None:
+        """The parameters are updated. Called in the block of `update`."""
 
 
 class Trainer:
     """This rank's stages, their optimizer and their executor.
 
-    `samples` is the number of samples in this island's corpus, for `FedAvg`.
+    `samples` is the number of samples in this island's corpus, for `FedAvg`. `gate` is told of each part of a step.
     """
 
-    def __init__(self, run: NativeRun, mesh: Mesh, samples: int = 1) -> None:
+    def __init__(self, run: NativeRun, mesh: Mesh, samples: int = 1, gate: StepGate | None = None) -> None:
         model, training = run.architecture, run.training
+        self._gate = gate or StepGate()
         self._mesh = mesh
         self._training = training
         self._micro_batches = MicroBatches(run, mesh)
@@ -114,15 +160,28 @@ class Trainer:
         if self.outer is not None:
             self.outer.close()
 
-    def step(self, number: int, batch: Batch, *, stop: bool = False) -> StepResult:
+    def step(self, number: int, batch: Batch, *, stop: bool = False, digest: int = 0) -> StepResult:
         """Train on this replica's batch of step `number` (from 1).
 
         `stop`: this rank was asked to stop. The result's `stop` says whether any rank was, so that all ranks stop after
-        the same step.
+        the same step. `digest` is what this rank adds to the data digest, if the gate wants it.
 
         Raises:
             DivergedError: loss or gradients are not finite (in fp16: at any loss scale); no parameter was changed.
         """
+        reduced = self._reduce(number, batch, stop=stop)
+        self._gate.reduced(reduced)
+        sums = self._agree(reduced, digest)
+        with self._gate.update(sums):
+            result = self.update(reduced, sums)
+            self._gate.updated(result)
+        if not result.skipped:
+            with phase(UPDATE):
+                self.data_parallel.sync_parameters()
+        return result
+
+    def _reduce(self, number: int, batch: Batch, *, stop: bool) -> ReducedStep:
+        """Run the passes of a step, and sum its gradients over replicas. Collective."""
         if self.outer is not None:
             self.outer.begin_step()
         micro_batches, token_counts = self._micro_batches.of(batch), self._token_counts(batch)
@@ -134,27 +193,40 @@ class Trainer:
             replica_loss = self._executor.run(micro_batches)
         gradients = self._gradients()
         self._fp8.advance()
+        squares = local_square_sum(self.shards, gradients).to(self._mesh.device)
+        results = self._local_results(replica_loss, squares, micro_batches, stop, token_counts)
+        return ReducedStep(number, gradients, results, residuals)
+
+    def _agree(self, reduced: ReducedStep, digest: int) -> StepSums:
+        """Sum the step's results over the island, in one small collective: the only time the host waits for the
+        device.
+        """
+        total = None
+        if self._gate.wants_digest:
+            total = torch.tensor([digest], dtype=torch.int64, device=self._mesh.device)
+            # Sums wrap modulo 2^64, which 2^63 divides.
+            all_reduce_sum(total, self._mesh.island_group)
+        sums = reduced.results.clone()
+        all_reduce_sum(sums, self._mesh.island_group)
+        return StepSums(sums, int(total.item()) % MODULUS if total is not None else 0)
+
+    def update(self, reduced: ReducedStep, sums: StepSums) -> StepResult:
+        """Update this rank's shards with a step's gradients. Needs no other rank, except with `training.outer`."""
         # Losses were divided by the step's maximum number of targets; `tokens` is the actual number.
-        (loss, norm, tokens, stopping), token_counts, expert_counts, loads = self._reduce_step_results(
-            replica_loss,
-            local_square_sum(self.shards, gradients).to(self._mesh.device),
-            micro_batches,
-            stop,
-            token_counts,
-        )
+        (loss, norm, tokens, stopping), token_counts, expert_counts, loads = self._read_sums(sums.results)
         correction = tokens_of_step(self._training) / max(1.0, tokens)
         loss, correction = loss * correction, correction / self.loss_scale.value
         norm *= correction
+        number, digest = reduced.number, sums.digest
         rate = learning_rate(number, self._training.steps, self._training.optimizer)
+        result = partial(StepResult, number, loss, norm, rate, token_counts=token_counts, digest=digest)
         if not math.isfinite(loss + norm):
-            self._skip_update(number, loss, norm, residuals)
-            return StepResult(number, loss, norm, rate, stopping, loads, skipped=True, token_counts=token_counts)
+            self._skip_update(number, loss, norm, reduced.residuals)
+            return result(stopping, loads, skipped=True)
         with phase(UPDATE):
-            scale_and_clip(gradients, correction, norm, self._training.optimizer.gradient_clip)
-            stopping = self._update(number, gradients, rate, expert_counts, stop=stopping)
-        return StepResult(
-            number, loss, norm, rate, stopping, loads, bubble=self._executor.bubble, token_counts=token_counts
-        )
+            scale_and_clip(reduced.gradients, correction, norm, self._training.optimizer.gradient_clip)
+            stopping = self._update(number, reduced.gradients, rate, expert_counts, stop=stopping)
+        return result(stopping, loads, bubble=self._executor.bubble)
 
     def _skip_update(self, number: int, loss: float, norm: float, residuals: Mapping[str, torch.Tensor] | None) -> None:
         """Drop gradients that overflowed fp16, and restore the compression residuals from before the step.
@@ -174,7 +246,7 @@ class Trainer:
     def _update(
         self, number: int, gradients: list[torch.Tensor], rate: float, expert_counts: torch.Tensor, *, stop: bool
     ) -> bool:
-        """Update parameters, loss scale and router biases; at the end of a round, synchronize the islands.
+        """Update shards, loss scale and router biases; at the end of a round, synchronize the islands.
 
         Returns:
             Whether to stop after this step.
@@ -189,7 +261,6 @@ class Trainer:
         self.loss_scale.record_success()
         if self.loss_scale.value != scale and self.compression_state is not None:
             self._rescale(self.compression_state.tensors(), scale)
-        self.data_parallel.sync_parameters()
         self._loads.move_biases(expert_counts)
         if self.outer is not None and self._rounds.ends_round(number):
             # Router biases have just been moved, by each island's own expert loads.
@@ -264,31 +335,34 @@ class Trainer:
             self.loss_scale.skipped, self.loss_scale.steady = state.skipped, state.steady
             self.loss_scale.value = state.loss_scale or self.loss_scale.value
 
-    def _reduce_step_results(
+    def _local_results(
         self,
         replica_loss: torch.Tensor,
         squares: torch.Tensor,
         micro_batches: Sequence[Batch],
         stop: bool,
         token_counts: TokenCounts | None,
-    ) -> tuple[tuple[float, float, float, bool], TokenCounts | None, torch.Tensor, tuple[ExpertLoad, ...]]:
-        """Reduce the step's results over the island, in one small collective: the only time the host waits for the
-        device.
-
-        Returns:
-            Loss, gradient norm, number of targets and stop flag; content of padded rows; expert counts on the device;
-            expert loads for the report.
-        """
+    ) -> torch.Tensor:
+        """Return what this rank adds to the step's results, fp64 [numbers] on the device."""
         _, _, _, tensor = self._mesh.coordinates
         # Pipeline stages without a loss contribute 0.
         loss = replica_loss.double() if tensor == 0 else torch.zeros_like(squares)
         targets = self._targets(micro_batches)
         reported_numbers = [torch.full_like(squares, float(number)) for number in (stop, *(token_counts or ()))]
-        local_sums = torch.stack([loss, squares, targets, *reported_numbers])
-        sums = torch.cat([local_sums, self._loads.take()])
-        all_reduce_sum(sums, self._mesh.island_group)
+        return torch.cat([torch.stack([loss, squares, targets, *reported_numbers]), self._loads.take()])
+
+    def _read_sums(
+        self, sums: torch.Tensor
+    ) -> tuple[tuple[float, float, float, bool], TokenCounts | None, torch.Tensor, tuple[ExpertLoad, ...]]:
+        """Read the sums of all ranks' results.
+
+        Returns:
+            Loss, gradient norm, number of targets and stop flag; content of padded rows; expert counts on the device;
+            expert loads for the report.
+        """
+        first_load = 6 if self._micro_batches.padded else 4
         total_loss, total_squares, tokens, stops, *rest = sums.tolist()
-        token_sums, expert_counts = rest[: len(reported_numbers) - 1], rest[len(reported_numbers) - 1 :]
+        token_sums, expert_counts = rest[: first_load - 4], rest[first_load - 4 :]
         total = TokenCounts(*(int(number) for number in token_sums)) if token_sums else None
         agreed = total_loss, math.sqrt(total_squares), tokens, stops > 0
-        return agreed, total, sums[len(local_sums) :], self._loads.to_reports(expert_counts)
+        return agreed, total, sums[first_load:], self._loads.to_reports(expert_counts)
