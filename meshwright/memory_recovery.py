@@ -80,6 +80,19 @@ def transfers(run: Run, memory: MemoryRecovery) -> dict[int, int | None]:
     return {rank: sources.get(state_of(run, rank)) for rank in range(run.layout.world_size) if rank not in kept}
 
 
+def describe(run: Run, memory: MemoryRecovery) -> str:
+    """Describe a recovery for users."""
+    new = transfers(run, memory)
+    world = run.layout.world_size
+    text = f"{world - len(new)} of {world} ranks go on from step {memory.step}, which they have in memory"
+    first = next(iter(new.items()), None)
+    if first is None:
+        return text
+    return f"{text}; {_named(list(new))} {'get' if len(new) > 1 else 'gets'} the state of rank {first[1]}" + (
+        " and others" if len(set(new.values())) > 1 else ""
+    )
+
+
 def keeping_ranks(memory: MemoryRecovery) -> frozenset[int]:
     """The ranks that keep their processes and state."""
     kept: set[int] = set()

@@ -141,6 +141,11 @@ class RecoverySpec(ApiModel):
     partly_bound_seconds: Annotated[int, Field(ge=0, le=31536000)] | None = None
     """The same for the other pods, after the first one was bound. 0 means no limit. Defaults to the operator's setting,
     300."""
+    in_memory: bool = False
+    """Experimental, for ranks without GPUs: when ranks are lost, the others keep their processes and state, and new
+    ranks get theirs from a rank that has the same, instead of all from the latest checkpoint. If no rank has the same,
+    or for techniques with more state of their own, all ranks restart from the checkpoint, and an event says why. An
+    edit takes effect when the next mesh generation starts."""
     exit_codes: Annotated[list[ExitCodeRule], Field(max_length=20)] = []
     """Meaning of exit codes of ranks and workers. The first rule that contains the code applies. Other codes count
     toward `maxRestarts`."""

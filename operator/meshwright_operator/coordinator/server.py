@@ -69,7 +69,7 @@ class Coordinator:
         self._notifying: set[JobKey] = set()
         """Jobs with an urgent notification that is delayed."""
         self._notified_at: dict[JobKey, float] = {}
-        self._replies: dict[tuple[int, int | None, float, float | None], EncodedMessage] = {}
+        self._replies: dict[tuple[int, int | None, int | None, float, float | None], EncodedMessage] = {}
         self._trust = encode(TrustBundle(certificates=""))
         self._trust_id: str | None = None
 
@@ -170,11 +170,14 @@ class Coordinator:
                 raise web.HTTPBadRequest(text=f"ranks: a worker of this job has at most {signed_request.max_ranks}")
             if registry.receive_report(report, head.digest, interval):
                 self._notify_change(signed_request, registry)
+                await registry.leave_with_failed(report)
             else:
                 self._notify(key, False)
         times = registry.compute_times()
         median = None if times is None else float(f"{times.median:.3g}")
-        return self._reply(registry.generation, registry.pause_for(head.sender.worker), interval, median)
+        worker = head.sender.worker
+        pause, leave = registry.pause_for(worker), registry.leave_for(worker)
+        return self._reply(registry.generation, pause, leave, interval, median)
 
     async def _send_trust(self, signed_request: SignedRequest, request: web.Request) -> EncodedMessage:
         # The headers contain everything that is needed, but the body must be the one that was signed.
@@ -232,9 +235,11 @@ class Coordinator:
             self._all_workers = sum(other.workers for other in self._registry_by_uid.values())
         return report_seconds(0 if registry.reports_progress(worker) else registry.workers, self._all_workers)
 
-    def _reply(self, generation: int, pause: int | None, interval: float, median: float | None) -> EncodedMessage:
+    def _reply(
+        self, generation: int, pause: int | None, leave: int | None, interval: float, median: float | None
+    ) -> EncodedMessage:
         """The answer to a report. Few differ."""
-        reply = self._replies.get((generation, pause, interval, median))
+        reply = self._replies.get((generation, pause, leave, interval, median))
         if reply is None:
             if len(self._replies) >= MAX_REPLIES:
                 self._replies.clear()
@@ -242,10 +247,11 @@ class Coordinator:
                 generation=generation,
                 report_seconds=interval,
                 pause=pause,
+                leave=leave,
                 median_compute_seconds=median,
                 trust=self._trust_id,
             )
-            reply = self._replies[generation, pause, interval, median] = encode(message)
+            reply = self._replies[generation, pause, leave, interval, median] = encode(message)
         return reply
 
 
