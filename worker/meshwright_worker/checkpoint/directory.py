@@ -68,7 +68,8 @@ class CheckpointDirectory:
         step = manifest.state.step
         hidden, final = self.temporary(step), self.path(step)
         write_durably(hidden / MANIFEST, encode_manifest(manifest))
-        _sync_directory(hidden)
+        for directory in sorted({(hidden / name).parent for name in manifest.files} | {hidden}, reverse=True):
+            _sync_directory(directory)
         if final.exists():
             self._hide(final, _REPLACED)
         hidden.rename(final)
