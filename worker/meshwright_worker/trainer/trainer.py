@@ -308,6 +308,8 @@ class Trainer:
         local_sums = torch.stack([loss, squares, targets, *reported_numbers])
         sums = torch.cat([local_sums, self._loads.take()])
         all_reduce_sum(sums, self._mesh.island_group)
+        if self.slot_recorder is not None:
+            self.slot_recorder.end()
         total_loss, total_squares, tokens, stops, *rest = sums.tolist()
         token_sums, expert_counts = rest[: len(reported_numbers) - 1], rest[len(reported_numbers) - 1 :]
         total = TokenCounts(*(int(number) for number in token_sums)) if token_sums else None

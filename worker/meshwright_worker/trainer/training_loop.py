@@ -222,10 +222,7 @@ class TrainingLoop:
         recorder = self._trainer.slot_recorder if is_timed(number, self._first) else None
         if recorder is not None:
             recorder.begin(number)
-        result = self._trainer.step(number, mine.batch, stop=self._events.stop_requested())
-        if recorder is not None:
-            recorder.end()
-        return result
+        return self._trainer.step(number, mine.batch, stop=self._events.stop_requested())
 
     def _drain(self, state: TrainingState) -> tuple[TrainingState, bool]:
         """Finish all started steps; a pipeline without flushes is some steps behind.
