@@ -362,9 +362,10 @@ class ParallelTrainingJobStatus(ApiModel):
         list[RestartStatus], Field(max_length=MAX_RESTART_CAUSES, json_schema_extra={"x-list-map-key": "cause"})
     ] = []
     """Restarts by cause."""
-    suspect_nodes: Annotated[
-        list[SuspectNode], Field(max_length=MAX_SUSPECT_NODES, json_schema_extra={"x-list-map-key": "node"})
-    ] = []
+    suspect_nodes: (
+        Annotated[list[SuspectNode], Field(max_length=MAX_SUSPECT_NODES, json_schema_extra={"x-list-map-key": "node"})]
+        | None
+    ) = None
     """Nodes on which workers have failed, the latest last, with `recovery.suspectNodes`."""
     last_failure: FailureStatus | None = None
     """The latest failure of a rank, hang or crash of a worker."""

@@ -42,7 +42,7 @@ def suspect(
 
 
 def node(status: ParallelTrainingJobStatus, name: str) -> SuspectNode:
-    return next(entry for entry in status.suspect_nodes if entry.node == name)
+    return next(entry for entry in status.suspect_nodes or () if entry.node == name)
 
 
 def reasons(decision: Decision) -> list[str]:
@@ -95,7 +95,7 @@ def test_a_failure_that_follows_the_worker_is_not_the_nodes() -> None:
     decision = fails(2, [suspect("n7", 2, failures=2, until=3000), suspect("n2", 3)])
     assert not decision.delete
     assert not decision.blocked_nodes
-    assert [entry.avoided_until for entry in decision.status.suspect_nodes] == [None, None]
+    assert [entry.avoided_until for entry in decision.status.suspect_nodes or ()] == [None, None]
     assert "NodeCleared" in reasons(decision)
 
 
@@ -110,13 +110,13 @@ def test_after_its_expiry_one_failure_is_enough() -> None:
 def test_old_failures_are_forgotten() -> None:
     entries = [suspect("n1", 1, seconds_ago=7300), suspect("n2", 2, seconds_ago=7100)]
     decision = decide(observed(status=running_status(suspect_nodes=entries), **ON))
-    assert [entry.node for entry in decision.status.suspect_nodes] == ["n2"]
+    assert [entry.node for entry in decision.status.suspect_nodes or ()] == ["n2"]
 
 
 def test_a_mistake_of_the_job_says_nothing_about_its_node() -> None:
     reports = [failed(2, FailureKind.INVALID_INPUT, "no such file")]
     decision = decide(observed(received=agents(reports, halted_seconds=11), **ON))
-    assert decision.status.suspect_nodes == []
+    assert decision.status.suspect_nodes is None
 
 
 def raise_on(world: World, name: str) -> None:

@@ -105,7 +105,7 @@ def last_failure(job: Job, now: datetime | None = None) -> str:
 
 def avoided_nodes(job: Job, now: datetime) -> str:
     """The suspect nodes that the job avoids, and for how long. Empty if there are none."""
-    found = [(entry, parse_time(entry.avoided_until)) for entry in job.status.suspect_nodes]
+    found = [(entry, parse_time(entry.avoided_until)) for entry in job.status.suspect_nodes or ()]
     avoided = [
         f"{entry.node} for {duration((until - now).total_seconds())} after {plural(entry.failures, 'failure')} "
         f"({entry.cause})"

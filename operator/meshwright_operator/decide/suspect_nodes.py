@@ -38,7 +38,7 @@ def judge(decision: Decision, verdict: Interruption) -> Interruption:
     entry = _struck(decision.status, failed, verdict, spec, observed.now)
     followed = [
         other
-        for other in decision.status.suspect_nodes
+        for other in decision.status.suspect_nodes or ()
         if other.worker == failed.index and other.node != failed.node and _within(other, spec.window_seconds, observed)
     ]
     if followed:
@@ -66,7 +66,7 @@ def blocked(observed: Observed, status: ParallelTrainingJobStatus) -> Mapping[st
         return {}
     return {
         entry.node: f"it is suspect after {counted(entry.failures, 'failure')} of this job, until {entry.avoided_until}"
-        for entry in status.suspect_nodes
+        for entry in status.suspect_nodes or ()
         if (left := _seconds_left(entry, observed.now)) is not None and 0 < left <= spec.avoid_seconds
     }
 
@@ -90,10 +90,10 @@ def forget(observed: Observed, status: ParallelTrainingJobStatus) -> None:
     """Remove the nodes that have not failed for so long that their failures count no more."""
     spec = observed.spec.recovery.suspect_nodes
     if spec is None:
-        status.suspect_nodes = []
+        status.suspect_nodes = None
         return
     kept = max(spec.window_seconds, 2 * spec.avoid_seconds)
-    status.suspect_nodes = [entry for entry in status.suspect_nodes if _within(entry, kept, observed)]
+    status.suspect_nodes = [entry for entry in status.suspect_nodes or () if _within(entry, kept, observed)] or None
 
 
 def _failed_worker(observed: Observed, verdict: Interruption) -> Worker | None:
@@ -109,7 +109,7 @@ def _struck(
     status: ParallelTrainingJobStatus, failed: Worker, verdict: Interruption, spec: SuspectNodesSpec, now: datetime
 ) -> SuspectNode:
     """The node's entry after one more failure. Failures before the window count no more."""
-    old = next((entry for entry in status.suspect_nodes if entry.node == failed.node), None)
+    old = next((entry for entry in status.suspect_nodes or () if entry.node == failed.node), None)
     recent = old is not None and seconds_since(old.last_failure, now) <= spec.window_seconds
     return SuspectNode(
         node=failed.node,
@@ -132,7 +132,7 @@ def _clear(decision: Decision, entry: SuspectNode, followed: list[SuspectNode], 
 
 
 def _write(status: ParallelTrainingJobStatus, entry: SuspectNode) -> None:
-    others = [other for other in status.suspect_nodes if other.node != entry.node]
+    others = [other for other in status.suspect_nodes or () if other.node != entry.node]
     status.suspect_nodes = [*others, entry][-MAX_SUSPECT_NODES:]
 
 
