@@ -34,6 +34,7 @@ def unsupported(run: Run) -> str:
         is not GradientCompression.NONE,
         "the update of `training.optimizer.name: Muon` needs all ranks": training.optimizer.name is OptimizerName.MUON,
         "`training.optimizer.offload` has its state elsewhere": training.optimizer.offload is not OptimizerOffload.NONE,
+        "`training.anomalies` may go back to a checkpoint": training.anomalies is not None,
         "`training.parameterOffload` has its state elsewhere": training.parameter_offload,
     }
     found = next((reason for reason, applies in reasons.items() if applies), "")

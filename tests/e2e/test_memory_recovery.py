@@ -19,9 +19,7 @@ pytestmark = pytest.mark.long
 
 async def rank_pids(stage: Stage, pod: str, generation: int) -> dict[int, int]:
     """The processes of a pod's ranks in a generation, by rank; empty while they have not all begun."""
-    found = re.findall(
-        rf"rank (?:started|goes on) rank=(\d+) generation={generation} pid=(\d+)", await stage.log(pod)
-    )
+    found = re.findall(rf"rank (?:started|goes on) rank=(\d+) generation={generation} pid=(\d+)", await stage.log(pod))
     return {int(rank): int(pid) for rank, pid in found} if len(found) == 2 else {}
 
 

@@ -1,7 +1,7 @@
-"""Recovery in memory (`recovery.inMemory`): whether ranks hold their state, and how the next generation goes on from it.
+"""Recovery in memory (`recovery.inMemory`): whether ranks hold their state, and how the next generation uses it.
 
-Agents report what their ranks hold once a generation is interrupted. What is decided from it is in status, so that every
-agent gets the same document, also after a restart of the operator.
+Agents report what their ranks hold once a generation is interrupted. What is decided from it is in status, so that
+every agent gets the same document, also after a restart of the operator.
 """
 
 from __future__ import annotations

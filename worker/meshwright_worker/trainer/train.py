@@ -3,7 +3,7 @@
 1. data: opens the inputs; invalid data, device or configuration is rejected here;
 2. rendezvous: creates the process groups of the mesh generation;
 3. build: creates this rank's shard of the model and its optimizer;
-4. load: reads the latest complete checkpoint, in whatever layout it was written;
+4. load: reads the latest complete checkpoint, in whatever layout it was written, or draws initial weights;
 5. steps: each is reported; checkpoints are written in the background at every interval (`training_loop`);
 6. final checkpoint: written before the rank reports that it is done.
 
@@ -37,17 +37,18 @@ from meshwright_worker.data.sample_assignment import combined_identity, island_d
 from meshwright_worker.data.vocabulary_check import check_vocabulary
 from meshwright_worker.distributed.device import device_properties
 from meshwright_worker.distributed.device_checks import validate_device
-from meshwright_worker.distributed.mesh import Mesh, is_same_on_all_ranks, join_mesh
-from meshwright_worker.models.lora import is_adapter
+from meshwright_worker.distributed.mesh import Mesh, join_mesh
 from meshwright_worker.pretrained.errors import PretrainedError
-from meshwright_worker.pretrained.load import check_pretrained, load_pretrained
+from meshwright_worker.pretrained.load import check_pretrained
 from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.task import Outcome, RankEvents, RankTask
 from meshwright_worker.tracking.tracked_events import tracked
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.evaluation import Evaluation
+from meshwright_worker.trainer.initial_state import load_state
 from meshwright_worker.trainer.trainer import StepGate, Trainer
 from meshwright_worker.trainer.training_loop import RunInputs, TrainingLoop
+from meshwright_worker.trainer.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ def train_on_mesh(
         # Stages read tokens and targets independently, so without this check different corpora would train unnoticed.
         if identity is None:
             raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
-        trainer = build_trainer(run, mesh, inputs.samples, memory.gate if memory is not None else None)
+        trainer = build_trainer(run, mesh, inputs.samples, memory.gate if memory is not None else None, draw=False)
     manager = None
     if run.checkpoint is not None and task.checkpoint_dir is not None:
         template = manifest_template(run, identity, mesh).model_copy(update={"tokenizer": opened.tokenizer})
@@ -138,6 +139,8 @@ def train_on_mesh(
     with _phase(events, "load"):
         state = _load(run, trainer, mesh, manager, memory)
         trainer.on_parameters_loaded(state.step)
+    trainer.restore_state(state)
+    warm_up(run, mesh)
     if memory is not None and isinstance(trainer, Trainer):
         memory.begin(trainer, state)
     events.running(state.step)
@@ -158,14 +161,7 @@ def _load(
         memory.formed()
         if (held := memory.restore(trainer, mesh)) is not None:
             return held
-    load_initial_weights(trainer, run, mesh)
-    state = TrainingState()
-    if manager is not None:
-        state = manager.load(
-            trainer.shards, trainer.optimizer, trainer.buffers, trainer.outer, trainer.compression_state
-        )
-    trainer.restore_state(state)
-    return state
+    return load_state(trainer, run, mesh, manager)
 
 
 def validate_run(run: NativeRun) -> None:
@@ -209,30 +205,17 @@ def _check_initial_weights(model: Architecture, directory: str) -> None:
 
 
 def build_trainer(
-    run: NativeRun, mesh: Mesh, samples: int = 1, gate: StepGate | None = None
+    run: NativeRun, mesh: Mesh, samples: int = 1, gate: StepGate | None = None, *, draw: bool = True
 ) -> Trainer | AsyncPipelineTrainer:
-    """Return the trainer of this rank's part. For `samples`, those of its island, and `gate` see `Trainer`."""
+    """Return the trainer of this rank's part. For `samples`, those of its island, and `gate` see `Trainer`. If not
+    `draw`, its parameters have no values yet.
+    """
     lora = run.training.lora
     if mesh.rank == 0 and lora is not None and (missing := skipped_targets(lora, run.architecture)):
         log.warning(missing)
     if kind_of(run.parallelism.order).asynchronous and run.pipeline > 1:
-        return AsyncPipelineTrainer(run, mesh)
-    return Trainer(run, mesh, samples, gate)
-
-
-def load_initial_weights(trainer: Trainer | AsyncPipelineTrainer, run: NativeRun, mesh: Mesh) -> None:
-    """Fill the model from `training.initialWeights`, if it is set. Adapter checkpoints contain only the adapters.
-
-    Raises:
-        PretrainedError: the files contain another model, are damaged, or are not the same on every rank.
-    """
-    weights = run.training.initial_weights
-    if weights is None:
-        return
-    shards = [shard for shard in (*trainer.shards, *trainer.frozen) if not is_adapter(shard.name)]
-    fingerprint = load_pretrained(shards, run.architecture, Path(weights), trainer.buffers)
-    if not is_same_on_all_ranks(fingerprint, mesh):
-        raise PretrainedError("the ranks see different files in `training.initialWeights`: every pod needs the same")
+        return AsyncPipelineTrainer(run, mesh, draw=draw)
+    return Trainer(run, mesh, samples, gate, draw=draw)
 
 
 @contextmanager

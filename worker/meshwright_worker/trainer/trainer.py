@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 
+from meshwright.api.training import AnomalyAction
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import Batch
@@ -33,11 +34,10 @@ from meshwright_worker.precision.fp8.scaling_recipe import DelayedScaling
 from meshwright_worker.precision.loss_scale import LossScale, scale_loss_gradients
 from meshwright_worker.rank.task import ExpertLoad
 from meshwright_worker.trainer.evaluation import count_targets, mean_loss
+from meshwright_worker.trainer.loss_anomalies import Anomaly, DivergedError, LossAnomalies
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts, may_have_ignored_targets
 
-
-class DivergedError(ArithmeticError):
-    """Loss or gradients are no longer finite numbers."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,9 @@ class StepResult:
     experts: tuple[ExpertLoad, ...] = ()
     """One entry per mixture-of-experts layer."""
     skipped: bool = False
-    """Whether gradients overflowed fp16, so that nothing was updated."""
+    """Whether nothing was updated, because gradients overflowed fp16 or because of `training.anomalies`."""
+    went_back: str = ""
+    """Why training must go back to an older checkpoint instead of an update; otherwise empty."""
     bubble: float | None = None
     """See `Executor.bubble`."""
     token_counts: TokenCounts | None = None
@@ -108,16 +110,19 @@ class StepGate:
 class Trainer:
     """This rank's stages, their optimizer and their executor.
 
-    `samples` is the number of samples in this island's corpus, for `FedAvg`. `gate` is told of each part of a step.
+    `samples` is the number of samples in this island's corpus, for `FedAvg`. `gate` is told of each part of a step. If
+    not `draw`, parameters have no values yet.
     """
 
-    def __init__(self, run: NativeRun, mesh: Mesh, samples: int = 1, gate: StepGate | None = None) -> None:
+    def __init__(
+        self, run: NativeRun, mesh: Mesh, samples: int = 1, gate: StepGate | None = None, *, draw: bool = True
+    ) -> None:
         model, training = run.architecture, run.training
         self._gate = gate or StepGate()
         self._mesh = mesh
         self._training = training
         self._micro_batches = MicroBatches(run, mesh)
-        self.stages = build_stages(run, mesh)
+        self.stages = build_stages(run, mesh, draw=draw)
         pipeline = build_executor(self.stages, run, mesh)
         self._executor, self._shared_weights = pipeline.executor, pipeline.shared_weights
         shards = [
@@ -136,6 +141,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.shards, training, mesh)
         self._fp8 = DelayedScaling((stage.module for stage in self.stages), mesh)
         self.loss_scale = LossScale.of(training)
+        self._anomalies = LossAnomalies(training.anomalies)
         scale_loss_gradients((stage.module for stage in self.stages), self.loss_scale)
         self._rounds = RoundSchedule(training.outer.every_steps if training.outer else 1, training.steps)
         self.outer: OuterOptimizer | None = None
@@ -167,7 +173,8 @@ class Trainer:
         the same step. `digest` is what this rank adds to the data digest, if the gate wants it.
 
         Raises:
-            DivergedError: loss or gradients are not finite (in fp16: at any loss scale); no parameter was changed.
+            DivergedError: loss or gradients are not finite (in fp16: at any loss scale), or another anomaly for which
+                `training.anomalies` has `Fail`; no parameter was changed.
         """
         reduced = self._reduce(number, batch, stop=stop)
         self._gate.reduced(reduced)
@@ -175,7 +182,7 @@ class Trainer:
         with self._gate.update(sums):
             result = self.update(reduced, sums)
             self._gate.updated(result)
-        if not result.skipped:
+        if not (result.skipped or result.went_back):
             with phase(UPDATE):
                 self.data_parallel.sync_parameters()
         return result
@@ -186,9 +193,9 @@ class Trainer:
             self.outer.begin_step()
         micro_batches, token_counts = self._micro_batches.of(batch), self._token_counts(batch)
         self._loads.scale_losses(self.loss_scale.value * self._target_share(micro_batches))
-        residuals = (
-            self.compression_state.tensors() if self.compression_state is not None and self.loss_scale.dynamic else None
-        )
+        residuals = None
+        if self.compression_state is not None and self._training.may_skip_updates:
+            residuals = self.compression_state.tensors()
         with phase(PASSES):
             replica_loss = self._executor.run(micro_batches)
         gradients = self._gradients()
@@ -208,6 +215,8 @@ class Trainer:
             all_reduce_sum(total, self._mesh.island_group)
         sums = reduced.results.clone()
         all_reduce_sum(sums, self._mesh.island_group)
+        if self.slot_recorder is not None:
+            self.slot_recorder.end()
         return StepSums(sums, int(total.item()) % MODULUS if total is not None else 0)
 
     def update(self, reduced: ReducedStep, sums: StepSums) -> StepResult:
@@ -219,29 +228,47 @@ class Trainer:
         norm *= correction
         number, digest = reduced.number, sums.digest
         rate = learning_rate(number, self._training.steps, self._training.optimizer)
-        result = partial(StepResult, number, loss, norm, rate, token_counts=token_counts, digest=digest)
-        if not math.isfinite(loss + norm):
-            self._skip_update(number, loss, norm, reduced.residuals)
-            return result(stopping, loads, skipped=True)
+        result = StepResult(number, loss, norm, rate, stopping, loads, token_counts=token_counts, digest=digest)
+        residuals = reduced.residuals
+        if not math.isfinite(loss + norm) and self.loss_scale.may_overflow:
+            self._skip_overflow(residuals)
+            return replace(result, skipped=True)
+        if (anomaly := self._anomalies.check(number, loss, norm)) is not None:
+            return self._handle(anomaly, result, residuals)
+        self._anomalies.record_update(loss, norm)
         with phase(UPDATE):
             scale_and_clip(reduced.gradients, correction, norm, self._training.optimizer.gradient_clip)
             stopping = self._update(number, reduced.gradients, rate, expert_counts, stop=stopping)
-        return result(stopping, loads, bubble=self._executor.bubble)
+        return replace(result, stop=stopping, bubble=self._executor.bubble)
 
-    def _skip_update(self, number: int, loss: float, norm: float, residuals: Mapping[str, torch.Tensor] | None) -> None:
-        """Drop gradients that overflowed fp16, and restore the compression residuals from before the step.
-
-        Raises:
-            DivergedError: the loss scale does not explain it, or is as low as it may be.
+    def _skip_overflow(self, residuals: Mapping[str, torch.Tensor] | None) -> None:
+        """Drop gradients that overflowed fp16, lower the loss scale, and restore the compression residuals from before
+        the step.
         """
         scale = self.loss_scale.value
-        if not self.loss_scale.record_overflow():
-            raise DivergedError(
-                f"step {number}: loss {loss}, gradient norm {norm}; a lower `training.optimizer.learningRate`, longer "
-                "`warmupSteps` or a smaller `gradientClip` may help"
-            )
+        self.loss_scale.record_overflow()
         self.optimizer.clear_gradients()
         self._rescale(residuals, scale)
+
+    def _handle(self, anomaly: Anomaly, result: StepResult, residuals: Mapping[str, torch.Tensor] | None) -> StepResult:
+        """Do what `training.anomalies` says, which is never an update.
+
+        Raises:
+            DivergedError: it says `Fail`.
+        """
+        if anomaly.action is AnomalyAction.FAIL:
+            hint = (
+                "a lower `training.optimizer.learningRate`, longer `warmupSteps` or a smaller `gradientClip` may help"
+            )
+            raise DivergedError(f"{anomaly.message}; {hint}")
+        self.optimizer.clear_gradients()
+        if anomaly.action is AnomalyAction.GO_BACK:
+            return replace(result, went_back=anomaly.message)
+        if self._mesh.rank == 0:
+            log.warning("%s: skipped", anomaly.message)
+        self._anomalies.record_skip()
+        self._rescale(residuals, self.loss_scale.value)
+        return replace(result, skipped=True)
 
     def _update(
         self, number: int, gradients: list[torch.Tensor], rate: float, expert_counts: torch.Tensor, *, stop: bool
@@ -323,16 +350,16 @@ class Trainer:
 
     def update_state(self, state: TrainingState) -> TrainingState:
         """Return `state` with this trainer's state outside of tensors."""
-        scale = self.loss_scale
-        if not scale.dynamic:
-            return state
-        more = {"skipped": scale.skipped, "loss_scale": scale.value, "steady": scale.steady}
-        return state.model_copy(update=more)
+        scale, anomalies = self.loss_scale, self._anomalies
+        state = state.model_copy(update={"skipped": scale.skipped + anomalies.skipped, "anomalies": anomalies.state})
+        return state.model_copy(update={"loss_scale": scale.value, "steady": scale.steady}) if scale.dynamic else state
 
     def restore_state(self, state: TrainingState) -> None:
         """Restore what `update_state` stored. `CheckpointManager` loads the optimizer's state."""
+        self._anomalies.restore(state.anomalies)
+        self.loss_scale.skipped = state.skipped - self._anomalies.skipped
         if self.loss_scale.dynamic:
-            self.loss_scale.skipped, self.loss_scale.steady = state.skipped, state.steady
+            self.loss_scale.steady = state.steady
             self.loss_scale.value = state.loss_scale or self.loss_scale.value
 
     def _local_results(
