@@ -114,8 +114,8 @@ class MeshRequest(OpenMessage):
     """Whether the agent still imports the training runtime. It can take part in a generation anyway, but a job that
     trains grows only once its new workers are prepared. Agents before 0.2 never set it."""
     holds_state: bool = False
-    """Whether the agent's ranks can hold their state when a generation is interrupted (`MeshDocument.inMemory`).
-    Agents before 0.2 never set it."""
+    """Whether the agent's ranks can hold their state when a generation is interrupted (`MeshDocument.inMemory`): not
+    with GPUs. Agents before 0.2 never set it."""
     wait_seconds: Annotated[float, Field(ge=0, le=60)] = 45.0
     """Time for which the coordinator may delay the response."""
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.local_stack import Stage, eventually, tiny
+from meshwright_local.kube.resources import EVENTS
+from tests.e2e.local_stack import NAMESPACE, Stage, eventually, tiny
 from tests.e2e.test_recovery import same, uid_of
 
 NAME = "inmemory"
@@ -34,7 +35,7 @@ async def trains_in(stage: Stage, pod: str, generation: int) -> dict[int, int]:
 
 async def events_of(stage: Stage, uid: str) -> dict[str, list[str]]:
     texts: dict[str, list[str]] = {}
-    for event in await stage.client.list_all("/api/v1/namespaces/default/events"):
+    for event in (await stage.client.list(EVENTS, NAMESPACE)).items:
         if event["involvedObject"].get("uid") == uid:
             texts.setdefault(event["reason"], []).append(event["message"])
     return texts

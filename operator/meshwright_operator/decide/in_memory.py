@@ -36,7 +36,7 @@ def unavailable(observed: Observed) -> str:
         return reason
     agents = observed.agents.waiting_agents
     if any(worker.index in agents and not agents[worker.index].holds_state for worker in observed.workers):
-        return "the workers' image is of a version before 0.2"
+        return "ranks use GPUs, or the image of the workers is of a version before 0.2"
     return ""
 
 

@@ -43,6 +43,7 @@ from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import build_report
 from meshwright_worker.agent.stored_timelines import TimelineWriter
 from meshwright_worker.preflight.checks import Pod, run_checks
+from meshwright_worker.preflight.host import Host
 from meshwright_worker.rank import messages
 from meshwright_worker.rank.task import StepReport
 
@@ -74,6 +75,8 @@ class Agent:
         self._evidence = EvidenceRecorder(settings, environment)
         self._timelines = TimelineWriter(settings.checkpoint_dir)
         self._training_log = TrainingLog(None)
+        # Collectives between GPUs cannot be left reliably.
+        self._holds_state = not Host().has_gpus
         self._started_before = False
         self._last_reported: tuple[object, ...] = ()
         self._shutdown_requested = asyncio.Event()
@@ -154,7 +157,7 @@ class Agent:
             address=self._settings.pod_address,
             store_port=self._launcher.store_port,
             preparing=self._launcher.preparing,
-            holds_state=True,
+            holds_state=self._holds_state,
         )
 
     async def _announce_prepared(self) -> None:

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch.distributed as dist
+
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.distributed.mesh import Mesh, build_mesh, connect
@@ -116,6 +118,8 @@ class Generation(threading.Thread):
 
     def begin(self, trainer: Trainer, state: TrainingState) -> None:
         """See `Memory.begin`."""
+        if dist.get_backend() != "gloo":
+            return  # its collectives cannot be left
         samples = self.task.run.training.global_batch_size
         self.memory_gate.hold(self._restored or Held(trainer, state, samples))
         self._restored = None
