@@ -154,11 +154,11 @@ class RecoverySpec(ApiModel):
     partly_bound_seconds: Annotated[int, Field(ge=0, le=31536000)] | None = None
     """The same for the other pods, after the first one was bound. 0 means no limit. Defaults to the operator's setting,
     300."""
-    in_memory: bool = False
-    """Experimental, for ranks without GPUs: when ranks are lost, the others keep their processes and state, and new
-    ranks get theirs from a rank that has the same, instead of all from the latest checkpoint. If no rank has the same,
-    or for techniques with more state of their own, all ranks restart from the checkpoint, and an event says why. An
-    edit takes effect when the next mesh generation starts."""
+    in_memory: bool | None = None
+    """Experimental, for ranks without GPUs; off by default. When ranks are lost, the others keep their processes and
+    state, and new ranks get theirs from a rank that has the same, instead of all from the latest checkpoint. If no rank
+    has the same, or for techniques with more state of their own, all ranks restart from the checkpoint, and an event
+    says why. An edit takes effect when the next mesh generation starts."""
     suspect_nodes: SuspectNodesSpec | None = None
     """Avoid nodes on which workers fail again and again. By default ranks restart in the same pods after every failure.
     Not allowed with `workers.schedulerName`."""

@@ -216,7 +216,7 @@ class MeshStatus(ApiModel):
     pods are deleted."""
     completed_time: Time | None = None
     """When all workers that the job waits for had completed the run in this generation. Their pods should exit soon."""
-    in_memory: Annotated[str, Field(max_length=256)] = ""
+    in_memory: Annotated[str, Field(max_length=256)] | None = None
     """The layout of the generation, if its ranks hold their state when it is interrupted (`recovery.inMemory`)."""
     recovery: MemoryRecoveryStatus | None = None
     """How the generation went on from state in memory. Missing if its ranks started from a checkpoint or anew."""

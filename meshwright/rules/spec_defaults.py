@@ -152,7 +152,6 @@ SECOND: Mapping[str, Any] = MappingProxyType(
         "preflight.fatal": [],
         "preflight.ignored": [],
         "preflight.numaBinding": True,
-        "recovery.inMemory": False,
     }
 )
 """Of version 0.2.0, which adds `elastic`, `preemptible`, `updatePolicy`, `training.tracking`, `training.anomalies` and

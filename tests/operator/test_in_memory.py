@@ -137,7 +137,7 @@ def test_agents_of_earlier_versions_restart_their_ranks_and_an_event_says_so() -
     now = observed(status=pending("RankFailure"), received=able(agents(LOST_RANK_3), holds_state=False), **IN_MEMORY)
     decision = decide(now)
     assert decision.mesh.generation == 2
-    assert decision.mesh.in_memory == ""
+    assert decision.mesh.in_memory is None
     found = published(now, decision)
     assert (found.in_memory, found.memory) == (None, None)
     assert "before 0.2" in events(decision)["InMemoryUnavailable"]
@@ -148,7 +148,7 @@ def test_without_the_field_nothing_changes() -> None:
     decision = decide(now)
     assert decision.mesh.generation == 2
     found = published(now, decision)
-    assert (found.in_memory, found.memory, decision.mesh.in_memory, decision.mesh.recovery) == (None, None, "", None)
+    assert (found.in_memory, found.memory, decision.mesh.in_memory, decision.mesh.recovery) == (None, None, None, None)
     assert not {"RecoveringInMemory", "MemoryLost", "InMemoryUnavailable"} & events(decision).keys()
 
 

@@ -40,9 +40,9 @@ def unavailable(observed: Observed) -> str:
     return ""
 
 
-def layout(observed: Observed) -> str:
-    """The layout of the next generation, if its ranks hold their state when it is interrupted; else empty."""
-    return observed.plan.summary if observed.spec.recovery.in_memory and not unavailable(observed) else ""
+def layout(observed: Observed) -> str | None:
+    """The layout of the next generation, if its ranks hold their state when it is interrupted; else None."""
+    return observed.plan.summary if observed.spec.recovery.in_memory and not unavailable(observed) else None
 
 
 def leaves(mesh: MeshStatus) -> bool:
