@@ -13,9 +13,10 @@ from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.in_memory import leaves
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed
-from tests.operator.builders import agents, ago, observed, report, running_status
+from tests.operator.builders import agents, ago, observed, pod, report, running_status
 
 LAYOUT = "TP 2 x PP 2 x DP 2"
 IN_MEMORY = {"recovery": {"inMemory": True}}
@@ -141,6 +142,24 @@ def test_agents_of_earlier_versions_restart_their_ranks_and_an_event_says_so() -
     found = published(now, decision)
     assert (found.in_memory, found.memory) == (None, None)
     assert "before 0.2" in events(decision)["InMemoryUnavailable"]
+
+
+@pytest.mark.parametrize("step", [-1, 1 << 60])
+def test_a_step_that_no_rank_can_have_is_not_believed(step: int) -> None:
+    claims = holds(2, first=HeldState(step=step), second=HeldState(step=step))
+    recovery = decide(seen([*LOST_RANK_3[:2], claims, holds(3)], pending("RankFailure"))).mesh.recovery
+    assert recovery is not None
+    assert (recovery.step, recovery.ranks) == (7, "0-2,6-7")
+
+
+def test_ranks_stay_while_a_pod_terminates_and_all_save_a_checkpoint() -> None:
+    ending = [pod(0), pod(1), pod(2), pod(3, deleting=True)]
+    now = observed(ending, status(), received=able(agents()), **IN_MEMORY)
+    decision = decide(now)
+    assert decision.mesh.pending_cause == "PodLost"
+    assert not leaves(now, decision.mesh)
+    gone = observed(ending[:3], pending("PodLost"), received=able(agents()), **IN_MEMORY)
+    assert leaves(gone, gone.mesh)
 
 
 def test_without_the_field_nothing_changes() -> None:

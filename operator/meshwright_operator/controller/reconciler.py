@@ -455,7 +455,7 @@ class Reconciler:
             closed=closed,
             pods=pods,
             pause=not over and cause_named(mesh.pending_cause).pauses,
-            leave=not over and in_memory.leaves(mesh),
+            leave=not over and in_memory.leaves(observed, mesh),
         )
 
     def _leave_queue(self, uid: str) -> None:

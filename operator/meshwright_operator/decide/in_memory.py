@@ -6,6 +6,7 @@ every agent gets the same document, also after a restart of the operator.
 
 from __future__ import annotations
 
+from meshwright.api.base import MAX_SAFE_INTEGER
 from meshwright.api.status import MAX_SUCCEEDED_WORKERS, MemoryRecoveryStatus, MeshStatus
 from meshwright.memory_recovery import plan_recovery, unsupported
 from meshwright.protocol.messages import AgentState, HeldState, MemoryRecovery
@@ -45,9 +46,13 @@ def layout(observed: Observed) -> str | None:
     return observed.plan.summary if observed.spec.recovery.in_memory and not unavailable(observed) else None
 
 
-def leaves(mesh: MeshStatus) -> bool:
-    """Whether the ranks of the generation leave it, to go on in the next one."""
-    return bool(mesh.in_memory) and mesh.pending_cause in CAUSES
+def leaves(observed: Observed, mesh: MeshStatus) -> bool:
+    """Whether the ranks of the generation leave it, to go on in the next one.
+
+    While a pod terminates, all ranks stop after the same step and save a checkpoint, as without recovery in memory.
+    """
+    ending = any(worker.state is PodState.ENDING for worker in observed.workers)
+    return bool(mesh.in_memory) and mesh.pending_cause in CAUSES and not ending
 
 
 def leaving(observed: Observed, pending_cause: str) -> int:
@@ -75,7 +80,11 @@ def holding(observed: Observed) -> dict[int, HeldState]:
         if received is None or worker.index not in known or not _is_current(worker, observed):
             continue
         own = ranks_by_worker[known[worker.index]]
-        held |= {rank.rank: rank.held for rank in received.report.ranks if rank.held is not None and rank.rank in own}
+        held |= {
+            rank.rank: rank.held
+            for rank in received.report.ranks
+            if rank.held is not None and rank.rank in own and 0 <= rank.held.step <= MAX_SAFE_INTEGER
+        }
     return held
 
 
