@@ -67,8 +67,8 @@ def report(decision: Decision) -> None:
 def _message(slow: SlowRank, ratio: float, waited: float) -> str:
     who = f"Rank {slow.rank} (worker {slow.worker} on {slow.node})"
     return sentences(
-        f"{who} has computed {ratio:.1f} times as long per step as the other ranks of its stage for {waited:.0f} s, and "
-        "all others wait for it",
+        f"{who} has computed {ratio:.1f} times as long per step as the other ranks of its stage for {waited:.0f} s, "
+        "and all others wait for it",
         "Check clocks, temperature and other processes of its node, or cordon the node to move its workers",
     )
 
