@@ -11,13 +11,13 @@ import pytest
 from meshwright_cli.client.errors import NotFoundError
 from meshwright_cli.client.log_stream import LogSource, select
 from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod
+from meshwright_cli.client.rank_metrics import rank_times, read_samples, slowness, stragglers
 from meshwright_cli.client.waiting import Target
 from meshwright_cli.explain.cluster import ClusterView
 from meshwright_cli.explain.job import facts
 from meshwright_cli.jobs.goodput import Ledger
 from meshwright_cli.jobs.list_view import list_lines
 from meshwright_cli.jobs.placement_tree import placement_tree
-from meshwright_cli.jobs.rank_metrics import rank_times, read_samples, slowness, stragglers
 from meshwright_cli.jobs.status_view import JobView, next_step, status_lines
 from meshwright_cli.jobs.top_view import TopView, top_lines
 from meshwright_cli.jobs.wait import Duration

@@ -40,6 +40,7 @@ from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTraine
 from meshwright_worker.trainer.checkpoint_requests import CheckpointRequests
 from meshwright_worker.trainer.evaluation import Evaluation
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
+from meshwright_worker.trainer.step_profiler import StepProfiler
 from meshwright_worker.trainer.step_times import simulated_bubble, step_times
 from meshwright_worker.trainer.trainer import StepResult, Trainer
 
@@ -108,6 +109,7 @@ class TrainingLoop:
         """The first step of this mesh generation."""
         self._simulated_bubble = simulated_bubble(run) if mesh.rank == 0 else None
         self._samples = Prefetcher(self._read_samples, mesh.device)
+        self._profiler = StepProfiler(mesh.rank, synchronous=run.islands == 1 and isinstance(trainer, Trainer))
 
     def run(self, state: TrainingState) -> Outcome:
         """Train until the last step, or until any rank is asked to stop. On return the final state is durable."""
@@ -116,6 +118,7 @@ class TrainingLoop:
                 return self._run(state)
         finally:
             self._samples.close()
+            self._profiler.close()
 
     def _run(self, state: TrainingState) -> Outcome:
         # Rank 0 carries the digest of earlier generations. Each rank adds its part, and saving sums them.
@@ -125,7 +128,9 @@ class TrainingLoop:
         stopped = False
         for number in range(first, self._training.steps + 1):
             started_at = time.monotonic()
+            self._profiler.before(number)
             state, stopped = self._step(number, state)
+            self._profiler.after(number)
             if number == first:
                 self._events.phase("first-step", time.monotonic() - started_at)
             if stopped:
