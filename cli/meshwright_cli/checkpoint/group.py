@@ -16,6 +16,6 @@ SUBCOMMANDS = {
 """Subcommands by name. To add one, add its command here; the module is imported when it is used."""
 
 
-@click.group(cls=LazyGroup, lazy=SUBCOMMANDS)
+@click.group(cls=LazyGroup, lazy=SUBCOMMANDS, epilog="Next: meshwright checkpoint now JOB.")
 def checkpoint() -> None:
     """The checkpoints of a job."""
