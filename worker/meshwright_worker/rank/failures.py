@@ -54,6 +54,12 @@ class InvalidRunError(ValueError):
     """A run that cannot be executed. The message names each field and the nearest values that work."""
 
 
+class WentBackError(ArithmeticError):
+    """An anomaly of the loss made training go back: the latest checkpoint is now an older one, from which the next mesh
+    generation continues.
+    """
+
+
 def classify_output(text: str) -> FailureKind:
     """Return `PeerLost` if the text is the error of a broken connection to another rank, else `Error`."""
     return FailureKind.PEER_LOST if _PEER_LOST.search(text) else FailureKind.ERROR
@@ -88,6 +94,8 @@ def classify(error: BaseException, *, training: bool = False) -> FailureKind:
         return FailureKind.CHECKPOINT_INCOMPATIBLE
     if isinstance(error, DataError | PretrainedError) and not training and not is_storage_fault(error):
         return FailureKind.INVALID_INPUT
+    if isinstance(error, WentBackError):
+        return FailureKind.WENT_BACK
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"RuntimeError", "ConnectionError", "TimeoutError"}:
         return classify_output(describe(error))

@@ -33,8 +33,9 @@ from meshwright_worker.parallel.pipeline.pipedream import PipeDreamPipeline
 from meshwright_worker.parallel.pipeline.slot_times import SlotRecorder
 from meshwright_worker.parallel.shards import ParameterShard, parameter_shards
 from meshwright_worker.trainer.evaluation import mean_loss
+from meshwright_worker.trainer.loss_anomalies import DivergedError
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
-from meshwright_worker.trainer.trainer import DivergedError, StepResult
+from meshwright_worker.trainer.trainer import StepResult
 
 
 class AsyncPipelineTrainer:
