@@ -22,6 +22,7 @@ COMMANDS = {
     "status": _job_command("listing", "status", "Show a job: state, progress, goodput, and its ranks on nodes."),
     "events": _job_command("listing", "events", "Show the events about a job, the latest last."),
     "top": _job_command("top", "top", "Show the step times of a job's ranks and its stragglers, live."),
+    "profile": _job_command("profile_command", "profile", "Profile steps of a running job with torch's profiler."),
     "logs": _job_command("log_commands", "logs", "Print the logs of a job's ranks."),
     "wait": _job_command("wait", "wait", "Wait until a job reaches a state."),
     "scale": _job_command("change", "scale", "Set the number of data-parallel replicas of a job."),

@@ -193,6 +193,9 @@ class FailureKind(StrEnum):
     CHECKPOINT_INCOMPATIBLE = "CheckpointIncompatible"
     """The latest checkpoint is intact, but of another version, model or stream of samples. Another attempt would end
     the same way."""
+    WENT_BACK = "WentBack"
+    """Training went back to an older checkpoint because of `training.anomalies`, and needs a new start. Agents before
+    0.2 never report it."""
 
 
 class RankProcess(OpenMessage):

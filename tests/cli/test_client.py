@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from meshwright.api.labels import LABEL_INCARNATION, LABEL_JOB, LABEL_WORKER
 from meshwright.api.parsing import parse_spec
 from meshwright_cli.client import (
     AsyncClient,
@@ -168,6 +169,32 @@ def test_what_is_forbidden_names_verb_and_resource(server, namespace):
         assert (caught.value.verb, caught.value.resource) == ("list", "paralleltrainingjobs.meshwright.dev")
         with pytest.raises(ForbiddenError, match=r"patch paralleltrainingjobs/scale.meshwright.dev `lm`"):
             client.scale("lm", 2)
+
+
+def test_a_profile_needs_the_right_to_run_commands_in_pods(server, client, namespace):
+    client.submit(job("lm"))
+    write_status(server, namespace, "lm", running())
+    roles = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}"
+    rules = [
+        {"apiGroups": ["", "meshwright.dev"], "resources": ["pods", "paralleltrainingjobs"], "verbs": ["get", "list"]}
+    ]
+    server.call("POST", f"{roles}/roles", {"metadata": {"name": "reader"}, "rules": rules})
+    subject = {"kind": "User", "name": "reader", "apiGroup": "rbac.authorization.k8s.io"}
+    ref = {"kind": "Role", "name": "reader", "apiGroup": "rbac.authorization.k8s.io"}
+    server.call("POST", f"{roles}/rolebindings", {"metadata": {"name": "r"}, "subjects": [subject], "roleRef": ref})
+    spec = {"containers": [{"name": "worker", "image": "w"}], "nodeName": "node0"}
+    labels = {LABEL_JOB: "lm", LABEL_WORKER: "0", LABEL_INCARNATION: "0"}
+    pod = {"metadata": {"name": "lm-w0-0", "labels": labels}, "spec": spec}
+    server.call("POST", f"/api/v1/namespaces/{namespace}/pods", pod)
+    with Client(kubeconfig=server.as_user("reader"), namespace=namespace) as reader:
+        with pytest.raises(NotFoundError, match="the pod of rank 0 does not run"):
+            reader.profile("lm")
+        with pytest.raises(NotFoundError, match="lm has no rank 4: it has ranks 0 to 3"):
+            reader.profile("lm", [4])
+        server.patch(f"/api/v1/namespaces/{namespace}/pods/lm-w0-0/status", {"status": {"phase": "Running"}})
+        with pytest.raises(ForbiddenError, match="create pods/exec") as caught:
+            reader.profile("lm")
+        assert (caught.value.verb, caught.value.resource) == ("create", "pods/exec")
 
 
 def test_wrong_credentials_and_dead_servers_are_named(server, tmp_path):

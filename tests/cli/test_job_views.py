@@ -11,13 +11,13 @@ import pytest
 from meshwright_cli.client.errors import NotFoundError
 from meshwright_cli.client.log_stream import LogSource, select
 from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod
+from meshwright_cli.client.rank_metrics import rank_times, read_samples, slowness, stragglers
 from meshwright_cli.client.waiting import Target
 from meshwright_cli.explain.cluster import ClusterView
 from meshwright_cli.explain.job import facts
 from meshwright_cli.jobs.goodput import Ledger
 from meshwright_cli.jobs.list_view import list_lines
 from meshwright_cli.jobs.placement_tree import placement_tree
-from meshwright_cli.jobs.rank_metrics import rank_times, read_samples, slowness, stragglers
 from meshwright_cli.jobs.status_view import JobView, next_step, status_lines
 from meshwright_cli.jobs.top_view import TopView, top_lines
 from meshwright_cli.parameters import Duration
@@ -199,6 +199,18 @@ def test_the_recorded_failure_is_chosen_and_pointed_to():
     shown = " ".join(" ".join(status_lines(JobView(job, pods("Running", "Running")), NOW, 80)).split())
     assert "Failure Hang of rank 3 10m ago, in mesh generation 2: meshwright logs lm --failed-first" in shown
     assert dict(facts(job, ClusterView()))["Failure"].endswith("meshwright logs lm --failed-first")
+
+
+def test_suspect_nodes_are_shown_while_the_job_avoids_them():
+    entry = {"worker": 1, "failures": 2, "cause": "Hang", "lastFailure": "2026-01-02T02:00:00Z"}
+    suspects = [
+        {"node": "n1", **entry, "avoidedUntil": "2026-01-02T05:00:00Z"},
+        {"node": "n2", **entry, "avoidedUntil": "2026-01-02T03:00:00Z"},
+        {"node": "n3", **entry},
+    ]
+    shown = " ".join(" ".join(status_lines(JobView(made(running(suspectNodes=suspects)), []), NOW, 80)).split())
+    assert "Avoids n1 for 1h after 2 failures (Hang) " in shown
+    assert "n2" not in shown
 
 
 @pytest.mark.parametrize(

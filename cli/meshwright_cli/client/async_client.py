@@ -27,6 +27,7 @@ from meshwright_cli.client.kubeconfig import Connection, connection
 from meshwright_cli.client.log_stream import LogSource, follow_logs
 from meshwright_cli.client.manifests import checked, only_job, read_manifest
 from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod
+from meshwright_cli.client.profiling import STEPS, Profile, profile_job
 from meshwright_cli.client.waiting import FINISHED, Target
 
 FIELD_MANAGER = "meshwright-cli"
@@ -250,6 +251,30 @@ class AsyncClient:
         """
         async for line in follow_logs(self, name, source or LogSource()):
             yield line
+
+    async def profile(
+        self,
+        name: str,
+        ranks: Sequence[int] | None = (0,),
+        steps: range | int = STEPS,
+        *,
+        timeout: float = 1800.0,  # noqa: ASYNC109
+    ) -> Profile:
+        """Profile steps of a job that runs with torch's profiler, without a restart.
+
+        Args:
+            name: name of the job.
+            ranks: ranks of Meshwright's runtime; None: all.
+            steps: the steps, such as `range(100, 103)`, or how many of the next ones.
+            timeout: seconds in which the job must complete the last of these steps.
+
+        Raises:
+            NotFoundError: the job has no such rank, or its pod does not run.
+            ForbiddenError: the user may not create `pods/exec`.
+            RejectedError: the ranks cannot be profiled; the message says why.
+            WaitTimeoutError: the steps were not completed in time.
+        """
+        return await profile_job(self, await self.get(name), ranks, steps, timeout)
 
     async def scale(self, name: str, replicas: int) -> Job:
         """Set the number of data-parallel replicas, through the scale subresource.

@@ -20,6 +20,7 @@ from meshwright_cli.client.checkpoints.programs import Export, Generation, PodOp
 from meshwright_cli.client.kubeconfig import Connection
 from meshwright_cli.client.log_stream import LogSource
 from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod
+from meshwright_cli.client.profiling import STEPS, Profile
 from meshwright_cli.client.waiting import FINISHED, Target
 
 T = TypeVar("T")
@@ -113,6 +114,17 @@ class Client:
     def logs(self, name: str, source: LogSource | None = None) -> Iterator[LogLine]:
         """Yield lines of the worker pods' logs."""
         return self._iterate(self._client.logs(name, source))
+
+    def profile(
+        self,
+        name: str,
+        ranks: Sequence[int] | None = (0,),
+        steps: range | int = STEPS,
+        *,
+        timeout: float = 1800.0,
+    ) -> Profile:
+        """Profile steps of a job that runs: see `AsyncClient.profile`."""
+        return self._run(self._client.profile(name, ranks, steps, timeout=timeout))
 
     def scale(self, name: str, replicas: int) -> Job:
         """Set the number of data-parallel replicas."""

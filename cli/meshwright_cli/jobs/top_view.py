@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from meshwright_cli.client.objects import Job, ranks_by_worker
+from meshwright_cli.client.rank_metrics import RankTimes, slowness, stragglers
 from meshwright_cli.jobs.output import table
 from meshwright_cli.jobs.placement_tree import coordinates, layout_of
-from meshwright_cli.jobs.rank_metrics import RankTimes, slowness, stragglers
 from meshwright_cli.jobs.status_view import JobView, status_lines
 from meshwright_cli.text import duration, plural
 

@@ -40,6 +40,7 @@ from meshwright_worker.agent.rank_process import command_state, process_state
 from meshwright_worker.agent.server_process import ServerProcess
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import build_report
+from meshwright_worker.agent.stored_timelines import TimelineWriter
 from meshwright_worker.preflight.checks import Pod, run_checks
 from meshwright_worker.rank import messages
 from meshwright_worker.rank.task import StepReport
@@ -70,6 +71,7 @@ class Agent:
         self._environment = environment
         self._metrics = WorkerMetrics(settings.namespace, settings.job)
         self._evidence = EvidenceRecorder(settings, environment)
+        self._timelines = TimelineWriter(settings.checkpoint_dir)
         self._training_log = TrainingLog(None)
         self._started_before = False
         self._last_reported: tuple[object, ...] = ()
@@ -90,6 +92,7 @@ class Agent:
                 code = await self._main_loop()
                 await self._cancel_background_tasks()
                 await self._evidence.flush()
+                await self._timelines.flush()
                 delivered = await self._heartbeat.send_final_report(
                     LAST_REPORT_SECONDS if code else COMPLETE_REPORT_SECONDS
                 )
@@ -287,6 +290,7 @@ class Agent:
                 log.info("rank exited rank=%d generation=%d code=%d", rank, generation, code)
                 self._launcher.remove(rank)
                 self._metrics.rank_up(rank, up=False)
+                self._timelines.write(self._metrics.timelines.get(rank))
                 actions = self._state_machine.on_exit(generation, rank, code, tail, now)
                 self._record_failure(generation, rank, now)
                 return actions

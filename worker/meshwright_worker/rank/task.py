@@ -122,7 +122,7 @@ class StepReport:
     experts: tuple[ExpertLoad, ...] = ()
     """One entry per mixture-of-experts layer, in the order of layers."""
     skipped: bool = False
-    """Whether gradients overflowed fp16, so that nothing was updated."""
+    """Whether nothing was updated, because gradients overflowed fp16 or because of `training.anomalies`."""
     memory: tuple[MemoryPeak, ...] = ()
     """Memory of this rank."""
     times: StepTimes | None = None

@@ -32,6 +32,12 @@ class RankSample:
         return bool(self.values.get("ptj_rank_up", 1.0))
 
     @property
+    def step_seconds(self) -> float | None:
+        """Mean time of a step since the rank's start."""
+        count, seconds, _ = _steps(self)
+        return seconds / count if count > 0 else None
+
+    @property
     def peak_memory(self) -> float | None:
         """Peak of the rank's GPU memory in bytes, else of the host's, if it is measured."""
         return self.values.get(PEAK) or self.values.get(f"{PEAK}:host")
