@@ -2,8 +2,8 @@
 
 `render spec` is a piece of a job's spec: `meshwright plan` must accept it, laid over a plain job. `render inventory` is
 a list of nodes for `meshwright plan`, `render chaos` a list of faults for the embedded API server, `render fabric` a
-fabric of a site, `render simulation-inputs` failures and times for `meshwright simulate`. `render label-sets` is the list of known fabric labels. `render PATH` is a file of the repository, or
-with `...` parts of one.
+fabric of a site, `render simulation-inputs` failures and times for `meshwright simulate`. `render label-sets` is the
+list of known fabric labels. `render PATH` is a file of the repository, or with `...` parts of one.
 """
 
 from __future__ import annotations
