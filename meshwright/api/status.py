@@ -322,6 +322,23 @@ class SuspectNode(ApiModel):
     """Until when the job avoids the node. None if it was never suspect, or was cleared."""
 
 
+class SlowRank(ApiModel):
+    """A rank that computes longer than its peers, the ranks of the same pipeline stage: all others wait for it."""
+
+    rank: Count
+    """The rank."""
+    worker: Count
+    """Its worker."""
+    node: Annotated[str, Field(max_length=253)] = ""
+    """The node of the worker."""
+    generation: Count
+    """The mesh generation."""
+    since: Time
+    """When it was first seen to be slow."""
+    confirmed: bool = False
+    """Whether it has been slow for so long that the event `SlowRank` was posted."""
+
+
 class ParallelTrainingJobStatus(ApiModel):
     """Observed state of the job."""
 
@@ -367,6 +384,8 @@ class ParallelTrainingJobStatus(ApiModel):
         | None
     ) = None
     """Nodes on which workers have failed, the latest last, with `recovery.suspectNodes`."""
+    slow_rank: SlowRank | None = None
+    """The slowest rank, while it computes much longer than its peers."""
     last_failure: FailureStatus | None = None
     """The latest failure of a rank, hang or crash of a worker."""
     restart_count: Count = 0
