@@ -108,6 +108,12 @@ COMMANDS = {
         "Write one HTML page about a job or a plan.",
         "meshwright-cli",
     ),
+    "simulate": LazyCommand(
+        "meshwright_cli.simulate.command:simulate",
+        "Simulate months of a job with failures: goodput, interval, spares.",
+        "meshwright-cli",
+        PLANNING,
+    ),
     "validate": LazyCommand(
         "meshwright_cli.commands.validate:validate",
         "Check manifests of jobs without a cluster.",
