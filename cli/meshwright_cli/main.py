@@ -28,6 +28,12 @@ COMMANDS = {
     "scale": _job_command("change", "scale", "Set the number of data-parallel replicas of a job."),
     "suspend": _job_command("change", "suspend", "Suspend a job: it saves a checkpoint and releases its GPUs."),
     "resume": _job_command("change", "resume", "Resume a suspended job from its latest checkpoint."),
+    "checkpoint": LazyCommand(
+        "meshwright_cli.checkpoint.group:checkpoint",
+        "Ask a job for a checkpoint.",
+        "meshwright-cli",
+        JOBS,
+    ),
     "generate": _job_command(
         "model_commands", "generate", "Continue a text with the model of a job's newest checkpoint."
     ),
@@ -70,6 +76,12 @@ COMMANDS = {
         "meshwright-cli",
         PLANNING,
     ),
+    "import": LazyCommand(
+        "meshwright_cli.importing.command:import_job",
+        "Print the job that a configuration of another framework stands for.",
+        "meshwright-cli",
+        PLANNING,
+    ),
     "local": LazyCommand(
         "meshwright_local.commands.local:local",
         "Run the embedded cluster, and inject faults.",
@@ -95,6 +107,12 @@ COMMANDS = {
         "meshwright_cli.report.command:report",
         "Write one HTML page about a job or a plan.",
         "meshwright-cli",
+    ),
+    "simulate": LazyCommand(
+        "meshwright_cli.simulate.command:simulate",
+        "Simulate months of a job with failures: goodput, interval, spares.",
+        "meshwright-cli",
+        PLANNING,
     ),
     "validate": LazyCommand(
         "meshwright_cli.commands.validate:validate",

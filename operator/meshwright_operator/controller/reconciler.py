@@ -40,6 +40,7 @@ from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide import (
+    checkpoint_request,
     decide_job,
     goodput,
     in_memory,
@@ -456,6 +457,7 @@ class Reconciler:
             pods=pods,
             pause=not over and cause_named(mesh.pending_cause).pauses,
             leave=not over and in_memory.leaves(observed, mesh),
+            checkpoint_request=checkpoint_request.request_to_send(observed, draft.status.checkpoint_request),
         )
 
     def _leave_queue(self, uid: str) -> None:

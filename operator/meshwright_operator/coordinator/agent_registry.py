@@ -80,6 +80,7 @@ class AgentRegistry:
         self.leave: int | None = None
         """The generation that ranks leave to hold their state, because others are lost."""
         self._notified_of_leave: set[tuple[int, int]] = set()
+        self._checkpoint_request: str | None = None
         self._notified_of_pause: set[tuple[int, int]] = set()
         """(worker, incarnation) of the agents that have received `pause`, or whose poll has ended because of it."""
         self._incarnations: Mapping[int, int] = {}
@@ -114,6 +115,7 @@ class AgentRegistry:
         pause: bool = False,
         leave: bool = False,
         pods: Mapping[int, str] | None = None,
+        checkpoint_request: str | None = None,
     ) -> None:
         """Set what agents receive, and wake waiting polls.
 
@@ -125,7 +127,9 @@ class AgentRegistry:
             pause: Whether the ranks of `generation` must save a checkpoint and stop, while their pods stay.
             leave: Whether the ranks of `generation` must leave it and hold their state.
             pods: Worker -> uid of the pod of its current incarnation, if it is known.
+            checkpoint_request: The request for a checkpoint that rank 0 of `generation` must receive.
         """
+        self._checkpoint_request = checkpoint_request
         self.generation = generation
         pods = pods or {}
         paused = generation if pause else None
@@ -262,6 +266,12 @@ class AgentRegistry:
         self._notified_of_leave.add((worker, last.report.incarnation))
         return self.leave
 
+    def checkpoint_request_for(self, worker: int) -> str | None:
+        """The request for a checkpoint for the reply to the worker's last report: only that of rank 0 has it."""
+        last = self._reports.get(worker)
+        current = last is not None and last.report.generation == self.generation
+        return self._checkpoint_request if current and self.reports_progress(worker) else None
+
     def polls(self, worker: int) -> int:
         """The number of open polls of this worker."""
         presence = self._presences.get(worker)
@@ -360,4 +370,5 @@ def _decision_fields(report: WorkerReport) -> tuple[object, ...]:
     phases = tuple((phase.name, phase.seconds) for phase in report.phases)
     failure = report.failure, report.message, report.evidence
     held = tuple((rank.rank, rank.held.step, rank.held.reduced) for rank in report.ranks if rank.held is not None)
-    return report.incarnation, report.generation, report.state, report.paused, *failure, phases, report.preflight, held
+    others = phases, report.preflight, report.checkpoint_request, held
+    return report.incarnation, report.generation, report.state, report.paused, *failure, *others

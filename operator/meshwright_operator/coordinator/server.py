@@ -69,7 +69,7 @@ class Coordinator:
         self._notifying: set[JobKey] = set()
         """Jobs with an urgent notification that is delayed."""
         self._notified_at: dict[JobKey, float] = {}
-        self._replies: dict[tuple[int, int | None, int | None, float, float | None], EncodedMessage] = {}
+        self._replies: dict[tuple[int, int | None, int | None, float, float | None, str | None], EncodedMessage] = {}
         self._trust = encode(TrustBundle(certificates=""))
         self._trust_id: str | None = None
 
@@ -176,8 +176,12 @@ class Coordinator:
         times = registry.compute_times()
         median = None if times is None else float(f"{times.median:.3g}")
         worker = head.sender.worker
-        pause, leave = registry.pause_for(worker), registry.leave_for(worker)
-        return self._reply(registry.generation, pause, leave, interval, median)
+        asked, pause, leave = (
+            registry.checkpoint_request_for(worker),
+            registry.pause_for(worker),
+            registry.leave_for(worker),
+        )
+        return self._reply(registry.generation, pause, leave, interval, median, asked)
 
     async def _send_trust(self, signed_request: SignedRequest, request: web.Request) -> EncodedMessage:
         # The headers contain everything that is needed, but the body must be the one that was signed.
@@ -236,10 +240,17 @@ class Coordinator:
         return report_seconds(0 if registry.reports_progress(worker) else registry.workers, self._all_workers)
 
     def _reply(
-        self, generation: int, pause: int | None, leave: int | None, interval: float, median: float | None
+        self,
+        generation: int,
+        pause: int | None,
+        leave: int | None,
+        interval: float,
+        median: float | None,
+        checkpoint_request: str | None,
     ) -> EncodedMessage:
         """The answer to a report. Few differ."""
-        reply = self._replies.get((generation, pause, leave, interval, median))
+        key = generation, pause, leave, interval, median, checkpoint_request
+        reply = self._replies.get(key)
         if reply is None:
             if len(self._replies) >= MAX_REPLIES:
                 self._replies.clear()
@@ -248,10 +259,11 @@ class Coordinator:
                 report_seconds=interval,
                 pause=pause,
                 leave=leave,
+                checkpoint_request=checkpoint_request,
                 median_compute_seconds=median,
                 trust=self._trust_id,
             )
-            reply = self._replies[generation, pause, leave, interval, median] = encode(message)
+            reply = self._replies[key] = encode(message)
         return reply
 
 

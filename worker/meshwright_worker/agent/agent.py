@@ -22,6 +22,7 @@ from meshwright_worker.agent.coordinator_client import CoordinatorClient
 from meshwright_worker.agent.coordinator_link import Heartbeat, MeshPoll
 from meshwright_worker.agent.events import (
     BackgroundTaskFailed,
+    CheckpointRequested,
     Event,
     EventQueue,
     LeaveRequested,
@@ -208,6 +209,8 @@ class Agent:
             self._event_queue.put_nowait(PauseRequested(reply.pause))
         if reply.leave is not None:
             self._event_queue.put_nowait(LeaveRequested(reply.leave))
+        if reply.checkpoint_request is not None:
+            self._event_queue.put_nowait(CheckpointRequested(reply.generation, reply.checkpoint_request))
 
     def _on_signal(self, name: str) -> None:
         self._shutdown_requested.set()
@@ -232,6 +235,7 @@ class Agent:
         self,
         action: decisions.StartRanks
         | decisions.LeaveRanks
+        | decisions.RequestCheckpoint
         | decisions.TerminateRanks
         | decisions.DumpStacks
         | decisions.KillRanks,
@@ -242,6 +246,9 @@ class Agent:
             case decisions.LeaveRanks(generation=generation, ranks=ranks):
                 log.info("ranks %s leave generation %d and hold their state", list(ranks), generation)
                 self._launcher.leave(ranks, generation)
+            case decisions.RequestCheckpoint():
+                log.info("asking rank 0 for a checkpoint after its current step")
+                self._launcher.request_checkpoint()
             case decisions.TerminateRanks(ranks=ranks):
                 log.info("asking ranks %s to stop", list(ranks))
                 self._launcher.terminate(ranks)
@@ -269,7 +276,8 @@ class Agent:
         reportable = (
             self._state_machine.state,
             self._state_machine.checkpoint,
-            current and (current.number, len(current.failures), current.paused, len(current.live) - len(current.busy)),
+            current and (current.number, len(current.failures), current.paused, current.checkpoint_request),
+            current and len(current.live) - len(current.busy),
             self._evidence.for_report(time.monotonic()),
         )
         if reportable != self._last_reported:
@@ -309,16 +317,25 @@ class Agent:
                 actions = self._state_machine.on_exit(generation, rank, code, tail, now)
                 self._record_failure(generation, rank, now)
                 return actions
-            case LeaveRequested(generation=generation):
-                return self._state_machine.on_leave(generation, now)
-            case PauseRequested(generation=generation):
-                return self._pause(generation, now)
+            case PauseRequested() | LeaveRequested() | CheckpointRequested():
+                return self._handle_request(event, now)
             case ShutdownRequested(code=code, reason=reason):
                 if self._state_machine.exit_code_on_shutdown is None:
                     log.info("shutting down: %s", reason)
                 return self._state_machine.on_shutdown(code, now)
             case BackgroundTaskFailed(error=error):
                 raise error
+
+    def _handle_request(
+        self, event: PauseRequested | LeaveRequested | CheckpointRequested, now: float
+    ) -> list[decisions.Action]:
+        match event:
+            case PauseRequested(generation=generation):
+                return self._pause(generation, now)
+            case LeaveRequested(generation=generation):
+                return self._state_machine.on_leave(generation, now)
+            case CheckpointRequested(generation=generation, request=request):
+                return self._state_machine.on_checkpoint_request(generation, request, now)
 
     def _record_failure(self, generation: int, rank: int, now: float) -> None:
         current = self._state_machine.current

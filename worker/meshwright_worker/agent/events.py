@@ -68,6 +68,14 @@ class LeaveRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointRequested:
+    """The ranks of a generation are to save a checkpoint after their current step, and go on."""
+
+    generation: int
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
 class ShutdownRequested:
     """The pod is to stop; `reason` is for the log."""
 
@@ -90,6 +98,7 @@ Event = (
     | RankExited
     | PauseRequested
     | LeaveRequested
+    | CheckpointRequested
     | ShutdownRequested
     | BackgroundTaskFailed
 )

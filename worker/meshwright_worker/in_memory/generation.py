@@ -50,6 +50,14 @@ class EventsOfGeneration:
         """See `RankEvents.checkpoint`."""
         self._report(lambda: self._events.checkpoint(step, path, seconds))
 
+    def take_checkpoint_request(self) -> bool:
+        """See `RankEvents.take_checkpoint_request`."""
+        return self._events.take_checkpoint_request()
+
+    def checkpoint_begun(self, step: int) -> None:
+        """See `RankEvents.checkpoint_begun`."""
+        self._report(lambda: self._events.checkpoint_begun(step))
+
     def stop_requested(self) -> bool:
         """See `RankEvents.stop_requested`."""
         return self._events.stop_requested()

@@ -23,6 +23,8 @@ IN_MEMORY_MODULE = "meshwright_worker.in_memory.supervisor"
 """Runs the ranks that recover in memory."""
 DUMP_STACKS = signal.SIGUSR2
 """The signal that makes a rank write the stacks of its threads. A fatal signal does too."""
+REQUEST_CHECKPOINT = signal.SIGUSR1
+"""The signal that asks rank 0 for a checkpoint after the step that runs."""
 
 
 class PipeEvents:
@@ -32,7 +34,7 @@ class PipeEvents:
         self._descriptor = descriptor
         self.commands = commands
         """The descriptor from which the agent's commands are read."""
-        self._stop = False
+        self._stop = self._checkpoint = False
         self.training = False
         """Whether start-up is complete."""
 
@@ -56,6 +58,19 @@ class PipeEvents:
     def stop_requested(self) -> bool:
         """See `RankEvents.stop_requested`."""
         return self._stop
+
+    def take_checkpoint_request(self) -> bool:
+        """See `RankEvents.take_checkpoint_request`."""
+        requested, self._checkpoint = self._checkpoint, False
+        return requested
+
+    def checkpoint_begun(self, step: int) -> None:
+        """See `RankEvents.checkpoint_begun`."""
+        self.send(messages.CheckpointBegun(step))
+
+    def request_checkpoint(self, signum: int, frame: FrameType | None) -> None:
+        """The handler of `REQUEST_CHECKPOINT`."""
+        self._checkpoint = True
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         """The handler of SIGTERM."""
@@ -84,6 +99,7 @@ def run(
     faulthandler.enable(file=stacks)
     faulthandler.register(DUMP_STACKS, file=stacks)
     signal.signal(signal.SIGTERM, events.request_stop)
+    signal.signal(REQUEST_CHECKPOINT, events.request_checkpoint)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.environ.update(environment)

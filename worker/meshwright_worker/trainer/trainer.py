@@ -53,6 +53,8 @@ class StepResult:
     learning_rate: float
     stop: bool
     """Whether any rank was asked to stop."""
+    save: bool = False
+    """Whether rank 0 was asked for a checkpoint."""
     experts: tuple[ExpertLoad, ...] = ()
     """One entry per mixture-of-experts layer."""
     skipped: bool = False
@@ -166,17 +168,18 @@ class Trainer:
         if self.outer is not None:
             self.outer.close()
 
-    def step(self, number: int, batch: Batch, *, stop: bool = False, digest: int = 0) -> StepResult:
+    def step(self, number: int, batch: Batch, *, stop: bool = False, save: bool = False, digest: int = 0) -> StepResult:
         """Train on this replica's batch of step `number` (from 1).
 
         `stop`: this rank was asked to stop. The result's `stop` says whether any rank was, so that all ranks stop after
-        the same step. `digest` is what this rank adds to the data digest, if the gate wants it.
+        the same step. `save`: this rank was asked for a checkpoint, in the same way. `digest` is what this rank adds to
+        the data digest, if the gate wants it.
 
         Raises:
             DivergedError: loss or gradients are not finite (in fp16: at any loss scale), or another anomaly for which
                 `training.anomalies` has `Fail`; no parameter was changed.
         """
-        reduced = self._reduce(number, batch, stop=stop)
+        reduced = self._reduce(number, batch, (stop, save))
         self._gate.reduced(reduced)
         sums = self._agree(reduced, digest)
         with self._gate.update(sums):
@@ -187,7 +190,7 @@ class Trainer:
                 self.data_parallel.sync_parameters()
         return result
 
-    def _reduce(self, number: int, batch: Batch, *, stop: bool) -> ReducedStep:
+    def _reduce(self, number: int, batch: Batch, requests: tuple[bool, bool]) -> ReducedStep:
         """Run the passes of a step, and sum its gradients over replicas. Collective."""
         if self.outer is not None:
             self.outer.begin_step()
@@ -201,7 +204,7 @@ class Trainer:
         gradients = self._gradients()
         self._fp8.advance()
         squares = local_square_sum(self.shards, gradients).to(self._mesh.device)
-        results = self._local_results(replica_loss, squares, micro_batches, stop, token_counts)
+        results = self._local_results(replica_loss, squares, micro_batches, requests, token_counts)
         return ReducedStep(number, gradients, results, residuals)
 
     def _agree(self, reduced: ReducedStep, digest: int) -> StepSums:
@@ -222,13 +225,13 @@ class Trainer:
     def update(self, reduced: ReducedStep, sums: StepSums) -> StepResult:
         """Update this rank's shards with a step's gradients. Needs no other rank, except with `training.outer`."""
         # Losses were divided by the step's maximum number of targets; `tokens` is the actual number.
-        (loss, norm, tokens, stopping), token_counts, expert_counts, loads = self._read_sums(sums.results)
+        (loss, norm, tokens, stopping, saving), token_counts, expert_counts, loads = self._read_sums(sums.results)
         correction = tokens_of_step(self._training) / max(1.0, tokens)
         loss, correction = loss * correction, correction / self.loss_scale.value
         norm *= correction
         number, digest = reduced.number, sums.digest
         rate = learning_rate(number, self._training.steps, self._training.optimizer)
-        result = StepResult(number, loss, norm, rate, stopping, loads, token_counts=token_counts, digest=digest)
+        result = StepResult(number, loss, norm, rate, stopping, saving, loads, token_counts=token_counts, digest=digest)
         residuals = reduced.residuals
         if not math.isfinite(loss + norm) and self.loss_scale.may_overflow:
             self._skip_overflow(residuals)
@@ -367,7 +370,7 @@ class Trainer:
         replica_loss: torch.Tensor,
         squares: torch.Tensor,
         micro_batches: Sequence[Batch],
-        stop: bool,
+        requests: tuple[bool, bool],
         token_counts: TokenCounts | None,
     ) -> torch.Tensor:
         """Return what this rank adds to the step's results, fp64 [numbers] on the device."""
@@ -375,21 +378,21 @@ class Trainer:
         # Pipeline stages without a loss contribute 0.
         loss = replica_loss.double() if tensor == 0 else torch.zeros_like(squares)
         targets = self._targets(micro_batches)
-        reported_numbers = [torch.full_like(squares, float(number)) for number in (stop, *(token_counts or ()))]
+        reported_numbers = [torch.full_like(squares, float(number)) for number in (*requests, *(token_counts or ()))]
         return torch.cat([torch.stack([loss, squares, targets, *reported_numbers]), self._loads.take()])
 
     def _read_sums(
         self, sums: torch.Tensor
-    ) -> tuple[tuple[float, float, float, bool], TokenCounts | None, torch.Tensor, tuple[ExpertLoad, ...]]:
+    ) -> tuple[tuple[float, float, float, bool, bool], TokenCounts | None, torch.Tensor, tuple[ExpertLoad, ...]]:
         """Read the sums of all ranks' results.
 
         Returns:
-            Loss, gradient norm, number of targets and stop flag; content of padded rows; expert counts on the device;
-            expert loads for the report.
+            Loss, gradient norm, number of targets, and whether any rank is to stop or to save; content of padded rows;
+            expert counts on the device; expert loads for the report.
         """
-        first_load = 6 if self._micro_batches.padded else 4
-        total_loss, total_squares, tokens, stops, *rest = sums.tolist()
-        token_sums, expert_counts = rest[: first_load - 4], rest[first_load - 4 :]
+        counted = 2 if self._micro_batches.padded else 0
+        total_loss, total_squares, tokens, stops, saves, *rest = sums.tolist()
+        token_sums, expert_counts = rest[:counted], rest[counted:]
         total = TokenCounts(*(int(number) for number in token_sums)) if token_sums else None
-        agreed = total_loss, math.sqrt(total_squares), tokens, stops > 0
-        return agreed, total, sums[first_load:], self._loads.to_reports(expert_counts)
+        agreed = total_loss, math.sqrt(total_squares), tokens, stops > 0, saves > 0
+        return agreed, total, sums[len(sums) - len(expert_counts) :], self._loads.to_reports(expert_counts)

@@ -39,6 +39,7 @@ from meshwright_worker.parallel.pipeline.slot_times import is_timed
 from meshwright_worker.rank.failures import WentBackError
 from meshwright_worker.rank.task import Outcome, RankEvents, StepReport, StepTimes
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
+from meshwright_worker.trainer.checkpoint_requests import CheckpointRequests
 from meshwright_worker.trainer.evaluation import Evaluation
 from meshwright_worker.trainer.loss_anomalies import DivergedError
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
@@ -104,6 +105,7 @@ class TrainingLoop:
         )
         self._full_row_flops = self._step_flops()
         self._events = events
+        self._requests = CheckpointRequests(run, mesh, events)
         self._digest = SampleDigest()
         self._unreported = 0.0
         """Seconds of steps without a result yet: a pipeline without flushes reports results later."""
@@ -143,7 +145,7 @@ class TrainingLoop:
                 break
             if self._checkpoint_manager is not None:
                 self._checkpoint_manager.report()
-                if self._checkpoint_manager.due(number):
+                if self._requests.due or self._checkpoint_manager.due(number):
                     state, stopped = self._drain(state)
                     self._save(state, wait=False)
                     if stopped:
@@ -158,6 +160,7 @@ class TrainingLoop:
         if self._sums_digest and self._mesh.rank > 0:
             state = state.model_copy(update={"digest": 0})
         if self._checkpoint_manager is not None:
+            self._requests.answer(state.step)
             with phase(_CHECKPOINT):
                 self._checkpoint_manager.save(
                     trainer.shards,
@@ -182,6 +185,8 @@ class TrainingLoop:
         if evaluation is not None:
             # A pipeline without flushes drains first, so that all stages have the weights after this step.
             results += self._trainer.drain()
+        self._requests.record(results)
+        self._requests.end_step(number)
         self._add_to_digest(mine, result)
         after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=state.loss)
         after = self._report_results(results, after, time.monotonic() - started_at, read - started_at, evaluation)
@@ -227,12 +232,12 @@ class TrainingLoop:
         recorder = self._trainer.slot_recorder if is_timed(number, self._first) else None
         if recorder is not None:
             recorder.begin(number)
-        stop = self._events.stop_requested()
+        stop, save = self._events.stop_requested(), self._events.take_checkpoint_request()
         if not self._sums_digest or not isinstance(self._trainer, Trainer):
-            return self._trainer.step(number, mine.batch, stop=stop)
+            return self._trainer.step(number, mine.batch, stop=stop, save=save)
         own = SampleDigest()
         self._add_samples(own, mine)
-        return self._trainer.step(number, mine.batch, stop=stop, digest=own.value)
+        return self._trainer.step(number, mine.batch, stop=stop, save=save, digest=own.value)
 
     def _add_to_digest(self, mine: StepSamples, result: StepResult | None) -> None:
         if not self._sums_digest:
@@ -255,6 +260,7 @@ class TrainingLoop:
         started_at = time.monotonic()
         results = self._trainer.drain()
         stopped = any(result.stop for result in results)
+        self._requests.record(results)
         return (
             self._report_results(results, state, time.monotonic() - started_at, 0.0, None) if results else state
         ), stopped
