@@ -8,7 +8,9 @@ of a checkpoint's stall, and of detection and restart by kind of fault. "own" ar
 run, "others" the means of all other runs, as for a run that has not been yet. What a fault costs in steps that are done
 again follows from the simulation's checkpoints in both.
 
-Runs that FILE has already are not repeated. Exit status 1 if the own times give a run that is more than 5 points away.
+Runs that FILE has already are not repeated. A run in which something else failed too, as on a machine so busy that
+nodes time out, is left out: start the program again to repeat it. Exit status 1 if the own times give a run that is
+more than 5 points away.
 """
 
 from __future__ import annotations
