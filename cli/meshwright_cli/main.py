@@ -71,6 +71,12 @@ COMMANDS = {
         "meshwright-cli",
         PLANNING,
     ),
+    "import": LazyCommand(
+        "meshwright_cli.importing.command:import_job",
+        "Print the job that a configuration of another framework stands for.",
+        "meshwright-cli",
+        PLANNING,
+    ),
     "local": LazyCommand(
         "meshwright_local.commands.local:local",
         "Run the embedded cluster, and inject faults.",

@@ -302,6 +302,43 @@ class FailureStatus(ApiModel):
     """Directory in worker pods with more of both, on the checkpoint claim."""
 
 
+MAX_SUSPECT_NODES = 16
+
+
+class SuspectNode(ApiModel):
+    """A node on which workers of this job have failed, with `recovery.suspectNodes`."""
+
+    node: Annotated[str, Field(max_length=253)]
+    """Name of the node."""
+    worker: Count
+    """The worker that failed last."""
+    failures: Count
+    """Failures within the window."""
+    cause: Annotated[str, Field(max_length=64)]
+    """Cause of the last one, as in `mesh.cause`."""
+    last_failure: Time
+    """When it was detected."""
+    avoided_until: Time | None = None
+    """Until when the job avoids the node. None if it was never suspect, or was cleared."""
+
+
+class SlowRank(ApiModel):
+    """A rank that computes longer than its peers, the ranks of the same pipeline stage: all others wait for it."""
+
+    rank: Count
+    """The rank."""
+    worker: Count
+    """Its worker."""
+    node: Annotated[str, Field(max_length=253)] = ""
+    """The node of the worker."""
+    generation: Count
+    """The mesh generation."""
+    since: Time
+    """When it was first seen to be slow."""
+    confirmed: bool = False
+    """Whether it has been slow for so long that the event `SlowRank` was posted."""
+
+
 class ParallelTrainingJobStatus(ApiModel):
     """Observed state of the job."""
 
@@ -342,6 +379,13 @@ class ParallelTrainingJobStatus(ApiModel):
         list[RestartStatus], Field(max_length=MAX_RESTART_CAUSES, json_schema_extra={"x-list-map-key": "cause"})
     ] = []
     """Restarts by cause."""
+    suspect_nodes: (
+        Annotated[list[SuspectNode], Field(max_length=MAX_SUSPECT_NODES, json_schema_extra={"x-list-map-key": "node"})]
+        | None
+    ) = None
+    """Nodes on which workers have failed, the latest last, with `recovery.suspectNodes`."""
+    slow_rank: SlowRank | None = None
+    """The slowest rank, while it computes much longer than its peers."""
     last_failure: FailureStatus | None = None
     """The latest failure of a rank, hang or crash of a worker."""
     restart_count: Count = 0

@@ -31,13 +31,31 @@ _PEER_LOST = re.compile(
             r"socket timeout",
             r"wait timeout after",
             r"timed out (after|waiting)",
+            r"milliseconds before timing out",
+            r"NCCL operations have failed or timed out",
+            r"failure detected by watchdog|collective (operation )?timeout",
             r"network is unreachable|no route to host",
             r"store (is )?not reachable",
             r"ncclRemoteError|ncclSystemError|remote process (has )?exited|communicator was aborted",
+            r"got completion from peer|failed to check the .should dump. flag",
         )
     ),
     re.IGNORECASE,
 )
+_OWN_FAULT = re.compile(
+    "|".join(
+        (
+            r"shared memory segment|no space left on device",
+            r"out of memory|cannot allocate memory",
+            r"illegal memory access|misaligned address|device-side assert|unspecified launch failure",
+            r"uncorrectable|ECC error|hardware error",
+            r"ncclInvalidUsage|ncclInvalidArgument|duplicate GPU",
+            r"unhandled cuda error|ncclUnhandledCudaError|no kernel image",
+        )
+    ),
+    re.IGNORECASE,
+)
+"""Errors of this rank, its device or its pod, which NCCL also reports as failed communication."""
 # torch's exception hook prefixes each line with `[rank0]:`.
 _EXCEPTION_LINE = re.compile(r"^(?:\[rank\d+\]:\s*)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*)$")
 MAX_MESSAGE = 1500
@@ -61,7 +79,12 @@ class WentBackError(ArithmeticError):
 
 
 def classify_output(text: str) -> FailureKind:
-    """Return `PeerLost` if the text is the error of a broken connection to another rank, else `Error`."""
+    """Return `PeerLost` if the text is the error of a broken connection to another rank, else `Error`.
+
+    NCCL's watchdog aborts each rank whose collective takes too long: it waits for another rank.
+    """
+    if _OWN_FAULT.search(text):
+        return FailureKind.ERROR
     return FailureKind.PEER_LOST if _PEER_LOST.search(text) else FailureKind.ERROR
 
 

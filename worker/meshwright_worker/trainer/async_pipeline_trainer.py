@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import Batch
-from meshwright_worker.distributed.mesh import TENSOR, Mesh
+from meshwright_worker.distributed.mesh import TENSOR, Mesh, new_host_group
 from meshwright_worker.distributed.step_clock import PASSES, UPDATE, phase
 from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer
 from meshwright_worker.optimizers.build import build_optimizer
@@ -41,10 +42,10 @@ from meshwright_worker.trainer.trainer import StepResult
 class AsyncPipelineTrainer:
     """`Trainer` for asynchronous schedules."""
 
-    def __init__(self, run: NativeRun, mesh: Mesh) -> None:
+    def __init__(self, run: NativeRun, mesh: Mesh, *, draw: bool = True) -> None:
         training = run.training
         self._mesh, self._training = mesh, training
-        self.stages = build_stages(run, mesh)
+        self.stages = build_stages(run, mesh, draw=draw)
         (stage,) = self.stages
         self._micro_batches = MicroBatches(run, mesh)
         shards = parameter_shards(stage.module, stage.distributed, run, mesh)
@@ -71,7 +72,7 @@ class AsyncPipelineTrainer:
             update=self._update,
         )
         # Reports are reduced on the host, so that no rank waits for the device of a rank that is steps behind.
-        self._reports = dist.new_group(backend="gloo")
+        self._reports = new_host_group(timedelta(minutes=30))
         replicas: tuple[dist.ProcessGroup, object] = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
             mesh.layout.shard_groups(), backend="gloo"
         )

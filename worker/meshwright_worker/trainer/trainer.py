@@ -66,15 +66,16 @@ class StepResult:
 class Trainer:
     """This rank's stages, their optimizer and their executor.
 
-    `samples` is the number of samples in this island's corpus, for `FedAvg`.
+    `samples` is the number of samples in this island's corpus, for `FedAvg`. If not `draw`, parameters have no values
+    yet.
     """
 
-    def __init__(self, run: NativeRun, mesh: Mesh, samples: int = 1) -> None:
+    def __init__(self, run: NativeRun, mesh: Mesh, samples: int = 1, *, draw: bool = True) -> None:
         model, training = run.architecture, run.training
         self._mesh = mesh
         self._training = training
         self._micro_batches = MicroBatches(run, mesh)
-        self.stages = build_stages(run, mesh)
+        self.stages = build_stages(run, mesh, draw=draw)
         pipeline = build_executor(self.stages, run, mesh)
         self._executor, self._shared_weights = pipeline.executor, pipeline.shared_weights
         shards = [

@@ -31,7 +31,7 @@ from meshwright_worker.data.mixture import MixtureStream, Stream
 from meshwright_worker.data.prefetch import Prefetcher, StepSamples
 from meshwright_worker.data.sample_assignment import SampleAssignment
 from meshwright_worker.data.sample_order import SampleDigest
-from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.distributed.mesh import STEP_TIMEOUT, Mesh, set_collective_timeout
 from meshwright_worker.distributed.step_clock import phase
 from meshwright_worker.distributed.timed_collectives import timed_collectives
 from meshwright_worker.memory.peaks import memory_peaks
@@ -134,6 +134,7 @@ class TrainingLoop:
             self._profiler.after(number)
             if number == first:
                 self._events.phase("first-step", time.monotonic() - started_at)
+                set_collective_timeout(STEP_TIMEOUT)
             if stopped:
                 break
             if self._checkpoint_manager is not None:
