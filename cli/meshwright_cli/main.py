@@ -28,6 +28,12 @@ COMMANDS = {
     "scale": _job_command("change", "scale", "Set the number of data-parallel replicas of a job."),
     "suspend": _job_command("change", "suspend", "Suspend a job: it saves a checkpoint and releases its GPUs."),
     "resume": _job_command("change", "resume", "Resume a suspended job from its latest checkpoint."),
+    "checkpoint": LazyCommand(
+        "meshwright_cli.checkpoint.group:checkpoint",
+        "Ask a job for a checkpoint.",
+        "meshwright-cli",
+        JOBS,
+    ),
     "generate": _job_command(
         "model_commands", "generate", "Continue a text with the model of a job's newest checkpoint."
     ),
@@ -104,6 +110,12 @@ COMMANDS = {
         "Write one HTML page about a job or a plan.",
         "meshwright-cli",
         JOBS,
+    ),
+    "simulate": LazyCommand(
+        "meshwright_cli.simulate.command:simulate",
+        "Simulate months of a job with failures: goodput, interval, spares.",
+        "meshwright-cli",
+        PLANNING,
     ),
     "validate": LazyCommand(
         "meshwright_cli.commands.validate:validate",

@@ -253,6 +253,23 @@ class CheckpointStatus(ApiModel):
     """Path of the checkpoint in worker pods."""
 
 
+class CheckpointRequestStatus(ApiModel):
+    """The last request for a checkpoint, by the annotation `meshwright.dev/checkpoint`, and what became of it."""
+
+    request: Annotated[str, Field(max_length=64)]
+    """Value of the annotation. Another value is another request."""
+    state: Annotated[str, Field(max_length=16, pattern="^(Requested|Saved|Failed)$")]
+    """`Requested` until the checkpoint is durable, then `Saved`; `Failed` if there is none."""
+    time: Time
+    """When the operator saw the request."""
+    generation: Count = 0
+    """Mesh generation whose ranks are asked."""
+    step: Count | None = None
+    """Step of the checkpoint. Before it is known: the last completed step at the time of the request."""
+    message: Text = ""
+    """Details for people."""
+
+
 class WaitingEditStatus(ApiModel):
     """An edit that restarts the gang, and that waits because of `spec.updatePolicy`."""
 
@@ -373,6 +390,8 @@ class ParallelTrainingJobStatus(ApiModel):
     """Latest evaluation, with `training.evaluation`."""
     checkpoint: CheckpointStatus | None = None
     """Latest durable checkpoint."""
+    checkpoint_request: CheckpointRequestStatus | None = None
+    """The last request for a checkpoint. Not set before the first."""
     goodput: GoodputStatus | None = None
     """What the time of the job was spent on."""
     restarts: Annotated[

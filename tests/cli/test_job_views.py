@@ -20,7 +20,7 @@ from meshwright_cli.jobs.list_view import list_lines
 from meshwright_cli.jobs.placement_tree import placement_tree
 from meshwright_cli.jobs.status_view import JobView, next_step, status_lines
 from meshwright_cli.jobs.top_view import TopView, top_lines
-from meshwright_cli.jobs.wait import Duration
+from meshwright_cli.parameters import Duration
 from meshwright_cli.text import duration
 from tests.cli.live_server import condition, job, running
 

@@ -10,7 +10,7 @@ from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.profiling import STEPS, Profile
 from meshwright_cli.completion import complete_jobs, complete_ranks
 from meshwright_cli.jobs.access import Access, cluster_options
-from meshwright_cli.jobs.wait import Duration
+from meshwright_cli.parameters import Duration
 
 MAX_STEPS = 50
 """Steps that a rank profiles at once (`meshwright_worker.trainer.step_profiler`)."""
