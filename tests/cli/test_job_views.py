@@ -209,6 +209,22 @@ def test_the_recorded_failure_is_chosen_and_pointed_to():
     assert dict(facts(job, ClusterView()))["Failure"].endswith("meshwright logs lm --failed-first")
 
 
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        ({"kind": "Compute", "percent": 80}, "computation, 80 % of a step"),
+        ({"kind": "Communication", "percent": 35, "dimension": "data"}, "communication of the dimension `data`, 35 %"),
+        ({"kind": "Rank", "percent": 20, "rank": 3}, "rank 3, which computes longer than the other ranks of its stage"),
+        ({"kind": "Pipeline", "percent": 25, "stage": 1}, "the pipeline: ranks wait for stage 1, 25 % of a step"),
+        ({"kind": "Data", "percent": 55, "rank": 2}, "data: rank 2 waits for samples, 55 % of a step"),
+    ],
+)
+def test_what_limits_a_step_is_shown_while_the_job_trains(limit, text):
+    job = made(running(limit=limit))
+    shown = " ".join(" ".join(status_lines(JobView(job, []), NOW, 80)).split())
+    assert f"Limit {text}" in shown
+
+
 def test_suspect_nodes_are_shown_while_the_job_avoids_them():
     entry = {"worker": 1, "failures": 2, "cause": "Hang", "lastFailure": "2026-01-02T02:00:00Z"}
     suspects = [
