@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from meshwright.api.labels import ANNOTATION_CHECKPOINT, LABEL_INCARNATION, LABEL_JOB, LABEL_WORKER
 from meshwright.api.parsing import parse_spec
 from meshwright_cli.client import (
     AsyncClient,
@@ -72,6 +73,25 @@ def test_submit_get_list_change_and_delete(client, namespace):
     assert client.list() == []
     with pytest.raises(NotFoundError):
         client.delete("lm")
+
+
+def test_a_requested_checkpoint_is_waited_for_and_a_failed_request_says_why(server, client, namespace):
+    client.submit(job("lm"))
+    request = client.request_checkpoint("lm")
+    assert client.get("lm").raw["metadata"]["annotations"] == {ANNOTATION_CHECKPOINT: request}
+    answer = {"request": request, "state": "Saved", "time": "2026-01-01T00:00:00Z", "step": 7}
+    older = {**answer, "request": "older", "state": "Failed", "message": "of another request"}
+    write_status(server, namespace, "lm", {"checkpointRequest": older})
+    timer = later(0.5, lambda: write_status(server, namespace, "lm", {"checkpointRequest": answer}))
+    assert client.requested_checkpoint("lm", request, timeout=60).status.checkpoint_request.step == 7
+    timer.join()
+    failed = {**answer, "request": "mine", "state": "Failed", "message": "the job is not Running"}
+    write_status(server, namespace, "lm", {"checkpointRequest": failed})
+    assert client.request_checkpoint("lm", "mine") == "mine"
+    with pytest.raises(JobFailedError, match="the job is not Running"):
+        client.requested_checkpoint("lm", "mine", timeout=60)
+    with pytest.raises(WaitTimeoutError, match="did not save the checkpoint within"):
+        client.requested_checkpoint("lm", "never", timeout=0.5)
 
 
 def test_submit_again_changes_only_what_the_manifest_says(client):
@@ -168,6 +188,32 @@ def test_what_is_forbidden_names_verb_and_resource(server, namespace):
         assert (caught.value.verb, caught.value.resource) == ("list", "paralleltrainingjobs.meshwright.dev")
         with pytest.raises(ForbiddenError, match=r"patch paralleltrainingjobs/scale.meshwright.dev `lm`"):
             client.scale("lm", 2)
+
+
+def test_a_profile_needs_the_right_to_run_commands_in_pods(server, client, namespace):
+    client.submit(job("lm"))
+    write_status(server, namespace, "lm", running())
+    roles = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}"
+    rules = [
+        {"apiGroups": ["", "meshwright.dev"], "resources": ["pods", "paralleltrainingjobs"], "verbs": ["get", "list"]}
+    ]
+    server.call("POST", f"{roles}/roles", {"metadata": {"name": "reader"}, "rules": rules})
+    subject = {"kind": "User", "name": "reader", "apiGroup": "rbac.authorization.k8s.io"}
+    ref = {"kind": "Role", "name": "reader", "apiGroup": "rbac.authorization.k8s.io"}
+    server.call("POST", f"{roles}/rolebindings", {"metadata": {"name": "r"}, "subjects": [subject], "roleRef": ref})
+    spec = {"containers": [{"name": "worker", "image": "w"}], "nodeName": "node0"}
+    labels = {LABEL_JOB: "lm", LABEL_WORKER: "0", LABEL_INCARNATION: "0"}
+    pod = {"metadata": {"name": "lm-w0-0", "labels": labels}, "spec": spec}
+    server.call("POST", f"/api/v1/namespaces/{namespace}/pods", pod)
+    with Client(kubeconfig=server.as_user("reader"), namespace=namespace) as reader:
+        with pytest.raises(NotFoundError, match="the pod of rank 0 does not run"):
+            reader.profile("lm")
+        with pytest.raises(NotFoundError, match="lm has no rank 4: it has ranks 0 to 3"):
+            reader.profile("lm", [4])
+        server.patch(f"/api/v1/namespaces/{namespace}/pods/lm-w0-0/status", {"status": {"phase": "Running"}})
+        with pytest.raises(ForbiddenError, match="create pods/exec") as caught:
+            reader.profile("lm")
+        assert (caught.value.verb, caught.value.resource) == ("create", "pods/exec")
 
 
 def test_wrong_credentials_and_dead_servers_are_named(server, tmp_path):

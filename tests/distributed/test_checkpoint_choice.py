@@ -140,7 +140,7 @@ def test_a_file_that_cannot_be_read_fails_the_start_and_damages_nothing(
 
 def test_a_checkpoint_of_another_version_is_rejected_and_stays(pool: RankPool, directory: CheckpointDirectory) -> None:
     path = directory.path(30) / MANIFEST
-    path.write_text(json.dumps(with_checksum({**json.loads(path.read_text()), "format": 2})))
+    path.write_text(json.dumps(with_checksum({**json.loads(path.read_text()), "format": 3})))
     error, _ = chosen(pool, directory.root, directory.root)
     assert "DIR/step-00000030 was written by another version of Meshwright" in str(error)
     assert directory.steps() == [30, 20, 10]
@@ -215,7 +215,7 @@ def test_text_is_not_written_from_an_older_checkpoint_because_the_newest_is_anot
     pool: RankPool, directory: CheckpointDirectory
 ) -> None:
     path = directory.path(30) / MANIFEST
-    path.write_text(json.dumps(with_checksum({**json.loads(path.read_text()), "format": 2})))
+    path.write_text(json.dumps(with_checksum({**json.loads(path.read_text()), "format": 3})))
     assert "step-00000030 was written by another version" in found(pool, directory.root)
 
 

@@ -26,6 +26,7 @@ from meshwright_cli.client.errors import (
 from meshwright_cli.client.kubeconfig import Connection
 from meshwright_cli.client.log_stream import LogSource
 from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod
+from meshwright_cli.client.profiling import Profile
 from meshwright_cli.client.sync_client import Client
 from meshwright_cli.client.waiting import Target
 
@@ -48,6 +49,7 @@ __all__ = [
     "MeshwrightError",
     "NotFoundError",
     "PodOptions",
+    "Profile",
     "RejectedError",
     "Target",
     "UnauthorizedError",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import UTC, datetime
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
 
-from meshwright.api.labels import API_VERSION, KIND, LABEL_JOB
+from meshwright.api.labels import ANNOTATION_CHECKPOINT, API_VERSION, KIND, LABEL_JOB
 from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright_cli.client.api_server import APPLY_PATCH, EVENTS, JOBS, MERGE_PATCH, PODS, Action, ApiServer, Kind
@@ -27,6 +28,7 @@ from meshwright_cli.client.kubeconfig import Connection, connection
 from meshwright_cli.client.log_stream import LogSource, follow_logs
 from meshwright_cli.client.manifests import checked, only_job, read_manifest
 from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod
+from meshwright_cli.client.profiling import STEPS, Profile, profile_job
 from meshwright_cli.client.waiting import FINISHED, Target
 
 FIELD_MANAGER = "meshwright-cli"
@@ -251,6 +253,30 @@ class AsyncClient:
         async for line in follow_logs(self, name, source or LogSource()):
             yield line
 
+    async def profile(
+        self,
+        name: str,
+        ranks: Sequence[int] | None = (0,),
+        steps: range | int = STEPS,
+        *,
+        timeout: float = 1800.0,  # noqa: ASYNC109
+    ) -> Profile:
+        """Profile steps of a job that runs with torch's profiler, without a restart.
+
+        Args:
+            name: name of the job.
+            ranks: ranks of Meshwright's runtime; None: all.
+            steps: the steps, such as `range(100, 103)`, or how many of the next ones.
+            timeout: seconds in which the job must complete the last of these steps.
+
+        Raises:
+            NotFoundError: the job has no such rank, or its pod does not run.
+            ForbiddenError: the user may not create `pods/exec`.
+            RejectedError: the ranks cannot be profiled; the message says why.
+            WaitTimeoutError: the steps were not completed in time.
+        """
+        return await profile_job(self, await self.get(name), ranks, steps, timeout)
+
     async def scale(self, name: str, replicas: int) -> Job:
         """Set the number of data-parallel replicas, through the scale subresource.
 
@@ -273,6 +299,46 @@ class AsyncClient:
     async def resume(self, name: str) -> Job:
         """Resume a suspended job from its latest checkpoint."""
         return await self._patch(name, {"spec": {"suspend": False}})
+
+    async def request_checkpoint(self, name: str, request: str = "") -> str:
+        """Ask a job that trains for a checkpoint after its current step. Returns the name of the request.
+
+        Args:
+            name: name of the job.
+            request: name of the request: 1 to 64 letters, digits and `-._:+`. A name that the job has already is not
+                a new request. By default the time.
+        """
+        request = request or datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        await self._patch(name, {"metadata": {"annotations": {ANNOTATION_CHECKPOINT: request}}})
+        return request
+
+    async def requested_checkpoint(self, name: str, request: str, *, timeout: float | None = None) -> Job:  # noqa: ASYNC109
+        """Wait until a requested checkpoint is durable, and return the job.
+
+        Args:
+            name: name of the job.
+            request: what `request_checkpoint` has returned.
+            timeout: seconds; None: unlimited.
+
+        Raises:
+            JobFailedError: there is no such checkpoint, for example because the job is not running.
+            WaitTimeoutError: it was not durable in time.
+        """
+        latest = await self.get(name)
+        try:
+            async with asyncio.timeout(timeout):
+                async for job in self.watch(name):
+                    if job is None:
+                        raise JobFailedError(f"{name} was deleted before it saved the checkpoint")
+                    latest, found = job, job.status.checkpoint_request
+                    if found is not None and found.request == request and found.state == "Failed":
+                        raise JobFailedError(f"{name}: {found.message}")
+                    if found is not None and found.request == request and found.state == "Saved":
+                        return job
+        except TimeoutError:
+            now = f"It is {latest.state}: {latest.message}".rstrip(": ")
+            raise WaitTimeoutError(f"{name} did not save the checkpoint within {timeout:g} s. {now}") from None
+        raise JobFailedError(f"{name} was deleted before it saved the checkpoint")
 
     async def generate(
         self,

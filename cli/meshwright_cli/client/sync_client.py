@@ -20,6 +20,7 @@ from meshwright_cli.client.checkpoints.programs import Export, Generation, PodOp
 from meshwright_cli.client.kubeconfig import Connection
 from meshwright_cli.client.log_stream import LogSource
 from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod
+from meshwright_cli.client.profiling import STEPS, Profile
 from meshwright_cli.client.waiting import FINISHED, Target
 
 T = TypeVar("T")
@@ -114,6 +115,17 @@ class Client:
         """Yield lines of the worker pods' logs."""
         return self._iterate(self._client.logs(name, source))
 
+    def profile(
+        self,
+        name: str,
+        ranks: Sequence[int] | None = (0,),
+        steps: range | int = STEPS,
+        *,
+        timeout: float = 1800.0,
+    ) -> Profile:
+        """Profile steps of a job that runs: see `AsyncClient.profile`."""
+        return self._run(self._client.profile(name, ranks, steps, timeout=timeout))
+
     def scale(self, name: str, replicas: int) -> Job:
         """Set the number of data-parallel replicas."""
         return self._run(self._client.scale(name, replicas))
@@ -125,6 +137,14 @@ class Client:
     def resume(self, name: str) -> Job:
         """Resume a suspended job from its latest checkpoint."""
         return self._run(self._client.resume(name))
+
+    def request_checkpoint(self, name: str, request: str = "") -> str:
+        """Ask a job that trains for a checkpoint: see `AsyncClient.request_checkpoint`."""
+        return self._run(self._client.request_checkpoint(name, request))
+
+    def requested_checkpoint(self, name: str, request: str, *, timeout: float | None = None) -> Job:
+        """Wait until a requested checkpoint is durable, and return the job."""
+        return self._run(self._client.requested_checkpoint(name, request, timeout=timeout))
 
     def generate(
         self,

@@ -17,11 +17,11 @@ from meshwright_cli.client.api_server import PODS, Action
 from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.errors import ForbiddenError, MeshwrightError
 from meshwright_cli.client.objects import WorkerPod, newest_pods
+from meshwright_cli.client.rank_metrics import RankSample, rank_times, read_samples
 from meshwright_cli.completion import complete_jobs
 from meshwright_cli.jobs.access import Access, cluster_options
 from meshwright_cli.jobs.list_view import list_lines
 from meshwright_cli.jobs.output import WIDTH
-from meshwright_cli.jobs.rank_metrics import RankSample, rank_times, read_samples
 from meshwright_cli.jobs.status_view import JobView
 from meshwright_cli.jobs.top_view import TopView, top_lines
 

@@ -31,7 +31,7 @@ from meshwright_worker.checkpoint.manifest import (
     read_manifest_as,
 )
 from meshwright_worker.checkpoint.safetensors_format import dtype_name, file_checksum, map_tensor, write_tensors
-from meshwright_worker.checkpoint.tensor_index import decode, encode
+from meshwright_worker.checkpoint.tensor_index import decode, index_of
 
 ARCHITECTURE = Architecture(layers=1, hidden_size=8, intermediate_size=8, heads=2, kv_heads=2, vocab_size=257)
 
@@ -85,10 +85,17 @@ def test_what_has_no_name_in_the_format_is_rejected() -> None:
     with pytest.raises(ValueError, match="complex64"):
         dtype_name(torch.complex64)
     with pytest.raises(ValueError, match="contains only tensors"):
-        encode(Metadata({"x": BytesStorageMetadata()}), {})
+        index_of(Metadata({"x": BytesStorageMetadata()}), {})
 
 
-@pytest.mark.parametrize("content", [b"[]", b"{", b'{"a": {}}', b'{"a": 3}', b"\x80\x04."])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"[]", b"{", b'{"a": {}}', b'{"a": 3}', b"\x80\x04."),
+        b'{"a": {"dtype": "F32", "shape": [1], "boxes": [[[0], [1], "../file", 0]]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "boxes": [[[0], [-1], "file", 0]]}}',
+    ],
+)
 def test_what_is_not_an_index_is_rejected(content: bytes) -> None:
     with pytest.raises(ValueError, match="not an index of tensors"):
         decode(content)
@@ -146,7 +153,7 @@ def test_a_manifest_that_no_version_wrote_is_damaged(tmp_path: Path, content: by
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"format": 2}, "its format is 2, this version reads 1"),
+        ({"format": 3}, "its format is 3, this version reads 1 to 2"),
         (
             {
                 "architecture": {
@@ -182,6 +189,15 @@ def test_a_flipped_bit_in_a_manifest_is_damage(tmp_path: Path, change: Callable[
     (tmp_path / MANIFEST).write_text(change(text))
     assert change(text) != text
     with pytest.raises(DamagedCheckpointError, match=f"{MANIFEST} is damaged"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../other", "/etc/passwd", "a//b", ""])
+def test_a_manifest_that_names_a_file_outside_of_the_checkpoint_is_rejected(tmp_path: Path, name: str) -> None:
+    fields = json.loads(manifest_at(1).model_dump_json(by_alias=True))
+    fields["files"] = {name: {"size": 1, "crc32": 1}}
+    (tmp_path / MANIFEST).write_text(json.dumps(with_checksum(fields)))
+    with pytest.raises(ForeignCheckpointError, match="is not the name of a file in a checkpoint"):
         read_manifest(tmp_path)
 
 

@@ -18,11 +18,12 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from meshwright_worker.checkpoint.binary_index import BINARY_INDEX
 from meshwright_worker.checkpoint.collective_errors import on_first_rank
 from meshwright_worker.checkpoint.dcp_storage import CheckpointWriter
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointError, describe_failed_save
-from meshwright_worker.checkpoint.manifest import BaseManifest, FileRecord
+from meshwright_worker.checkpoint.manifest import BINARY_INDEX_FORMAT, FORMAT, BaseManifest, FileRecord
 from meshwright_worker.checkpoint.state_dict import stage_copy
 from meshwright_worker.distributed.device import use_device
 from meshwright_worker.distributed.mesh import Mesh
@@ -99,7 +100,8 @@ class AsyncCheckpointer:
 
     def _commit_of(self, manifest: BaseManifest) -> Callable[[dict[str, FileRecord]], None]:
         def commit(files: dict[str, FileRecord]) -> None:
-            self._directory.commit(manifest.model_copy(update={"files": files}))
+            written = BINARY_INDEX_FORMAT if BINARY_INDEX in files else FORMAT
+            self._directory.commit(manifest.model_copy(update={"files": files, "format": written}))
             self._directory.retain(self._keep)
 
         return commit

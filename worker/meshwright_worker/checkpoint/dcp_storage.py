@@ -1,17 +1,25 @@
-"""Storage for torch's distributed checkpoint without pickle: safetensors for tensors, JSON for the index.
+"""Storage for torch's distributed checkpoint without pickle: safetensors for tensors, and an index that is only data.
 
-torch plans (which rank writes which box, which rank reads which part of it) and this module stores. One file per rank.
+torch plans (which rank writes which box, which rank reads which part of it) and this module stores. One file per rank,
+with many ranks in subdirectories. A checkpoint with few boxes has the index of format 1, which every version reads. An
+index with more boxes is binary: with it the checkpoint has format 2.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -19,13 +27,21 @@ from torch.distributed.checkpoint.planner import (
     SavePlanner,
     WriteItem,
 )
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from meshwright_worker.checkpoint.binary_index import BINARY_INDEX, encode_binary
 from meshwright_worker.checkpoint.directory import write_durably
+from meshwright_worker.checkpoint.files import CheckpointPath, files_of, open_index
 from meshwright_worker.checkpoint.manifest import FileRecord
-from meshwright_worker.checkpoint.safetensors_format import file_checksum, map_tensor, write_tensors
-from meshwright_worker.checkpoint.tensor_index import INDEX, StoredChunk, decode, encode
+from meshwright_worker.checkpoint.safetensors_format import file_checksum, write_tensors
+from meshwright_worker.checkpoint.tensor_index import INDEX, IndexInMemory, StoredChunk, TensorIndex, encode, index_of
+
+MAX_JSON_BOXES = 20_000
+"""Boxes of an index that is still written as JSON: 2 MB, which a rank reads in 0.3 s."""
+RANKS_PER_DIRECTORY = 1024
+"""Files of ranks in one directory, because large directories are slow on many file systems."""
 
 
 class CheckpointWriter(StorageWriter):
@@ -37,7 +53,7 @@ class CheckpointWriter(StorageWriter):
 
     def __init__(self, directory: Path, rank: int, commit: Callable[[dict[str, FileRecord]], object]) -> None:
         self._directory = directory
-        self._file = f"rank-{rank:05d}.safetensors"
+        self._file = file_of_rank(rank)
         self._commit = commit
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -45,6 +61,7 @@ class CheckpointWriter(StorageWriter):
         tensors = {_chunk_name(item): _resolve_tensor(planner, item) for item in plan.items}
         results = []
         if tensors:
+            (self._directory / self._file).parent.mkdir(exist_ok=True)
             starts, size, checksum = write_tensors(self._directory / self._file, tensors)
             record = FileRecord(size=size, crc32=checksum)
             for item in plan.items:
@@ -60,9 +77,10 @@ class CheckpointWriter(StorageWriter):
             box, record = result.storage_data
             boxes[result.index] = box
             files[box.file] = record
-        write_durably(self._directory / INDEX, encode(metadata, boxes))
-        size, checksum = file_checksum(self._directory / INDEX)
-        self._commit({**files, INDEX: FileRecord(size=size, crc32=checksum)})
+        name, content = encoded_index(index_of(metadata, boxes))
+        write_durably(self._directory / name, content)
+        size, checksum = file_checksum(self._directory / name)
+        self._commit({**files, name: FileRecord(size=size, crc32=checksum)})
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: a writer is used for one save."""
@@ -85,10 +103,14 @@ class CheckpointWriter(StorageWriter):
 
 
 class CheckpointReader(StorageReader):
-    """Reads from a complete checkpoint. Reads only the parts that this rank needs from the disk."""
+    """Reads from a complete checkpoint: of the index and of the files, only the parts that this rank needs.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    `tensors` are those that the rank loads; by default the reader describes every box of every tensor.
+    """
+
+    def __init__(self, checkpoint: CheckpointPath, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        self._files = files_of(checkpoint)
+        self._tensors = tensors
         self._metadata = Metadata({})
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -97,7 +119,7 @@ class CheckpointReader(StorageReader):
         Raises:
             ValueError: it is not a valid index.
         """
-        return decode((self._directory / INDEX).read_bytes())
+        return metadata_of(open_index(self._files), self._tensors)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Store the index for `read_data`."""
@@ -111,7 +133,7 @@ class CheckpointReader(StorageReader):
             if not isinstance(entry, TensorStorageMetadata):
                 raise ValueError(f"{item.storage_index.fqn} is not a tensor")
             chunk = next(chunk for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
-            box = map_tensor(self._directory / stored.file, stored.offset, entry.properties.dtype, chunk.sizes)
+            box = self._files.tensor(stored.file, stored.offset, entry.properties.dtype, chunk.sizes)
             for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 box = box.narrow(dimension, start, length)
             target = planner.resolve_tensor(item).detach()
@@ -134,6 +156,52 @@ class CheckpointReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Accept any path."""
         return True
+
+
+def file_of_rank(rank: int) -> str:
+    """The name of the file that a rank writes."""
+    name = f"rank-{rank:05d}.safetensors"
+    return name if rank < RANKS_PER_DIRECTORY else f"ranks-{rank // RANKS_PER_DIRECTORY:03d}/{name}"
+
+
+def encoded_index(index: IndexInMemory) -> tuple[str, bytes]:
+    """Name and content of the index's file."""
+    if index.box_count <= MAX_JSON_BOXES:
+        return INDEX, encode(index)
+    return BINARY_INDEX, encode_binary(index)
+
+
+def metadata_of(index: TensorIndex, tensors: Mapping[str, torch.Tensor] | None = None) -> Metadata:
+    """What torch plans a load from. `storage_data` maps each box to its `StoredChunk`.
+
+    With `tensors`, it has only the boxes that overlap the local part of these tensors: torch compares every box with
+    every local one, and each is a Python object.
+    """
+    described: dict[str, TensorStorageMetadata] = {}
+    stored: dict[MetadataIndex, StoredChunk] = {}
+    files = index.files
+    for name in index.names:
+        chunks: list[ChunkStorageMetadata] = []
+        dtype, shape = index.dtype(name), index.shape(name)
+        if tensors is None or name in tensors:
+            boxes = index.boxes(name)
+            if tensors is not None and len(boxes) > 1:
+                local = [chunk for chunk in _create_chunk_list(tensors[name]) if len(chunk.offsets) == len(shape)]
+                parts = [boxes.overlapping(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in local]
+            else:
+                parts = [boxes]
+            rows = (
+                row
+                for part in parts
+                for row in zip(
+                    part.offsets.tolist(), part.sizes.tolist(), part.files.tolist(), part.starts.tolist(), strict=True
+                )
+            )
+            for offsets, sizes, file, start in rows:
+                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                stored[MetadataIndex(name, offsets)] = StoredChunk(files[file], start)
+        described[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
+    return Metadata(dict(described), storage_data=stored)
 
 
 def _chunk_name(item: WriteItem) -> str:

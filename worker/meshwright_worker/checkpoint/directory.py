@@ -68,7 +68,8 @@ class CheckpointDirectory:
         step = manifest.state.step
         hidden, final = self.temporary(step), self.path(step)
         write_durably(hidden / MANIFEST, encode_manifest(manifest))
-        _sync_directory(hidden)
+        for directory in sorted({(hidden / name).parent for name in manifest.files} | {hidden}, reverse=True):
+            _sync_directory(directory)
         if final.exists():
             self._hide(final, _REPLACED)
         hidden.rename(final)
@@ -83,6 +84,13 @@ class CheckpointDirectory:
         for step in self.steps()[keep:]:
             self._hide(self.path(step), _RETIRED)
         self._remove_hidden(_RETIRED, _REPLACED, _DAMAGED)
+
+    def remove_newer(self, step: int) -> None:
+        """Remove the complete checkpoints of later steps, the latest first."""
+        for newer in self.steps():
+            if newer > step:
+                self._hide(self.path(newer), _RETIRED)
+        self._remove_hidden(_RETIRED)
 
     def clean(self) -> None:
         """Remove the unfinished, retired or replaced checkpoints of earlier processes. Call before any save.

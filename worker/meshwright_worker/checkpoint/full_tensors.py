@@ -7,13 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import DamagedCheckpointError
+from meshwright_worker.checkpoint.files import CheckpointPath, files_of, open_index
 from meshwright_worker.checkpoint.manifest import Manifest, check_files, read_manifest
-from meshwright_worker.checkpoint.safetensors_format import map_tensor
-from meshwright_worker.checkpoint.tensor_index import INDEX, decode
 
 log = logging.getLogger(__name__)
 
@@ -74,14 +72,14 @@ class FullTensorReader:
         ValueError: the index is not valid.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._metadata = decode((path / INDEX).read_bytes())
+    def __init__(self, checkpoint: CheckpointPath) -> None:
+        self._files = files_of(checkpoint)
+        self._index = open_index(self._files)
 
     @property
     def names(self) -> list[str]:
         """The names of all tensors."""
-        return list(self._metadata.state_dict_metadata)
+        return self._index.names
 
     def read(self, name: str) -> torch.Tensor:
         """Read the full tensor of that name, on the CPU.
@@ -89,14 +87,11 @@ class FullTensorReader:
         Raises:
             KeyError: there is no such tensor.
         """
-        entry = self._metadata.state_dict_metadata[name]
-        if not isinstance(entry, TensorStorageMetadata):
-            raise KeyError(name)
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        for index, stored in self._metadata.storage_data.items():
-            if index.fqn != name:
-                continue
-            chunk = next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
-            box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[box] = map_tensor(self._path / stored.file, stored.offset, entry.properties.dtype, chunk.sizes)
+        dtype, boxes = self._index.dtype(name), self._index.boxes(name)
+        whole = torch.empty(self._index.shape(name), dtype=dtype)
+        for row in range(len(boxes)):
+            offsets, sizes = boxes.offsets[row].tolist(), boxes.sizes[row].tolist()
+            box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+            file, start = self._index.files[int(boxes.files[row])], int(boxes.starts[row])
+            whole[box] = self._files.tensor(file, start, dtype, torch.Size(sizes))
         return whole

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from meshwright_worker.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from meshwright_worker.checkpoint.dcp_storage import CheckpointReader
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointMismatchError, CheckpointVolumeError, DamagedCheckpointError
+from meshwright_worker.checkpoint.files import CheckpointPath, files_of, open_index
 from meshwright_worker.checkpoint.full_tensors import candidate_checkpoints, first_intact
 from meshwright_worker.checkpoint.manifest import Manifest, ManifestType, check_files, read_manifest_as
 from meshwright_worker.distributed.mesh import Mesh
@@ -134,7 +134,7 @@ def check_same_run(actual: Manifest, expected: Manifest) -> None:
         )
 
 
-def load_tensors(tensors: dict[str, torch.Tensor], path: Path, group: dist.ProcessGroup | None) -> None:
+def load_tensors(tensors: dict[str, torch.Tensor], path: CheckpointPath, group: dist.ProcessGroup | None) -> None:
     """Fill tensors in place from a complete checkpoint. Collective over `group`; without one, in this process only.
 
     Raises:
@@ -147,7 +147,7 @@ def load_tensors(tensors: dict[str, torch.Tensor], path: Path, group: dist.Proce
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             load(
                 tensors,
-                storage_reader=CheckpointReader(path),
+                storage_reader=CheckpointReader(path, tensors),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=group,
                 no_dist=group is None,
@@ -159,18 +159,15 @@ def load_tensors(tensors: dict[str, torch.Tensor], path: Path, group: dist.Proce
         raise CheckpointMismatchError(f"{path} cannot be loaded: {error}") from error
 
 
-def tensor_names(path: Path) -> frozenset[str]:
+def tensor_names(path: CheckpointPath) -> frozenset[str]:
     """Return the names of all tensors of a complete checkpoint."""
-    return frozenset(CheckpointReader(path).read_metadata().state_dict_metadata)
+    return frozenset(open_index(files_of(path)).names)
 
 
-def allocate_tensors(path: Path, include: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+def allocate_tensors(path: CheckpointPath, include: Callable[[str], bool]) -> dict[str, torch.Tensor]:
     """Allocate the tensors of a complete checkpoint with the given names; `load_tensors` fills them."""
-    return {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in CheckpointReader(path).read_metadata().state_dict_metadata.items()
-        if include(name) and isinstance(entry, TensorStorageMetadata)
-    }
+    index = open_index(files_of(path))
+    return {name: torch.empty(index.shape(name), dtype=index.dtype(name)) for name in index.names if include(name)}
 
 
 def _ranks(ranks: Sequence[int]) -> str:

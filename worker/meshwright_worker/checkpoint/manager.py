@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from meshwright.api.spec import CheckpointSpec
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
+from meshwright_worker.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.loader import (
     allocate_tensors,
@@ -85,6 +87,22 @@ class CheckpointManager:
         self._newest = newest_manifest.state.step
         return newest_manifest.state
 
+    def remove_newer(self, step: int, at_least: int) -> int | None:
+        """Remove the checkpoints of a run that goes back from `step`: all after the one to continue from, which is the
+        newest that is `at_least` so many steps older, or otherwise the oldest.
+
+        Returns:
+            The step of that checkpoint. None if there is none, and nothing was removed.
+
+        Raises:
+            CheckpointError: a save in progress failed.
+        """
+        self.report(wait=True)
+        target = checkpoint_to_go_back_to(on_all_ranks(self._directory.steps, self._mesh)[0], step, at_least)
+        if target is not None:
+            on_first_rank(partial(self._directory.remove_newer, target), self._mesh)
+        return target
+
     def due(self, step: int) -> bool:
         """Return whether the interval requires a checkpoint after `step`."""
         return step % self._spec.interval == 0
@@ -99,14 +117,16 @@ class CheckpointManager:
         compression_state: CompressionState | None = None,
         *,
         wait: bool,
+        replace: bool = False,
     ) -> None:
-        """Save `state`, whose digest is this rank's part. Returns at once; with `wait`, when it is durable.
+        """Save `state`, whose digest is this rank's part. Returns at once; with `wait`, when it is durable. A state of
+        the step that was saved or loaded last is saved again only with `replace`.
 
         Raises:
             CheckpointError: this save, or an earlier one, failed.
         """
         self.report(wait=True)
-        if state.step != self._newest:
+        if replace or state.step != self._newest:
             self._newest = state.step
             full_state = state.model_copy(update={"digest": self._sum_digest(state.digest)})
             manifest = self._template.model_copy(update={"state": full_state})
@@ -134,6 +154,14 @@ class CheckpointManager:
         total = torch.tensor([digest], dtype=torch.int64)
         dist.all_reduce(total, group=self._mesh.checkpoint_group)
         return int(total.item()) % MODULUS
+
+
+def checkpoint_to_go_back_to(steps: Iterable[int], step: int, at_least: int) -> int | None:
+    """The step of the newest checkpoint that is `at_least` so many steps before `step`, otherwise of the oldest one;
+    None if there is none.
+    """
+    earlier = [found for found in steps if found < step]
+    return max((found for found in earlier if found <= step - at_least), default=min(earlier, default=None))
 
 
 def manifest_template(run: NativeRun, stream: str, mesh: Mesh) -> Manifest:

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: its content, and records to verify it. A directory with a manifest is a checkpoint.
 
-`format` changes only if an older reader would misread the checkpoint. A reader rejects any other format than its own,
-and ignores unknown fields within its own. The exceptions are `architecture` and `lora`, whose fields determine what the
-tensors mean: there an unknown field is ignored only if it is null, false, 0 or empty.
+`format` changes only if an older reader would misread the checkpoint. A reader rejects any format that it does not
+know, and ignores unknown fields within those that it knows. The exceptions are `architecture` and `lora`, whose fields
+determine what the tensors mean: there an unknown field is ignored only if it is null, false, 0 or empty.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from meshwright.api.base import ApiModel
 from meshwright.api.data import Tokenizer
@@ -20,9 +20,13 @@ from meshwright.manifest_checksum import checksum_error, with_checksum
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
 from meshwright_worker.checkpoint.safetensors_format import file_checksum
+from meshwright_worker.checkpoint.tensor_index import checked_name
 
 MANIFEST = "meshwright.json"
-FORMAT = 1
+FORMAT, BINARY_INDEX_FORMAT = 1, 2
+"""Format 2 differs from format 1 only in the encoding of the index. Format 1 is written as long as it can be, so that
+earlier versions read the checkpoint."""
+_READ_FORMATS = (FORMAT, BINARY_INDEX_FORMAT)
 
 
 class Record(ApiModel):
@@ -79,6 +83,21 @@ class LayoutRecord(Record):
     """ZeRO stage."""
 
 
+class AnomalyState(Record):
+    """What `training.anomalies` remembers: see `LossAnomalies`."""
+
+    losses: list[float] = []
+    """Losses of the last updates, oldest first."""
+    gradient_norms: list[float] = []
+    """Their gradient norms."""
+    skipped: int = 0
+    """Steps of the run that were skipped because of an anomaly."""
+    skipped_in_a_row: int = 0
+    """How many of them are the last steps."""
+    went_back: int = 0
+    """How often the run went back to an older checkpoint."""
+
+
 class TrainingState(Record):
     """The state of training after a step, except for tensors."""
 
@@ -91,11 +110,13 @@ class TrainingState(Record):
     loss: str = ""
     """Loss of the last step as a hexadecimal float, so that it is exact."""
     skipped: int = 0
-    """Steps that updated nothing because gradients overflowed fp16."""
+    """Steps that updated nothing, because gradients overflowed fp16 or because of `training.anomalies`."""
     loss_scale: float | None = None
     """Loss scale of the next step; None without loss scaling."""
     steady: int = 0
     """Steps without an overflow since the scale last changed."""
+    anomalies: Annotated[AnomalyState | None, Field(exclude_if=lambda state: state is None)] = None
+    """What `training.anomalies` remembers; None if nothing."""
 
 
 class BaseManifest(Record):
@@ -105,7 +126,7 @@ class BaseManifest(Record):
     """Version of the checkpoint format."""
     state: TrainingState
     """The state of training."""
-    files: dict[str, FileRecord] = {}
+    files: dict[Annotated[str, AfterValidator(checked_name)], FileRecord] = {}
     """Every other file of the checkpoint."""
 
 
@@ -170,8 +191,9 @@ def read_manifest_as(directory: Path, manifest_type: type[ManifestType]) -> Mani
         raise DamagedCheckpointError(f"{directory / MANIFEST} is damaged: it is not a JSON object")
     if damage := checksum_error(fields):
         raise DamagedCheckpointError(f"{directory / MANIFEST} is damaged: {damage}")
-    if fields.get("format") != FORMAT:
-        raise _foreign_version_error(directory, f"its format is {fields.get('format')}, this version reads {FORMAT}")
+    if fields.get("format") not in _READ_FORMATS:
+        known = f"{FORMAT} to {BINARY_INDEX_FORMAT}"
+        raise _foreign_version_error(directory, f"its format is {fields.get('format')}, this version reads {known}")
     try:
         return manifest_type.model_validate_json(content)
     except ValidationError as error:

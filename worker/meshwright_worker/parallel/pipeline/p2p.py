@@ -60,15 +60,21 @@ class P2PChannels:
 
     def exchange(self, tensor: torch.Tensor, partner: int) -> torch.Tensor:
         """Send this tensor to `partner` and return its tensor of the same shape, on the same device."""
-        pending = self.post_receive(partner, tensor.shape, tensor.dtype)
-        self.send(tensor.to(self._device), partner)
-        partner_tensor = pending.wait()
-        self.flush()
-        return partner_tensor.to(tensor.device)
+        # One operation for both directions: two ranks that each waited for their device after one of them would wait
+        # for each other.
+        own, theirs = tensor.to(self._device).contiguous(), torch.empty_like(tensor, device=self._device)
+        operations = [
+            dist.P2POp(dist.isend, own, group=self._up, group_peer=partner),
+            dist.P2POp(dist.irecv, theirs, group=self._up, group_peer=partner),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            wait_for(work, self._up)
+        return theirs.to(tensor.device)
 
     def _connect(self, pairs: list[tuple[int, int]]) -> None:
         # NCCL connects two ranks at their first transfer, and each waits for the other. A global order of the transfers
-        # rules out a deadlock.
+        # rules out a deadlock. Exchanges use the communicator of the entire group, which its first collective creates.
+        dist.all_reduce(torch.zeros(1, device=self._device), group=self._up)
         token = torch.zeros(1, device=self._device)
         for source, target in pairs:
             if self._rank == source:

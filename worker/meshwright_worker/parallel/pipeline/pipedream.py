@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.models.decoder import DecoderStage
-from meshwright_worker.parallel.pipeline.p2p import P2PChannels
+from meshwright_worker.parallel.pipeline.p2p import P2PChannels, PendingReceive
 
 
 class WeightStash:
@@ -129,6 +129,7 @@ class PipeDreamPipeline:
         self._tokens, self._channels, self._width, self._slices = tokens, channels, width, slices
         self._update = update
         self._in_flight: list[_InFlightMicroBatch] = []
+        self._next_gradient: PendingReceive | None = None
         self._base = self._updated = -1
         self._loss: dict[int, torch.Tensor] = {}
 
@@ -189,6 +190,11 @@ class PipeDreamPipeline:
             return part.tokens
         return self._channels.post_receive(self._stage_index - 1, self._shape(part), self._stage.compute).wait()
 
+    def _post_gradient(self) -> PendingReceive:
+        """Start to receive the gradient of the oldest micro-batch in flight."""
+        shape = self._in_flight[0].gradient_shape
+        return self._channels.post_receive(self._stage_index + 1, shape, self._stage.compute)
+
     def _stage_inputs(self, part: Batch) -> dict[str, Any]:
         return {"targets": part.targets if self._stage.is_last else None, "token_metadata": part.token_metadata}
 
@@ -200,6 +206,10 @@ class PipeDreamPipeline:
         x = self._input(part)
         if not stage.is_first:
             x.requires_grad_()
+        if not stage.is_last and len(self._in_flight) == self._micro_batches_ahead:
+            # A backward pass follows. The next stage sends its gradient before it receives the output of this pass: a
+            # rank that waits for its device after this send would otherwise block both (see `rank_program`).
+            self._next_gradient = self._post_gradient()
         with self.stash.of(version):
             output: torch.Tensor = stage(x, **self._stage_inputs(part))
         output_grad = None
@@ -214,12 +224,11 @@ class PipeDreamPipeline:
         )
 
     def _backward(self) -> None:
-        micro_batch = self._in_flight.pop(0)
-        gradient = micro_batch.output_grad
+        gradient = self._in_flight[0].output_grad
         if gradient is None:
-            gradient = self._channels.post_receive(
-                self._stage_index + 1, micro_batch.gradient_shape, self._stage.compute
-            ).wait()
+            gradient = (self._next_gradient or self._post_gradient()).wait()
+            self._next_gradient = None
+        micro_batch = self._in_flight.pop(0)
         with self.stash.of(micro_batch.version):
             torch.autograd.backward((micro_batch.output,), (gradient,))
         if micro_batch.input.grad is not None:

@@ -2,7 +2,15 @@
 
 Both ends of a channel know the order of messages without communication. A channel carries them in the order of the
 sender's slots, and the receiver, which knows the entire schedule, receives them in that order. Messages therefore need
-no tags, which NCCL does not support, and a receive may be posted early.
+no tags, which NCCL does not support.
+
+On NCCL a receive is a kernel that occupies the device until its message arrives, and a send one that occupies it until
+its message is received. Some calls wait for everything on the device: the first launch of a kernel, the creation of a
+communicator, the release of memory by the allocator. Such a wait must never depend on a later slot of the same rank.
+All ranks therefore derive their programs from one order of all slots of the schedule, in which each slot follows the
+slots that it depends on. A message is sent, and its receive is posted, at the place of the sender's slot in that order.
+Then the first slot or message in the order that is not complete depends on nothing that comes later on any rank, so
+every program ends, wherever ranks wait for their devices.
 """
 
 from __future__ import annotations
@@ -11,9 +19,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshwright.schedules.actions import ActionKind, Schedule, Slot
-
-_RECEIVE_AHEAD = 2
-"""Number of slots by which receives are posted early: a message that arrives while a slot computes costs no time."""
+from meshwright.schedules.simulator import simulate
 
 
 class Message(NamedTuple):
@@ -47,25 +53,24 @@ class ScheduledSlot:
 
 def rank_program(schedule: Schedule, rank: int) -> list[ScheduledSlot]:
     """Return a rank's slots in order."""
+    return rank_programs(schedule)[rank]
+
+
+def rank_programs(schedule: Schedule) -> list[list[ScheduledSlot]]:
+    """Return the slots of every rank in order."""
     forward_ranks = _forward_ranks(schedule)
     outputs = [[_outputs_of(slot, schedule, forward_ranks) for slot in slots] for slots in schedule.ranks]
-    consumed_at = {
-        message.key: index
-        for index, slot in enumerate(schedule.ranks[rank])
-        for message in _inputs_of(slot, schedule, forward_ranks)
-    }
-    posts: list[list[Message]] = [[] for _ in schedule.ranks[rank]]
-    for source in range(len(schedule.ranks)):
-        if source == rank:
-            continue
-        channel = [message for slot in outputs[source] for message in slot if message and message.target == rank]
-        # A message in a channel can only be received after all messages before it.
-        turn = len(posts)
-        for message in reversed(channel):
-            turn = min(turn, consumed_at[message.key])
-            posts[max(0, turn - _RECEIVE_AHEAD)].insert(0, message)
-    slots = zip(schedule.ranks[rank], posts, outputs[rank], strict=True)
-    return [ScheduledSlot(slot, tuple(receive), sent) for slot, receive, sent in slots]
+    receives: list[list[list[Message]]] = [[[] for _ in slots] for slots in schedule.ranks]
+    next_slot = [0] * len(schedule.ranks)
+    for source, index in _slot_order(schedule):
+        next_slot[source] = index + 1
+        for message in outputs[source][index]:
+            if message is not None and message.target != source:
+                receives[message.target][next_slot[message.target]].append(message)
+    return [
+        [ScheduledSlot(slot, tuple(receive), sent) for slot, receive, sent in zip(*columns, strict=True)]
+        for columns in zip(schedule.ranks, receives, outputs, strict=True)
+    ]
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -86,6 +91,17 @@ def p2p_pairs(schedule: Schedule) -> set[tuple[int, int]]:
         message for slots in schedule.ranks for slot in slots for message in _outputs_of(slot, schedule, forward_ranks)
     ]
     return {(message.source, message.target) for message in outputs if message and message.source != message.target}
+
+
+def _slot_order(schedule: Schedule) -> list[tuple[int, int]]:
+    """Return (rank, index) of every slot in the order in which slots end if each pass of a stage takes as long as any
+    other. A receive is then posted before the slot in which its message is expected, so that it costs no time.
+    """
+    timeline = simulate(schedule).timeline
+    ends = [
+        (timed.end, rank, index) for rank, timed_slots in enumerate(timeline) for index, timed in enumerate(timed_slots)
+    ]
+    return [(rank, index) for _, rank, index in sorted(ends)]
 
 
 def _forward_ranks(schedule: Schedule) -> dict[tuple[int, int], int]:
@@ -113,14 +129,3 @@ def _outputs_of(
             else None
         )
     return tuple(messages)
-
-
-def _inputs_of(slot: Slot, schedule: Schedule, forward_ranks: dict[tuple[int, int], int]) -> list[Message]:
-    """Return the messages that a slot needs."""
-    messages = []
-    for kind, stage, m in slot:
-        gradient = kind in (ActionKind.BACKWARD, ActionKind.INPUT)
-        producer = stage + 1 if gradient else stage - 1
-        if kind is not ActionKind.WEIGHT and 0 <= producer < schedule.stages:
-            messages.append(Message(gradient, stage, m, forward_ranks[producer, m], forward_ranks[stage, m]))
-    return messages

@@ -32,6 +32,12 @@ class RankSample:
         return bool(self.values.get("ptj_rank_up", 1.0))
 
     @property
+    def step_seconds(self) -> float | None:
+        """Mean time of a step since the rank's start."""
+        count, seconds, _ = _steps(self)
+        return seconds / count if count > 0 else None
+
+    @property
     def peak_memory(self) -> float | None:
         """Peak of the rank's GPU memory in bytes, else of the host's, if it is measured."""
         return self.values.get(PEAK) or self.values.get(f"{PEAK}:host")
@@ -107,7 +113,9 @@ def slowness(times: list[RankTimes]) -> dict[int, float]:
 
 
 def stragglers(times: list[RankTimes]) -> set[int]:
-    """Ranks that are slow, are behind the others, or do not run."""
+    """Ranks that are slow, are behind the others, or do not run although others do."""
+    if not any(one.up for one in times):
+        return set()
     slow = {rank for rank, more in slowness(times).items() if more > SLOW - 1}
     furthest = max((one.step for one in times), default=0)
     # Ranks report at different moments: one step behind is normal.

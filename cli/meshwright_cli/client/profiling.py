@@ -1,0 +1,220 @@
+"""Asks ranks of a running job for a profile, and fetches their traces, with commands in their pods."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import gzip
+import json
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.api.labels import METRICS_PORT
+from meshwright_cli.client.errors import (
+    MeshwrightError,
+    NotFoundError,
+    RejectedError,
+    UnreachableError,
+    WaitTimeoutError,
+)
+from meshwright_cli.client.objects import Job, WorkerPod, newest_pods, ranks_by_worker
+from meshwright_cli.client.pod_exec import run_in_pod
+from meshwright_cli.client.rank_metrics import RankSample, read_samples
+from meshwright_cli.client.trace_merge import RankTrace, merge
+
+if TYPE_CHECKING:
+    from meshwright_cli.client.async_client import AsyncClient
+
+POLL_SECONDS = 1.0
+START_SECONDS, FETCH_SECONDS = 60.0, 600.0
+STEPS = 3
+"""Steps that are profiled if no others are named."""
+LEAD_SECONDS = 5.0
+"""Time from the request to the first step, if no steps are named. It doubles after each request that was too late."""
+TRIES = 6
+_TOO_LATE = "is over: the next one is"
+"""In the answer of a rank that has passed the first step."""
+
+_METRICS = """
+import os, sys, urllib.request
+address = os.environ["MESHWRIGHT_POD_IP"]
+address = f"[{address}]" if ":" in address else address
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+print(opener.open(f"http://{address}:{sys.argv[1]}/metrics", timeout=20).read().decode())
+"""
+_REQUEST = """
+import os, sys, tempfile
+folder = os.path.join(tempfile.gettempdir(), "meshwright-profile")
+os.makedirs(folder, mode=0o700, exist_ok=True)
+path = os.path.join(folder, "request.json")
+with open(path + ".part", "w") as file:
+    file.write(sys.argv[1])
+os.replace(path + ".part", path)
+"""
+_FETCH = """
+import base64, os, sys, tempfile
+path = os.path.join(tempfile.gettempdir(), "meshwright-profile", sys.argv[1])
+if os.path.exists(path):
+    with open(path, "rb") as file:
+        sys.stdout.buffer.write(base64.b64encode(file.read()))
+"""
+_REMOVE = """
+import contextlib, glob, os, sys, tempfile
+for path in glob.glob(os.path.join(tempfile.gettempdir(), "meshwright-profile", sys.argv[1])):
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+"""
+"""These run in the pod, with the Python of its image. The rank's part is `meshwright_worker.trainer.step_profiler`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The traces of some ranks and steps of a job."""
+
+    job: str
+    steps: range
+    traces: Sequence[RankTrace]
+
+    def merged(self) -> dict[str, Any]:
+        """One Chrome trace with a process for each rank, on one clock, that Perfetto opens."""
+        return merge(self.traces)
+
+    def write(self, path: Path) -> None:
+        """Write `merged` to a file, compressed if its name ends with `.gz`."""
+        content = json.dumps(self.merged()).encode()
+        path.write_bytes(gzip.compress(content, compresslevel=5, mtime=0) if path.suffix == ".gz" else content)
+
+
+async def profile_job(
+    client: AsyncClient, job: Job, ranks: Sequence[int] | None, steps: range | int, seconds: float
+) -> Profile:
+    """Profile ranks of a job that runs.
+
+    Args:
+        client: the client.
+        job: a job that runs.
+        ranks: ranks; None: all.
+        steps: the steps, or how many of the next ones.
+        seconds: how long the job may take to complete the last of them.
+
+    Raises:
+        NotFoundError: the job has no such rank, or its pod does not run.
+        RejectedError: the ranks cannot be profiled; the message says why.
+        WaitTimeoutError: the steps were not completed in time.
+    """
+    if job.spec.runtime.command is not None:
+        raise RejectedError(f"{job.name} runs a `runtime.command`: call torch.profiler in your script")
+    chosen = _pods_of(job, await client.pods(job.name), ranks)
+    lead = LEAD_SECONDS
+    for tried in range(1, TRIES + 1):
+        wanted = _steps(job, await _samples(client, chosen), steps, lead)
+        try:
+            return Profile(job.name, wanted, await _profiled(client, job.name, chosen, wanted, seconds))
+        except RejectedError as error:
+            if isinstance(steps, range) or _TOO_LATE not in str(error) or tried == TRIES:
+                raise
+        lead *= 2
+    raise AssertionError("the last try returns or raises")
+
+
+def _pods_of(job: Job, pods: Sequence[WorkerPod], ranks: Sequence[int] | None) -> dict[int, WorkerPod]:
+    """Rank -> its pod."""
+    placed = {rank: worker for worker, own in ranks_by_worker(job.status).items() for rank in own}
+    if not placed:
+        raise NotFoundError(f"{job.name} has no ranks yet: it is {job.state or 'Pending'}")
+    running = {pod.worker: pod for pod in newest_pods(pods) if pod.state == "Running"}
+    found = {}
+    for rank in sorted(set(placed if ranks is None else ranks)):
+        if rank not in placed:
+            raise NotFoundError(f"{job.name} has no rank {rank}: it has ranks 0 to {max(placed)}")
+        if placed[rank] not in running:
+            raise NotFoundError(f"the pod of rank {rank} does not run: {job.name} is {job.state}")
+        found[rank] = running[placed[rank]]
+    return found
+
+
+async def _samples(client: AsyncClient, chosen: Mapping[int, WorkerPod]) -> list[RankSample]:
+    """What the metrics of the pods say about these ranks."""
+    pods = sorted({pod.name for pod in chosen.values()})
+    pages = await asyncio.gather(
+        *(run_in_pod(client, pod, ("python", "-c", _METRICS, str(METRICS_PORT))) for pod in pods)
+    )
+    samples: dict[int, RankSample] = {}
+    for page in pages:
+        samples |= read_samples(page.decode(errors="replace"))
+    return [samples[rank] for rank in chosen if rank in samples]
+
+
+def _steps(job: Job, samples: Sequence[RankSample], steps: range | int, lead: float) -> range:
+    """The steps to profile. Raises RejectedError if they are over, or are not steps of the job."""
+    reached = max((sample.step for sample in samples), default=0)
+    total = job.status.total_steps
+    if isinstance(steps, range):
+        wanted = steps
+        if wanted.start <= reached:
+            raise RejectedError(f"step {wanted.start} {_TOO_LATE} {reached + 1}. Leave the steps out to profile those")
+    else:
+        recent = [sample.step_seconds for sample in samples if sample.step_seconds]
+        ahead = math.ceil(lead / max(recent)) if recent else 0
+        wanted = range(reached + 2 + ahead, reached + 2 + ahead + steps)
+    if total is not None and wanted.stop > total:
+        raise RejectedError(
+            f"{job.name} has {total} steps and has completed {reached}: steps {wanted.start} to {wanted.stop - 1} "
+            "cannot be profiled, because pods stop after the last step"
+        )
+    return wanted
+
+
+async def _profiled(
+    client: AsyncClient, job: str, chosen: Mapping[int, WorkerPod], steps: range, seconds: float
+) -> list[RankTrace]:
+    """Write the request into each pod, and wait for all traces."""
+    name = secrets.token_hex(6)
+    request = json.dumps({"name": name, "ranks": sorted(chosen), "first": steps.start, "last": steps.stop - 1})
+    pods = sorted({pod.name for pod in chosen.values()})
+    await asyncio.gather(*(_run(client, pod, ("python", "-c", _REQUEST, request)) for pod in pods))
+    try:
+        async with asyncio.timeout(seconds):
+            traces = await asyncio.gather(*(_trace(client, name, rank, pod) for rank, pod in chosen.items()))
+        for pod in pods:
+            with contextlib.suppress(MeshwrightError):  # the ranks delete them too, before their next profile
+                await run_in_pod(client, pod, ("python", "-c", _REMOVE, f"{name}-rank-*.json.gz"))
+        return list(traces)
+    except TimeoutError:
+        reached = (await client.get(job)).status.step or 0
+        raise WaitTimeoutError(
+            f"{job} did not complete step {steps.stop - 1} within {seconds:g} s: it has completed step {reached}"
+        ) from None
+
+
+async def _trace(client: AsyncClient, name: str, rank: int, pod: WorkerPod) -> RankTrace:
+    """Wait for the trace of one rank, and fetch it."""
+    command = ("python", "-c", _FETCH, f"{name}-rank-{rank}.json.gz")
+    while True:
+        content = await _run(client, pod.name, command, FETCH_SECONDS)
+        if content:
+            break
+        await asyncio.sleep(POLL_SECONDS)
+    trace: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(content)))
+    if error := (trace.get("meshwright") or {}).get("error"):
+        raise RejectedError(f"rank {rank}: {error}")
+    return RankTrace(rank, pod.worker, pod.node, trace)
+
+
+async def _run(client: AsyncClient, pod: str, command: Sequence[str], seconds: float = START_SECONDS) -> bytes:
+    """Run a command in a pod; again if the API server or the node is overloaded, or the connection is cut."""
+    for tried in range(1, TRIES + 1):
+        try:
+            return await run_in_pod(client, pod, command, seconds=seconds)
+        except (UnreachableError, RejectedError) as error:
+            passes = isinstance(error, UnreachableError) or error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            if not passes or tried == TRIES:
+                raise
+        await asyncio.sleep(POLL_SECONDS)
+    raise AssertionError("the last try returns or raises")
