@@ -9,7 +9,7 @@ except ModuleNotFoundError:
 
 from meshwright_cli.lazy_group import LazyCommand, LazyGroup
 
-JOBS, PLANNING, LOCAL = "Jobs", "Plan and explain", "Without a cluster"
+JOBS, PLANNING = "Jobs", "Plan and explain"
 
 
 def _job_command(module: str, attribute: str, summary: str) -> LazyCommand:
@@ -28,6 +28,12 @@ COMMANDS = {
     "scale": _job_command("change", "scale", "Set the number of data-parallel replicas of a job."),
     "suspend": _job_command("change", "suspend", "Suspend a job: it saves a checkpoint and releases its GPUs."),
     "resume": _job_command("change", "resume", "Resume a suspended job from its latest checkpoint."),
+    "checkpoint": LazyCommand(
+        "meshwright_cli.checkpoint.group:checkpoint",
+        "Ask a job for a checkpoint.",
+        "meshwright-cli",
+        JOBS,
+    ),
     "generate": _job_command(
         "model_commands", "generate", "Continue a text with the model of a job's newest checkpoint."
     ),
@@ -47,6 +53,7 @@ COMMANDS = {
         "meshwright_cli.cost.command:cost",
         "Print the GPU-hours of jobs by cause, and with --price the money.",
         "meshwright-cli",
+        JOBS,
     ),
     "data": LazyCommand(
         "meshwright_cli.commands.data:data",
@@ -70,6 +77,12 @@ COMMANDS = {
         "meshwright-cli",
         PLANNING,
     ),
+    "import": LazyCommand(
+        "meshwright_cli.importing.command:import_job",
+        "Print the job that a configuration of another framework stands for.",
+        "meshwright-cli",
+        PLANNING,
+    ),
     "local": LazyCommand(
         "meshwright_local.commands.local:local",
         "Run the embedded cluster, and inject faults.",
@@ -84,6 +97,7 @@ COMMANDS = {
         "meshwright_cli.report.open_command:open_report",
         "Serve the report of a job on this machine, and update it.",
         "meshwright-cli",
+        JOBS,
     ),
     "plan": LazyCommand(
         "meshwright_cli.plan.command:plan",
@@ -95,11 +109,19 @@ COMMANDS = {
         "meshwright_cli.report.command:report",
         "Write one HTML page about a job or a plan.",
         "meshwright-cli",
+        JOBS,
+    ),
+    "simulate": LazyCommand(
+        "meshwright_cli.simulate.command:simulate",
+        "Simulate months of a job with failures: goodput, interval, spares.",
+        "meshwright-cli",
+        PLANNING,
     ),
     "validate": LazyCommand(
         "meshwright_cli.commands.validate:validate",
         "Check manifests of jobs without a cluster.",
         "meshwright-cli",
+        PLANNING,
     ),
     "version": LazyCommand(
         "meshwright_cli.commands.version:version", "Print the versions of Meshwright and Python.", "meshwright-cli"
@@ -107,7 +129,12 @@ COMMANDS = {
 }
 
 
-@click.group(cls=LazyGroup, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup,
+    lazy=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Begin with `meshwright demo`, which needs no cluster, or on a cluster with `meshwright doctor`.",
+)
 @click.version_option(package_name="meshwright", prog_name="meshwright")
 def main() -> None:
     """Plan, place and run parallel training on Kubernetes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from functools import lru_cache
 from typing import Annotated
 
@@ -253,6 +254,23 @@ class CheckpointStatus(ApiModel):
     """Path of the checkpoint in worker pods."""
 
 
+class CheckpointRequestStatus(ApiModel):
+    """The last request for a checkpoint, by the annotation `meshwright.dev/checkpoint`, and what became of it."""
+
+    request: Annotated[str, Field(max_length=64)]
+    """Value of the annotation. Another value is another request."""
+    state: Annotated[str, Field(max_length=16, pattern="^(Requested|Saved|Failed)$")]
+    """`Requested` until the checkpoint is durable, then `Saved`; `Failed` if there is none."""
+    time: Time
+    """When the operator saw the request."""
+    generation: Count = 0
+    """Mesh generation whose ranks are asked."""
+    step: Count | None = None
+    """Step of the checkpoint. Before it is known: the last completed step at the time of the request."""
+    message: Text = ""
+    """Details for people."""
+
+
 class WaitingEditStatus(ApiModel):
     """An edit that restarts the gang, and that waits because of `spec.updatePolicy`."""
 
@@ -322,6 +340,49 @@ class SuspectNode(ApiModel):
     """Until when the job avoids the node. None if it was never suspect, or was cleared."""
 
 
+class SlowRank(ApiModel):
+    """A rank that computes longer than its peers, the ranks of the same pipeline stage: all others wait for it."""
+
+    rank: Count
+    """The rank."""
+    worker: Count
+    """Its worker."""
+    node: Annotated[str, Field(max_length=253)] = ""
+    """The node of the worker."""
+    generation: Count
+    """The mesh generation."""
+    since: Time
+    """When it was first seen to be slow."""
+    confirmed: bool = False
+    """Whether it has been slow for so long that the event `SlowRank` was posted."""
+
+
+class LimitKind(StrEnum):
+    """What the time of a step depends on most."""
+
+    COMPUTE = "Compute"
+    DATA = "Data"
+    RANK = "Rank"
+    COMMUNICATION = "Communication"
+    PIPELINE = "Pipeline"
+
+
+class StepLimit(ApiModel):
+    """What limits the time of a step: what to look at first to make steps faster."""
+
+    kind: LimitKind
+    """`Data`: ranks wait for samples. `Rank`: one rank computes longer than its peers. `Communication`: ranks wait for
+    collectives of one dimension. `Pipeline`: ranks wait for other stages. `Compute`: none of these."""
+    percent: Annotated[int, Field(ge=0, le=100)]
+    """Its part of a step, in steps of 5 %."""
+    dimension: Annotated[str, Field(max_length=16)] = ""
+    """The dimension of `Communication`: `tensor`, `context`, `expert` or `data`."""
+    rank: Count | None = None
+    """The rank of `Rank`, or the one that waits longest for `Data` or `Communication`."""
+    stage: Count | None = None
+    """The stage with the longest passes, for `Pipeline`."""
+
+
 class ParallelTrainingJobStatus(ApiModel):
     """Observed state of the job."""
 
@@ -356,6 +417,8 @@ class ParallelTrainingJobStatus(ApiModel):
     """Latest evaluation, with `training.evaluation`."""
     checkpoint: CheckpointStatus | None = None
     """Latest durable checkpoint."""
+    checkpoint_request: CheckpointRequestStatus | None = None
+    """The last request for a checkpoint. Not set before the first."""
     goodput: GoodputStatus | None = None
     """What the time of the job was spent on."""
     restarts: Annotated[
@@ -367,6 +430,10 @@ class ParallelTrainingJobStatus(ApiModel):
         | None
     ) = None
     """Nodes on which workers have failed, the latest last, with `recovery.suspectNodes`."""
+    limit: StepLimit | None = None
+    """What limits the time of recent steps, while ranks of Meshwright's runtime train."""
+    slow_rank: SlowRank | None = None
+    """The slowest rank, while it computes much longer than its peers."""
     last_failure: FailureStatus | None = None
     """The latest failure of a rank, hang or crash of a worker."""
     restart_count: Count = 0

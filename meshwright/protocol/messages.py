@@ -219,6 +219,11 @@ class RankProcess(OpenMessage):
     """State letter of the process (proc(5)) if it has been idle for a while, such as `T` for stopped."""
     compute_seconds: float | None = None
     """Recent time for which the rank computes in a step, without waits. Agents before 0.2 send none."""
+    data_seconds: float | None = None
+    """Recent time of a step in which it waits for data. Agents before 0.2 send none."""
+    waits: Annotated[dict[Annotated[str, Field(max_length=16)], float], Field(max_length=16)] = {}
+    """Dimension of the mesh -> recent seconds of a step in which it waits for communication that no computation hides;
+    `job`: for all ranks. Agents before 0.2 send none."""
 
 
 class Progress(OpenMessage):
@@ -263,6 +268,15 @@ class CheckpointCommit(OpenMessage):
     """When, RFC 3339."""
     path: Annotated[str, Field(max_length=4096)]
     """Its directory, as the workers see it."""
+
+
+class CheckpointAnswer(OpenMessage):
+    """What became of a request for a checkpoint."""
+
+    request: Annotated[str, Field(max_length=64)]
+    """The request, as `ReportReply.checkpointRequest` names it."""
+    step: Int64 | None = None
+    """Step after which the checkpoint is taken. None until the ranks have agreed on it."""
 
 
 class Phase(OpenMessage):
@@ -319,6 +333,8 @@ class WorkerReport(OpenMessage):
     """From the worker of rank 0."""
     checkpoint: CheckpointCommit | None = None
     """Latest complete checkpoint; from the worker of rank 0."""
+    checkpoint_request: CheckpointAnswer | None = None
+    """The last request for a checkpoint in this generation; from the worker of rank 0. Agents before 0.2 send none."""
     evaluation: Evaluation | None = None
     """Newest evaluation of this generation; from the worker of rank 0, with `training.evaluation`."""
     evidence: FailureEvidence | None = None
@@ -339,6 +355,9 @@ class ReportReply(OpenMessage):
     pause: Generation | None = None
     """The ranks of this generation save a checkpoint and stop. The agent then waits for the next generation. Agents
     before 0.2 ignore it."""
+    checkpoint_request: Annotated[str, Field(max_length=64)] | None = None
+    """Name of a request: the ranks of `generation` save a checkpoint after their current step, and go on. Only the
+    worker of rank 0 gets it. Agents before 0.2 ignore it."""
     median_compute_seconds: float | None = None
     """Median of `RankProcess.computeSeconds` over the job's ranks, recently. Agents before 0.2 ignore it."""
     trust: Annotated[str, Field(max_length=64)] | None = None

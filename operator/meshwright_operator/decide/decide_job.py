@@ -11,6 +11,7 @@ from meshwright.api.spec import FailureAction
 from meshwright.api.status import added
 from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide import (
+    checkpoint_request,
     failure_detection,
     gang,
     gang_actions,
@@ -52,6 +53,7 @@ def decide(observed: Observed) -> Decision:
     decision = Decision.of(observed)
     decision.status.waiting_edit = observed.waiting_edit
     last_failure.add_evidence(observed, decision.status)
+    checkpoint_request.update(decision)
     if lifecycle.finished(observed.status):
         _clean_up_finished(decision)
         return decision

@@ -22,6 +22,7 @@ from meshwright_worker.agent.coordinator_client import CoordinatorClient
 from meshwright_worker.agent.coordinator_link import Heartbeat, MeshPoll
 from meshwright_worker.agent.events import (
     BackgroundTaskFailed,
+    CheckpointRequested,
     Event,
     EventQueue,
     MeshReceived,
@@ -201,6 +202,8 @@ class Agent:
             self._metrics.compute_times(times, reply.median_compute_seconds)
         if reply.pause is not None:
             self._event_queue.put_nowait(PauseRequested(reply.pause))
+        if reply.checkpoint_request is not None:
+            self._event_queue.put_nowait(CheckpointRequested(reply.generation, reply.checkpoint_request))
 
     def _on_signal(self, name: str) -> None:
         self._shutdown_requested.set()
@@ -222,11 +225,19 @@ class Agent:
             self._report_changes()
 
     async def _execute(
-        self, action: decisions.StartRanks | decisions.TerminateRanks | decisions.DumpStacks | decisions.KillRanks
+        self,
+        action: decisions.StartRanks
+        | decisions.RequestCheckpoint
+        | decisions.TerminateRanks
+        | decisions.DumpStacks
+        | decisions.KillRanks,
     ) -> list[decisions.Action]:
         match action:
             case decisions.StartRanks():
                 return await self._start(action)
+            case decisions.RequestCheckpoint():
+                log.info("asking rank 0 for a checkpoint after its current step")
+                self._launcher.request_checkpoint()
             case decisions.TerminateRanks(ranks=ranks):
                 log.info("asking ranks %s to stop", list(ranks))
                 self._launcher.terminate(ranks)
@@ -254,7 +265,7 @@ class Agent:
         reportable = (
             self._state_machine.state,
             self._state_machine.checkpoint,
-            current and (current.number, len(current.failures), current.paused),
+            current and (current.number, len(current.failures), current.paused, current.checkpoint_request),
             self._evidence.for_report(time.monotonic()),
         )
         if reportable != self._last_reported:
@@ -296,6 +307,8 @@ class Agent:
                 return actions
             case PauseRequested(generation=generation):
                 return self._pause(generation, now)
+            case CheckpointRequested(generation=generation, request=request):
+                return self._state_machine.on_checkpoint_request(generation, request, now)
             case ShutdownRequested(code=code, reason=reason):
                 if self._state_machine.exit_code_on_shutdown is None:
                     log.info("shutting down: %s", reason)

@@ -7,10 +7,11 @@ import signal
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import fmean, median
 
 from meshwright.protocol.messages import (
     AgentState,
+    CheckpointAnswer,
     CheckpointCommit,
     Evaluation,
     FailureKind,
@@ -29,6 +30,9 @@ EXIT_STOPPED = 143
 MAX_RANK_PHASES = 16
 IDLE_SECONDS = 5.0
 """After this time without a message, a report includes the state of a rank's process."""
+
+_SHORTEST_WAIT = 1e-6
+"""Shorter waits of a step, in seconds, are not reported."""
 
 
 class Throughput:
@@ -87,6 +91,10 @@ class RankStatus:
     """State letter of its process when it was last read."""
     compute: deque[float] = field(default_factory=lambda: deque(maxlen=THROUGHPUT_STEPS))
     """Seconds for which it computed in each of the last steps."""
+    data: deque[float] = field(default_factory=lambda: deque(maxlen=THROUGHPUT_STEPS))
+    """Seconds for which it waited for data in each of the last steps."""
+    waited: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=THROUGHPUT_STEPS))
+    """Dimension -> seconds for which it waited for communication, in each of the last steps."""
     last_message_at: float = 0.0
     """Time of its last message, or of its start. For a user's command that reports no steps, of its last output."""
 
@@ -94,6 +102,18 @@ class RankStatus:
     def compute_seconds(self) -> float | None:
         """Median of the time for which it computed in the last steps; None before the first."""
         return round(median(self.compute), 6) if self.compute else None
+
+    @property
+    def data_seconds(self) -> float | None:
+        """Mean wait for data in the last steps: a stall may be in few of them. None before the first step."""
+        return round(fmean(self.data), 6) if self.data else None
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """Dimension -> median wait for communication in the last steps, without the shortest ones."""
+        names = {name for step in self.waited for name in step}
+        medians = {name: median([step.get(name, 0.0) for step in self.waited]) for name in sorted(names)}
+        return {name: round(seconds, 6) for name, seconds in medians.items() if seconds >= _SHORTEST_WAIT}
 
     @property
     def live(self) -> bool:
@@ -125,6 +145,8 @@ class MeshGeneration:
     """The newest evaluation with a finite loss (JSON cannot encode others). Only the worker of rank 0 has it."""
     throughput: Throughput = field(default_factory=Throughput)
     checkpoint: CheckpointCommit | None = None
+    checkpoint_request: CheckpointAnswer | None = None
+    """The last request for a checkpoint, and the step after which it is taken. Only the worker of rank 0 has it."""
     phases: list[Phase] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -164,6 +186,9 @@ class MeshGeneration:
                     self._record_failure(Failure(rank, kind, text), now)
             case messages.CheckpointSaved(step=step, path=path):
                 self.checkpoint = CheckpointCommit(step=step, time=time_of_day, path=path)
+            case messages.CheckpointBegun(step=step):
+                if self.checkpoint_request is not None:
+                    self.checkpoint_request = self.checkpoint_request.model_copy(update={"step": step})
             case messages.PhaseDone(name=name, seconds=seconds) if rank == 0:
                 self.phases.append(Phase(name=name[:32], seconds=seconds))
             case messages.StepDone(report=report) if rank == self.first_rank:
@@ -205,6 +230,8 @@ class MeshGeneration:
                 view.step = report.step
                 if report.times is not None and 0 < report.times.compute < math.inf:
                     view.compute.append(report.times.compute)
+                    view.waited.append(report.times.waits)
+                    view.data.append(report.data_seconds)
 
     def record_exit(self, rank: int, code: int, tail: Sequence[str], now: float) -> None:
         """Record that the process of `rank` exited with `code` (negative: the signal that killed it); `tail` is its
@@ -226,6 +253,13 @@ class MeshGeneration:
         if self.ending:
             return Outcome.STOPPED
         return {0: Outcome.COMPLETE, EXIT_STOPPED: Outcome.STOPPED}.get(code)
+
+    def takes_request(self, request: str) -> bool:
+        """Whether rank 0 is here, trains with the built-in runtime, and was not asked for this checkpoint before."""
+        first = self.ranks.get(0)
+        known = self.checkpoint_request is not None and self.checkpoint_request.request == request
+        trains = first is not None and first.live and first.running and not self.ending
+        return self.uses_builtin_runtime and trains and not known
 
     def record_pause(self) -> None:
         """Record that all ranks of the job are asked to stop. A peer that was lost has stopped before this worker's
@@ -290,6 +324,8 @@ class MeshGeneration:
                     idle_seconds=round(idle, 3),
                     state=view.process_state,
                     compute_seconds=view.compute_seconds,
+                    data_seconds=view.data_seconds,
+                    waits=view.waits,
                 )
             )
         return processes_report

@@ -160,6 +160,12 @@ class RankEvents(Protocol):
     def stop_requested(self) -> bool:
         """Return whether this pod was asked to stop (SIGTERM)."""
 
+    def take_checkpoint_request(self) -> bool:
+        """Return whether a checkpoint was requested since the last call. Only rank 0 is asked."""
+
+    def checkpoint_begun(self, step: int) -> None:
+        """The requested checkpoint is that of `step`. Only rank 0 reports it."""
+
 
 class Outcome(StrEnum):
     """How training ended, if without an error."""

@@ -51,6 +51,8 @@ class StepResult:
     learning_rate: float
     stop: bool
     """Whether any rank was asked to stop."""
+    save: bool = False
+    """Whether rank 0 was asked for a checkpoint."""
     experts: tuple[ExpertLoad, ...] = ()
     """One entry per mixture-of-experts layer."""
     skipped: bool = False
@@ -119,11 +121,11 @@ class Trainer:
         if self.outer is not None:
             self.outer.close()
 
-    def step(self, number: int, batch: Batch, *, stop: bool = False) -> StepResult:
+    def step(self, number: int, batch: Batch, *, stop: bool = False, save: bool = False) -> StepResult:
         """Train on this replica's batch of step `number` (from 1).
 
         `stop`: this rank was asked to stop. The result's `stop` says whether any rank was, so that all ranks stop after
-        the same step.
+        the same step. `save`: this rank was asked for a checkpoint, in the same way.
 
         Raises:
             DivergedError: loss or gradients are not finite (in fp16: at any loss scale), or another anomaly for which
@@ -141,18 +143,18 @@ class Trainer:
         gradients = self._gradients()
         self._fp8.advance()
         # Losses were divided by the step's maximum number of targets; `tokens` is the actual number.
-        (loss, norm, tokens, stopping), token_counts, expert_counts, loads = self._reduce_step_results(
+        (loss, norm, tokens, stopping, saving), token_counts, expert_counts, loads = self._reduce_step_results(
             replica_loss,
             local_square_sum(self.shards, gradients).to(self._mesh.device),
             micro_batches,
-            stop,
+            (stop, save),
             token_counts,
         )
         correction = tokens_of_step(self._training) / max(1.0, tokens)
         loss, correction = loss * correction, correction / self.loss_scale.value
         norm *= correction
         rate = learning_rate(number, self._training.steps, self._training.optimizer)
-        result = StepResult(number, loss, norm, rate, stopping, loads, token_counts=token_counts)
+        result = StepResult(number, loss, norm, rate, stopping, saving, loads, token_counts=token_counts)
         if not math.isfinite(loss + norm) and self.loss_scale.may_overflow:
             self._skip_overflow(residuals)
             return replace(result, skipped=True)
@@ -291,28 +293,29 @@ class Trainer:
         replica_loss: torch.Tensor,
         squares: torch.Tensor,
         micro_batches: Sequence[Batch],
-        stop: bool,
+        requests: tuple[bool, bool],
         token_counts: TokenCounts | None,
-    ) -> tuple[tuple[float, float, float, bool], TokenCounts | None, torch.Tensor, tuple[ExpertLoad, ...]]:
+    ) -> tuple[tuple[float, float, float, bool, bool], TokenCounts | None, torch.Tensor, tuple[ExpertLoad, ...]]:
         """Reduce the step's results over the island, in one small collective: the only time the host waits for the
         device.
 
         Returns:
-            Loss, gradient norm, number of targets and stop flag; content of padded rows; expert counts on the device;
-            expert loads for the report.
+            Loss, gradient norm, number of targets, and whether any rank is to stop or to save; content of padded rows;
+            expert counts on the device; expert loads for the report.
         """
         _, _, _, tensor = self._mesh.coordinates
         # Pipeline stages without a loss contribute 0.
         loss = replica_loss.double() if tensor == 0 else torch.zeros_like(squares)
         targets = self._targets(micro_batches)
-        reported_numbers = [torch.full_like(squares, float(number)) for number in (stop, *(token_counts or ()))]
+        reported_numbers = [torch.full_like(squares, float(number)) for number in (*requests, *(token_counts or ()))]
         local_sums = torch.stack([loss, squares, targets, *reported_numbers])
         sums = torch.cat([local_sums, self._loads.take()])
         all_reduce_sum(sums, self._mesh.island_group)
         if self.slot_recorder is not None:
             self.slot_recorder.end()
-        total_loss, total_squares, tokens, stops, *rest = sums.tolist()
-        token_sums, expert_counts = rest[: len(reported_numbers) - 1], rest[len(reported_numbers) - 1 :]
+        total_loss, total_squares, tokens, stops, saves, *rest = sums.tolist()
+        counted = len(reported_numbers) - len(requests)
+        token_sums, expert_counts = rest[:counted], rest[counted:]
         total = TokenCounts(*(int(number) for number in token_sums)) if token_sums else None
-        agreed = total_loss, math.sqrt(total_squares), tokens, stops > 0
+        agreed = total_loss, math.sqrt(total_squares), tokens, stops > 0, saves > 0
         return agreed, total, sums[len(local_sums) :], self._loads.to_reports(expert_counts)

@@ -39,6 +39,7 @@ from meshwright_worker.parallel.pipeline.slot_times import is_timed
 from meshwright_worker.rank.failures import WentBackError
 from meshwright_worker.rank.task import Outcome, RankEvents, StepReport, StepTimes
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
+from meshwright_worker.trainer.checkpoint_requests import CheckpointRequests
 from meshwright_worker.trainer.evaluation import Evaluation
 from meshwright_worker.trainer.loss_anomalies import DivergedError
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
@@ -100,6 +101,7 @@ class TrainingLoop:
         )
         self._full_row_flops = self._step_flops()
         self._events = events
+        self._requests = CheckpointRequests(run, mesh, events)
         self._digest = SampleDigest()
         self._unreported = 0.0
         """Seconds of steps without a result yet: a pipeline without flushes reports results later."""
@@ -139,7 +141,7 @@ class TrainingLoop:
                 break
             if self._checkpoint_manager is not None:
                 self._checkpoint_manager.report()
-                if self._checkpoint_manager.due(number):
+                if self._requests.due or self._checkpoint_manager.due(number):
                     state, stopped = self._drain(state)
                     self._save(state, wait=False)
                     if stopped:
@@ -152,6 +154,7 @@ class TrainingLoop:
     def _save(self, state: TrainingState, *, wait: bool) -> None:
         started_at, trainer = time.monotonic(), self._trainer
         if self._checkpoint_manager is not None:
+            self._requests.answer(state.step)
             with phase(_CHECKPOINT):
                 self._checkpoint_manager.save(
                     trainer.shards,
@@ -177,6 +180,8 @@ class TrainingLoop:
         if evaluation is not None:
             # A pipeline without flushes drains first, so that all stages have the weights after this step.
             results += self._trainer.drain()
+        self._requests.record(results)
+        self._requests.end_step(number)
         if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
             self._digest.add(mine.numbers, mine.samples)
         after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=state.loss)
@@ -223,7 +228,8 @@ class TrainingLoop:
         recorder = self._trainer.slot_recorder if is_timed(number, self._first) else None
         if recorder is not None:
             recorder.begin(number)
-        return self._trainer.step(number, mine.batch, stop=self._events.stop_requested())
+        stop, save = self._events.stop_requested(), self._events.take_checkpoint_request()
+        return self._trainer.step(number, mine.batch, stop=stop, save=save)
 
     def _drain(self, state: TrainingState) -> tuple[TrainingState, bool]:
         """Finish all started steps; a pipeline without flushes is some steps behind.
@@ -234,6 +240,7 @@ class TrainingLoop:
         started_at = time.monotonic()
         results = self._trainer.drain()
         stopped = any(result.stop for result in results)
+        self._requests.record(results)
         return (
             self._report_results(results, state, time.monotonic() - started_at, 0.0, None) if results else state
         ), stopped
