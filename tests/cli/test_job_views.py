@@ -152,7 +152,15 @@ def test_stragglers_are_slow_behind_or_down():
     assert stragglers(times) == {3}
     assert slowness(times)[3] == pytest.approx(0.6)
     assert stragglers(rank_times(samples([20, 20, 19, 12], [0.5] * 4), {})) == {3}
-    assert stragglers(rank_times(samples([20, 20], [0.5] * 2, up=0), {})) == {0, 1}
+    one_down = samples([20] * 2, [0.5] * 2) | {1: samples([20] * 2, [0.5] * 2, up=0)[1]}
+    assert stragglers(rank_times(one_down, {})) == {1}
+
+
+def test_ranks_that_all_start_are_no_stragglers():
+    times = rank_times(samples([0] * 4, [0.0] * 4, up=0), {})
+    assert stragglers(times) == set()
+    view = JobView(made(wide_status(1)), pods("Running"))
+    assert top_lines(TopView(view, times), NOW, 80, 24)[1] == "4 ranks, none runs"
 
 
 def test_top_shows_the_slowest_ranks_that_fit():

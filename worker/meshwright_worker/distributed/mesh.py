@@ -252,15 +252,17 @@ def new_host_group(timeout: timedelta, *, lazy: bool = True) -> dist.ProcessGrou
     """Create a group of all ranks on gloo, whose ranks connect when they first communicate. Collective.
 
     Otherwise each rank would open a connection to every other rank: its collectives use those to a few of them. A rank
-    that recovers in memory does that, if not `lazy`: it has to know all connections of its groups.
+    that recovers in memory does that, if not `lazy`: it has to know all connections of its groups. If the ranks are
+    simulated, so is this group.
     """
+    backend = "fake" if dist.get_backend() == "fake" else "gloo"
     if not lazy:
-        eager: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        eager: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
         return eager
     before = os.environ.get(_LAZY_GLOO)
     os.environ[_LAZY_GLOO] = "1"
     try:
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
     finally:
         del os.environ[_LAZY_GLOO]
         if before is not None:
@@ -279,7 +281,8 @@ def set_collective_timeout(timeout: timedelta) -> None:
     Groups on gloo have their own limits, because hosts wait in them for other things than steps.
     """
     for group in own_groups():
-        if group is dist.group.WORLD or dist.get_backend(group) == "nccl":
+        backend = dist.get_backend(group)
+        if backend == "nccl" or (backend == "gloo" and group is dist.group.WORLD):
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
