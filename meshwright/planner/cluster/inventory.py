@@ -23,7 +23,8 @@ from meshwright.planner.cluster.pod_resources import (
 )
 from meshwright.planner.cost.accelerators import gpu_memory_bytes
 from meshwright.planner.topology import DEFAULT_LEVELS, Level, Location, as_tree, locate
-from meshwright.planner.topology.levels import DOMAIN, RACK
+from meshwright.planner.topology.levels import CLIQUE, DOMAIN, RACK
+from meshwright.planner.topology.location import needs_channel
 from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 
 _MIB = 1 << 20
@@ -60,6 +61,8 @@ class Inventory:
     """Names of the fabric levels of the nodes' locations, closest first."""
     site: SiteFabric = field(default_factory=lambda: DEFAULT_SITE)
     """What the administrator states about the fabric."""
+    separate_hosts: int = 0
+    """Nodes of cliques that count as separate NVLink domains, because the job's pods have no IMEX channel."""
 
     @property
     def usable(self) -> list[Node]:
@@ -90,6 +93,7 @@ class Inventory:
         without_job: str | None = None,
         levels: Sequence[Level] | None = None,
         site: SiteFabric = DEFAULT_SITE,
+        channel: bool = True,
     ) -> Inventory:
         """The inventory for one job.
 
@@ -102,19 +106,22 @@ class Inventory:
             without_job: uid of a job whose own pods are not counted, because `place` gets them as `keep`.
             levels: the fabric levels and the label keys that name them, closest first. Default: those of `site`.
             site: what the administrator states about the fabric.
+            channel: whether the job's pods have an IMEX channel, so that NVLink joins the nodes of a clique.
         """
         levels = site.fabric_levels() if levels is None else levels
         warnings: list[str] = []
+        separate = 0
         found: dict[str, Node] = {}
         node_by_hostname: dict[str, str] = {}
         for obj in nodes:
             try:
-                read = ReadNode.of(obj, gpu_resource, levels)
+                read = ReadNode.of(obj, gpu_resource, levels, channel=channel)
                 node = replace(read.node, unusable=read.unusable_for(node_selector or {}, tolerations))
             except MALFORMED as error:
                 warnings.append(malformed_node_warning(obj, error))
                 continue
             found[node.name] = node
+            separate += read.separate_host
             if read.hostname is not None:
                 node_by_hostname[read.hostname] = node.name
             if read.warning:
@@ -136,6 +143,7 @@ class Inventory:
             ),
             names,
             site,
+            separate,
         )
 
     def holding(self, used: Mapping[str, Resources], warnings: Sequence[str] = ()) -> Inventory:
@@ -162,9 +170,18 @@ class ReadNode:
     """Why its GPUs are not entire GPUs, or empty."""
     hostname: str | None
     warning: str
+    separate_host: bool = False
+    """Whether it is an NVLink domain of its own because pods have no IMEX channel."""
 
     @classmethod
-    def of(cls, obj: Mapping[str, Any], gpu_resource: str, levels: Sequence[Level] = DEFAULT_LEVELS) -> ReadNode:
+    def of(
+        cls,
+        obj: Mapping[str, Any],
+        gpu_resource: str,
+        levels: Sequence[Level] = DEFAULT_LEVELS,
+        *,
+        channel: bool = True,
+    ) -> ReadNode:
         """Read a raw Node object.
 
         Raises:
@@ -188,7 +205,7 @@ class ReadNode:
             )
         node = Node(
             name=name,
-            place=locate(name, labels, levels),
+            place=locate(name, labels, levels, channel=channel),
             capacity=capacity,
             free=capacity,
             gpu_memory_bytes=_gpu_memory(labels, product),
@@ -197,7 +214,8 @@ class ReadNode:
         )
         shared_gpu = _shared_gpu(labels, product)
         taints = [taint for taint in spec.get("taints") or () if taint.get("effect") in ("NoSchedule", "NoExecute")]
-        return cls(node, labels, taints, shared_gpu, hostname if isinstance(hostname, str) else None, warning)
+        separate = not channel and bool(capacity.gpus) and needs_channel(labels)
+        return cls(node, labels, taints, shared_gpu, hostname if isinstance(hostname, str) else None, warning, separate)
 
     def unusable_for(self, selector: Mapping[str, str], tolerations: Sequence[Toleration]) -> str:
         """Why a job with this selector and these tolerations may not use the node. Empty if it may."""
@@ -329,6 +347,15 @@ def missing_label_warnings(usable: Mapping[Location, int], levels: Sequence[str]
                 f"as a {level}"
             )
     return found
+
+
+def separate_hosts_sentence(hosts: int) -> str:
+    """Why the nodes of cliques count as separate NVLink domains."""
+    nodes = "1 node has" if hosts == 1 else f"{hosts} nodes have"
+    return (
+        f"each host is its own NVLink domain: {nodes} the label {CLIQUE}, but NVLink between hosts needs an IMEX "
+        "channel in every pod; `topology.multiNodeNVLink: true` gives the job one"
+    )
 
 
 def _overcommit_warnings(nodes: Mapping[str, Node]) -> list[str]:

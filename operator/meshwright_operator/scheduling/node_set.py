@@ -17,8 +17,16 @@ from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 class NodeSet:
     """Nodes by name, with locations that form a tree."""
 
-    def __init__(self, gpu_resource: str, interned: Callable[[Node], Node], site: SiteFabric = DEFAULT_SITE) -> None:
-        """`interned` returns an equal node that others use already, if there is one."""
+    def __init__(
+        self,
+        gpu_resource: str,
+        interned: Callable[[Node], Node],
+        site: SiteFabric = DEFAULT_SITE,
+        *,
+        channel: bool = True,
+    ) -> None:
+        """`interned` returns an equal node that others use already, if there is one. `channel`: see `locate`."""
+        self._channel = channel
         self._gpu_resource = gpu_resource
         self.site = site
         self._fabric_levels = site.fabric_levels()
@@ -77,6 +85,11 @@ class NodeSet:
         # Only few jobs reject a node for the same reason, unless the reason is in the node's own state.
         return node if unusable and not read.node.unusable else self._interned(node)
 
+    @property
+    def separate_hosts(self) -> int:
+        """As in `Inventory`."""
+        return 0 if self._channel else sum(read.separate_host for read in self._read.values())
+
     def names(self) -> Sequence[str]:
         """The names of all nodes."""
         return tuple(self._objects)
@@ -84,7 +97,7 @@ class NodeSet:
     def _read_node(self, name: str, labelled: dict[str, Location]) -> None:
         obj = self._objects[name]
         try:
-            read = ReadNode.of(obj, self._gpu_resource, self._fabric_levels)
+            read = ReadNode.of(obj, self._gpu_resource, self._fabric_levels, channel=self._channel)
         except MALFORMED as error:
             self.warnings[name] = malformed_node_warning(obj, error)
             return
