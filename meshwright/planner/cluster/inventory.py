@@ -49,6 +49,8 @@ class Node:
     """Value of the label `nvidia.com/gpu.product`, or empty."""
     unusable: str = ""
     """Why the node is excluded, such as `cordoned`. Empty for a usable node."""
+    separate_host: bool = False
+    """Whether it is an NVLink domain of its own because the job's pods have no IMEX channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,6 @@ class Inventory:
     """Names of the fabric levels of the nodes' locations, closest first."""
     site: SiteFabric = field(default_factory=lambda: DEFAULT_SITE)
     """What the administrator states about the fabric."""
-    separate_hosts: int = 0
-    """Nodes of cliques that count as separate NVLink domains, because the job's pods have no IMEX channel."""
 
     @property
     def usable(self) -> list[Node]:
@@ -110,7 +110,6 @@ class Inventory:
         """
         levels = site.fabric_levels() if levels is None else levels
         warnings: list[str] = []
-        separate = 0
         found: dict[str, Node] = {}
         node_by_hostname: dict[str, str] = {}
         for obj in nodes:
@@ -121,7 +120,6 @@ class Inventory:
                 warnings.append(malformed_node_warning(obj, error))
                 continue
             found[node.name] = node
-            separate += read.separate_host
             if read.hostname is not None:
                 node_by_hostname[read.hostname] = node.name
             if read.warning:
@@ -143,7 +141,6 @@ class Inventory:
             ),
             names,
             site,
-            separate,
         )
 
     def holding(self, used: Mapping[str, Resources], warnings: Sequence[str] = ()) -> Inventory:
@@ -170,8 +167,6 @@ class ReadNode:
     """Why its GPUs are not entire GPUs, or empty."""
     hostname: str | None
     warning: str
-    separate_host: bool = False
-    """Whether it is an NVLink domain of its own because pods have no IMEX channel."""
 
     @classmethod
     def of(
@@ -211,11 +206,11 @@ class ReadNode:
             gpu_memory_bytes=_gpu_memory(labels, product),
             gpu_product=product,
             unusable=_why_unusable(metadata, spec, status, "" if capacity.gpus > 0 else gpu_resource),
+            separate_host=not channel and needs_channel(labels),
         )
         shared_gpu = _shared_gpu(labels, product)
         taints = [taint for taint in spec.get("taints") or () if taint.get("effect") in ("NoSchedule", "NoExecute")]
-        separate = not channel and bool(capacity.gpus) and needs_channel(labels)
-        return cls(node, labels, taints, shared_gpu, hostname if isinstance(hostname, str) else None, warning, separate)
+        return cls(node, labels, taints, shared_gpu, hostname if isinstance(hostname, str) else None, warning)
 
     def unusable_for(self, selector: Mapping[str, str], tolerations: Sequence[Toleration]) -> str:
         """Why a job with this selector and these tolerations may not use the node. Empty if it may."""

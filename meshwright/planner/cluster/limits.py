@@ -41,7 +41,7 @@ class ClusterLimits:
     """Bytes of memory of one GPU -> number of such GPUs."""
     gpus_of_unknown_memory: int = 0
     separate_hosts: int = 0
-    """As in `Inventory`."""
+    """Nodes of cliques that count as separate NVLink domains, because the job's pods have no IMEX channel."""
     excluded: str = ""
     """If no node is usable: why, for a message."""
 
@@ -61,7 +61,7 @@ class ClusterLimits:
             else:
                 memory[node.gpu_memory_bytes] += node.capacity.gpus
         largest = max(node.capacity.gpus for node in usable)
-        return cls(largest, max(domains.values()), dict(memory), unknown, inventory.separate_hosts)
+        return cls(largest, max(domains.values()), dict(memory), unknown, sum(node.separate_host for node in usable))
 
     @property
     def known(self) -> bool:

@@ -217,7 +217,7 @@ class _View:
         return _View(
             self.requirements,
             shared.version,
-            Inventory(nodes, warnings, shared.levels, shared.site, shared.separate_hosts),
+            Inventory(nodes, warnings, shared.levels, shared.site),
             counted,
             # Without a usable node, hardware says why the others are excluded.
             {} if planned_with_others or not counted else dict(self.hardware_by_size),
@@ -236,4 +236,4 @@ def _hardware_of(node: Node | None) -> object:
     """What planning reads of a node."""
     if node is None or node.unusable:
         return None
-    return node.capacity.gpus, node.gpu_product, node.gpu_memory_bytes, node.place
+    return node.capacity.gpus, node.gpu_product, node.gpu_memory_bytes, node.place, node.separate_host

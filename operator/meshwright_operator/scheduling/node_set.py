@@ -85,11 +85,6 @@ class NodeSet:
         # Only few jobs reject a node for the same reason, unless the reason is in the node's own state.
         return node if unusable and not read.node.unusable else self._interned(node)
 
-    @property
-    def separate_hosts(self) -> int:
-        """As in `Inventory`."""
-        return 0 if self._channel else sum(read.separate_host for read in self._read.values())
-
     def names(self) -> Sequence[str]:
         """The names of all nodes."""
         return tuple(self._objects)
