@@ -51,6 +51,13 @@ USER_RIGHTS = (
 )
 """What the commands of this program need in a namespace."""
 
+SOME_COMMANDS = {
+    Right("create", "pods"): ("generate", "export", "data upload"),
+    Right("create", "pods/exec"): ("profile", "export", "data upload"),
+    Right("get", "pods/proxy"): ("top",),
+}
+"""What only some commands need -> these commands. Clusters often withhold it from users who may run jobs."""
+
 DEVICES = "resource.k8s.io"
 
 OPERATOR_CLUSTER_RIGHTS = (
@@ -94,13 +101,15 @@ KUEUE_CLUSTER_RIGHTS = (
 """What it then needs in the entire cluster."""
 
 POD_GROUP_RIGHTS = {
-    kind: rights("podgroups", "get", "create", "patch", "delete", group=group)
-    for kind, group in (
-        ("Volcano", "scheduling.volcano.sh"),
-        ("KAI", "scheduling.run.ai"),
-        ("Coscheduling", "scheduling.x-k8s.io"),
-        ("Kubernetes", "scheduling.k8s.io"),
-    )
+    **{
+        kind: rights("podgroups", "get", "create", "patch", "delete", group=group)
+        for kind, group in (
+            ("Volcano", "scheduling.volcano.sh"),
+            ("KAI", "scheduling.run.ai"),
+            ("Coscheduling", "scheduling.x-k8s.io"),
+        )
+    },
+    "Kubernetes": rights("podgroups", "get", "create", "delete", group="scheduling.k8s.io"),
 }
 """`workers.podGroup.kind` -> what the operator needs in namespaces with such jobs."""
 
