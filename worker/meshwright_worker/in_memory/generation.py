@@ -149,4 +149,6 @@ class Generation(threading.Thread):
         if stuck is not None and not self._formed:
             raise StuckError("connection closed, but the rank does not leave its rendezvous")
         destroy_groups(stuck)
+        if stuck is None and self.error is not None:
+            self.error = self.error.with_traceback(None)  # its frames keep groups alive
         return held

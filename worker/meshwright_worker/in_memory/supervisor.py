@@ -61,7 +61,9 @@ class Supervisor:
                 return Outcome.STOPPED
 
     def _begin(self, task: RankTask[NativeRun]) -> None:
-        self._generation = Generation(task, self._events, self._opened, self._held, self._wake)
+        # The generation holds the state from now on, and drops the older copy once it has a new one.
+        held, self._held = self._held, None
+        self._generation = Generation(task, self._events, self._opened, held, self._wake)
         self._generation.start()
 
     def _wake(self) -> None:
