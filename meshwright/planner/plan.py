@@ -21,13 +21,13 @@ from meshwright.planner.cost.memory import Memory
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.cost_model import Calibration, CostModel, cost_model_on
 from meshwright.planner.errors import PlanError
+from meshwright.planner.frameworks.of_spec import target_of
 from meshwright.planner.frameworks.planning import (
     cost_model_of_target,
     layouts_of_target,
     request_of_target,
     with_flags,
 )
-from meshwright.planner.frameworks.registry import target_of
 from meshwright.planner.frameworks.target import Target
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.nccl import communication_environment

@@ -15,8 +15,9 @@ from meshwright.api.spec import Framework
 from meshwright.models.presets import PRESETS
 from meshwright.planner.cost.frameworks import FRAMEWORKS
 from meshwright.planner.errors import PlanError
+from meshwright.planner.frameworks.of_spec import target_of
 from meshwright.planner.frameworks.planning import launch_of
-from meshwright.planner.frameworks.registry import TARGETS, target_of
+from meshwright.planner.frameworks.registry import TARGETS
 from meshwright.planner.frameworks.target import Launch
 from meshwright.planner.plan import Plan, make_plan, make_plans
 from meshwright.planner.workload import TrainingJob
