@@ -168,6 +168,11 @@ class RecoverySpec(ApiModel):
     partly_bound_seconds: Annotated[int, Field(ge=0, le=31536000)] | None = None
     """The same for the other pods, after the first one was bound. 0 means no limit. Defaults to the operator's setting,
     300."""
+    in_memory: bool | None = None
+    """Experimental, for ranks without GPUs; off by default. When ranks are lost, the others keep their processes and
+    state, and new ranks get theirs from a rank that has the same, instead of all from the latest checkpoint. If no rank
+    has the same, or for techniques with more state of their own, all ranks restart from the checkpoint, and an event
+    says why. An edit takes effect when the next mesh generation starts."""
     suspect_nodes: SuspectNodesSpec | None = None
     """Avoid nodes on which workers fail again and again. By default ranks restart in the same pods after every failure.
     Not allowed with `workers.schedulerName`."""
@@ -249,3 +254,8 @@ class ParallelTrainingJobSpec(ApiModel):
     managed_by: Annotated[str, Field(min_length=3, max_length=63, pattern=MANAGER_PATTERN)] | None = None
     """The controller that manages this job, as `domain/name`. This operator ignores the job if the value is not
     `meshwright.dev/operator`. Immutable."""
+
+    @property
+    def joins_hosts(self) -> bool:
+        """Whether each pod has an IMEX channel, so that NVLink joins the GPUs of several nodes."""
+        return self.topology is not None and bool(self.topology.multi_node_nvlink)

@@ -113,6 +113,8 @@ def rank_task(
         pod_address=settings.pod_address,
         checkpoint_dir=settings.checkpoint_dir,
         data_dir=settings.data_dir,
+        in_memory=bool(document.in_memory),
+        memory=document.memory,
     )
 
 
