@@ -142,7 +142,7 @@ async def _life_in_a_queue(api: Api, kubelet: Kubelet, settled: Settled) -> None
     await api.create(JOBS, queued("classed", priorityClassName="important"))
 
     async def waits() -> bool:
-        return condition(await api.status("sent"), "Ready").get("message", "").startswith("Waiting for Workload")
+        return "Waiting for Workload" in str(condition(await api.status("sent"), "Ready").get("message"))
 
     await until(waits, "a job from another cluster waits for the Workload that comes with it", 60)
     await until(lambda: workload(api, "classed"), "the class of the pods is looked up", 60)
