@@ -235,3 +235,8 @@ class ParallelTrainingJobSpec(ApiModel):
     managed_by: Annotated[str, Field(min_length=3, max_length=63, pattern=MANAGER_PATTERN)] | None = None
     """The controller that manages this job, as `domain/name`. This operator ignores the job if the value is not
     `meshwright.dev/operator`. Immutable."""
+
+    @property
+    def joins_hosts(self) -> bool:
+        """Whether each pod has an IMEX channel, so that NVLink joins the GPUs of several nodes."""
+        return self.topology is not None and bool(self.topology.multi_node_nvlink)

@@ -13,7 +13,7 @@ from meshwright.api.training import ActivationCheckpointing
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import UnknownModelError, resolve
-from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cluster.inventory import Inventory, separate_hosts_sentence
 from meshwright.planner.cluster.limits import ClusterLimits
 from meshwright.planner.cluster.pod_resources import Resources, parse_resources, worker_requests
 from meshwright.planner.cost.estimate import Estimate
@@ -221,7 +221,8 @@ def new_plans(
     plans = []
     for chosen in ranked[:max_plans]:
         plan = _on_site(_with_estimate(_plan(spec, architecture, chosen, ()), cost_model), spec, hardware)
-        plans.append(replace(plan, reasons=reasons_of_plan(request, chosen, plan.estimate, spec.gpus)))
+        reasons = reasons_of_plan(request, chosen, plan.estimate, spec.gpus)
+        plans.append(replace(plan, reasons=(*reasons, *_about_channels(plan, cluster_limits))))
     return plans
 
 
@@ -350,10 +351,16 @@ def _check_node_and_domain_size(spec: ParallelTrainingJobSpec, cluster_limits: C
         raise PlanError(
             f"`parallelism.tensor` is {tensor} and the widest NVLink domain has {cluster_limits.domain_gpus} "
             "GPUs: lower it, "
-            "raise `parallelism.pipeline` instead, or add nodes with a wider domain",
+            f"raise `parallelism.pipeline` instead, or {_wider_domain(cluster_limits)}",
             "NoDomainWideEnough",
             depends_on_cluster=True,
         )
+
+
+def _wider_domain(limits: ClusterLimits) -> str:
+    if not limits.separate_hosts:
+        return "add nodes with a wider domain"
+    return f"join hosts: {separate_hosts_sentence(limits.separate_hosts)}"
 
 
 def _tensor_level(spec: ParallelTrainingJobSpec) -> FabricLevel:
@@ -370,6 +377,13 @@ def _limits(spec: ParallelTrainingJobSpec, limits: ClusterLimits) -> ClusterLimi
     if level is not FabricLevel.DOMAIN and widest is not None and tensor is not None:
         return replace(limits, domain_gpus=max(widest, tensor))
     return limits
+
+
+def _about_channels(plan: Plan, limits: ClusterLimits) -> tuple[str, ...]:
+    """Why NVLink does not join the nodes of a clique, if the job has several workers."""
+    if not limits.separate_hosts or len(plan.workers) == 1:
+        return ()
+    return (f"NVLink: {separate_hosts_sentence(limits.separate_hosts)}",)
 
 
 def _check_nodes_known(spec: ParallelTrainingJobSpec, cluster_limits: ClusterLimits) -> None:
