@@ -53,7 +53,7 @@ LIVE = (
 RESTARTING = ("elastic.scaledBatch",)
 """Members of fields of `LIVE` that restart the gang: ranks depend on them."""
 
-NEXT_START = ("checkpoint.everySteps", "checkpoint.keep")
+NEXT_START = ("checkpoint.everySteps", "checkpoint.keep", "checkpoint.store.everySteps", "checkpoint.store.keep")
 """Fields that ranks receive when a mesh generation starts."""
 
 
@@ -158,7 +158,7 @@ IMMUTABLE = (
     Immutable(
         "checkpoint",
         "training would start again at step 0",
-        members=("claimName",),
+        members=("claimName", "uri"),
         may_be_added=True,
     ),
 )

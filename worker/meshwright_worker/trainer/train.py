@@ -91,9 +91,9 @@ def train(task: RankTask[NativeRun], events: RankEvents) -> Outcome:
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
             trainer = build_trainer(run, mesh, inputs.samples)
         checkpoint_manager = None
-        if run.checkpoint is not None and task.checkpoint_dir is not None:
+        if run.checkpoint is not None and (task.checkpoint_dir or task.checkpoint_uri):
             template = manifest_template(run, identity, mesh).model_copy(update={"tokenizer": tokenizer})
-            checkpoint_manager = CheckpointManager(task, run.checkpoint, task.checkpoint_dir, mesh, events, template)
+            checkpoint_manager = CheckpointManager(task, run.checkpoint, mesh, events, template)
         with _phase(events, "load"):
             load_initial_weights(trainer, run, mesh)
             state = TrainingState()
