@@ -115,7 +115,14 @@ def test_an_image_installs_only_its_package(directory: str) -> None:
     text = (ROOT / directory / "Dockerfile").read_text(encoding="utf-8")
     copied = [line.split()[1] for line in text.splitlines() if line.startswith("COPY ") and "--from" not in line]
     assert copied == ["pyproject.toml", "meshwright", directory]
-    assert "rm -" not in text
+    assert "rm -" not in text.replace("rm -rf /var/lib/apt/lists/*", "")
+
+
+def test_the_worker_image_has_a_compiler_and_the_libraries_of_rdma() -> None:
+    text = (ROOT / "worker" / "Dockerfile").read_text(encoding="utf-8")
+    final_stage = text.rpartition("\nFROM ")[2]
+    assert {"gcc", "libc6-dev", "libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(final_stage.split())
+    assert final_stage.index("apt-get") < final_stage.index("USER ")
 
 
 def test_the_security_policy_says_how_to_report_and_what_is_supported() -> None:

@@ -28,6 +28,12 @@ COMMANDS = {
     "scale": _job_command("change", "scale", "Set the number of data-parallel replicas of a job."),
     "suspend": _job_command("change", "suspend", "Suspend a job: it saves a checkpoint and releases its GPUs."),
     "resume": _job_command("change", "resume", "Resume a suspended job from its latest checkpoint."),
+    "checkpoint": LazyCommand(
+        "meshwright_cli.checkpoint.group:checkpoint",
+        "Ask a job for a checkpoint.",
+        "meshwright-cli",
+        JOBS,
+    ),
     "generate": _job_command(
         "model_commands", "generate", "Continue a text with the model of a job's newest checkpoint."
     ),
@@ -67,6 +73,12 @@ COMMANDS = {
     "explain": LazyCommand(
         "meshwright_cli.explain.group:explain",
         "Explain where a job runs, or why it waits and what would fit.",
+        "meshwright-cli",
+        PLANNING,
+    ),
+    "import": LazyCommand(
+        "meshwright_cli.importing.command:import_job",
+        "Print the job that a configuration of another framework stands for.",
         "meshwright-cli",
         PLANNING,
     ),

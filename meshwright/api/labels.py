@@ -37,7 +37,9 @@ MULTIKUEUE = "kueue.x-k8s.io/multikueue"
 
 # Annotations of jobs that the operator reads.
 ANNOTATION_NETWORK_POLICY = f"{GROUP}/network-policy"
-JOB_ANNOTATIONS = (ANNOTATION_NETWORK_POLICY,)
+ANNOTATION_CHECKPOINT = f"{GROUP}/checkpoint"
+"""Asks for a checkpoint now. A new value is a new request."""
+JOB_ANNOTATIONS = (ANNOTATION_NETWORK_POLICY, ANNOTATION_CHECKPOINT)
 
 GANG_GATE = f"{GROUP}/gang"
 

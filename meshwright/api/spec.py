@@ -87,6 +87,19 @@ class ExitCodeRule(ApiModel):
     """`FailJob`: fail the job at once. `Ignore`: restart without counting. `Count`: restart and count."""
 
 
+class SuspectNodesSpec(ApiModel):
+    """When a node is suspect, because workers fail on it again and again, and for how long the job avoids it."""
+
+    failures: Annotated[int, Field(ge=1, le=100)] = 2
+    """Failures on a node after which its workers move to other nodes: failed or hung ranks, crashed pods and losses of
+    the node. After fewer, ranks restart in the same pods. If a worker fails on other nodes too, none is suspect."""
+    window_seconds: Annotated[int, Field(ge=60, le=2592000)] = 3600
+    """Time in which they count, from one failure to the next."""
+    avoid_seconds: Annotated[int, Field(ge=60, le=2592000)] = 86400
+    """Time for which the job avoids a suspect node. A node that fails later is avoided again after one failure. A job
+    that has waited for nodes for two minutes uses suspect ones too."""
+
+
 class RecoverySpec(ApiModel):
     """What to do when ranks fail."""
 
@@ -117,6 +130,9 @@ class RecoverySpec(ApiModel):
     partly_bound_seconds: Annotated[int, Field(ge=0, le=31536000)] | None = None
     """The same for the other pods, after the first one was bound. 0 means no limit. Defaults to the operator's setting,
     300."""
+    suspect_nodes: SuspectNodesSpec | None = None
+    """Avoid nodes on which workers fail again and again. By default ranks restart in the same pods after every failure.
+    Not allowed with `workers.schedulerName`."""
     exit_codes: Annotated[list[ExitCodeRule], Field(max_length=20)] = []
     """Meaning of exit codes of ranks and workers. The first rule that contains the code applies. Other codes count
     toward `maxRestarts`."""

@@ -253,6 +253,23 @@ class CheckpointStatus(ApiModel):
     """Path of the checkpoint in worker pods."""
 
 
+class CheckpointRequestStatus(ApiModel):
+    """The last request for a checkpoint, by the annotation `meshwright.dev/checkpoint`, and what became of it."""
+
+    request: Annotated[str, Field(max_length=64)]
+    """Value of the annotation. Another value is another request."""
+    state: Annotated[str, Field(max_length=16, pattern="^(Requested|Saved|Failed)$")]
+    """`Requested` until the checkpoint is durable, then `Saved`; `Failed` if there is none."""
+    time: Time
+    """When the operator saw the request."""
+    generation: Count = 0
+    """Mesh generation whose ranks are asked."""
+    step: Count | None = None
+    """Step of the checkpoint. Before it is known: the last completed step at the time of the request."""
+    message: Text = ""
+    """Details for people."""
+
+
 class WaitingEditStatus(ApiModel):
     """An edit that restarts the gang, and that waits because of `spec.updatePolicy`."""
 
@@ -302,6 +319,43 @@ class FailureStatus(ApiModel):
     """Directory in worker pods with more of both, on the checkpoint claim."""
 
 
+MAX_SUSPECT_NODES = 16
+
+
+class SuspectNode(ApiModel):
+    """A node on which workers of this job have failed, with `recovery.suspectNodes`."""
+
+    node: Annotated[str, Field(max_length=253)]
+    """Name of the node."""
+    worker: Count
+    """The worker that failed last."""
+    failures: Count
+    """Failures within the window."""
+    cause: Annotated[str, Field(max_length=64)]
+    """Cause of the last one, as in `mesh.cause`."""
+    last_failure: Time
+    """When it was detected."""
+    avoided_until: Time | None = None
+    """Until when the job avoids the node. None if it was never suspect, or was cleared."""
+
+
+class SlowRank(ApiModel):
+    """A rank that computes longer than its peers, the ranks of the same pipeline stage: all others wait for it."""
+
+    rank: Count
+    """The rank."""
+    worker: Count
+    """Its worker."""
+    node: Annotated[str, Field(max_length=253)] = ""
+    """The node of the worker."""
+    generation: Count
+    """The mesh generation."""
+    since: Time
+    """When it was first seen to be slow."""
+    confirmed: bool = False
+    """Whether it has been slow for so long that the event `SlowRank` was posted."""
+
+
 class ParallelTrainingJobStatus(ApiModel):
     """Observed state of the job."""
 
@@ -336,12 +390,21 @@ class ParallelTrainingJobStatus(ApiModel):
     """Latest evaluation, with `training.evaluation`."""
     checkpoint: CheckpointStatus | None = None
     """Latest durable checkpoint."""
+    checkpoint_request: CheckpointRequestStatus | None = None
+    """The last request for a checkpoint. Not set before the first."""
     goodput: GoodputStatus | None = None
     """What the time of the job was spent on."""
     restarts: Annotated[
         list[RestartStatus], Field(max_length=MAX_RESTART_CAUSES, json_schema_extra={"x-list-map-key": "cause"})
     ] = []
     """Restarts by cause."""
+    suspect_nodes: (
+        Annotated[list[SuspectNode], Field(max_length=MAX_SUSPECT_NODES, json_schema_extra={"x-list-map-key": "node"})]
+        | None
+    ) = None
+    """Nodes on which workers have failed, the latest last, with `recovery.suspectNodes`."""
+    slow_rank: SlowRank | None = None
+    """The slowest rank, while it computes much longer than its peers."""
     last_failure: FailureStatus | None = None
     """The latest failure of a rank, hang or crash of a worker."""
     restart_count: Count = 0

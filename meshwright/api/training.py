@@ -107,6 +107,37 @@ class EvaluationSpec(ApiModel):
     """Number of sequences of an evaluation, the same ones each time. Rounded up to full batches."""
 
 
+class AnomalyAction(StrEnum):
+    """What to do with an anomalous step."""
+
+    FAIL = "Fail"
+    SKIP = "Skip"
+    GO_BACK = "GoBack"
+
+
+class AnomaliesSpec(ApiModel):
+    """What to do with steps whose loss or gradient norm is not a finite number, or far above those of the steps before.
+    All ranks decide alike. Samples of a skipped or abandoned step are not trained on again.
+    """
+
+    non_finite: AnomalyAction = AnomalyAction.FAIL
+    """What to do if loss or gradient norm is not a finite number (with `precision: fp16`, at any loss scale). `Fail`:
+    ranks fail, and restart from the latest checkpoint with the same samples. `Skip`: update nothing in this step.
+    `GoBack`: restart from an older checkpoint, with the samples that follow this step."""
+    spike: AnomalyAction | None = None
+    """The same for a spike: a loss or gradient norm above the mean of the window by more than `spikeSigmas` standard
+    deviations. By default spikes are not looked for."""
+    spike_sigmas: Annotated[float, Field(ge=1, le=1000)] = 6.0
+    """Standard deviations from which on a step is a spike. A standard deviation counts as at least 1 % of the mean."""
+    window: Annotated[int, Field(ge=8, le=1024)] = 128
+    """Number of updates before a step that it is compared with. No step is a spike before half as many."""
+    go_back_steps: Annotated[int, Field(ge=1, le=1000000)] = 100
+    """Steps between a `GoBack` and the checkpoint that training continues from, at least. The oldest checkpoint if none
+    is that old: retain enough of them (`checkpoint.keep`)."""
+    max_skipped: Annotated[int, Field(ge=1, le=1000000)] = 10
+    """Skipped steps in a row after which ranks fail."""
+
+
 class TrainingSpec(ApiModel):
     """How long and how to train."""
 
@@ -172,6 +203,16 @@ class TrainingSpec(ApiModel):
     """Evaluate during training. Needs `data.heldOut`. Off by default."""
     tracking: TrackingSpec | None = None
     """Experiment trackers. Off by default."""
+    anomalies: AnomaliesSpec | None = None
+    """Steps that are skipped, or after which training goes back. By default ranks fail if loss or gradient norm is not
+    a finite number, and spikes are not looked for."""
+
+    @property
+    def may_skip_updates(self) -> bool:
+        """Whether a step may update nothing, although its gradients were reduced."""
+        anomalies = self.anomalies
+        skips = anomalies is not None and AnomalyAction.SKIP in (anomalies.non_finite, anomalies.spike)
+        return skips or self.precision is Precision.FP16
 
     @property
     def checkpointing(self) -> ActivationCheckpointing:

@@ -21,6 +21,8 @@ from meshwright.planner.cost.memory import Memory
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.cost_model import Calibration, CostModel, cost_model_on
 from meshwright.planner.errors import PlanError
+from meshwright.planner.frameworks.planning import cost_model_of_target, layouts_of_target, request_of_target
+from meshwright.planner.frameworks.target import Target
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.nccl import communication_environment
 from meshwright.planner.run_config import refusals_of, run_config_of, runnable
@@ -162,16 +164,17 @@ def make_plans(
     inventory: Inventory,
     calibration: Calibration | None = None,
     max_plans: int = MAX_PLANS,
+    target: Target | None = None,
 ) -> list[Plan]:
     """Make the plan of a new job, followed by other layouts with as many GPUs, the fastest first.
 
-    Returns at most `max_plans`.
+    Returns at most `max_plans`. With `target` the plans are for that framework instead of Meshwright's runtime.
 
     Raises:
         PlanError: the spec contradicts itself, or no layout fits this cluster's GPUs.
     """
     hardware = Hardware.of(inventory, spec.workers.gpus_per_worker).calibrated(calibration)
-    return new_plans(spec, hardware, max_plans)
+    return new_plans(spec, hardware, max_plans, target)
 
 
 def running_plan(spec: ParallelTrainingJobSpec, hardware: Hardware, keep: PlanStatus) -> Plan:
@@ -190,8 +193,12 @@ def running_plan(spec: ParallelTrainingJobSpec, hardware: Hardware, keep: PlanSt
     return replace(plan, environment=keep.environment or {})
 
 
-def new_plans(spec: ParallelTrainingJobSpec, hardware: Hardware, max_plans: int = MAX_PLANS) -> list[Plan]:
+def new_plans(
+    spec: ParallelTrainingJobSpec, hardware: Hardware, max_plans: int = MAX_PLANS, target: Target | None = None
+) -> list[Plan]:
     """Make the plan of a new job on `hardware`, followed by other layouts with as many GPUs, the fastest first.
+
+    With `target` the plans are for that framework instead of Meshwright's runtime.
 
     Raises:
         PlanError: the spec contradicts itself, or no layout fits the hardware.
@@ -204,8 +211,13 @@ def new_plans(spec: ParallelTrainingJobSpec, hardware: Hardware, max_plans: int 
     if architecture is None or spec.training is None:
         return [_on_site(_command_plan(spec), spec, hardware)]
     _check_nodes_known(spec, cluster_limits)
-    request = _request(spec, architecture, cluster_limits, cost_model)
-    ranked = _ranked(spec, request)
+    if target is None:
+        request = _request(spec, architecture, cluster_limits, cost_model)
+        ranked = _ranked(spec, request)
+    else:
+        cost_model = cost_model_of_target(cost_model, target)
+        request = request_of_target(spec, architecture, cluster_limits, cost_model, target)
+        ranked = layouts_of_target(request, target)
     plans = []
     for chosen in ranked[:max_plans]:
         plan = _on_site(_with_estimate(_plan(spec, architecture, chosen, ()), cost_model), spec, hardware)

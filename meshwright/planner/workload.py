@@ -155,8 +155,8 @@ def _settings(
         shard_size=data.shard_size,
         reshard_size=data.reshard_size,
         bucket=data.bucket_elements,
-        # If gradients overflow, the step is skipped and the previous error feedback is restored: a second copy.
-        feedback=(1 + (training.precision is Precision.FP16)) * (data.compression in _ERROR_FEEDBACK),
+        # If a step is skipped, the previous error feedback is restored: a second copy.
+        feedback=(1 + training.may_skip_updates) * (data.compression in _ERROR_FEEDBACK),
         islands=1 if outer is None else outer.islands or replicas,
         outer=0.0 if outer is None else _OUTER_STATE.get(outer.method, 0.0),
         loss_chunk=training.loss_chunk_tokens,

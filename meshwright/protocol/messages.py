@@ -193,6 +193,9 @@ class FailureKind(StrEnum):
     CHECKPOINT_INCOMPATIBLE = "CheckpointIncompatible"
     """The latest checkpoint is intact, but of another version, model or stream of samples. Another attempt would end
     the same way."""
+    WENT_BACK = "WentBack"
+    """Training went back to an older checkpoint because of `training.anomalies`, and needs a new start. Agents before
+    0.2 never report it."""
 
 
 class RankProcess(OpenMessage):
@@ -262,6 +265,15 @@ class CheckpointCommit(OpenMessage):
     """Its directory, as the workers see it."""
 
 
+class CheckpointAnswer(OpenMessage):
+    """What became of a request for a checkpoint."""
+
+    request: Annotated[str, Field(max_length=64)]
+    """The request, as `ReportReply.checkpointRequest` names it."""
+    step: Int64 | None = None
+    """Step after which the checkpoint is taken. None until the ranks have agreed on it."""
+
+
 class Phase(OpenMessage):
     """Time spent in one phase of starting a generation, such as `spawn`, `rendezvous`, `load`, `first-step`."""
 
@@ -316,6 +328,8 @@ class WorkerReport(OpenMessage):
     """From the worker of rank 0."""
     checkpoint: CheckpointCommit | None = None
     """Latest complete checkpoint; from the worker of rank 0."""
+    checkpoint_request: CheckpointAnswer | None = None
+    """The last request for a checkpoint in this generation; from the worker of rank 0. Agents before 0.2 send none."""
     evaluation: Evaluation | None = None
     """Newest evaluation of this generation; from the worker of rank 0, with `training.evaluation`."""
     evidence: FailureEvidence | None = None
@@ -336,6 +350,9 @@ class ReportReply(OpenMessage):
     pause: Generation | None = None
     """The ranks of this generation save a checkpoint and stop. The agent then waits for the next generation. Agents
     before 0.2 ignore it."""
+    checkpoint_request: Annotated[str, Field(max_length=64)] | None = None
+    """Name of a request: the ranks of `generation` save a checkpoint after their current step, and go on. Only the
+    worker of rank 0 gets it. Agents before 0.2 ignore it."""
     median_compute_seconds: float | None = None
     """Median of `RankProcess.computeSeconds` over the job's ranks, recently. Agents before 0.2 ignore it."""
     trust: Annotated[str, Field(max_length=64)] | None = None

@@ -140,13 +140,22 @@ SECOND: Mapping[str, Any] = MappingProxyType(
         "training.tracking.jsonLines": True,
         "training.tracking.tensorBoard": False,
         "training.tracking.wandb.offline": False,
+        "training.anomalies.nonFinite": "Fail",
+        "training.anomalies.spikeSigmas": 6.0,
+        "training.anomalies.window": 128,
+        "training.anomalies.goBackSteps": 100,
+        "training.anomalies.maxSkipped": 10,
+        "recovery.suspectNodes.failures": 2,
+        "recovery.suspectNodes.windowSeconds": 3600,
+        "recovery.suspectNodes.avoidSeconds": 86400,
         "preflight.mode": "Warn",
         "preflight.fatal": [],
         "preflight.ignored": [],
         "preflight.numaBinding": True,
     }
 )
-"""Of version 0.2.0, which adds `elastic`, `preemptible`, `updatePolicy`, `training.tracking` and `preflight`."""
+"""Of version 0.2.0, which adds `elastic`, `preemptible`, `updatePolicy`, `training.tracking`, `training.anomalies` and
+`preflight`."""
 
 DEFAULTS: Mapping[int, Mapping[str, Any]] = MappingProxyType({1: FIRST, 2: SECOND})
 """Scheme -> defaults."""

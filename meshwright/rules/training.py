@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from meshwright.api.data import Packing
 from meshwright.api.precision import Fp8Scaling, Fp8Update, Precision
-from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerOffload
+from meshwright.api.training import (
+    ActivationCheckpointing,
+    AnomaliesSpec,
+    AnomalyAction,
+    OptimizerName,
+    OptimizerOffload,
+)
 from meshwright.models.lora import layer_targets
 from meshwright.rules.facts import SCALED_BATCH, Facts, scales_batch
-from meshwright.rules.rule import Rule, schedule_is
+from meshwright.rules.rule import Rule, schedule_is, schedule_is_not, schedule_names
 from meshwright.schedules.registry import kind_of
+from meshwright.schedules.schedule import PipelineScheduleKind
+
+_NO_ANOMALIES_OR = "!has(self.training) || !has(self.training.anomalies) || "
+
+
+def _is_asynchronous(kind: PipelineScheduleKind) -> bool:
+    return kind.asynchronous
 
 
 def _batch_splits(facts: Facts) -> bool:
@@ -97,6 +110,23 @@ def _has_volume(facts: Facts) -> bool:
 def _tracking_has_a_directory(facts: Facts) -> bool:
     training = facts.training
     return training is None or training.tracking is None or _has_volume(facts)
+
+
+def _anomalies(facts: Facts) -> AnomaliesSpec | None:
+    return facts.training.anomalies if facts.training is not None else None
+
+
+def _anomalies_before_updates(facts: Facts) -> bool:
+    return _anomalies(facts) is None or not kind_of(facts.parallelism.order).asynchronous
+
+
+def _anomalies_without_islands(facts: Facts) -> bool:
+    return _anomalies(facts) is None or facts.training is None or facts.training.outer is None
+
+
+def _goes_back_to_a_checkpoint(facts: Facts) -> bool:
+    spec = _anomalies(facts)
+    return spec is None or facts.checkpoint is not None or AnomalyAction.GO_BACK not in (spec.non_finite, spec.spike)
 
 
 def _selective_layers_are_whole(facts: Facts) -> bool:
@@ -234,6 +264,26 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
         "!has(self.training) || !has(self.training.tracking)"
         " || (has(self.checkpoint) && has(self.checkpoint.claimName))",
         _tracking_has_a_directory,
+    ),
+    Rule(
+        "training.anomalies",
+        f"is not supported with `parallelism.schedule` {schedule_names(_is_asynchronous, 'or')}, which updates weights "
+        "before the loss of the batch is known: use another schedule, or remove `training.anomalies`",
+        lambda: f"{_NO_ANOMALIES_OR}{schedule_is_not(_is_asynchronous)}",
+        _anomalies_before_updates,
+    ),
+    Rule(
+        "training.anomalies",
+        "is not supported with `training.outer`, because islands take steps by themselves: remove one of the two",
+        f"{_NO_ANOMALIES_OR}!has(self.training.outer)",
+        _anomalies_without_islands,
+    ),
+    Rule(
+        "training.anomalies",
+        "needs `checkpoint` for `GoBack`: add it, or use `Skip`",
+        f"{_NO_ANOMALIES_OR}has(self.checkpoint) || self.training.anomalies.nonFinite != 'GoBack'"
+        " && (!has(self.training.anomalies.spike) || self.training.anomalies.spike != 'GoBack')",
+        _goes_back_to_a_checkpoint,
     ),
     Rule(
         "training.activationCheckpointing",

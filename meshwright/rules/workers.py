@@ -212,6 +212,13 @@ WORKERS_RULES: tuple[Rule[Spec], ...] = (
         lambda spec: spec.workers.scheduler_name is None or spec.recovery.spare_nodes == 0,
     ),
     Rule(
+        "recovery.suspectNodes",
+        "is not supported with `workers.schedulerName`, because another scheduler chooses the nodes: remove one of the "
+        "two",
+        "!has(self.workers.schedulerName) || !has(self.recovery.suspectNodes)",
+        lambda spec: spec.workers.scheduler_name is None or spec.recovery.suspect_nodes is None,
+    ),
+    Rule(
         "workers.podGroup",
         "needs `workers.schedulerName`, the name of the scheduler that reads it, such as `volcano`: set it",
         "!has(self.workers.podGroup) || has(self.workers.schedulerName)",

@@ -1,14 +1,15 @@
 """The timeline of a step as the ranks of a pipeline measured it, in the form of a simulated one.
 
-Each rank measures its slots on its own clock, relative to the end of the step, which all ranks reach together. A slot
-begins when what it needs has arrived, so the gaps are the rank's waits for other stages.
+Each rank measures its slots on its own clock, relative to the end of the step's last collective, which all ranks reach
+together. A slot begins when what it needs has arrived, so the gaps are the rank's waits for other stages.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.schedules.actions import Action, ActionKind, Schedule, Slot
@@ -17,6 +18,8 @@ from meshwright.schedules.simulator import Simulation, TimedSlot
 MAX_SLOTS = 2048
 """Most slots of a rank that are reported. A longer step is not."""
 MICROSECOND = 1e-6
+STORED_DIRECTORY = "timeline"
+"""Where a job's last timeline stays, below the directory of its checkpoints: a file for each rank of the pipeline."""
 _PASS = re.compile(rf"([{''.join(kind.value for kind in ActionKind)}])(\d{{1,6}})\.(\d{{1,6}})")
 
 SlotTime = tuple[str, int, int]
@@ -66,6 +69,27 @@ def read_timelines(document: Any) -> list[RankTimeline]:
     """Read what a worker pod serves. Pods belong to users: what is not valid is left out."""
     ranks = document.get("ranks") if isinstance(document, Mapping) else None
     found = [_read(value) for value in ranks.values()] if isinstance(ranks, Mapping) else []
+    return [one for one in found if one is not None]
+
+
+def stored_name(stage: int) -> str:
+    """The name of the file of a rank of the pipeline, in `STORED_DIRECTORY`."""
+    return f"stage-{stage:05d}.json"
+
+
+def stored_text(timeline: RankTimeline) -> str:
+    """The content of this file: one line."""
+    return json.dumps(asdict(timeline), separators=(",", ":")) + "\n"
+
+
+def read_stored(text: str) -> list[RankTimeline]:
+    """Read such files, one after the other. What is not valid is left out."""
+    found = []
+    for line in text.splitlines():
+        try:
+            found.append(_read(json.loads(line)))
+        except (ValueError, RecursionError):
+            continue
     return [one for one in found if one is not None]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.api.labels import LABEL_INCARNATION, LABEL_JOB, LABEL_WORKER
+from meshwright.api.labels import ANNOTATION_CHECKPOINT, LABEL_INCARNATION, LABEL_JOB, LABEL_WORKER
 from meshwright.api.parsing import parse_spec
 from meshwright_cli.client import (
     AsyncClient,
@@ -73,6 +73,25 @@ def test_submit_get_list_change_and_delete(client, namespace):
     assert client.list() == []
     with pytest.raises(NotFoundError):
         client.delete("lm")
+
+
+def test_a_requested_checkpoint_is_waited_for_and_a_failed_request_says_why(server, client, namespace):
+    client.submit(job("lm"))
+    request = client.request_checkpoint("lm")
+    assert client.get("lm").raw["metadata"]["annotations"] == {ANNOTATION_CHECKPOINT: request}
+    answer = {"request": request, "state": "Saved", "time": "2026-01-01T00:00:00Z", "step": 7}
+    older = {**answer, "request": "older", "state": "Failed", "message": "of another request"}
+    write_status(server, namespace, "lm", {"checkpointRequest": older})
+    timer = later(0.5, lambda: write_status(server, namespace, "lm", {"checkpointRequest": answer}))
+    assert client.requested_checkpoint("lm", request, timeout=60).status.checkpoint_request.step == 7
+    timer.join()
+    failed = {**answer, "request": "mine", "state": "Failed", "message": "the job is not Running"}
+    write_status(server, namespace, "lm", {"checkpointRequest": failed})
+    assert client.request_checkpoint("lm", "mine") == "mine"
+    with pytest.raises(JobFailedError, match="the job is not Running"):
+        client.requested_checkpoint("lm", "mine", timeout=60)
+    with pytest.raises(WaitTimeoutError, match="did not save the checkpoint within"):
+        client.requested_checkpoint("lm", "never", timeout=0.5)
 
 
 def test_submit_again_changes_only_what_the_manifest_says(client):

@@ -201,6 +201,18 @@ def test_the_recorded_failure_is_chosen_and_pointed_to():
     assert dict(facts(job, ClusterView()))["Failure"].endswith("meshwright logs lm --failed-first")
 
 
+def test_suspect_nodes_are_shown_while_the_job_avoids_them():
+    entry = {"worker": 1, "failures": 2, "cause": "Hang", "lastFailure": "2026-01-02T02:00:00Z"}
+    suspects = [
+        {"node": "n1", **entry, "avoidedUntil": "2026-01-02T05:00:00Z"},
+        {"node": "n2", **entry, "avoidedUntil": "2026-01-02T03:00:00Z"},
+        {"node": "n3", **entry},
+    ]
+    shown = " ".join(" ".join(status_lines(JobView(made(running(suspectNodes=suspects)), []), NOW, 80)).split())
+    assert "Avoids n1 for 1h after 2 failures (Hang) " in shown
+    assert "n2" not in shown
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -52,6 +52,7 @@ def lm(**spec) -> Job:
     ("generate-rich", lm(**RICH), Tool("generate", ["python"], gpus=2)),
     ("export-to-claim", lm(), Tool("export", ["python"], writes_claim=True)),
     ("export", lm(**RICH), Tool("export", ["python"], has_output=True)),
+    ("read", lm(**RICH), Tool("read", ["python"], memory="256Mi", cpu="50m", only_checkpoints=True)),
 ])  # fmt: skip
 def test_the_pod(name, made, tool):
     pod = tool_pod(made, tool, "0a1b2c3d")

@@ -66,7 +66,7 @@ def test_commands_of_jobs_name_the_next_command():
             assert command.epilog, path
             for word in command.epilog.split("meshwright ")[1:]:
                 assert word.split()[0].strip(".,") in COMMANDS, command.epilog
-            assert command.epilog in CliRunner().invoke(main, [path, "--help"], terminal_width=200).output
+            assert command.epilog in CliRunner().invoke(main, [*path.split(), "--help"], terminal_width=200).output
 
 
 def test_every_exit_code_has_a_meaning_and_every_error_a_code():

@@ -52,6 +52,10 @@ class Recorder:
 
     stop_after: int | None = None
     die_after: int | None = None
+    ask_after: int | None = None
+    """Asks for a checkpoint once, in the step after this one."""
+    asked: list[int] = field(default_factory=list)
+    """Steps of the checkpoints that were asked for."""
     phases: list[str] = field(default_factory=list)
     began_at: int = -1
     reports: list[StepReport] = field(default_factory=list)
@@ -70,6 +74,15 @@ class Recorder:
 
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
         self.checkpoints.append(step)
+
+    def take_checkpoint_request(self) -> bool:
+        if self.ask_after is None or not self.reports or self.reports[-1].step < self.ask_after:
+            return False
+        self.ask_after = None
+        return True
+
+    def checkpoint_begun(self, step: int) -> None:
+        self.asked.append(step)
 
     def stop_requested(self) -> bool:
         return self.stop_after is not None and bool(self.reports) and self.reports[-1].step >= self.stop_after - 1
@@ -197,6 +210,13 @@ def train_fully(
         return train(task, recorder), recorder
     except InterruptedTrainingError:
         return None, recorder
+
+
+def train_and_ask(task: RankTask, ask_after: int) -> Recorder:
+    """`train`; rank 0 alone is asked for a checkpoint."""
+    recorder = Recorder(ask_after=ask_after if task.rank == 0 else None)
+    train(task, recorder)
+    return recorder
 
 
 def train_on_own_text(task: RankTask) -> Outcome:

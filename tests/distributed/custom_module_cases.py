@@ -17,7 +17,7 @@ from meshwright_worker.custom_module.plan import ParallelPlan
 from meshwright_worker.custom_module.trainer import CustomModuleTrainer
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.rank.task import RankTask
-from meshwright_worker.trainer.trainer import DivergedError
+from meshwright_worker.trainer.loss_anomalies import DivergedError
 from tests.distributed.cases import whole_of
 from tests.distributed.mesh_cache import kept_mesh, uses_kept_mesh
 

@@ -17,7 +17,7 @@ from meshwright_worker.models.lora import is_adapter
 from meshwright_worker.pretrained.hf_export import export
 from meshwright_worker.pretrained.tensor_files import TensorFiles
 from meshwright_worker.rank.task import Outcome, RankTask
-from meshwright_worker.trainer.train import load_initial_weights
+from meshwright_worker.trainer.initial_state import load_state
 from meshwright_worker.trainer.trainer import Trainer
 from tests.distributed.cases import train_fully, whole_of
 from tests.distributed.configs import small_run
@@ -38,8 +38,8 @@ def published_run(config: dict[str, Any], directory: Path, layout: dict[str, Any
 
 def weights_after_loading(task: RankTask) -> dict[str, torch.Tensor]:
     with join_mesh(task) as mesh:
-        trainer = Trainer(task.run, mesh)
-        load_initial_weights(trainer, task.run, mesh)
+        trainer = Trainer(task.run, mesh, draw=False)
+        load_state(trainer, task.run, mesh, None)
         weights = {shard.name: whole_of(shard, shard.local) for shard in (*trainer.shards, *trainer.frozen)}
         return weights | {name: buffer.clone() for name, buffer in trainer.buffers.items()}
 

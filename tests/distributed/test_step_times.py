@@ -87,10 +87,16 @@ class ClockedChannels(P2PChannels):
         return pending
 
 
-def times_on_the_clock(task: RankTask, schedule: Schedule) -> tuple[StepTimes, RankTimeline | None]:
-    """This rank's times of one step, and those of its slots, as its clock measures them where time is virtual."""
+def times_on_the_clock(
+    task: RankTask, schedule: Schedule, late: float = 0.0, after: float = 0.0
+) -> tuple[StepTimes, RankTimeline | None, tuple[float, float]]:
+    """This rank's times of one step, and those of its slots, as its clock measures them where time is virtual.
+
+    Rank r begins `late` * r after the first one, and works for `after` * r after its passes, for its gradients' norm.
+    Last are when its passes end, and when the step ends.
+    """
     with join_mesh(task) as mesh:
-        virtual, real = Clock(), step_clock.time.perf_counter
+        virtual, real = Clock(late * mesh.rank), step_clock.time.perf_counter
         rank = mesh.coordinates.pipeline
         held = sorted({action.stage for action in schedule.actions(rank)})
         chunks: list[Any] = [ClockedChunk(index, schedule.stages, virtual) for index in held]
@@ -103,12 +109,16 @@ def times_on_the_clock(task: RankTask, schedule: Schedule) -> tuple[StepTimes, R
                 recorder.begin(7)
                 with phase(PASSES):
                     executor.run(Batch.of(torch.zeros(MICRO_BATCHES, 3, dtype=torch.int64)).chunk(MICRO_BATCHES))
+                passed = virtual.now
+                virtual.now += after * rank
                 ends = torch.zeros(RANKS, dtype=torch.float64)
                 ends[rank] = virtual.now
                 # The result of a step is there once the last rank has computed its part.
                 step_clock.wait_for(_LastRank(ends, mesh.island_group, virtual), mesh.island_group)
                 recorder.end()
-                return step_times(clock.take(), checkpoint=0.0, stages=RANKS), recorder.take()
+                ended = virtual.now
+                virtual.now += rank  # the update, which each rank does by itself
+                return step_times(clock.take(), checkpoint=0.0, stages=RANKS), recorder.take(), (passed, ended)
         finally:
             step_clock.time.perf_counter = real
 
@@ -118,18 +128,40 @@ def test_the_measured_bubble_of_every_schedule_is_the_simulators(pool: RankPool,
     schedule = made(name)
     run = small_run(pipeline=RANKS, micro_batches=MICRO_BATCHES, layers=8)
     answers = pool.run(times_on_the_clock, run, schedule)
-    measured = [times.bubble for times, _ in answers]
+    measured = [times.bubble for times, _, _ in answers]
     simulated = simulate(schedule.serialized(), COSTS).bubble
     assert simulated > 0.02
     assert sum(measured) / RANKS == pytest.approx(simulated, abs=WITHIN_POINTS)
     # A receive that has already arrived adds nothing, so that the agreement is in fact exact.
     assert sum(measured) / RANKS == pytest.approx(simulated, rel=1e-6)
-    drawn = measured_step(timeline for _, timeline in answers if timeline is not None)
+    drawn = measured_step(timeline for _, timeline, _ in answers if timeline is not None)
     assert drawn is not None
     assert drawn.step == 7
     assert drawn.schedule.ranks == schedule.ranks
     assert drawn.timeline.bubble == pytest.approx(sum(measured) / RANKS, abs=WITHIN_POINTS)
     assert drawn.timeline.bubble == pytest.approx(simulated, abs=1e-4)
+
+
+@pytest.mark.parametrize(("late", "after"), [(0.5, 0.0), (0.0, 0.5), (0.3, 0.2)])
+def test_how_the_drawn_bubble_and_the_ranks_own_differ(pool: RankPool, late: float, after: float) -> None:
+    """Both divide the same work. The picture divides it by the time from the first pass of any rank to the last one.
+
+    A rank divides it by its own time: from where it begins the step to the step's result, without its own work between.
+    """
+    schedule = made("1f1b")
+    run = small_run(pipeline=RANKS, micro_batches=MICRO_BATCHES, layers=8)
+    answers = pool.run(times_on_the_clock, run, schedule, late, after)
+    drawn = measured_step(timeline for _, timeline, _ in answers if timeline is not None)
+    assert drawn is not None
+    passed, ended = max(end for _, _, (end, _) in answers), answers[0][2][1]
+    work = [times.compute for times, _, _ in answers]
+    assert drawn.timeline.makespan == pytest.approx(passed, abs=1e-5), "rank 0 begins at 0"
+    assert drawn.timeline.bubble == pytest.approx(1 - sum(work) / (RANKS * passed), abs=1e-5)
+    for rank, (times, timeline, _) in enumerate(answers):
+        assert timeline is not None
+        assert drawn.timeline.busy(rank) == pytest.approx(times.compute, abs=1e-4)
+        own = ended - late * rank - after * rank
+        assert times.bubble == pytest.approx(1 - times.compute / own, abs=1e-9)
 
 
 def slots_and_times(task: RankTask, slept: float) -> tuple[RankTimeline | None, StepTimes]:
@@ -140,12 +172,17 @@ def slots_and_times(task: RankTask, slept: float) -> tuple[RankTimeline | None, 
             stage.module.register_forward_pre_hook(lambda *_: time.sleep(slept))
         training.step(1)
         recorder = training.trainer.slot_recorder
+        update = training.trainer._update
+
+        def checked(*args: Any, **more: Any) -> bool:
+            assert recorder is None or not recorder.running, "ranks are together before the update, and not after it"
+            return update(*args, **more)
+
+        training.trainer._update = checked
         with timed_collectives(mesh) as clock:
             if recorder is not None:
                 recorder.begin(2)
             training.step(2)
-            if recorder is not None:
-                recorder.end()
             times = step_times(clock.take(), checkpoint=0.0, stages=mesh.layout.pipeline)
         return (recorder.take() if recorder is not None else None), times
 

@@ -91,6 +91,9 @@ async def test_report_live_page_and_tracker_of_a_job_that_restarts(stage, tmp_pa
 
     await run(stage, "report", NAME, "--history", str(file), "-o", str(out))
     page = out.read_text()
+    # The pods are gone: their agents have stored the last timeline on the claim.
+    assert "Measured timeline of step" in page
+    assert len(list(history.glob(f"{NAME}-*/timeline/stage-*.json"))) == 2
     assert "Loss and throughput" in page
     assert page.count('class="mark') == 2, "the restart, on both curves"
     assert "Suspended" in page

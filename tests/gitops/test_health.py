@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import yaml
 from lupa.lua51 import LuaError, LuaRuntime
 
-from meshwright.api.labels import GROUP, KIND, VERSION
+from meshwright.api.labels import ANNOTATION_CHECKPOINT, GROUP, KIND, VERSION
 from tests.conflicts import ROOT
 from tests.gitops.stages import DEGRADED, HEALTHY, PROGRESSING, SUSPENDED, Stage, stages
 from tests.operator.kstatus import CURRENT, FAILED, IN_PROGRESS, TERMINATING, kstatus
@@ -37,7 +38,9 @@ def lua(script: str, obj: Mapping[str, Any], **variables: Any) -> Any:
     """Runs a script as Argo CD does: Lua 5.1, without libraries, with the object as `obj`."""
     runtime = LuaRuntime(unpack_returned_tuples=True, register_eval=False)
     state = runtime.globals()
-    for library in ("os", "io", "string", "math", "table", "package", "debug", "require", "python"):
+    # Argo CD has only these functions of `os`.
+    state["os"] = runtime.execute("return {date = os.date, time = os.time}")
+    for library in ("io", "string", "math", "table", "package", "debug", "require", "python"):
         state[library] = None
     state["obj"] = runtime.table_from(obj, recursive=True)
     for name, value in variables.items():
@@ -111,6 +114,30 @@ def test_actions_are_offered_when_they_do_something(life: list[Stage]) -> None:
     assert offered["trains"] == {"suspend", "scale"}
     assert offered["suspended"] == {"resume", "scale"}
     assert offered["complete"] == offered["failed"] == set()
+
+
+def test_a_checkpoint_is_offered_to_a_job_that_trains_and_can_save(life: list[Stage]) -> None:
+    def offered(stage: Stage, **spec: Any) -> bool:
+        job = {**stage.job, "spec": {**stage.job["spec"], **spec}}
+        return not lua(ACTIONS["discovery.lua"], job)["checkpoint"]["disabled"]
+
+    saves = {"checkpoint": {"claimName": "volume"}}
+    healthy = {stage.name for stage in life if stage.argocd == HEALTHY}
+    expected = healthy - {"complete"} | {"edit not read yet"}
+    assert {stage.name for stage in life if offered(stage, **saves)} == expected
+    trains = next(stage for stage in life if stage.name == "trains")
+    assert not offered(trains)
+    assert not offered(trains, **saves, runtime={"command": ["python", "train.py"]})
+
+
+def test_a_checkpoint_is_asked_for_by_the_time(life: list[Stage]) -> None:
+    job = next(stage.job for stage in life if stage.name == "trains")
+    asked = action("checkpoint", job)
+    assert asked["spec"] == plain_spec(job)
+    value = asked["metadata"]["annotations"][ANNOTATION_CHECKPOINT]
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(value)) < timedelta(hours=1)
+    annotated = {**job, "metadata": {**job["metadata"], "annotations": {"team": "a", ANNOTATION_CHECKPOINT: "old"}}}
+    assert action("checkpoint", annotated)["metadata"]["annotations"] == {"team": "a", ANNOTATION_CHECKPOINT: value}
 
 
 def test_actions_edit_what_they_say_and_nothing_else(life: list[Stage]) -> None:

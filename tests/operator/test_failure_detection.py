@@ -135,6 +135,18 @@ def test_the_root_cause_is_told() -> None:
     assert verdict.message == "Worker 2: ZeroDivisionError"
 
 
+def test_ranks_that_went_back_restart_at_once_and_count() -> None:
+    failures = [failed(index, FailureKind.WENT_BACK, "step 9: went back to step 6") for index in range(4)]
+    received = agents(failures, halted_seconds=0.1)
+    verdict = detect(observed(received=received))
+    assert isinstance(verdict, Interruption)
+    assert (verdict.cause.name, verdict.job_failure) == ("LossAnomaly", "")
+    assert "went back to step 6" in verdict.message
+    decision = decide(observed(received=received, status=running_status()))
+    assert decision.status.restarts_toward_limit == 1
+    assert not decision.delete
+
+
 def refused(kind: FailureKind, **fields: Any) -> Decision:
     """The decision about ranks that refuse to start."""
     received = agents([failed(0, ERROR, "x"), failed(2, kind, "use another image")], halted_seconds=3)

@@ -23,6 +23,7 @@ from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.planner.cost_model import Calibration
 from meshwright.protocol.messages import (
     AgentState,
+    CheckpointAnswer,
     CheckpointCommit,
     FailureKind,
     MeshDocument,
@@ -291,7 +292,11 @@ class Agent:
     document: MeshDocument | None = None
     """The generation that it took last."""
     saved: CheckpointCommit | None = None
-    """What its ranks saved when they paused, if one of them is rank 0."""
+    """What its ranks saved last, when they paused or were asked, if one of them is rank 0."""
+    answers: bool = True
+    """Whether it knows requests for checkpoints."""
+    answer: CheckpointAnswer | None = None
+    """The last request for a checkpoint. Its ranks save in the round after it."""
 
     def train(self, seconds: float, work: float) -> None:
         """Its ranks go on, whoever listens."""
@@ -309,8 +314,12 @@ class Agent:
         if self.state is AgentState.RUNNING and registry.pause == self.generation and not self.hung:
             self.state = AgentState.IDLE
             if self.first_rank == 0:
-                step = int(self.trained)
-                self.saved = CheckpointCommit(step=step, time=format_time(operator.now()), path=f"step-{step:08d}")
+                self.saved = self._commit(operator, int(self.trained))
+        if self.answer is not None and self.answer.step is not None and self.state is AgentState.RUNNING:
+            self.saved = self._commit(operator, self.answer.step)
+        asked = registry.checkpoint_request_for(self.pod.worker)
+        if self.answers and asked and (self.answer is None or self.answer.request != asked):
+            self.answer = CheckpointAnswer(request=asked, step=int(self.trained) + 1)
         if registry.superseded(self._hello()):
             self.state = AgentState.DRAINING
             return
@@ -318,6 +327,7 @@ class Agent:
         if document is not None:
             self.generation, self.state, self.trained, self.idle = document.generation, AgentState.RUNNING, 0.0, 0.0
             self.failure, self.hung, self.document, self.saved = None, False, document, None
+            self.answer = None
         new = registry.is_new(self._hello())
         with registry.polling(self._hello()):
             if new:
@@ -329,6 +339,9 @@ class Agent:
         """Its first rank in the generation that it took last; -1 before the first."""
         members = self.document.members if self.document is not None else []
         return next((member.first_rank for member in members if member.worker == self.pod.worker), -1)
+
+    def _commit(self, operator: Operator, step: int) -> CheckpointCommit:
+        return CheckpointCommit(step=step, time=format_time(operator.now()), path=f"step-{step:08d}")
 
     def _hello(self) -> MeshRequest:
         return MeshRequest(
@@ -357,6 +370,7 @@ class Agent:
             ranks=[process] if live or self.saved else [],
             progress=Progress(step=step, loss=1.0, step_seconds=1.0) if live and self.first_rank == 0 else None,
             checkpoint=self.saved,
+            checkpoint_request=self.answer,
         )
 
 

@@ -12,8 +12,10 @@ from meshwright.schedules.measured import (
     MICROSECOND,
     RankTimeline,
     measured_step,
+    read_stored,
     read_timelines,
     slot_text,
+    stored_text,
 )
 from meshwright.schedules.registry import generate
 from meshwright.schedules.simulator import ActionCosts, simulate
@@ -53,6 +55,16 @@ def test_the_latest_step_that_every_rank_has_is_taken() -> None:
     assert found.step == 2
     assert measured_step(ranks[:3]) is None
     assert measured_step([]) is None
+
+
+def test_what_agents_store_is_read_back() -> None:
+    ranks = measured("zb-h1")
+    text = "".join(map(stored_text, ranks))
+    assert read_stored(text) == ranks
+    assert measured_step(read_stored(text)) == measured_step(ranks)
+    damaged = f"{text[: len(text) // 2]}\n{{\n[[[\nnull\n[1]\nerror: no such file\n"
+    assert 0 < len(read_stored(damaged)) < len(ranks)
+    assert read_stored("[" * 100_000) == []
 
 
 def test_what_a_pod_serves_is_read_back() -> None:

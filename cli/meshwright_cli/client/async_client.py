@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import UTC, datetime
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
 
-from meshwright.api.labels import API_VERSION, KIND, LABEL_JOB
+from meshwright.api.labels import ANNOTATION_CHECKPOINT, API_VERSION, KIND, LABEL_JOB
 from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright_cli.client.api_server import APPLY_PATCH, EVENTS, JOBS, MERGE_PATCH, PODS, Action, ApiServer, Kind
@@ -298,6 +299,46 @@ class AsyncClient:
     async def resume(self, name: str) -> Job:
         """Resume a suspended job from its latest checkpoint."""
         return await self._patch(name, {"spec": {"suspend": False}})
+
+    async def request_checkpoint(self, name: str, request: str = "") -> str:
+        """Ask a job that trains for a checkpoint after its current step. Returns the name of the request.
+
+        Args:
+            name: name of the job.
+            request: name of the request: 1 to 64 letters, digits and `-._:+`. A name that the job has already is not
+                a new request. By default the time.
+        """
+        request = request or datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        await self._patch(name, {"metadata": {"annotations": {ANNOTATION_CHECKPOINT: request}}})
+        return request
+
+    async def requested_checkpoint(self, name: str, request: str, *, timeout: float | None = None) -> Job:  # noqa: ASYNC109
+        """Wait until a requested checkpoint is durable, and return the job.
+
+        Args:
+            name: name of the job.
+            request: what `request_checkpoint` has returned.
+            timeout: seconds; None: unlimited.
+
+        Raises:
+            JobFailedError: there is no such checkpoint, for example because the job is not running.
+            WaitTimeoutError: it was not durable in time.
+        """
+        latest = await self.get(name)
+        try:
+            async with asyncio.timeout(timeout):
+                async for job in self.watch(name):
+                    if job is None:
+                        raise JobFailedError(f"{name} was deleted before it saved the checkpoint")
+                    latest, found = job, job.status.checkpoint_request
+                    if found is not None and found.request == request and found.state == "Failed":
+                        raise JobFailedError(f"{name}: {found.message}")
+                    if found is not None and found.request == request and found.state == "Saved":
+                        return job
+        except TimeoutError:
+            now = f"It is {latest.state}: {latest.message}".rstrip(": ")
+            raise WaitTimeoutError(f"{name} did not save the checkpoint within {timeout:g} s. {now}") from None
+        raise JobFailedError(f"{name} was deleted before it saved the checkpoint")
 
     async def generate(
         self,

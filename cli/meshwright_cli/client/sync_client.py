@@ -138,6 +138,14 @@ class Client:
         """Resume a suspended job from its latest checkpoint."""
         return self._run(self._client.resume(name))
 
+    def request_checkpoint(self, name: str, request: str = "") -> str:
+        """Ask a job that trains for a checkpoint: see `AsyncClient.request_checkpoint`."""
+        return self._run(self._client.request_checkpoint(name, request))
+
+    def requested_checkpoint(self, name: str, request: str, *, timeout: float | None = None) -> Job:
+        """Wait until a requested checkpoint is durable, and return the job."""
+        return self._run(self._client.requested_checkpoint(name, request, timeout=timeout))
+
     def generate(
         self,
         name: str,

@@ -85,6 +85,8 @@ def _facts(job: Job, now: datetime) -> list[tuple[str, str]]:
         ("Checkpoint", _checkpoint(job, now)),
         ("Restarts", _restarts(job)),
         ("Failure", last_failure(job, now)),
+        ("Slow", slow_rank(job, now)),
+        ("Avoids", avoided_nodes(job, now)),
         ("Goodput", str(ledger) if ledger is not None else ""),
         ("Edit", f"waits for {status.waiting_edit.waits_for}" if status.waiting_edit is not None else ""),
         ("Age", _age(job, now)),
@@ -100,6 +102,27 @@ def last_failure(job: Job, now: datetime | None = None) -> str:
     when = f" {age(parse_time(failure.time), now)} ago" if now is not None and not job.finished else ""
     text = f"{failure.cause} of {who}{when}, in mesh generation {failure.generation}"
     return f"{text}: meshwright logs {job.name} --failed-first"
+
+
+def slow_rank(job: Job, now: datetime) -> str:
+    """The rank that all others wait for, if it has been slow for a while. Empty without one."""
+    slow = job.status.slow_rank
+    if slow is None or not slow.confirmed or job.finished:
+        return ""
+    where = f"worker {slow.worker} on {slow.node}"
+    return f"rank {slow.rank} ({where}) for {age(parse_time(slow.since), now)}: meshwright top {job.name}"
+
+
+def avoided_nodes(job: Job, now: datetime) -> str:
+    """The suspect nodes that the job avoids, and for how long. Empty if there are none."""
+    found = [(entry, parse_time(entry.avoided_until)) for entry in job.status.suspect_nodes or ()]
+    avoided = [
+        f"{entry.node} for {duration((until - now).total_seconds())} after {plural(entry.failures, 'failure')} "
+        f"({entry.cause})"
+        for entry, until in found
+        if until is not None and until > now
+    ]
+    return "; ".join(avoided)
 
 
 def _layout(job: Job) -> str:

@@ -12,13 +12,17 @@ import yaml
 from meshwright.api.labels import GPU_RESOURCE
 from meshwright.api.parsing import InvalidSpecError
 from meshwright.crd.manifest_check import check_manifest
+from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 from meshwright.planner.errors import PlanError
+from meshwright.planner.frameworks.registry import TARGETS
 from meshwright.planner.search.request import Objective
 from meshwright_cli.cost.forecast import Forecast, as_json, forecast, sentences
 from meshwright_cli.fabric import fabric_option, read_fabric
+from meshwright_cli.plan.framework_launch import as_json as launch_as_json
+from meshwright_cli.plan.framework_launch import launch_for, script
 from meshwright_cli.plan.inventory_file import MAX_NODES, InventoryFileError, NodeEntry, nodes_of, read_nodes
-from meshwright_cli.plan.report import PlanReport, plan_report
+from meshwright_cli.plan.report import PlanReport, inventory_of, plan_report
 from meshwright_cli.plan.report_json import document
 from meshwright_cli.plan.report_text import lines
 
@@ -54,6 +58,12 @@ ASSUMED_GPUS = 64
 @click.option("--every-technique", is_flag=True, help="Also search techniques that this runtime does not implement.")
 @click.option("--what-if", is_flag=True, help="Also estimate the step time on better hardware.")
 @click.option(
+    "--for",
+    "framework",
+    type=click.Choice(sorted(TARGETS)),
+    help="Plan for another framework, and print its command line and configuration.",
+)
+@click.option(
     "--tokens",
     type=click.IntRange(1, 10**18),
     help="Also print FLOPs, time and GPU-hours for this many tokens. Defaults to the job's steps with --price.",
@@ -71,6 +81,7 @@ def plan(
     objective: str,
     every_technique: bool,
     what_if: bool,
+    framework: str | None,
     tokens: int | None,
     price: float | None,
     output: str,
@@ -79,9 +90,15 @@ def plan(
 
     Prints the layout and placement that the operator would choose on these nodes, with estimates, alternatives and
     reasons. Exits with 1 if the job cannot be planned, and with 3 if it can, but does not fit on the free GPUs now.
+
+    With --for, prints a shell script instead, which every rank runs: the plan in the flags or the configuration of that
+    framework. Comments name the fields of the job that have no equivalent.
     """
     job, site = job_of_manifest(filename), read_fabric(fabric)
     nodes, pods = nodes_to_plan_for(inventory, gpus, gpu, gpu_resource(job), node_selector(job))
+    if framework is not None:
+        _print_launch(filename, framework, job, inventory_of(job, nodes, pods, site), output)
+        return
     try:
         found = plan_report(
             job,
@@ -109,6 +126,18 @@ def plan(
                 click.echo(f"  {line}")
     if found.placement is None:
         raise SystemExit(3)
+
+
+def _print_launch(filename: Path, framework: str, job: dict[str, Any], nodes: Inventory, output: str) -> None:
+    try:
+        found, launch = launch_for(framework, job, nodes)
+    except (InvalidSpecError, PlanError) as error:
+        raise click.ClickException(f"{filename}: {error}") from error
+    if output == "json":
+        click.echo(launch_as_json(framework, found, launch))
+        return
+    for line in script(framework, found, launch):
+        click.echo(line)
 
 
 def _forecast(found: PlanReport, tokens: int | None, price: float | None) -> Forecast | None:

@@ -90,15 +90,7 @@ def plan_report(
         InvalidSpecError: the job violates the schema.
         PlanError: the job's fields contradict each other, or no layout fits the cluster's GPUs.
     """
-    spec = parse_spec(job)
-    inventory = Inventory.from_objects(
-        nodes,
-        pods,
-        gpu_resource=spec.workers.gpu_resource,
-        node_selector=spec.workers.node_selector,
-        tolerations=spec.workers.tolerations,
-        site=site,
-    )
+    spec, inventory = parse_spec(job), inventory_of(job, nodes, pods, site)
     plans = make_plans(spec, inventory)
     plan, placement, pending = plans[0], None, ""
     sized = with_own_batch(spec)
@@ -126,6 +118,25 @@ def plan_report(
         whole_cluster=whole_cluster,
         what_if=what_ifs(whole_cluster) if with_what_if and whole_cluster else (),
         proposal=apply_strategy(spec, whole_cluster.best.strategy) if whole_cluster and not every_technique else None,
+    )
+
+
+def inventory_of(
+    job: dict[str, Any], nodes: Sequence[dict[str, Any]], pods: Sequence[dict[str, Any]], site: SiteFabric
+) -> Inventory:
+    """The nodes as a job sees them.
+
+    Raises:
+        InvalidSpecError: the job violates the schema.
+    """
+    workers = parse_spec(job).workers
+    return Inventory.from_objects(
+        nodes,
+        pods,
+        gpu_resource=workers.gpu_resource,
+        node_selector=workers.node_selector,
+        tolerations=workers.tolerations,
+        site=site,
     )
 
 

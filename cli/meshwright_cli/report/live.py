@@ -10,7 +10,7 @@ from pathlib import Path
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.errors import MeshwrightError
-from meshwright_cli.report.cluster_source import read_job
+from meshwright_cli.report.cluster_source import Stored, read_job
 from meshwright_cli.report.history import History, HistoryFileError, Mark, Point, read_history
 from meshwright_cli.report.inputs import ReportInputs
 from meshwright_cli.report.page import REFRESH_SECONDS, page_of, render
@@ -29,6 +29,7 @@ class LiveReport:
         self._client, self._name, self._history_file = client, name, history_file
         self._inputs: ReportInputs | None = None
         self._history = History()
+        self._stored: Stored = {}
         self._generation = 0
         self._page = ""
 
@@ -44,7 +45,7 @@ class LiveReport:
             MeshwrightError: the job cannot be read the first time.
         """
         try:
-            found = await read_job(self._client, self._name, datetime.now(UTC))
+            found = await read_job(self._client, self._name, datetime.now(UTC), self._stored)
         except MeshwrightError as error:
             if self._inputs is None:
                 raise

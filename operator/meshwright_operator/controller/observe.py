@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 
-from meshwright.api.labels import MANAGER, MULTIKUEUE
+from meshwright.api.labels import ANNOTATION_CHECKPOINT, MANAGER, MULTIKUEUE
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.spec import ParallelTrainingJobSpec
@@ -214,6 +214,7 @@ class _JobObserver:
             rejection=self.rejection,
             binding=self.binding,
             admission=self.admission,
+            checkpoint_request=(metadata.get("annotations") or {}).get(ANNOTATION_CHECKPOINT, ""),
             own_workers=own_workers if profile is not None else None,
             profile=profile,
             devices=devices,

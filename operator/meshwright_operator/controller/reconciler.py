@@ -39,7 +39,15 @@ from meshwright_operator.controller.status_patch import ConflictError
 from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
-from meshwright_operator.decide import decide_job, goodput, lifecycle, placement_outcome, preempted_job, resize
+from meshwright_operator.decide import (
+    checkpoint_request,
+    decide_job,
+    goodput,
+    lifecycle,
+    placement_outcome,
+    preempted_job,
+    resize,
+)
 from meshwright_operator.decide.admission import Admission
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.decision import Decision
@@ -447,6 +455,7 @@ class Reconciler:
             closed=closed,
             pods=pods,
             pause=not over and cause_named(mesh.pending_cause).pauses,
+            checkpoint_request=checkpoint_request.request_to_send(observed, draft.status.checkpoint_request),
         )
 
     def _leave_queue(self, uid: str) -> None:

@@ -77,6 +77,7 @@ class AgentRegistry:
         """The newest generation that was published."""
         self.pause: int | None = None
         """The generation whose ranks must save a checkpoint and stop, while their pods stay."""
+        self._checkpoint_request: str | None = None
         self._notified_of_pause: set[tuple[int, int]] = set()
         """(worker, incarnation) of the agents that have received `pause`, or whose poll has ended because of it."""
         self._incarnations: Mapping[int, int] = {}
@@ -110,6 +111,7 @@ class AgentRegistry:
         closed: bool = False,
         pause: bool = False,
         pods: Mapping[int, str] | None = None,
+        checkpoint_request: str | None = None,
     ) -> None:
         """Set what agents receive, and wake waiting polls.
 
@@ -120,7 +122,9 @@ class AgentRegistry:
             closed: Whether the job needs no pods, so that agents must exit.
             pause: Whether the ranks of `generation` must save a checkpoint and stop, while their pods stay.
             pods: Worker -> uid of the pod of its current incarnation, if it is known.
+            checkpoint_request: The request for a checkpoint that rank 0 of `generation` must receive.
         """
+        self._checkpoint_request = checkpoint_request
         self.generation = generation
         pods = pods or {}
         paused = generation if pause else None
@@ -226,6 +230,12 @@ class AgentRegistry:
         self._notified_of_pause.add((worker, last.report.incarnation))
         return self.pause
 
+    def checkpoint_request_for(self, worker: int) -> str | None:
+        """The request for a checkpoint for the reply to the worker's last report: only that of rank 0 has it."""
+        last = self._reports.get(worker)
+        current = last is not None and last.report.generation == self.generation
+        return self._checkpoint_request if current and self.reports_progress(worker) else None
+
     def polls(self, worker: int) -> int:
         """The number of open polls of this worker."""
         presence = self._presences.get(worker)
@@ -317,4 +327,5 @@ def _decision_fields(report: WorkerReport) -> tuple[object, ...]:
     """The parts of a report on which a decision may depend."""
     phases = tuple((phase.name, phase.seconds) for phase in report.phases)
     failure = report.failure, report.message, report.evidence
-    return report.incarnation, report.generation, report.state, report.paused, *failure, phases, report.preflight
+    others = phases, report.preflight, report.checkpoint_request
+    return report.incarnation, report.generation, report.state, report.paused, *failure, *others

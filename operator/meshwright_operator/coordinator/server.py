@@ -69,7 +69,7 @@ class Coordinator:
         self._notifying: set[JobKey] = set()
         """Jobs with an urgent notification that is delayed."""
         self._notified_at: dict[JobKey, float] = {}
-        self._replies: dict[tuple[int, int | None, float, float | None], EncodedMessage] = {}
+        self._replies: dict[tuple[int, int | None, float, float | None, str | None], EncodedMessage] = {}
         self._trust = encode(TrustBundle(certificates=""))
         self._trust_id: str | None = None
 
@@ -174,7 +174,9 @@ class Coordinator:
                 self._notify(key, False)
         times = registry.compute_times()
         median = None if times is None else float(f"{times.median:.3g}")
-        return self._reply(registry.generation, registry.pause_for(head.sender.worker), interval, median)
+        worker = head.sender.worker
+        asked = registry.checkpoint_request_for(worker)
+        return self._reply(registry.generation, registry.pause_for(worker), interval, median, asked)
 
     async def _send_trust(self, signed_request: SignedRequest, request: web.Request) -> EncodedMessage:
         # The headers contain everything that is needed, but the body must be the one that was signed.
@@ -232,9 +234,12 @@ class Coordinator:
             self._all_workers = sum(other.workers for other in self._registry_by_uid.values())
         return report_seconds(0 if registry.reports_progress(worker) else registry.workers, self._all_workers)
 
-    def _reply(self, generation: int, pause: int | None, interval: float, median: float | None) -> EncodedMessage:
+    def _reply(
+        self, generation: int, pause: int | None, interval: float, median: float | None, checkpoint_request: str | None
+    ) -> EncodedMessage:
         """The answer to a report. Few differ."""
-        reply = self._replies.get((generation, pause, interval, median))
+        key = generation, pause, interval, median, checkpoint_request
+        reply = self._replies.get(key)
         if reply is None:
             if len(self._replies) >= MAX_REPLIES:
                 self._replies.clear()
@@ -242,10 +247,11 @@ class Coordinator:
                 generation=generation,
                 report_seconds=interval,
                 pause=pause,
+                checkpoint_request=checkpoint_request,
                 median_compute_seconds=median,
                 trust=self._trust_id,
             )
-            reply = self._replies[generation, pause, interval, median] = encode(message)
+            reply = self._replies[key] = encode(message)
         return reply
 
 

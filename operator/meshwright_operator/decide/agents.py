@@ -55,4 +55,4 @@ class Agents:
     An agent without a report since then has been silent for this long.
     """
     compute: ComputeTimes | None = None
-    """The compute times of the job's ranks. Not part of any decision."""
+    """The compute times of the job's ranks, compared every few seconds."""

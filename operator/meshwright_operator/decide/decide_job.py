@@ -11,6 +11,7 @@ from meshwright.api.spec import FailureAction
 from meshwright.api.status import added
 from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide import (
+    checkpoint_request,
     failure_detection,
     gang,
     gang_actions,
@@ -26,6 +27,7 @@ from meshwright_operator.decide import (
     restart_policy,
     size_status,
     stuck_pods,
+    suspect_nodes,
     training_state,
 )
 from meshwright_operator.decide.applied_spec import updated_applied_spec
@@ -51,6 +53,7 @@ def decide(observed: Observed) -> Decision:
     decision = Decision.of(observed)
     decision.status.waiting_edit = observed.waiting_edit
     last_failure.add_evidence(observed, decision.status)
+    checkpoint_request.update(decision)
     if lifecycle.finished(observed.status):
         _clean_up_finished(decision)
         return decision
@@ -67,7 +70,8 @@ def decide(observed: Observed) -> Decision:
     restart_policy.drop_expired(decision.status, observed.spec.recovery, observed.now)
     progress.update_progress(observed, decision.status)
     preflight.report(decision)
-    decision.blocked_nodes = stuck_pods.nodes_to_avoid(observed.stuck_pods)
+    suspect_nodes.forget(observed, decision.status)
+    _block_nodes(decision)
     decision.delete += [pod for worker in observed.workers for pod in worker.obsolete_pods]
     _record_succeeded_workers(decision)
     if lifecycle.succeeded(observed) and not (observed.spec.suspend and observed.mesh.pending_cause):
@@ -84,6 +88,12 @@ def decide(observed: Observed) -> Decision:
         if not preempted_job.stop(decision) and not resize.update_size(decision):
             _advance_generation(decision)
     return decision
+
+
+def _block_nodes(decision: Decision) -> None:
+    suspects = suspect_nodes.blocked(decision.observed, decision.status)
+    decision.requeue_within(suspect_nodes.seconds_until_used(decision.observed, decision.status))
+    decision.blocked_nodes = {**suspects, **stuck_pods.nodes_to_avoid(decision.observed.stuck_pods)}
 
 
 def _clean_up_finished(decision: Decision) -> None:
@@ -233,7 +243,9 @@ def _advance_generation(decision: Decision) -> None:
             training_state.report_ready_ranks(decision, unsure=True)
             decision.requeue_within(verdict.seconds)
             return
+        verdict = suspect_nodes.judge(decision, verdict)
         _end_generation(decision, verdict)
+        _block_nodes(decision)
         if _needs_correction(observed, verdict):
             return
         if verdict.lost and not lifecycle.finished(decision.status):

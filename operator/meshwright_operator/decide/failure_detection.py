@@ -22,6 +22,7 @@ from meshwright_operator.decide.restart_policy import (
     POD_LOST,
     PREEMPTED,
     RANK_FAILURE,
+    WENT_BACK,
     Detector,
     Interruption,
     RestartCause,
@@ -102,7 +103,7 @@ def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
         key=lambda item: (item[1].report.failure in JOB_FAILURES, item[0] in root, item[1].halted_seconds),
     )
     return Interruption(
-        RANK_FAILURE,
+        WENT_BACK if received.report.failure is FailureKind.WENT_BACK else RANK_FAILURE,
         f"Worker {worker}: {received.report.message or 'a rank failed'}",
         detected_in=oldest,
         job_failure=JOB_FAILURES.get(received.report.failure, "") if received.report.failure is not None else "",

@@ -154,6 +154,8 @@ class Observed:
     """With a profile: `spec.workers` of the job itself. In `spec`, the profile's additions are merged into it."""
     profile: AppliedProfile | None = None
     """The administrator's profile for the job's pods."""
+    checkpoint_request: str = ""
+    """Value of the annotation that asks for a checkpoint. Empty without one."""
     devices: Mapping[str, int] = field(default_factory=dict)
     """What each pod claims through Dynamic Resource Allocation, by resource."""
 

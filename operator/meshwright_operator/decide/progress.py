@@ -20,7 +20,7 @@ from meshwright_operator.decide.mesh_generation import rank_zero_report
 from meshwright_operator.decide.observed import Observed, PodState
 from meshwright_operator.timestamps import format_time, parse_time
 
-THROTTLED_FIELDS = ("step", "loss", "tokens_per_second", "eta_seconds", "evaluation", "checkpoint")
+THROTTLED_FIELDS = ("step", "loss", "tokens_per_second", "eta_seconds", "evaluation", "checkpoint", "slow_rank")
 """Fields of status that only show progress. They are written at most every few seconds."""
 
 

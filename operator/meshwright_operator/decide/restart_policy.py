@@ -147,6 +147,7 @@ POD_FAILED = declare(RestartCause("PodFailed", limited=True, exit_codes=crashed_
 RANK_FAILURE = declare(
     RestartCause("RankFailure", limited=True, backs_off=True, exit_codes=rank_exit_codes, event="RankFailed")
 )
+WENT_BACK = declare(RestartCause("LossAnomaly", limited=True, exit_codes=rank_exit_codes))
 HANG = declare(RestartCause("Hang", limited=True, backs_off=True))
 
 

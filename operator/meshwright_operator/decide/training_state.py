@@ -11,7 +11,7 @@ from meshwright.api.conditions import find
 from meshwright.api.spec import CordonedNodes
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.protocol.run_config import CommandRun
-from meshwright_operator.decide import gang_actions, hang_detection, mesh_generation, progress, resize
+from meshwright_operator.decide import gang_actions, hang_detection, mesh_generation, progress, resize, slow_ranks
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.hang_detection import Silence
 from meshwright_operator.decide.observed import Observed
@@ -29,6 +29,7 @@ def report_training(decision: Decision) -> bool:
     _, unknown = progress.count_ranks(decision.observed)
     trains = report_ready_ranks(decision, unsure=unknown > 0) and not unknown
     if trains:
+        slow_ranks.report(decision)
         _move_off_draining_nodes(decision)
     return trains
 

@@ -142,6 +142,7 @@ TRAINING: list[Move] = [
     *one("training.outer", {"method": "AsyncSGD", "staleness": 0}),
     *one("training.initialWeights", "/weights"),
     *part("training.tracking", {}, {"tensorBoard": True, "wandb": {"project": "lm", "offline": True}}),
+    *part("training.anomalies", {}, {"nonFinite": "GoBack", "spike": "Skip", "window": 64}),
     *one("training.lora", {}, {"rank": 4, "alpha": 8.0, "targets": ["Query", "Key", "Value", "Output"]}, None),
     *one("training.lora", {"targets": ["Gate", "Up", "Down"]}),
 ]

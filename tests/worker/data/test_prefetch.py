@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright_worker.data.batch import Batch
-from meshwright_worker.data.prefetch import Prefetcher, StepSamples
+from meshwright_worker.data.prefetch import Prefetcher, StepSamples, pin_batch
 
 CPU = torch.device("cpu")
 
@@ -51,3 +51,14 @@ def test_what_cannot_be_read_is_reported_when_its_step_begins() -> None:
     with pytest.raises(OSError, match="shard 3"):
         ahead.take(2, 4)
     ahead.close()
+
+
+def test_pinned_batches_have_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = read(0).batch
+    assert not batch.tokens.is_contiguous()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # there is no GPU here
+    pinned = pin_batch(batch, torch.device("cuda", 0))
+    for name in ("tokens", "targets", "token_indices"):
+        tensor = getattr(pinned, name)
+        assert tensor.is_contiguous(), name
+        assert torch.equal(tensor, getattr(batch, name))

@@ -227,6 +227,11 @@ class Recorded:
 
     def checkpoint(self, step: int, path: str, seconds: float) -> None: ...
 
+    def take_checkpoint_request(self) -> bool:
+        return False
+
+    def checkpoint_begun(self, step: int) -> None: ...
+
     def stop_requested(self) -> bool:
         return False
 

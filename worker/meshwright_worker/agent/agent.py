@@ -22,6 +22,7 @@ from meshwright_worker.agent.coordinator_client import CoordinatorClient
 from meshwright_worker.agent.coordinator_link import Heartbeat, MeshPoll
 from meshwright_worker.agent.events import (
     BackgroundTaskFailed,
+    CheckpointRequested,
     Event,
     EventQueue,
     MeshReceived,
@@ -40,6 +41,7 @@ from meshwright_worker.agent.rank_process import command_state, process_state
 from meshwright_worker.agent.server_process import ServerProcess
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import build_report
+from meshwright_worker.agent.stored_timelines import TimelineWriter
 from meshwright_worker.preflight.checks import Pod, run_checks
 from meshwright_worker.rank import messages
 from meshwright_worker.rank.task import StepReport
@@ -70,6 +72,7 @@ class Agent:
         self._environment = environment
         self._metrics = WorkerMetrics(settings.namespace, settings.job)
         self._evidence = EvidenceRecorder(settings, environment)
+        self._timelines = TimelineWriter(settings.checkpoint_dir)
         self._training_log = TrainingLog(None)
         self._started_before = False
         self._last_reported: tuple[object, ...] = ()
@@ -90,6 +93,7 @@ class Agent:
                 code = await self._main_loop()
                 await self._cancel_background_tasks()
                 await self._evidence.flush()
+                await self._timelines.flush()
                 delivered = await self._heartbeat.send_final_report(
                     LAST_REPORT_SECONDS if code else COMPLETE_REPORT_SECONDS
                 )
@@ -198,6 +202,8 @@ class Agent:
             self._metrics.compute_times(times, reply.median_compute_seconds)
         if reply.pause is not None:
             self._event_queue.put_nowait(PauseRequested(reply.pause))
+        if reply.checkpoint_request is not None:
+            self._event_queue.put_nowait(CheckpointRequested(reply.generation, reply.checkpoint_request))
 
     def _on_signal(self, name: str) -> None:
         self._shutdown_requested.set()
@@ -219,11 +225,19 @@ class Agent:
             self._report_changes()
 
     async def _execute(
-        self, action: decisions.StartRanks | decisions.TerminateRanks | decisions.DumpStacks | decisions.KillRanks
+        self,
+        action: decisions.StartRanks
+        | decisions.RequestCheckpoint
+        | decisions.TerminateRanks
+        | decisions.DumpStacks
+        | decisions.KillRanks,
     ) -> list[decisions.Action]:
         match action:
             case decisions.StartRanks():
                 return await self._start(action)
+            case decisions.RequestCheckpoint():
+                log.info("asking rank 0 for a checkpoint after its current step")
+                self._launcher.request_checkpoint()
             case decisions.TerminateRanks(ranks=ranks):
                 log.info("asking ranks %s to stop", list(ranks))
                 self._launcher.terminate(ranks)
@@ -251,7 +265,7 @@ class Agent:
         reportable = (
             self._state_machine.state,
             self._state_machine.checkpoint,
-            current and (current.number, len(current.failures), current.paused),
+            current and (current.number, len(current.failures), current.paused, current.checkpoint_request),
             self._evidence.for_report(time.monotonic()),
         )
         if reportable != self._last_reported:
@@ -287,11 +301,14 @@ class Agent:
                 log.info("rank exited rank=%d generation=%d code=%d", rank, generation, code)
                 self._launcher.remove(rank)
                 self._metrics.rank_up(rank, up=False)
+                self._timelines.write(self._metrics.timelines.get(rank))
                 actions = self._state_machine.on_exit(generation, rank, code, tail, now)
                 self._record_failure(generation, rank, now)
                 return actions
             case PauseRequested(generation=generation):
                 return self._pause(generation, now)
+            case CheckpointRequested(generation=generation, request=request):
+                return self._state_machine.on_checkpoint_request(generation, request, now)
             case ShutdownRequested(code=code, reason=reason):
                 if self._state_machine.exit_code_on_shutdown is None:
                     log.info("shutting down: %s", reason)

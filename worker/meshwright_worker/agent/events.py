@@ -61,6 +61,14 @@ class PauseRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointRequested:
+    """The ranks of a generation are to save a checkpoint after their current step, and go on."""
+
+    generation: int
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
 class ShutdownRequested:
     """The pod is to stop; `reason` is for the log."""
 
@@ -82,6 +90,7 @@ Event = (
     | ProgressLogged
     | RankExited
     | PauseRequested
+    | CheckpointRequested
     | ShutdownRequested
     | BackgroundTaskFailed
 )

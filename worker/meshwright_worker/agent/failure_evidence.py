@@ -6,10 +6,8 @@ change what happens to a job.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
@@ -19,6 +17,7 @@ from meshwright.protocol.messages import FailureEvidence, FailureKind
 from meshwright_worker.agent.mesh_generation import Failure, MeshGeneration
 from meshwright_worker.agent.rank_process import RankOutput
 from meshwright_worker.agent.settings import Settings
+from meshwright_worker.agent.volume_writes import VolumeWrites
 from meshwright_worker.evidence.directory import record_path, write_record
 from meshwright_worker.evidence.masking import Masker
 from meshwright_worker.evidence.record import HANG, FailureRecord
@@ -33,8 +32,6 @@ REPORT_SECONDS = 300.0
 """How long reports contain the latest failure."""
 RECORDS_PER_GENERATION = 4
 """Ranks of one worker that are recorded on the volume if they fail by themselves in the same generation."""
-WRITE_SECONDS = 3.0
-"""How long the agent waits for the volume before it exits."""
 DUMP_SECONDS = 1.0
 """How long ranks may take to write their stacks before they are killed."""
 MAX_HUNG_WORKER = 64
@@ -52,7 +49,7 @@ class EvidenceRecorder:
         self._latest_at = 0.0
         self._recorded: dict[int, set[int]] = {}
         self._writer = threading.Lock()
-        self._writes: set[threading.Thread] = set()
+        self._writes = VolumeWrites()
 
     def mask(self, text: str) -> str:
         """The text without secrets."""
@@ -87,9 +84,9 @@ class EvidenceRecorder:
                 if rank == named or named not in generation.ranks:
                     self._report(record, now)
 
-    async def flush(self, seconds: float = WRITE_SECONDS) -> None:
-        """Wait until everything is written, for at most `seconds`."""
-        await asyncio.to_thread(_join, list(self._writes), seconds)
+    async def flush(self) -> None:
+        """Wait until everything is written, for a limited time."""
+        await self._writes.flush()
 
     def _record(
         self, generation: MeshGeneration, rank: int, written: RankOutput, now: float, failure: Failure | None
@@ -146,13 +143,4 @@ class EvidenceRecorder:
             except OSError as error:
                 log.warning("failure of rank %d not recorded: %s", record.rank, error)
 
-        # A daemon: a volume that does not answer must not keep the agent from exiting.
-        thread = threading.Thread(target=write, name="failure-record", daemon=True)
-        self._writes = {other for other in self._writes if other.is_alive()} | {thread}
-        thread.start()
-
-
-def _join(threads: list[threading.Thread], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+        self._writes.start("failure-record", write)

@@ -15,7 +15,7 @@ from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.rank_process import Pipe, RankHandle, open_pipe, signal_process
 from meshwright_worker.agent.server_process import RUNTIME_MODULE, ServerProcess
 from meshwright_worker.rank.fork_server import MAX_MESSAGE, encode_request
-from meshwright_worker.rank.rank_main import DUMP_STACKS
+from meshwright_worker.rank.rank_main import DUMP_STACKS, REQUEST_CHECKPOINT
 from meshwright_worker.rank.task import RankTask
 
 log = logging.getLogger(__name__)
@@ -158,6 +158,7 @@ class ForkServerClient:
             kill=lambda: send(signal.SIGKILL),
             output=output,
             events=events,
+            request_checkpoint=lambda: send(REQUEST_CHECKPOINT),
             dump_stacks=lambda: send(DUMP_STACKS),
             stacks=stacks,
         )

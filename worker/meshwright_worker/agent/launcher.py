@@ -166,6 +166,11 @@ class Launcher:
                 return
             before = now
 
+    def request_checkpoint(self) -> None:
+        """Ask rank 0, which has begun to train, for a checkpoint after its current step."""
+        if 0 in self._handles:
+            self._handles[0].request_checkpoint()
+
     def terminate(self, ranks: Iterable[int]) -> None:
         """Send SIGTERM to these ranks."""
         for rank in ranks:

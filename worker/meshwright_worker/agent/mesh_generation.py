@@ -11,6 +11,7 @@ from statistics import median
 
 from meshwright.protocol.messages import (
     AgentState,
+    CheckpointAnswer,
     CheckpointCommit,
     Evaluation,
     FailureKind,
@@ -125,6 +126,8 @@ class MeshGeneration:
     """The newest evaluation with a finite loss (JSON cannot encode others). Only the worker of rank 0 has it."""
     throughput: Throughput = field(default_factory=Throughput)
     checkpoint: CheckpointCommit | None = None
+    checkpoint_request: CheckpointAnswer | None = None
+    """The last request for a checkpoint, and the step after which it is taken. Only the worker of rank 0 has it."""
     phases: list[Phase] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -164,6 +167,9 @@ class MeshGeneration:
                     self._record_failure(Failure(rank, kind, text), now)
             case messages.CheckpointSaved(step=step, path=path):
                 self.checkpoint = CheckpointCommit(step=step, time=time_of_day, path=path)
+            case messages.CheckpointBegun(step=step):
+                if self.checkpoint_request is not None:
+                    self.checkpoint_request = self.checkpoint_request.model_copy(update={"step": step})
             case messages.PhaseDone(name=name, seconds=seconds) if rank == 0:
                 self.phases.append(Phase(name=name[:32], seconds=seconds))
             case messages.StepDone(report=report) if rank == self.first_rank:
@@ -226,6 +232,13 @@ class MeshGeneration:
         if self.ending:
             return Outcome.STOPPED
         return {0: Outcome.COMPLETE, EXIT_STOPPED: Outcome.STOPPED}.get(code)
+
+    def takes_request(self, request: str) -> bool:
+        """Whether rank 0 is here, trains with the built-in runtime, and was not asked for this checkpoint before."""
+        first = self.ranks.get(0)
+        known = self.checkpoint_request is not None and self.checkpoint_request.request == request
+        trains = first is not None and first.live and first.running and not self.ending
+        return self.uses_builtin_runtime and trains and not known
 
     def record_pause(self) -> None:
         """Record that all ranks of the job are asked to stop. A peer that was lost has stopped before this worker's

@@ -168,7 +168,8 @@ class WorkerMetrics(Exporter):
     skipped_steps = job_metric(
         "ptj_skipped_steps_total",
         Kind.COUNTER,
-        "Steps that updated nothing, because gradients overflowed fp16, while this pod ran rank 0.",
+        "Steps that updated nothing, because gradients overflowed fp16 or by `training.anomalies`, while this pod ran "
+        "rank 0.",
         lambda report: report.skipped,
     )
     simulated_bubble = job_metric(

@@ -153,6 +153,8 @@ class RankHandle:
     output: Pipe
     events: Pipe | None
     """None for the user's command, which reports no events."""
+    request_checkpoint: Callable[[], None] = lambda: None
+    """Asks it for a checkpoint, if it is rank 0 of the built-in runtime and trains."""
     dump_stacks: Callable[[], object] = lambda: None
     """Makes it write the stacks of its threads. The user's command exits then."""
     stacks: Pipe | None = None

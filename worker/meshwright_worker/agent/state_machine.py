@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from meshwright.protocol.messages import (
     AgentState,
+    CheckpointAnswer,
     CheckpointCommit,
     FailureKind,
     MeshDocument,
@@ -61,6 +62,11 @@ class TerminateRanks:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestCheckpoint:
+    """Ask rank 0 for a checkpoint after its current step."""
+
+
+@dataclass(frozen=True, slots=True)
 class DumpStacks:
     """Make these ranks write the stacks of their threads, and record them: they make no progress, and are killed."""
 
@@ -83,7 +89,7 @@ class ExitAgent:
     code: int
 
 
-Action = StartRanks | TerminateRanks | DumpStacks | KillRanks | ExitAgent
+Action = StartRanks | RequestCheckpoint | TerminateRanks | DumpStacks | KillRanks | ExitAgent
 
 
 @dataclass(slots=True)
@@ -183,6 +189,16 @@ class AgentStateMachine:
             self._save_ends_at = now + self.drain_seconds
             current.record_pause()
         return self.on_tick(now)
+
+    def on_checkpoint_request(self, generation: int, request: str, now: float) -> list[Action]:
+        """Handle a request for a checkpoint. Each request counts once. While ranks start or stop it has no effect, and
+        is repeated with the next reply.
+        """
+        current = self._matching_generation(generation)
+        if current is None or self.exit_code_on_shutdown is not None or not current.takes_request(request):
+            return self.on_tick(now)
+        current.checkpoint_request = CheckpointAnswer(request=request)
+        return [RequestCheckpoint(), *self.on_tick(now)]
 
     def on_shutdown(self, code: int, now: float) -> list[Action]:
         """Handle a request to stop the pod: let ranks save and stop, then exit with `code`. Later calls have
@@ -313,6 +329,7 @@ def build_report(
         message=failure.message if failure else "",
         progress=current.progress,
         checkpoint=state_machine.checkpoint if has_rank_zero else None,
+        checkpoint_request=current.checkpoint_request,
         evaluation=current.evaluation,
         phases=current.phases[:MAX_PHASES] if has_rank_zero else [],
         preflight=state_machine.preflight,

@@ -108,6 +108,13 @@ class CheckpointDirectory:
             self._hide(self.path(step), _RETIRED)
         self._remove_hidden(_RETIRED, _REPLACED, _DAMAGED)
 
+    def remove_newer(self, step: int) -> None:
+        """Remove the complete checkpoints of later steps, the latest first."""
+        for newer in self.steps():
+            if newer > step:
+                self._hide(self.path(newer), _RETIRED)
+        self._remove_hidden(_RETIRED)
+
     def clean(self) -> None:
         """Remove the unfinished, retired or replaced checkpoints of earlier processes. Call before any save.
 

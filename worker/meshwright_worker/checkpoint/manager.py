@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from meshwright.api.checkpoint import CheckpointSpec, StoreSpec
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
+from meshwright_worker.checkpoint.collective_errors import on_first_rank
 from meshwright_worker.checkpoint.loader import (
     allocate_tensors,
     check_same_run,
@@ -88,6 +90,25 @@ class CheckpointManager:
         self._newest = newest_manifest.state.step
         return newest_manifest.state
 
+    def remove_newer(self, step: int, at_least: int) -> int | None:
+        """Remove the checkpoints of a run that goes back from `step`: all after the one to continue from, which is the
+        newest that is `at_least` so many steps older, or otherwise the oldest.
+
+        Returns:
+            The step of that checkpoint. None if there is none, and nothing was removed.
+
+        Raises:
+            CheckpointError: a save in progress failed.
+        """
+        self.report(wait=True)
+        stores = [tier.store for tier in self._tiers]
+        listed = on_first_rank(lambda: [found for store in stores for found in store.steps()], self._mesh) or []
+        target = checkpoint_to_go_back_to(listed, step, at_least)
+        if target is not None:
+            for store in stores:
+                on_first_rank(partial(store.remove_newer, target), self._mesh)
+        return target
+
     def due(self, step: int) -> bool:
         """Return whether the interval requires a checkpoint after `step`."""
         return any(step % tier.every_steps == 0 for tier in self._tiers)
@@ -102,14 +123,16 @@ class CheckpointManager:
         compression_state: CompressionState | None = None,
         *,
         wait: bool,
+        replace: bool = False,
     ) -> None:
-        """Save `state`, whose digest is this rank's part. Returns at once; with `wait`, when it is durable.
+        """Save `state`, whose digest is this rank's part. Returns at once; with `wait`, when it is durable. A state of
+        the step that was saved or loaded last is saved again only with `replace`.
 
         Raises:
             CheckpointError: this save, or an earlier one, failed.
         """
         self.report(wait=True)
-        if state.step != self._newest:
+        if replace or state.step != self._newest:
             self._newest = state.step
             full_state = state.model_copy(update={"digest": self._sum_digest(state.digest)})
             manifest = self._template.model_copy(update={"state": full_state})
@@ -160,6 +183,14 @@ def tiers_of(task: RankTask[NativeRun], spec: CheckpointSpec) -> list[Tier]:
         store = open_store(task.checkpoint_uri, task.generation, options)
         tiers.append(Tier(store, options.keep or spec.retained, options.every_steps or spec.interval))
     return tiers
+
+
+def checkpoint_to_go_back_to(steps: Iterable[int], step: int, at_least: int) -> int | None:
+    """The step of the newest checkpoint that is `at_least` so many steps before `step`, otherwise of the oldest one;
+    None if there is none.
+    """
+    earlier = [found for found in steps if found < step]
+    return max((found for found in earlier if found <= step - at_least), default=min(earlier, default=None))
 
 
 def manifest_template(run: NativeRun, stream: str, mesh: Mesh) -> Manifest:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from meshwright.api.base import ApiModel
 from meshwright.api.data import Tokenizer
@@ -82,6 +82,21 @@ class LayoutRecord(Record):
     """ZeRO stage."""
 
 
+class AnomalyState(Record):
+    """What `training.anomalies` remembers: see `LossAnomalies`."""
+
+    losses: list[float] = []
+    """Losses of the last updates, oldest first."""
+    gradient_norms: list[float] = []
+    """Their gradient norms."""
+    skipped: int = 0
+    """Steps of the run that were skipped because of an anomaly."""
+    skipped_in_a_row: int = 0
+    """How many of them are the last steps."""
+    went_back: int = 0
+    """How often the run went back to an older checkpoint."""
+
+
 class TrainingState(Record):
     """The state of training after a step, except for tensors."""
 
@@ -94,11 +109,13 @@ class TrainingState(Record):
     loss: str = ""
     """Loss of the last step as a hexadecimal float, so that it is exact."""
     skipped: int = 0
-    """Steps that updated nothing because gradients overflowed fp16."""
+    """Steps that updated nothing, because gradients overflowed fp16 or because of `training.anomalies`."""
     loss_scale: float | None = None
     """Loss scale of the next step; None without loss scaling."""
     steady: int = 0
     """Steps without an overflow since the scale last changed."""
+    anomalies: Annotated[AnomalyState | None, Field(exclude_if=lambda state: state is None)] = None
+    """What `training.anomalies` remembers; None if nothing."""
 
 
 class BaseManifest(Record):

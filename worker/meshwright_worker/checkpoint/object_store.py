@@ -193,6 +193,13 @@ class ObjectDirectory:
             if match and name not in retained and int(match[1]) <= newest:
                 self._remove(name)
 
+    def remove_newer(self, step: int) -> None:
+        """See `CheckpointStore.remove_newer`."""
+        for name in self._names():
+            match = _CHECKPOINT.fullmatch(name)
+            if match and int(match[1]) > step:
+                self._remove(name)
+
     def clean(self) -> None:
         """See `CheckpointStore.clean`."""
         for name in self._names():

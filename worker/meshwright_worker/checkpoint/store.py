@@ -83,6 +83,9 @@ class CheckpointStore(Protocol):
     def retain(self, keep: int) -> None:
         """Remove all complete checkpoints except the newest `keep`, and all replaced or damaged ones."""
 
+    def remove_newer(self, step: int) -> None:
+        """Remove all complete checkpoints of later steps than this one."""
+
     def clean(self) -> None:
         """Remove what earlier processes have not finished. Call before any save."""
 

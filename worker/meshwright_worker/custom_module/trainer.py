@@ -24,7 +24,7 @@ from meshwright_worker.optimizers.optimizer import learning_rate
 from meshwright_worker.parallel.data.fsdp import reshard
 from meshwright_worker.parallel.grad_norm import all_reduce_partial, local_square_sum, scale_and_clip
 from meshwright_worker.parallel.shards import ParameterShard
-from meshwright_worker.trainer.trainer import DivergedError
+from meshwright_worker.trainer.loss_anomalies import DivergedError
 
 Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
 """Returns the loss of a batch, summed over its targets, [], and the number of targets."""

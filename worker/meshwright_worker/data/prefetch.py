@@ -72,5 +72,9 @@ class Prefetcher:
 
 
 def pin_batch(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch, in pinned memory if it is for a GPU: a copy from pageable memory is synchronous."""
-    return batch.each(torch.Tensor.pin_memory) if device.type == "cuda" else batch
+    """Return the batch, in pinned memory if it is for a GPU: a copy from pageable memory is synchronous.
+
+    Tokens and targets are views of the samples' rows. Pinned memory would keep their gaps, and a copy with gaps goes
+    through pageable memory.
+    """
+    return batch.each(lambda tensor: tensor.contiguous().pin_memory()) if device.type == "cuda" else batch

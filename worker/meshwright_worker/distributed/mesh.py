@@ -45,7 +45,13 @@ EXPERT, EXPERT_REPLICA = "expert", "expert_replica"
 
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=300)
 """Ranks join once they have opened their data, which takes some pods longer than others if it is tokenized there."""
-_COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+_START_TIMEOUT = timedelta(minutes=30)
+"""Limit of a collective until the first step is complete: ranks compile, and load weights at different speeds."""
+STEP_TIMEOUT = timedelta(minutes=10)
+"""Limit of a collective of later steps. A hang is usually found earlier: see `docs/recovery.md`."""
+_CHECKPOINT_TIMEOUT = timedelta(minutes=60)
+"""Limit of a collective about checkpoints, in which a rank waits for the slowest access to their volume."""
+_LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 
 _SIOCGIFADDR = 0x8915
 _LOOPBACK = "lo"
@@ -163,7 +169,7 @@ def join_process_group(task: RankTask[Run]) -> Iterator[torch.device]:
         store=PrefixStore(f"generation-{task.generation}", store),
         rank=task.rank,
         world_size=task.world_size,
-        timeout=_COLLECTIVE_TIMEOUT,
+        timeout=_START_TIMEOUT,
     )
     try:
         yield device.torch
@@ -202,8 +208,7 @@ def build_mesh(task: RankTask[Run], device: torch.device) -> Mesh:
     shard_size = (task.run.parallelism.data_parallel.shard_size or layout.data) * layout.context
     if shard_size < replicas.size():
         hsdp_mesh = _split_dimension(replicas, shard_size, (SHARD_REPLICA, SHARD))
-    checkpoint_group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
-    return Mesh(
+    mesh = Mesh(
         layout=layout,
         rank=task.rank,
         device=device,
@@ -214,8 +219,41 @@ def build_mesh(task: RankTask[Run], device: torch.device) -> Mesh:
         island_group=_build_island_group(task.run.islands, task.rank, layout.world_size),
         # Creating groups takes time, so unused ones are not created.
         experts=_build_expert_mesh(layout, device) if layout.expert > 1 else device_mesh,
-        checkpoint_group=checkpoint_group,
+        checkpoint_group=new_host_group(_CHECKPOINT_TIMEOUT),
     )
+    set_collective_timeout(_START_TIMEOUT)
+    return mesh
+
+
+def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Create a group of all ranks on gloo, whose ranks connect when they first communicate. Collective.
+
+    Otherwise each rank would open a connection to every other rank: its collectives use those to a few of them.
+    """
+    before = os.environ.get(_LAZY_GLOO)
+    os.environ[_LAZY_GLOO] = "1"
+    try:
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    finally:
+        del os.environ[_LAZY_GLOO]
+        if before is not None:
+            os.environ[_LAZY_GLOO] = before
+    return group
+
+
+def own_groups() -> list[dist.ProcessGroup]:
+    """Return the groups of this rank in the order in which they were created, which is the same on all ranks."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def set_collective_timeout(timeout: timedelta) -> None:
+    """Set the limit of collectives that start from now on, in the group of all ranks and in groups between GPUs.
+
+    Groups on gloo have their own limits, because hosts wait in them for other things than steps.
+    """
+    for group in own_groups():
+        if group is dist.group.WORLD or dist.get_backend(group) == "nccl":
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def _split_dimension(replicas: DeviceMesh, inner: int, names: tuple[str, str]) -> DeviceMesh:

@@ -17,7 +17,7 @@ from meshwright.api.training import OuterSpec
 from meshwright_worker.distributed.collectives import all_reduce_on, flatten_tensors, unflatten_into
 from meshwright_worker.distributed.mesh import ISLAND, Mesh
 from meshwright_worker.local_sgd.outer_optimizer import local_tensors
-from meshwright_worker.local_sgd.parameter_averaging import any_island_stops
+from meshwright_worker.local_sgd.parameter_averaging import any_island
 from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.shards import ParameterShard
 
@@ -60,7 +60,7 @@ class DiLoCo:
             step = change.add_(momentum, alpha=self._spec.momentum)
             unflatten_into(flatten_tensors(self._round_start).sub_(step, alpha=self._spec.learning_rate), parameters)
         self._start_round()
-        return any_island_stops(stop, self._device, self._group)
+        return any_island(stop, self._device, self._group)
 
     def on_parameters_loaded(self, step: int) -> None:
         """See `OuterOptimizer.on_parameters_loaded`: checkpoints are taken between rounds."""

@@ -46,7 +46,7 @@ class ParameterAveraging:
     def synchronize(self, *, stop: bool) -> bool:
         """See `OuterOptimizer.synchronize`."""
         average_over_islands(local_tensors(self._shards), self.weight, self._group, self._device)
-        return any_island_stops(stop, self._device, self._group)
+        return any_island(stop, self._device, self._group)
 
     def on_parameters_loaded(self, step: int) -> None:
         """See `OuterOptimizer.on_parameters_loaded`: there is no state."""
@@ -74,8 +74,8 @@ def average_over_islands(
         unflatten_into(mean, tensors)
 
 
-def any_island_stops(stop: bool, device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Return whether `stop` is true on any rank of the group. Collective."""
-    flag = torch.tensor([float(stop)], device=device)
+def any_island(value: bool, device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Return whether `value` is true on any rank of the group. Collective."""
+    flag = torch.tensor([float(value)], device=device)
     dist.all_reduce(flag, group=group)
     return float(flag.item()) > 0

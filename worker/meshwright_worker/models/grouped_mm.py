@@ -6,11 +6,17 @@ groups are computed one after the other, which works on any device and in any fo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.nn import functional as F
 
 _ALIGNMENT = 16
 """The kernel's rows must be multiples of this many bytes."""
+_KERNEL_MAJOR = 9
+"""Major compute capability of the GPUs on which the kernel is right: Hopper's. On Blackwell, gradients of experts
+without rows are wrong (github.com/pytorch/pytorch/issues/172439).
+"""
 
 
 def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -85,5 +91,10 @@ def _has_kernel(rows: torch.Tensor, *widths: int) -> bool:
     if not rows.is_cuda or rows.dtype != torch.bfloat16 or rows.shape[0] == 0:
         return False
     known = hasattr(F, "grouped_mm") or hasattr(torch, "_grouped_mm")
-    aligned = all(size * rows.element_size() % _ALIGNMENT == 0 for size in widths)
-    return known and aligned and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    return known and kernel_serves(torch.cuda.get_device_capability(rows.device), rows.element_size(), widths)
+
+
+def kernel_serves(capability: tuple[int, int], bytes_per_element: int, widths: Iterable[int]) -> bool:
+    """Whether the kernel is right for matrices of these widths on a GPU of this compute capability."""
+    aligned = all(size * bytes_per_element % _ALIGNMENT == 0 for size in widths)
+    return aligned and capability[0] == _KERNEL_MAJOR

@@ -1,7 +1,8 @@
 """Initial weights that depend only on the seed and the parameter's name, and are therefore the same in every layout.
 
-Each parameter has its own generator, and so has each expert of a mixture. A rank generates one full matrix at a time on
-the CPU, and keeps its shard: no communication, and never more than one full matrix in memory.
+Each parameter has its own generator, and so has each expert of a mixture. Large matrices have one for each tile of rows
+and columns. A rank draws the tiles that its shard overlaps, on the CPU, a few rows at a time: no communication, and no
+matrix in memory beside the shard.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ _RESIDUAL_OUTPUTS = (
     "feed_forward.shared.down.weight",
     "feed_forward.experts.down",
 )
+
+
+_UNTILED_ELEMENTS = 1 << 22
+"""The most elements of a matrix that one generator draws as a whole."""
+_TILE_ROWS, _TILE_COLUMNS = 8, 1024
+"""FSDP shards have few of a matrix's rows, those of a tensor group many of its rows or columns."""
 
 
 def materialize(stage: DecoderStage, device: torch.device, storage_device: torch.device | None = None) -> None:
@@ -53,19 +60,31 @@ def init_weights(
     the residual stream are divided by sqrt(2 layers) (GPT-2; Megatron-LM, arXiv 1909.08053). With a fixed 0.02, narrow
     models would not improve in their first hundred steps. Buffers, the balancing biases of routers, are 0.
     """
+    allocate(stage, device, storage_device)
+    for name, parameter in stage.named_parameters():
+        local, box = local_shard(parameter)
+        draw_into(local, name, parameter.shape, box, model, seed)
+
+
+def allocate(stage: DecoderStage, device: torch.device, storage_device: torch.device | None = None) -> None:
+    """Allocate a stage as `init_weights` does, without weights: `draw_into` draws them, or a checkpoint has them."""
     materialize(stage, device, storage_device)
     with torch.no_grad():
         for buffer in stage.buffers():
             buffer.zero_()
-        for name, parameter in stage.named_parameters():
-            local, box = local_shard(parameter)
-            if parameter.ndim < 3:
-                local.copy_(init_parameter_part(name, parameter.shape, model, seed)[box])
-                continue
-            first, *inner = box
-            for row, expert in enumerate(range(*first.indices(parameter.shape[0]))):
-                initial_parameter = init_parameter_part(name, parameter.shape[1:], model, seed, expert)
-                local[row].copy_(initial_parameter[tuple(inner)])
+
+
+@torch.no_grad()
+def draw_into(
+    local: torch.Tensor, name: str, shape: torch.Size, box: tuple[slice, ...], model: Architecture, seed: int
+) -> None:
+    """Fill `local`, the part `box` of the parameter of that name and full shape, with its initial values."""
+    if len(shape) < 3:
+        _draw_part(local, name, shape, box, model, f"{seed}/{name}")
+        return
+    first, *inner = box
+    for row, expert in enumerate(range(*first.indices(shape[0]))):
+        _draw_part(local[row], name, shape[1:], tuple(inner), model, f"{seed}/{name}/{expert}")
 
 
 def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
@@ -87,28 +106,52 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def initial_parameter(name: str, shape: torch.Size, model: Architecture, seed: int) -> torch.Tensor:
-    """Return the initial value of the full parameter of that name, with all experts."""
-    if len(shape) < 3:
-        return init_parameter_part(name, shape, model, seed)
-    return torch.stack([init_parameter_part(name, shape[1:], model, seed, expert) for expert in range(shape[0])])
+    """Return the initial value of the full parameter of that name, with all experts, in the format of parameters."""
+    whole = torch.empty(shape, dtype=PARAMETER_DTYPE)
+    draw_into(whole, name, shape, tuple(slice(0, size) for size in shape), model, seed)
+    return whole
 
 
-def init_parameter_part(
-    name: str, shape: torch.Size, model: Architecture, seed: int, expert: int | None = None
-) -> torch.Tensor:
-    """Return the initial value of the full parameter of that name, or of one expert's part, in the format of
-    parameters.
-    """
+def _draw_part(
+    local: torch.Tensor, name: str, shape: torch.Size, box: tuple[slice, ...], model: Architecture, key: str
+) -> None:
+    """Fill the part of a vector or of a matrix."""
     if name.endswith((".bias", UP)):
-        return torch.zeros(shape, dtype=PARAMETER_DTYPE)
+        local.zero_()
+        return
     if len(shape) == 1:
-        return torch.ones(shape, dtype=PARAMETER_DTYPE)
-    key = f"{seed}/{name}" if expert is None else f"{seed}/{name}/{expert}"
-    hashed = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(hashed, "little") >> 1)
+        local.fill_(1.0)
+        return
     deviation = math.sqrt(0.4 / model.hidden_size)
     if name.endswith(DOWN):
         deviation = shape[1] ** -0.5
     elif name.endswith(_RESIDUAL_OUTPUTS):
         deviation /= math.sqrt(2 * model.layers)
-    return torch.empty(shape, dtype=PARAMETER_DTYPE).normal_(0.0, deviation, generator=generator)
+    if shape.numel() <= _UNTILED_ELEMENTS:
+        generator = _seeded(torch.Generator(), key)
+        whole = torch.empty(shape, dtype=PARAMETER_DTYPE).normal_(0.0, deviation, generator=generator)
+        local.copy_(whole[box])
+    elif local.numel():
+        _draw_tiles(local, shape, box, deviation, key)
+
+
+def _draw_tiles(local: torch.Tensor, shape: torch.Size, box: tuple[slice, ...], deviation: float, key: str) -> None:
+    """Fill the part of a matrix from the tiles that it overlaps, one row of tiles after the other."""
+    (first_row, last_row, _), (first, last, _) = (cut.indices(size) for cut, size in zip(box, shape, strict=True))
+    generator = torch.Generator()
+    left = first - first % _TILE_COLUMNS
+    for top in range(first_row - first_row % _TILE_ROWS, last_row, _TILE_ROWS):
+        tiles = [
+            torch.empty(
+                min(_TILE_ROWS, shape[0] - top), min(_TILE_COLUMNS, shape[1] - at), dtype=PARAMETER_DTYPE
+            ).normal_(0.0, deviation, generator=_seeded(generator, f"{key}/{top}/{at}"))
+            for at in range(left, last, _TILE_COLUMNS)
+        ]
+        strip = torch.cat(tiles, dim=1)
+        start, stop = max(top, first_row), min(top + _TILE_ROWS, last_row)
+        local[start - first_row : stop - first_row].copy_(strip[start - top : stop - top, first - left : last - left])
+
+
+def _seeded(generator: torch.Generator, key: str) -> torch.Generator:
+    hashed = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return generator.manual_seed(int.from_bytes(hashed, "little") >> 1)

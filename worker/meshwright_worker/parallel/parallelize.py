@@ -5,7 +5,7 @@
 3. distribute experts over the expert group and split layers over the tensor group: matrices become DTensors; install
   the modules that know which part of a layer this rank has (fp8 products, dropout, the chunked loss);
 4. shard over replicas (FSDP2), and experts over their own replicas: shards of the shards of step 3;
-5. allocate memory for this rank's shards and initialize the weights;
+5. allocate memory for this rank's shards, and draw their initial weights unless a checkpoint may have them;
 6. add activation checkpointing and offloading, and compile: these change how layers run, not the layers;
 7. without FSDP, let modules compute directly on the local parts.
 
@@ -33,7 +33,7 @@ from meshwright_worker.memory.activation_offload import offload_activations
 from meshwright_worker.memory.parameter_offload import offload_parameters_to_files
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.dropout import TensorSlice, apply_dropout
-from meshwright_worker.models.init_weights import init_weights
+from meshwright_worker.models.init_weights import allocate, init_weights
 from meshwright_worker.models.lora import apply_lora
 from meshwright_worker.models.moe import iter_moe_layers
 from meshwright_worker.parallel.context.context_parallel import (
@@ -64,14 +64,14 @@ class LocalStage:
     """The parameters that are parts of larger ones, by name."""
 
 
-def build_stages(run: ModelRun, mesh: Mesh) -> list[LocalStage]:
-    """Build this rank's shards of its stages, with initial weights."""
+def build_stages(run: ModelRun, mesh: Mesh, *, draw: bool = True) -> list[LocalStage]:
+    """Build this rank's shards of its stages, with initial weights, or without values if not `draw`."""
     pipeline = pipeline_layout_of(run)
     stages = len(pipeline.layers)
     # Once for all stages: creating groups is collective, and ranks may have different numbers of stages.
     context_groups = build_context_groups(SequenceSharding.of(run), mesh)
     return [
-        _build_stage(run, mesh, context_groups, index, stages, pipeline.layers[index])
+        _build_stage(run, mesh, context_groups, index, stages, pipeline.layers[index], draw=draw)
         for index in pipeline.stages(mesh.coordinates.pipeline)
     ]
 
@@ -89,6 +89,8 @@ def _build_stage(
     index: int,
     stages: int,
     layer_indices: range,
+    *,
+    draw: bool,
 ) -> LocalStage:
     model, precision = run.architecture, run.training.precision
     with torch.device("meta"):
@@ -108,7 +110,11 @@ def _build_stage(
         zero, offload = run.parallelism.zero_stage_or_default, parameter_offload(run.training, mesh.device)
         apply_fsdp_to_experts(stage, mesh, zero_stage=zero, precision=precision, offload=offload)
         apply_fsdp(stage, mesh.hsdp_mesh or mesh.replicas, run.parallelism, precision, offload)
-    init_weights(stage, model, run.training.seed, mesh.device, parameter_device(run.training, mesh.device))
+    storage = parameter_device(run.training, mesh.device)
+    if draw:
+        init_weights(stage, model, run.training.seed, mesh.device, storage)
+    else:
+        allocate(stage, mesh.device, storage)
     apply_memory_options(stage, run.training, mesh.device)
     if not uses_fsdp(run):
         return LocalStage(index, stage, use_local_parameters(stage))

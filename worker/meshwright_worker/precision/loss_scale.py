@@ -41,15 +41,17 @@ class LossScale:
             return cls(1.0, spec.growth_interval, dynamic=False)
         return cls(float(spec.initial), spec.growth_interval)
 
-    def record_overflow(self) -> bool:
-        """Record an overflow; return whether the step may be skipped.
+    @property
+    def may_overflow(self) -> bool:
+        """Whether a step whose gradients overflow may be skipped.
 
         It may not if gradients are not scaled, or if halving has not helped for long: then training has diverged.
         """
-        if not self.dynamic or self.value <= _MIN_SCALE:
-            return False
+        return self.dynamic and self.value > _MIN_SCALE
+
+    def record_overflow(self) -> None:
+        """Record a step that updates nothing because its gradients overflowed."""
         self.value, self.steady, self.skipped = self.value / 2, 0, self.skipped + 1
-        return True
 
     def record_success(self) -> None:
         """Record a step without an overflow."""

@@ -31,13 +31,31 @@ _PEER_LOST = re.compile(
             r"socket timeout",
             r"wait timeout after",
             r"timed out (after|waiting)",
+            r"milliseconds before timing out",
+            r"NCCL operations have failed or timed out",
+            r"failure detected by watchdog|collective (operation )?timeout",
             r"network is unreachable|no route to host",
             r"store (is )?not reachable",
             r"ncclRemoteError|ncclSystemError|remote process (has )?exited|communicator was aborted",
+            r"got completion from peer|failed to check the .should dump. flag",
         )
     ),
     re.IGNORECASE,
 )
+_OWN_FAULT = re.compile(
+    "|".join(
+        (
+            r"shared memory segment|no space left on device",
+            r"out of memory|cannot allocate memory",
+            r"illegal memory access|misaligned address|device-side assert|unspecified launch failure",
+            r"uncorrectable|ECC error|hardware error",
+            r"ncclInvalidUsage|ncclInvalidArgument|duplicate GPU",
+            r"unhandled cuda error|ncclUnhandledCudaError|no kernel image",
+        )
+    ),
+    re.IGNORECASE,
+)
+"""Errors of this rank, its device or its pod, which NCCL also reports as failed communication."""
 # torch's exception hook prefixes each line with `[rank0]:`.
 _EXCEPTION_LINE = re.compile(r"^(?:\[rank\d+\]:\s*)?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*)$")
 MAX_MESSAGE = 1500
@@ -54,8 +72,19 @@ class InvalidRunError(ValueError):
     """A run that cannot be executed. The message names each field and the nearest values that work."""
 
 
+class WentBackError(ArithmeticError):
+    """An anomaly of the loss made training go back: the latest checkpoint is now an older one, from which the next mesh
+    generation continues.
+    """
+
+
 def classify_output(text: str) -> FailureKind:
-    """Return `PeerLost` if the text is the error of a broken connection to another rank, else `Error`."""
+    """Return `PeerLost` if the text is the error of a broken connection to another rank, else `Error`.
+
+    NCCL's watchdog aborts each rank whose collective takes too long: it waits for another rank.
+    """
+    if _OWN_FAULT.search(text):
+        return FailureKind.ERROR
     return FailureKind.PEER_LOST if _PEER_LOST.search(text) else FailureKind.ERROR
 
 
@@ -88,6 +117,8 @@ def classify(error: BaseException, *, training: bool = False) -> FailureKind:
         return FailureKind.CHECKPOINT_INCOMPATIBLE
     if isinstance(error, DataError | PretrainedError) and not training and not is_storage_fault(error):
         return FailureKind.INVALID_INPUT
+    if isinstance(error, WentBackError):
+        return FailureKind.WENT_BACK
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"RuntimeError", "ConnectionError", "TimeoutError"}:
         return classify_output(describe(error))

@@ -51,6 +51,14 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointBegun:
+    """A checkpoint that was requested is taken after `step`."""
+
+    step: int
+    kind: Literal["checkpoint-begun"] = "checkpoint-begun"
+
+
+@dataclass(frozen=True, slots=True)
 class RankFailed:
     """The rank raised an exception; it exits next."""
 
@@ -67,7 +75,7 @@ class Finished:
     kind: Literal["finished"] = "finished"
 
 
-RankMessage = PhaseDone | Running | StepDone | CheckpointSaved | RankFailed | Finished
+RankMessage = PhaseDone | Running | StepDone | CheckpointSaved | CheckpointBegun | RankFailed | Finished
 
 _ADAPTER: TypeAdapter[RankMessage] = TypeAdapter(Annotated[RankMessage, Field(discriminator="kind")])
 

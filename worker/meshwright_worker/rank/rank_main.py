@@ -21,6 +21,8 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 DUMP_STACKS = signal.SIGUSR2
 """The signal that makes a rank write the stacks of its threads. A fatal signal does too."""
+REQUEST_CHECKPOINT = signal.SIGUSR1
+"""The signal that asks rank 0 for a checkpoint after the step that runs."""
 
 
 class PipeEvents:
@@ -28,7 +30,7 @@ class PipeEvents:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._stop = False
+        self._stop = self._checkpoint = False
         self.training = False
         """Whether start-up is complete."""
 
@@ -52,6 +54,19 @@ class PipeEvents:
     def stop_requested(self) -> bool:
         """See `RankEvents.stop_requested`."""
         return self._stop
+
+    def take_checkpoint_request(self) -> bool:
+        """See `RankEvents.take_checkpoint_request`."""
+        requested, self._checkpoint = self._checkpoint, False
+        return requested
+
+    def checkpoint_begun(self, step: int) -> None:
+        """See `RankEvents.checkpoint_begun`."""
+        self.send(messages.CheckpointBegun(step))
+
+    def request_checkpoint(self, signum: int, frame: FrameType | None) -> None:
+        """The handler of `REQUEST_CHECKPOINT`."""
+        self._checkpoint = True
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         """The handler of SIGTERM."""
@@ -79,6 +94,7 @@ def run(
     faulthandler.enable(file=stacks)
     faulthandler.register(DUMP_STACKS, file=stacks)
     signal.signal(signal.SIGTERM, events.request_stop)
+    signal.signal(REQUEST_CHECKPOINT, events.request_checkpoint)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.environ.update(environment)

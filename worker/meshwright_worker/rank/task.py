@@ -124,7 +124,7 @@ class StepReport:
     experts: tuple[ExpertLoad, ...] = ()
     """One entry per mixture-of-experts layer, in the order of layers."""
     skipped: bool = False
-    """Whether gradients overflowed fp16, so that nothing was updated."""
+    """Whether nothing was updated, because gradients overflowed fp16 or because of `training.anomalies`."""
     memory: tuple[MemoryPeak, ...] = ()
     """Memory of this rank."""
     times: StepTimes | None = None
@@ -161,6 +161,12 @@ class RankEvents(Protocol):
 
     def stop_requested(self) -> bool:
         """Return whether this pod was asked to stop (SIGTERM)."""
+
+    def take_checkpoint_request(self) -> bool:
+        """Return whether a checkpoint was requested since the last call. Only rank 0 is asked."""
+
+    def checkpoint_begun(self, step: int) -> None:
+        """The requested checkpoint is that of `step`. Only rank 0 reports it."""
 
 
 class Outcome(StrEnum):

@@ -100,6 +100,7 @@ class TrackedEvents:
         self._events, self._tracking, self._generation = events, tracking, generation
         self.phase, self.running, self.checkpoint = events.phase, events.running, events.checkpoint
         self.stop_requested = events.stop_requested
+        self.take_checkpoint_request, self.checkpoint_begun = events.take_checkpoint_request, events.checkpoint_begun
 
     def step(self, report: StepReport) -> None:
         """A step is complete."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import Batch
-from meshwright_worker.distributed.mesh import TENSOR, Mesh
+from meshwright_worker.distributed.mesh import TENSOR, Mesh, new_host_group
 from meshwright_worker.distributed.step_clock import PASSES, UPDATE, phase
 from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer
 from meshwright_worker.optimizers.build import build_optimizer
@@ -33,17 +34,18 @@ from meshwright_worker.parallel.pipeline.pipedream import PipeDreamPipeline
 from meshwright_worker.parallel.pipeline.slot_times import SlotRecorder
 from meshwright_worker.parallel.shards import ParameterShard, parameter_shards
 from meshwright_worker.trainer.evaluation import mean_loss
+from meshwright_worker.trainer.loss_anomalies import DivergedError
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
-from meshwright_worker.trainer.trainer import DivergedError, StepResult
+from meshwright_worker.trainer.trainer import StepResult
 
 
 class AsyncPipelineTrainer:
     """`Trainer` for asynchronous schedules."""
 
-    def __init__(self, run: NativeRun, mesh: Mesh) -> None:
+    def __init__(self, run: NativeRun, mesh: Mesh, *, draw: bool = True) -> None:
         training = run.training
         self._mesh, self._training = mesh, training
-        self.stages = build_stages(run, mesh)
+        self.stages = build_stages(run, mesh, draw=draw)
         (stage,) = self.stages
         self._micro_batches = MicroBatches(run, mesh)
         shards = parameter_shards(stage.module, stage.distributed, run, mesh)
@@ -70,7 +72,7 @@ class AsyncPipelineTrainer:
             update=self._update,
         )
         # Reports are reduced on the host, so that no rank waits for the device of a rank that is steps behind.
-        self._reports = dist.new_group(backend="gloo")
+        self._reports = new_host_group(timedelta(minutes=30))
         replicas: tuple[dist.ProcessGroup, object] = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
             mesh.layout.shard_groups(), backend="gloo"
         )
@@ -83,9 +85,9 @@ class AsyncPipelineTrainer:
         self._step_sums: dict[int, torch.Tensor] = {}
         self._in_flight: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
         self._last_started = self._first_unreported = 0
-        self._stop_seen = False
+        self._stop_seen = self._save_seen = False
 
-    def step(self, number: int, batch: Batch, *, stop: bool = False) -> StepResult | None:
+    def step(self, number: int, batch: Batch, *, stop: bool = False, save: bool = False) -> StepResult | None:
         """Feed the batch of step `number` into the pipeline.
 
         Returns:
@@ -106,7 +108,7 @@ class AsyncPipelineTrainer:
         )
         with phase(PASSES):
             self._pipeline.feed(number, micro_batches)
-        self._start_reduction(number - stage_count + 1, stop)
+        self._start_reduction(number - stage_count + 1, stop, save)
         if len(self._in_flight) <= stage_count:
             return None
         return self._finish_reduction()
@@ -136,7 +138,7 @@ class AsyncPipelineTrainer:
         self._pipeline.drain()
         first = max(self._first_unreported, self._last_started - self._mesh.layout.pipeline + 2)
         for number in range(first, self._last_started + 1):
-            self._start_reduction(number, stop=False)
+            self._start_reduction(number, stop=False, save=False)
         results = [
             result for result in (self._finish_reduction() for _ in range(len(self._in_flight))) if result is not None
         ]
@@ -174,11 +176,12 @@ class AsyncPipelineTrainer:
             dist.all_reduce(targets, group=self._host_replica_group)
         return tokens_of_step(self._training) / max(1.0, float(targets))
 
-    def _start_reduction(self, number: int, stop: bool) -> None:
+    def _start_reduction(self, number: int, stop: bool, save: bool) -> None:
         step_sums = self._step_sums.pop(number, None)
         loss, squares = (0.0, 0.0) if step_sums is None else step_sums.tolist()
         sums = torch.tensor(
-            [loss, squares, float(stop), *self._token_counts.pop(number, TokenCounts(0, 0))], dtype=torch.float64
+            [loss, squares, float(stop), float(save), *self._token_counts.pop(number, TokenCounts(0, 0))],
+            dtype=torch.float64,
         )
         work = dist.all_reduce(sums, group=self._reports, async_op=True)
         if work is None:
@@ -188,7 +191,8 @@ class AsyncPipelineTrainer:
     def _finish_reduction(self) -> StepResult | None:
         number, sums, work = self._in_flight.popleft()
         work.wait()
-        loss, squares, stops, *token_numbers = sums.tolist()
+        loss, squares, stops, saves, *token_numbers = sums.tolist()
+        self._save_seen = self._save_seen or saves > 0
         if number < self._first_unreported:
             self._stop_seen = self._stop_seen or stops > 0
             return None
@@ -200,4 +204,5 @@ class AsyncPipelineTrainer:
             )
         rate = learning_rate(number, self._training.steps, self._training.optimizer)
         token_counts = TokenCounts(*(int(one) for one in token_numbers)) if self._micro_batches.padded else None
-        return StepResult(number, loss, norm, rate, stops > 0 or self._stop_seen, token_counts=token_counts)
+        save, self._save_seen = self._save_seen, False
+        return StepResult(number, loss, norm, rate, stops > 0 or self._stop_seen, save, token_counts=token_counts)

@@ -3,7 +3,7 @@
 1. data: opens the inputs; invalid data, device or configuration is rejected here;
 2. rendezvous: creates the process groups of the mesh generation;
 3. build: creates this rank's shard of the model and its optimizer;
-4. load: reads the latest complete checkpoint, in whatever layout it was written;
+4. load: reads the latest complete checkpoint, in whatever layout it was written, or draws initial weights;
 5. steps: each is reported; checkpoints are written in the background at every interval (`training_loop`);
 6. final checkpoint: written before the rank reports that it is done.
 
@@ -28,24 +28,24 @@ from meshwright.protocol.run_config import NativeRun
 from meshwright.rules.validation import run_problems
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.manager import CheckpointManager, manifest_template
-from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.mixture import open_stream
 from meshwright_worker.data.sample_assignment import combined_identity, island_data_dir
 from meshwright_worker.data.vocabulary_check import check_vocabulary
 from meshwright_worker.distributed.device import device_properties
 from meshwright_worker.distributed.device_checks import validate_device
-from meshwright_worker.distributed.mesh import Mesh, is_same_on_all_ranks, join_mesh
-from meshwright_worker.models.lora import is_adapter
+from meshwright_worker.distributed.mesh import Mesh, join_mesh
 from meshwright_worker.pretrained.errors import PretrainedError
-from meshwright_worker.pretrained.load import check_pretrained, load_pretrained
+from meshwright_worker.pretrained.load import check_pretrained
 from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.rank.task import Outcome, RankEvents, RankTask
 from meshwright_worker.tracking.tracked_events import tracked
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.evaluation import Evaluation
+from meshwright_worker.trainer.initial_state import load_state
 from meshwright_worker.trainer.trainer import Trainer
 from meshwright_worker.trainer.training_loop import RunInputs, TrainingLoop
+from meshwright_worker.trainer.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -89,20 +89,16 @@ def train(task: RankTask[NativeRun], events: RankEvents) -> Outcome:
             # unnoticed.
             if identity is None:
                 raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
-            trainer = build_trainer(run, mesh, inputs.samples)
+            trainer = build_trainer(run, mesh, inputs.samples, draw=False)
         checkpoint_manager = None
         if run.checkpoint is not None and (task.checkpoint_dir or task.checkpoint_uri):
             template = manifest_template(run, identity, mesh).model_copy(update={"tokenizer": tokenizer})
             checkpoint_manager = CheckpointManager(task, run.checkpoint, mesh, events, template)
         with _phase(events, "load"):
-            load_initial_weights(trainer, run, mesh)
-            state = TrainingState()
-            if checkpoint_manager is not None:
-                state = checkpoint_manager.load(
-                    trainer.shards, trainer.optimizer, trainer.buffers, trainer.outer, trainer.compression_state
-                )
+            state = load_state(trainer, run, mesh, checkpoint_manager)
             trainer.on_parameters_loaded(state.step)
         trainer.restore_state(state)
+        warm_up(run, mesh)
         events.running(state.step)
         with tracked(task, events, state.step) as tracked_events:
             return TrainingLoop(run, trainer, inputs, checkpoint_manager, mesh, tracked_events).run(state)
@@ -148,29 +144,16 @@ def _check_initial_weights(model: Architecture, directory: str) -> None:
         raise PretrainedError(f"`training.initialWeights: {directory}`: {error}") from error
 
 
-def build_trainer(run: NativeRun, mesh: Mesh, samples: int = 1) -> Trainer | AsyncPipelineTrainer:
-    """Return the trainer of this rank's part. `samples` is the number of samples of its island, see `Trainer`."""
+def build_trainer(run: NativeRun, mesh: Mesh, samples: int = 1, *, draw: bool = True) -> Trainer | AsyncPipelineTrainer:
+    """Return the trainer of this rank's part. `samples` is the number of samples of its island, see `Trainer`. If not
+    `draw`, its parameters have no values yet.
+    """
     lora = run.training.lora
     if mesh.rank == 0 and lora is not None and (missing := skipped_targets(lora, run.architecture)):
         log.warning(missing)
     if kind_of(run.parallelism.order).asynchronous and run.pipeline > 1:
-        return AsyncPipelineTrainer(run, mesh)
-    return Trainer(run, mesh, samples)
-
-
-def load_initial_weights(trainer: Trainer | AsyncPipelineTrainer, run: NativeRun, mesh: Mesh) -> None:
-    """Fill the model from `training.initialWeights`, if it is set. Adapter checkpoints contain only the adapters.
-
-    Raises:
-        PretrainedError: the files contain another model, are damaged, or are not the same on every rank.
-    """
-    weights = run.training.initial_weights
-    if weights is None:
-        return
-    shards = [shard for shard in (*trainer.shards, *trainer.frozen) if not is_adapter(shard.name)]
-    fingerprint = load_pretrained(shards, run.architecture, Path(weights), trainer.buffers)
-    if not is_same_on_all_ranks(fingerprint, mesh):
-        raise PretrainedError("the ranks see different files in `training.initialWeights`: every pod needs the same")
+        return AsyncPipelineTrainer(run, mesh, draw=draw)
+    return Trainer(run, mesh, samples, draw=draw)
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from meshwright.api.training import AnomalyAction
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import Batch
@@ -30,11 +32,10 @@ from meshwright_worker.precision.fp8.scaling_recipe import DelayedScaling
 from meshwright_worker.precision.loss_scale import LossScale, scale_loss_gradients
 from meshwright_worker.rank.task import ExpertLoad
 from meshwright_worker.trainer.evaluation import count_targets, mean_loss
+from meshwright_worker.trainer.loss_anomalies import Anomaly, DivergedError, LossAnomalies
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts, may_have_ignored_targets
 
-
-class DivergedError(ArithmeticError):
-    """Loss or gradients are no longer finite numbers."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,14 @@ class StepResult:
     learning_rate: float
     stop: bool
     """Whether any rank was asked to stop."""
+    save: bool = False
+    """Whether rank 0 was asked for a checkpoint."""
     experts: tuple[ExpertLoad, ...] = ()
     """One entry per mixture-of-experts layer."""
     skipped: bool = False
-    """Whether gradients overflowed fp16, so that nothing was updated."""
+    """Whether nothing was updated, because gradients overflowed fp16 or because of `training.anomalies`."""
+    went_back: str = ""
+    """Why training must go back to an older checkpoint instead of an update; otherwise empty."""
     bubble: float | None = None
     """See `Executor.bubble`."""
     token_counts: TokenCounts | None = None
@@ -63,15 +68,16 @@ class StepResult:
 class Trainer:
     """This rank's stages, their optimizer and their executor.
 
-    `samples` is the number of samples in this island's corpus, for `FedAvg`.
+    `samples` is the number of samples in this island's corpus, for `FedAvg`. If not `draw`, parameters have no values
+    yet.
     """
 
-    def __init__(self, run: NativeRun, mesh: Mesh, samples: int = 1) -> None:
+    def __init__(self, run: NativeRun, mesh: Mesh, samples: int = 1, *, draw: bool = True) -> None:
         model, training = run.architecture, run.training
         self._mesh = mesh
         self._training = training
         self._micro_batches = MicroBatches(run, mesh)
-        self.stages = build_stages(run, mesh)
+        self.stages = build_stages(run, mesh, draw=draw)
         pipeline = build_executor(self.stages, run, mesh)
         self._executor, self._shared_weights = pipeline.executor, pipeline.shared_weights
         shards = [
@@ -90,6 +96,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.shards, training, mesh)
         self._fp8 = DelayedScaling((stage.module for stage in self.stages), mesh)
         self.loss_scale = LossScale.of(training)
+        self._anomalies = LossAnomalies(training.anomalies)
         scale_loss_gradients((stage.module for stage in self.stages), self.loss_scale)
         self._rounds = RoundSchedule(training.outer.every_steps if training.outer else 1, training.steps)
         self.outer: OuterOptimizer | None = None
@@ -114,62 +121,79 @@ class Trainer:
         if self.outer is not None:
             self.outer.close()
 
-    def step(self, number: int, batch: Batch, *, stop: bool = False) -> StepResult:
+    def step(self, number: int, batch: Batch, *, stop: bool = False, save: bool = False) -> StepResult:
         """Train on this replica's batch of step `number` (from 1).
 
         `stop`: this rank was asked to stop. The result's `stop` says whether any rank was, so that all ranks stop after
-        the same step.
+        the same step. `save`: this rank was asked for a checkpoint, in the same way.
 
         Raises:
-            DivergedError: loss or gradients are not finite (in fp16: at any loss scale); no parameter was changed.
+            DivergedError: loss or gradients are not finite (in fp16: at any loss scale), or another anomaly for which
+                `training.anomalies` has `Fail`; no parameter was changed.
         """
         if self.outer is not None:
             self.outer.begin_step()
         micro_batches, token_counts = self._micro_batches.of(batch), self._token_counts(batch)
         self._loads.scale_losses(self.loss_scale.value * self._target_share(micro_batches))
-        residuals = (
-            self.compression_state.tensors() if self.compression_state is not None and self.loss_scale.dynamic else None
-        )
+        residuals = None
+        if self.compression_state is not None and self._training.may_skip_updates:
+            residuals = self.compression_state.tensors()
         with phase(PASSES):
             replica_loss = self._executor.run(micro_batches)
         gradients = self._gradients()
         self._fp8.advance()
         # Losses were divided by the step's maximum number of targets; `tokens` is the actual number.
-        (loss, norm, tokens, stopping), token_counts, expert_counts, loads = self._reduce_step_results(
+        (loss, norm, tokens, stopping, saving), token_counts, expert_counts, loads = self._reduce_step_results(
             replica_loss,
             local_square_sum(self.shards, gradients).to(self._mesh.device),
             micro_batches,
-            stop,
+            (stop, save),
             token_counts,
         )
         correction = tokens_of_step(self._training) / max(1.0, tokens)
         loss, correction = loss * correction, correction / self.loss_scale.value
         norm *= correction
         rate = learning_rate(number, self._training.steps, self._training.optimizer)
-        if not math.isfinite(loss + norm):
-            self._skip_update(number, loss, norm, residuals)
-            return StepResult(number, loss, norm, rate, stopping, loads, skipped=True, token_counts=token_counts)
+        result = StepResult(number, loss, norm, rate, stopping, saving, loads, token_counts=token_counts)
+        if not math.isfinite(loss + norm) and self.loss_scale.may_overflow:
+            self._skip_overflow(residuals)
+            return replace(result, skipped=True)
+        if (anomaly := self._anomalies.check(number, loss, norm)) is not None:
+            return self._handle(anomaly, result, residuals)
+        self._anomalies.record_update(loss, norm)
         with phase(UPDATE):
             scale_and_clip(gradients, correction, norm, self._training.optimizer.gradient_clip)
             stopping = self._update(number, gradients, rate, expert_counts, stop=stopping)
-        return StepResult(
-            number, loss, norm, rate, stopping, loads, bubble=self._executor.bubble, token_counts=token_counts
-        )
+        return replace(result, stop=stopping, bubble=self._executor.bubble)
 
-    def _skip_update(self, number: int, loss: float, norm: float, residuals: Mapping[str, torch.Tensor] | None) -> None:
-        """Drop gradients that overflowed fp16, and restore the compression residuals from before the step.
-
-        Raises:
-            DivergedError: the loss scale does not explain it, or is as low as it may be.
+    def _skip_overflow(self, residuals: Mapping[str, torch.Tensor] | None) -> None:
+        """Drop gradients that overflowed fp16, lower the loss scale, and restore the compression residuals from before
+        the step.
         """
         scale = self.loss_scale.value
-        if not self.loss_scale.record_overflow():
-            raise DivergedError(
-                f"step {number}: loss {loss}, gradient norm {norm}; a lower `training.optimizer.learningRate`, longer "
-                "`warmupSteps` or a smaller `gradientClip` may help"
-            )
+        self.loss_scale.record_overflow()
         self.optimizer.clear_gradients()
         self._rescale(residuals, scale)
+
+    def _handle(self, anomaly: Anomaly, result: StepResult, residuals: Mapping[str, torch.Tensor] | None) -> StepResult:
+        """Do what `training.anomalies` says, which is never an update.
+
+        Raises:
+            DivergedError: it says `Fail`.
+        """
+        if anomaly.action is AnomalyAction.FAIL:
+            hint = (
+                "a lower `training.optimizer.learningRate`, longer `warmupSteps` or a smaller `gradientClip` may help"
+            )
+            raise DivergedError(f"{anomaly.message}; {hint}")
+        self.optimizer.clear_gradients()
+        if anomaly.action is AnomalyAction.GO_BACK:
+            return replace(result, went_back=anomaly.message)
+        if self._mesh.rank == 0:
+            log.warning("%s: skipped", anomaly.message)
+        self._anomalies.record_skip()
+        self._rescale(residuals, self.loss_scale.value)
+        return replace(result, skipped=True)
 
     def _update(
         self, number: int, gradients: list[torch.Tensor], rate: float, expert_counts: torch.Tensor, *, stop: bool
@@ -252,16 +276,16 @@ class Trainer:
 
     def update_state(self, state: TrainingState) -> TrainingState:
         """Return `state` with this trainer's state outside of tensors."""
-        scale = self.loss_scale
-        if not scale.dynamic:
-            return state
-        more = {"skipped": scale.skipped, "loss_scale": scale.value, "steady": scale.steady}
-        return state.model_copy(update=more)
+        scale, anomalies = self.loss_scale, self._anomalies
+        state = state.model_copy(update={"skipped": scale.skipped + anomalies.skipped, "anomalies": anomalies.state})
+        return state.model_copy(update={"loss_scale": scale.value, "steady": scale.steady}) if scale.dynamic else state
 
     def restore_state(self, state: TrainingState) -> None:
         """Restore what `update_state` stored. `CheckpointManager` loads the optimizer's state."""
+        self._anomalies.restore(state.anomalies)
+        self.loss_scale.skipped = state.skipped - self._anomalies.skipped
         if self.loss_scale.dynamic:
-            self.loss_scale.skipped, self.loss_scale.steady = state.skipped, state.steady
+            self.loss_scale.steady = state.steady
             self.loss_scale.value = state.loss_scale or self.loss_scale.value
 
     def _reduce_step_results(
@@ -269,26 +293,29 @@ class Trainer:
         replica_loss: torch.Tensor,
         squares: torch.Tensor,
         micro_batches: Sequence[Batch],
-        stop: bool,
+        requests: tuple[bool, bool],
         token_counts: TokenCounts | None,
-    ) -> tuple[tuple[float, float, float, bool], TokenCounts | None, torch.Tensor, tuple[ExpertLoad, ...]]:
+    ) -> tuple[tuple[float, float, float, bool, bool], TokenCounts | None, torch.Tensor, tuple[ExpertLoad, ...]]:
         """Reduce the step's results over the island, in one small collective: the only time the host waits for the
         device.
 
         Returns:
-            Loss, gradient norm, number of targets and stop flag; content of padded rows; expert counts on the device;
-            expert loads for the report.
+            Loss, gradient norm, number of targets, and whether any rank is to stop or to save; content of padded rows;
+            expert counts on the device; expert loads for the report.
         """
         _, _, _, tensor = self._mesh.coordinates
         # Pipeline stages without a loss contribute 0.
         loss = replica_loss.double() if tensor == 0 else torch.zeros_like(squares)
         targets = self._targets(micro_batches)
-        reported_numbers = [torch.full_like(squares, float(number)) for number in (stop, *(token_counts or ()))]
+        reported_numbers = [torch.full_like(squares, float(number)) for number in (*requests, *(token_counts or ()))]
         local_sums = torch.stack([loss, squares, targets, *reported_numbers])
         sums = torch.cat([local_sums, self._loads.take()])
         all_reduce_sum(sums, self._mesh.island_group)
-        total_loss, total_squares, tokens, stops, *rest = sums.tolist()
-        token_sums, expert_counts = rest[: len(reported_numbers) - 1], rest[len(reported_numbers) - 1 :]
+        if self.slot_recorder is not None:
+            self.slot_recorder.end()
+        total_loss, total_squares, tokens, stops, saves, *rest = sums.tolist()
+        counted = len(reported_numbers) - len(requests)
+        token_sums, expert_counts = rest[:counted], rest[counted:]
         total = TokenCounts(*(int(number) for number in token_sums)) if token_sums else None
-        agreed = total_loss, math.sqrt(total_squares), tokens, stops > 0
+        agreed = total_loss, math.sqrt(total_squares), tokens, stops > 0, saves > 0
         return agreed, total, sums[len(local_sums) :], self._loads.to_reports(expert_counts)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 
@@ -23,21 +24,24 @@ from meshwright.planner.cost.accelerators import accelerator
 from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.measured import RankTimeline
 from meshwright_worker.checkpoint.manager import CheckpointManager
-from meshwright_worker.checkpoint.manifest import TrainingState
+from meshwright_worker.checkpoint.manifest import AnomalyState, TrainingState
 from meshwright_worker.data.batch import make_batch
 from meshwright_worker.data.length_balance import RowCost
 from meshwright_worker.data.mixture import MixtureStream, Stream
 from meshwright_worker.data.prefetch import Prefetcher, StepSamples
 from meshwright_worker.data.sample_assignment import SampleAssignment
 from meshwright_worker.data.sample_order import SampleDigest
-from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.distributed.mesh import STEP_TIMEOUT, Mesh, set_collective_timeout
 from meshwright_worker.distributed.step_clock import phase
 from meshwright_worker.distributed.timed_collectives import timed_collectives
 from meshwright_worker.memory.peaks import memory_peaks
 from meshwright_worker.parallel.pipeline.slot_times import is_timed
+from meshwright_worker.rank.failures import WentBackError
 from meshwright_worker.rank.task import Outcome, RankEvents, StepReport, StepTimes
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
+from meshwright_worker.trainer.checkpoint_requests import CheckpointRequests
 from meshwright_worker.trainer.evaluation import Evaluation
+from meshwright_worker.trainer.loss_anomalies import DivergedError
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
 from meshwright_worker.trainer.step_profiler import StepProfiler
 from meshwright_worker.trainer.step_times import simulated_bubble, step_times
@@ -97,6 +101,7 @@ class TrainingLoop:
         )
         self._full_row_flops = self._step_flops()
         self._events = events
+        self._requests = CheckpointRequests(run, mesh, events)
         self._digest = SampleDigest()
         self._unreported = 0.0
         """Seconds of steps without a result yet: a pipeline without flushes reports results later."""
@@ -131,11 +136,12 @@ class TrainingLoop:
             self._profiler.after(number)
             if number == first:
                 self._events.phase("first-step", time.monotonic() - started_at)
+                set_collective_timeout(STEP_TIMEOUT)
             if stopped:
                 break
             if self._checkpoint_manager is not None:
                 self._checkpoint_manager.report()
-                if self._checkpoint_manager.due(number):
+                if self._requests.due or self._checkpoint_manager.due(number):
                     state, stopped = self._drain(state)
                     self._save(state, wait=False)
                     if stopped:
@@ -148,6 +154,7 @@ class TrainingLoop:
     def _save(self, state: TrainingState, *, wait: bool) -> None:
         started_at, trainer = time.monotonic(), self._trainer
         if self._checkpoint_manager is not None:
+            self._requests.answer(state.step)
             with phase(_CHECKPOINT):
                 self._checkpoint_manager.save(
                     trainer.shards,
@@ -173,21 +180,56 @@ class TrainingLoop:
         if evaluation is not None:
             # A pipeline without flushes drains first, so that all stages have the weights after this step.
             results += self._trainer.drain()
+        self._requests.record(results)
+        self._requests.end_step(number)
         if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
             self._digest.add(mine.numbers, mine.samples)
         after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=state.loss)
         after = self._report_results(results, after, time.monotonic() - started_at, read - started_at, evaluation)
+        for result in results:
+            if result.went_back:
+                self._go_back(result, consumed)
         return self._trainer.update_state(after), any(result.stop for result in results)
+
+    def _go_back(self, result: StepResult, samples: int) -> NoReturn:
+        """Make an older checkpoint the latest one, with the position after this step's samples. Collective.
+
+        If ranks die meanwhile, training continues from what is then the latest checkpoint, at its own position: it may
+        meet the same samples again, and goes back again.
+
+        Raises:
+            WentBackError: always, unless there is no checkpoint.
+            DivergedError: there is none.
+        """
+        manager, trainer, spec = self._checkpoint_manager, self._trainer, self._training.anomalies
+        if manager is None or spec is None or manager.remove_newer(result.step, spec.go_back_steps) is None:
+            raise DivergedError(f"{result.went_back}; there is no checkpoint to go back to")
+        tensors = trainer.shards, trainer.optimizer
+        state = manager.load(*tensors, trainer.buffers, trainer.outer, trainer.compression_state)
+        anomalies = state.anomalies or AnomalyState()
+        changed = {
+            "samples": samples,
+            "digest": state.digest if self._mesh.rank == 0 else 0,
+            "anomalies": anomalies.model_copy(update={"went_back": anomalies.went_back + 1}),
+        }
+        manager.save(
+            *tensors,
+            state.model_copy(update=changed),
+            trainer.buffers,
+            trainer.outer,
+            trainer.compression_state,
+            wait=True,
+            replace=True,
+        )
+        raise WentBackError(f"{result.went_back}: went back to step {state.step}, and continue with other samples")
 
     def _timed_step(self, number: int, mine: StepSamples) -> StepResult | None:
         """Run a step, and time its slots if it is one of those to be shown."""
         recorder = self._trainer.slot_recorder if is_timed(number, self._first) else None
         if recorder is not None:
             recorder.begin(number)
-        result = self._trainer.step(number, mine.batch, stop=self._events.stop_requested())
-        if recorder is not None:
-            recorder.end()
-        return result
+        stop, save = self._events.stop_requested(), self._events.take_checkpoint_request()
+        return self._trainer.step(number, mine.batch, stop=stop, save=save)
 
     def _drain(self, state: TrainingState) -> tuple[TrainingState, bool]:
         """Finish all started steps; a pipeline without flushes is some steps behind.
@@ -198,6 +240,7 @@ class TrainingLoop:
         started_at = time.monotonic()
         results = self._trainer.drain()
         stopped = any(result.stop for result in results)
+        self._requests.record(results)
         return (
             self._report_results(results, state, time.monotonic() - started_at, 0.0, None) if results else state
         ), stopped

@@ -35,6 +35,10 @@ class Tool:
     gpus: int = 0
     memory: str | None = None
     """Request and limit of memory. None: neither is set."""
+    cpu: str = "1"
+    """Request of CPUs."""
+    only_checkpoints: bool = False
+    """Whether the pod has only the checkpoint claim, and neither the job's other volumes nor its variables."""
     writes_claim: bool = False
     """Whether the program writes to the checkpoint claim. Otherwise every claim is mounted read-only."""
     has_output: bool = False
@@ -109,8 +113,8 @@ def _container(workers: WorkersSpec, tool: Tool, mounts: list[KubeObject]) -> Ku
         "image": workers.image,
         **({"imagePullPolicy": policy.value} if policy is not None else {}),
         "command": list(tool.command),
-        "env": [_variable(variable) for variable in workers.env],
-        "resources": {"requests": {"cpu": "1", **limits}, "limits": limits},
+        "env": [] if tool.only_checkpoints else [_variable(variable) for variable in workers.env],
+        "resources": {"requests": {"cpu": tool.cpu, **limits}, "limits": limits},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": mounts,
     }
@@ -132,6 +136,8 @@ def _volumes(spec: ParallelTrainingJobSpec, tool: Tool) -> list[tuple[KubeObject
     )
     if found and tool.writes_claim:
         found[0][1]["readOnly"] = False
+    if tool.only_checkpoints:
+        return found
     if spec.data is not None and spec.data.claim_name:
         found.append(_claim("data", spec.data.claim_name, labels.DATA_MOUNT))
     found += [_job_volume(volume) for volume in spec.workers.volumes]

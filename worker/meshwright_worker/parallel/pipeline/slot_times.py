@@ -90,7 +90,9 @@ class SlotRecorder:
         self._slots[-1].ended = self._mark()
 
     def end(self) -> None:
-        """The step is over on all ranks."""
+        """All ranks of the pipeline are here together: call it where a collective of the step has ended, and before
+        what each rank does by itself.
+        """
         if self._mark is not None:
             self._end, self._mark = self._mark(), None
 

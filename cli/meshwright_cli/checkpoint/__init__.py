@@ -1,0 +1,1 @@
+"""`meshwright checkpoint`: the checkpoints of a job."""

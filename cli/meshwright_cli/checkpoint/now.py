@@ -1,0 +1,37 @@
+"""`meshwright checkpoint now`: ask a job for a checkpoint."""
+
+from __future__ import annotations
+
+import click
+
+from meshwright_cli.client.async_client import AsyncClient
+from meshwright_cli.client.objects import Job
+from meshwright_cli.completion import complete_jobs
+from meshwright_cli.jobs.access import Access, cluster_options
+from meshwright_cli.jobs.output import next_command, output_option, print_job
+from meshwright_cli.jobs.wait import timeout_option
+
+
+@click.command(epilog="Next: meshwright status JOB.")
+@click.argument("job", shell_complete=complete_jobs)
+@click.option(
+    "--wait/--no-wait", "waits", default=True, show_default=True, help="Wait until the checkpoint is durable."
+)
+@timeout_option
+@output_option("json", "yaml", "name")
+@cluster_options
+def now(job: str, waits: bool, timeout: float | None, output: str | None, access: Access) -> None:
+    """Ask a job that trains for a checkpoint after its current step. Training goes on.
+
+    Exits with 1 if there will be none, for example because the job is not Running, and with 5 if the time-out passes.
+    """
+
+    async def ask(client: AsyncClient) -> Job:
+        request = await client.request_checkpoint(job)
+        return await client.requested_checkpoint(job, request, timeout=timeout) if waits else await client.get(job)
+
+    found = access.run(ask)
+    saved = found.status.checkpoint_request
+    done = f"saved the checkpoint of step {saved.step:,}" if waits and saved and saved.step is not None else ""
+    print_job(found, output, done or "asked for a checkpoint")
+    next_command("status", job)

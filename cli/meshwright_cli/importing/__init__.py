@@ -1,0 +1,1 @@
+"""`meshwright import`: reads the configuration of another framework as a job."""

@@ -1,0 +1,105 @@
+"""The settings of a framework's configuration, and which of them were read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class ImportFileError(ValueError):
+    """The file is not a configuration that can be read. The message says why."""
+
+
+@dataclass(slots=True)
+class Settings:
+    """Settings by name. What nobody reads has no equivalent in a job."""
+
+    values: Mapping[str, Any]
+    read: set[str] = field(default_factory=set)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a setting, which is now read."""
+        self.read.add(name)
+        return self.values.get(name, default)
+
+    def integer(self, name: str, default: int | None = None) -> int | None:
+        """The value of a setting with an integer.
+
+        Raises:
+            ImportFileError: it is not an integer.
+        """
+        value = self.get(name, default)
+        if value in (None, "auto"):
+            return default
+        try:
+            return int(str(value).replace("_", ""))
+        except ValueError:
+            raise ImportFileError(f"`{name}` must be an integer, got {value!r}") from None
+
+    def number(self, name: str, default: float | None = None) -> float | None:
+        """The value of a setting with a number.
+
+        Raises:
+            ImportFileError: it is not a number.
+        """
+        value = self.get(name, default)
+        if value in (None, "auto"):
+            return default
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise ImportFileError(f"`{name}` must be a number, got {value!r}") from None
+
+    def flag(self, name: str) -> bool:
+        """Whether a setting is on."""
+        return self.get(name) in (True, "True", "true", "1", 1, "")
+
+    @property
+    def unread(self) -> list[str]:
+        """The settings that were not read."""
+        return sorted(set(self.values) - self.read)
+
+
+@dataclass(slots=True)
+class Imported:
+    """A job's spec, as far as the configuration has it."""
+
+    framework: str
+    spec: dict[str, Any]
+    without_equivalent: list[str]
+    """Settings that a job does not have."""
+    notes: list[str] = field(default_factory=list)
+    """What differs, and what the configuration does not have."""
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested settings, with their path."""
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are known, also of nested dictionaries; empty ones are left out."""
+    cleaned = {name: without_none(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    return {name: value for name, value in cleaned.items() if value is not None and value != {}}
+
+
+def micro_batches(global_batch: int | None, micro_batch: int | None, replicas: int | None) -> int | None:
+    """Micro-batches per replica and step, if they are known.
+
+    Raises:
+        ImportFileError: the batch does not divide.
+    """
+    if not (global_batch and micro_batch and replicas):
+        return None
+    if global_batch % (micro_batch * replicas):
+        raise ImportFileError(
+            f"the global batch ({global_batch}) must be a multiple of the micro-batch ({micro_batch}) times the "
+            f"replicas ({replicas})"
+        )
+    return global_batch // (micro_batch * replicas)

@@ -1,0 +1,186 @@
+"""`meshwright import` reads what `meshwright plan --for` prints, and the frameworks' usual files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from meshwright_cli.main import main
+
+JOB = {
+    "apiVersion": "meshwright.dev/v1alpha1",
+    "kind": "ParallelTrainingJob",
+    "metadata": {"name": "llama"},
+    "spec": {
+        "replicas": 4,
+        "model": {"preset": "llama-2-7b"},
+        "data": {"source": "PythonStdlib"},
+        "training": {
+            "steps": 500,
+            "globalBatchSize": 64,
+            "sequenceLength": 4096,
+            "precision": "bf16",
+            "activationCheckpointing": "Full",
+            "optimizer": {"learningRate": 0.001, "minLearningRate": 0.0001, "warmupSteps": 10},
+        },
+        "parallelism": {"tensor": 2, "pipeline": 2, "microBatches": 4, "zeroStage": 1, "schedule": "1F1B"},
+        "workers": {"image": "worker:1", "gpusPerWorker": 8},
+        "checkpoint": {"claimName": "checkpoints", "everySteps": 50},
+    },
+}
+SCRIPT = """#!/bin/bash
+# A script as in Megatron-LM's examples.
+GPUS_PER_NODE=8
+TP=4
+export CHECKPOINTS=${OUT:-/ckpt}
+MODEL_ARGS=(
+    --num-layers 32 --hidden-size 4096
+    --num-attention-heads 32 --ffn-hidden-size 11008 --swiglu --normalization RMSNorm
+    --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope
+)
+torchrun --nproc_per_node $GPUS_PER_NODE --nnodes 2 pretrain_gpt.py ${MODEL_ARGS[@]} \\
+    --tensor-model-parallel-size ${TP} --sequence-parallel --seq-length=4096 --vocab-size 32000 \\
+    --micro-batch-size 1 --global-batch-size 32 --train-iters 100 --lr 3e-4 --bf16 \\
+    --tokenizer-model $TOKENIZER --save $CHECKPOINTS --save-interval 10 --moe-grouped-gemm
+"""
+TITAN = """
+[model]
+name = "llama3"
+flavor = "8B"
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+[training]
+local_batch_size = 4
+seq_len = 8192
+steps = 1000
+dataset = "c4"
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 2
+pipeline_parallel_schedule = "Interleaved1F1B"
+[checkpoint]
+enable = true
+interval = 20
+"""
+
+
+def run(*words: object) -> str:
+    result = CliRunner().invoke(main, list(map(str, words)))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def imported(path: Path, text: str, *options: object) -> tuple[list[str], dict[str, Any]]:
+    path.write_text(text)
+    output = run("import", path, *options)
+    comments = [line.removeprefix("# ") for line in output.splitlines() if line.startswith("# ")]
+    return comments, yaml.safe_load(output)["spec"]
+
+
+def planned_for(framework: str, path: Path) -> str:
+    path.write_text(yaml.safe_dump(JOB))
+    return run("plan", "-f", path, "--for", framework)
+
+
+def test_arguments_of_megatron_are_read_back(tmp_path: Path) -> None:
+    text = planned_for("megatron-lm", tmp_path / "job.yaml")
+    comments, spec = imported(tmp_path / "train.sh", text, "--gpus", 16)
+    assert spec["replicas"] == 4
+    assert {name: spec["parallelism"][name] for name in ("tensor", "pipeline", "microBatches", "zeroStage")} == {
+        "tensor": 2,
+        "pipeline": 2,
+        "microBatches": 4,
+        "zeroStage": 1,
+    }
+    assert spec["model"]["vocabSize"] == 32_000
+    assert spec["model"]["ropeTheta"] == 10_000
+    assert spec["training"]["optimizer"]["learningRate"] == 0.001
+    assert spec["training"]["activationCheckpointing"] == "Full"
+    assert spec["checkpoint"]["everySteps"] == 50
+    assert "no equivalent: --tokenizer-type" in comments
+
+
+def test_a_job_that_only_lacks_its_data_is_valid_with_it(tmp_path: Path) -> None:
+    _, spec = imported(tmp_path / "t.sh", planned_for("megatron-lm", tmp_path / "job.yaml"), "--gpus", 16)
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump({**JOB, "spec": {**spec, "data": {"source": "PythonStdlib"}}}))
+    assert "TP 2 x PP 2 x DP 4" in run("plan", "-f", again)
+
+
+def test_a_script_with_variables_and_arrays(tmp_path: Path) -> None:
+    comments, spec = imported(tmp_path / "train.sh", SCRIPT)
+    assert spec["replicas"] == 4, "16 GPUs of torchrun's flags, in tensor-parallel groups of 4"
+    assert spec["parallelism"]["tensor"] == 4
+    assert spec["parallelism"]["microBatches"] == 8
+    assert spec["model"]["vocabSize"] == 32_256
+    assert spec["training"]["sequenceLength"] == 4096
+    assert "the vocabulary of 32000 tokens is padded to 32256" in comments
+    assert "the value of --tokenizer-model is a variable that the file does not set" in comments
+    assert "no equivalent: --moe-grouped-gemm" in comments
+
+
+def test_deepspeed_configuration(tmp_path: Path) -> None:
+    config = {
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.99]}},
+        "bf16": {"enabled": True},
+    }
+    comments, spec = imported(tmp_path / "ds.json", json.dumps(config), "--preset", "llama-2-7b")
+    assert spec["replicas"] == 8
+    assert spec["parallelism"] == {"tensor": 1, "pipeline": 1, "microBatches": 4, "zeroStage": 3}
+    assert spec["training"]["optimizer"]["offload"] == "CPU"
+    assert spec["training"]["optimizer"]["beta2"] == 0.99
+    assert spec["training"]["precision"] == "bf16"
+    assert "no equivalent: zero_optimization.overlap_comm" in comments
+    assert any(one.startswith("to do: spec.training.steps") for one in comments)
+
+
+def test_torchtitan_configuration(tmp_path: Path) -> None:
+    comments, spec = imported(tmp_path / "llama3_8b.toml", TITAN, "--gpus", 32)
+    assert spec["replicas"] == 8
+    assert spec["model"] == {"preset": "llama-3.1-8b"}
+    asked = spec["parallelism"]
+    assert (asked["tensor"], asked["pipeline"], asked["schedule"], asked["microBatches"], asked["zeroStage"]) == (
+        *(2, 2, "Interleaved1F1B", 4, 3),
+    )
+    assert spec["training"]["globalBatchSize"] == 32
+    assert "no equivalent: training.dataset" in comments
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "unknown format: expected DeepSpeed's JSON"),
+        ("hello", "unknown format"),
+        ('{"train_batch_size": "many"}', "`train_batch_size` must be an integer, got 'many'"),
+        ("x --num-layers 'two", "quotes do not match"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "file"
+    path.write_text(text)
+    result = CliRunner().invoke(main, ["import", str(path)])
+    assert result.exit_code == 1
+    assert message in result.output
+
+
+def test_plan_for_a_framework_as_json_and_what_it_cannot_express(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(JOB))
+    found = json.loads(run("plan", "-f", path, "--for", "nanotron", "-o", "json"))
+    assert found["command"][-2:] == ["--config-file", "nanotron.yaml"]
+    assert found["plan"]["tensor"] == 2
+    assert yaml.safe_load(found["files"]["nanotron.yaml"])["parallelism"]["dp"] == 4
+    result = CliRunner().invoke(main, ["plan", "-f", str(path), "--for", "torchtitan"])
+    assert result.exit_code == 1
+    assert "torchtitan: `llama-2-7b` has no configuration in torchtitan" in result.output

@@ -1,0 +1,112 @@
+"""Plans for other frameworks: only what a framework can express is planned, and what it does not take is named."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from typing import Any
+
+import pytest
+import yaml
+
+from meshwright.api.parsing import parse_spec
+from meshwright.planner.cost.frameworks import FRAMEWORKS
+from meshwright.planner.errors import PlanError
+from meshwright.planner.frameworks.planning import launch_of
+from meshwright.planner.frameworks.registry import TARGETS
+from meshwright.planner.frameworks.target import Launch
+from meshwright.planner.plan import Plan, make_plans
+from tests.planner.frameworks.plans import cluster, job, planned
+
+
+def launched(name: str, raw: dict[str, Any]) -> tuple[Plan, Launch]:
+    spec = parse_spec(raw)
+    plan = make_plans(spec, cluster(), max_plans=1, target=TARGETS[name])[0]
+    assert plan.architecture is not None
+    return plan, launch_of(spec, plan.architecture, plan.strategy, TARGETS[name])
+
+
+def value(launch: Launch, flag: str) -> str:
+    return launch.command[launch.command.index(flag) + 1]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_plan_can_be_expressed_and_fits_the_batch(name: str) -> None:
+    target = TARGETS[name]
+    assert target.account in FRAMEWORKS
+    for one in islice(planned(target, seed=1), 5):
+        strategy, model = one.plan.strategy, one.plan.architecture
+        assert model is not None
+        assert target.strategy_problem(model, strategy) == ""
+        assert strategy.micro_batch_size * strategy.micro_batches * strategy.data == 256
+        assert one.plan.estimate is not None
+
+
+def test_megatron_stages_of_different_sizes_are_written_as_a_layout() -> None:
+    asked = {"tensor": 2, "pipeline": 4, "layerSplit": [7, 9, 9, 7], "schedule": "1F1B", "zeroStage": 1}
+    plan, launch = launched("megatron-lm", job("llama-3.1-8b", asked))
+    assert value(launch, "--pipeline-model-parallel-layout") == "|".join(
+        ["E" + 7 * "t", 9 * "t", 9 * "t", 7 * "t" + "L"]
+    )
+    assert "--use-distributed-optimizer" not in launch.command, "one replica has nothing to shard over"
+    assert "no equivalent: spec.data.source" in launch.notes
+    assert plan.strategy.world_size == 8
+
+
+def test_virtual_stages_sharding_and_experts_of_megatron() -> None:
+    asked = {"tensor": 2, "pipeline": 2, "schedule": "Interleaved1F1B", "virtualStages": 4, "zeroStage": 0, "expert": 4}
+    _, launch = launched("megatron-lm", job("mixtral-8x7b", asked, replicas=8))
+    assert value(launch, "--num-virtual-stages-per-pipeline-rank") == "4"
+    assert value(launch, "--expert-model-parallel-size") == "4"
+    assert value(launch, "--num-experts") == "8"
+    _, launch = launched("megatron-lm", job("llama-2-7b", {"tensor": 2, "pipeline": 2, "zeroStage": 1}, replicas=8))
+    assert "--use-distributed-optimizer" in launch.command
+
+
+def test_pieces_of_torchtitan() -> None:
+    shards = {"tensor": 1, "pipeline": 2, "zeroStage": 3, "dataParallel": {"shardSize": 8}, "schedule": "1F1B"}
+    plan, launch = launched("torchtitan", job("llama-3.1-8b", shards, replicas=16))
+    assert value(launch, "--parallelism.data_parallel_replicate_degree") == "2"
+    assert value(launch, "--parallelism.data_parallel_shard_degree") == "8"
+    strategy = plan.strategy
+    local = strategy.micro_batches * strategy.micro_batch_size
+    assert value(launch, "--training.local_batch_size") == str(local)
+
+
+def test_configurations_are_files() -> None:
+    plan, launch = launched("deepspeed", job("llama-2-7b", {"tensor": 1, "pipeline": 1, "zeroStage": 3}, replicas=8))
+    config = json.loads(launch.files["ds_config.json"])
+    assert config["zero_optimization"] == {"stage": 3}
+    assert config["train_batch_size"] == 256
+    assert config["gradient_accumulation_steps"] == plan.strategy.micro_batches
+    _, launch = launched("nanotron", job("llama-2-7b", {"tensor": 2, "pipeline": 2}, replicas=2))
+    asked = yaml.safe_load(launch.files["nanotron.yaml"])["parallelism"]
+    assert (asked["tp"], asked["pp"], asked["dp"]) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "parallelism", "message"),
+    [
+        ("deepspeed", "llama-2-7b", {"pipeline": 2, "tensor": 1, "zeroStage": 3}, "incompatible with its pipeline"),
+        ("nanotron", "llama-3.1-8b", {}, "rescaled rotary positions are not written"),
+        ("nanotron", "llama-2-7b", {"zeroStage": 3}, "`parallelism.zeroStage` 2 and 3 have no counterpart"),
+        ("torchtitan", "llama-2-7b", {}, "`llama-2-7b` has no configuration in torchtitan: use one of"),
+        ("torchtitan", "llama-3.1-8b", {"zeroStage": 1}, "`parallelism.zeroStage: 1` has no counterpart"),
+        ("megatron-lm", "llama-3.1-8b", {"pipeline": 2, "schedule": "ZBV"}, "`parallelism.schedule: ZBV` has no flag"),
+    ],
+)
+def test_what_a_framework_cannot_express_is_rejected_with_the_field(
+    name: str, model: str, parallelism: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=f"{name}: .*{message}"):
+        launched(name, job(model, parallelism, replicas=8))
+
+
+def test_settings_that_a_framework_does_not_take_are_named() -> None:
+    raw = job("llama-2-7b", {}, replicas=8)
+    raw["spec"]["training"]["evaluation"] = {"samples": 8}
+    raw["spec"]["data"]["heldOut"] = 0.05
+    raw["spec"]["training"]["lossChunkTokens"] = 128
+    _, launch = launched("nanotron", raw)
+    assert "no equivalent: spec.training.evaluation.samples" in launch.notes
+    assert "no equivalent: spec.training.lossChunkTokens" in launch.notes

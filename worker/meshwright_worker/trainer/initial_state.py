@@ -1,0 +1,61 @@
+"""The values that a trainer starts with: those of a checkpoint, of published weights, or drawn ones.
+
+Drawing and reading take long for large models. So each parameter gets its values once: a resumed run draws nothing that
+its checkpoint contains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.checkpoint.manager import CheckpointManager
+from meshwright_worker.checkpoint.manifest import TrainingState
+from meshwright_worker.distributed.mesh import Mesh, is_same_on_all_ranks
+from meshwright_worker.models.init_weights import draw_into
+from meshwright_worker.models.lora import is_adapter
+from meshwright_worker.parallel.shards import ParameterShard
+from meshwright_worker.pretrained.errors import PretrainedError
+from meshwright_worker.pretrained.load import load_pretrained
+from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
+from meshwright_worker.trainer.trainer import Trainer
+
+
+def load_state(
+    trainer: Trainer | AsyncPipelineTrainer, run: NativeRun, mesh: Mesh, checkpoint_manager: CheckpointManager | None
+) -> TrainingState:
+    """Fill every parameter of a trainer that was built without values, and return the state to start from. Collective.
+
+    Raises:
+        PretrainedError: `training.initialWeights` contains another model, is damaged, or differs between ranks.
+        CheckpointMismatchError, CheckpointVolumeError, ForeignCheckpointError: as `CheckpointManager.load`.
+    """
+    state = TrainingState()
+    if checkpoint_manager is not None:
+        state = checkpoint_manager.load(
+            trainer.shards, trainer.optimizer, trainer.buffers, trainer.outer, trainer.compression_state
+        )
+    resumed = state.step > 0
+    # Checkpoints do not contain frozen parameters.
+    missing = [*trainer.frozen] if resumed else [*trainer.shards, *trainer.frozen]
+    if run.training.initial_weights is None:
+        draw_shards(missing, run)
+        return state
+    draw_shards([shard for shard in missing if is_adapter(shard.name)], run)
+    published = [shard for shard in missing if not is_adapter(shard.name)]
+    if published or not resumed:
+        fingerprint = load_pretrained(
+            published, run.architecture, Path(run.training.initial_weights), {} if resumed else trainer.buffers
+        )
+        if not is_same_on_all_ranks(fingerprint, mesh):
+            raise PretrainedError(
+                "the ranks see different files in `training.initialWeights`: every pod needs the same"
+            )
+    return state
+
+
+def draw_shards(shards: Sequence[ParameterShard], run: NativeRun) -> None:
+    """Give shards the initial values of their parts."""
+    for shard in shards:
+        draw_into(shard.local, shard.name, shard.shape, shard.box, run.architecture, run.training.seed)

@@ -1,0 +1,69 @@
+"""Uses each kernel and each communicator once before the first step of a mesh generation on GPUs.
+
+The first launch of a kernel, and the first collective of a group, wait for everything on the device. In the first step
+a rank would so wait for its peers again and again.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from meshwright.models.architecture import Architecture
+from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.distributed.mesh import Mesh, own_groups
+from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.precision.dtypes import compute_dtype, stored_dtype
+
+_POSITIONS, _WIDTH = 128, 256
+
+
+def warm_up(run: NativeRun, mesh: Mesh) -> None:
+    """Run a small model without communication, then a small collective in every group of this rank. Collective.
+
+    Does nothing on CPUs.
+    """
+    if mesh.device.type != "cuda":
+        return
+    warm_up_kernels(run, mesh.device)
+    warm_up_groups(mesh.device)
+    torch.cuda.synchronize(mesh.device)
+
+
+def warm_up_kernels(run: NativeRun, device: torch.device) -> None:
+    """Run forward and backward pass of one narrow layer, with the heads and number formats of the run's model."""
+    model = narrow(run.architecture)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(0)
+        stage = DecoderStage(model, compute_dtype(run.training.precision)).to(stored_dtype(run.training))
+        for parameter in stage.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        length = min(_POSITIONS, model.positions or _POSITIONS)
+        tokens = torch.randint(0, model.vocab_size, (1, length))
+        stage(tokens, targets=tokens).backward()
+
+
+def narrow(model: Architecture) -> Architecture:
+    """Return a model of one layer that uses the same attention, with one group of heads and a small vocabulary."""
+    changes = {
+        "name": "",
+        "layers": 1,
+        "hidden_size": _WIDTH,
+        "intermediate_size": _WIDTH,
+        "heads": model.heads // model.kv_heads,
+        "kv_heads": 1,
+        "vocab_size": _WIDTH,
+        "mixture": None,
+    }
+    return model.model_copy(update=changes)
+
+
+def warm_up_groups(device: torch.device) -> None:
+    """Create the communicator of every group on the backend of the device. Collective.
+
+    All ranks have their common groups in the same order, so that no two of them wait for each other.
+    """
+    backend = dist.get_backend()
+    for group in own_groups():
+        if dist.get_backend(group) == backend:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
