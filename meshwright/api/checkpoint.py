@@ -64,8 +64,8 @@ class CheckpointSpec(ApiModel):
     this, `uri`, or both."""
     uri: Annotated[str, Field(min_length=6, max_length=512, pattern=r"^[a-z][a-z0-9+.-]*://[^\s]+$")] | None = None
     """Prefix for the checkpoints in an object store, as a URI that fsspec can write, such as `s3://bucket/runs`. The
-    image must contain the package for the scheme; Meshwright's has that for `s3://`. Credentials are not part of it:
-    see `store.secretName`."""
+    image must contain the package for the scheme, such as s3fs. Credentials are not part of it: see
+    `store.secretName`."""
     store: StoreSpec | None = None
     """How the object store of `uri` is used."""
     every_steps: Steps | None = None

@@ -230,23 +230,23 @@ def _environment(context: PodContext, placed: WorkerPlacement) -> list[KubeObjec
         labels.ENV_METRICS_PORT: str(labels.METRICS_PORT),
         labels.ENV_GRACE_SECONDS: str(grace),
     }
+    checkpoint = context.spec.checkpoint
+    credentials = store_credentials(checkpoint)
+    hidden = [variable.name for variable in context.spec.workers.env if _is_secret(variable)]
+    if hidden := [*hidden, *(variable["name"] for variable in credentials)]:
+        values[labels.ENV_SECRET_VARIABLES] = ",".join(hidden)
     if context.trust.bundle:
         values[labels.ENV_COORDINATOR_CA] = context.trust.bundle
     if context.trust.server_name:
         values[labels.ENV_COORDINATOR_NAME] = context.trust.server_name
-    checkpoint = context.spec.checkpoint
     if checkpoint is not None and checkpoint.claim_name is not None:
         values[labels.ENV_CHECKPOINT_DIR] = checkpoint_directory(context.name, context.uid)
     if checkpoint is not None and checkpoint.uri is not None:
         values[labels.ENV_CHECKPOINT_URI] = checkpoint_uri(checkpoint.uri, context.name, context.uid)
-    credentials = store_credentials(checkpoint)
     if context.spec.data is not None and context.spec.data.claim_name:
         values[labels.ENV_DATA_DIR] = labels.DATA_MOUNT
     if context.spec.runtime.scripts:
         values[labels.ENV_SCRIPTS_DIR] = labels.SCRIPTS_MOUNT
-    hidden = [variable.name for variable in context.spec.workers.env if _is_secret(variable)]
-    if hidden := [*hidden, *(variable["name"] for variable in credentials)]:
-        values[labels.ENV_SECRET_VARIABLES] = ",".join(hidden)
     if needs := pod_needs(context):
         values[labels.ENV_POD_NEEDS] = needs
     secret = {"name": context.secret, "key": TOKEN_KEY}
