@@ -9,7 +9,7 @@ except ModuleNotFoundError:
 
 from meshwright_cli.lazy_group import LazyCommand, LazyGroup
 
-JOBS, PLANNING, LOCAL = "Jobs", "Plan and explain", "Without a cluster"
+JOBS, PLANNING = "Jobs", "Plan and explain"
 
 
 def _job_command(module: str, attribute: str, summary: str) -> LazyCommand:
@@ -53,6 +53,7 @@ COMMANDS = {
         "meshwright_cli.cost.command:cost",
         "Print the GPU-hours of jobs by cause, and with --price the money.",
         "meshwright-cli",
+        JOBS,
     ),
     "data": LazyCommand(
         "meshwright_cli.commands.data:data",
@@ -96,6 +97,7 @@ COMMANDS = {
         "meshwright_cli.report.open_command:open_report",
         "Serve the report of a job on this machine, and update it.",
         "meshwright-cli",
+        JOBS,
     ),
     "plan": LazyCommand(
         "meshwright_cli.plan.command:plan",
@@ -107,11 +109,19 @@ COMMANDS = {
         "meshwright_cli.report.command:report",
         "Write one HTML page about a job or a plan.",
         "meshwright-cli",
+        JOBS,
+    ),
+    "simulate": LazyCommand(
+        "meshwright_cli.simulate.command:simulate",
+        "Simulate months of a job with failures: goodput, interval, spares.",
+        "meshwright-cli",
+        PLANNING,
     ),
     "validate": LazyCommand(
         "meshwright_cli.commands.validate:validate",
         "Check manifests of jobs without a cluster.",
         "meshwright-cli",
+        PLANNING,
     ),
     "version": LazyCommand(
         "meshwright_cli.commands.version:version", "Print the versions of Meshwright and Python.", "meshwright-cli"
@@ -119,7 +129,12 @@ COMMANDS = {
 }
 
 
-@click.group(cls=LazyGroup, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup,
+    lazy=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Begin with `meshwright demo`, which needs no cluster, or on a cluster with `meshwright doctor`.",
+)
 @click.version_option(package_name="meshwright", prog_name="meshwright")
 def main() -> None:
     """Plan, place and run parallel training on Kubernetes."""

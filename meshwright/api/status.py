@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from functools import lru_cache
 from typing import Annotated
 
@@ -356,6 +357,32 @@ class SlowRank(ApiModel):
     """Whether it has been slow for so long that the event `SlowRank` was posted."""
 
 
+class LimitKind(StrEnum):
+    """What the time of a step depends on most."""
+
+    COMPUTE = "Compute"
+    DATA = "Data"
+    RANK = "Rank"
+    COMMUNICATION = "Communication"
+    PIPELINE = "Pipeline"
+
+
+class StepLimit(ApiModel):
+    """What limits the time of a step: what to look at first to make steps faster."""
+
+    kind: LimitKind
+    """`Data`: ranks wait for samples. `Rank`: one rank computes longer than its peers. `Communication`: ranks wait for
+    collectives of one dimension. `Pipeline`: ranks wait for other stages. `Compute`: none of these."""
+    percent: Annotated[int, Field(ge=0, le=100)]
+    """Its part of a step, in steps of 5 %."""
+    dimension: Annotated[str, Field(max_length=16)] = ""
+    """The dimension of `Communication`: `tensor`, `context`, `expert` or `data`."""
+    rank: Count | None = None
+    """The rank of `Rank`, or the one that waits longest for `Data` or `Communication`."""
+    stage: Count | None = None
+    """The stage with the longest passes, for `Pipeline`."""
+
+
 class ParallelTrainingJobStatus(ApiModel):
     """Observed state of the job."""
 
@@ -403,6 +430,8 @@ class ParallelTrainingJobStatus(ApiModel):
         | None
     ) = None
     """Nodes on which workers have failed, the latest last, with `recovery.suspectNodes`."""
+    limit: StepLimit | None = None
+    """What limits the time of recent steps, while ranks of Meshwright's runtime train."""
     slow_rank: SlowRank | None = None
     """The slowest rank, while it computes much longer than its peers."""
     last_failure: FailureStatus | None = None

@@ -126,7 +126,7 @@ class AnomaliesSpec(ApiModel):
     `GoBack`: restart from an older checkpoint, with the samples that follow this step."""
     spike: AnomalyAction | None = None
     """The same for a spike: a loss or gradient norm above the mean of the window by more than `spikeSigmas` standard
-    deviations. By default spikes are not looked for."""
+    deviations; the norm also at least five times the mean. By default spikes are not looked for."""
     spike_sigmas: Annotated[float, Field(ge=1, le=1000)] = 6.0
     """Standard deviations from which on a step is a spike. A standard deviation counts as at least 1 % of the mean."""
     window: Annotated[int, Field(ge=8, le=1024)] = 128

@@ -219,6 +219,11 @@ class RankProcess(OpenMessage):
     """State letter of the process (proc(5)) if it has been idle for a while, such as `T` for stopped."""
     compute_seconds: float | None = None
     """Recent time for which the rank computes in a step, without waits. Agents before 0.2 send none."""
+    data_seconds: float | None = None
+    """Recent time of a step in which it waits for data. Agents before 0.2 send none."""
+    waits: Annotated[dict[Annotated[str, Field(max_length=16)], float], Field(max_length=16)] = {}
+    """Dimension of the mesh -> recent seconds of a step in which it waits for communication that no computation hides;
+    `job`: for all ranks. Agents before 0.2 send none."""
 
 
 class Progress(OpenMessage):

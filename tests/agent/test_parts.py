@@ -133,10 +133,11 @@ def test_the_environment_of_a_rank() -> None:
     assert sorted(got) == sorted(reserved), "a job may not set what the agent sets"
 
 
-def test_what_processes_inherit() -> None:
-    got = process_environment({labels.ENV_TOKEN: "secret", "A": "b"})
-    assert got == {"A": "b", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    assert process_environment({"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
+def test_what_processes_inherit(tmp_path: Path) -> None:
+    user = {"HOME": str(tmp_path), "USER": "ada"}
+    got = process_environment({labels.ENV_TOKEN: "secret", "A": "b", **user})
+    assert got == {"A": "b", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **user}
+    assert process_environment({"OMP_NUM_THREADS": "4", **user})["OMP_NUM_THREADS"] == "4"
 
 
 def test_a_fork_request_arrives_complete() -> None:

@@ -18,6 +18,7 @@ from meshwright_cli.doctor.rights import (
     OPERATOR_HOME_RIGHTS,
     OPERATOR_RIGHTS,
     POD_GROUP_RIGHTS,
+    USER_RIGHTS,
     Right,
     queue_rights,
 )
@@ -317,6 +318,24 @@ def test_a_user_without_rights_sees_what_is_missing(shared):
     for check in ("Definition", "Operator", "Lease", "Coordinator", "GPU resource", "Storage"):
         assert by_check[check]["level"] == "skipped", by_check[check]
         assert "you may not" in by_check[check]["message"]
+
+
+def test_a_user_who_may_not_run_commands_in_pods_sees_which_commands_that_takes(shared):
+    roles = "/apis/rbac.authorization.k8s.io/v1/namespaces/default"
+    rules = [
+        {"apiGroups": [right.group], "resources": [right.resource], "verbs": [right.verb]}
+        for right in (*USER_RIGHTS, Right("create", "pods"), Right("get", "pods/proxy"))
+    ]
+    shared.apply(f"{roles}/roles", {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role",
+                                    "metadata": {"name": "trainer"}, "rules": rules})  # fmt: skip
+    shared.apply(f"{roles}/rolebindings", {
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "metadata": {"name": "trainer"},
+        "subjects": [{"kind": "User", "name": "ada", "apiGroup": "rbac.authorization.k8s.io"}],
+        "roleRef": {"kind": "Role", "name": "trainer", "apiGroup": "rbac.authorization.k8s.io"},
+    })  # fmt: skip
+    found = {one["check"]: one for one in diagnosed(shared, kubeconfig=shared.as_user("ada"))}["Your rights"]
+    assert found["level"] == "ok"
+    assert found["message"].endswith("except profile, export, data upload: you may not create pods/exec")
 
 
 def test_the_rights_are_those_of_the_chart():

@@ -20,7 +20,7 @@ from meshwright_cli.jobs.list_view import list_lines
 from meshwright_cli.jobs.placement_tree import placement_tree
 from meshwright_cli.jobs.status_view import JobView, next_step, status_lines
 from meshwright_cli.jobs.top_view import TopView, top_lines
-from meshwright_cli.jobs.wait import Duration
+from meshwright_cli.parameters import Duration
 from meshwright_cli.text import duration
 from tests.cli.live_server import condition, job, running
 
@@ -152,7 +152,15 @@ def test_stragglers_are_slow_behind_or_down():
     assert stragglers(times) == {3}
     assert slowness(times)[3] == pytest.approx(0.6)
     assert stragglers(rank_times(samples([20, 20, 19, 12], [0.5] * 4), {})) == {3}
-    assert stragglers(rank_times(samples([20, 20], [0.5] * 2, up=0), {})) == {0, 1}
+    one_down = samples([20] * 2, [0.5] * 2) | {1: samples([20] * 2, [0.5] * 2, up=0)[1]}
+    assert stragglers(rank_times(one_down, {})) == {1}
+
+
+def test_ranks_that_all_start_are_no_stragglers():
+    times = rank_times(samples([0] * 4, [0.0] * 4, up=0), {})
+    assert stragglers(times) == set()
+    view = JobView(made(wide_status(1)), pods("Running"))
+    assert top_lines(TopView(view, times), NOW, 80, 24)[1] == "4 ranks, none runs"
 
 
 def test_top_shows_the_slowest_ranks_that_fit():
@@ -199,6 +207,22 @@ def test_the_recorded_failure_is_chosen_and_pointed_to():
     shown = " ".join(" ".join(status_lines(JobView(job, pods("Running", "Running")), NOW, 80)).split())
     assert "Failure Hang of rank 3 10m ago, in mesh generation 2: meshwright logs lm --failed-first" in shown
     assert dict(facts(job, ClusterView()))["Failure"].endswith("meshwright logs lm --failed-first")
+
+
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        ({"kind": "Compute", "percent": 80}, "computation, 80 % of a step"),
+        ({"kind": "Communication", "percent": 35, "dimension": "data"}, "communication of the dimension `data`, 35 %"),
+        ({"kind": "Rank", "percent": 20, "rank": 3}, "rank 3, which computes longer than the other ranks of its stage"),
+        ({"kind": "Pipeline", "percent": 25, "stage": 1}, "the pipeline: ranks wait for stage 1, 25 % of a step"),
+        ({"kind": "Data", "percent": 55, "rank": 2}, "data: rank 2 waits for samples, 55 % of a step"),
+    ],
+)
+def test_what_limits_a_step_is_shown_while_the_job_trains(limit, text):
+    job = made(running(limit=limit))
+    shown = " ".join(" ".join(status_lines(JobView(job, []), NOW, 80)).split())
+    assert f"Limit {text}" in shown
 
 
 def test_suspect_nodes_are_shown_while_the_job_avoids_them():

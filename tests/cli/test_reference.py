@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import click
@@ -67,6 +68,16 @@ def test_commands_of_jobs_name_the_next_command():
             for word in command.epilog.split("meshwright ")[1:]:
                 assert word.split()[0].strip(".,") in COMMANDS, command.epilog
             assert command.epilog in CliRunner().invoke(main, [*path.split(), "--help"], terminal_width=200).output
+
+
+def test_every_command_of_a_cluster_runs_end_to_end():
+    """On the embedded cluster and, with `--cluster assets`, on a real API server."""
+    text = "\n".join(path.read_text() for path in (ROOT / "tests" / "e2e").glob("*.py"))
+    for path, command in commands():
+        if any(option.name == "kubeconfig" for option in command.params):
+            words = path.removesuffix(" job").split()  # `explain NAME` is short for `explain job NAME`
+            spoken = r",\s*".join(f'"{word}"' for word in words)
+            assert re.search(rf"(?:stage, |\"meshwright\", |main\(\)\", ){spoken}", text), path
 
 
 def test_every_exit_code_has_a_meaning_and_every_error_a_code():

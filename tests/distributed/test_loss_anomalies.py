@@ -98,6 +98,17 @@ def test_an_interrupted_run_skips_what_an_uninterrupted_one_does(pool: RankPool,
     assert all(torch.equal(want[name], got[name]) for name in want)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(20))
+def test_a_healthy_run_has_no_anomaly(pool: RankPool, tmp_path: Path, text: Path, seed: int) -> None:
+    """From random weights, with the default threshold: warm-up, fast progress at the beginning, then a plateau."""
+    spec = AnomaliesSpec(spike=AnomalyAction.FAIL, window=64)
+    run = small_run(steps=300, every=300, seed=seed, training={"anomalies": spec}, optimizer={"warmup_steps": 20})
+    ((outcome, message, recorder),) = run_ranks(pool, run, tmp_path, text, {})
+    assert outcome is Outcome.COMPLETE, message
+    assert not any(report.skipped for report in recorder.reports)
+
+
 def test_too_many_skipped_steps_fail(pool: RankPool, tmp_path: Path, text: Path) -> None:
     spec = AnomaliesSpec(non_finite=AnomalyAction.SKIP, max_skipped=2)
     for kind, message, recorder in run_ranks(pool, anomalous(spec), tmp_path, text, dict.fromkeys((3, 4, 5), math.inf)):

@@ -2,8 +2,8 @@
 
 `render spec` is a piece of a job's spec: `meshwright plan` must accept it, laid over a plain job. `render inventory` is
 a list of nodes for `meshwright plan`, `render chaos` a list of faults for the embedded API server, `render fabric` a
-fabric of a site. `render label-sets` is the list of known fabric labels. `render PATH` is a file of the repository, or
-with `...` parts of one.
+fabric of a site, `render simulation-inputs` failures and times for `meshwright simulate`. `render label-sets` is the
+list of known fabric labels. `render PATH` is a file of the repository, or with `...` parts of one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright.planner.topology.levels import LABEL_SETS, LEVELS
 from meshwright.planner.topology.site import FabricError, parse_fabric
+from meshwright.simulation.inputs import Inputs
 from meshwright_local.apiserver.rest.chaos import Rule
 from tests.docs import programs, transcript
 from tests.docs.blocks import ROOT, Block
@@ -110,11 +111,19 @@ def _fabric(text: str) -> None:
         raise RenderError(str(error)) from error
 
 
+def _simulation_inputs(text: str) -> None:
+    try:
+        Inputs.model_validate(_parsed(text))
+    except ValidationError as error:
+        raise RenderError(str(error)) from None
+
+
 _READERS: dict[str, Callable[[str], None]] = {
     "spec": _spec,
     "inventory": _inventory,
     "chaos": _chaos,
     "fabric": _fabric,
+    "simulation-inputs": _simulation_inputs,
 }
 
 

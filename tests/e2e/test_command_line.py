@@ -79,6 +79,10 @@ async def test_the_life_of_a_job_in_every_verb(stage, tmp_path):
     # A real API server forwards to no loopback address: then the status is shown, with the reason.
     assert "STEP TIME" in top or "No metrics of ranks" in top, top
     assert "verbs" in (await run(stage, "top")).out
+    spent = json.loads((await run(stage, "cost", "verbs", "--price", "2", "-o", "json")).out)
+    assert {row["job"] for row in spent} == {"verbs"}
+    assert sum(row["gpuHours"] for row in spent) > 0
+    assert all(row["cost"] == pytest.approx(2 * row["gpuHours"], abs=0.01) for row in spent)
 
     await run(stage, "scale", "verbs", "1")
     await run(stage, "wait", "verbs", "--for", "condition=Rescaling=False", "--timeout", "10m")

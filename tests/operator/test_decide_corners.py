@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
 from meshwright.protocol.messages import AgentState, CheckpointCommit, Progress
+from meshwright.rules import recovery_times
 from meshwright_operator.decide import failure_detection, gang, gang_actions, restart_policy
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.metrics.job_record import JobRecord
@@ -52,7 +53,7 @@ def test_no_clock_makes_a_pause_longer_than_it_is(ahead: int) -> None:
     look = one_crashed(waits, seconds_ago=-ahead)
     assert (
         restart_policy.crash_backoff_left(look, failure_detection.uncounted_crashes(look))
-        <= restart_policy.LONGEST_BACKOFF_SECONDS
+        <= recovery_times.LONGEST_BACKOFF_SECONDS
     )
     gathers = running_status(mesh=mesh(pending_cause="RankFailure", pending_since=ago(-ahead), failures=3))
     step = gang.next_action(observed(None, gathers), "RankFailure")

@@ -9,13 +9,14 @@ import pytest
 
 from meshwright.api.spec import RecoverySpec
 from meshwright.api.status import MeshStatus
-from meshwright_operator.decide import hang_detection, report_interval
+from meshwright.rules import recovery_times
+from meshwright.rules.recovery_times import backoff_seconds
+from meshwright_operator.decide import report_interval
 from meshwright_operator.decide.restart_policy import (
     CAUSES,
     HANG,
     RestartCause,
     backoff_left,
-    backoff_seconds,
     cause_named,
     declare,
 )
@@ -53,10 +54,10 @@ def test_the_docs_say_of_every_cause_whether_it_counts() -> None:
 
 
 def test_the_description_of_the_field_and_the_docs_give_the_numbers_of_the_hang_rule() -> None:
-    words = {10: "ten times"}[hang_detection.TIMEOUT_STEPS]
+    words = {10: "ten times"}[recovery_times.TIMEOUT_STEPS]
     description = RecoverySpec.model_fields["hang_timeout_seconds"].description or ""
     for text, unit in ((description, "seconds"), (" ".join(RECOVERY.split()), "s")):
         assert words in text
-        assert f"at least {hang_detection.MIN_TIMEOUT_SECONDS:.0f} {unit}" in text
-        assert re.search(rf"(less than|at least) {hang_detection.FIRST_STEP_SECONDS:.0f} {unit}", text)
+        assert f"at least {recovery_times.MIN_TIMEOUT_SECONDS:.0f} {unit}" in text
+        assert re.search(rf"(less than|at least) {recovery_times.FIRST_STEP_SECONDS:.0f} {unit}", text)
     assert f"not reported for {report_interval.SILENT_SECONDS:.0f} s" in RECOVERY

@@ -186,7 +186,7 @@ class ApiServer:
                     if message.type is aiohttp.WSMsgType.BINARY:
                         yield message.data
         except aiohttp.WSServerHandshakeError as error:
-            content = json.dumps({"message": f"HTTP status {error.status}: {error.message}"}).encode()
+            content = json.dumps({"message": f"cannot {action}: HTTP status {error.status}"}).encode()
             if error.status == HTTPStatus.FORBIDDEN:
                 text = f"you may not {action}: ask an administrator for a role that allows it"
                 raise ForbiddenError(text, action.verb, action.resource, action.namespace) from error

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import gzip
 import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.labels import METRICS_PORT
-from meshwright_cli.client.errors import NotFoundError, RejectedError, WaitTimeoutError
+from meshwright_cli.client.errors import (
+    MeshwrightError,
+    NotFoundError,
+    RejectedError,
+    UnreachableError,
+    WaitTimeoutError,
+)
 from meshwright_cli.client.objects import Job, WorkerPod, newest_pods, ranks_by_worker
 from meshwright_cli.client.pod_exec import run_in_pod
 from meshwright_cli.client.rank_metrics import RankSample, read_samples
@@ -24,7 +32,7 @@ if TYPE_CHECKING:
     from meshwright_cli.client.async_client import AsyncClient
 
 POLL_SECONDS = 1.0
-FETCH_SECONDS = 600.0
+START_SECONDS, FETCH_SECONDS = 60.0, 600.0
 STEPS = 3
 """Steps that are profiled if no others are named."""
 LEAD_SECONDS = 5.0
@@ -55,7 +63,12 @@ path = os.path.join(tempfile.gettempdir(), "meshwright-profile", sys.argv[1])
 if os.path.exists(path):
     with open(path, "rb") as file:
         sys.stdout.buffer.write(base64.b64encode(file.read()))
-    os.unlink(path)
+"""
+_REMOVE = """
+import contextlib, glob, os, sys, tempfile
+for path in glob.glob(os.path.join(tempfile.gettempdir(), "meshwright-profile", sys.argv[1])):
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 """
 """These run in the pod, with the Python of its image. The rank's part is `meshwright_worker.trainer.step_profiler`."""
 
@@ -165,10 +178,14 @@ async def _profiled(
     name = secrets.token_hex(6)
     request = json.dumps({"name": name, "ranks": sorted(chosen), "first": steps.start, "last": steps.stop - 1})
     pods = sorted({pod.name for pod in chosen.values()})
-    await asyncio.gather(*(run_in_pod(client, pod, ("python", "-c", _REQUEST, request)) for pod in pods))
+    await asyncio.gather(*(_run(client, pod, ("python", "-c", _REQUEST, request)) for pod in pods))
     try:
         async with asyncio.timeout(seconds):
-            return list(await asyncio.gather(*(_trace(client, name, rank, pod) for rank, pod in chosen.items())))
+            traces = await asyncio.gather(*(_trace(client, name, rank, pod) for rank, pod in chosen.items()))
+        for pod in pods:
+            with contextlib.suppress(MeshwrightError):  # the ranks delete them too, before their next profile
+                await run_in_pod(client, pod, ("python", "-c", _REMOVE, f"{name}-rank-*.json.gz"))
+        return list(traces)
     except TimeoutError:
         reached = (await client.get(job)).status.step or 0
         raise WaitTimeoutError(
@@ -180,7 +197,7 @@ async def _trace(client: AsyncClient, name: str, rank: int, pod: WorkerPod) -> R
     """Wait for the trace of one rank, and fetch it."""
     command = ("python", "-c", _FETCH, f"{name}-rank-{rank}.json.gz")
     while True:
-        content = await run_in_pod(client, pod.name, command, seconds=FETCH_SECONDS)
+        content = await _run(client, pod.name, command, FETCH_SECONDS)
         if content:
             break
         await asyncio.sleep(POLL_SECONDS)
@@ -188,3 +205,16 @@ async def _trace(client: AsyncClient, name: str, rank: int, pod: WorkerPod) -> R
     if error := (trace.get("meshwright") or {}).get("error"):
         raise RejectedError(f"rank {rank}: {error}")
     return RankTrace(rank, pod.worker, pod.node, trace)
+
+
+async def _run(client: AsyncClient, pod: str, command: Sequence[str], seconds: float = START_SECONDS) -> bytes:
+    """Run a command in a pod; again if the API server or the node is overloaded, or the connection is cut."""
+    for tried in range(1, TRIES + 1):
+        try:
+            return await run_in_pod(client, pod, command, seconds=seconds)
+        except (UnreachableError, RejectedError) as error:
+            passes = isinstance(error, UnreachableError) or error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            if not passes or tried == TRIES:
+                raise
+        await asyncio.sleep(POLL_SECONDS)
+    raise AssertionError("the last try returns or raises")

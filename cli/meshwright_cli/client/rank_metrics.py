@@ -113,7 +113,9 @@ def slowness(times: list[RankTimes]) -> dict[int, float]:
 
 
 def stragglers(times: list[RankTimes]) -> set[int]:
-    """Ranks that are slow, are behind the others, or do not run."""
+    """Ranks that are slow, are behind the others, or do not run although others do."""
+    if not any(one.up for one in times):
+        return set()
     slow = {rank for rank, more in slowness(times).items() if more > SLOW - 1}
     furthest = max((one.step for one in times), default=0)
     # Ranks report at different moments: one step behind is normal.

@@ -21,7 +21,7 @@ NAMED = 3
 """Jobs without GPU time that a note names."""
 
 
-@click.command()
+@click.command(epilog="Next: meshwright status JOB shows the goodput of a job.")
 @click.argument("jobs", metavar="[JOB]...", nargs=-1, shell_complete=complete_jobs)
 @cluster_options
 @click.option("-A", "--all-namespaces", is_flag=True, help="Jobs of all namespaces.")

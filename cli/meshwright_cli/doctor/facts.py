@@ -18,6 +18,7 @@ from meshwright_cli.doctor.rights import (
     OPERATOR_CLUSTER_RIGHTS,
     OPERATOR_HOME_RIGHTS,
     OPERATOR_RIGHTS,
+    SOME_COMMANDS,
     USER_RIGHTS,
     Right,
     queue_rights,
@@ -81,7 +82,7 @@ async def read_facts(client: AsyncClient) -> Facts:
         "claims": reader.collect("claims", CLAIMS),
         "fabrics": reader.fabrics(),
         "definition": reader.definition(),
-        "user_lacks": reader.lacking(USER_RIGHTS, client.namespace),
+        "user_lacks": reader.lacking((*USER_RIGHTS, *SOME_COMMANDS), client.namespace),
     }
     found: dict[str, Any] = dict(zip(lists, await asyncio.gather(*lists.values()), strict=True))
     found["operator_lacks"] = await reader.operators(found["deployments"], found["jobs"] or ())

@@ -14,7 +14,7 @@ from meshwright.crd.definition import custom_resource_definition
 from meshwright_cli.client.objects import parse_time, pod_state
 from meshwright_cli.doctor.facts import Facts, argument
 from meshwright_cli.doctor.findings import Finding, error, ok, skipped, warning
-from meshwright_cli.doctor.rights import QUEUE_RIGHTS
+from meshwright_cli.doctor.rights import QUEUE_RIGHTS, SOME_COMMANDS
 from meshwright_cli.text import duration
 
 OLDEST = (1, 30)
@@ -238,12 +238,14 @@ def check_operator_rights(facts: Facts) -> Iterator[Finding]:
 def check_user_rights(facts: Facts) -> Iterator[Finding]:
     """The user may use the commands of this program in the namespace."""
     name = "Your rights"
-    if facts.user_lacks:
+    lacking = facts.user_lacks or ()
+    if needed := [right for right in lacking if right not in SOME_COMMANDS]:
         fix = "Ask an administrator for the role `edit` in this namespace, which the chart extends"
-        lacking = _named(map(str, facts.user_lacks))
-        yield warning(name, f"in namespace {facts.namespace} you may not {lacking}", fix)
-    else:
-        yield ok(name, f"you may use every command in namespace {facts.namespace}")
+        yield warning(name, f"in namespace {facts.namespace} you may not {_named(map(str, needed))}", fix)
+        return
+    commands = dict.fromkeys(command for right in lacking for command in SOME_COMMANDS[right])
+    but = f", except {', '.join(commands)}: you may not {_named(map(str, lacking))}" if commands else ""
+    yield ok(name, f"you may use every command in namespace {facts.namespace}{but}")
 
 
 def _named(names: Any) -> str:

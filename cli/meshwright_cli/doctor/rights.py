@@ -51,6 +51,13 @@ USER_RIGHTS = (
 )
 """What the commands of this program need in a namespace."""
 
+SOME_COMMANDS = {
+    Right("create", "pods"): ("generate", "export", "data upload"),
+    Right("create", "pods/exec"): ("profile", "export", "data upload"),
+    Right("get", "pods/proxy"): ("top",),
+}
+"""What only some commands need -> these commands. Clusters often withhold it from users who may run jobs."""
+
 DEVICES = "resource.k8s.io"
 
 OPERATOR_CLUSTER_RIGHTS = (

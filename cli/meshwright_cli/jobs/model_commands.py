@@ -25,7 +25,7 @@ from meshwright_cli.client.checkpoints.programs import (
 from meshwright_cli.client.errors import ExitCode
 from meshwright_cli.completion import complete_jobs
 from meshwright_cli.jobs.access import Access, CommandError, cluster_options
-from meshwright_cli.jobs.wait import Duration
+from meshwright_cli.parameters import Duration
 
 T = TypeVar("T")
 NUMBERS = ["fp32", "bf16", "fp64"]

@@ -10,7 +10,7 @@ from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.profiling import STEPS, Profile
 from meshwright_cli.completion import complete_jobs, complete_ranks
 from meshwright_cli.jobs.access import Access, cluster_options
-from meshwright_cli.jobs.wait import Duration
+from meshwright_cli.parameters import Duration
 
 MAX_STEPS = 50
 """Steps that a rank profiles at once (`meshwright_worker.trainer.step_profiler`)."""
@@ -29,6 +29,8 @@ class StepChoice(click.ParamType[range | int]):
         first, dash, last = text.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             self.fail(f"expected a number of steps such as 3, or a range such as 100-102, got {text}", param, ctx)
+        if dash and int(last) < int(first):
+            self.fail(f"the last step is before the first one: {text}", param, ctx)
         found = range(int(first), int(last) + 1) if dash else int(first)
         count = found if isinstance(found, int) else len(found)
         if not 1 <= count <= MAX_STEPS or first == "0":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from meshwright.api import conditions
+from meshwright.api.status import LimitKind
 from meshwright_cli.client.objects import Job, JobEvent, WorkerPod, parse_time
 from meshwright_cli.jobs.goodput import Ledger
 from meshwright_cli.jobs.output import colored, wrapped
@@ -85,6 +86,7 @@ def _facts(job: Job, now: datetime) -> list[tuple[str, str]]:
         ("Checkpoint", _checkpoint(job, now)),
         ("Restarts", _restarts(job)),
         ("Failure", last_failure(job, now)),
+        ("Limit", step_limit(job)),
         ("Slow", slow_rank(job, now)),
         ("Avoids", avoided_nodes(job, now)),
         ("Goodput", str(ledger) if ledger is not None else ""),
@@ -102,6 +104,21 @@ def last_failure(job: Job, now: datetime | None = None) -> str:
     when = f" {age(parse_time(failure.time), now)} ago" if now is not None and not job.finished else ""
     text = f"{failure.cause} of {who}{when}, in mesh generation {failure.generation}"
     return f"{text}: meshwright logs {job.name} --failed-first"
+
+
+def step_limit(job: Job) -> str:
+    """What limits the time of its steps, while the job trains; otherwise empty."""
+    limit = job.status.limit
+    if limit is None or not _is_plain_running(job):
+        return ""
+    names = {
+        LimitKind.COMPUTE: "computation",
+        LimitKind.DATA: f"data: rank {limit.rank} waits for samples",
+        LimitKind.RANK: f"rank {limit.rank}, which computes longer than the other ranks of its stage",
+        LimitKind.COMMUNICATION: f"communication of the dimension `{limit.dimension}`",
+        LimitKind.PIPELINE: f"the pipeline: ranks wait for stage {limit.stage}",
+    }
+    return f"{names[limit.kind]}, {limit.percent} % of a step"
 
 
 def slow_rank(job: Job, now: datetime) -> str:

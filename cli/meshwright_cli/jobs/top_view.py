@@ -41,7 +41,7 @@ def top_lines(top: TopView, now: datetime, columns: int, height: int) -> list[st
     more = slowness(listed)
     lines = [
         f"{job.namespace}/{job.name}  {job.state}  {_progress(job, listed)}",
-        f"{plural(len(listed), 'rank')}, {plural(len(slow), 'straggler')}{_named(slow)}",
+        f"{plural(len(listed), 'rank')}, {_who_is_slow(listed, slow)}",
         "",
     ]
     room = max(3, height - len(lines) - 3)
@@ -58,6 +58,12 @@ def top_lines(top: TopView, now: datetime, columns: int, height: int) -> list[st
         name, reason = next(iter(top.unreachable.items()))
         lines.append(f"No metrics of {plural(len(top.unreachable), 'pod')}: {name}: {reason}"[:columns])
     return lines
+
+
+def _who_is_slow(times: Sequence[RankTimes], slow: set[int]) -> str:
+    if not any(one.up for one in times):
+        return "none runs"
+    return f"{plural(len(slow), 'straggler')}{_named(slow)}"
 
 
 def _named(slow: set[int]) -> str:

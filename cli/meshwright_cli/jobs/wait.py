@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 
 import click
@@ -14,24 +13,8 @@ from meshwright_cli.client.waiting import Target
 from meshwright_cli.completion import complete_jobs
 from meshwright_cli.jobs.access import Access, cluster_options
 from meshwright_cli.jobs.changes import ChangeLines
+from meshwright_cli.parameters import Duration
 from meshwright_cli.text import duration
-
-UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-class Duration(click.ParamType[float]):
-    """Seconds as a number with an optional unit, such as `90`, `90s`, `10m` or `1h30m`."""
-
-    name = "duration"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Read a duration."""
-        text = str(value).strip().lower()
-        if re.fullmatch(r"(\d+(\.\d+)?[smhd]?)+", text):
-            return sum(float(number) * UNITS[unit] for number, _, unit in re.findall(r"(\d+(\.\d+)?)([smhd]?)", text))
-        return float(
-            self.fail(f"`{value}` is not a duration: use a number of seconds, or units as in 90s, 10m or 1h30m")
-        )
 
 
 class State(click.ParamType[Target]):

@@ -24,7 +24,7 @@ from meshwright_cli.report.page import page_of, render
 MANIFEST_SUFFIXES = (".yaml", ".yml", ".json")
 
 
-@click.command()
+@click.command(epilog="Next: open the file in a browser, or meshwright open JOB.")
 @click.argument("job", metavar="JOB|MANIFEST", shell_complete=complete_jobs)
 @click.option(
     "-o",

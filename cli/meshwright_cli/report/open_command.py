@@ -14,7 +14,7 @@ from meshwright_cli.report.live import LiveReport
 from meshwright_cli.report.page_server import LOOPBACK, served
 
 
-@click.command("open")
+@click.command("open", epilog="Next: meshwright report JOB, or meshwright top JOB.")
 @click.argument("job", shell_complete=complete_jobs)
 @cluster_options
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port. Default: a free one.")

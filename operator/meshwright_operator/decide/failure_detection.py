@@ -10,11 +10,11 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from meshwright.protocol.messages import AgentState, FailureKind
+from meshwright.rules.recovery_times import CAUSE_WAIT_SECONDS
 from meshwright_operator.decide.hang_detection import hung_command, hung_ranks, silent_agents, stuck_agents
 from meshwright_operator.decide.observed import Observed, PodState, Worker
 from meshwright_operator.decide.report_interval import FRESH_INTERVALS
 from meshwright_operator.decide.restart_policy import (
-    CAUSE_WAIT_SECONDS,
     CAUSES,
     EVICTED,
     NODE_LOST,

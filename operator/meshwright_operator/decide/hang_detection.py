@@ -14,6 +14,7 @@ from math import inf
 
 from meshwright.protocol.messages import DEFAULT_REPORT_SECONDS, AgentState, RankProcess
 from meshwright.protocol.run_config import CommandRun, NativeRun
+from meshwright.rules.recovery_times import FIRST_STEP_SECONDS, MIN_TIMEOUT_SECONDS, TIMEOUT_STEPS, hang_timeout
 from meshwright_operator.decide.agents import ReceivedReport
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, PodState, Worker
@@ -22,12 +23,6 @@ from meshwright_operator.decide.restart_policy import HANG, POD_LOST, Interrupti
 from meshwright_operator.text import counted, sentences
 from meshwright_operator.timestamps import parse_time, seconds_since
 
-MIN_TIMEOUT_SECONDS = 300.0
-"""Shortest default timeout: saving a large checkpoint or a slow volume is not a hang."""
-TIMEOUT_STEPS = 10
-"""The default timeout, in steps."""
-FIRST_STEP_SECONDS = 900.0
-"""Shortest timeout before the first step, in which ranks connect, load the checkpoint and compile."""
 SILENT_STEPS = 3.0
 """How long training must have stopped before a silent agent's pod is replaced, in steps."""
 ADOPT_GENERATION_SECONDS = 120.0
@@ -74,10 +69,7 @@ class HangRule:
         Args:
             started: whether the rank has finished a step of this generation.
         """
-        chosen = self.observed.spec.recovery.hang_timeout_seconds
-        default = max(MIN_TIMEOUT_SECONDS, TIMEOUT_STEPS * self.step_seconds)
-        seconds = float(chosen) if chosen is not None else default
-        return seconds if started else max(seconds, FIRST_STEP_SECONDS)
+        return hang_timeout(self.observed.spec.recovery, self.step_seconds, started=started)
 
     def is_hung(self, rank: IdleRank) -> bool:
         """Whether a live rank hangs."""

@@ -18,9 +18,19 @@ from meshwright.protocol.messages import AgentState, Evaluation, Progress, Worke
 from meshwright.protocol.run_config import CommandRun, NativeRun
 from meshwright_operator.decide.mesh_generation import rank_zero_report
 from meshwright_operator.decide.observed import Observed, PodState
+from meshwright_operator.decide.step_limit import rank_times, step_limit
 from meshwright_operator.timestamps import format_time, parse_time
 
-THROTTLED_FIELDS = ("step", "loss", "tokens_per_second", "eta_seconds", "evaluation", "checkpoint", "slow_rank")
+THROTTLED_FIELDS = (
+    "step",
+    "loss",
+    "tokens_per_second",
+    "eta_seconds",
+    "evaluation",
+    "checkpoint",
+    "slow_rank",
+    "limit",
+)
 """Fields of status that only show progress. They are written at most every few seconds."""
 
 
@@ -34,6 +44,8 @@ def update_progress(observed: Observed, status: ParallelTrainingJobStatus) -> No
     if report.progress is not None and not isinstance(run, NativeRun) and report.progress.total_steps is not None:
         status.total_steps = _count(report.progress.total_steps)
     if report.progress is not None:
+        if report.progress.step != status.step and isinstance(run, NativeRun):
+            _update_limit(observed, report.progress, status)
         _update_step(report.progress, status)
         if not isinstance(run, NativeRun) and not status.tokens_per_second:
             status.tokens_per_second = None  # a user's command need not report its tokens
@@ -79,6 +91,12 @@ def _update_step(progress: Progress, status: ParallelTrainingJobStatus) -> None:
     status.tokens_per_second = _count(progress.tokens_per_second)
     left = max(0, status.total_steps - step) if status.total_steps is not None else None
     status.eta_seconds = _count(left * progress.step_seconds) if left is not None else None
+
+
+def _update_limit(observed: Observed, progress: Progress, status: ParallelTrainingJobStatus) -> None:
+    layout, reports = observed.plan.layout, (received.report for received in observed.agents.reports.values())
+    times = rank_times(reports, observed.mesh.generation, layout.world_size)
+    status.limit = step_limit(times, layout, progress.step_seconds) or status.limit
 
 
 def _update_evaluation(evaluation: Evaluation | None, status: ParallelTrainingJobStatus) -> None:

@@ -13,15 +13,15 @@ from datetime import datetime, timedelta
 from meshwright.api.spec import FailureAction, ParallelTrainingJobSpec, RecoverySpec
 from meshwright.api.status import MAX_RESTART_TIMES, MeshStatus, ParallelTrainingJobStatus, added
 from meshwright.protocol.messages import AgentState, FailureKind
+from meshwright.rules.recovery_times import (
+    CAUSE_WAIT_SECONDS,
+    FAILURE_RESET_SECONDS,
+    LONGEST_BACKOFF_SECONDS,
+    backoff_seconds,
+)
 from meshwright_operator.decide.events import NORMAL, WARNING
 from meshwright_operator.decide.observed import Observed, PodState, Worker
 from meshwright_operator.timestamps import format_time, parse_time, seconds_since
-
-CAUSE_WAIT_SECONDS = 2.0
-"""How long to wait after a failed rank or a crashed pod for others to fail too: the first pause of the backoff."""
-LONGEST_BACKOFF_SECONDS = 60.0
-FAILURE_RESET_SECONDS = 600.0
-"""Training for this long resets the number of consecutive failures."""
 
 SIGNAL_BASE = 128
 
@@ -208,11 +208,6 @@ def backoff_left(observed: Observed, cause: RestartCause) -> tuple[float, float]
     since = parse_time(observed.mesh.pending_since) or observed.now
     # The clock of another operator process may have been ahead when it wrote `pendingSince`.
     return max(0.0, min(pause, pause - (observed.now - since).total_seconds())), pause
-
-
-def backoff_seconds(failed: int) -> float:
-    """Seconds to wait before the start that follows the `failed`-th failure: 0, 2, 4, ... 60."""
-    return 0.0 if failed <= 1 else min(2.0 ** min(failed - 1, 10), LONGEST_BACKOFF_SECONDS)
 
 
 def crash_backoff_left(observed: Observed, crashed: Iterable[Worker]) -> float:

@@ -11,6 +11,7 @@ from meshwright.api.conditions import find
 from meshwright.api.spec import CordonedNodes
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.protocol.run_config import CommandRun
+from meshwright.rules.recovery_times import MIN_TIMEOUT_SECONDS
 from meshwright_operator.decide import gang_actions, hang_detection, mesh_generation, progress, resize, slow_ranks
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.hang_detection import Silence
@@ -89,9 +90,9 @@ def _report_silence(decision: Decision, silence: Silence) -> None:
 
 def _idle_command(observed: Observed) -> str:
     """That no rank of a user's command writes output, or which of its processes is stopped. Empty if neither is so."""
-    ranks = [r for r in hang_detection.idle_commands(observed) if r.seconds >= hang_detection.MIN_TIMEOUT_SECONDS]
+    ranks = [r for r in hang_detection.idle_commands(observed) if r.seconds >= MIN_TIMEOUT_SECONDS]
     quiet = len(ranks) == observed.plan.layout.world_size
-    text = f"No rank has written output for {hang_detection.MIN_TIMEOUT_SECONDS:.0f} s" if quiet else ""
+    text = f"No rank has written output for {MIN_TIMEOUT_SECONDS:.0f} s" if quiet else ""
     return sentences(text, hang_detection.describe_stuck_process(ranks))
 
 

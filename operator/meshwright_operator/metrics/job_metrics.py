@@ -11,9 +11,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from meshwright.api.goodput import TimeCause
+from meshwright.api.status import LimitKind
 from meshwright.metrics.declaration import Catalog, Kind, Label, Metric, Sample
 from meshwright.metrics.exporter import scraped
 from meshwright_operator.decide.goodput import goodput_ratio
+from meshwright_operator.decide.step_limit import COLLECTIVE_DIMENSIONS
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.metrics.job_record import PHASES, JobRecord
 from meshwright_operator.timestamps import parse_time
@@ -65,6 +67,13 @@ def _ranks(record: JobRecord) -> Iterable[Sample]:
     if not (training.isdecimal() and total.isdecimal()):
         return []
     return [(("training",), int(training)), (("total",), int(total))]
+
+
+def _step_limit(record: JobRecord) -> Iterable[Sample]:
+    limit = record.status.limit
+    if limit is None or record.phase != "training":
+        return []
+    return [((limit.kind.value, limit.dimension), limit.percent / 100)]
 
 
 def _placement_cost(record: JobRecord) -> Iterable[Sample]:
@@ -262,6 +271,14 @@ class JobMetrics(Catalog, Collector):
         Kind.GAUGE,
         "Recent compute time of the slowest rank over the median of all ranks. No series with fewer than 3 ranks.",
         read=lambda record: one(record.compute.ratio if record.compute is not None else None),
+    )
+    step_limit = job_metric(
+        "ptj_job_step_limit_ratio",
+        Kind.GAUGE,
+        "Part of a recent step that what limits it takes, as in `status.limit`. One series, while the job trains.",
+        Label("limit", tuple(kind.value for kind in LimitKind)),
+        Label("dimension", ("", *COLLECTIVE_DIMENSIONS), "with `Communication`"),
+        read=_step_limit,
     )
     slowest_rank = job_metric(
         "ptj_job_slowest_rank",

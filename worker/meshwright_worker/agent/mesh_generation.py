@@ -7,7 +7,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import fmean, median
 
 from meshwright.protocol.messages import (
     AgentState,
@@ -30,6 +30,9 @@ EXIT_STOPPED = 143
 MAX_RANK_PHASES = 16
 IDLE_SECONDS = 5.0
 """After this time without a message, a report includes the state of a rank's process."""
+
+_SHORTEST_WAIT = 1e-6
+"""Shorter waits of a step, in seconds, are not reported."""
 
 
 class Throughput:
@@ -88,6 +91,10 @@ class RankStatus:
     """State letter of its process when it was last read."""
     compute: deque[float] = field(default_factory=lambda: deque(maxlen=THROUGHPUT_STEPS))
     """Seconds for which it computed in each of the last steps."""
+    data: deque[float] = field(default_factory=lambda: deque(maxlen=THROUGHPUT_STEPS))
+    """Seconds for which it waited for data in each of the last steps."""
+    waited: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=THROUGHPUT_STEPS))
+    """Dimension -> seconds for which it waited for communication, in each of the last steps."""
     last_message_at: float = 0.0
     """Time of its last message, or of its start. For a user's command that reports no steps, of its last output."""
 
@@ -95,6 +102,18 @@ class RankStatus:
     def compute_seconds(self) -> float | None:
         """Median of the time for which it computed in the last steps; None before the first."""
         return round(median(self.compute), 6) if self.compute else None
+
+    @property
+    def data_seconds(self) -> float | None:
+        """Mean wait for data in the last steps: a stall may be in few of them. None before the first step."""
+        return round(fmean(self.data), 6) if self.data else None
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """Dimension -> median wait for communication in the last steps, without the shortest ones."""
+        names = {name for step in self.waited for name in step}
+        medians = {name: median([step.get(name, 0.0) for step in self.waited]) for name in sorted(names)}
+        return {name: round(seconds, 6) for name, seconds in medians.items() if seconds >= _SHORTEST_WAIT}
 
     @property
     def live(self) -> bool:
@@ -211,6 +230,8 @@ class MeshGeneration:
                 view.step = report.step
                 if report.times is not None and 0 < report.times.compute < math.inf:
                     view.compute.append(report.times.compute)
+                    view.waited.append(report.times.waits)
+                    view.data.append(report.data_seconds)
 
     def record_exit(self, rank: int, code: int, tail: Sequence[str], now: float) -> None:
         """Record that the process of `rank` exited with `code` (negative: the signal that killed it); `tail` is its
@@ -303,6 +324,8 @@ class MeshGeneration:
                     idle_seconds=round(idle, 3),
                     state=view.process_state,
                     compute_seconds=view.compute_seconds,
+                    data_seconds=view.data_seconds,
+                    waits=view.waits,
                 )
             )
         return processes_report

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 
 from meshwright.api import labels
+from meshwright_worker.agent.home import user_variables
 
 RUNTIME_MODULE = "meshwright_worker.trainer.train"
 _POLL_SECONDS = 0.02
@@ -23,9 +24,9 @@ def process_environment(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the environment that every process of a rank inherits: the pod's environment without the agent's token.
 
     As with torchrun, each rank uses one thread unless the pod's environment sets another number: ranks share the pod's
-    cores.
+    cores. A user id without a name or a home directory gets both.
     """
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **inherited}
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **inherited, **user_variables(inherited)}
     environment.pop(labels.ENV_TOKEN, None)
     return environment
 

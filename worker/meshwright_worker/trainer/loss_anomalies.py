@@ -19,6 +19,9 @@ from meshwright_worker.checkpoint.manifest import AnomalyState
 
 _LEAST_DEVIATION = 0.01
 """Standard deviations count as at least this share of the mean: a flat curve has no spikes of a per mille."""
+_LEAST_NORM_RATIO = 5.0
+"""A spike of the gradient norm is also at least this many times the mean: norms of healthy runs have a long tail, up to
+3 times the mean with small batches."""
 
 
 class DivergedError(ArithmeticError):
@@ -53,8 +56,12 @@ class LossAnomalies:
             return self._limited(self._spec.non_finite, f"step {step}: loss {loss}, gradient norm {norm}")
         if self._spec.spike is None:
             return None
-        for name, value, window in (("loss", loss, self._losses), ("gradient norm", norm, self._norms)):
-            if sigmas := self._sigmas_above(value, window):
+        for name, value, window, ratio in (
+            ("loss", loss, self._losses, 0.0),
+            ("gradient norm", norm, self._norms, _LEAST_NORM_RATIO),
+        ):
+            sigmas = self._sigmas_above(value, window)
+            if sigmas and value >= ratio * fmean(window):
                 text = f"step {step}: {name} {value:.4g} is {sigmas:.3g} standard deviations above the mean"
                 return self._limited(self._spec.spike, f"{text} of {len(window)} updates, {fmean(window):.4g}")
         return None
