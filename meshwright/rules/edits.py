@@ -53,7 +53,7 @@ LIVE = (
 RESTARTING = ("elastic.scaledBatch",)
 """Members of fields of `LIVE` that restart the gang: ranks depend on them."""
 
-NEXT_START = ("checkpoint.everySteps", "checkpoint.keep", "checkpoint.store.everySteps", "checkpoint.store.keep")
+NEXT_START = ("checkpoint.everySteps", "checkpoint.keep")
 """Fields that ranks receive when a mesh generation starts."""
 
 

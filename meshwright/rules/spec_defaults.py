@@ -160,7 +160,7 @@ SECOND: Mapping[str, Any] = MappingProxyType(
 DEFAULTS: Mapping[int, Mapping[str, Any]] = MappingProxyType({1: FIRST, 2: SECOND})
 """Scheme -> defaults."""
 
-_LATER = ("preemptible", "updatePolicy", "preflight", "checkpoint.store.everySteps", "checkpoint.store.keep")
+_LATER = ("preemptible", "updatePolicy", "preflight")
 """Fields of later versions that are in no revision, whatever its scheme: workers of older versions do not restart."""
 
 _NO_RESTART_FIRST = (
