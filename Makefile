@@ -16,7 +16,7 @@ RUNS ?= 20
 DRAW = MESHWRIGHT_TEST_SEED=$(SEED) MESHWRIGHT_TEST_RUNS=$(RUNS) $(VENV)/bin/python -m pytest $(THREE) \
 	--hypothesis-seed=$(SEED) --timeout=$$((300 + 60 * $(RUNS)))
 
-.PHONY: help setup demo test test-fast test-long chaos fuzz parity lint sizes generate docs-output clean
+.PHONY: help setup demo test test-fast test-long chaos fuzz parity gpu lint sizes generate docs-output clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -50,6 +50,9 @@ fuzz: setup ## Test with random inputs: make fuzz SEED=7 RUNS=100 (default: a ne
 parity: setup ## Compare every technique, in every layout, with a single-process run; writes docs/parity.md and docs/loss-curves.md
 	$(VENV)/bin/python -m tests.parity
 	$(VENV)/bin/python -m tests.parity.curves
+
+gpu: setup ## On a machine with a GPU: run its tests, throughput and profiles; writes benchmarks/results/gpu-NAME.md
+	$(VENV)/bin/python -m benchmarks.gpu
 
 lint: setup ## Run ruff, mypy, import contracts, and a check for conflict markers
 	$(VENV)/bin/ruff check .

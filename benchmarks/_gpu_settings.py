@@ -1,4 +1,4 @@
-"""How each shape is run on one GPU of at least 139 GiB: the fastest setting that should fit, then more frugal ones.
+"""How each shape is run on one GPU: the fastest setting that should fit, then more frugal ones.
 
 Every step has the tokens of the published run that is compared with (8 rows of 4,096 for 8B). Pure: no torch.
 """
@@ -11,6 +11,8 @@ from typing import Any
 from meshwright.api.precision import Fp8Scaling
 
 LENGTH = 4096
+H100, H200 = 78, 139
+"""Memory in GiB that a process has on a GPU of 80 or 141 GB."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Setting:
     compile: bool = True
     deterministic: bool = False
     """`training.deterministic`: published figures are of kernels whose sums come in any order."""
+    gpu_memory: int = H100
+    """GiB of the smallest GPU on which it may fit: others do not try it."""
 
     def training(self) -> dict[str, object]:
         """The fields of `training` that it sets."""
@@ -61,6 +65,10 @@ class Entry:
     plain: bool = False
     """Whether the bare loop runs it instead of the worker."""
 
+    def settings_for(self, gibibytes: float | None) -> tuple[Setting, ...]:
+        """The settings to try on a GPU with this memory; all of them if it is not known."""
+        return tuple(one for one in self.settings if gibibytes is None or one.gpu_memory <= gibibytes + 1)
+
 
 GOALS = {"llama-3.2-1b": 66_000, "llama-3.2-3b": 25_500, "llama-3-8b": 12_000}
 """Tokens a second in bf16 on one H200 that the worker aims at. The best public figure of 8B on one GPU is 10,471."""
@@ -81,15 +89,30 @@ def _bare(model: str, *settings: Setting) -> Entry:
 ENTRIES: tuple[Entry, ...] = (
     _bare("llama-3.2-1b", Setting(4, 2, loss_chunk=None), Setting(2, 4, loss_chunk=None)),
     *_both("llama-3.2-1b", "", Setting(8, 1), Setting(4, 2), Setting(4, 2, "Selective")),
-    _bare("llama-3.2-3b", Setting(2, 4, loss_chunk=None), Setting(1, 8, loss_chunk=None)),
-    *_both("llama-3.2-3b", "", Setting(4, 2), Setting(2, 4), Setting(2, 4, "Selective")),
+    _bare("llama-3.2-3b", Setting(2, 4, loss_chunk=None, gpu_memory=H200), Setting(1, 8, loss_chunk=None)),
+    *_both(
+        "llama-3.2-3b",
+        "",
+        Setting(4, 2, gpu_memory=H200),
+        Setting(2, 4, gpu_memory=H200),
+        Setting(1, 8, "Selective"),
+        Setting(2, 4, "Full"),
+    ),
     *_both(
         "llama-3-8b",
         ", all bf16",
-        Setting(2, 4, master_weights=False),
-        Setting(1, 8, master_weights=False),
-        Setting(2, 4, "Selective", master_weights=False),
+        Setting(2, 4, master_weights=False, gpu_memory=H200),
+        Setting(1, 8, master_weights=False, gpu_memory=H200),
+        Setting(2, 4, "Selective", master_weights=False, gpu_memory=H200),
+        Setting(1, 8, "Full", master_weights=False, loss_chunk=1024),
     ),
-    Entry("llama-3-8b", "bf16", (Setting(1, 8, "Selective", loss_chunk=2048), Setting(1, 8, "Full", loss_chunk=1024))),
+    Entry(
+        "llama-3-8b",
+        "bf16",
+        (
+            Setting(1, 8, "Selective", loss_chunk=2048, gpu_memory=H200),
+            Setting(1, 8, "Full", loss_chunk=1024, gpu_memory=H200),
+        ),
+    ),
 )
 """A bare loop keeps fp32 parameters under autocast; of 8B that leaves no room for its logits."""

@@ -128,8 +128,9 @@ def measure_models(
 
 
 def _first_that_fits(entry: Entry, steps: int, *, quick: bool) -> tuple[Setting | None, Steps | None, str]:
-    problem = "out of memory"
-    for setting in entry.settings:
+    settings = entry.settings_for(device_gibibytes())
+    problem = "out of memory" if settings else f"needs a GPU of {min(one.gpu_memory for one in entry.settings)} GiB"
+    for setting in settings:
         model = MODELS[entry.model]
         run = run_of(
             model.model_copy(update={"layers": 2}) if quick else model,
@@ -144,6 +145,13 @@ def _first_that_fits(entry: Entry, steps: int, *, quick: bool) -> tuple[Setting 
         if taken is not None:
             return setting, taken, ""
     return None, None, problem
+
+
+def device_gibibytes() -> float | None:
+    """Memory of the GPU; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    return float(torch.cuda.get_device_properties(0).total_memory / 2**30)
 
 
 def _row(entry: Entry, setting: Setting, taken: Steps, rate: float, bare: float | None) -> list[str]:

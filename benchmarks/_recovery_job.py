@@ -74,6 +74,9 @@ URGENT_SPEC: dict[str, Any] = {
 class Job:
     """The job, and what is done to it."""
 
+    limit_seconds = LIMIT_SECONDS
+    """Longest time to wait until it trains again."""
+
     def __init__(self, client: Any, directory: Path, on_loss: str) -> None:
         self.client = client
         self.on_loss = on_loss
@@ -105,7 +108,7 @@ class Job:
         Raises:
             TimeoutError: after LIMIT_SECONDS.
         """
-        deadline = time.monotonic() + LIMIT_SECONDS
+        deadline = time.monotonic() + self.limit_seconds
         seen: dict[str, float] = {}
         while (now := time.monotonic()) < deadline:
             status = (await self.client.get(JOBS, NAME, NAMESPACE)).get("status", {})
@@ -119,7 +122,7 @@ class Job:
             if generation > after and ready == world != "":
                 return {"generation": generation, **seen, "trains": now}
             await asyncio.sleep(0.1)
-        raise TimeoutError(f"no generation after {after} trains after {LIMIT_SECONDS:.0f} s: {status}")
+        raise TimeoutError(f"no generation after {after} trains after {self.limit_seconds:.0f} s: {status}")
 
     async def settled(self, ready_ranks: str) -> int:
         """Wait until a job that shrank after a fault has its size again; its mesh generation.
@@ -127,13 +130,13 @@ class Job:
         Raises:
             TimeoutError: after LIMIT_SECONDS.
         """
-        deadline = time.monotonic() + LIMIT_SECONDS
+        deadline = time.monotonic() + self.limit_seconds
         while time.monotonic() < deadline:
             status = (await self.client.get(JOBS, NAME, NAMESPACE)).get("status", {})
             if status.get("readyRanks") == ready_ranks:
                 return int(status["mesh"]["generation"])
             await asyncio.sleep(0.1)
-        raise TimeoutError(f"not {ready_ranks} ranks after {LIMIT_SECONDS:.0f} s: {status}")
+        raise TimeoutError(f"not {ready_ranks} ranks after {self.limit_seconds:.0f} s: {status}")
 
     async def watch_steps(self) -> None:
         """Note the moments at which rank 0 was at another step, until cancelled."""

@@ -152,7 +152,8 @@ class _Run:
         self._free = setting.policy.spares
         """Nodes that work and are not part of the job: spares, and what is left of a unit that lost a node."""
         self._repairs: list[float] = []
-        self._resized = -math.inf
+        self._resized = self._available = -math.inf
+        """When the size changed, and since when the nodes of one more unit are free."""
         self._join_seconds = 0.0
         """Time that the pods of the next growth need."""
         self._failed_in_a_row = 0
@@ -177,8 +178,12 @@ class _Run:
         self._out.seconds[cause] += seconds
         self._now += seconds
         while self._repairs and self._repairs[0] <= self._now:
-            heapq.heappop(self._repairs)
-            self._free += 1
+            self._set_free(self._free + 1, heapq.heappop(self._repairs))
+
+    def _set_free(self, nodes: int, at: float) -> None:
+        if self._free < self._setting.nodes_per_unit <= nodes:
+            self._available = at
+        self._free = nodes
 
     @property
     def _hazard(self) -> float:
@@ -238,8 +243,11 @@ class _Run:
         """A failure after so many seconds of training: what is lost, and all that follows until the next step."""
         kind = self._inputs.faults[name]
         lost, _, may_shrink = self._left_after(kind)
-        if kind.planned and self._free < lost and not may_shrink:
-            self._advance(stretch, seconds)  # the workers stay on a cordoned node until another one is free
+        saves = not math.isinf(self._setting.interval)
+        if kind.planned and (not saves or (self._free < lost and not may_shrink)):
+            self._advance(
+                stretch, seconds
+            )  # workers stay on a cordoned node if they cannot save, or if no other is free
             return
         detection = self._sample(self._setting.detection(kind))
         if kind.silent:  # training goes on, and what it trains and saves from here on is wrong
@@ -371,7 +379,7 @@ class _Run:
             self._book(TimeCause.QUEUED, until - self._now)
 
     def _shrink(self, units: int, lost: int) -> None:
-        self._free += (self._units - units) * self._setting.nodes_per_unit - lost
+        self._set_free(self._free + (self._units - units) * self._setting.nodes_per_unit - lost, self._now)
         self._units = units
         self._out.fewest_units = min(self._out.fewest_units, units)
         self._resized = self._now
@@ -389,10 +397,9 @@ class _Run:
         missing = self._setting.nodes_per_unit - self._free
         if missing > len(self._repairs):
             return math.inf
-        available = self._now if missing <= 0 else heapq.nsmallest(missing, self._repairs)[-1]
+        available = self._available if missing <= 0 else heapq.nsmallest(missing, self._repairs)[-1]
         pause = 0.0 if self._policy.continues else self._policy.pause_seconds
-        begins = max(self._resized + pause, available if missing > 0 else self._resized)
-        return max(self._now, begins + self._join_seconds)
+        return max(self._now, max(self._resized + pause, available) + self._join_seconds)
 
     def _grow(self) -> None:
         """Resizes to all nodes that are free: a checkpoint, a new mesh, and the load."""

@@ -176,7 +176,10 @@ def ladder(setting: Setting, spares: int) -> list[tuple[str, str, Policy]]:
     """The rungs of recovery: (what it is, the fields that it needs, the policy). Each has those before it."""
     own = setting.policy
     gang = Policy(
-        restarts_gang=True, replacement_seconds=own.replacement_seconds, pause_seconds=own.pause_seconds, min_units=1
+        restarts_gang=True,
+        replacement_seconds=own.replacement_seconds,
+        pause_seconds=own.pause_seconds,
+        min_units=own.min_units,
     )
     in_place = replace(gang, restarts_gang=False)
     spare = replace(in_place, spares=spares)
@@ -187,8 +190,9 @@ def ladder(setting: Setting, spares: int) -> list[tuple[str, str, Policy]]:
     ]
     last = spare
     if setting.units > 1:
-        last = replace(spare, shrinks=True, at_once=True)
-        rungs.append(("fewer replicas meanwhile", "elastic.onLoss: Shrink", last))
+        at_once = own.at_once or not own.shrinks
+        last = replace(spare, shrinks=True, at_once=at_once)
+        rungs.append(("fewer replicas meanwhile", "elastic.onLoss: Shrink" if at_once else "elastic", last))
     last = replace(last, memory=True)
     rungs.append(("copies of the state in memory", "", last))
     last = replace(last, in_memory=True)

@@ -45,7 +45,23 @@ PLAN_CALIBRATION = Gate(
     "0.2.0",
     "New plans use the speed that jobs of the same GPU product have measured. Off: only the cost model",
 )
-GATES: Mapping[str, Gate] = MappingProxyType({gate.name: gate for gate in (PLAN_CALIBRATION,)})
+KUEUE_QUEUES = Gate(
+    "KueueQueues",
+    Stage.BETA,
+    "0.2.0",
+    "Jobs that name a queue of Kueue wait for its quota. Off: the operator does not look for Kueue, and such jobs are"
+    " `Stalled`",
+)
+DYNAMIC_RESOURCES = Gate(
+    "DynamicResources",
+    Stage.BETA,
+    "0.2.0",
+    "Placement counts the devices behind Dynamic Resource Allocation. Off: they are not read, and kube-scheduler alone"
+    " checks claims",
+)
+GATES: Mapping[str, Gate] = MappingProxyType(
+    {gate.name: gate for gate in (PLAN_CALIBRATION, KUEUE_QUEUES, DYNAMIC_RESOURCES)}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from benchmarks._contests import Times, contest, run_of
-from benchmarks._gpu_settings import ENTRIES, Entry
+from benchmarks._gpu_settings import ENTRIES, H100, H200, Entry
 from benchmarks._gpu_throughput import MODELS, train_for
 from benchmarks._pairs import FEWEST, in_turns, ratio_of
 from meshwright.models.architecture import Architecture
@@ -84,3 +84,13 @@ def test_a_shape_is_trained_and_timed(pool: RankPool, plain: bool) -> None:
 def test_settings_of_the_gpu_runs_are_valid(entry: Entry) -> None:
     for setting in entry.settings:
         validate_run(run_of(MODELS[entry.model], setting.training(), micro_batches=setting.micro_batches))
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{entry.model} {entry.label}")
+def test_a_smaller_gpu_tries_only_what_may_fit(entry: Entry) -> None:
+    assert entry.settings_for(None) == entry.settings_for(139.8) == entry.settings
+    small = entry.settings_for(79.1)
+    assert all(setting.gpu_memory == H100 for setting in small)
+    # 8B with fp32 masters needs 128 GB for its states alone.
+    assert bool(small) == ((entry.model, entry.label) != ("llama-3-8b", "bf16"))
+    assert {setting.gpu_memory for setting in entry.settings} <= {H100, H200}

@@ -222,6 +222,11 @@ class OperatorThread:
         """Whether it has not exited."""
         return self._thread.is_alive()
 
+    @property
+    def tasks(self) -> set[str]:
+        """The names of everything that runs in its event loop."""
+        return {task.get_name() for task in asyncio.all_tasks(self._loop)}
+
     async def stop(self) -> None:
         if self._loop is not None and self._stop is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)

@@ -324,7 +324,11 @@ async def test_ranks_run_on_the_nodes_that_kueue_assigned_with_labels_and_tolera
 
 @pytest.mark.parametrize(
     ("known", "words"),
-    [(KueueState.ABSENT, "does not have Kueue. Install it"), (KueueState.DENIED, "Set `queues.kueue.enabled`")],
+    [
+        (KueueState.ABSENT, "does not have Kueue. Install it"),
+        (KueueState.DENIED, "Set `queues.kueue.enabled`"),
+        (KueueState.OFF, "Set `featureGates.KueueQueues: true`"),
+    ],
 )
 async def test_a_queue_that_nobody_can_ask_is_named_with_what_to_do(known: KueueState, words: str) -> None:
     found = world()

@@ -103,6 +103,22 @@ def test_an_elastic_job_continues_with_fewer_replicas_and_grows_after_the_repair
     assert waits[TimeCause.QUEUED] == 1000.0
 
 
+def test_pods_of_a_growth_start_when_the_node_is_repaired_whatever_fails_meanwhile() -> None:
+    policy = Policy(shrinks=True, at_once=True, pause_seconds=0.0)
+    inputs = one_kind(NODE, phases=NO_PHASES.model_copy(update={"pod": 60.0}))
+    inputs = inputs.model_copy(update={"faults": {**inputs.faults, "process": process(0.0)}})
+    setting = Setting(mtbf=1e9, interval=10.0, work=2000.0, units=4, policy=policy, inputs=inputs)
+    # The node is lost at 105 s and repaired at 1105 s.
+    found = simulate(setting, 0, TracedFailures([Failure(100.0, "fault"), Failure(1110.0, "process")]))
+    assert found.degraded == pytest.approx(1060.0)
+
+
+def test_without_checkpoints_nothing_moves() -> None:
+    kind = FaultKind(share=1.0, cause="NodeDrained", nodes=1, detection=0.0, planned=True)
+    setting = Setting(mtbf=1e9, interval=math.inf, work=400.0, policy=Policy(spares=1), inputs=one_kind(kind))
+    assert traced(setting, (150.0, "fault")) == {TimeCause.TRAINING: 400.0}
+
+
 def test_copies_in_memory_lose_at_most_the_step_in_flight() -> None:
     inputs = one_kind(NODE).model_copy(update={"memory": MemoryTier(every_steps=2, overhead=0.0)})
     setting = Setting(mtbf=1e9, interval=1000.0, step=3.0, work=500.0, units=4, inputs=inputs)

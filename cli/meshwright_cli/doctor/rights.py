@@ -101,13 +101,15 @@ KUEUE_CLUSTER_RIGHTS = (
 """What it then needs in the entire cluster."""
 
 POD_GROUP_RIGHTS = {
-    kind: rights("podgroups", "get", "create", "patch", "delete", group=group)
-    for kind, group in (
-        ("Volcano", "scheduling.volcano.sh"),
-        ("KAI", "scheduling.run.ai"),
-        ("Coscheduling", "scheduling.x-k8s.io"),
-        ("Kubernetes", "scheduling.k8s.io"),
-    )
+    **{
+        kind: rights("podgroups", "get", "create", "patch", "delete", group=group)
+        for kind, group in (
+            ("Volcano", "scheduling.volcano.sh"),
+            ("KAI", "scheduling.run.ai"),
+            ("Coscheduling", "scheduling.x-k8s.io"),
+        )
+    },
+    "Kubernetes": rights("podgroups", "get", "create", "delete", group="scheduling.k8s.io"),
 }
 """`workers.podGroup.kind` -> what the operator needs in namespaces with such jobs."""
 

@@ -93,14 +93,15 @@ def _result(report: SimulationReport) -> Iterator[str]:
         unfinished = result.mean(lambda one: float(one.useful < result.setting.work * (1 - 1e-9)))
         if unfinished:
             yield f"             {unfinished:.0%} of the runs do not complete in {duration(result.setting.horizon)}"
-    few, many = result.between(_failures)
-    yield f"Failures     {result.mean(_failures):.3g} expected; 90 % of runs: {few:.0f} to {many:.0f}"
+    kinds = result.setting.inputs.faults
+
+    def failures(outcome: Outcome) -> float:
+        return float(sum(count for name, count in outcome.failures.items() if not kinds[name].planned))
+
+    few, many = result.between(failures)
+    yield f"Failures     {result.mean(failures):.3g} expected; 90 % of runs: {few:.0f} to {many:.0f}"
     if degraded := result.mean(lambda one: one.degraded / one.elapsed):
         yield f"Smaller      {degraded:.1%} of the time, which counts in proportion to the speed"
-
-
-def _failures(outcome: Outcome) -> float:
-    return float(sum(outcome.failures.values()))
 
 
 def _causes(result: Result) -> Iterator[str]:

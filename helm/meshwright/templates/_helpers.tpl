@@ -197,11 +197,11 @@ the class of a job's priority.
   verbs: [get, create, patch, delete]
 {{- end }}
 
-{{/* PodGroups of kube-scheduler, which the operator makes for jobs with `workers.podGroup`. */}}
+{{/* PodGroups of kube-scheduler, which the operator makes for jobs with `workers.podGroup`. They cannot be changed. */}}
 {{- define "meshwright.kubernetesRules" -}}
 - apiGroups: [scheduling.k8s.io]
   resources: [podgroups]
-  verbs: [get, create, patch, delete]
+  verbs: [get, create, delete]
 {{- end }}
 
 {{/* What `queues` adds to the rights in the namespaces that the operator serves. */}}

@@ -32,7 +32,7 @@ from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.observed import BindingLimits
 from meshwright_operator.devices.inventory import DeviceInventory
-from meshwright_operator.feature_gates import PLAN_CALIBRATION
+from meshwright_operator.feature_gates import DYNAMIC_RESOURCES, KUEUE_QUEUES, PLAN_CALIBRATION
 from meshwright_operator.http.limits import HEALTH_LIMITS
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
@@ -149,6 +149,8 @@ class Manager:
         self._kueue_watch = KueueWatch(
             cluster, self._liveness, settings.namespaces, settings.watch_idle_seconds, self._workload_changed
         )
+        if not settings.feature_gates.enabled(KUEUE_QUEUES):
+            self._kueue_watch.turn_off()
         jobs = JobMetrics()
         metrics.registry.register(jobs)
         metrics.registry.register(ClusterMetrics(scheduler.gpu_capacities))
@@ -283,17 +285,21 @@ class Manager:
             group.create_task(self._events.run(), name="events")
             group.create_task(self._planner.run(), name="planner")
             group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
-            if self._settings.feature_gates.enabled(PLAN_CALIBRATION):
+            gates = self._settings.feature_gates
+            if gates.enabled(PLAN_CALIBRATION):
                 group.create_task(self._calibration_loop.run(), name="learning")
-            group.create_task(self._kueue_watch.run(), name="Kueue")
+            if gates.enabled(KUEUE_QUEUES):
+                group.create_task(self._kueue_watch.run(), name="Kueue")
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
         await self._elector.look()
         if self._elector.found_free:
             self._planner.prestart()  # while everything is listed: this process will probably lead
         await self._resync.ensure_listed_since(0.0)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._device_inventory.load(), DEVICES_SECONDS)
+        counts_devices = self._settings.feature_gates.enabled(DYNAMIC_RESOURCES)
+        if counts_devices:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._device_inventory.load(), DEVICES_SECONDS)
         self._listed.set()
         handlers = EventHandlers(self._cache, self._queue, self._metrics)
         namespaces = self._settings.namespaces
@@ -304,8 +310,8 @@ class Manager:
         informers = [Informer(self._client, collection, self._liveness, idle) for collection in watched]
         async with asyncio.TaskGroup() as group:
             group.create_task(self._resync.run(), name="resync")
-            devices = self._device_inventory.run(self._liveness, idle)
-            group.create_task(devices, name="devices")
+            if counts_devices:
+                group.create_task(self._device_inventory.run(self._liveness, idle), name="devices")
             for informer, collection in zip(informers, watched, strict=True):
                 group.create_task(informer.run(), name=f"watch of {collection.path}")
             for informer in informers:

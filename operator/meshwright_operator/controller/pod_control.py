@@ -16,7 +16,7 @@ from meshwright.api.labels import GANG_GATE
 from meshwright.api.objects import KubeObject
 from meshwright.api.status import WorkerPlacement
 from meshwright_operator.controller.missing_pods import Incarnation, MissingPods
-from meshwright_operator.controller.pod_groups import POD_GROUP_UNAVAILABLE, PodGroupError, PodGroups
+from meshwright_operator.controller.pod_groups import PodGroupError, PodGroups
 from meshwright_operator.decide.incarnations import NAME_TAKEN, WAITING_FOR_OLD_PODS, old_pod_message
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
@@ -91,7 +91,7 @@ class PodControl:
         try:
             await self.groups.ensure(key, context.uid, context.spec, context.members)
         except PodGroupError as error:
-            raise PodsRejectedError(POD_GROUP_UNAVAILABLE, str(error)) from None
+            raise PodsRejectedError(error.reason, str(error)) from None
 
     async def create(self, context: PodContext, shared: Awaitable[None], placed: Collection[WorkerPlacement]) -> None:
         """Create the pods of these workers, as soon as the objects exist that they share.

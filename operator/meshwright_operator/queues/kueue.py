@@ -370,4 +370,9 @@ def _unavailable(queue: str, known: KueueState) -> str:
             f"{named}, and the operator may not use Kueue. Set `queues.kueue.enabled` in the values of the operator's"
             " chart, or remove the label"
         )
+    if known is KueueState.OFF:
+        return (
+            f"{named}, and the operator's feature gate KueueQueues is off. Set `featureGates.KueueQueues: true` in the"
+            " values of its chart, or remove the label"
+        )
     return f"{named}, and the cluster does not have Kueue. Install it, or remove the label"

@@ -36,6 +36,8 @@ class KueueState(StrEnum):
     ABSENT = "Absent"
     DENIED = "Denied"
     """The operator may not use it."""
+    OFF = "Off"
+    """The administrator turned queues of Kueue off."""
     WATCHED = "Watched"
 
 
@@ -67,6 +69,10 @@ class KueueWatch:
         """Somebody names a queue. Returns what is known of Kueue."""
         self._wanted.set()
         return self.state
+
+    def turn_off(self) -> None:
+        """Nobody looks for Kueue: `run` is not called."""
+        self.state = KueueState.OFF
 
     @property
     def named(self) -> bool:

@@ -19,7 +19,14 @@ from meshwright_worker.custom_module.checkpoint import load, save
 from meshwright_worker.custom_module.parallelize import ParallelModule, first_mismatch, parallelize
 from meshwright_worker.custom_module.plan import ParallelPlan
 from meshwright_worker.custom_module.rng import RandomStreams
-from meshwright_worker.distributed.mesh import REPLICA, TENSOR, Mesh, is_same_on_all_ranks
+from meshwright_worker.distributed.mesh import (
+    REPLICA,
+    STEP_TIMEOUT,
+    TENSOR,
+    Mesh,
+    is_same_on_all_ranks,
+    set_collective_timeout,
+)
 from meshwright_worker.optimizers.optimizer import learning_rate
 from meshwright_worker.parallel.data.fsdp import reshard
 from meshwright_worker.parallel.grad_norm import all_reduce_partial, local_square_sum, scale_and_clip
@@ -73,6 +80,7 @@ class CustomModuleTrainer:
         self.module = self._parallel_module.module
         self._statistics = BatchNormStatistics(module, mesh.group(REPLICA))
         self._checked = False
+        self._stepping = False
 
     @property
     def shards(self) -> Sequence[ParameterShard]:
@@ -108,6 +116,9 @@ class CustomModuleTrainer:
         scale_and_clip(gradients, 1.0 / max(1.0, targets), norm, self._spec.gradient_clip)
         self._parallel_module.optimizer.step(gradients, learning_rate(number, self._steps, self._spec))
         self._parallel_module.data_parallel.sync_parameters()
+        if not self._stepping:
+            self._stepping = True
+            set_collective_timeout(STEP_TIMEOUT)
         return mean
 
     def evaluate(self, batches: Sequence[Any]) -> float:

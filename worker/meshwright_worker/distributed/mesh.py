@@ -228,12 +228,14 @@ def build_mesh(task: RankTask[Run], device: torch.device) -> Mesh:
 def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
     """Create a group of all ranks on gloo, whose ranks connect when they first communicate. Collective.
 
-    Otherwise each rank would open a connection to every other rank: its collectives use those to a few of them.
+    Otherwise each rank would open a connection to every other rank: its collectives use those to a few of them. If the
+    ranks are simulated, so is this group.
     """
+    backend = "fake" if dist.get_backend() == "fake" else "gloo"
     before = os.environ.get(_LAZY_GLOO)
     os.environ[_LAZY_GLOO] = "1"
     try:
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
     finally:
         del os.environ[_LAZY_GLOO]
         if before is not None:
@@ -252,7 +254,8 @@ def set_collective_timeout(timeout: timedelta) -> None:
     Groups on gloo have their own limits, because hosts wait in them for other things than steps.
     """
     for group in own_groups():
-        if group is dist.group.WORLD or dist.get_backend(group) == "nccl":
+        backend = dist.get_backend(group)
+        if backend == "nccl" or (backend == "gloo" and group is dist.group.WORLD):
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 

@@ -66,8 +66,11 @@ def sum_gradients(unit: FSDPModule) -> None:
 def preallocate_fsdp_storage(stage: nn.Module) -> None:
     """Make FSDP allocate its final storage, before other code keeps references to the local shards.
 
-    When FSDP first gathers a parameter that does not divide evenly, it moves the shard into a padded one.
+    When FSDP first gathers a parameter that does not divide evenly, it moves the shard into a padded one. Parameters
+    without memory stay where they are.
     """
+    if any(parameter.is_meta for parameter in stage.parameters()):
+        return
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.unshard()

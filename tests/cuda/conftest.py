@@ -1,0 +1,25 @@
+"""Tests of kernels on a GPU. Where there is none they are skipped, and `make gpu` reports them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this directory, and skip them without a GPU."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.cuda)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The first GPU."""
+    return torch.device("cuda", 0)

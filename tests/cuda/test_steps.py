@@ -1,0 +1,71 @@
+"""Training steps on the device: the same bits twice, and the losses of the CPU."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks._contests import OurLoop, random_tokens
+from benchmarks._ranks import on_ranks
+from meshwright.api.precision import Precision
+from meshwright.data.tokenizers import BYTE_SEPARATOR
+from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.data.batch import make_batch
+from meshwright_worker.data.prefetch import pin_batch
+from meshwright_worker.distributed.mesh import join_mesh
+from meshwright_worker.rank.task import RankTask
+from meshwright_worker.trainer.warm_up import warm_up
+from tests.distributed.configs import small_run
+
+RUNS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "mixture": {"mixture": "Mixtral"},
+    "compiled": {"training": {"compile": True}},
+    "bf16 without master weights": {"training": {"master_weights": False}},
+    "offloaded activations": {"training": {"activation_offload": True}},
+}
+
+
+def run_of(name: str) -> NativeRun:
+    return small_run(micro_batches=2, precision=Precision.BF16, hidden_size=64, intermediate_size=96, **RUNS[name])
+
+
+def losses_of(task: RankTask, steps: int) -> list[float]:
+    """The losses of some steps, each once the kernels have been used."""
+    with join_mesh(task) as mesh:
+        warm_up(task.run, mesh)
+        loop = OurLoop(task.run, mesh)
+        text = random_tokens(task.run.architecture, task.run.training, 0)
+        return [loop.step(number, text) for number in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_same_steps_twice_give_the_same_bits(name: str) -> None:
+    (first,), (second,) = (on_ranks(losses_of, run_of(name), 3) for _ in range(2))
+    assert [loss.hex() for loss in first] == [loss.hex() for loss in second]
+    assert first[-1] < first[0]
+
+
+def test_a_step_waits_for_the_device_once() -> None:
+    """When the sums of its results are read."""
+    (waits,) = on_ranks(waits_of_a_step, run_of("dense"))
+    assert waits == 1
+
+
+def waits_of_a_step(task: RankTask) -> int:
+    with join_mesh(task) as mesh:
+        warm_up(task.run, mesh)
+        trainer = OurLoop(task.run, mesh).trainer
+        text = random_tokens(task.run.architecture, task.run.training, 0)
+        batches = [pin_batch(make_batch(text, task.run.data, BYTE_SEPARATOR), mesh.device) for _ in range(2)]
+        trainer.step(1, batches[0])
+        torch.cuda.synchronize(mesh.device)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            trainer.step(2, batches[1])
+            torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing" in str(warning.message) for warning in caught)
