@@ -13,7 +13,7 @@ from meshwright.api.training import ActivationCheckpointing
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import UnknownModelError, resolve
-from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cluster.inventory import Inventory, separate_hosts_sentence
 from meshwright.planner.cluster.limits import ClusterLimits
 from meshwright.planner.cluster.pod_resources import Resources, parse_resources, worker_requests
 from meshwright.planner.cost.estimate import Estimate
@@ -21,7 +21,13 @@ from meshwright.planner.cost.memory import Memory
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.cost_model import Calibration, CostModel, cost_model_on
 from meshwright.planner.errors import PlanError
-from meshwright.planner.frameworks.planning import cost_model_of_target, layouts_of_target, request_of_target
+from meshwright.planner.frameworks.of_spec import target_of
+from meshwright.planner.frameworks.planning import (
+    cost_model_of_target,
+    layouts_of_target,
+    request_of_target,
+    with_flags,
+)
 from meshwright.planner.frameworks.target import Target
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.nccl import communication_environment
@@ -33,7 +39,7 @@ from meshwright.planner.search.explain_plan import reasons_of_plan
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.spec_request import pinned_request
 from meshwright.planner.workload import TrainingJob
-from meshwright.protocol.run_config import RunConfig
+from meshwright.protocol.run_config import CommandRun, RunConfig
 from meshwright.rules.elastic import with_own_batch
 from meshwright.rules.parallelism import MAX_WORKERS
 from meshwright.rules.validation import check_spec, with_model_numbers
@@ -131,7 +137,10 @@ class Plan:
 
     def run_config(self, spec: ParallelTrainingJobSpec) -> RunConfig:
         """Return the run of the ranks, with every field that the spec leaves open filled in."""
-        return run_config_of(spec, self.architecture, self.strategy)
+        run, target = run_config_of(spec, self.architecture, self.strategy), target_of(spec)
+        if target is None or self.architecture is None or not isinstance(run, CommandRun):
+            return run
+        return with_flags(run, spec, self.architecture, self.strategy, target)
 
     def problems(self, spec: ParallelTrainingJobSpec) -> list[str]:
         """Return the reasons why ranks would reject the plan. Empty if they can run."""
@@ -211,6 +220,7 @@ def new_plans(
     if architecture is None or spec.training is None:
         return [_on_site(_command_plan(spec), spec, hardware)]
     _check_nodes_known(spec, cluster_limits)
+    target = target or target_of(spec)
     if target is None:
         request = _request(spec, architecture, cluster_limits, cost_model)
         ranked = _ranked(spec, request)
@@ -221,7 +231,8 @@ def new_plans(
     plans = []
     for chosen in ranked[:max_plans]:
         plan = _on_site(_with_estimate(_plan(spec, architecture, chosen, ()), cost_model), spec, hardware)
-        plans.append(replace(plan, reasons=reasons_of_plan(request, chosen, plan.estimate, spec.gpus)))
+        reasons = reasons_of_plan(request, chosen, plan.estimate, spec.gpus)
+        plans.append(replace(plan, reasons=(*reasons, *_about_channels(plan, cluster_limits))))
     return plans
 
 
@@ -300,7 +311,12 @@ def _running_plan(spec: ParallelTrainingJobSpec, architecture: Architecture | No
         with_model_numbers(spec_kept, architecture)
     ):
         return None
-    fitting = ranked_layouts(_request(spec_kept, architecture, ClusterLimits()))
+    target = target_of(spec)
+    if target is None:
+        request = _request(spec_kept, architecture, ClusterLimits())
+    else:
+        request = request_of_target(spec_kept, architecture, ClusterLimits(), None, target)
+    fitting = ranked_layouts(request)
     return _plan(spec, architecture, fitting[0], tuple(keep.reasons)) if fitting else None
 
 
@@ -350,10 +366,16 @@ def _check_node_and_domain_size(spec: ParallelTrainingJobSpec, cluster_limits: C
         raise PlanError(
             f"`parallelism.tensor` is {tensor} and the widest NVLink domain has {cluster_limits.domain_gpus} "
             "GPUs: lower it, "
-            "raise `parallelism.pipeline` instead, or add nodes with a wider domain",
+            f"raise `parallelism.pipeline` instead, or {_wider_domain(cluster_limits)}",
             "NoDomainWideEnough",
             depends_on_cluster=True,
         )
+
+
+def _wider_domain(limits: ClusterLimits) -> str:
+    if not limits.separate_hosts:
+        return "add nodes with a wider domain"
+    return f"join hosts: {separate_hosts_sentence(limits.separate_hosts)}"
 
 
 def _tensor_level(spec: ParallelTrainingJobSpec) -> FabricLevel:
@@ -370,6 +392,13 @@ def _limits(spec: ParallelTrainingJobSpec, limits: ClusterLimits) -> ClusterLimi
     if level is not FabricLevel.DOMAIN and widest is not None and tensor is not None:
         return replace(limits, domain_gpus=max(widest, tensor))
     return limits
+
+
+def _about_channels(plan: Plan, limits: ClusterLimits) -> tuple[str, ...]:
+    """Why NVLink does not join the nodes of a clique, if the job has several workers."""
+    if not limits.separate_hosts or len(plan.workers) == 1:
+        return ()
+    return (f"NVLink: {separate_hosts_sentence(limits.separate_hosts)}",)
 
 
 def _check_nodes_known(spec: ParallelTrainingJobSpec, cluster_limits: ClusterLimits) -> None:

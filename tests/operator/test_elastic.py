@@ -449,7 +449,7 @@ async def test_a_scaled_batch_and_its_rate_reach_the_ranks_at_every_size() -> No
 def grouped(world: World, replicas: int) -> dict[str, Any]:
     """A job whose tensor-parallel groups have two workers, on nodes of one NVLink domain."""
     for name in world.nodes:
-        label(world, name, "nvidia.com/gpu.clique", "one")
+        label(world, name, "network.topology.nvidia.com/accelerator", "one")
     body = elastic("job", replicas)
     body["spec"]["parallelism"]["tensor"] = 4
     body["spec"]["model"]["kvHeads"] = 4
@@ -473,7 +473,7 @@ async def test_what_is_left_of_a_tensor_group_ends_before_all_of_it_starts_in_an
     world = World(32, nodes=4, work=FOREVER)
     body = grouped(world, 1)
     for name in ("n2", "n3"):
-        label(world, name, "nvidia.com/gpu.clique", "two")
+        label(world, name, "network.topology.nvidia.com/accelerator", "two")
     world.submit(body)
     await world.run(30)
     before = pods(world, "job")

@@ -41,6 +41,7 @@ def from_scratch(cache: Cache, spec: Any) -> Inventory:
         gpu_resource=workers.gpu_resource,
         node_selector=workers.node_selector,
         tolerations=workers.tolerations,
+        channel=spec.joins_hosts,
     )
 
 
@@ -93,9 +94,9 @@ def test_only_a_node_that_changed_is_read_again(monkeypatch: pytest.MonkeyPatch)
     read: list[str] = []
     of = ReadNode.of
 
-    def noting(obj: Any, *args: Any) -> ReadNode:
+    def noting(obj: Any, *args: Any, **options: Any) -> ReadNode:
         read.append(obj["metadata"]["name"])
-        return of(obj, *args)
+        return of(obj, *args, **options)
 
     monkeypatch.setattr(ReadNode, "of", noting)
     cache = Cache()
@@ -126,9 +127,9 @@ async def test_a_large_cluster_is_read_in_a_thread(monkeypatch: pytest.MonkeyPat
     threads: set[str] = set()
     of = ReadNode.of
 
-    def noting(*args: Any) -> ReadNode:
+    def noting(*args: Any, **options: Any) -> ReadNode:
         threads.add(threading.current_thread().name)
-        return of(*args)
+        return of(*args, **options)
 
     monkeypatch.setattr(ReadNode, "of", noting)
     cache = Cache()

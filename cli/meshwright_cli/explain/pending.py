@@ -51,6 +51,7 @@ def pending_facts(job: Job, cluster: ClusterView) -> list[tuple[str, str]]:
         gpu_resource=spec.workers.gpu_resource,
         node_selector=spec.workers.node_selector,
         tolerations=spec.workers.tolerations,
+        channel=spec.joins_hosts,
         without_job=job.uid,
         site=cluster.site,
     )

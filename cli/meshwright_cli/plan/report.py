@@ -129,7 +129,8 @@ def inventory_of(
     Raises:
         InvalidSpecError: the job violates the schema.
     """
-    workers = parse_spec(job).workers
+    spec = parse_spec(job)
+    workers = spec.workers
     return Inventory.from_objects(
         nodes,
         pods,
@@ -137,6 +138,7 @@ def inventory_of(
         node_selector=workers.node_selector,
         tolerations=workers.tolerations,
         site=site,
+        channel=spec.joins_hosts,
     )
 
 

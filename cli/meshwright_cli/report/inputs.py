@@ -161,6 +161,7 @@ def inputs_of_job(
         gpu_resource=spec.workers.gpu_resource,
         node_selector=spec.workers.node_selector,
         tolerations=spec.workers.tolerations,
+        channel=spec.joins_hosts,
         site=site,
     )
     try:

@@ -23,7 +23,8 @@ from meshwright.planner.cluster.pod_resources import (
 )
 from meshwright.planner.cost.accelerators import gpu_memory_bytes
 from meshwright.planner.topology import DEFAULT_LEVELS, Level, Location, as_tree, locate
-from meshwright.planner.topology.levels import DOMAIN, RACK
+from meshwright.planner.topology.levels import CLIQUE, DOMAIN, RACK
+from meshwright.planner.topology.location import needs_channel
 from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 
 _MIB = 1 << 20
@@ -48,6 +49,8 @@ class Node:
     """Value of the label `nvidia.com/gpu.product`, or empty."""
     unusable: str = ""
     """Why the node is excluded, such as `cordoned`. Empty for a usable node."""
+    separate_host: bool = False
+    """Whether it is an NVLink domain of its own because the job's pods have no IMEX channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class Inventory:
         without_job: str | None = None,
         levels: Sequence[Level] | None = None,
         site: SiteFabric = DEFAULT_SITE,
+        channel: bool = True,
     ) -> Inventory:
         """The inventory for one job.
 
@@ -102,6 +106,7 @@ class Inventory:
             without_job: uid of a job whose own pods are not counted, because `place` gets them as `keep`.
             levels: the fabric levels and the label keys that name them, closest first. Default: those of `site`.
             site: what the administrator states about the fabric.
+            channel: whether the job's pods have an IMEX channel, so that NVLink joins the nodes of a clique.
         """
         levels = site.fabric_levels() if levels is None else levels
         warnings: list[str] = []
@@ -109,7 +114,7 @@ class Inventory:
         node_by_hostname: dict[str, str] = {}
         for obj in nodes:
             try:
-                read = ReadNode.of(obj, gpu_resource, levels)
+                read = ReadNode.of(obj, gpu_resource, levels, channel=channel)
                 node = replace(read.node, unusable=read.unusable_for(node_selector or {}, tolerations))
             except MALFORMED as error:
                 warnings.append(malformed_node_warning(obj, error))
@@ -164,7 +169,14 @@ class ReadNode:
     warning: str
 
     @classmethod
-    def of(cls, obj: Mapping[str, Any], gpu_resource: str, levels: Sequence[Level] = DEFAULT_LEVELS) -> ReadNode:
+    def of(
+        cls,
+        obj: Mapping[str, Any],
+        gpu_resource: str,
+        levels: Sequence[Level] = DEFAULT_LEVELS,
+        *,
+        channel: bool = True,
+    ) -> ReadNode:
         """Read a raw Node object.
 
         Raises:
@@ -188,12 +200,13 @@ class ReadNode:
             )
         node = Node(
             name=name,
-            place=locate(name, labels, levels),
+            place=locate(name, labels, levels, channel=channel),
             capacity=capacity,
             free=capacity,
             gpu_memory_bytes=_gpu_memory(labels, product),
             gpu_product=product,
             unusable=_why_unusable(metadata, spec, status, "" if capacity.gpus > 0 else gpu_resource),
+            separate_host=not channel and needs_channel(labels),
         )
         shared_gpu = _shared_gpu(labels, product)
         taints = [taint for taint in spec.get("taints") or () if taint.get("effect") in ("NoSchedule", "NoExecute")]
@@ -329,6 +342,15 @@ def missing_label_warnings(usable: Mapping[Location, int], levels: Sequence[str]
                 f"as a {level}"
             )
     return found
+
+
+def separate_hosts_sentence(hosts: int) -> str:
+    """Why the nodes of cliques count as separate NVLink domains."""
+    nodes = "1 node has" if hosts == 1 else f"{hosts} nodes have"
+    return (
+        f"each host is its own NVLink domain: {nodes} the label {CLIQUE}, but NVLink between hosts needs an IMEX "
+        "channel in every pod; `topology.multiNodeNVLink: true` gives the job one"
+    )
 
 
 def _overcommit_warnings(nodes: Mapping[str, Node]) -> list[str]:

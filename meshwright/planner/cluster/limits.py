@@ -40,6 +40,8 @@ class ClusterLimits:
     gpus_by_memory: Mapping[int, int] = field(default_factory=dict)
     """Bytes of memory of one GPU -> number of such GPUs."""
     gpus_of_unknown_memory: int = 0
+    separate_hosts: int = 0
+    """Nodes of cliques that count as separate NVLink domains, because the job's pods have no IMEX channel."""
     excluded: str = ""
     """If no node is usable: why, for a message."""
 
@@ -58,7 +60,8 @@ class ClusterLimits:
                 unknown += node.capacity.gpus
             else:
                 memory[node.gpu_memory_bytes] += node.capacity.gpus
-        return cls(max(node.capacity.gpus for node in usable), max(domains.values()), dict(memory), unknown)
+        largest = max(node.capacity.gpus for node in usable)
+        return cls(largest, max(domains.values()), dict(memory), unknown, sum(node.separate_host for node in usable))
 
     @property
     def known(self) -> bool:

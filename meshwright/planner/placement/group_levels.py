@@ -91,6 +91,12 @@ class GroupLevels:
         required.sort(key=lambda rule: _ORDER.index(rule.level))
         return cls(tuple(required), tuple(preferred), base, wanted)
 
+    def reaching(self, level: str) -> GroupLevels:
+        """The rules for blocks that may leave all levels below `level`: a running job keeps what it spans."""
+        if level == DOMAIN or _ORDER.index(level) <= _ORDER.index(self.base):
+            return self
+        return replace(self, base=level, wanted_base=level)
+
     @property
     def names_nodes(self) -> bool:
         """Whether nodes are a level of locations for these rules."""

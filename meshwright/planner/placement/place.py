@@ -49,7 +49,7 @@ def place(
     """
     if plan.topology is None:
         return _place(plan, inventory, keep or {}, options, previous, GroupLevels(base=options.tensor_within))
-    levels = GroupLevels.of(plan, inventory.levels)
+    levels = GroupLevels.of(plan, inventory.levels).reaching(options.tensor_within)
     if levels.names_nodes:
         inventory = with_nodes_as_level(inventory)
         options = replace(options, weights=options.weights.without_nodes())

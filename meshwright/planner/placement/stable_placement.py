@@ -16,10 +16,11 @@ from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement.capacity import FreeCapacity, GangShape
 from meshwright.planner.placement.group_levels import base_level
 from meshwright.planner.placement.options import PlacingOptions
-from meshwright.planner.placement.place import place
+from meshwright.planner.placement.place import place, place_of
 from meshwright.planner.placement.rank_mapping import keep_on_resize
 from meshwright.planner.placement.result import Placement
 from meshwright.planner.plan import Plan
+from meshwright.planner.topology.levels import DOMAIN
 
 _DEFAULT = PlacingOptions()
 _COST_TOLERANCE = 1 + 1e-9
@@ -84,6 +85,7 @@ def place_near_previous(
         DoesNotFitError, ValueError: as `place`.
     """
     kept = dict(keep or {})
+    options = _as_far_as_before(plan, inventory, before, options)
     for stays in _with_returning_workers(plan, inventory, kept, before, options):
         try:
             returned = place(plan, inventory, stays, options)
@@ -98,6 +100,33 @@ def place_near_previous(
     return place(plan, inventory, kept, options)
 
 
+def _as_far_as_before(
+    plan: Plan, inventory: Inventory, before: PreviousPlacement | None, options: PlacingOptions
+) -> PlacingOptions:
+    """The options, with which tensor-parallel groups may leave the level that those of the job have left already.
+
+    Before 0.2, hosts of a clique were one NVLink domain for all jobs. Jobs that were placed then keep what they span.
+    """
+    previous_plan = before.plan_like(plan) if before is not None else None
+    if before is None or previous_plan is None or before.tensor != plan.layout.tensor:
+        return options
+    shape, known = GangShape(previous_plan), inventory.nodes
+    groups = [
+        {before.nodes[worker] for worker in shape.workers_of(block) if before.nodes[worker] in known}
+        for block in range(shape.blocks)
+    ]
+    for level in inventory.levels[inventory.levels.index(options.tensor_within) :]:
+        if all(len({place_of(inventory, node).at(level) for node in group}) <= 1 for group in groups):
+            return replace(options, tensor_within=level)
+    return options
+
+
+def _closest_level(plan: Plan, options: PlacingOptions) -> str:
+    """The level that blocks must not leave."""
+    level = options.tensor_within
+    return level if level != DOMAIN or not plan.topology else base_level(plan)
+
+
 def _with_returning_workers(
     plan: Plan, inventory: Inventory, keep: Mapping[int, str], before: PreviousPlacement | None, options: PlacingOptions
 ) -> list[dict[int, str]]:
@@ -105,7 +134,7 @@ def _with_returning_workers(
     previous_plan = before.plan_like(plan) if before is not None else None
     if before is None or previous_plan is None:
         return []
-    capacity = FreeCapacity(plan, inventory, keep, base_level(plan) if plan.topology else options.tensor_within)
+    capacity = FreeCapacity(plan, inventory, keep, _closest_level(plan, options))
     free = {name: count for domain in capacity.domains for name, count in capacity.nodes_in(domain).items()}
     lost = frozenset(node for node in before.nodes.values() if not free.get(node))
     stays = dict(keep)

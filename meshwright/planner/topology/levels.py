@@ -62,8 +62,11 @@ class LabelSet:
                 raise ValueError(f"{self.source}: unknown fabric level {level!r}: use one of {', '.join(LEVELS)}")
 
 
+CLIQUE = "nvidia.com/gpu.clique"
+"""The label of nodes whose NVLink reaches other nodes. Only pods with an IMEX channel can use it."""
+
 LABEL_SETS = (
-    LabelSet("NVIDIA GPU feature discovery", {DOMAIN: ("nvidia.com/gpu.clique",)}),
+    LabelSet("NVIDIA GPU feature discovery", {DOMAIN: (CLIQUE,)}),
     LabelSet(
         "topograph",
         {

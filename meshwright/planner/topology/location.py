@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.planner.topology.levels import DOMAIN, RACK, ZONE, Level
+from meshwright.planner.topology.levels import CLIQUE, DOMAIN, RACK, ZONE, Level
 
 MEANINGLESS = frozenset({"", "unknown", "none", "no-imds-data", "n/a", "null"})
 
@@ -46,15 +46,30 @@ class Location:
         return self.at(ZONE)
 
 
-def locate(name: str, labels: Mapping[str, str], levels: Sequence[Level]) -> Location:
+def needs_channel(labels: Mapping[str, str]) -> bool:
+    """Return whether pods on this node use NVLink to other nodes only with an IMEX channel."""
+    return first_meaningful_value(labels, (CLIQUE,)) is not None
+
+
+def locate(name: str, labels: Mapping[str, str], levels: Sequence[Level], *, channel: bool = True) -> Location:
     """Return the node's location.
 
     A level without a label is named after the level below: no other location shares it.
+
+    Args:
+        name: the node.
+        labels: its labels.
+        levels: the levels of the fabric, closest first.
+        channel: whether pods have an IMEX channel. Without one, a node of a clique is an NVLink domain of its own, and
+            the clique is the rack unless another label names that.
     """
+    clique = None if channel else first_meaningful_value(labels, (CLIQUE,))
     names: list[str] = []
     alone = f"host/{name}"
     for position, level in enumerate(levels):
         value = first_meaningful_value(labels, level.keys)
+        if clique is not None and level.name in (DOMAIN, RACK):
+            value = None if level.name == DOMAIN else value or clique
         names.append(value or alone)
         if value is not None or position == 0:
             alone = f"{level.name}/{names[-1]}"

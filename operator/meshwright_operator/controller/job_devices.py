@@ -72,7 +72,7 @@ class JobDevices:
             # An allocated claim has its devices already, and takes no others.
             if known is not None and not known.allocated:
                 found += known.wanted
-        if _joins_hosts(spec) and self._inventory.known(CHANNEL_CLASS):
+        if spec.joins_hosts and self._inventory.known(CHANNEL_CLASS):
             found[Wanted(CHANNEL_CLASS)] += 1
         for wanted in found:
             self._inventory.count(wanted)
@@ -105,7 +105,7 @@ class JobDevices:
                 absent.append(MissingClaim(path, name, kind=KINDS[resource]))
             elif resource == CLAIMS and workers > 1 and known.wanted and not known.allocated:
                 absent.append(MissingClaim(path, name, kind=UNALLOCATED))
-        if _joins_hosts(spec) and not await self._has_compute_domains():
+        if spec.joins_hosts and not await self._has_compute_domains():
             absent.append(MissingClaim("topology.multiNodeNVLink", "computedomains.resource.nvidia.com", kind=""))
         return absent
 
@@ -160,7 +160,3 @@ def _wanted(obj: KubeObject, resource: str) -> Counter[Wanted]:
     except MALFORMED as error:
         log.warning("devices of a claim are not counted", extra={"claim": obj["metadata"]["name"], "error": str(error)})
         return Counter()
-
-
-def _joins_hosts(spec: ParallelTrainingJobSpec) -> bool:
-    return spec.topology is not None and bool(spec.topology.multi_node_nvlink)

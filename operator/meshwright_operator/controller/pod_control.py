@@ -81,7 +81,7 @@ class PodControl:
         if context.network_policy is not None:
             path = network_policies_path(context.namespace)
             objects.append(self._create_owned(path, context.network_policy, context.uid))
-        if context.spec.topology is not None and context.spec.topology.multi_node_nvlink:
+        if context.spec.joins_hosts:
             domain = compute_domain(context.name, context.namespace, context.uid)
             objects.append(self._create_owned(compute_domains_path(context.namespace), domain, context.uid))
         await _all(objects)

@@ -211,7 +211,7 @@ def _claims(context: PodContext) -> list[tuple[KubeObject, KubeObject]]:
         )
         request = {"request": claim.request} if claim.request is not None else {}
         found.append(({"name": claim.name, **source}, {"name": claim.name, **request}))
-    if context.spec.topology is not None and context.spec.topology.multi_node_nvlink:
+    if context.spec.joins_hosts:
         template = channel_template_name(context.name, context.uid)
         found.append(({"name": CHANNEL_CLAIM, "resourceClaimTemplateName": template}, {"name": CHANNEL_CLAIM}))
     return found

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory, Node
 from meshwright.planner.cluster.pod_resources import Resources
 from meshwright.planner.cost_model import Calibration
@@ -15,6 +14,7 @@ from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.scheduling.assigned_domains import within_domains
 from meshwright_operator.scheduling.capacity_hint import Amounts, capacity_hint, occupants
 from meshwright_operator.scheduling.cluster_view import ClusterView, FreeNodes
+from meshwright_operator.scheduling.inventories import NodeRequirements
 from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.preemption import Fits, Holder, Victim, choose_victims, freed_by
 from meshwright_operator.scheduling.reservations import choose_nodes, placement_for
@@ -78,7 +78,7 @@ def run_attempt(attempt: Attempt, view: ClusterView) -> Outcome:
     """Places the job, or explains why it does not fit and chooses the nodes to reserve for it."""
     request = attempt.request
     resource = request.spec.workers.gpu_resource
-    free = view.free_nodes(node_requirements(request.spec), attempt.empty, resource)
+    free = view.free_nodes(NodeRequirements.of(request.spec), attempt.empty, resource)
     freed: Amounts = dict(view.used_by_job(request.uid, resource)) if request.reuses_own_pods else {}
     if attempt.without_pods_of not in ("", request.uid):
         freed |= _sum(freed, view.used_by_job(attempt.without_pods_of, resource))
@@ -185,13 +185,6 @@ def may_fit(request: PlacementRequest, free: FreeNodes, changed: Mapping[str, No
     return bool(request.assigned_nodes or any(size.kept for size in request.sizes)) or any(
         free.has_capacity(plan, changed) for plan in request.plans
     )
-
-
-def node_requirements(spec: ParallelTrainingJobSpec) -> Hashable:
-    """All requirements of a spec on nodes. Jobs with the same requirements have the same free nodes."""
-    workers = spec.workers
-    tolerations = tuple(toleration.model_dump_json() for toleration in workers.tolerations)
-    return workers.gpu_resource, tuple(sorted(workers.node_selector.items())), tolerations
 
 
 def _explained(

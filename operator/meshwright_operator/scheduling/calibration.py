@@ -28,6 +28,7 @@ from meshwright.planner.cost_model import Calibration, StepMeasurement, cost_mod
 from meshwright.planner.placement.placed_cost import group_spans_of_status
 from meshwright.rules.elastic import fixed_size
 from meshwright_operator.kube.cache import Cache
+from meshwright_operator.scheduling.inventories import NodeRequirements
 from meshwright_operator.scheduling.scheduler import JobScheduler
 
 PERIOD_SECONDS = 60.0
@@ -67,19 +68,19 @@ class CalibrationLoop:
             log.info("recalibrated", extra={"gpus": changed})
 
     def _refitted(self, jobs: Sequence[KubeObject]) -> Calibration:
-        inventories: dict[str, Inventory] = {}
+        inventories: dict[NodeRequirements, Inventory] = {}
         return recalibrate(
             Calibration(), (measured for job in jobs if (measured := self._read(job, inventories)) is not None)
         )
 
-    def _read(self, job: KubeObject, inventories: dict[str, Inventory]) -> StepMeasurement | None:
+    def _read(self, job: KubeObject, inventories: dict[NodeRequirements, Inventory]) -> StepMeasurement | None:
         """A job's measurement; None if its object cannot be read, which must not affect other jobs."""
         try:
             return self._measured(job, inventories)
         except (ArithmeticError, AttributeError, InvalidSpecError, TypeError, UnknownModelError, ValueError):
             return None
 
-    def _measured(self, job: KubeObject, inventories: dict[str, Inventory]) -> StepMeasurement | None:
+    def _measured(self, job: KubeObject, inventories: dict[NodeRequirements, Inventory]) -> StepMeasurement | None:
         """A running job's measurement; None if it has none yet, or if the cost model does not support it.
 
         Args:
@@ -98,7 +99,7 @@ class CalibrationLoop:
         if spec.data is not None and spec.data.format is DataFormat.PROMPT_COMPLETION:
             # Rows are as long as their records: measured throughput depends on it, the cost model does not.
             return None
-        requirements = spec.workers.model_dump_json(include={"gpu_resource", "node_selector", "tolerations"})
+        requirements = NodeRequirements.of(spec)
         if requirements not in inventories:
             inventories[requirements] = self._scheduler.inventory(spec)
         cost_model = cost_model_for(spec, resolve(spec.model), inventories[requirements])

@@ -38,13 +38,16 @@ class NodeRequirements:
     gpu_resource: str
     selector: tuple[tuple[str, str], ...]
     tolerations: tuple[str, ...]
+    channel: bool = True
+    """Whether pods have an IMEX channel, so that NVLink joins the nodes of a clique."""
 
     @classmethod
     def of(cls, spec: ParallelTrainingJobSpec) -> NodeRequirements:
         """Return the requirements of a spec."""
         workers = spec.workers
         tolerations = tuple(toleration.model_dump_json() for toleration in workers.tolerations)
-        return cls(workers.gpu_resource, tuple(sorted(workers.node_selector.items())), tolerations)
+        selector = tuple(sorted(workers.node_selector.items()))
+        return cls(workers.gpu_resource, selector, tolerations, spec.joins_hosts)
 
 
 class Inventories:
@@ -52,7 +55,7 @@ class Inventories:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._sets: OrderedDict[str, NodeSet] = OrderedDict()
+        self._sets: OrderedDict[tuple[str, bool], NodeSet] = OrderedDict()
         self._views: OrderedDict[NodeRequirements, _View] = OrderedDict()
         self._pool: dict[Node, Node] = {}
         self.site: SiteFabric = DEFAULT_SITE
@@ -130,16 +133,16 @@ class Inventories:
         self, requirements: NodeRequirements, gpus: int | None, nodes: Mapping[str, KubeObject], version: int
     ) -> _View:
         """Bring a view up to date. Runs in the event loop or in a thread, but never in both at once."""
-        gpu_resource = requirements.gpu_resource
-        nodes_of_resource = self._sets.get(gpu_resource)
+        resource = requirements.gpu_resource, requirements.channel
+        nodes_of_resource = self._sets.get(resource)
         site = self.site
         if nodes_of_resource is None or nodes_of_resource.site is not site:
-            nodes_of_resource = self._sets[gpu_resource] = NodeSet(gpu_resource, self._interned, site)
-        self._sets.move_to_end(gpu_resource)
+            nodes_of_resource = self._sets[resource] = NodeSet(resource[0], self._interned, site, channel=resource[1])
+        self._sets.move_to_end(resource)
         try:
             nodes_of_resource.update(nodes, version)
         except Exception:
-            del self._sets[gpu_resource]  # Only a part of the nodes was read.
+            del self._sets[resource]  # Only a part of the nodes was read.
             raise
         view = (self._views.get(requirements) or _View(requirements)).updated(nodes_of_resource)
         if gpus is not None:
@@ -162,7 +165,8 @@ class Inventories:
             self._pool.clear()
 
     def _unshared(self, requirements: NodeRequirements, nodes: Mapping[str, KubeObject]) -> _View:
-        nodes_of_resource = NodeSet(requirements.gpu_resource, lambda node: node, self.site)
+        channel = requirements.channel
+        nodes_of_resource = NodeSet(requirements.gpu_resource, lambda node: node, self.site, channel=channel)
         nodes_of_resource.update(nodes, 0)
         return _View(requirements).updated(nodes_of_resource)
 
@@ -232,4 +236,4 @@ def _hardware_of(node: Node | None) -> object:
     """What planning reads of a node."""
     if node is None or node.unusable:
         return None
-    return node.capacity.gpus, node.gpu_product, node.gpu_memory_bytes, node.place
+    return node.capacity.gpus, node.gpu_product, node.gpu_memory_bytes, node.place, node.separate_host

@@ -17,8 +17,16 @@ from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 class NodeSet:
     """Nodes by name, with locations that form a tree."""
 
-    def __init__(self, gpu_resource: str, interned: Callable[[Node], Node], site: SiteFabric = DEFAULT_SITE) -> None:
-        """`interned` returns an equal node that others use already, if there is one."""
+    def __init__(
+        self,
+        gpu_resource: str,
+        interned: Callable[[Node], Node],
+        site: SiteFabric = DEFAULT_SITE,
+        *,
+        channel: bool = True,
+    ) -> None:
+        """`interned` returns an equal node that others use already, if there is one. `channel`: see `locate`."""
+        self._channel = channel
         self._gpu_resource = gpu_resource
         self.site = site
         self._fabric_levels = site.fabric_levels()
@@ -84,7 +92,7 @@ class NodeSet:
     def _read_node(self, name: str, labelled: dict[str, Location]) -> None:
         obj = self._objects[name]
         try:
-            read = ReadNode.of(obj, self._gpu_resource, self._fabric_levels)
+            read = ReadNode.of(obj, self._gpu_resource, self._fabric_levels, channel=self._channel)
         except MALFORMED as error:
             self.warnings[name] = malformed_node_warning(obj, error)
             return
