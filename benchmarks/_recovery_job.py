@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from meshwright.api import labels
-from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.spec import ParallelTrainingJobSpec, RecoverySpec
 
 
 def _import(*names: str) -> Any:
@@ -43,6 +43,8 @@ EVENTS, JOBS, NODES, PODS = resources.EVENTS, resources.JOBS, resources.NODES, r
 
 ELASTIC = "elastic" in ParallelTrainingJobSpec.model_fields
 """Whether this commit resizes a job without a restart of its gang."""
+IN_MEMORY = ("process in memory", "pod in memory")
+"""Faults of a job with `recovery.inMemory`; not measured for a commit without it."""
 NAMESPACE, NAME, URGENT = "default", "recovery", "urgent"
 LIMIT_SECONDS = 150.0
 HANG_LIMIT = 8
@@ -196,6 +198,18 @@ class Job:
         """Edit the number of replicas."""
         await self.client.patch(JOBS, NAME, {"spec": {"replicas": replicas}}, NAMESPACE)
 
+    async def hold_state(self, held: bool) -> None:
+        """Edit `recovery.inMemory`. It takes effect in the next generation, for which a rank is killed first."""
+        await self.client.patch(JOBS, NAME, {"spec": {"recovery": {"inMemory": held}}}, NAMESPACE)
+        if held:
+            generation = await self.generation()
+            await self.signal_rank(signal.SIGKILL)
+            await self.trains(generation)
+
+    async def generation(self) -> int:
+        """The mesh generation in status."""
+        return int((await self.client.get(JOBS, NAME, NAMESPACE))["status"]["mesh"]["generation"])
+
     async def cordon(self, names: list[str], unschedulable: bool) -> None:
         """Cordon nodes, or end that."""
         for name in names:
@@ -244,6 +258,12 @@ async def _uncordon(job: Job) -> None:
 Act = Callable[[Job], Awaitable[None]]
 FAULTS: dict[str, tuple[Act, Act, Act]] = {
     "process": (_nothing, lambda job: job.signal_rank(signal.SIGKILL), _nothing),
+    "process in memory": (
+        lambda job: job.hold_state(True),
+        lambda job: job.signal_rank(signal.SIGKILL),
+        lambda job: job.hold_state(False),
+    ),
+    "pod in memory": (lambda job: job.hold_state(True), Job.delete_pod, lambda job: job.hold_state(False)),
     "hang": (_nothing, lambda job: job.signal_rank(signal.SIGSTOP), _nothing),
     "pod": (_nothing, Job.delete_pod, _nothing),
     "drain": (_nothing, Job.drain, _uncordon),
@@ -274,14 +294,15 @@ async def measure(faults: list[str], on_loss: str) -> dict[str, dict[str, Any]]:
                 await setup.start_operator(programs, directory, kubeconfig, setup.Ports())
                 job = Job(client, directory, on_loss)
                 began = time.monotonic()
-                generation = await job.start()
+                await job.start()
                 found["start"] = {"seconds": round(time.monotonic() - began, 1)}
                 steps = asyncio.create_task(job.watch_steps())
-                for fault in (one for one in FAULTS if one in faults):
+                known = [one for one in faults if one not in IN_MEMORY or "in_memory" in RecoverySpec.model_fields]
+                for fault in (one for one in FAULTS if one in known):
                     found[fault] = {}
                     try:
-                        await _strike(job, fault, generation, found[fault])
-                        generation = await _restore(job, fault, found[fault])
+                        await _strike(job, fault, found[fault])
+                        await _restore(job, fault, found[fault])
                     except TimeoutError as error:
                         found[fault]["error"] = str(error)
                         break
@@ -289,10 +310,11 @@ async def measure(faults: list[str], on_loss: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-async def _strike(job: Job, fault: str, generation: int, result: dict[str, Any]) -> None:
+async def _strike(job: Job, fault: str, result: dict[str, Any]) -> None:
     prepare, act, _ = FAULTS[fault]
     await prepare(job)
     await asyncio.sleep(4)  # some steps, so that there is something to repeat
+    generation = await job.generation()
     began = time.monotonic()
     load = os.getloadavg()[0]
     await act(job)
@@ -308,8 +330,8 @@ async def _strike(job: Job, fault: str, generation: int, result: dict[str, Any])
     }
 
 
-async def _restore(job: Job, fault: str, result: dict[str, Any]) -> int:
-    """Wait until the job has its size again, and count that resize too; its mesh generation."""
+async def _restore(job: Job, fault: str, result: dict[str, Any]) -> None:
+    """Wait until the job has its size again, and count that resize too."""
     began = time.monotonic()
     await FAULTS[fault][2](job)
     before = job.changes[-1]
@@ -321,7 +343,6 @@ async def _restore(job: Job, fault: str, result: dict[str, Any]) -> int:
         result["restored"] = round(_longest_gap(job.changes, before), 2)
         result["restoredPhases"] = await job.phases(generation)
         result["withoutSteps"] = round(result["withoutSteps"] + result["restored"], 2)
-    return generation
 
 
 async def _steps_after(job: Job, moment: float) -> None:

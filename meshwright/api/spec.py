@@ -43,13 +43,27 @@ class ProgressSpec(ApiModel):
         return patterns
 
 
+class Framework(StrEnum):
+    """A framework whose flags a plan is written in."""
+
+    MEGATRON_LM = "MegatronLM"
+    TORCH_TITAN = "TorchTitan"
+    DEEP_SPEED = "DeepSpeed"
+
+
 class RuntimeSpec(ApiModel):
     """What the ranks run: Meshwright's own runtime, or the user's command."""
 
     command: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1, max_length=64)] | None = None
     """A torchrun-style command, started once per rank with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and
     the rank's mesh coordinates in its environment. Exit code 0 means that the run is complete, 143 after SIGTERM that
-    it can be resumed, any other code is a failure. Excludes `model`, `data` and `training`."""
+    it can be resumed, any other code is a failure. Excludes `model`, `data` and `training`, unless `framework` is
+    set."""
+    framework: Framework | None = None
+    """What `command` starts. Experimental. `model` and `training` are then required: the planner chooses the layout
+    with this framework's memory and techniques, and appends its flags to `command`. `MegatronLM`: flags of
+    `pretrain_gpt.py`. `TorchTitan`: flags of `torchtitan.train`. `DeepSpeed`: `--deepspeed_config` with the
+    configuration. Data and tokenizer are named in `command`."""
     scripts: ShortText | None = None
     """ConfigMap whose keys are mounted as files under `/meshwright/scripts`, for use in `command`."""
     progress: ProgressSpec | None = None
@@ -154,6 +168,11 @@ class RecoverySpec(ApiModel):
     partly_bound_seconds: Annotated[int, Field(ge=0, le=31536000)] | None = None
     """The same for the other pods, after the first one was bound. 0 means no limit. Defaults to the operator's setting,
     300."""
+    in_memory: bool | None = None
+    """Experimental, for ranks without GPUs; off by default. When ranks are lost, the others keep their processes and
+    state, and new ranks get theirs from a rank that has the same, instead of all from the latest checkpoint. If no rank
+    has the same, or for techniques with more state of their own, all ranks restart from the checkpoint, and an event
+    says why. An edit takes effect when the next mesh generation starts."""
     suspect_nodes: SuspectNodesSpec | None = None
     """Avoid nodes on which workers fail again and again. By default ranks restart in the same pods after every failure.
     Not allowed with `workers.schedulerName`."""

@@ -177,6 +177,19 @@ class PlacementStatus(ApiModel):
     """Nodes reserved for replacements of lost workers, the most useful first."""
 
 
+class MemoryRecoveryStatus(ApiModel):
+    """How a generation went on from the state that ranks held in memory."""
+
+    generation: Count
+    """The generation since which they held it."""
+    step: Count
+    """The step from which all ranks went on."""
+    leader: Count
+    """A rank that had completed this step."""
+    ranks: Annotated[str, Field(max_length=MAX_SUCCEEDED_WORKERS)]
+    """The ranks that kept their processes and state, as ranges such as `0-2,5`."""
+
+
 class MeshStatus(ApiModel):
     """The mesh generation: a new one each time the set of worker processes changes."""
 
@@ -204,6 +217,10 @@ class MeshStatus(ApiModel):
     pods are deleted."""
     completed_time: Time | None = None
     """When all workers that the job waits for had completed the run in this generation. Their pods should exit soon."""
+    in_memory: Annotated[str, Field(max_length=256)] | None = None
+    """The layout of the generation, if its ranks hold their state when it is interrupted (`recovery.inMemory`)."""
+    recovery: MemoryRecoveryStatus | None = None
+    """How the generation went on from state in memory. Missing if its ranks started from a checkpoint or anew."""
     agent_replacements: Count = 0
     """Number of pods that were replaced since the gang last ran, because their agents did not reach the operator."""
 

@@ -113,6 +113,9 @@ class MeshRequest(OpenMessage):
     preparing: bool = False
     """Whether the agent still imports the training runtime. It can take part in a generation anyway, but a job that
     trains grows only once its new workers are prepared. Agents before 0.2 never set it."""
+    holds_state: bool = False
+    """Whether the agent's ranks can hold their state when a generation is interrupted (`MeshDocument.inMemory`): not
+    with GPUs. Agents before 0.2 never set it."""
     wait_seconds: Annotated[float, Field(ge=0, le=60)] = 45.0
     """Time for which the coordinator may delay the response."""
 
@@ -130,6 +133,20 @@ class MeshMember(OpenMessage):
     """Its first rank."""
     ranks: int
     """Number of consecutive ranks of the worker."""
+
+
+class MemoryRecovery(OpenMessage):
+    """How the ranks of a generation go on from the state that ranks of an earlier one hold in memory."""
+
+    generation: Generation
+    """The generation since which the state is held."""
+    step: int
+    """The step from which all ranks go on: the newest that any of them has completed."""
+    leader: int
+    """A rank that has completed it. It tells the others the step's results."""
+    ranks: str
+    """The ranks that keep their processes and state, as ranges such as `0-2,5`. Each other rank gets its state from
+    one of them that has the same."""
 
 
 class MeshDocument(OpenMessage):
@@ -157,6 +174,12 @@ class MeshDocument(OpenMessage):
     environment: dict[str, str] | None = None
     """Variables of communication libraries for every rank, such as `NCCL_IB_HCA`. A variable that the pod has already
     stays. Agents before 0.2 ignore it."""
+    in_memory: bool | None = None
+    """Whether ranks hold their state when their generation is interrupted, to recover in memory. None is no. Agents
+    before 0.2 ignore it: their ranks are started again."""
+    memory: MemoryRecovery | None = None
+    """How this generation goes on from the state that ranks hold. Without it, every rank starts anew. Only if all
+    agents have reported `RankProcess.held`."""
 
 
 class AgentState(StrEnum):
@@ -198,6 +221,15 @@ class FailureKind(StrEnum):
     0.2 never report it."""
 
 
+class HeldState(OpenMessage):
+    """The training state that a rank's process holds while it waits for the next generation."""
+
+    step: Int64
+    """The last step whose update it has made."""
+    reduced: Int64 | None = None
+    """The next step, if the process has that step's gradients, summed over all replicas."""
+
+
 class RankProcess(OpenMessage):
     """One rank's process."""
 
@@ -219,6 +251,8 @@ class RankProcess(OpenMessage):
     """State letter of the process (proc(5)) if it has been idle for a while, such as `T` for stopped."""
     compute_seconds: float | None = None
     """Recent time for which the rank computes in a step, without waits. Agents before 0.2 send none."""
+    held: HeldState | None = None
+    """The state that it holds since this generation was interrupted, with `MeshDocument.inMemory`."""
     data_seconds: float | None = None
     """Recent time of a step in which it waits for data. Agents before 0.2 send none."""
     waits: Annotated[dict[Annotated[str, Field(max_length=16)], float], Field(max_length=16)] = {}
@@ -355,6 +389,9 @@ class ReportReply(OpenMessage):
     pause: Generation | None = None
     """The ranks of this generation save a checkpoint and stop. The agent then waits for the next generation. Agents
     before 0.2 ignore it."""
+    leave: Generation | None = None
+    """The ranks of this generation leave it and hold their state, because others are lost, with
+    `MeshDocument.inMemory`. Agents before 0.2 ignore it."""
     checkpoint_request: Annotated[str, Field(max_length=64)] | None = None
     """Name of a request: the ranks of `generation` save a checkpoint after their current step, and go on. Only the
     worker of rank 0 gets it. Agents before 0.2 ignore it."""

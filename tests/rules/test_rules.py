@@ -409,6 +409,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("elastic.minGpus", {"gpus": 16, "replicas": None, **elastic(replan=True, minGpus=17)}),
 ]
 BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
+    ("runtime.framework", {"runtime.framework": "TorchTitan"}),
     ("runtime.command", {"data": {"source": "PythonStdlib"}}),
     ("runtime.command", {"training": {"steps": 1, "globalBatchSize": 4, "sequenceLength": 8}}),
     ("checkpoint", {"checkpoint": {"claimName": "c", "everySteps": 5}}),
@@ -430,6 +431,8 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
 ]
 FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {}),
+    (GOOD, {"runtime": {"command": ["x"], "framework": "MegatronLM"}, "data": None, "parallelism.zeroStage": 1}),
+    (GOOD, {"runtime": {"command": ["x"], "framework": "DeepSpeed"}, "data": None, "parallelism.microBatches": 4}),
     (GOOD, {"parallelism": None}),
     (GOOD, {"model": {"preset": "llama-3-8b"}}),
     (GOOD, {"model": {"huggingFace": CONFIG}}),

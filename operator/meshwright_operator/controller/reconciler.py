@@ -43,6 +43,7 @@ from meshwright_operator.decide import (
     checkpoint_request,
     decide_job,
     goodput,
+    in_memory,
     lifecycle,
     placement_outcome,
     preempted_job,
@@ -455,6 +456,7 @@ class Reconciler:
             closed=closed,
             pods=pods,
             pause=not over and cause_named(mesh.pending_cause).pauses,
+            leave=not over and in_memory.leaves(observed, mesh),
             checkpoint_request=checkpoint_request.request_to_send(observed, draft.status.checkpoint_request),
         )
 

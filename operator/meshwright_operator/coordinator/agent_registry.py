@@ -77,6 +77,9 @@ class AgentRegistry:
         """The newest generation that was published."""
         self.pause: int | None = None
         """The generation whose ranks must save a checkpoint and stop, while their pods stay."""
+        self.leave: int | None = None
+        """The generation that ranks leave to hold their state, because others are lost."""
+        self._notified_of_leave: set[tuple[int, int]] = set()
         self._checkpoint_request: str | None = None
         self._notified_of_pause: set[tuple[int, int]] = set()
         """(worker, incarnation) of the agents that have received `pause`, or whose poll has ended because of it."""
@@ -110,6 +113,7 @@ class AgentRegistry:
         generation: int = 0,
         closed: bool = False,
         pause: bool = False,
+        leave: bool = False,
         pods: Mapping[int, str] | None = None,
         checkpoint_request: str | None = None,
     ) -> None:
@@ -121,6 +125,7 @@ class AgentRegistry:
             generation: The newest generation, even if it has ended.
             closed: Whether the job needs no pods, so that agents must exit.
             pause: Whether the ranks of `generation` must save a checkpoint and stop, while their pods stay.
+            leave: Whether the ranks of `generation` must leave it and hold their state.
             pods: Worker -> uid of the pod of its current incarnation, if it is known.
             checkpoint_request: The request for a checkpoint that rank 0 of `generation` must receive.
         """
@@ -129,11 +134,14 @@ class AgentRegistry:
         pods = pods or {}
         paused = generation if pause else None
         now = self.document, self._incarnations, self._closed, self._pods, self.pause
-        same = (document, incarnations, closed, pods, paused) == now
+        # Once a rank has failed, the ranks leave their generation, whatever is decided then.
+        leaving = generation if leave or self.leave == generation else None
+        same = (document, incarnations, closed, pods, paused) == now and leaving == self.leave
         if same and self._published:
             return
         self.document, self._incarnations, self._closed, self._published = document, incarnations, closed, True
         self._pods = pods
+        self._set_leave(leaving)
         if paused != self.pause:
             self.pause = paused
             self._notified_of_pause.clear()
@@ -144,6 +152,22 @@ class AgentRegistry:
         self._members = frozenset((m.worker, m.incarnation) for m in document.members) if document else frozenset()
         async with self._changed:
             self._changed.notify_all()
+
+    def _set_leave(self, generation: int | None) -> None:
+        if generation != self.leave:
+            self.leave = generation
+            self._notified_of_leave.clear()
+
+    async def leave_with_failed(self, report: WorkerReport) -> None:
+        """Let all ranks leave their generation as soon as a rank of it fails: those that it does not communicate with
+        would notice nothing.
+        """
+        document, generation = self.document, report.generation
+        failed = report.state is AgentState.FAILED and self.leave != generation
+        if failed and document is not None and document.in_memory and document.generation == generation:
+            self._set_leave(generation)
+            async with self._changed:
+                self._changed.notify_all()
 
     @property
     def published(self) -> bool:
@@ -196,12 +220,12 @@ class AgentRegistry:
 
     async def wait_for_newer(self, request: MeshRequest) -> EncodedMessage | None:
         """Wait for a newer document. Return it encoded, or None if the agent is superseded, must report at once to
-        receive a pause, or the time is up.
+        receive a pause or a request to leave, or the time is up.
         """
 
         def done() -> bool:
             newer = self.document_for(request) is not None
-            return newer or self.superseded(request) or self._must_be_notified_of_pause(request)
+            return newer or self.superseded(request) or self._must_be_notified(request)
 
         try:
             seconds = request.wait_seconds * random.uniform(SHORTEST_WAIT, 1.0)  # noqa: S311 - spreading, not secrecy
@@ -211,16 +235,20 @@ class AgentRegistry:
             return None
         if self.superseded(request):
             return None
-        if self.document_for(request) is None and self._must_be_notified_of_pause(request):
-            self._notified_of_pause.add((request.worker, request.incarnation))
+        if self.document_for(request) is None and self._must_be_notified(request):
+            notified = self._notified_of_pause if self.pause == request.generation else self._notified_of_leave
+            notified.add((request.worker, request.incarnation))
             return None
         # The agent now uses its store port: it must poll again before it counts for the next generation.
         self._presences.pop(request.worker, None)
         return self._encoded if self.document_for(request) is not None else None
 
-    def _must_be_notified_of_pause(self, request: MeshRequest) -> bool:
-        """Whether a poll ends because of a pause: once per pause and agent, since older agents ignore it."""
-        return self.pause == request.generation and (request.worker, request.incarnation) not in self._notified_of_pause
+    def _must_be_notified(self, request: MeshRequest) -> bool:
+        """Whether a poll ends because of a pause or a loss: once for each and agent, since older agents ignore it."""
+        agent = request.worker, request.incarnation
+        if self.pause == request.generation:
+            return agent not in self._notified_of_pause
+        return self.leave == request.generation and agent not in self._notified_of_leave
 
     def pause_for(self, worker: int) -> int | None:
         """The pause for the reply to the worker's last report: that of the report's generation."""
@@ -229,6 +257,14 @@ class AgentRegistry:
             return None
         self._notified_of_pause.add((worker, last.report.incarnation))
         return self.pause
+
+    def leave_for(self, worker: int) -> int | None:
+        """The generation to leave, for the reply to the worker's last report."""
+        last = self._reports.get(worker)
+        if last is None or last.report.generation != self.leave:
+            return None
+        self._notified_of_leave.add((worker, last.report.incarnation))
+        return self.leave
 
     def checkpoint_request_for(self, worker: int) -> str | None:
         """The request for a checkpoint for the reply to the worker's last report: only that of rank 0 has it."""
@@ -300,7 +336,13 @@ class AgentRegistry:
         """The state of the job's agents now."""
         now = self._clock()
         waiting_agents = {
-            worker: WaitingAgent(p.request.incarnation, p.request.address, p.request.store_port, p.request.preparing)
+            worker: WaitingAgent(
+                p.request.incarnation,
+                p.request.address,
+                p.request.store_port,
+                p.request.preparing,
+                p.request.holds_state,
+            )
             for worker, p in self._presences.items()
             if p.polls > 0 or now - p.seen <= ABSENT_SECONDS
         }
@@ -327,5 +369,6 @@ def _decision_fields(report: WorkerReport) -> tuple[object, ...]:
     """The parts of a report on which a decision may depend."""
     phases = tuple((phase.name, phase.seconds) for phase in report.phases)
     failure = report.failure, report.message, report.evidence
-    others = phases, report.preflight, report.checkpoint_request
+    held = tuple((rank.rank, rank.held.step, rank.held.reduced) for rank in report.ranks if rank.held is not None)
+    others = phases, report.preflight, report.checkpoint_request, held
     return report.incarnation, report.generation, report.state, report.paused, *failure, *others

@@ -69,7 +69,7 @@ class Coordinator:
         self._notifying: set[JobKey] = set()
         """Jobs with an urgent notification that is delayed."""
         self._notified_at: dict[JobKey, float] = {}
-        self._replies: dict[tuple[int, int | None, float, float | None, str | None], EncodedMessage] = {}
+        self._replies: dict[tuple[int, int | None, int | None, float, float | None, str | None], EncodedMessage] = {}
         self._trust = encode(TrustBundle(certificates=""))
         self._trust_id: str | None = None
 
@@ -170,13 +170,18 @@ class Coordinator:
                 raise web.HTTPBadRequest(text=f"ranks: a worker of this job has at most {signed_request.max_ranks}")
             if registry.receive_report(report, head.digest, interval):
                 self._notify_change(signed_request, registry)
+                await registry.leave_with_failed(report)
             else:
                 self._notify(key, False)
         times = registry.compute_times()
         median = None if times is None else float(f"{times.median:.3g}")
         worker = head.sender.worker
-        asked = registry.checkpoint_request_for(worker)
-        return self._reply(registry.generation, registry.pause_for(worker), interval, median, asked)
+        asked, pause, leave = (
+            registry.checkpoint_request_for(worker),
+            registry.pause_for(worker),
+            registry.leave_for(worker),
+        )
+        return self._reply(registry.generation, pause, leave, interval, median, asked)
 
     async def _send_trust(self, signed_request: SignedRequest, request: web.Request) -> EncodedMessage:
         # The headers contain everything that is needed, but the body must be the one that was signed.
@@ -235,10 +240,16 @@ class Coordinator:
         return report_seconds(0 if registry.reports_progress(worker) else registry.workers, self._all_workers)
 
     def _reply(
-        self, generation: int, pause: int | None, interval: float, median: float | None, checkpoint_request: str | None
+        self,
+        generation: int,
+        pause: int | None,
+        leave: int | None,
+        interval: float,
+        median: float | None,
+        checkpoint_request: str | None,
     ) -> EncodedMessage:
         """The answer to a report. Few differ."""
-        key = generation, pause, interval, median, checkpoint_request
+        key = generation, pause, leave, interval, median, checkpoint_request
         reply = self._replies.get(key)
         if reply is None:
             if len(self._replies) >= MAX_REPLIES:
@@ -247,6 +258,7 @@ class Coordinator:
                 generation=generation,
                 report_seconds=interval,
                 pause=pause,
+                leave=leave,
                 checkpoint_request=checkpoint_request,
                 median_compute_seconds=median,
                 trust=self._trust_id,

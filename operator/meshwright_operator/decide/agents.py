@@ -19,6 +19,8 @@ class WaitingAgent:
     store_port: int
     preparing: bool = False
     """Whether it still imports the training runtime: its ranks would start later than those of the others."""
+    holds_state: bool = False
+    """Whether its ranks can hold their state when a generation is interrupted."""
 
 
 @dataclass(frozen=True, slots=True)

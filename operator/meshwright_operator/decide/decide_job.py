@@ -9,12 +9,15 @@ from meshwright.api.conditions import find, is_true
 from meshwright.api.labels import LABEL_JOB
 from meshwright.api.spec import FailureAction
 from meshwright.api.status import added
+from meshwright.memory_recovery import describe
+from meshwright.protocol.messages import MemoryRecovery
 from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide import (
     checkpoint_request,
     failure_detection,
     gang,
     gang_actions,
+    in_memory,
     last_failure,
     lifecycle,
     mesh_generation,
@@ -407,15 +410,28 @@ def _take(decision: Decision, action: gang_actions.GangAction) -> None:
             decision.starting(f"Starting {counted(count, 'pod')}")
         case gang_actions.FormGeneration():
             cause = restart_policy.RESCALED.name if size_status.is_replanning(decision.status) else cause
+            recovery = in_memory.plan(observed, cause)
             decision.status.mesh = next_generation(decision.observed, cause, decision.mesh.failures)
-            _announce(decision)
+            decision.mesh.in_memory = in_memory.layout(observed)
+            if isinstance(recovery, MemoryRecovery):
+                decision.mesh.recovery = in_memory.to_status(recovery)
+            _announce(decision, recovery)
             decision.starting(f"Starting generation {decision.mesh.generation}")
 
 
-def _announce(decision: Decision) -> None:
+def _announce(decision: Decision, recovery: MemoryRecovery | str | None) -> None:
     mesh, checkpoint = decision.mesh, decision.status.checkpoint
     number, layout = mesh.generation, decision.observed.plan.summary
     decision.add_event("MeshFormed", f"Formed generation {number} ({mesh.cause}): {layout}, master {mesh.master}")
+    if isinstance(recovery, MemoryRecovery):
+        decision.add_event("RecoveringInMemory", describe(decision.observed.run, recovery))
+        return
+    if recovery:
+        text = f"{capitalized(recovery)}: the ranks cannot go on from the state in memory"
+        decision.add_event("MemoryLost", text, WARNING)
+    if decision.observed.spec.recovery.in_memory and not mesh.in_memory:
+        text = f"`recovery.inMemory` has no effect: {in_memory.unavailable(decision.observed)}"
+        decision.add_event("InMemoryUnavailable", text, WARNING)
     if checkpoint is not None and number > 1:
         text = f"Restarting from the checkpoint of step {checkpoint.step} (generation {number})"
         decision.add_event("RestartingFromCheckpoint", text)

@@ -89,7 +89,7 @@ def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
     root = {index for index, received in failing.items() if received.report.failure is not FailureKind.PEER_LOST}
     oldest = max(received.halted_seconds for received in failing.values())
     wait = CAUSE_WAIT_SECONDS if root else PEER_LOST_WAIT_SECONDS
-    if root and all(worker.index in failing for worker in observed.workers):
+    if root and all(worker.index in failing or _holds_state(worker, observed) for worker in observed.workers):
         wait = 0.0
     if oldest < wait:
         return Undetermined(wait - oldest)
@@ -109,6 +109,12 @@ def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
         job_failure=JOB_FAILURES.get(received.report.failure, "") if received.report.failure is not None else "",
         worker=worker,
     )
+
+
+def _holds_state(worker: Worker, observed: Observed) -> bool:
+    """Whether the worker's ranks have left the generation, because of the failures of others."""
+    received = observed.reports_in(AgentState.IDLE).get(worker.index)
+    return received is not None and any(rank.held is not None for rank in received.report.ranks)
 
 
 def _unheard_since(observed: Observed, seconds: float) -> list[Worker]:

@@ -8,7 +8,7 @@ after which the attempt ends and the gang releases its nodes, except the wait fo
 from __future__ import annotations
 
 from meshwright.protocol.messages import AgentState
-from meshwright_operator.decide import failure_detection, preflight, restart_policy, size_status, sizing
+from meshwright_operator.decide import failure_detection, in_memory, preflight, restart_policy, size_status, sizing
 from meshwright_operator.decide.external_scheduler import external_scheduler_action
 from meshwright_operator.decide.gang_actions import (
     Delete,
@@ -148,8 +148,10 @@ def _wait_for_agents(observed: Observed, pending_cause: str) -> GangAction:
         return Wait(f"{counted(saving, 'worker')} still {'saves' if saving == 1 else 'save'} a checkpoint")
     if (obstacle := preflight.obstacle(observed)) is not None:
         return obstacle
+    if leaving := in_memory.leaving(observed, pending_cause):
+        return Wait(f"The ranks of {counted(leaving, 'worker')} still leave their generation", seconds=0.5)
     left, pause = restart_policy.backoff_left(observed, restart_policy.cause_named(pending_cause))
-    if left > 0:
+    if left > 0 and not in_memory.progresses(observed, pending_cause):
         return Wait(f"Backing off for {pause:.0f} s before the next start", seconds=left)
     return FormGeneration()
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from meshwright.addresses import join_host_port, split_host_port
 from meshwright.api.status import FailureStatus, MeshStatus, parse_ranks
-from meshwright.protocol.messages import MAX_GENERATION, MeshDocument, MeshMember, WorkerReport
+from meshwright.protocol.messages import MAX_GENERATION, MemoryRecovery, MeshDocument, MeshMember, WorkerReport
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.timestamps import format_time
 
@@ -126,6 +126,17 @@ def document(observed: Observed, mesh: MeshStatus, failure: FailureStatus | None
         run=observed.run,
         numa_binding=None if observed.spec.preflight is None or observed.spec.preflight.numa_binding else False,
         environment=dict(observed.plan.environment) or None,
+        in_memory=bool(mesh.in_memory) or None,
+        memory=_memory(mesh),
+    )
+
+
+def _memory(mesh: MeshStatus) -> MemoryRecovery | None:
+    recovery = mesh.recovery
+    if recovery is None:
+        return None
+    return MemoryRecovery(
+        generation=recovery.generation, step=recovery.step, leader=recovery.leader, ranks=recovery.ranks
     )
 
 

@@ -25,6 +25,7 @@ from meshwright_worker.agent.events import (
     CheckpointRequested,
     Event,
     EventQueue,
+    LeaveRequested,
     MeshReceived,
     OutputWritten,
     PauseRequested,
@@ -43,6 +44,7 @@ from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import build_report
 from meshwright_worker.agent.stored_timelines import TimelineWriter
 from meshwright_worker.preflight.checks import Pod, run_checks
+from meshwright_worker.preflight.host import Host
 from meshwright_worker.rank import messages
 from meshwright_worker.rank.task import StepReport
 
@@ -74,6 +76,8 @@ class Agent:
         self._evidence = EvidenceRecorder(settings, environment)
         self._timelines = TimelineWriter(settings.checkpoint_dir)
         self._training_log = TrainingLog(None)
+        # Collectives between GPUs cannot be left reliably.
+        self._holds_state = not Host().has_gpus
         self._started_before = False
         self._last_reported: tuple[object, ...] = ()
         self._shutdown_requested = asyncio.Event()
@@ -154,6 +158,7 @@ class Agent:
             address=self._settings.pod_address,
             store_port=self._launcher.store_port,
             preparing=self._launcher.preparing,
+            holds_state=self._holds_state,
         )
 
     async def _announce_prepared(self) -> None:
@@ -202,6 +207,8 @@ class Agent:
             self._metrics.compute_times(times, reply.median_compute_seconds)
         if reply.pause is not None:
             self._event_queue.put_nowait(PauseRequested(reply.pause))
+        if reply.leave is not None:
+            self._event_queue.put_nowait(LeaveRequested(reply.leave))
         if reply.checkpoint_request is not None:
             self._event_queue.put_nowait(CheckpointRequested(reply.generation, reply.checkpoint_request))
 
@@ -227,6 +234,7 @@ class Agent:
     async def _execute(
         self,
         action: decisions.StartRanks
+        | decisions.LeaveRanks
         | decisions.RequestCheckpoint
         | decisions.TerminateRanks
         | decisions.DumpStacks
@@ -235,6 +243,9 @@ class Agent:
         match action:
             case decisions.StartRanks():
                 return await self._start(action)
+            case decisions.LeaveRanks(generation=generation, ranks=ranks):
+                log.info("ranks %s leave generation %d and hold their state", list(ranks), generation)
+                self._launcher.leave(ranks, generation)
             case decisions.RequestCheckpoint():
                 log.info("asking rank 0 for a checkpoint after its current step")
                 self._launcher.request_checkpoint()
@@ -266,6 +277,7 @@ class Agent:
             self._state_machine.state,
             self._state_machine.checkpoint,
             current and (current.number, len(current.failures), current.paused, current.checkpoint_request),
+            current and len(current.live) - len(current.busy),
             self._evidence.for_report(time.monotonic()),
         )
         if reportable != self._last_reported:
@@ -305,16 +317,25 @@ class Agent:
                 actions = self._state_machine.on_exit(generation, rank, code, tail, now)
                 self._record_failure(generation, rank, now)
                 return actions
-            case PauseRequested(generation=generation):
-                return self._pause(generation, now)
-            case CheckpointRequested(generation=generation, request=request):
-                return self._state_machine.on_checkpoint_request(generation, request, now)
+            case PauseRequested() | LeaveRequested() | CheckpointRequested():
+                return self._handle_request(event, now)
             case ShutdownRequested(code=code, reason=reason):
                 if self._state_machine.exit_code_on_shutdown is None:
                     log.info("shutting down: %s", reason)
                 return self._state_machine.on_shutdown(code, now)
             case BackgroundTaskFailed(error=error):
                 raise error
+
+    def _handle_request(
+        self, event: PauseRequested | LeaveRequested | CheckpointRequested, now: float
+    ) -> list[decisions.Action]:
+        match event:
+            case PauseRequested(generation=generation):
+                return self._pause(generation, now)
+            case LeaveRequested(generation=generation):
+                return self._state_machine.on_leave(generation, now)
+            case CheckpointRequested(generation=generation, request=request):
+                return self._state_machine.on_checkpoint_request(generation, request, now)
 
     def _record_failure(self, generation: int, rank: int, now: float) -> None:
         current = self._state_machine.current
@@ -352,12 +373,14 @@ class Agent:
         actions: list[decisions.Action] = []
         for rank in ranks:
             try:
-                pid = await self._launcher.spawn(start, rank)
+                resumes = rank in start.resumed
+                pid = self._launcher.resume(start, rank) if resumes else await self._launcher.spawn(start, rank)
             except LaunchError as error:
                 log.error("%s", error)
                 actions += self._state_machine.on_spawn_failed(document.generation, rank, str(error), time.monotonic())
                 break
-            log.info("rank started rank=%d generation=%d pid=%d", rank, document.generation, pid)
+            how = "goes on" if resumes else "started"
+            log.info("rank %s rank=%d generation=%d pid=%d", how, rank, document.generation, pid)
             self._metrics.rank_up(rank, up=True)
             actions += self._state_machine.on_spawned(document.generation, rank, pid, time.monotonic())
         return actions
@@ -396,6 +419,8 @@ class Agent:
                 log.warning("rank failed rank=%d generation=%d kind=%s: %s", rank, generation, kind, text)
             case messages.Running(step=step):
                 log.info("rank trains rank=%d generation=%d after-step=%d", rank, generation, step)
+            case messages.Held(step=step, seconds=seconds):
+                log.info("rank holds its state rank=%d step=%d left-in=%.4f s", rank, step, seconds)
             case messages.Finished(outcome=outcome):
                 log.info("rank finished rank=%d generation=%d outcome=%s", rank, generation, outcome)
 

@@ -61,6 +61,13 @@ class PauseRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaveRequested:
+    """The ranks of a generation are to leave it and hold their state, because others are lost."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointRequested:
     """The ranks of a generation are to save a checkpoint after their current step, and go on."""
 
@@ -90,6 +97,7 @@ Event = (
     | ProgressLogged
     | RankExited
     | PauseRequested
+    | LeaveRequested
     | CheckpointRequested
     | ShutdownRequested
     | BackgroundTaskFailed

@@ -9,12 +9,12 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from meshwright.protocol.run_config import NativeRun
-from meshwright_worker.agent.rank_process import Pipe, RankHandle, open_pipe, signal_process
+from meshwright_worker.agent.rank_process import Pipe, RankHandle, open_command_pipe, open_pipe, signal_process
 from meshwright_worker.agent.server_process import RUNTIME_MODULE, ServerProcess
-from meshwright_worker.rank.fork_server import MAX_MESSAGE, encode_request
+from meshwright_worker.rank.fork_server import MAX_MESSAGE, encode_request, encode_store_request
 from meshwright_worker.rank.rank_main import DUMP_STACKS, REQUEST_CHECKPOINT
 from meshwright_worker.rank.task import RankTask
 
@@ -99,22 +99,44 @@ class ForkServerClient:
                 cleanup.callback(output.close)
                 stacks, stacks_write = await open_pipe()
                 cleanup.callback(stacks.close)
-                self._fork_reply = asyncio.get_running_loop().create_future()
-                try:
-                    socket.send_fds(self._channel, [request], [events_write, output_write, stacks_write])
-                finally:
-                    os.close(events_write)
-                    os.close(output_write)
-                    os.close(stacks_write)
-                async with asyncio.timeout(FORK_SECONDS):
-                    pid = await self._fork_reply
+                commands, commands_read = await open_command_pipe()
+                cleanup.callback(commands.close)
+                pid = await self._request(request, [events_write, output_write, stacks_write, commands_read])
             except (TimeoutError, OSError) as error:
                 await self.stop()
                 raise ForkServerError(
                     f"cannot fork rank {task.rank}: {error or 'the fork server does not answer'}"
                 ) from error
             cleanup.pop_all()
-        return self._handle_for(task.rank, pid, output, events, stacks)
+        return self._handle_for(task.rank, pid, output, events, stacks, commands)
+
+    async def fork_store(self, port: int, ranks: int) -> Callable[[], None]:
+        """Fork a process that keeps the store of a generation. Return a function that kills it.
+
+        Raises:
+            ForkServerError: the server exited or does not answer.
+        """
+        await self.ready()
+        try:
+            pid = await self._request(encode_store_request(port, ranks), [])
+        except (TimeoutError, OSError) as error:
+            await self.stop()
+            raise ForkServerError(f"cannot fork a store: {error or 'the fork server does not answer'}") from error
+        exit_code = self._exits[pid]
+        exit_code.add_done_callback(lambda _: self._exits.pop(pid, None))
+        return lambda: None if exit_code.done() else signal_process(pid, signal.SIGKILL)
+
+    async def _request(self, request: bytes, descriptors: list[int]) -> int:
+        """Send a request with descriptors, which are closed here, and return the process id of the fork."""
+        assert self._channel is not None
+        self._fork_reply = asyncio.get_running_loop().create_future()
+        try:
+            socket.send_fds(self._channel, [request], descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        async with asyncio.timeout(FORK_SECONDS):
+            return await self._fork_reply
 
     async def stop(self) -> None:
         """Stop the server, and with it every rank that it forked."""
@@ -138,7 +160,9 @@ class ForkServerClient:
             return "it closed its channel"
         return f"killed by signal {-code}" if code < 0 else f"exit code {code}, see the pod's log"
 
-    def _handle_for(self, rank: int, pid: int, output: Pipe, events: Pipe, stacks: Pipe) -> RankHandle:
+    def _handle_for(
+        self, rank: int, pid: int, output: Pipe, events: Pipe, stacks: Pipe, commands: asyncio.WriteTransport
+    ) -> RankHandle:
         exit_code = self._exits[pid]
 
         async def wait() -> int:
@@ -161,6 +185,7 @@ class ForkServerClient:
             request_checkpoint=lambda: send(REQUEST_CHECKPOINT),
             dump_stacks=lambda: send(DUMP_STACKS),
             stacks=stacks,
+            commands=commands,
         )
 
     async def _listen(self, channel: socket.socket, ready: asyncio.Future[float]) -> None:

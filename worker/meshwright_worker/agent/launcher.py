@@ -9,7 +9,7 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,6 +32,7 @@ from meshwright_worker.agent.state_machine import StartRanks
 from meshwright_worker.command.log_patterns import LogPatterns
 from meshwright_worker.preflight.host import Host
 from meshwright_worker.preflight.numa import cpus_of_rank
+from meshwright_worker.rank.commands import encode_leave, encode_resume
 
 CLEAN_UP_SECONDS = 3.0
 SETTLE_SECONDS = 0.2
@@ -66,6 +67,7 @@ class Launcher:
         self._directory: TemporaryDirectory[str] | None = None
         self._written: dict[int, RankOutput] = {}
         self._supervisors: set[asyncio.Task[None]] = set()
+        self._end_store: Callable[[], None] = lambda: None
 
     @property
     def store_port(self) -> int:
@@ -100,7 +102,43 @@ class Launcher:
             await self._server.stop()
         if start.member.first_rank == 0 and start.document.master_port == self._port.number:
             self._port.release()
+            if start.document.in_memory and isinstance(start.document.run, NativeRun):
+                await self._keep_store(start.document.master_port, start.document.world_size)
             self._port = ReservedPort()
+
+    async def _keep_store(self, port: int, ranks: int) -> None:
+        """Keep the store of a generation in a process that is no rank, so that it is not lost with one."""
+        self._end_store()
+        try:
+            self._end_store = await self._server.fork_store(port, ranks)
+        except (ForkServerError, OSError) as error:
+            raise LaunchError(f"the store of the generation did not start: {error}") from error
+
+    def leave(self, ranks: Iterable[int], generation: int) -> None:
+        """Tell these ranks to leave a generation and hold their state."""
+        for rank in ranks:
+            self._command(rank, encode_leave(generation))
+
+    def resume(self, start: StartRanks, rank: int) -> int:
+        """Let the process of `rank`, which holds its state, go on in another generation. Return its process id.
+
+        Raises:
+            LaunchError: it does not run any more, or the run is not of the built-in runtime.
+        """
+        document, handle = start.document, self._handles.get(rank)
+        if handle is None or not isinstance(document.run, NativeRun):
+            raise LaunchError(f"rank {rank} cannot go on: its process has ended")
+        handle.current.number = document.generation
+        environment = rank_environment(document, start.member, rank, self._settings)
+        self._command(
+            rank, encode_resume(rank_task(document, document.run, start.member, rank, self._settings), environment)
+        )
+        return handle.pid
+
+    def _command(self, rank: int, command: bytes) -> None:
+        handle = self._handles.get(rank)
+        if handle is not None and handle.commands is not None:
+            handle.commands.write(command)
 
     async def spawn(self, start: StartRanks, rank: int) -> int:
         """Start and supervise the process of `rank`; return its process id.

@@ -15,6 +15,7 @@ from meshwright.protocol.messages import (
     CheckpointCommit,
     Evaluation,
     FailureKind,
+    HeldState,
     Phase,
     Progress,
     RankProcess,
@@ -87,6 +88,8 @@ class RankStatus:
     phase: str = ""
     phases: list[tuple[str, float]] = field(default_factory=list)
     """Name and seconds of each phase of its start."""
+    held: HeldState | None = None
+    """The state that its process holds since it has left the generation."""
     process_state: str = ""
     """State letter of its process when it was last read."""
     compute: deque[float] = field(default_factory=lambda: deque(maxlen=THROUGHPUT_STEPS))
@@ -120,6 +123,11 @@ class RankStatus:
         """Whether its process runs."""
         return self.pid is not None and self.exit_code is None
 
+    @property
+    def busy(self) -> bool:
+        """Whether its process runs and takes part in the generation."""
+        return self.live and self.held is None
+
 
 @dataclass(slots=True)
 class MeshGeneration:
@@ -131,6 +139,8 @@ class MeshGeneration:
     uses_builtin_runtime: bool
     """Whether ranks run the built-in runtime, which reports events. The user's command only starts and exits."""
     started: float
+    in_memory: bool = False
+    """Whether its ranks hold their state when it is interrupted."""
     ranks: dict[int, RankStatus] = field(init=False)
     failures: list[Failure] = field(default_factory=list)
     failed_at: float | None = None
@@ -181,6 +191,8 @@ class MeshGeneration:
                 view.running = True
             case messages.Finished(outcome=outcome):
                 view.outcome = outcome
+            case messages.Held(step=step, reduced=reduced):
+                view.held = HeldState(step=step, reduced=reduced)
             case messages.RankFailed(failure=kind, message=text):
                 if not self.ending:
                     self._record_failure(Failure(rank, kind, text), now)
@@ -280,6 +292,11 @@ class MeshGeneration:
         return [view.rank for view in self.ranks.values() if view.live]
 
     @property
+    def busy(self) -> list[int]:
+        """Ranks whose processes run and take part in the generation."""
+        return [view.rank for view in self.ranks.values() if view.busy]
+
+    @property
     def can_save(self) -> bool:
         """Whether its ranks may have a step to save, and peers to save it with. Unknown for the user's command."""
         steps = all(view.step is not None for view in self.ranks.values())
@@ -295,7 +312,7 @@ class MeshGeneration:
     def state(self) -> AgentState:
         """The state of the ranks only: draining is part of the agent's state."""
         views = list(self.ranks.values())
-        if self.live:
+        if self.busy:
             all_running = all(view.running or view.outcome for view in views)
             return AgentState.RUNNING if all_running else AgentState.STARTING
         if self.failures:
@@ -324,6 +341,7 @@ class MeshGeneration:
                     idle_seconds=round(idle, 3),
                     state=view.process_state,
                     compute_seconds=view.compute_seconds,
+                    held=view.held if view.live else None,
                     data_seconds=view.data_seconds,
                     waits=view.waits,
                 )

@@ -138,6 +138,13 @@ class Pipe:
         self.transport.close()
 
 
+@dataclass(slots=True)
+class CurrentGeneration:
+    """The generation of a process. It changes only while the process holds its state and sends nothing."""
+
+    number: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class RankHandle:
     """A started process and the functions to control it."""
@@ -159,6 +166,8 @@ class RankHandle:
     """Makes it write the stacks of its threads. The user's command exits then."""
     stacks: Pipe | None = None
     """Where it writes them. None for the user's command, which writes them to its output."""
+    commands: asyncio.WriteTransport | None = None
+    """Takes commands for a process that recovers in memory (`meshwright_worker.rank.commands`)."""
     reports: Pipe | None = None
     """Where the user's command reports its progress. None for the built-in runtime."""
     close_reports: Callable[[], None] = lambda: None
@@ -167,18 +176,25 @@ class RankHandle:
     """Finds the progress of the user's command in its log. None if nothing is searched."""
     written: RankOutput = field(default_factory=RankOutput)
     """The end of what it has written."""
+    current: CurrentGeneration = field(default_factory=CurrentGeneration)
+    """The generation to which its messages belong."""
 
 
 async def supervise(
     handle: RankHandle, generation: int, event_queue: EventQueue, write_line: Callable[[str], None]
 ) -> None:
-    """Turn one rank's output and exit into events. The last is `RankExited`, after every message of the rank."""
+    """Turn one rank's output and exit into events. The last is `RankExited`, after every message of the rank.
+
+    They belong to `generation` until the handle's changes.
+    """
+    current = handle.current
+    current.number = generation
     watched = _ProgressWatch(handle, generation, event_queue) if handle.events is None else None
 
     def on_output() -> None:
         # The built-in runtime reports steps: its output is not progress.
         if handle.events is None:
-            event_queue.put_nowait(OutputWritten(generation, handle.rank))
+            event_queue.put_nowait(OutputWritten(current.number, handle.rank))
 
     pump = OutputPump(handle.rank, write_line, on_output, handle.written.log, watched.on_line if watched else None)
     readers = [asyncio.create_task(pump.run(handle.output.reader))]
@@ -188,7 +204,7 @@ async def supervise(
     if watched is not None and handle.reports is not None:
         readers.append(asyncio.create_task(watched.read(handle.reports.reader)))
     if handle.events is not None:
-        readers.append(asyncio.create_task(_read_events(handle.events.reader, handle.rank, generation, event_queue)))
+        readers.append(asyncio.create_task(_read_events(handle.events.reader, handle.rank, current, event_queue)))
     try:
         code = await handle.wait()
         handle.close_reports()
@@ -199,8 +215,10 @@ async def supervise(
         for pipe in (handle.output, handle.events, handle.stacks, handle.reports):
             if pipe is not None:
                 pipe.close()
+    if handle.commands is not None:
+        handle.commands.close()
     pump.close()
-    event_queue.put_nowait(RankExited(generation, handle.rank, code, tuple(pump.tail)))
+    event_queue.put_nowait(RankExited(current.number, handle.rank, code, tuple(pump.tail)))
 
 
 class _ProgressWatch:
@@ -236,7 +254,9 @@ class _ProgressWatch:
                 self._event_queue.put_nowait(RankMessageReceived(self._generation, self._rank, message))
 
 
-async def _read_events(reader: asyncio.StreamReader, rank: int, generation: int, event_queue: EventQueue) -> None:
+async def _read_events(
+    reader: asyncio.StreamReader, rank: int, current: CurrentGeneration, event_queue: EventQueue
+) -> None:
     line = b""
     while True:
         try:
@@ -247,7 +267,15 @@ async def _read_events(reader: asyncio.StreamReader, rank: int, generation: int,
         except ValueError:  # also raised for a line that is too long
             log.warning("rank %d wrote an event that cannot be read: %.200r", rank, line)
             continue
-        event_queue.put_nowait(RankMessageReceived(generation, rank, message))
+        event_queue.put_nowait(RankMessageReceived(current.number, rank, message))
+
+
+async def open_command_pipe() -> tuple[asyncio.WriteTransport, int]:
+    """Open a pipe: returns the write end for the event loop, and the descriptor from which a process reads."""
+    read, write = os.pipe2(os.O_CLOEXEC)
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(write, "wb", buffering=0))
+    return transport, read
 
 
 async def open_pipe() -> tuple[Pipe, int]:

@@ -11,14 +11,17 @@ Every input method returns the resulting actions; the agent executes them in ord
   minutes; ranks that have lost a peer cannot save. Both are killed.
 - Ranks that hang write the stacks of their threads before they are killed: if the operator has found a hang, and if
   ranks of the built-in runtime have not stopped when the time to save is over.
+- Ranks that recover in memory are not killed when one of them or of their peers is lost: they leave the generation and
+  hold their state. The next generation's document says which of them go on with it; the others are killed.
 - A pod that stops (SIGTERM, or superseded) lets its ranks save and stop within the grace period, then exits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from meshwright.memory_recovery import keeping_ranks
 from meshwright.protocol.messages import (
     AgentState,
     CheckpointAnswer,
@@ -36,6 +39,8 @@ from meshwright_worker.rank.task import StepReport
 
 # A peer's death breaks every connection within milliseconds: one second is enough for the other local ranks to fail.
 PEER_LOST_WAIT_SECONDS = 1.0
+LEAVE_SECONDS = 3.0
+"""Time for ranks to leave a generation. One that is still in it then is killed, and another starts instead."""
 # Time between SIGTERM and SIGKILL for the user's command when its generation is over.
 COMMAND_STOP_SECONDS = 2.0
 
@@ -52,6 +57,16 @@ class StartRanks:
 
     document: MeshDocument
     member: MeshMember
+    resumed: tuple[int, ...] = ()
+    """The ranks whose processes go on with the state that they hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRanks:
+    """Tell these ranks to leave the generation and hold their state."""
+
+    generation: int
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +104,7 @@ class ExitAgent:
     code: int
 
 
-Action = StartRanks | RequestCheckpoint | TerminateRanks | DumpStacks | KillRanks | ExitAgent
+Action = StartRanks | LeaveRanks | RequestCheckpoint | TerminateRanks | DumpStacks | KillRanks | ExitAgent
 
 
 @dataclass(slots=True)
@@ -113,6 +128,9 @@ class AgentStateMachine:
     _kill_at: float | None = None
     _sigterm_sent: bool = False
     _kill_sent: bool = False
+    _leave_asked: bool = False
+    _leave_ends_at: float | None = None
+    """When ranks that leave the generation have had their time."""
     _save_ends_at: float | None = None
     """When ranks that save and stop have had their time."""
 
@@ -124,6 +142,10 @@ class AgentStateMachine:
         self.generation = document.generation
         ours = member is not None and member.incarnation == self.incarnation
         self._pending = StartRanks(document, member) if member is not None and ours else None
+        if self._pending is not None and (kept := self._kept(document)):
+            self._pending = replace(self._pending, resumed=kept)
+            others = tuple(rank for rank in self.current.live if rank not in kept) if self.current is not None else ()
+            return [*([KillRanks(others)] if others else []), *self.on_tick(now)]
         hung: list[Action] = []
         if self.current is not None:
             live, going_on = tuple(self.current.live), not (self.current.ending or self.current.failures)
@@ -178,6 +200,13 @@ class AgentStateMachine:
             current.record_exit(rank, code, tail, now)
         return self.on_tick(now)
 
+    def on_leave(self, generation: int, now: float) -> list[Action]:
+        """Handle a request to leave a generation, because ranks of other pods are lost."""
+        current = self._matching_generation(generation)
+        if current is not None and current.in_memory and generation == self.generation:
+            self._leave_asked = True
+        return self.on_tick(now)
+
     def on_pause(self, generation: int, now: float) -> list[Action]:
         """Handle a request to stop the ranks of a generation while the pod stays. Ignores one for another generation,
         and one while the pod stops. Later calls have no effect.
@@ -216,6 +245,10 @@ class AgentStateMachine:
         """Return the actions that are due now. Call at `deadline` if no other event arrives before."""
         current = self.current
         if current is not None and current.live:
+            if self._pending is not None and set(current.live) <= set(self._pending.resumed):
+                return [self._start(now)]
+            if self._leaves(current):
+                return self._leave(current, now)
             self._schedule_kill_after_failure(current, now)
             return self._due_actions(current, now)
         if self.exit_code_on_shutdown is not None:
@@ -236,6 +269,8 @@ class AgentStateMachine:
         if current is None or not current.live:
             return None
         due = [] if self._kill_at is None or self._kill_sent else [self._kill_at]
+        if self._leaves(current):
+            return self._leave_ends_at if current.busy and not self._kill_sent else None
         if current.failed_at is not None and self._kill_at is None:
             due.append(current.failed_at + PEER_LOST_WAIT_SECONDS)
         return min(due, default=None)
@@ -253,10 +288,35 @@ class AgentStateMachine:
     def _matching_generation(self, generation: int) -> MeshGeneration | None:
         return self.current if self.current is not None and self.current.number == generation else None
 
+    def _kept(self, document: MeshDocument) -> tuple[int, ...]:
+        """The ranks whose processes go on in the document's generation, with the state that they hold."""
+        memory, current = document.memory, self.current
+        if memory is None or current is None or memory.generation != current.number or self._kill_at is not None:
+            return ()
+        keeping = keeping_ranks(memory)
+        return tuple(rank for rank, view in current.ranks.items() if view.live and view.held and rank in keeping)
+
+    def _leaves(self, current: MeshGeneration) -> bool:
+        """Whether ranks leave the generation, or have left it, to hold their state."""
+        interrupted = current.failed_at is not None or self._leave_asked
+        return current.in_memory and interrupted and self._kill_at is None and self.exit_code_on_shutdown is None
+
+    def _leave(self, current: MeshGeneration, now: float) -> list[Action]:
+        if self._leave_ends_at is None:
+            self._leave_ends_at = now + LEAVE_SECONDS
+            return [LeaveRanks(current.number, tuple(current.busy))] if current.busy else []
+        if current.busy and now >= self._leave_ends_at and not self._kill_sent:
+            self._kill_sent = True
+            return [KillRanks(tuple(current.busy))]
+        return []
+
     def _start(self, now: float) -> StartRanks:
         start = self._pending
         assert start is not None
+        live = set(self.current.live) if self.current is not None else set()
+        start = replace(start, resumed=tuple(rank for rank in start.resumed if rank in live))
         self._pending = None
+        self._leave_asked, self._leave_ends_at = False, None
         self._kill_at, self._sigterm_sent, self._kill_sent, self._save_ends_at = None, False, False, None
         self.current = MeshGeneration(
             number=start.document.generation,
@@ -264,6 +324,7 @@ class AgentStateMachine:
             count=start.member.ranks,
             uses_builtin_runtime=isinstance(start.document.run, NativeRun),
             started=now,
+            in_memory=bool(start.document.in_memory),
         )
         return start
 

@@ -60,8 +60,16 @@ class CheckpointDirectory:
             )
         path = self.temporary(step)
         shutil.rmtree(path, ignore_errors=True)
+        self._remove_unfinished()
         path.mkdir(parents=True)
         return path
+
+    def _remove_unfinished(self) -> None:
+        """Remove what earlier generations were writing when they were interrupted and recovered in memory."""
+        for entry in self.root.glob(f"{_TEMPORARY}*"):
+            number = entry.name.removeprefix(_TEMPORARY).partition("-")[0]
+            if number.isdecimal() and int(number) < self._generation:
+                shutil.rmtree(entry, ignore_errors=True)
 
     def commit(self, manifest: BaseManifest) -> Path:
         """Complete the checkpoint that was written under its hidden name: write the manifest, then rename."""

@@ -15,7 +15,7 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.layout import Coordinates, Layout
 from meshwright.protocol.run_config import Run
-from meshwright_worker.distributed.device import init_device
+from meshwright_worker.distributed.device import Device, init_device
 from meshwright_worker.rank.task import RankTask
 
 log = logging.getLogger(__name__)
@@ -111,15 +111,24 @@ class Mesh:
 
 
 def await_listener(
-    address: str, port: int, world_size: int, seconds: float = _RENDEZVOUS_TIMEOUT.total_seconds()
+    address: str,
+    port: int,
+    world_size: int,
+    seconds: float = _RENDEZVOUS_TIMEOUT.total_seconds(),
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> None:
     """Wait until rank 0's store listens, or the time is up: then the connection of the store says what is wrong.
 
     A store that is refused connects again after half a second, and later after more. Here that is a twentieth of a
     second, and more in a large job: rank 0's pod is not asked more than 2,000 times per second.
+
+    Raises:
+        ConnectionError: `cancelled` said so.
     """
     deadline, pause = time.monotonic() + seconds, max(0.05, world_size / 2000)
     while time.monotonic() < deadline:
+        if cancelled():
+            raise ConnectionError("connection closed: the generation is over")
         try:
             socket.create_connection((address, port), timeout=max(1.0, pause)).close()
         except OSError:
@@ -149,15 +158,35 @@ def join_process_group(task: RankTask[Run]) -> Iterator[torch.device]:
     Raises:
         torch.distributed.DistError: a rank did not join within the time limit, or disconnected.
     """
+    device = connect(task)
+    try:
+        yield device.torch
+    except BaseException:
+        if device.backend != "nccl":
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def connect(task: RankTask[Run], cancelled: Callable[[], bool] = lambda: False) -> Device:
+    """Create one group of all ranks of the task's generation; returns this rank's device.
+
+    With `in_memory`, the store is that of the agent of rank 0.
+
+    Raises:
+        torch.distributed.DistError: a rank did not join within the time limit, or disconnected.
+        ConnectionError: `cancelled` said so while the store did not listen.
+    """
     device = init_device(task.local_rank, reproducible=task.run.deterministic)
     _pin_interface(task.pod_address)
-    if task.rank != 0:
-        await_listener(task.master_address, task.master_port, task.world_size)
+    hosts = task.rank == 0 and not task.in_memory
+    if not hosts:
+        await_listener(task.master_address, task.master_port, task.world_size, cancelled=cancelled)
     store = TCPStore(
         task.master_address,
         task.master_port,
         task.world_size,
-        is_master=task.rank == 0,
+        is_master=hosts,
         timeout=_RENDEZVOUS_TIMEOUT,
         wait_for_workers=False,
     )
@@ -171,13 +200,7 @@ def join_process_group(task: RankTask[Run]) -> Iterator[torch.device]:
         world_size=task.world_size,
         timeout=_START_TIMEOUT,
     )
-    try:
-        yield device.torch
-    except BaseException:
-        if device.backend != "nccl":
-            dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
+    return device
 
 
 def is_same_on_all_ranks(text: str, mesh: Mesh) -> bool:
@@ -219,19 +242,23 @@ def build_mesh(task: RankTask[Run], device: torch.device) -> Mesh:
         island_group=_build_island_group(task.run.islands, task.rank, layout.world_size),
         # Creating groups takes time, so unused ones are not created.
         experts=_build_expert_mesh(layout, device) if layout.expert > 1 else device_mesh,
-        checkpoint_group=new_host_group(_CHECKPOINT_TIMEOUT),
+        checkpoint_group=new_host_group(_CHECKPOINT_TIMEOUT, lazy=not task.in_memory),
     )
     set_collective_timeout(_START_TIMEOUT)
     return mesh
 
 
-def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
+def new_host_group(timeout: timedelta, *, lazy: bool = True) -> dist.ProcessGroup:
     """Create a group of all ranks on gloo, whose ranks connect when they first communicate. Collective.
 
-    Otherwise each rank would open a connection to every other rank: its collectives use those to a few of them. If the
-    ranks are simulated, so is this group.
+    Otherwise each rank would open a connection to every other rank: its collectives use those to a few of them. A rank
+    that recovers in memory does that, if not `lazy`: it has to know all connections of its groups. If the ranks are
+    simulated, so is this group.
     """
     backend = "fake" if dist.get_backend() == "fake" else "gloo"
+    if not lazy:
+        eager: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout)
+        return eager
     before = os.environ.get(_LAZY_GLOO)
     os.environ[_LAZY_GLOO] = "1"
     try:

@@ -207,7 +207,8 @@ def running_clock(device: torch.device, dimension_of: DimensionOf) -> Iterator[S
     try:
         yield clock
     finally:
-        _current, _dimension_of = before
+        if _current is clock:
+            _current, _dimension_of = before
 
 
 @contextmanager

@@ -114,16 +114,26 @@ def timed_collectives(
     may trace collectives.
     """
     dimensions = dimensions or GroupDimensions(mesh)
-    originals = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
+    # A block of a thread that was left behind inside a collective may still be open: it ends much later.
+    originals = {name: _untimed(getattr(dist, name)) for name in _COLLECTIVES if hasattr(dist, name)}
     with running_clock(mesh.device, dimensions.of) as clock:
+        timed = {}
         for name, original in originals.items():
-            timed = _timed(original, dimensions, clock)
-            setattr(dist, name, _unless_compiling(timed, original) if compiles else timed)
+            call = _timed(original, dimensions, clock)
+            timed[name] = _unless_compiling(call, original) if compiles else call
+            timed[name].untimed = original  # type: ignore[attr-defined]
+            setattr(dist, name, timed[name])
         try:
             yield clock
         finally:
             for name, original in originals.items():
-                setattr(dist, name, original)
+                if getattr(dist, name) is timed[name]:
+                    setattr(dist, name, original)
+
+
+def _untimed(function: Callable[..., Any]) -> Callable[..., Any]:
+    original: Callable[..., Any] = getattr(function, "untimed", function)
+    return original
 
 
 def _timed(original: Callable[..., Any], dimensions: GroupDimensions, clock: StepClock) -> Callable[..., Any]:

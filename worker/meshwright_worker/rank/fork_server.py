@@ -5,7 +5,8 @@ A rank that imports torch itself takes seconds to start, a fork of this process 
 rank. This one uses JSON over an inherited socket, and no process outlives the agent: the kernel kills the server when
 the agent dies, and each rank when the server dies.
 
-    agent -> server   {"task": ..., "environment": {...}} + descriptors (events, output, stacks)
+    agent -> server   {"task": ..., "environment": {...}} + descriptors (events, output, stacks, commands)
+                      {"store": PORT, "ranks": N} for the store of a generation that recovers in memory
     server -> agent   {"ready": SECONDS} once, {"pid": N} per request in order, {"exited": N, "code": C} per exit,
                       {"failed": TEXT} when the server exits with an error
 """
@@ -29,17 +30,16 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from pydantic import TypeAdapter
-
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank import rank_main
+from meshwright_worker.rank.commands import TASK
 from meshwright_worker.rank.failures import describe
 from meshwright_worker.rank.process_lifetime import die_with_parent
 from meshwright_worker.rank.task import RankTask
 
 MAX_MESSAGE = 1 << 17
-
-_TASK = TypeAdapter(RankTask[NativeRun])
+DESCRIPTORS = 4
+"""Descriptors that come with the request for a rank."""
 
 
 def encode_request(task: RankTask[NativeRun], environment: Mapping[str, str]) -> bytes:
@@ -48,16 +48,21 @@ def encode_request(task: RankTask[NativeRun], environment: Mapping[str, str]) ->
     Raises:
         ValueError: it is longer than the server reads.
     """
-    request = json.dumps({"task": _TASK.dump_python(task, mode="json"), "environment": dict(environment)}).encode()
+    request = json.dumps({"task": TASK.dump_python(task, mode="json"), "environment": dict(environment)}).encode()
     if len(request) > MAX_MESSAGE:
         raise ValueError(f"the task of rank {task.rank} takes {len(request)} bytes, more than {MAX_MESSAGE}")
     return request
 
 
+def encode_store_request(port: int, ranks: int) -> bytes:
+    """Encode a request to fork a process that keeps a generation's store."""
+    return json.dumps({"store": port, "ranks": ranks}).encode()
+
+
 def decode_request(data: bytes) -> tuple[RankTask[NativeRun], dict[str, str]]:
     """Decode a fork request into its task and environment."""
     request = json.loads(data)
-    return _TASK.validate_python(request["task"]), request["environment"]
+    return TASK.validate_python(request["task"]), request["environment"]
 
 
 class ForkServer:
@@ -98,33 +103,22 @@ class ForkServer:
         gc.enable()
 
     def _serve_one(self) -> bool:
-        data, descriptors, _, _ = socket.recv_fds(self._channel, MAX_MESSAGE, 3)
+        data, descriptors, _, _ = socket.recv_fds(self._channel, MAX_MESSAGE, DESCRIPTORS)
         if not data:
             return False
-        task, environment = decode_request(data)
-        events, output, stacks = descriptors
         # The rank's own handler must be installed before SIGTERM can arrive: the inherited setting ignores it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._run_child(server, task, environment, events, output, stacks)
+            self._run_child(server, data, descriptors)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        os.close(events)
-        os.close(output)
-        os.close(stacks)
+        for descriptor in descriptors:
+            os.close(descriptor)
         self._send({"pid": pid})
         return True
 
-    def _run_child(
-        self,
-        server: int,
-        task: RankTask[NativeRun],
-        environment: Mapping[str, str],
-        events: int,
-        output: int,
-        stacks: int,
-    ) -> NoReturn:
+    def _run_child(self, server: int, request: bytes, descriptors: list[int]) -> NoReturn:
         try:
             die_with_parent(server)
             signal.set_wakeup_fd(-1)
@@ -132,10 +126,14 @@ class ForkServer:
             self._channel.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
+            if not descriptors:
+                _keep_store(**json.loads(request))
+            task, environment = decode_request(request)
+            events, output, stacks, commands = descriptors
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
-            rank_main.run(self._module, task, environment, events, stacks)
+            rank_main.run(self._module, task, environment, events, stacks, commands)
         finally:
             os._exit(rank_main.EXIT_FAILED)
 
@@ -151,6 +149,21 @@ class ForkServer:
 
     def _send(self, message: dict[str, Any]) -> None:
         self._channel.send(json.dumps(message).encode())
+
+
+def _keep_store(store: int, ranks: int) -> NoReturn:
+    """Keep the store of a generation on this port, until this process is killed.
+
+    A rank's own store would be gone with the rank: others that just join would try to reach it for minutes.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415 - only images with torch
+
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    kept = TCPStore("localhost", store, ranks, is_master=True, wait_for_workers=False)
+    while kept is not None:
+        signal.pause()
+    os._exit(rank_main.EXIT_DONE)
 
 
 def main(arguments: list[str]) -> None:

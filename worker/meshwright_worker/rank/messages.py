@@ -75,7 +75,20 @@ class Finished:
     kind: Literal["finished"] = "finished"
 
 
-RankMessage = PhaseDone | Running | StepDone | CheckpointSaved | CheckpointBegun | RankFailed | Finished
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The rank has left its generation, and holds its state until it is told how to go on. Its last message before."""
+
+    step: int
+    """The last step whose update it has made."""
+    reduced: int | None
+    """The next step, if it has that step's gradients, summed over replicas."""
+    seconds: float
+    """Time that leaving took."""
+    kind: Literal["held"] = "held"
+
+
+RankMessage = PhaseDone | Running | StepDone | CheckpointSaved | CheckpointBegun | RankFailed | Finished | Held
 
 _ADAPTER: TypeAdapter[RankMessage] = TypeAdapter(Annotated[RankMessage, Field(discriminator="kind")])
 

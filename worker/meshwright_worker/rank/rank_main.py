@@ -19,6 +19,8 @@ from meshwright_worker.rank.task import RankTask, StepReport
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
+IN_MEMORY_MODULE = "meshwright_worker.in_memory.supervisor"
+"""Runs the ranks that recover in memory."""
 DUMP_STACKS = signal.SIGUSR2
 """The signal that makes a rank write the stacks of its threads. A fatal signal does too."""
 REQUEST_CHECKPOINT = signal.SIGUSR1
@@ -28,8 +30,10 @@ REQUEST_CHECKPOINT = signal.SIGUSR1
 class PipeEvents:
     """`RankEvents` over a pipe to the agent. A write blocks while the pipe is full; the agent reads it continuously."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, commands: int = -1) -> None:
         self._descriptor = descriptor
+        self.commands = commands
+        """The descriptor from which the agent's commands are read."""
         self._stop = self._checkpoint = False
         self.training = False
         """Whether start-up is complete."""
@@ -80,16 +84,17 @@ class PipeEvents:
 
 
 def run(
-    module: str, task: RankTask[NativeRun], environment: Mapping[str, str], descriptor: int, stacks: int
+    module: str, task: RankTask[NativeRun], environment: Mapping[str, str], descriptor: int, stacks: int, commands: int
 ) -> NoReturn:
     """Run `module.train(task, events)` in this freshly forked process, then exit. SIGTERM must be blocked on entry.
 
-    Writes events to `descriptor`, and the stacks of its threads to `stacks` when a signal asks for them.
+    Writes events to `descriptor`, and the stacks of its threads to `stacks` when a signal asks for them. A rank that
+    recovers in memory runs `IN_MEMORY_MODULE`, which reads the agent's `commands`.
 
     Exits with `os._exit`: torch's threads sometimes abort an interpreter that shuts down normally, and the agent relies
     on the exit code.
     """
-    events = PipeEvents(descriptor)
+    events = PipeEvents(descriptor, commands)
     # Not to the log: the dump would push the error itself out of the lines by which a failure is classified.
     faulthandler.enable(file=stacks)
     faulthandler.register(DUMP_STACKS, file=stacks)
@@ -105,7 +110,7 @@ def run(
     )
     code = EXIT_FAILED
     try:
-        outcome = importlib.import_module(module).train(task, events)
+        outcome = importlib.import_module(IN_MEMORY_MODULE if task.in_memory else module).train(task, events)
         events.send(messages.Finished(outcome))
         code = EXIT_DONE
     except BaseException as error:  # torch's CheckpointException does not inherit from Exception

@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
+from meshwright.protocol.messages import MemoryRecovery
 from meshwright.protocol.run_config import NativeRun, Run
 from meshwright.schedules.measured import RankTimeline
 
@@ -50,6 +51,10 @@ class RankTask(Generic[RunT_co]):
     """Directory of this job's checkpoints; None if it writes none."""
     data_dir: str | None
     """Mount point of the data volume; None if the data is in the image."""
+    in_memory: bool = False
+    """Whether the process holds its state when the generation is interrupted. The store is then not rank 0's."""
+    memory: MemoryRecovery | None = None
+    """How the generation goes on from states that ranks hold. None if it starts from the latest checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

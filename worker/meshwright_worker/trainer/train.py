@@ -20,7 +20,9 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from meshwright.models.architecture import Architecture
 from meshwright.models.lora import skipped_targets
@@ -28,6 +30,7 @@ from meshwright.protocol.run_config import NativeRun
 from meshwright.rules.validation import run_problems
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.manager import CheckpointManager, manifest_template
+from meshwright_worker.checkpoint.manifest import TokenizerRecord, TrainingState
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.mixture import open_stream
 from meshwright_worker.data.sample_assignment import combined_identity, island_data_dir
@@ -43,7 +46,7 @@ from meshwright_worker.tracking.tracked_events import tracked
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.evaluation import Evaluation
 from meshwright_worker.trainer.initial_state import load_state
-from meshwright_worker.trainer.trainer import Trainer
+from meshwright_worker.trainer.trainer import StepGate, Trainer
 from meshwright_worker.trainer.training_loop import RunInputs, TrainingLoop
 from meshwright_worker.trainer.warm_up import warm_up
 
@@ -73,35 +76,92 @@ def train(task: RankTask[NativeRun], events: RankEvents) -> Outcome:
         DivergedError: loss or gradients are not finite.
         RuntimeError: torch lost the connection to another rank.
     """
-    run = task.run
-    validate_run(run)
-    validate_device(device_properties(task.local_rank), task.local_world_size, run.training)
-    with _phase(events, "data"):
-        tokenizer = check_vocabulary(task)
-        inputs = open_inputs(task)
-    stream = inputs.stream
+    opened = open_run(task, events)
     started = time.monotonic()
     with join_mesh(task) as mesh:
         events.phase("rendezvous", time.monotonic() - started)
-        with _phase(events, "build"):
-            identity = combined_identity(run.training, stream.identity, mesh)
-            # Stages read tokens and targets independently, so without this check different corpora would train
-            # unnoticed.
-            if identity is None:
-                raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
-            trainer = build_trainer(run, mesh, inputs.samples, draw=False)
-        checkpoint_manager = None
-        if run.checkpoint is not None and task.checkpoint_dir is not None:
-            template = manifest_template(run, identity, mesh).model_copy(update={"tokenizer": tokenizer})
-            checkpoint_manager = CheckpointManager(task, run.checkpoint, task.checkpoint_dir, mesh, events, template)
-        with _phase(events, "load"):
-            state = load_state(trainer, run, mesh, checkpoint_manager)
-            trainer.on_parameters_loaded(state.step)
-        trainer.restore_state(state)
-        warm_up(run, mesh)
-        events.running(state.step)
-        with tracked(task, events, state.step) as tracked_events:
-            return TrainingLoop(run, trainer, inputs, checkpoint_manager, mesh, tracked_events).run(state)
+        return train_on_mesh(task, events, opened, mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedRun:
+    """What a rank opens before it meets others."""
+
+    inputs: RunInputs
+    tokenizer: TokenizerRecord | None
+
+
+class Memory(Protocol):
+    """Where a rank's state is held when its generation is interrupted."""
+
+    @property
+    def gate(self) -> StepGate:
+        """Stops steps between their parts."""
+
+    def formed(self) -> None:
+        """All groups of the generation exist."""
+
+    def restore(self, trainer: Trainer, mesh: Mesh) -> TrainingState | None:
+        """Fill the trainer with a state that ranks hold, if the generation goes on from one. Collective."""
+
+    def begin(self, trainer: Trainer, state: TrainingState) -> None:
+        """The trainer has its state, which is held from now on."""
+
+
+def open_run(task: RankTask[NativeRun], events: RankEvents) -> OpenedRun:
+    """Check the run and its device, and open its data. Contacts no other rank.
+
+    Raises:
+        InvalidRunError, PretrainedError, DataError: as `train`.
+    """
+    validate_run(task.run)
+    validate_device(device_properties(task.local_rank), task.local_world_size, task.run.training)
+    with _phase(events, "data"):
+        tokenizer = check_vocabulary(task)
+        return OpenedRun(open_inputs(task), tokenizer)
+
+
+def train_on_mesh(
+    task: RankTask[NativeRun], events: RankEvents, opened: OpenedRun, mesh: Mesh, memory: Memory | None = None
+) -> Outcome:
+    """Train as `train`, on a mesh that is joined. Collective."""
+    run, inputs = task.run, opened.inputs
+    with _phase(events, "build"):
+        identity = combined_identity(run.training, inputs.stream.identity, mesh)
+        # Stages read tokens and targets independently, so without this check different corpora would train unnoticed.
+        if identity is None:
+            raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
+        trainer = build_trainer(run, mesh, inputs.samples, memory.gate if memory is not None else None, draw=False)
+    manager = None
+    if run.checkpoint is not None and task.checkpoint_dir is not None:
+        template = manifest_template(run, identity, mesh).model_copy(update={"tokenizer": opened.tokenizer})
+        manager = CheckpointManager(task, run.checkpoint, task.checkpoint_dir, mesh, events, template)
+    with _phase(events, "load"):
+        state = _load(run, trainer, mesh, manager, memory)
+        trainer.on_parameters_loaded(state.step)
+    trainer.restore_state(state)
+    warm_up(run, mesh)
+    if memory is not None and isinstance(trainer, Trainer):
+        memory.begin(trainer, state)
+    events.running(state.step)
+    with tracked(task, events, state.step) as tracked_events:
+        loop = TrainingLoop(run, trainer, inputs, manager, mesh, tracked_events, sums_digest=memory is not None)
+        return loop.run(state)
+
+
+def _load(
+    run: NativeRun,
+    trainer: Trainer | AsyncPipelineTrainer,
+    mesh: Mesh,
+    manager: CheckpointManager | None,
+    memory: Memory | None,
+) -> TrainingState:
+    """Fill the trainer: from what ranks hold in memory, or from files."""
+    if memory is not None and isinstance(trainer, Trainer):
+        memory.formed()
+        if (held := memory.restore(trainer, mesh)) is not None:
+            return held
+    return load_state(trainer, run, mesh, manager)
 
 
 def validate_run(run: NativeRun) -> None:
@@ -144,8 +204,10 @@ def _check_initial_weights(model: Architecture, directory: str) -> None:
         raise PretrainedError(f"`training.initialWeights: {directory}`: {error}") from error
 
 
-def build_trainer(run: NativeRun, mesh: Mesh, samples: int = 1, *, draw: bool = True) -> Trainer | AsyncPipelineTrainer:
-    """Return the trainer of this rank's part. `samples` is the number of samples of its island, see `Trainer`. If not
+def build_trainer(
+    run: NativeRun, mesh: Mesh, samples: int = 1, gate: StepGate | None = None, *, draw: bool = True
+) -> Trainer | AsyncPipelineTrainer:
+    """Return the trainer of this rank's part. For `samples`, those of its island, and `gate` see `Trainer`. If not
     `draw`, its parameters have no values yet.
     """
     lora = run.training.lora
@@ -153,7 +215,7 @@ def build_trainer(run: NativeRun, mesh: Mesh, samples: int = 1, *, draw: bool = 
         log.warning(missing)
     if kind_of(run.parallelism.order).asynchronous and run.pipeline > 1:
         return AsyncPipelineTrainer(run, mesh, draw=draw)
-    return Trainer(run, mesh, samples, draw=draw)
+    return Trainer(run, mesh, samples, gate, draw=draw)
 
 
 @contextmanager

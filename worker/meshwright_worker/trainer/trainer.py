@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,7 @@ from meshwright.api.training import AnomalyAction
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import Batch
+from meshwright_worker.data.sample_order import MODULUS
 from meshwright_worker.distributed.collectives import all_reduce_sum
 from meshwright_worker.distributed.mesh import ISLAND, TENSOR, Mesh
 from meshwright_worker.distributed.step_clock import PASSES, UPDATE, phase
@@ -63,17 +65,62 @@ class StepResult:
     """See `Executor.bubble`."""
     token_counts: TokenCounts | None = None
     """Content of the padded rows of all replicas of this island; None if rows are never padded."""
+    digest: int = 0
+    """Sum of what all ranks have added to the data digest in this step, if they say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedStep:
+    """A step whose gradients are summed over replicas: what its update needs, beside the sums over all ranks."""
+
+    number: int
+    gradients: list[torch.Tensor]
+    results: torch.Tensor
+    """What this rank adds to the sums, fp64 [numbers]."""
+    residuals: Mapping[str, torch.Tensor] | None
+    """Compression residuals from before the step, if the step may be skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """Sums of a step over all ranks. Who has them knows that every rank has reduced its gradients."""
+
+    results: torch.Tensor
+    """Sum of `ReducedStep.results`."""
+    digest: int = 0
+    """See `StepResult.digest`."""
+
+
+class StepGate:
+    """Told of each part of a step. This one only watches; recovery in memory stops a step between its parts."""
+
+    wants_digest = False
+    """Whether the ranks sum their parts of the data digest in each step."""
+
+    def reduced(self, step: ReducedStep) -> None:
+        """A step's gradients are summed over replicas."""
+
+    @contextmanager
+    def update(self, sums: StepSums) -> Iterator[None]:
+        """All ranks agree on the step, and this rank updates its parameters in the block, without any other rank."""
+        yield
+
+    def updated(self, result: StepResult) -> None:
+        """The parameters are updated. Called in the block of `update`."""
 
 
 class Trainer:
     """This rank's stages, their optimizer and their executor.
 
-    `samples` is the number of samples in this island's corpus, for `FedAvg`. If not `draw`, parameters have no values
-    yet.
+    `samples` is the number of samples in this island's corpus, for `FedAvg`. `gate` is told of each part of a step. If
+    not `draw`, parameters have no values yet.
     """
 
-    def __init__(self, run: NativeRun, mesh: Mesh, samples: int = 1, *, draw: bool = True) -> None:
+    def __init__(
+        self, run: NativeRun, mesh: Mesh, samples: int = 1, gate: StepGate | None = None, *, draw: bool = True
+    ) -> None:
         model, training = run.architecture, run.training
+        self._gate = gate or StepGate()
         self._mesh = mesh
         self._training = training
         self._micro_batches = MicroBatches(run, mesh)
@@ -121,16 +168,30 @@ class Trainer:
         if self.outer is not None:
             self.outer.close()
 
-    def step(self, number: int, batch: Batch, *, stop: bool = False, save: bool = False) -> StepResult:
+    def step(self, number: int, batch: Batch, *, stop: bool = False, save: bool = False, digest: int = 0) -> StepResult:
         """Train on this replica's batch of step `number` (from 1).
 
         `stop`: this rank was asked to stop. The result's `stop` says whether any rank was, so that all ranks stop after
-        the same step. `save`: this rank was asked for a checkpoint, in the same way.
+        the same step. `save`: this rank was asked for a checkpoint, in the same way. `digest` is what this rank adds to
+        the data digest, if the gate wants it.
 
         Raises:
             DivergedError: loss or gradients are not finite (in fp16: at any loss scale), or another anomaly for which
                 `training.anomalies` has `Fail`; no parameter was changed.
         """
+        reduced = self._reduce(number, batch, (stop, save))
+        self._gate.reduced(reduced)
+        sums = self._agree(reduced, digest)
+        with self._gate.update(sums):
+            result = self.update(reduced, sums)
+            self._gate.updated(result)
+        if not (result.skipped or result.went_back):
+            with phase(UPDATE):
+                self.data_parallel.sync_parameters()
+        return result
+
+    def _reduce(self, number: int, batch: Batch, requests: tuple[bool, bool]) -> ReducedStep:
+        """Run the passes of a step, and sum its gradients over replicas. Collective."""
         if self.outer is not None:
             self.outer.begin_step()
         micro_batches, token_counts = self._micro_batches.of(batch), self._token_counts(batch)
@@ -142,19 +203,36 @@ class Trainer:
             replica_loss = self._executor.run(micro_batches)
         gradients = self._gradients()
         self._fp8.advance()
+        squares = local_square_sum(self.shards, gradients).to(self._mesh.device)
+        results = self._local_results(replica_loss, squares, micro_batches, requests, token_counts)
+        return ReducedStep(number, gradients, results, residuals)
+
+    def _agree(self, reduced: ReducedStep, digest: int) -> StepSums:
+        """Sum the step's results over the island, in one small collective: the only time the host waits for the
+        device.
+        """
+        total = None
+        if self._gate.wants_digest:
+            total = torch.tensor([digest], dtype=torch.int64, device=self._mesh.device)
+            # Sums wrap modulo 2^64, which 2^63 divides.
+            all_reduce_sum(total, self._mesh.island_group)
+        sums = reduced.results.clone()
+        all_reduce_sum(sums, self._mesh.island_group)
+        if self.slot_recorder is not None:
+            self.slot_recorder.end()
+        return StepSums(sums, int(total.item()) % MODULUS if total is not None else 0)
+
+    def update(self, reduced: ReducedStep, sums: StepSums) -> StepResult:
+        """Update this rank's shards with a step's gradients. Needs no other rank, except with `training.outer`."""
         # Losses were divided by the step's maximum number of targets; `tokens` is the actual number.
-        (loss, norm, tokens, stopping, saving), token_counts, expert_counts, loads = self._reduce_step_results(
-            replica_loss,
-            local_square_sum(self.shards, gradients).to(self._mesh.device),
-            micro_batches,
-            (stop, save),
-            token_counts,
-        )
+        (loss, norm, tokens, stopping, saving), token_counts, expert_counts, loads = self._read_sums(sums.results)
         correction = tokens_of_step(self._training) / max(1.0, tokens)
         loss, correction = loss * correction, correction / self.loss_scale.value
         norm *= correction
+        number, digest = reduced.number, sums.digest
         rate = learning_rate(number, self._training.steps, self._training.optimizer)
-        result = StepResult(number, loss, norm, rate, stopping, saving, loads, token_counts=token_counts)
+        result = StepResult(number, loss, norm, rate, stopping, saving, loads, token_counts=token_counts, digest=digest)
+        residuals = reduced.residuals
         if not math.isfinite(loss + norm) and self.loss_scale.may_overflow:
             self._skip_overflow(residuals)
             return replace(result, skipped=True)
@@ -162,8 +240,8 @@ class Trainer:
             return self._handle(anomaly, result, residuals)
         self._anomalies.record_update(loss, norm)
         with phase(UPDATE):
-            scale_and_clip(gradients, correction, norm, self._training.optimizer.gradient_clip)
-            stopping = self._update(number, gradients, rate, expert_counts, stop=stopping)
+            scale_and_clip(reduced.gradients, correction, norm, self._training.optimizer.gradient_clip)
+            stopping = self._update(number, reduced.gradients, rate, expert_counts, stop=stopping)
         return replace(result, stop=stopping, bubble=self._executor.bubble)
 
     def _skip_overflow(self, residuals: Mapping[str, torch.Tensor] | None) -> None:
@@ -198,7 +276,7 @@ class Trainer:
     def _update(
         self, number: int, gradients: list[torch.Tensor], rate: float, expert_counts: torch.Tensor, *, stop: bool
     ) -> bool:
-        """Update parameters, loss scale and router biases; at the end of a round, synchronize the islands.
+        """Update shards, loss scale and router biases; at the end of a round, synchronize the islands.
 
         Returns:
             Whether to stop after this step.
@@ -213,7 +291,6 @@ class Trainer:
         self.loss_scale.record_success()
         if self.loss_scale.value != scale and self.compression_state is not None:
             self._rescale(self.compression_state.tensors(), scale)
-        self.data_parallel.sync_parameters()
         self._loads.move_biases(expert_counts)
         if self.outer is not None and self._rounds.ends_round(number):
             # Router biases have just been moved, by each island's own expert loads.
@@ -288,34 +365,34 @@ class Trainer:
             self.loss_scale.steady = state.steady
             self.loss_scale.value = state.loss_scale or self.loss_scale.value
 
-    def _reduce_step_results(
+    def _local_results(
         self,
         replica_loss: torch.Tensor,
         squares: torch.Tensor,
         micro_batches: Sequence[Batch],
         requests: tuple[bool, bool],
         token_counts: TokenCounts | None,
-    ) -> tuple[tuple[float, float, float, bool, bool], TokenCounts | None, torch.Tensor, tuple[ExpertLoad, ...]]:
-        """Reduce the step's results over the island, in one small collective: the only time the host waits for the
-        device.
-
-        Returns:
-            Loss, gradient norm, number of targets, and whether any rank is to stop or to save; content of padded rows;
-            expert counts on the device; expert loads for the report.
-        """
+    ) -> torch.Tensor:
+        """Return what this rank adds to the step's results, fp64 [numbers] on the device."""
         _, _, _, tensor = self._mesh.coordinates
         # Pipeline stages without a loss contribute 0.
         loss = replica_loss.double() if tensor == 0 else torch.zeros_like(squares)
         targets = self._targets(micro_batches)
         reported_numbers = [torch.full_like(squares, float(number)) for number in (*requests, *(token_counts or ()))]
-        local_sums = torch.stack([loss, squares, targets, *reported_numbers])
-        sums = torch.cat([local_sums, self._loads.take()])
-        all_reduce_sum(sums, self._mesh.island_group)
-        if self.slot_recorder is not None:
-            self.slot_recorder.end()
+        return torch.cat([torch.stack([loss, squares, targets, *reported_numbers]), self._loads.take()])
+
+    def _read_sums(
+        self, sums: torch.Tensor
+    ) -> tuple[tuple[float, float, float, bool, bool], TokenCounts | None, torch.Tensor, tuple[ExpertLoad, ...]]:
+        """Read the sums of all ranks' results.
+
+        Returns:
+            Loss, gradient norm, number of targets, and whether any rank is to stop or to save; content of padded rows;
+            expert counts on the device; expert loads for the report.
+        """
+        counted = 2 if self._micro_batches.padded else 0
         total_loss, total_squares, tokens, stops, saves, *rest = sums.tolist()
-        counted = len(reported_numbers) - len(requests)
         token_sums, expert_counts = rest[:counted], rest[counted:]
         total = TokenCounts(*(int(number) for number in token_sums)) if token_sums else None
         agreed = total_loss, math.sqrt(total_squares), tokens, stops > 0, saves > 0
-        return agreed, total, sums[len(local_sums) :], self._loads.to_reports(expert_counts)
+        return agreed, total, sums[len(sums) - len(expert_counts) :], self._loads.to_reports(expert_counts)

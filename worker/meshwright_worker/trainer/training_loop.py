@@ -30,7 +30,7 @@ from meshwright_worker.data.length_balance import RowCost
 from meshwright_worker.data.mixture import MixtureStream, Stream
 from meshwright_worker.data.prefetch import Prefetcher, StepSamples
 from meshwright_worker.data.sample_assignment import SampleAssignment
-from meshwright_worker.data.sample_order import SampleDigest
+from meshwright_worker.data.sample_order import MODULUS, SampleDigest
 from meshwright_worker.distributed.mesh import STEP_TIMEOUT, Mesh, set_collective_timeout
 from meshwright_worker.distributed.step_clock import phase
 from meshwright_worker.distributed.timed_collectives import timed_collectives
@@ -80,7 +80,11 @@ class TrainingLoop:
         checkpoint_manager: CheckpointManager | None,
         mesh: Mesh,
         events: RankEvents,
+        *,
+        sums_digest: bool = False,
     ) -> None:
+        """`sums_digest`: the steps' results contain the digest of all ranks, which then every rank carries."""
+        self._sums_digest = sums_digest
         self._data, self._training = run.data, run.training
         self._cost = RowCost.of(run.architecture)
         self._micro_batches = run.micro_batches
@@ -125,7 +129,7 @@ class TrainingLoop:
 
     def _run(self, state: TrainingState) -> Outcome:
         # Rank 0 carries the digest of earlier generations. Each rank adds its part, and saving sums them.
-        if self._mesh.rank == 0:
+        if self._mesh.rank == 0 or self._sums_digest:
             self._digest.value = state.digest
         self._first = first = state.step + 1
         stopped = False
@@ -153,6 +157,8 @@ class TrainingLoop:
 
     def _save(self, state: TrainingState, *, wait: bool) -> None:
         started_at, trainer = time.monotonic(), self._trainer
+        if self._sums_digest and self._mesh.rank > 0:
+            state = state.model_copy(update={"digest": 0})
         if self._checkpoint_manager is not None:
             self._requests.answer(state.step)
             with phase(_CHECKPOINT):
@@ -169,7 +175,6 @@ class TrainingLoop:
 
     def _step(self, number: int, state: TrainingState) -> tuple[TrainingState, bool]:
         started_at = time.monotonic()
-        coordinates = self._mesh.coordinates
         batch = self._training.global_batch_size
         consumed = state.samples + batch
         mine = self._samples.take(state.samples, consumed if number < self._training.steps else None)
@@ -182,8 +187,7 @@ class TrainingLoop:
             results += self._trainer.drain()
         self._requests.record(results)
         self._requests.end_step(number)
-        if coordinates.pipeline == coordinates.context == coordinates.tensor == 0:
-            self._digest.add(mine.numbers, mine.samples)
+        self._add_to_digest(mine, result)
         after = TrainingState(step=number, samples=consumed, digest=self._digest.value, loss=state.loss)
         after = self._report_results(results, after, time.monotonic() - started_at, read - started_at, evaluation)
         for result in results:
@@ -229,7 +233,23 @@ class TrainingLoop:
         if recorder is not None:
             recorder.begin(number)
         stop, save = self._events.stop_requested(), self._events.take_checkpoint_request()
-        return self._trainer.step(number, mine.batch, stop=stop, save=save)
+        if not self._sums_digest or not isinstance(self._trainer, Trainer):
+            return self._trainer.step(number, mine.batch, stop=stop, save=save)
+        own = SampleDigest()
+        self._add_samples(own, mine)
+        return self._trainer.step(number, mine.batch, stop=stop, save=save, digest=own.value)
+
+    def _add_to_digest(self, mine: StepSamples, result: StepResult | None) -> None:
+        if not self._sums_digest:
+            self._add_samples(self._digest, mine)
+        elif result is not None:
+            self._digest.value = (self._digest.value + result.digest) % MODULUS
+
+    def _add_samples(self, digest: SampleDigest, mine: StepSamples) -> None:
+        """Add this rank's samples to a digest, if it counts those of its replica."""
+        where = self._mesh.coordinates
+        if where.pipeline == where.context == where.tensor == 0:
+            digest.add(mine.numbers, mine.samples)
 
     def _drain(self, state: TrainingState) -> tuple[TrainingState, bool]:
         """Finish all started steps; a pipeline without flushes is some steps behind.

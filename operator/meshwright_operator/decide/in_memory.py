@@ -1,0 +1,121 @@
+"""Recovery in memory (`recovery.inMemory`): whether ranks hold their state, and how the next generation uses it.
+
+Agents report what their ranks hold once a generation is interrupted. What is decided from it is in status, so that
+every agent gets the same document, also after a restart of the operator.
+"""
+
+from __future__ import annotations
+
+from meshwright.api.base import MAX_SAFE_INTEGER
+from meshwright.api.status import MAX_SUCCEEDED_WORKERS, MemoryRecoveryStatus, MeshStatus
+from meshwright.memory_recovery import plan_recovery, unsupported
+from meshwright.protocol.messages import AgentState, HeldState, MemoryRecovery
+from meshwright_operator.decide import restart_policy
+from meshwright_operator.decide.mesh_generation import plan_workers
+from meshwright_operator.decide.observed import Observed, PodState, Worker
+from meshwright_operator.timestamps import seconds_since
+
+HOLD_SECONDS = 4.0
+"""Time that ranks have to leave an interrupted generation; agents kill those that are in it for longer."""
+CAUSES = frozenset(
+    cause.name
+    for cause in (
+        restart_policy.NODE_LOST,
+        restart_policy.PREEMPTED,
+        restart_policy.EVICTED,
+        restart_policy.POD_LOST,
+        restart_policy.POD_FAILED,
+        restart_policy.RANK_FAILURE,
+    )
+)
+"""The causes after which ranks go on. All others change what they run, or concern all of them."""
+
+
+def unavailable(observed: Observed) -> str:
+    """Why the ranks of the next generation cannot hold their state although the job asks for it; empty if they can."""
+    if reason := unsupported(observed.run):
+        return reason
+    agents = observed.agents.waiting_agents
+    if any(worker.index in agents and not agents[worker.index].holds_state for worker in observed.workers):
+        return "ranks use GPUs, or the image of the workers is of a version before 0.2"
+    return ""
+
+
+def layout(observed: Observed) -> str | None:
+    """The layout of the next generation, if its ranks hold their state when it is interrupted; else None."""
+    return observed.plan.summary if observed.spec.recovery.in_memory and not unavailable(observed) else None
+
+
+def leaves(observed: Observed, mesh: MeshStatus) -> bool:
+    """Whether the ranks of the generation leave it, to go on in the next one.
+
+    While a pod terminates, all ranks stop after the same step and save a checkpoint, as without recovery in memory.
+    """
+    ending = any(worker.state is PodState.ENDING for worker in observed.workers)
+    return bool(mesh.in_memory) and mesh.pending_cause in CAUSES and not ending
+
+
+def leaving(observed: Observed, pending_cause: str) -> int:
+    """The number of workers whose ranks have not left the interrupted generation yet, as long as they may take."""
+    if not observed.mesh.in_memory or pending_cause not in CAUSES:
+        return 0
+    if seconds_since(observed.mesh.pending_since, observed.now) >= HOLD_SECONDS:
+        return 0
+    busy = (AgentState.STARTING, AgentState.RUNNING)
+    return sum(
+        worker.state is PodState.RUNNING
+        and (received := observed.agents.reports.get(worker.index)) is not None
+        and (received.report.incarnation, received.report.generation) == (worker.incarnation, observed.mesh.generation)
+        and received.report.state in busy
+        for worker in observed.workers
+    )
+
+
+def holding(observed: Observed) -> dict[int, HeldState]:
+    """Rank -> the state that its process holds since the current generation was interrupted."""
+    known, ranks_by_worker = plan_workers(observed), observed.plan.workers
+    held: dict[int, HeldState] = {}
+    for worker in observed.workers:
+        received = observed.agents.reports.get(worker.index)
+        if received is None or worker.index not in known or not _is_current(worker, observed):
+            continue
+        own = ranks_by_worker[known[worker.index]]
+        held |= {
+            rank.rank: rank.held
+            for rank in received.report.ranks
+            if rank.held is not None and rank.rank in own and 0 <= rank.held.step <= MAX_SAFE_INTEGER
+        }
+    return held
+
+
+def _is_current(worker: Worker, observed: Observed) -> bool:
+    report = observed.agents.reports[worker.index].report
+    current = worker.incarnation, observed.mesh.generation
+    return worker.state is PodState.RUNNING and (report.incarnation, report.generation) == current
+
+
+def plan(observed: Observed, pending_cause: str) -> MemoryRecovery | str | None:
+    """How the next generation goes on from states in memory; why it cannot; None if its ranks start anyway."""
+    mesh = observed.mesh
+    if not mesh.in_memory or pending_cause not in CAUSES or not observed.spec.recovery.in_memory:
+        return None
+    if layout(observed) != mesh.in_memory:
+        return f"the layout changes from {mesh.in_memory} to {observed.plan.summary}"
+    recovery = plan_recovery(observed.run, mesh.generation, holding(observed))
+    if isinstance(recovery, MemoryRecovery) and len(recovery.ranks) > MAX_SUCCEEDED_WORKERS:
+        return "too many separate ranks are lost"
+    return recovery
+
+
+def progresses(observed: Observed, pending_cause: str) -> bool:
+    """Whether the next generation goes on from a later step than the current one: its start then needs no back-off."""
+    recovery = plan(observed, pending_cause)
+    before = observed.mesh.recovery.step if observed.mesh.recovery is not None else 0
+    return isinstance(recovery, MemoryRecovery) and recovery.step > before
+
+
+def to_status(recovery: MemoryRecovery) -> MemoryRecoveryStatus:
+    """The recovery as it is persisted."""
+    return MemoryRecoveryStatus(
+        generation=recovery.generation, step=recovery.step, leader=recovery.leader, ranks=recovery.ranks
+    )

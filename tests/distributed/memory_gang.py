@@ -1,0 +1,149 @@
+"""An agent of all ranks of a run, that recovers them in memory. The ranks are real processes of the fork server."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from meshwright.memory_recovery import keeping_ranks, plan_recovery
+from meshwright.protocol.messages import HeldState, MemoryRecovery
+from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.agent.events import Event, EventQueue, RankExited, RankMessageReceived
+from meshwright_worker.agent.fork_client import ForkServerClient
+from meshwright_worker.agent.rank_process import RankHandle, supervise
+from meshwright_worker.rank import messages
+from meshwright_worker.rank.commands import encode_leave, encode_resume
+from meshwright_worker.rank.task import Outcome
+from tests.distributed.rank_pool import free_port, tasks_of
+from tests.patience import patient
+
+MODULE = "tests.distributed.fatal_runtime"
+
+
+@dataclass
+class Gang:
+    """The ranks of one run, and what they have told."""
+
+    server: ForkServerClient
+    run: NativeRun
+    checkpoints: Path
+    text: Path
+    generation: int = 0
+    ranks: dict[int, RankHandle] = field(default_factory=dict)
+    inbox: EventQueue = field(default_factory=asyncio.Queue)
+    lines: list[str] = field(default_factory=list)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    held: dict[int, messages.Held] = field(default_factory=dict)
+    """What the ranks hold that have left the current generation."""
+    leaving: list[float] = field(default_factory=list)
+    """Seconds that ranks took to leave their generations."""
+    memories: list[MemoryRecovery] = field(default_factory=list)
+    exited: set[int] = field(default_factory=set)
+    _end_store: Callable[[], None] = lambda: None
+    _supervisors: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def start(self, memory: MemoryRecovery | None = None, fatal: dict[int, str] | None = None) -> None:
+        """Form a generation: of new processes, or with the ranks that keep theirs. `fatal` says where ranks die."""
+        self.generation += 1
+        self.held.clear()
+        self._end_store()
+        port = free_port()
+        world = self.run.layout.world_size
+        self._end_store = await self.server.fork_store(port, world)
+        kept = keeping_ranks(memory) if memory is not None else frozenset()
+        for task in tasks_of(self.run, str(self.checkpoints), str(self.text), port=port):
+            task = replace(task, generation=self.generation, in_memory=True, memory=memory)
+            environment = {"FATAL": (fatal or {}).get(task.rank, "")}
+            if task.rank in kept:
+                handle = self.ranks[task.rank]
+                assert handle.commands is not None
+                handle.current.number = self.generation
+                handle.commands.write(encode_resume(task, environment))
+                continue
+            assert task.rank not in self.ranks
+            handle = self.ranks[task.rank] = await self.server.fork(task, environment)
+            self._supervisors.append(
+                asyncio.create_task(supervise(handle, self.generation, self.inbox, self.lines.append))
+            )
+
+    async def next_event(self) -> Event:
+        return await asyncio.wait_for(self.inbox.get(), patient(60))
+
+    async def until(self, done: Callable[[Event], bool]) -> Event:
+        """Take events until one is the awaited one."""
+        while True:
+            event = await self.next_event()
+            self._note(event)
+            if done(event):
+                return event
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case RankExited(rank=rank):
+                self.ranks.pop(rank)
+                self.held.pop(rank, None)
+                self.exited.add(rank)
+            case RankMessageReceived(rank=rank, message=messages.Finished(outcome=outcome)):
+                self.outcomes[rank] = outcome
+            case RankMessageReceived(rank=rank, message=messages.Held() as held):
+                self.held[rank] = held
+                self.leaving.append(held.seconds)
+
+    async def trains(self) -> None:
+        """Wait until every rank of the current generation has its state."""
+        running: set[int] = set()
+        while len(running) < self.run.layout.world_size:
+            event = await self.until(lambda event: isinstance(event, RankMessageReceived))
+            if isinstance(event, RankMessageReceived) and isinstance(event.message, messages.Running):
+                running.add(event.rank)
+
+    async def leave(self) -> dict[int, HeldState]:
+        """Let all live ranks leave their generation; what each holds."""
+        for handle in self.ranks.values():
+            assert handle.commands is not None
+            handle.commands.write(encode_leave(self.generation))
+        while set(self.ranks) - set(self.held):
+            self._note(await self.next_event())
+        return {rank: HeldState(step=one.step, reduced=one.reduced) for rank, one in self.held.items()}
+
+    async def recover(self, fatal: dict[int, str] | None = None) -> None:
+        """Wait for a rank to die, and go on without it."""
+        await self.until(lambda event: isinstance(event, RankExited))
+        memory = plan_recovery(self.run, self.generation, await self.leave())
+        assert isinstance(memory, MemoryRecovery), memory
+        self.memories.append(memory)
+        kept = keeping_ranks(memory)
+        for rank in set(self.ranks) - kept:
+            self.ranks[rank].kill()
+            await self.until(lambda event, rank=rank: isinstance(event, RankExited) and event.rank == rank)  # type: ignore[misc]
+        await self.start(memory, fatal)
+
+    async def finish(self) -> None:
+        """Wait until every rank has completed the run."""
+        while self.ranks:
+            event = await self.until(lambda event: isinstance(event, RankExited))
+            assert isinstance(event, RankExited)
+            assert event.code == 0, (event, self.lines[-40:])
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {rank: handle.pid for rank, handle in self.ranks.items()}
+
+
+@asynccontextmanager
+async def gang_of(run: NativeRun, checkpoints: Path, text: Path) -> AsyncIterator[Gang]:
+    """A gang that is started already; its processes end with the block."""
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
+    server = ForkServerClient({**environment, "TORCH_CPP_LOG_LEVEL": "FATAL"}, MODULE)
+    await server.start()
+    gang = Gang(server, run, checkpoints, text)
+    try:
+        yield gang
+    finally:
+        await server.stop()
+        for task in gang._supervisors:
+            task.cancel()

@@ -1,0 +1,104 @@
+"""How the state of a generation gets into the next one: copied on ranks that hold it, sent to ranks that do not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.memory_recovery import keeping_ranks, transfers
+from meshwright.protocol.messages import MemoryRecovery
+from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.checkpoint.manifest import TrainingState
+from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.in_memory.gate import Held, MemoryGate
+from meshwright_worker.rank.task import RankTask
+from meshwright_worker.trainer.trainer import StepSums, Trainer
+
+
+class StateMissingError(Exception):
+    """A rank does not hold the state from which it was to go on."""
+
+
+def restore(task: RankTask[NativeRun], trainer: Trainer, mesh: Mesh, gate: MemoryGate) -> Held:
+    """Fill a new trainer with the state of the task's step. Collective. Returns the state, with this trainer.
+
+    Interrupted at any time, the gate's state stays what it was, or has the update of the last step besides.
+
+    Raises:
+        StateMissingError: this rank does not hold what it should.
+    """
+    memory, held = task.memory, gate.held
+    assert memory is not None
+    keeps = mesh.rank in keeping_ranks(memory)
+    if keeps and (held is None or held.state.step > memory.step):
+        raise StateMissingError(f"rank {mesh.rank} does not hold the state of step {memory.step}")
+    state, sums = _announce(memory, held, mesh)
+    if keeps and held is not None:
+        _catch_up(held, memory, sums, gate)
+        _copy(held.trainer, trainer)
+    _transfer(task.run, memory, trainer, mesh)
+    trainer.optimizer.set_step_count(state.step - state.skipped)
+    trainer.restore_state(state)
+    return Held(trainer, state, task.run.training.global_batch_size, sums=sums)
+
+
+def _announce(memory: MemoryRecovery, held: Held | None, mesh: Mesh) -> tuple[TrainingState, StepSums | None]:
+    """Broadcast what the leader knows of the step: the state outside of tensors, and the sums of its update."""
+    content = b""
+    if mesh.rank == memory.leader:
+        assert held is not None
+        known: dict[str, Any] = {"state": held.state.model_dump(), "sums": None, "digest": 0}
+        if held.sums is not None:
+            known |= {"sums": held.sums.results.tolist(), "digest": held.sums.digest}
+        content = json.dumps(known).encode()
+    length = torch.tensor([len(content)])
+    dist.broadcast(length, memory.leader, group=mesh.checkpoint_group)
+    payload = torch.zeros(int(length), dtype=torch.uint8)
+    if content:
+        payload = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    dist.broadcast(payload, memory.leader, group=mesh.checkpoint_group)
+    told = json.loads(bytes(payload.tolist()))
+    sums = told["sums"]
+    results = torch.tensor(sums, dtype=torch.float64, device=mesh.device) if sums is not None else None
+    return TrainingState(**told["state"]), StepSums(results, told["digest"]) if results is not None else None
+
+
+def _catch_up(held: Held, memory: MemoryRecovery, sums: StepSums | None, gate: MemoryGate) -> None:
+    """Make the update that others have made before this rank was interrupted."""
+    reduced = held.reduced
+    if held.state.step < memory.step and sums is not None and reduced is not None and reduced.number == memory.step:
+        with gate.update(sums):
+            gate.updated(held.trainer.update(reduced, sums))
+    if held.state.step != memory.step:
+        raise StateMissingError(f"the state is of step {held.state.step}, and all go on from step {memory.step}")
+
+
+def _inventory(trainer: Trainer) -> list[torch.Tensor]:
+    """Every tensor of a rank's state, in an order that depends on its part of the model only."""
+    tensors = [shard.local for shard in (*trainer.shards, *trainer.frozen)]
+    for shard in trainer.shards:
+        tensors += trainer.optimizer.moments(shard).values()
+    return [tensor.detach() for tensor in [*tensors, *trainer.buffers.values()]]
+
+
+def _copy(old: Trainer, new: Trainer) -> None:
+    for source, target in zip(_inventory(old), _inventory(new), strict=True):
+        target.copy_(source)
+
+
+def _transfer(run: NativeRun, memory: MemoryRecovery, trainer: Trainer, mesh: Mesh) -> None:
+    """Send and receive the state of the ranks that have none, in host memory."""
+    for rank, source in transfers(run, memory).items():
+        if source is None:
+            raise StateMissingError(f"no rank has the state of rank {rank}")
+        if mesh.rank == source:
+            for tensor in _inventory(trainer):
+                dist.send(tensor.cpu().contiguous(), rank, group=mesh.checkpoint_group)
+        elif mesh.rank == rank:
+            for tensor in _inventory(trainer):
+                received = torch.empty(tensor.shape, dtype=tensor.dtype)
+                dist.recv(received, source, group=mesh.checkpoint_group)
+                tensor.copy_(received)
