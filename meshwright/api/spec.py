@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from meshwright.api.base import ApiModel, ShortText
+from meshwright.api.checkpoint import CheckpointSpec
 from meshwright.api.data import DataSpec
 from meshwright.api.data_parallel import Degree
 from meshwright.api.elastic import ElasticSpec
@@ -43,42 +44,31 @@ class ProgressSpec(ApiModel):
         return patterns
 
 
+class Framework(StrEnum):
+    """A framework whose flags a plan is written in."""
+
+    MEGATRON_LM = "MegatronLM"
+    TORCH_TITAN = "TorchTitan"
+    DEEP_SPEED = "DeepSpeed"
+
+
 class RuntimeSpec(ApiModel):
     """What the ranks run: Meshwright's own runtime, or the user's command."""
 
     command: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1, max_length=64)] | None = None
     """A torchrun-style command, started once per rank with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and
     the rank's mesh coordinates in its environment. Exit code 0 means that the run is complete, 143 after SIGTERM that
-    it can be resumed, any other code is a failure. Excludes `model`, `data` and `training`."""
+    it can be resumed, any other code is a failure. Excludes `model`, `data` and `training`, unless `framework` is
+    set."""
+    framework: Framework | None = None
+    """What `command` starts. Experimental. `model` and `training` are then required: the planner chooses the layout
+    with this framework's memory and techniques, and appends its flags to `command`. `MegatronLM`: flags of
+    `pretrain_gpt.py`. `TorchTitan`: flags of `torchtitan.train`. `DeepSpeed`: `--deepspeed_config` with the
+    configuration. Data and tokenizer are named in `command`."""
     scripts: ShortText | None = None
     """ConfigMap whose keys are mounted as files under `/meshwright/scripts`, for use in `command`."""
     progress: ProgressSpec | None = None
     """How step and loss are found in the log of `command`."""
-
-
-DEFAULT_CHECKPOINT_INTERVAL = 100
-"""Steps between checkpoints where `checkpoint.everySteps` is left out."""
-
-
-class CheckpointSpec(ApiModel):
-    """Where and how often checkpoints are saved."""
-
-    claim_name: ShortText
-    """PersistentVolumeClaim for the checkpoints, writable from every node that runs workers (ReadWriteMany)."""
-    every_steps: Annotated[int, Field(ge=1, le=1000000000)] | None = None
-    """Steps between checkpoints of Meshwright's runtime. Defaults to 100. Not allowed with `runtime.command`."""
-    keep: Annotated[int, Field(ge=1, le=10000)] | None = None
-    """Number of complete checkpoints to retain. Defaults to 2. Not allowed with `runtime.command`."""
-
-    @property
-    def interval(self) -> int:
-        """Steps between checkpoints. The schema has no default, because the field must be absent with a command."""
-        return DEFAULT_CHECKPOINT_INTERVAL if self.every_steps is None else self.every_steps
-
-    @property
-    def retained(self) -> int:
-        """Number of complete checkpoints to retain."""
-        return 2 if self.keep is None else self.keep
 
 
 class CordonedNodes(StrEnum):

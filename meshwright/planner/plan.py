@@ -21,7 +21,13 @@ from meshwright.planner.cost.memory import Memory
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.cost_model import Calibration, CostModel, cost_model_on
 from meshwright.planner.errors import PlanError
-from meshwright.planner.frameworks.planning import cost_model_of_target, layouts_of_target, request_of_target
+from meshwright.planner.frameworks.of_spec import target_of
+from meshwright.planner.frameworks.planning import (
+    cost_model_of_target,
+    layouts_of_target,
+    request_of_target,
+    with_flags,
+)
 from meshwright.planner.frameworks.target import Target
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.nccl import communication_environment
@@ -33,7 +39,7 @@ from meshwright.planner.search.explain_plan import reasons_of_plan
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.spec_request import pinned_request
 from meshwright.planner.workload import TrainingJob
-from meshwright.protocol.run_config import RunConfig
+from meshwright.protocol.run_config import CommandRun, RunConfig
 from meshwright.rules.elastic import with_own_batch
 from meshwright.rules.parallelism import MAX_WORKERS
 from meshwright.rules.validation import check_spec, with_model_numbers
@@ -131,7 +137,10 @@ class Plan:
 
     def run_config(self, spec: ParallelTrainingJobSpec) -> RunConfig:
         """Return the run of the ranks, with every field that the spec leaves open filled in."""
-        return run_config_of(spec, self.architecture, self.strategy)
+        run, target = run_config_of(spec, self.architecture, self.strategy), target_of(spec)
+        if target is None or self.architecture is None or not isinstance(run, CommandRun):
+            return run
+        return with_flags(run, spec, self.architecture, self.strategy, target)
 
     def problems(self, spec: ParallelTrainingJobSpec) -> list[str]:
         """Return the reasons why ranks would reject the plan. Empty if they can run."""
@@ -211,6 +220,7 @@ def new_plans(
     if architecture is None or spec.training is None:
         return [_on_site(_command_plan(spec), spec, hardware)]
     _check_nodes_known(spec, cluster_limits)
+    target = target or target_of(spec)
     if target is None:
         request = _request(spec, architecture, cluster_limits, cost_model)
         ranked = _ranked(spec, request)
@@ -301,7 +311,12 @@ def _running_plan(spec: ParallelTrainingJobSpec, architecture: Architecture | No
         with_model_numbers(spec_kept, architecture)
     ):
         return None
-    fitting = ranked_layouts(_request(spec_kept, architecture, ClusterLimits()))
+    target = target_of(spec)
+    if target is None:
+        request = _request(spec_kept, architecture, ClusterLimits())
+    else:
+        request = request_of_target(spec_kept, architecture, ClusterLimits(), None, target)
+    fitting = ranked_layouts(request)
     return _plan(spec, architecture, fitting[0], tuple(keep.reasons)) if fitting else None
 
 

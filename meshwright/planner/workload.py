@@ -9,12 +9,13 @@ from meshwright.api.data_parallel import DataParallelStrategy, GradientCompressi
 from meshwright.api.lora import LoraSpec
 from meshwright.api.parallelism import ContextMethod, ParallelismSpec, PipelineSchedule, StageBalance
 from meshwright.api.precision import Fp8Scaling, Precision
-from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.spec import Framework, ParallelTrainingJobSpec
 from meshwright.api.training import ActivationCheckpointing, OptimizerName, OuterMethod, TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.lora import adapter_parameters_per_layer
-from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
+from meshwright.planner.cost.frameworks import FRAMEWORKS
+from meshwright.planner.cost.frameworks import Framework as FrameworkAccount
 from meshwright.planner.cost.memory import Memory, worst_stage
 from meshwright.planner.cost.strategy import MemoryOptions, Strategy, Workload
 from meshwright.schedules.pipeline_layout import layers_of_stages, stages_per_rank
@@ -23,6 +24,14 @@ _ERROR_FEEDBACK = (GradientCompression.INT8, GradientCompression.TOP_K, Gradient
 """Compressions with error feedback: they store what they did not send."""
 _OUTER_STATE = {OuterMethod.DILOCO: 2.0, OuterMethod.ASYNC_SGD: 1.0}
 """Values per parameter: parameters at the start of a round, and momentum; or those sent to and read from the server."""
+
+
+ACCOUNTS = {
+    Framework.MEGATRON_LM: "megatron-core",
+    Framework.TORCH_TITAN: "torchtitan",
+    Framework.DEEP_SPEED: "megatron-deepspeed",
+}
+"""The properties in the cost model of each value of `runtime.framework`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +44,7 @@ class TrainingJob:
     parallelism: ParallelismSpec
     fixed: Strategy
     """The fields that the spec determines, except degrees, micro-batches, the pipeline and activation checkpointing."""
-    runtime: Framework
+    runtime: FrameworkAccount
 
     @classmethod
     def of(cls, spec: ParallelTrainingJobSpec, architecture: Architecture) -> TrainingJob:
@@ -46,7 +55,9 @@ class TrainingJob:
         """
         if spec.training is None:
             raise ValueError("`training` is required")
-        return cls.from_parts(architecture, spec.training, spec.parallelism, spec.replicas)
+        job = cls.from_parts(architecture, spec.training, spec.parallelism, spec.replicas)
+        framework = spec.runtime.framework
+        return job if framework is None else replace(job, runtime=FRAMEWORKS[ACCOUNTS[framework]])
 
     @classmethod
     def from_parts(
@@ -134,11 +145,11 @@ def layer_split(parallelism: ParallelismSpec, ranks: int, model: Architecture, l
 
 
 @lru_cache(maxsize=8)
-def _framework_variant(*, scores: bool, keeps_fp8: bool) -> Framework:
+def _framework_variant(*, scores: bool, keeps_fp8: bool) -> FrameworkAccount:
     return replace(FRAMEWORKS["meshwright"], flash=not scores, keeps_fp8=keeps_fp8)
 
 
-def _framework(training: TrainingSpec) -> Framework:
+def _framework(training: TrainingSpec) -> FrameworkAccount:
     """The properties of Meshwright's runtime with the job's options."""
     rowwise = training.fp8 is not None and training.fp8.scaling is Fp8Scaling.ROWWISE
     return _framework_variant(scores=training.attention_dropout > 0, keeps_fp8=not rowwise)

@@ -16,7 +16,8 @@ LEAST_WORLD_SIZE = (
 """In CEL, the number of ranks. A degree that is left out counts as 1."""
 _WORLD_SIZE_KNOWN = (
     "(!has(self.gpus)"
-    " && (has(self.runtime.command) || (has(self.parallelism.tensor) && has(self.parallelism.pipeline))))"
+    " && ((has(self.runtime.command) && !has(self.runtime.framework))"
+    " || (has(self.parallelism.tensor) && has(self.parallelism.pipeline))))"
 )
 
 
@@ -29,7 +30,8 @@ def least_world_size(facts: Facts) -> int:
 def _world_size(facts: Facts) -> int | None:
     """The number of ranks, or None if the planner determines it."""
     p = facts.parallelism
-    known = facts.runtime.command is not None or (p.tensor is not None and p.pipeline is not None)
+    own_degrees = facts.runtime.command is not None and facts.runtime.framework is None
+    known = own_degrees or (p.tensor is not None and p.pipeline is not None)
     return least_world_size(facts) if known and facts.gpus is None else None
 
 

@@ -8,7 +8,17 @@ from meshwright.rules.rule import Rule
 
 
 def _command_excludes_model(facts: Facts) -> bool:
-    return facts.runtime.command is None or (facts.model is None and facts.data is None and facts.training is None)
+    has_framework = facts.runtime.framework is not None
+    return facts.runtime.command is None or has_framework or not _states_model(facts)
+
+
+def _states_model(facts: Facts) -> bool:
+    return facts.model is not None or facts.data is not None or facts.training is not None
+
+
+def _framework_has_all(facts: Facts) -> bool:
+    is_complete = facts.runtime.command is not None and facts.model is not None and facts.training is not None
+    return facts.runtime.framework is None or (is_complete and facts.data is None)
 
 
 def _command_or_model(facts: Facts) -> bool:
@@ -19,21 +29,23 @@ def _command_or_model(facts: Facts) -> bool:
 def _command_owns_checkpoints(facts: Facts) -> bool:
     checkpoint = facts.checkpoint
     is_set = checkpoint is not None and (checkpoint.every_steps is not None or checkpoint.keep is not None)
-    return facts.runtime.command is None or not is_set
+    return facts.runtime.command is None or facts.runtime.framework is not None or not is_set
 
 
 def _command_owns_schedule(facts: Facts) -> bool:
     p = facts.parallelism
     defaults_kept = p.context_method_or_default is ContextMethod.RING_ZIG_ZAG and p.ulysses is None
     defaults_kept = defaults_kept and p.sequence and p.expert_tensor and not p.tensor_overlap
-    return facts.runtime.command is None or (p.micro_batches is None and p.zero_stage_or_default == 0 and defaults_kept)
+    defaults_kept = defaults_kept and p.micro_batches is None and p.zero_stage_or_default == 0
+    return facts.runtime.command is None or facts.runtime.framework is not None or defaults_kept
 
 
 RUNTIME_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "runtime.command",
         "is not supported with `model`, `data` and `training`: remove them, or remove the command",
-        "!has(self.runtime.command) || !(has(self.model) || has(self.data) || has(self.training))",
+        "!has(self.runtime.command) || has(self.runtime.framework)"
+        " || !(has(self.model) || has(self.data) || has(self.training))",
         _command_excludes_model,
     ),
     Rule(
@@ -41,6 +53,14 @@ RUNTIME_RULES: tuple[Rule[Facts], ...] = (
         "is required unless `model`, `data` and `training` are all set: add the missing ones, or a command",
         "has(self.runtime.command) || (has(self.model) && has(self.data) && has(self.training))",
         _command_or_model,
+    ),
+    Rule(
+        "runtime.framework",
+        "needs `runtime.command`, `model` and `training`, and no `data`, which the command names: add what is missing, "
+        "and remove `data`",
+        "!has(self.runtime.framework)"
+        " || (has(self.runtime.command) && has(self.model) && has(self.training) && !has(self.data))",
+        _framework_has_all,
     ),
     Rule(
         "runtime.scripts",
@@ -58,7 +78,7 @@ RUNTIME_RULES: tuple[Rule[Facts], ...] = (
         "checkpoint",
         "`checkpoint.everySteps` and `checkpoint.keep` are not supported with `runtime.command`, which saves "
         "checkpoints itself: remove them",
-        "!has(self.runtime.command) || !has(self.checkpoint)"
+        "!has(self.runtime.command) || has(self.runtime.framework) || !has(self.checkpoint)"
         " || !(has(self.checkpoint.everySteps) || has(self.checkpoint.keep))",
         _command_owns_checkpoints,
     ),
@@ -66,7 +86,7 @@ RUNTIME_RULES: tuple[Rule[Facts], ...] = (
         "parallelism",
         "`parallelism.microBatches`, `zeroStage`, `sequence`, `expertTensor`, `tensorOverlap`, `contextMethod` and "
         "`ulysses` are not supported with `runtime.command`, which implements these itself: remove them",
-        "!has(self.runtime.command) || (!has(self.parallelism.microBatches)"
+        "!has(self.runtime.command) || has(self.runtime.framework) || (!has(self.parallelism.microBatches)"
         " && self.parallelism.zeroStage == 0 && self.parallelism.sequence && self.parallelism.expertTensor"
         " && !self.parallelism.tensorOverlap"
         " && self.parallelism.contextMethod == 'RingZigZag' && !has(self.parallelism.ulysses))",

@@ -115,6 +115,7 @@ def test_the_environment_of_a_rank() -> None:
         "MASTER_PORT": "21000",
         "TORCHELASTIC_RESTART_COUNT": "2",
         "TORCHELASTIC_RUN_ID": "0f3c",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "MESHWRIGHT_GENERATION": "3",
         "MESHWRIGHT_TENSOR_PARALLEL_SIZE": "2",
@@ -379,3 +380,10 @@ def test_metrics_follow_the_ranks() -> None:
 def test_a_commands_scripts_are_found_where_they_are_mounted(word: str, expected: str) -> None:
     assert resolve_script_paths(["python", word], {"MESHWRIGHT_SCRIPTS_DIR": "/real"}) == ["python", expected]
     assert resolve_script_paths(["python", word], {}) == ["python", word]
+
+
+def test_a_word_that_names_the_directory_of_checkpoints_is_replaced() -> None:
+    word, environment = "$MESHWRIGHT_CHECKPOINT_DIR", {"MESHWRIGHT_CHECKPOINT_DIR": "/c"}
+    assert resolve_script_paths(["train", "--save", word], environment) == ["train", "--save", "/c"]
+    assert resolve_script_paths(["sh", "-c", f"ls {word}"], environment) == ["sh", "-c", f"ls {word}"]
+    assert resolve_script_paths(["train", word], {}) == ["train", word]

@@ -148,6 +148,22 @@ def test_one_rank_that_writes_output_shows_that_all_make_progress() -> None:
     assert detect(commands({0: 5000.0, 1: 5000.0, 2: 5000.0}, timeout=600)) is None, "worker 3 has not reported"
 
 
+def test_a_rank_of_a_command_that_exits_with_0_while_others_wait_for_it_is_named() -> None:
+    seen = commands({0: 5000.0, 1: 5000.0, 2: 5000.0, 3: 5000.0}, timeout=600)
+    reports = [one.report for one in seen.agents.reports.values()]
+    first, second = reports[0].ranks
+    reports[0] = reports[0].model_copy(update={"ranks": [first.model_copy(update={"exit_code": 0}), second]})
+    found = verdict(replace(seen, agents=received(reports)))
+    assert found is not None
+    assert (found.cause.name, found.rank, found.message) == (
+        *("Hang", 1),
+        "Rank 1 (worker 0 on n0) and 6 other ranks have not written output for 5000 s. "
+        "Rank 0 has exited with code 0 already",
+    )
+    reports[0] = reports[0].model_copy(update={"ranks": [first.model_copy(update={"exit_code": 3}), second]})
+    assert detect(replace(seen, agents=received(reports))) is None, "another detector names the failed rank"
+
+
 def test_a_command_that_writes_nothing_or_is_stopped_is_visible() -> None:
     decision = decide(commands(dict.fromkeys(range(4), 400.0), state="T"))
     ready = next(c for c in decision.status.conditions if c.type == "Ready")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import gzip
 import json
 import math
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.api.labels import METRICS_PORT
 from meshwright_cli.client.errors import (
-    MeshwrightError,
     NotFoundError,
     RejectedError,
     UnreachableError,
@@ -65,10 +63,13 @@ if os.path.exists(path):
         sys.stdout.buffer.write(base64.b64encode(file.read()))
 """
 _REMOVE = """
-import contextlib, glob, os, sys, tempfile
-for path in glob.glob(os.path.join(tempfile.gettempdir(), "meshwright-profile", sys.argv[1])):
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+import glob, os, sys, tempfile
+folder = os.path.join(tempfile.gettempdir(), "meshwright-profile")
+request = os.path.join(folder, "request.json")
+with open(request) as file:
+    mine = sys.argv[1] in file.read()
+for path in [*glob.glob(os.path.join(folder, sys.argv[1] + "-rank-*")), *([request] if mine else [])]:
+    os.unlink(path)
 """
 """These run in the pod, with the Python of its image. The rank's part is `meshwright_worker.trainer.step_profiler`."""
 
@@ -142,9 +143,8 @@ def _pods_of(job: Job, pods: Sequence[WorkerPod], ranks: Sequence[int] | None) -
 async def _samples(client: AsyncClient, chosen: Mapping[int, WorkerPod]) -> list[RankSample]:
     """What the metrics of the pods say about these ranks."""
     pods = sorted({pod.name for pod in chosen.values()})
-    pages = await asyncio.gather(
-        *(run_in_pod(client, pod, ("python", "-c", _METRICS, str(METRICS_PORT))) for pod in pods)
-    )
+    command = ("python", "-c", _METRICS, str(METRICS_PORT))
+    pages = await asyncio.gather(*(_run(client, pod, command) for pod in pods))
     samples: dict[int, RankSample] = {}
     for page in pages:
         samples |= read_samples(page.decode(errors="replace"))
@@ -153,7 +153,8 @@ async def _samples(client: AsyncClient, chosen: Mapping[int, WorkerPod]) -> list
 
 def _steps(job: Job, samples: Sequence[RankSample], steps: range | int, lead: float) -> range:
     """The steps to profile. Raises RejectedError if they are over, or are not steps of the job."""
-    reached = max((sample.step for sample in samples), default=0)
+    # A rank that has just started has completed no step in its metrics.
+    reached = max([job.status.step or 0, *(sample.step for sample in samples)])
     total = job.status.total_steps
     if isinstance(steps, range):
         wanted = steps
@@ -178,19 +179,19 @@ async def _profiled(
     name = secrets.token_hex(6)
     request = json.dumps({"name": name, "ranks": sorted(chosen), "first": steps.start, "last": steps.stop - 1})
     pods = sorted({pod.name for pod in chosen.values()})
-    await asyncio.gather(*(_run(client, pod, ("python", "-c", _REQUEST, request)) for pod in pods))
     try:
+        await asyncio.gather(*(_run(client, pod, ("python", "-c", _REQUEST, request)) for pod in pods))
         async with asyncio.timeout(seconds):
-            traces = await asyncio.gather(*(_trace(client, name, rank, pod) for rank, pod in chosen.items()))
-        for pod in pods:
-            with contextlib.suppress(MeshwrightError):  # the ranks delete them too, before their next profile
-                await run_in_pod(client, pod, ("python", "-c", _REMOVE, f"{name}-rank-*.json.gz"))
-        return list(traces)
+            return list(await asyncio.gather(*(_trace(client, name, rank, pod) for rank, pod in chosen.items())))
     except TimeoutError:
         reached = (await client.get(job)).status.step or 0
         raise WaitTimeoutError(
             f"{job} did not complete step {steps.stop - 1} within {seconds:g} s: it has completed step {reached}"
         ) from None
+    finally:
+        remove = ("python", "-c", _REMOVE, name)
+        # An error here must not hide the result. Ranks delete traces too, before their next profile.
+        await asyncio.gather(*(run_in_pod(client, pod, remove) for pod in pods), return_exceptions=True)
 
 
 async def _trace(client: AsyncClient, name: str, rank: int, pod: WorkerPod) -> RankTrace:

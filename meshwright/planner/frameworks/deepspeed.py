@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -60,8 +61,11 @@ def _launch(run: FrameworkRun) -> Launch:
         interval = used.recompute_group(run.architecture.layers)
         notes.append(f"in the script, recompute activations every {interval} layers ({used.checkpointing})")
     notes.append("the model and the data are those of your script, train.py")
+    config = json.dumps(_config(run), indent=2) + "\n"
     command = ("python", "train.py", "--deepspeed", "--deepspeed_config", FILE)
-    return Launch(command, files={FILE: json.dumps(_config(run), indent=2) + "\n"}, notes=tuple(notes))
+    # It takes the configuration itself in place of the name of a file.
+    encoded = base64.urlsafe_b64encode(config.encode()).decode()
+    return Launch(command, ("--deepspeed", "--deepspeed_config", encoded), {FILE: config}, notes=tuple(notes))
 
 
 def _config(run: FrameworkRun) -> dict[str, Any]:

@@ -75,13 +75,14 @@ def _strategy_problem(model: Architecture, strategy: Strategy) -> str:
 
 
 def _launch(run: FrameworkRun) -> Launch:
-    flags = [*_layout(run), *_model(run.architecture), *_training(run), *_recomputation(run), *_checkpoint(run)]
+    flags = (*_layout(run), *_model(run.architecture), *_training(run), *_recomputation(run), *_checkpoint(run))
+    data = _data(run.architecture)
     notes = ["--mock-data: replace it with --data-path and the tokenizer of your data"]
     if run.strategy.checkpointing is ActivationCheckpointing.SELECTIVE:
         notes.append("selective recomputation is Megatron's: it recomputes attention, not everything but products")
     # Megatron's FSDP rejects the variable, and everything else with overlap needs it.
     environment = {} if run.strategy.zero_stage >= 2 else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return Launch(("python", SCRIPT, *flags), environment=environment, notes=tuple(notes))
+    return Launch(("python", SCRIPT, *flags, *data), flags, environment=environment, notes=tuple(notes))
 
 
 def _layout(run: FrameworkRun) -> Iterator[str]:
@@ -146,10 +147,13 @@ def _model(model: Architecture) -> Iterator[str]:
         yield from ("--position-embedding-type", "rope", "--rotary-base", str(int(model.rope_theta)))
     if model.rope_scaling is not None:
         yield from ("--use-rope-scaling", "--rope-scaling-factor", number(model.rope_scaling.factor))
+    yield from _mixture(model)
+
+
+def _data(model: Architecture) -> Iterator[str]:
     # The tokenizer adds one token.
     yield from ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(model.vocab_size - 1), "--mock-data")
     yield from ("--make-vocab-size-divisible-by", "1")
-    yield from _mixture(model)
 
 
 def _latent(model: Architecture) -> Iterator[str]:

@@ -18,6 +18,7 @@ from meshwright.planner.search.errors import plan_error
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.spec_request import pinned_request
 from meshwright.planner.workload import TrainingJob
+from meshwright.protocol.run_config import CommandRun
 
 
 def cost_model_of_target(cost_model: CostModel | None, target: Target) -> CostModel | None:
@@ -78,3 +79,17 @@ def launch_of(spec: ParallelTrainingJobSpec, architecture: Architecture, strateg
     launch = target.launch(FrameworkRun(spec, spec.training, architecture, strategy))
     missing = fields_without_equivalent(spec, target.handled)
     return replace(launch, notes=(*(f"no equivalent: spec.{path}" for path in missing), *launch.notes))
+
+
+def with_flags(
+    run: CommandRun, spec: ParallelTrainingJobSpec, architecture: Architecture, strategy: Strategy, target: Target
+) -> CommandRun:
+    """Return the run with the plan in the framework's flags after the words of the user's command.
+
+    Raises:
+        ValueError: the spec has no `training`.
+    """
+    launch = launch_of(spec, architecture, strategy, target)
+    variables = [f"{name}={value}" for name, value in launch.environment.items()]
+    prefix = ["env", *variables] if variables else []
+    return run.model_copy(update={"command": [*prefix, *run.command, *launch.flags]})

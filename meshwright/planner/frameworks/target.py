@@ -6,14 +6,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.api import labels
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.search.request import Techniques
 
-CHECKPOINT_DIRECTORY = "$MESHWRIGHT_CHECKPOINT_DIR"
-"""The directory of checkpoints, as ranks have it in their environment."""
+CHECKPOINT_DIRECTORY = f"${labels.ENV_CHECKPOINT_DIR}"
+"""The directory of checkpoints, which ranks have in their environment. Agents replace a word that is equal to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,9 @@ class Launch:
 
     command: tuple[str, ...]
     """Words; `$NAME` is a variable of the rank's environment."""
+    flags: tuple[str, ...] = ()
+    """What a job's own command needs in addition: the words of `command` after the program, without those about data,
+    and with the content of files. Empty if the framework takes a configuration only as a file."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Configuration files in the working directory, by name."""
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -90,8 +90,9 @@ def _launch(run: FrameworkRun) -> Launch:
     notes = ["the tokenizer and the data set are those of the configuration: set --hf_assets_path and --dataloader.*"]
     if used.checkpointing is ActivationCheckpointing.SELECTIVE:
         notes.append("selective recomputation is torchtitan's: it recomputes every second product too")
-    command = ("python", "-m", "torchtitan.train", "--module", module, "--config", config, *flags)
-    return Launch((*command, f"activation-checkpoint:{_RECOMPUTATION[used.checkpointing]}"), notes=tuple(notes))
+    chosen = f"activation-checkpoint:{_RECOMPUTATION[used.checkpointing]}"
+    words = ("--module", module, "--config", config, *flags, chosen)
+    return Launch(("python", "-m", "torchtitan.train", *words), words, notes=tuple(notes))
 
 
 def _layout(run: FrameworkRun) -> Iterator[str]:

@@ -118,7 +118,8 @@ def hung_ranks(observed: Observed) -> Interruption | None:
     named = min(ranks, key=lambda rank: rank.likely_cause_order)
     others = len(ranks) - 1
     waiting = f"{counted(others, 'rank')} {'waits' if others == 1 else 'wait'} for it" if others else ""
-    message = sentences(_describe(named), waiting)
+    finished = _finished_ranks(observed) if isinstance(observed.run, CommandRun) else []
+    message = sentences(_describe(named), waiting, _describe_finished(finished))
     return Interruption(HANG, message, named.seconds, worker=named.worker.index, rank=named.process.rank)
 
 
@@ -145,17 +146,48 @@ def _describe(rank: IdleRank) -> str:
 def hung_command(observed: Observed) -> Interruption | None:
     """A user's command of which no rank writes output within `recovery.hangTimeoutSeconds`, if that is set.
 
-    Often only rank 0 writes output, so one rank that does shows that all make progress. All agents must report.
+    Often only rank 0 writes output, so one rank that does shows that all make progress. All agents must report, or have
+    reported that their ranks are complete: a rank that exits with code 0 too early leaves the others waiting for it.
     """
     timeout, ranks = observed.spec.recovery.hang_timeout_seconds, idle_commands(observed)
-    if _live_ranks(observed):
+    if timeout is None or not ranks or _live_ranks(observed):
         return None
-    if timeout is None or len(ranks) < observed.plan.layout.world_size or min(r.seconds for r in ranks) < timeout:
-        return None
+    finished = _finished_ranks(observed)
     seconds = min(rank.seconds for rank in ranks)
-    message = sentences(f"No rank has written output for {seconds:.0f} s", describe_stuck_process(ranks))
+    if len(ranks) + len(finished) < observed.plan.layout.world_size or seconds < timeout:
+        return None
+    message = sentences(
+        f"{_silent_ranks(ranks, finished)} written output for {seconds:.0f} s",
+        describe_stuck_process(ranks),
+        _describe_finished(finished),
+    )
     named = min(ranks, key=lambda rank: rank.likely_cause_order)
     return Interruption(HANG, message, seconds, worker=named.worker.index, rank=named.process.rank)
+
+
+def _finished_ranks(observed: Observed) -> list[int]:
+    """Ranks that have exited with code 0 in the current generation, while others run."""
+    by_worker = observed.plan.workers
+    complete = [rank for worker in observed.workers if worker.completed for rank in by_worker[worker.index]]
+    running = [received for received in observed.reports_in(AgentState.RUNNING).values() if received.fresh]
+    return sorted(
+        {*complete, *(one.rank for received in running for one in received.report.ranks if one.exit_code == 0)}
+    )
+
+
+def _silent_ranks(ranks: Sequence[IdleRank], finished: Sequence[int]) -> str:
+    if not finished:
+        return "No rank has"
+    first = min(ranks, key=lambda rank: rank.process.rank)
+    more = f" and {counted(len(ranks) - 1, 'other rank')} have" if len(ranks) > 1 else " has"
+    return f"Rank {first.process.rank} (worker {first.worker.index} on {first.worker.node}){more} not"
+
+
+def _describe_finished(finished: Sequence[int]) -> str:
+    if not finished:
+        return ""
+    more = f" and {counted(len(finished) - 1, 'other rank')} have" if len(finished) > 1 else " has"
+    return f"Rank {finished[0]}{more} exited with code 0 already"
 
 
 def idle_commands(observed: Observed) -> list[IdleRank]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from itertools import islice
 from typing import Any
@@ -10,12 +11,18 @@ import pytest
 import yaml
 
 from meshwright.api.parsing import parse_spec
+from meshwright.api.spec import Framework
+from meshwright.models.presets import PRESETS
 from meshwright.planner.cost.frameworks import FRAMEWORKS
 from meshwright.planner.errors import PlanError
+from meshwright.planner.frameworks.of_spec import target_of
 from meshwright.planner.frameworks.planning import launch_of
 from meshwright.planner.frameworks.registry import TARGETS
 from meshwright.planner.frameworks.target import Launch
-from meshwright.planner.plan import Plan, make_plans
+from meshwright.planner.plan import Plan, make_plan, make_plans
+from meshwright.planner.workload import TrainingJob
+from meshwright.protocol.run_config import CommandRun
+from meshwright.rules.validation import check_spec
 from tests.planner.frameworks.plans import cluster, job, planned
 
 
@@ -110,3 +117,59 @@ def test_settings_that_a_framework_does_not_take_are_named() -> None:
     _, launch = launched("nanotron", raw)
     assert "no equivalent: spec.training.evaluation.samples" in launch.notes
     assert "no equivalent: spec.training.lossChunkTokens" in launch.notes
+
+
+def framework_job(framework: str, command: list[str], parallelism: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    raw = job("llama-3.1-8b", parallelism, **spec)
+    del raw["spec"]["data"]
+    raw["spec"]["runtime"] = {"framework": framework, "command": command}
+    return raw
+
+
+@pytest.mark.parametrize("framework", Framework)
+def test_a_job_of_a_framework_is_planned_with_its_account_and_its_command_gets_the_flags(framework: Framework) -> None:
+    command = ["python", "train.py", "--mine"]
+    spec = parse_spec(framework_job(framework, command, {"tensor": 2, "zeroStage": 0}, replicas=8))
+    assert not check_spec(spec)
+    plan = make_plans(spec, cluster(), max_plans=1)[0]
+    target = target_of(spec)
+    assert target is not None
+    assert TrainingJob.of(spec, PRESETS["llama-3.1-8b"]).runtime == FRAMEWORKS[target.account]
+    assert plan.estimate is not None
+    assert (
+        plan.estimate.seconds
+        != make_plans(
+            parse_spec(job("llama-3.1-8b", {"tensor": 2, "zeroStage": 0}, replicas=8)), cluster(), max_plans=1
+        )[0].estimate.seconds
+    )  # type: ignore[union-attr]
+    run = plan.run_config(spec)
+    assert isinstance(run, CommandRun)
+    words = run.command[2:] if run.command[0] == "env" else run.command
+    assert words[:3] == command
+    _, launch = launched(target.name, job("llama-3.1-8b", {"tensor": 2, "zeroStage": 0}, replicas=8))
+    assert tuple(words[3:]) == launch.flags
+    assert (run.tensor, run.data_parallel, run.micro_batches) == (2, 8, plan.strategy.micro_batches)
+    assert "--mock-data" not in words, "the data is named in the command"
+
+
+def test_deepspeed_gets_its_configuration_in_the_command() -> None:
+    spec = parse_spec(framework_job("DeepSpeed", ["python", "train.py"], {"zeroStage": 3}, replicas=8))
+    run = make_plans(spec, cluster(), max_plans=1)[0].run_config(spec)
+    assert isinstance(run, CommandRun)
+    config = json.loads(base64.urlsafe_b64decode(run.command[-1]))
+    assert config["zero_optimization"]["stage"] == 3
+
+
+def test_a_running_job_of_a_framework_keeps_its_layout() -> None:
+    spec = parse_spec(framework_job("MegatronLM", ["python", "pretrain_gpt.py"], {}, replicas=8))
+    first = make_plans(spec, cluster(), max_plans=1)[0]
+    again = make_plan(spec, cluster(2), keep=first.to_status())
+    assert again.strategy.layout == first.strategy.layout
+    assert again.run_config(spec) == first.run_config(spec)
+
+
+def test_fields_that_a_framework_needs() -> None:
+    raw = framework_job("MegatronLM", ["x"], {}, replicas=8)
+    del raw["spec"]["training"]
+    (problem,) = [one for one in check_spec(parse_spec(raw)) if one.field == "runtime.framework"]
+    assert "needs `runtime.command`, `model` and `training`" in problem.message

@@ -55,13 +55,33 @@ def test_the_steps_that_were_asked_for_are_traced(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*part*"))
 
 
-def test_other_ranks_and_requests_before_the_start_are_ignored(tmp_path: Path) -> None:
-    ask(tmp_path)
-    steps(StepProfiler(0, directory=tmp_path), range(1, 6))
+def test_requests_to_other_ranks_are_ignored(tmp_path: Path) -> None:
     other = StepProfiler(1, directory=tmp_path)
     ask(tmp_path, first=8, last=8)
     steps(other, range(6, 10))
     assert list(tmp_path.iterdir()) == [tmp_path / REQUEST]
+
+
+def test_a_request_that_is_deleted_before_its_steps_is_forgotten(tmp_path: Path) -> None:
+    profiler = StepProfiler(0, directory=tmp_path)
+    ask(tmp_path, first=5, last=6)
+    steps(profiler, range(1, 2))
+    (tmp_path / REQUEST).unlink()
+    steps(profiler, range(2, 9))
+    profiler.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_is_served_by_a_rank_that_starts_later(tmp_path: Path) -> None:
+    """It was written while the job started, or restarted."""
+    ask(tmp_path)
+    late = StepProfiler(0, directory=tmp_path)
+    steps(late, range(1, 6))
+    late.close()
+    assert [step for step, _ in answer(tmp_path)["meshwright"]["ends"]] == [3, 4]
+    over = StepProfiler(0, directory=tmp_path)
+    steps(over, range(7, 8))
+    assert answer(tmp_path)["meshwright"]["error"] == "step 3 is over: the next one is 7"
 
 
 @pytest.mark.parametrize(

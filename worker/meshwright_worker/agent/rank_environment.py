@@ -52,9 +52,13 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
         "MASTER_ADDR": document.master_address,
         "ROLE_NAME": "default",
         "TORCHELASTIC_RUN_ID": settings.uid,
+        # Rank 0 hosts the store, as with torchrun when no agent does.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
         # Without it torch reuses a store across restarts and reads the previous generation's keys.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+    if settings.checkpoint_uri:
+        environment[labels.ENV_CHECKPOINT_URI] = settings.checkpoint_uri
     if settings.checkpoint_dir:
         environment[labels.ENV_CHECKPOINT_DIR] = settings.checkpoint_dir
     if settings.data_dir:
@@ -78,11 +82,16 @@ def communication_variables(document: MeshDocument, pod: Mapping[str, str]) -> d
 def resolve_script_paths(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Return the command with paths below the scripts' mount replaced by their real location.
 
+    A word that names the variable of the checkpoints' directory, as in the flags of `runtime.framework`, is replaced by
+    the directory.
+
     In a container the two are equal. Without containers, paths are passed only in environment variables, while the
     command, which comes from the coordinator, uses the mount's path.
     """
     where = environment.get(labels.ENV_SCRIPTS_DIR, labels.SCRIPTS_MOUNT)
     mount = labels.SCRIPTS_MOUNT
+    words = {f"${name}": environment[name] for name in (labels.ENV_CHECKPOINT_DIR,) if name in environment}
+    command = [words.get(argument, argument) for argument in command]
     return [
         where + argument.removeprefix(mount) if f"{argument}/".startswith(f"{mount}/") else argument
         for argument in command
@@ -105,6 +114,7 @@ def rank_task(
         master_port=document.master_port,
         pod_address=settings.pod_address,
         checkpoint_dir=settings.checkpoint_dir,
+        checkpoint_uri=settings.checkpoint_uri,
         data_dir=settings.data_dir,
         in_memory=bool(document.in_memory),
         memory=document.memory,

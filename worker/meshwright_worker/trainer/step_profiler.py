@@ -2,7 +2,8 @@
 
 `meshwright profile` writes the request with a command in the pod. So a profile needs no restart, and nothing from the
 operator. A rank looks for a request before each step, which takes microseconds. A request that cannot be served, such
-as for a step that is over, is answered with an error. No request stops training.
+as for a step that is over, is answered with an error. No request stops training. A request stays until it is deleted,
+so a rank that starts again serves it if its steps are still to come.
 
 The profiler is prepared one step before the first one that is traced: this takes up to seconds, for which other ranks
 wait. The trace is written by a thread, while training continues.
@@ -63,7 +64,7 @@ class StepProfiler:
         self._synchronous = synchronous
         self._directory = directory or Path(tempfile.gettempdir()) / DIRECTORY
         self._request = str(self._directory / REQUEST)
-        self._seen = self._modified()
+        self._seen = 0
         self._session: _Session | None = None
         self._writer: threading.Thread | None = None
 
@@ -72,7 +73,10 @@ class StepProfiler:
         modified = self._modified()
         if modified != self._seen:
             self._seen = modified
-            self._accept(step)
+            if modified:
+                self._accept(step)
+            elif self._session is not None and self._session.profiler is None:
+                self._session = None  # deleted: nobody waits for these steps any more
         session = self._session
         if session is not None and step >= session.first - 1:
             try:

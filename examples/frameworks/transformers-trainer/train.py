@@ -1,0 +1,90 @@
+"""The Trainer of Hugging Face transformers with DDP. Started once for each rank, as by torchrun."""
+
+import json
+import os
+import time
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+STEPS, EVERY = int(os.environ.get("STEPS", "40")), 10
+PAUSE = float(os.environ.get("PAUSE", "0"))  # seconds after each step, to watch the run
+ROOT = os.environ["MESHWRIGHT_CHECKPOINT_DIR"]
+os.makedirs(ROOT, exist_ok=True)
+LENGTH, BATCH = 32, 2
+
+
+class Report(TrainerCallback):
+    """Reports steps and checkpoints to Meshwright."""
+
+    def __init__(self):
+        self.loss = None
+        self.wrapped = None
+
+    def _write(self, **fields):
+        if os.environ["RANK"] == "0" and "MESHWRIGHT_REPORT_FILE" in os.environ:
+            with open(os.environ["MESHWRIGHT_REPORT_FILE"], "a") as file:
+                file.write(json.dumps(fields) + "\n")
+
+    def on_log(self, args, state, control, logs=None, **rest):
+        self.loss = (logs or {}).get("loss", self.loss)
+        if "loss" in (logs or {}):
+            self._write(
+                step=state.global_step,
+                total_steps=state.max_steps,
+                loss=float(self.loss),
+                learning_rate=float(logs["learning_rate"]),
+                tokens=LENGTH * BATCH * args.world_size,
+            )
+
+    def on_save(self, args, state, control, **rest):
+        path = f"{args.output_dir}/checkpoint-{state.global_step}"
+        self._write(step=state.global_step, checkpoint=path)
+
+    def on_step_end(self, args, state, control, **rest):
+        time.sleep(PAUSE)
+
+
+class Tokens(Dataset):
+    """Random tokens that depend only on the index of the sample."""
+
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        tokens = torch.randint(0, 64, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def main():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=2, max_position_embeddings=LENGTH,
+        )
+    )  # fmt: skip
+    cuda, callback = torch.cuda.is_available(), Report()
+    arguments = TrainingArguments(
+        output_dir=ROOT, max_steps=STEPS, save_steps=EVERY, save_total_limit=2, logging_steps=1, seed=0,
+        per_device_train_batch_size=BATCH, learning_rate=1e-3, report_to="none", disable_tqdm=True,
+        use_cpu=not cuda, ddp_backend="nccl" if cuda else "gloo",
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=[callback])
+    last = get_last_checkpoint(ROOT)
+    if trainer.is_world_process_zero():
+        print(f"resumed after step {last.rpartition('-')[2] if last else 0}", flush=True)
+    trainer.train(resume_from_checkpoint=last)
+    # Without a GPU, the Trainer drops --fsdp without a message: look at what really ran.
+    assert isinstance(trainer.model_wrapped, DistributedDataParallel), type(trainer.model_wrapped)
+    if trainer.is_world_process_zero():
+        print(f"runs {type(trainer.model_wrapped).__name__}, final loss {callback.loss!r}", flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
