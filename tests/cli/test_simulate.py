@@ -98,6 +98,12 @@ def test_a_job_without_failures_has_only_a_result() -> None:
     assert "Each rung" not in result.stdout
 
 
+def test_a_job_that_never_completes_says_so() -> None:
+    result = run("-f", PRODUCTION, "--mtbf", "1h", "--runs", 2)
+    assert result.exit_code == 0, result.output
+    assert "Complete     no run within" in result.stdout
+
+
 def test_a_command_needs_its_interval(tmp_path: Path) -> None:
     spec = changed(EXAMPLES / "torch-ddp.yaml", tmp_path)
     result = run("-f", spec, "--mtbf", "8h", "--step", "2s", "--interval", "10m", "--days", 3, "--runs", 5)
@@ -147,6 +153,7 @@ def test_a_ledger_is_shown_next_to_its_simulation(tmp_path: Path) -> None:
         (("-f", PRODUCTION, "--nodes", 3), "--nodes: the job needs 4 nodes, got 3"),
         (("-f", PRODUCTION, "--mtbf", "8h", "--node-failures", 4), "--mtbf cannot be used with --node-failures"),
         (("-f", PRODUCTION, "--mtbf", "0"), "--mtbf: must be above 0"),
+        (("-f", PRODUCTION, "--mtbf", "30s"), "--mtbf: with one failure in 30 s, a run has about"),
         (("-f", PRODUCTION, "--mtbf", "often"), "`often` is not a duration"),
         (("-f", PRODUCTION, "--step", "0"), "--step: must be above 0"),
         (("-f", PRODUCTION, "--interval", "0"), "--interval: must be above 0"),

@@ -16,7 +16,7 @@ from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.planner.cost.accelerators import accelerator
 from meshwright.planner.errors import PlanError
 from meshwright.rules.checkpoint_interval import DEFAULT_NODE_FAILURE_RATE, mtbf_of_nodes
-from meshwright.simulation.inputs import Inputs
+from meshwright.simulation.inputs import Inputs, mean
 from meshwright.simulation.published import table
 from meshwright.simulation.replay import Replay, ReplayError, replay
 from meshwright.simulation.setting import Setting
@@ -31,6 +31,8 @@ PLANNED_GPUS = 16_384
 """GPUs of the cluster for which the job is planned without --nodes and --inventory: more than most jobs need."""
 COMMAND_DAYS = 90.0
 """Simulated time of a job whose length is unknown."""
+MOST_FAILURES = 20_000
+"""Failures of a run, above which a simulation takes minutes."""
 LONGEST = 20.0
 """A run ends after so many times the training of the job."""
 
@@ -151,7 +153,23 @@ def _setting(planned: PlannedJob, options: dict[str, Any]) -> tuple[Setting, str
         recovery=spec.recovery,
         inputs=inputs,
     )
+    _check_failures(setting)
     return setting, source, notes
+
+
+def _check_failures(setting: Setting) -> None:
+    """Reject a job that fails too often to advance, or to be simulated.
+
+    Raises:
+        click.ClickException: its runs have too many failures.
+    """
+    loads = mean(setting.inputs.phases.load) / setting.mtbf
+    failures = min(setting.work, setting.horizon) / setting.mtbf * math.exp(min(loads, 100.0))
+    if failures > MOST_FAILURES:
+        raise click.ClickException(
+            f"--mtbf: with one failure in {setting.mtbf:.3g} s, a run has about {failures:.2g}, and at most"
+            f" {MOST_FAILURES:,} are simulated: use a longer time between failures, or simulate fewer days with --days"
+        )
 
 
 def _mtbf(nodes: int, options: dict[str, Any]) -> tuple[float, str]:

@@ -88,11 +88,7 @@ def _result(report: SimulationReport) -> Iterator[str]:
     error = f" (± {result.error:.3f})" if result.error >= 0.0005 else ""
     yield f"Goodput      {result.goodput:.3f} expected{error}; 90 % of runs: {low:.3f} to {high:.3f}"
     if math.isfinite(result.setting.work):
-        first, last = (duration(one) for one in result.between(lambda one: one.elapsed))
-        yield f"Complete     after {duration(result.days * 86400)} expected; 90 % of runs: {first} to {last}"
-        unfinished = result.mean(lambda one: float(one.useful < result.setting.work * (1 - 1e-9)))
-        if unfinished:
-            yield f"             {unfinished:.0%} of the runs do not complete in {duration(result.setting.horizon)}"
+        yield from _completion(result)
     kinds = result.setting.inputs.faults
 
     def failures(outcome: Outcome) -> float:
@@ -102,6 +98,18 @@ def _result(report: SimulationReport) -> Iterator[str]:
     yield f"Failures     {result.mean(failures):.3g} expected; 90 % of runs: {few:.0f} to {many:.0f}"
     if degraded := result.mean(lambda one: one.degraded / one.elapsed):
         yield f"Smaller      {degraded:.1%} of the time, which counts in proportion to the speed"
+
+
+def _completion(result: Result) -> Iterator[str]:
+    """When the job is complete. Runs that are not complete at the end of the simulated time count with that time."""
+    first, last = (duration(one) for one in result.between(lambda one: one.elapsed))
+    unfinished = result.mean(lambda one: float(one.useful < result.setting.work * (1 - 1e-9)))
+    if unfinished == 1:
+        yield f"Complete     no run within {duration(result.setting.horizon)}"
+        return
+    yield f"Complete     after {duration(result.days * 86400)} expected; 90 % of runs: {first} to {last}"
+    if unfinished:
+        yield f"             {unfinished:.0%} of the runs are not complete within {duration(result.setting.horizon)}"
 
 
 def _causes(result: Result) -> Iterator[str]:
