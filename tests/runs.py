@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from meshwright.api.checkpoint import CheckpointSpec
 from meshwright.api.data import DataSource, DataSpec
 from meshwright.api.parallelism import ParallelismSpec
-from meshwright.api.spec import CheckpointSpec
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.run_config import CommandRun, NativeRun

@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from meshwright.api.base import ApiModel, ShortText
+from meshwright.api.checkpoint import CheckpointSpec
 from meshwright.api.data import DataSpec
 from meshwright.api.data_parallel import Degree
 from meshwright.api.elastic import ElasticSpec
@@ -68,31 +69,6 @@ class RuntimeSpec(ApiModel):
     """ConfigMap whose keys are mounted as files under `/meshwright/scripts`, for use in `command`."""
     progress: ProgressSpec | None = None
     """How step and loss are found in the log of `command`."""
-
-
-DEFAULT_CHECKPOINT_INTERVAL = 100
-"""Steps between checkpoints where `checkpoint.everySteps` is left out."""
-
-
-class CheckpointSpec(ApiModel):
-    """Where and how often checkpoints are saved."""
-
-    claim_name: ShortText
-    """PersistentVolumeClaim for the checkpoints, writable from every node that runs workers (ReadWriteMany)."""
-    every_steps: Annotated[int, Field(ge=1, le=1000000000)] | None = None
-    """Steps between checkpoints of Meshwright's runtime. Defaults to 100. Not allowed with `runtime.command`."""
-    keep: Annotated[int, Field(ge=1, le=10000)] | None = None
-    """Number of complete checkpoints to retain. Defaults to 2. Not allowed with `runtime.command`."""
-
-    @property
-    def interval(self) -> int:
-        """Steps between checkpoints. The schema has no default, because the field must be absent with a command."""
-        return DEFAULT_CHECKPOINT_INTERVAL if self.every_steps is None else self.every_steps
-
-    @property
-    def retained(self) -> int:
-        """Number of complete checkpoints to retain."""
-        return 2 if self.keep is None else self.keep
 
 
 class CordonedNodes(StrEnum):

@@ -12,9 +12,10 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ValidationInfo, field_serializer, field_validator
 
 from meshwright.api.base import ApiModel
+from meshwright.api.checkpoint import CheckpointSpec
 from meshwright.api.data import DataSpec, Packing
 from meshwright.api.parallelism import ParallelismSpec
-from meshwright.api.spec import CheckpointSpec, ProgressSpec
+from meshwright.api.spec import ProgressSpec
 from meshwright.api.training import TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture

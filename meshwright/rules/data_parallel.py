@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from meshwright.api.checkpoint import DEFAULT_CHECKPOINT_INTERVAL
 from meshwright.api.data_parallel import DataParallelEngine, DataParallelStrategy, GradientCompression
 from meshwright.api.precision import Precision
-from meshwright.api.spec import DEFAULT_CHECKPOINT_INTERVAL
 from meshwright.api.training import OptimizerName, OptimizerOffload, OuterMethod, OuterSpec
 from meshwright.rules.facts import Facts, islands, shard_ranks
 from meshwright.rules.rule import Rule, divides, schedule_is_not, schedule_names

@@ -158,7 +158,7 @@ IMMUTABLE = (
     Immutable(
         "checkpoint",
         "training would start again at step 0",
-        members=("claimName",),
+        members=("claimName", "uri"),
         may_be_added=True,
     ),
 )

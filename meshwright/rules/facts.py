@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from meshwright.api.checkpoint import CheckpointSpec
 from meshwright.api.data import DataSpec
 from meshwright.api.mixture import MixtureSpec
 from meshwright.api.model_parts import Activation, LatentSpec, Norm, RopeScalingSpec
 from meshwright.api.parallelism import ParallelismSpec
-from meshwright.api.spec import CheckpointSpec, RuntimeSpec
+from meshwright.api.spec import RuntimeSpec
 from meshwright.api.training import TrainingSpec
 from meshwright.api.workers import WorkersSpec
 from meshwright.protocol.run_config import NativeRun

@@ -103,9 +103,13 @@ def _rowwise_is_dynamic(facts: Facts) -> bool:
     return fp8 is None or fp8.scaling is Fp8Scaling.TENSORWISE or fp8.update is Fp8Update.DYNAMIC
 
 
+def _has_volume(facts: Facts) -> bool:
+    return facts.checkpoint is not None and facts.checkpoint.claim_name is not None
+
+
 def _tracking_has_a_directory(facts: Facts) -> bool:
     training = facts.training
-    return training is None or training.tracking is None or facts.checkpoint is not None
+    return training is None or training.tracking is None or _has_volume(facts)
 
 
 def _anomalies(facts: Facts) -> AnomaliesSpec | None:
@@ -256,8 +260,9 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "training.tracking",
-        "needs `checkpoint`, in whose directory the trackers' files are: add it, or remove `training.tracking`",
-        "!has(self.training) || !has(self.training.tracking) || has(self.checkpoint)",
+        "needs `checkpoint.claimName`, where the trackers' files are: add it, or remove `training.tracking`",
+        "!has(self.training) || !has(self.training.tracking)"
+        " || (has(self.checkpoint) && has(self.checkpoint.claimName))",
         _tracking_has_a_directory,
     ),
     Rule(

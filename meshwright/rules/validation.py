@@ -24,6 +24,7 @@ from meshwright.api.model import ModelSpec
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.run_config import NativeRun
+from meshwright.rules.checkpoint import CHECKPOINT_RULES
 from meshwright.rules.context import CONTEXT_RULES
 from meshwright.rules.data import DATA_RULES
 from meshwright.rules.data_parallel import REPLICA_RULES
@@ -56,6 +57,7 @@ FACT_RULES: tuple[Rule[Facts], ...] = (
 
 SPEC_RULES: tuple[Rule[ParallelTrainingJobSpec], ...] = (
     *RUNTIME_RULES,
+    *CHECKPOINT_RULES,
     *MODEL_FORM_RULES,
     *GPUS_RULES,
     *(rule for rule in FACT_RULES if rule.condition is not None),

@@ -17,7 +17,7 @@ from pathlib import Path
 from aiohttp import web
 
 from meshwright.api import labels
-from meshwright.api.spec import CheckpointSpec
+from meshwright.api.checkpoint import CheckpointSpec
 from meshwright.api.training import OptimizerSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol import signing

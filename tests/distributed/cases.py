@@ -245,7 +245,7 @@ def load_only(task: RankTask) -> tuple[int, dict[str, torch.Tensor]]:
         trainer = Trainer(task.run, mesh)
         stream = SampleStream(open_corpus(data, task.data_dir), training.sequence_length, training.seed)
         blank = manifest_template(task.run, stream.identity, mesh)
-        session = CheckpointManager(task, task.run.checkpoint, task.checkpoint_dir, mesh, Recorder(), blank)
+        session = CheckpointManager(task, task.run.checkpoint, mesh, Recorder(), blank)
         state = session.load(trainer.shards, trainer.optimizer, trainer.buffers)
         tensors = checkpoint_tensors(trainer.shards, trainer.optimizer, trainer.buffers)
         return state.step, {name: whole(tensor) for name, tensor in tensors.items()}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.api.checkpoint import CheckpointSpec
 from meshwright.api.data import DataSource, DataSpec, Packing
 from meshwright.api.data_parallel import DataParallelSpec
 from meshwright.api.parallelism import ContextMethod, ParallelismSpec
 from meshwright.api.precision import Precision
-from meshwright.api.spec import CheckpointSpec
 from meshwright.api.training import OptimizerSpec, OuterSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.run_config import NativeRun

@@ -18,6 +18,7 @@ from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.checkpoint.loader import find_checkpoint_on_mesh, newest_intact
 from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, LayoutRecord, Manifest, TrainingState
 from meshwright_worker.checkpoint.safetensors_format import file_checksum
+from meshwright_worker.checkpoint.store import Tier
 from meshwright_worker.rank.failures import classify, describe
 from meshwright_worker.rank.task import RankTask
 from tests.distributed.configs import small_run
@@ -100,7 +101,7 @@ def find(task: RankTask, path: str) -> str:
 def save_together(task: RankTask, root: str, step: int) -> str:
     """Why ranks could not save a step; the empty text if they could."""
     with kept_mesh(task) as mesh:
-        saver = AsyncCheckpointer(CheckpointDirectory(Path(root)), 2, mesh)
+        saver = AsyncCheckpointer([Tier(CheckpointDirectory(Path(root)), 2)], mesh)
         saver.begin({"weight": torch.ones(2)}, manifest_of(step, {}))
         try:
             saver.take_finished(wait=True)

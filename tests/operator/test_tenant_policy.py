@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from meshwright.api.parsing import parse_spec
+from meshwright.planner.plan import Plan
 from meshwright_operator.administrator_files import policy_file
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted
 from meshwright_operator.documents import DocumentError
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.scheduling.policy import Policy, PolicyError, parse_policy
+from meshwright_operator.scheduling.policy_admission import spec_excess
 from tests.operator.queueing import Tenants
 from tests.operator.test_gang_races import small
 from tests.operator.world import JOBS, World
@@ -37,6 +42,31 @@ def test_the_first_entry_that_matches_adds_to_the_defaults() -> None:
     assert (other.weight, other.priority.max, other.max_gpus_in_use, other.max_spare_nodes) == (1.0, 0, 8, 2)
     assert (unknown.priority.max, unknown.max_gpus_in_use) == (0, None)
     assert parse_policy("") == Policy()
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "uri", "allowed"),
+    [
+        (None, "s3://any/where", True),
+        ([], "s3://any/where", False),
+        ([], None, True),
+        (["s3://ours/{namespace}/"], "s3://ours/team", True),
+        (["s3://ours/{namespace}"], "s3://ours/team/runs/", True),
+        (["s3://ours/{namespace}"], "s3://ours/teams/runs", False),
+        (["s3://ours/{namespace}"], "s3://ours/other", False),
+        (["s3://ours/{namespace}"], "s3://ours/team/../other", False),
+        (["gs://a", "s3://ours"], "s3://ours/x", True),
+    ],
+)
+def test_checkpoints_are_saved_only_below_the_prefixes_of_the_namespace(
+    prefixes: list[str] | None, uri: str | None, *, allowed: bool
+) -> None:
+    spec = parse_spec(small("job", 2, checkpoint={"uri": uri} if uri else {"claimName": "c"}))
+    bounds = parse_policy(json.dumps({"defaults": {"checkpointPrefixes": prefixes} if prefixes is not None else {}}))
+    layout = SimpleNamespace(world_size=4, data=2)
+    excess = spec_excess(spec, cast(Plan, SimpleNamespace(layout=layout)), "team", bounds.of("team"))
+    assert (excess == "") is allowed
+    assert allowed or f"`spec.checkpoint.uri` is {uri}: use " in excess
 
 
 @pytest.mark.parametrize(

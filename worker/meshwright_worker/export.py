@@ -27,9 +27,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m meshwright_worker.export", description=__doc__)
     parser.add_argument(
         "--checkpoint",
-        type=Path,
         required=True,
-        help="A checkpoint, or a directory of checkpoints: exports the newest intact one.",
+        help="A checkpoint, or a directory or URI of checkpoints: exports the newest intact one.",
     )
     parser.add_argument("--output", type=Path, required=True, help="A new or empty directory.")
     parser.add_argument(

@@ -17,6 +17,7 @@ import torch
 from meshwright.api.precision import Precision
 from meshwright.data.tokenizers import Tokenizer
 from meshwright.layout import Layout
+from meshwright_worker.checkpoint.files import CheckpointPath
 from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.checkpoint.loader import find_checkpoint_on_mesh
 from meshwright_worker.checkpoint.manifest import Manifest
@@ -59,7 +60,7 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], generated: list[int]) 
 def _generate(
     arguments: argparse.Namespace,
     layout: Layout,
-    checkpoint: Path,
+    checkpoint: CheckpointPath,
     manifest: Manifest,
     tokenizer: Tokenizer,
     prompt: list[int],
@@ -98,9 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m meshwright_worker.generate", description=__doc__)
     parser.add_argument(
         "--checkpoint",
-        type=Path,
         required=True,
-        help="A checkpoint, or a directory of checkpoints: uses the newest intact one.",
+        help="A checkpoint, or a directory or URI of checkpoints: uses the newest intact one.",
     )
     parser.add_argument(
         "--tokenizer", help=f"Path of the run's tokenizer.json or SentencePiece model, if it has moved, or `{BYTES}`."

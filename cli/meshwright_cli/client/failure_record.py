@@ -52,7 +52,12 @@ async def read_failure(client: AsyncClient, job: Job, pods: Sequence[WorkerPod])
     if failure is None:
         return None
     short = RecordedFailure(failure, failure.log, failure.stacks, where="the job's status")
-    if not failure.path or failure.rank is None or job.spec.checkpoint is None:
+    if (
+        not failure.path
+        or failure.rank is None
+        or job.spec.checkpoint is None
+        or job.spec.checkpoint.claim_name is None
+    ):
         return short
     name = failure.path.rstrip("/").rpartition("/")[2]
     try:

@@ -85,8 +85,9 @@ async def run(options: Options, console: Console) -> None:
                 curve = LossCurve()
                 end = await follow_job(programs, client, options, job, story, curve, shown)
                 spec = parse_spec(job := await client.get(JOBS, end.name, NAMESPACE))
-                if end.status.checkpoint is not None and spec.checkpoint is not None:
-                    saved_at = (NAMESPACE, spec.checkpoint.claim_name, end.status.checkpoint.path)
+                claim = spec.checkpoint.claim_name if spec.checkpoint is not None else None
+                if end.status.checkpoint is not None and claim is not None:
+                    saved_at = (NAMESPACE, claim, end.status.checkpoint.path)
                     end.status.checkpoint.path = str(await setup.local_checkpoint_path(client, *saved_at))
                 record = read_checkpoint_record(end)
                 digest = await expected_digest(programs, spec, job, options.directory)

@@ -84,7 +84,7 @@ async def _stored(
     client: AsyncClient, job: Job, pods: Sequence[WorkerPod], notes: list[str], stored: Stored
 ) -> MeasuredStep | None:
     """The last timeline of a job that does not run. Reading it may take a pod, so it is done once."""
-    if job.spec.checkpoint is None or not job.status.step:
+    if job.spec.checkpoint is None or job.spec.checkpoint.claim_name is None or not job.status.step:
         return None
     key = job.uid, job.status.mesh.generation if job.status.mesh is not None else 0
     if key not in stored:

@@ -42,7 +42,7 @@ class MissingClaim:
 
 def claims_of(spec: ParallelTrainingJobSpec) -> Iterator[tuple[str, str]]:
     """The claims that the workers mount: path below `spec`, and name."""
-    if spec.checkpoint is not None:
+    if spec.checkpoint is not None and spec.checkpoint.claim_name is not None:
         yield "checkpoint.claimName", spec.checkpoint.claim_name
     if spec.data is not None and spec.data.claim_name is not None:
         yield "data.claimName", spec.data.claim_name

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright.api import labels
+from meshwright.api.checkpoint import SECRET_VARIABLES, CheckpointSpec
 from meshwright.api.objects import KubeObject, channel_template_name, pod_name, service_name
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import WorkerPlacement
@@ -111,6 +112,11 @@ def checkpoint_directory(name: str, uid: str) -> str:
     jobs can share a volume.
     """
     return f"{labels.CHECKPOINT_MOUNT}/{name}-{uid[:8]}"
+
+
+def checkpoint_uri(uri: str, name: str, uid: str) -> str:
+    """The prefix of the job's checkpoints in an object store: see `checkpoint_directory`."""
+    return f"{uri.rstrip('/')}/{name}-{uid[:8]}"
 
 
 def _pod_spec(context: PodContext, placed: WorkerPlacement) -> KubeObject:
@@ -224,14 +230,19 @@ def _environment(context: PodContext, placed: WorkerPlacement) -> list[KubeObjec
         labels.ENV_METRICS_PORT: str(labels.METRICS_PORT),
         labels.ENV_GRACE_SECONDS: str(grace),
     }
-    if hidden := [variable.name for variable in context.spec.workers.env if _is_secret(variable)]:
+    checkpoint = context.spec.checkpoint
+    credentials = store_credentials(checkpoint)
+    hidden = [variable.name for variable in context.spec.workers.env if _is_secret(variable)]
+    if hidden := [*hidden, *(variable["name"] for variable in credentials)]:
         values[labels.ENV_SECRET_VARIABLES] = ",".join(hidden)
     if context.trust.bundle:
         values[labels.ENV_COORDINATOR_CA] = context.trust.bundle
     if context.trust.server_name:
         values[labels.ENV_COORDINATOR_NAME] = context.trust.server_name
-    if context.spec.checkpoint is not None:
+    if checkpoint is not None and checkpoint.claim_name is not None:
         values[labels.ENV_CHECKPOINT_DIR] = checkpoint_directory(context.name, context.uid)
+    if checkpoint is not None and checkpoint.uri is not None:
+        values[labels.ENV_CHECKPOINT_URI] = checkpoint_uri(checkpoint.uri, context.name, context.uid)
     if context.spec.data is not None and context.spec.data.claim_name:
         values[labels.ENV_DATA_DIR] = labels.DATA_MOUNT
     if context.spec.runtime.scripts:
@@ -240,6 +251,7 @@ def _environment(context: PodContext, placed: WorkerPlacement) -> list[KubeObjec
         values[labels.ENV_POD_NEEDS] = needs
     secret = {"name": context.secret, "key": TOKEN_KEY}
     return [
+        *credentials,
         *(_variable(variable) for variable in context.spec.workers.env),
         *({"name": name, "value": value} for name, value in values.items()),
         {"name": labels.ENV_POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
@@ -262,6 +274,17 @@ def pod_needs(context: PodContext) -> str:
     if not (needs.network or needs.rdma or needs.huge_pages):
         return ""
     return json.dumps(needs.model_dump(mode="json", by_alias=True, exclude_defaults=True), separators=(",", ":"))
+
+
+def store_credentials(checkpoint: CheckpointSpec | None) -> list[KubeObject]:
+    """The variables with the credentials of the object store, from the job's Secret. Each key may be missing in it."""
+    if checkpoint is None or checkpoint.uri is None or checkpoint.store is None or not checkpoint.store.secret_name:
+        return []
+    names = SECRET_VARIABLES.get(checkpoint.uri.partition("://")[0], ())
+    secret = checkpoint.store.secret_name
+    return [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name, "optional": True}}} for name in names
+    ]
 
 
 def _is_secret(variable: EnvVar) -> bool:
@@ -302,7 +325,7 @@ def _operator_volumes(spec: ParallelTrainingJobSpec) -> list[tuple[KubeObject, K
     volumes: list[tuple[KubeObject, KubeObject]] = [
         ({"name": "shm", "emptyDir": memory}, {"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
     ]
-    if spec.checkpoint is not None:
+    if spec.checkpoint is not None and spec.checkpoint.claim_name is not None:
         claim = {"claimName": spec.checkpoint.claim_name}
         mount = {"name": "checkpoints", "mountPath": labels.CHECKPOINT_MOUNT}
         volumes.append(({"name": "checkpoints", "persistentVolumeClaim": claim}, mount))

@@ -16,6 +16,7 @@ from meshwright_operator.documents import DocumentError, parse_document
 
 LARGEST = 1_000_000_000
 
+UriPrefix = Annotated[str, Field(min_length=6, max_length=512, pattern=r"^[a-z][a-z0-9+.-]*://[^\s]+$")]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 PriorityValue = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 
@@ -58,6 +59,9 @@ class Bounds(ApiModel):
     """GPUs that all jobs of the namespace use at the same time."""
     max_waiting_jobs: Count | None = None
     """Jobs of the namespace that wait for nodes at the same time."""
+    checkpoint_prefixes: Annotated[list[UriPrefix], Field(max_length=1000)] | None = None
+    """Prefixes of `spec.checkpoint.uri`, such as `s3://bucket/{namespace}/`, in which `{namespace}` is the job's. An
+    empty list allows no URI."""
     weight: Annotated[float, Field(gt=0, le=1_000_000)] = 1.0
     """Share of the namespace: at the same priority, the namespace that uses the fewest GPUs for its weight is first."""
 

@@ -18,6 +18,7 @@ def spec_excess(spec: ParallelTrainingJobSpec, plan: Plan, namespace: str, bound
         *_under("spec.priority", spec.priority, bounds.priority.min),
         *_over("spec.recovery.spareNodes", spec.recovery.spare_nodes, bounds.max_spare_nodes),
         *_over("spec.replicas", replicas, bounds.max_replicas),
+        *_outside(spec, namespace, bounds.checkpoint_prefixes),
     ]
     if bounds.max_gpus_per_job is not None and gpus > bounds.max_gpus_per_job:
         problems.append(f"the job needs {counted(gpus, 'GPU')}: use at most {bounds.max_gpus_per_job}")
@@ -56,6 +57,19 @@ def waiting_excess(namespace: str, bounds: Bounds) -> str:
 
 def _over(field: str, value: int, limit: int | None) -> list[str]:
     return [] if limit is None or value <= limit else [f"`{field}` is {value}: use at most {limit}"]
+
+
+def _outside(spec: ParallelTrainingJobSpec, namespace: str, allowed: list[str] | None) -> list[str]:
+    """Whether checkpoints are saved under a prefix of another tenant."""
+    uri = spec.checkpoint.uri if spec.checkpoint is not None else None
+    if allowed is None or uri is None:
+        return []
+    prefixes = [prefix.replace("{namespace}", namespace).rstrip("/") + "/" for prefix in allowed]
+    inside = any((uri.rstrip("/") + "/").startswith(prefix) for prefix in prefixes)
+    if inside and not any(part in (".", "..") for part in uri.split("/")):
+        return []
+    use = f"use one below {', '.join(prefixes)}" if prefixes else "use `checkpoint.claimName`"
+    return [f"`spec.checkpoint.uri` is {uri}: {use}"]
 
 
 def _under(field: str, value: int, limit: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.api.labels import ANNOTATION_DEVICES
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cluster.pod_resources import Resources, parse_resources, pod_request, worker_requests
@@ -45,10 +47,12 @@ def node(name: str, gpus: int, others: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def pod(name: str, where: str, requests: dict[str, int]) -> dict[str, Any]:
-    amounts = {kind: str(amount) for kind, amount in requests.items()}
+def pod(name: str, where: str, requests: dict[str, int], *, claims: bool = False) -> dict[str, Any]:
+    """A pod that requests these amounts, or claims them through Dynamic Resource Allocation as worker pods do."""
+    annotations = {ANNOTATION_DEVICES: json.dumps(requests)} if claims else {}
+    amounts = {} if claims else {kind: str(amount) for kind, amount in requests.items()}
     return {
-        "metadata": {"name": name, "namespace": "other"},
+        "metadata": {"name": name, "namespace": "other", "annotations": annotations},
         "spec": {
             "nodeName": where,
             "containers": [{"name": "c", "resources": {"requests": amounts, "limits": amounts}}],
@@ -80,16 +84,19 @@ WANTED = st.dictionaries(st.sampled_from(KINDS), st.integers(1, 4))
 @given(
     wanted=WANTED,
     nodes=st.lists(OTHERS, min_size=1, max_size=5),
-    used=st.lists(st.tuples(st.integers(0, 4), OTHERS), max_size=4),
+    used=st.lists(st.tuples(st.integers(0, 4), OTHERS, st.booleans()), max_size=4),
     workers=st.sampled_from([1, 2, 3]),
 )
 def test_every_worker_gets_a_node_with_all_it_asks_for(
-    wanted: dict[str, int], nodes: list[dict[str, int]], used: list[tuple[int, dict[str, int]]], workers: int
+    wanted: dict[str, int], nodes: list[dict[str, int]], used: list[tuple[int, dict[str, int], bool]], workers: int
 ) -> None:
     objects = [node(f"n{number}", 8, others) for number, others in enumerate(nodes)]
-    pods = [pod(f"p{number}", f"n{where % len(nodes)}", requests) for number, (where, requests) in enumerate(used)]
+    pods = [
+        pod(f"p{number}", f"n{where % len(nodes)}", requests, claims=claims)
+        for number, (where, requests, claims) in enumerate(used)
+    ]
     free = [Counter(others) for others in nodes]
-    for where, requests in used:
+    for where, requests, _ in used:
         free[where % len(nodes)].subtract(requests)
     places = [min(4, *(max(0, amounts[kind]) // count for kind, count in wanted.items()), 4) for amounts in free]
     job = spec(workers, asked(wanted))

@@ -17,6 +17,7 @@ from meshwright.manifest_checksum import with_checksum
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointError, DamagedCheckpointError, ForeignCheckpointError
+from meshwright_worker.checkpoint.files import LocalFiles
 from meshwright_worker.checkpoint.manifest import (
     MANIFEST,
     BaseManifest,
@@ -107,13 +108,13 @@ def test_damage_is_seen(tmp_path: Path, change: str) -> None:
     path.write_bytes(b"0123456789")
     size, checksum = file_checksum(path)
     record = FileRecord(size=size, crc32=checksum)
-    check_file(path, record)
+    check_file(LocalFiles(tmp_path), "file", record)
     if change == "remove":
         path.unlink()
     else:
         path.write_bytes({"flip": b"0123456780", "cut": b"012345678", "grow": b"0123456789 "}[change])
     with pytest.raises(DamagedCheckpointError, match="/file is damaged: "):
-        check_file(path, record)
+        check_file(LocalFiles(tmp_path), "file", record)
 
 
 def test_what_cannot_be_read_is_not_damaged(tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def test_what_cannot_be_read_is_not_damaged(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"):
         read_manifest(tmp_path)
     with pytest.raises(OSError, match="symbolic links"):
-        check_file(tmp_path / "file", FileRecord(size=1, crc32=1))
+        check_file(LocalFiles(tmp_path), "file", FileRecord(size=1, crc32=1))
 
 
 def test_a_checkpoint_is_invisible_until_it_is_committed(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointError
+from meshwright_worker.checkpoint.store import Tier
 from meshwright_worker.data.prefetch import Prefetcher
 from meshwright_worker.distributed import device
 from meshwright_worker.distributed.mesh import join_process_group
@@ -38,7 +39,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.device]:
 def test_the_thread_that_writes_checkpoints_uses_the_ranks_device(
     taken: dict[str, torch.device], tmp_path: Path
 ) -> None:
-    saver = AsyncCheckpointer(CheckpointDirectory(tmp_path), 1, cast(Any, SimpleNamespace(device=GPU)))
+    saver = AsyncCheckpointer([Tier(CheckpointDirectory(tmp_path), 1)], cast(Any, SimpleNamespace(device=GPU)))
     saver.begin({}, cast(Any, SimpleNamespace(state=SimpleNamespace(step=1))))
     # There are no other ranks to save with.
     with pytest.raises(CheckpointError):

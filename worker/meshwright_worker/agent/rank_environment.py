@@ -57,6 +57,8 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
         # Without it torch reuses a store across restarts and reads the previous generation's keys.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+    if settings.checkpoint_uri:
+        environment[labels.ENV_CHECKPOINT_URI] = settings.checkpoint_uri
     if settings.checkpoint_dir:
         environment[labels.ENV_CHECKPOINT_DIR] = settings.checkpoint_dir
     if settings.data_dir:
@@ -112,6 +114,7 @@ def rank_task(
         master_port=document.master_port,
         pod_address=settings.pod_address,
         checkpoint_dir=settings.checkpoint_dir,
+        checkpoint_uri=settings.checkpoint_uri,
         data_dir=settings.data_dir,
         in_memory=bool(document.in_memory),
         memory=document.memory,

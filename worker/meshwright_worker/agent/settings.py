@@ -45,6 +45,7 @@ class Settings:
     metrics_port: int = labels.METRICS_PORT
     """Port of /metrics; 0 picks a free one."""
     checkpoint_dir: str | None = None
+    checkpoint_uri: str | None = None
     data_dir: str | None = None
     needs: PodNeeds = field(default_factory=PodNeeds)
     """What the pod needs and the agent cannot see."""
@@ -89,6 +90,7 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
         coordinator_name=environment.get(labels.ENV_COORDINATOR_NAME, ""),
         metrics_port=_port(environment, labels.ENV_METRICS_PORT, labels.METRICS_PORT),
         checkpoint_dir=environment.get(labels.ENV_CHECKPOINT_DIR) or None,
+        checkpoint_uri=environment.get(labels.ENV_CHECKPOINT_URI) or None,
         data_dir=environment.get(labels.ENV_DATA_DIR) or None,
         needs=_needs(environment.get(labels.ENV_POD_NEEDS, "")),
         grace_seconds=_seconds(environment, labels.ENV_GRACE_SECONDS, DEFAULT_GRACE_SECONDS),

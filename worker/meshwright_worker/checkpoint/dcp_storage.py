@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from meshwright_worker.checkpoint.binary_index import BINARY_INDEX, encode_binary
-from meshwright_worker.checkpoint.directory import write_durably
+from meshwright_worker.checkpoint.directory import LocalSink
 from meshwright_worker.checkpoint.files import CheckpointPath, files_of, open_index
 from meshwright_worker.checkpoint.manifest import FileRecord
-from meshwright_worker.checkpoint.safetensors_format import file_checksum, write_tensors
+from meshwright_worker.checkpoint.store import CheckpointSink
 from meshwright_worker.checkpoint.tensor_index import INDEX, IndexInMemory, StoredChunk, TensorIndex, encode, index_of
 
 MAX_JSON_BOXES = 20_000
@@ -45,14 +45,16 @@ RANKS_PER_DIRECTORY = 1024
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes this rank's file, and on the coordinator the index, into an existing directory.
+    """Writes this rank's file, and on the coordinator the index, into an existing directory or another sink.
 
     `commit` is called on the coordinator with the records of all files once they are on the disk. If it raises, every
     rank's save fails.
     """
 
-    def __init__(self, directory: Path, rank: int, commit: Callable[[dict[str, FileRecord]], object]) -> None:
-        self._directory = directory
+    def __init__(
+        self, target: Path | CheckpointSink, rank: int, commit: Callable[[dict[str, FileRecord]], object]
+    ) -> None:
+        self._sink = LocalSink(target) if isinstance(target, Path) else target
         self._file = file_of_rank(rank)
         self._commit = commit
 
@@ -61,9 +63,7 @@ class CheckpointWriter(StorageWriter):
         tensors = {_chunk_name(item): _resolve_tensor(planner, item) for item in plan.items}
         results = []
         if tensors:
-            (self._directory / self._file).parent.mkdir(exist_ok=True)
-            starts, size, checksum = write_tensors(self._directory / self._file, tensors)
-            record = FileRecord(size=size, crc32=checksum)
+            starts, record = self._sink.write_tensors(self._file, tensors)
             for item in plan.items:
                 name = _chunk_name(item)
                 stored = (StoredChunk(self._file, starts[name]), record)
@@ -78,9 +78,7 @@ class CheckpointWriter(StorageWriter):
             boxes[result.index] = box
             files[box.file] = record
         name, content = encoded_index(index_of(metadata, boxes))
-        write_durably(self._directory / name, content)
-        size, checksum = file_checksum(self._directory / name)
-        self._commit({**files, name: FileRecord(size=size, crc32=checksum)})
+        self._commit({**files, name: self._sink.write(name, content)})
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: a writer is used for one save."""

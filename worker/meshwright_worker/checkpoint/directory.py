@@ -10,10 +10,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from meshwright_worker.checkpoint.errors import CheckpointError
-from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest, encode_manifest
+from meshwright_worker.checkpoint.files import LocalFiles
+from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest, FileRecord, encode_manifest
+from meshwright_worker.checkpoint.safetensors_format import write_tensors
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
 _TEMPORARY, _DAMAGED, _REPLACED, _RETIRED = ".writing-", ".damaged-", ".replaced-", ".retired-"
@@ -26,9 +32,14 @@ class CheckpointDirectory:
     checkpoint.
     """
 
+    is_remote = False
+
     def __init__(self, root: Path, generation: int = 0) -> None:
         self.root = root
         self._generation = generation
+
+    def __str__(self) -> str:
+        return str(self.root)
 
     def path(self, step: int) -> Path:
         """Path of the complete checkpoint of a step."""
@@ -44,6 +55,18 @@ class CheckpointDirectory:
             return []
         found = ((entry, _COMPLETE.fullmatch(entry.name)) for entry in self.root.iterdir())
         return sorted((int(name[1]) for entry, name in found if name and (entry / MANIFEST).is_file()), reverse=True)
+
+    def files(self, step: int) -> LocalFiles:
+        """See `CheckpointStore.files`."""
+        return LocalFiles(self.path(step))
+
+    def location(self, step: int) -> str:
+        """See `CheckpointStore.location`."""
+        return str(self.path(step))
+
+    def sink(self, step: int) -> LocalSink:
+        """See `CheckpointStore.sink`."""
+        return LocalSink(self.temporary(step))
 
     def prepare(self, step: int) -> Path:
         """Create an empty hidden directory for a checkpoint that is about to be written.
@@ -128,6 +151,24 @@ class CheckpointDirectory:
         for entry in self.root.iterdir():
             if entry.name.startswith(prefixes):
                 shutil.rmtree(entry, ignore_errors=True)
+
+
+class LocalSink:
+    """Writes the files of a checkpoint into an existing directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], FileRecord]:
+        """See `CheckpointSink.write_tensors`."""
+        (self._directory / name).parent.mkdir(exist_ok=True)
+        starts, size, checksum = write_tensors(self._directory / name, tensors)
+        return starts, FileRecord(size=size, crc32=checksum)
+
+    def write(self, name: str, content: bytes) -> FileRecord:
+        """See `CheckpointSink.write`."""
+        write_durably(self._directory / name, content)
+        return FileRecord(size=len(content), crc32=zlib.crc32(content))
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -29,6 +29,10 @@ class CheckpointVolumeError(OSError):
     """
 
 
+class CheckpointStoreError(OSError):
+    """An object store does not work, or rejects a request. The message names the object and the number of attempts."""
+
+
 def describe_failed_save(error: BaseException) -> str:
     """What failed on which rank, without stacks, and the fix if the volume is full.
 

@@ -12,12 +12,13 @@ from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import DamagedCheckpointError
 from meshwright_worker.checkpoint.files import CheckpointPath, files_of, open_index
 from meshwright_worker.checkpoint.manifest import Manifest, check_files, read_manifest
+from meshwright_worker.checkpoint.store import object_files, open_store
 
 log = logging.getLogger(__name__)
 
 
-def find_checkpoint(path: Path, *, verify: bool = True) -> tuple[Path, Manifest]:
-    """Return an intact checkpoint and its manifest; for a job's directory, the newest intact one.
+def find_checkpoint(location: Path | str, *, verify: bool = True) -> tuple[CheckpointPath, Manifest]:
+    """Return an intact checkpoint and its manifest; for a job's directory or URI, the newest intact one.
 
     Reads every byte of it. Without `verify` it reads only the manifest, for ranks that later verify their shares
     together.
@@ -28,16 +29,22 @@ def find_checkpoint(path: Path, *, verify: bool = True) -> tuple[Path, Manifest]
         ForeignCheckpointError: it is of another kind or version.
         OSError: it cannot be read.
     """
-    return first_intact(candidate_checkpoints(path), _verified if verify else read_manifest)
+    return first_intact(candidate_checkpoints(location), _verified if verify else read_manifest)
 
 
-def candidate_checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoints of a job's directory, newest first; for any other path, that path."""
+def candidate_checkpoints(location: Path | str) -> list[CheckpointPath]:
+    """Return the checkpoints of a job's directory or URI, newest first; for any other one, that one."""
+    if isinstance(location, str) and "://" in location:
+        store = open_store(location)
+        return [store.files(step) for step in store.steps()] or [object_files(location)]
+    path = Path(location)
     directory = CheckpointDirectory(path)
     return [directory.path(step) for step in directory.steps()] or [path]
 
 
-def first_intact(checkpoints: Sequence[Path], read: Callable[[Path], Manifest]) -> tuple[Path, Manifest]:
+def first_intact(
+    checkpoints: Sequence[CheckpointPath], read: Callable[[CheckpointPath], Manifest]
+) -> tuple[CheckpointPath, Manifest]:
     """Return the first checkpoint for which `read` does not report damage, and the result of `read`.
 
     Raises:
@@ -58,7 +65,7 @@ def first_intact(checkpoints: Sequence[Path], read: Callable[[Path], Manifest]) 
     raise DamagedCheckpointError("; ".join(damages))
 
 
-def _verified(checkpoint: Path) -> Manifest:
+def _verified(checkpoint: CheckpointPath) -> Manifest:
     manifest = read_manifest(checkpoint)
     check_files(checkpoint, manifest)
     return manifest

@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from meshwright_worker.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from meshwright_worker.checkpoint.dcp_storage import CheckpointReader
-from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointMismatchError, CheckpointVolumeError, DamagedCheckpointError
 from meshwright_worker.checkpoint.files import CheckpointPath, files_of, open_index
 from meshwright_worker.checkpoint.full_tensors import candidate_checkpoints, first_intact
 from meshwright_worker.checkpoint.manifest import Manifest, ManifestType, check_files, read_manifest_as
+from meshwright_worker.checkpoint.store import CheckpointStore
 from meshwright_worker.distributed.mesh import Mesh
 
 log = logging.getLogger(__name__)
@@ -36,37 +36,62 @@ _MAX_NAMED = 8
 """Maximum number of ranks in a message."""
 
 
-def newest_intact(directory: CheckpointDirectory, mesh: Mesh, manifest_type: type[ManifestType]) -> ManifestType | None:
+def newest_intact(store: CheckpointStore, mesh: Mesh, manifest_type: type[ManifestType]) -> ManifestType | None:
     """Return the latest complete checkpoint with intact files; None if there is none. Collective.
 
     Raises:
         CheckpointVolumeError: a rank cannot read the checkpoints, or does not see them; none is set aside in this case.
         ForeignCheckpointError: the newest is of another kind or version.
     """
-    on_first_rank(directory.clean, mesh)
-    listed = on_all_ranks(directory.steps, mesh)
-    ranks_with_checkpoints = [rank for rank, steps in enumerate(listed) if steps and not listed[0]]
-    if ranks_with_checkpoints:
-        seen = f"{_ranks(ranks_with_checkpoints)} but not by rank 0"
-        raise CheckpointVolumeError(f"the checkpoints in {directory.root} are seen by {seen}: {_SHARED_VOLUME_HINT}")
-    for step in listed[0]:
+    newest = newest_of_all([store], mesh, manifest_type)
+    return newest[1] if newest is not None else None
+
+
+def newest_of_all(
+    stores: Sequence[CheckpointStore], mesh: Mesh, manifest_type: type[ManifestType]
+) -> tuple[CheckpointStore, ManifestType] | None:
+    """Return the latest complete checkpoint with intact files over all stores; of the same step, that of the first one.
+
+    Raises:
+        As `newest_intact`.
+    """
+    found = [(step, number) for number, store in enumerate(stores) for step in _steps(store, mesh)]
+    for step, number in sorted(found, key=lambda entry: (-entry[0], entry[1])):
+        store = stores[number]
         try:
-            return read_intact(directory.path(step), mesh, manifest_type)
+            return store, read_intact(store.files(step), mesh, manifest_type)
         except DamagedCheckpointError as error:
             if mesh.rank == 0:
                 log.warning("%s; trying the previous checkpoint", error)
-        on_first_rank(partial(directory.quarantine, step), mesh)
-    if listed[0] and mesh.rank == 0:
-        log.warning(
-            "every checkpoint in %s is damaged (steps %s): starting at step 0; the damaged ones are retained under "
-            "hidden names until the first checkpoint is saved",
-            directory.root,
-            ", ".join(map(str, listed[0])),
-        )
+        on_first_rank(partial(store.quarantine, step), mesh)
+    if mesh.rank == 0:
+        places = ", ".join(map(str, stores))
+        if found:
+            log.warning(
+                "every checkpoint in %s is damaged (steps %s): starting at step 0; the damaged ones are retained "
+                "until the first checkpoint is saved",
+                places,
+                ", ".join(str(step) for step in sorted({step for step, _ in found}, reverse=True)),
+            )
+        else:
+            log.info("no complete checkpoint in %s: starting at step 0", places)
     return None
 
 
-def find_checkpoint_on_mesh(path: Path, mesh: Mesh) -> tuple[Path, Manifest]:
+def _steps(store: CheckpointStore, mesh: Mesh) -> list[int]:
+    """The steps of complete checkpoints of a store, the same on every rank."""
+    on_first_rank(store.clean, mesh)
+    if store.is_remote:
+        return on_first_rank(store.steps, mesh) or []
+    listed = on_all_ranks(store.steps, mesh)
+    ranks_with_checkpoints = [rank for rank, steps in enumerate(listed) if steps and not listed[0]]
+    if ranks_with_checkpoints:
+        seen = f"{_ranks(ranks_with_checkpoints)} but not by rank 0"
+        raise CheckpointVolumeError(f"the checkpoints in {store} are seen by {seen}: {_SHARED_VOLUME_HINT}")
+    return listed[0]
+
+
+def find_checkpoint_on_mesh(path: Path | str, mesh: Mesh) -> tuple[CheckpointPath, Manifest]:
     """Do the same as `find_checkpoint`, but each rank reads only its share of the files; all return the same.
     Collective.
 
@@ -78,7 +103,7 @@ def find_checkpoint_on_mesh(path: Path, mesh: Mesh) -> tuple[Path, Manifest]:
     return first_intact(listed, lambda checkpoint: read_intact(checkpoint, mesh, Manifest))
 
 
-def read_intact(checkpoint: Path, mesh: Mesh, manifest_type: type[ManifestType]) -> ManifestType:
+def read_intact(checkpoint: CheckpointPath, mesh: Mesh, manifest_type: type[ManifestType]) -> ManifestType:
     """Return the manifest of a checkpoint after verifying its files. Collective: each rank reads its share of them.
 
     Raises:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from meshwright.api.spec import CheckpointSpec
+from meshwright.api.checkpoint import CheckpointSpec, StoreSpec
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
-from meshwright_worker.checkpoint.collective_errors import on_all_ranks, on_first_rank
-from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.collective_errors import on_first_rank
 from meshwright_worker.checkpoint.loader import (
     allocate_tensors,
     check_same_run,
     load_tensors,
-    newest_intact,
+    newest_of_all,
     tensor_names,
 )
 from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState
 from meshwright_worker.checkpoint.state_dict import checkpoint_tensors, copy_to_duplicates
+from meshwright_worker.checkpoint.store import Tier, open_store
 from meshwright_worker.data.sample_order import MODULUS
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer, local_sgd_tensors
@@ -30,6 +30,8 @@ from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.data.compression.state import CompressionState
 from meshwright_worker.parallel.shards import ParameterShard
 from meshwright_worker.rank.task import RankEvents, RankTask
+
+log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
@@ -39,7 +41,6 @@ class CheckpointManager:
         self,
         task: RankTask[NativeRun],
         spec: CheckpointSpec,
-        root: str,
         mesh: Mesh,
         events: RankEvents,
         template: Manifest,
@@ -48,9 +49,10 @@ class CheckpointManager:
         self._mesh = mesh
         self._events = events
         self._template = template
-        self._directory = CheckpointDirectory(Path(root), task.generation)
-        self._saver = AsyncCheckpointer(self._directory, spec.retained, mesh)
+        self._tiers = tiers_of(task, spec)
+        self._saver = AsyncCheckpointer(self._tiers, mesh)
         self._newest = -1
+        self._reported = -1
 
     def load(
         self,
@@ -69,11 +71,12 @@ class CheckpointManager:
             CheckpointMismatchError: it belongs to another run.
             CheckpointVolumeError, ForeignCheckpointError: as `newest_intact`.
         """
-        newest_manifest = newest_intact(self._directory, self._mesh, Manifest)
-        if newest_manifest is None:
+        newest = newest_of_all([tier.store for tier in self._tiers], self._mesh, Manifest)
+        if newest is None:
             return TrainingState()
+        store, newest_manifest = newest
         check_same_run(newest_manifest, self._template)
-        path = self._directory.path(newest_manifest.state.step)
+        path = store.files(newest_manifest.state.step)
         if outer is None:
             tensors = checkpoint_tensors(shards, optimizer, buffers)
         else:
@@ -98,14 +101,17 @@ class CheckpointManager:
             CheckpointError: a save in progress failed.
         """
         self.report(wait=True)
-        target = checkpoint_to_go_back_to(on_all_ranks(self._directory.steps, self._mesh)[0], step, at_least)
+        stores = [tier.store for tier in self._tiers]
+        listed = on_first_rank(lambda: [found for store in stores for found in store.steps()], self._mesh) or []
+        target = checkpoint_to_go_back_to(listed, step, at_least)
         if target is not None:
-            on_first_rank(partial(self._directory.remove_newer, target), self._mesh)
+            for store in stores:
+                on_first_rank(partial(store.remove_newer, target), self._mesh)
         return target
 
     def due(self, step: int) -> bool:
         """Return whether the interval requires a checkpoint after `step`."""
-        return step % self._spec.interval == 0
+        return any(step % tier.every_steps == 0 for tier in self._tiers)
 
     def save(
         self,
@@ -135,7 +141,9 @@ class CheckpointManager:
             else:
                 tensors = local_sgd_tensors(shards, outer, self._mesh.island)
             residuals = compression_state.tensors() if compression_state is not None else {}
-            self._saver.begin({**tensors, **residuals}, manifest)
+            # A save that is waited for is the last one of this generation: it is worth a copy on every tier.
+            due = [tier for tier in self._tiers if wait or state.step % tier.every_steps == 0]
+            self._saver.begin({**tensors, **residuals}, manifest, due)
         if wait:
             self.report(wait=True)
 
@@ -145,15 +153,36 @@ class CheckpointManager:
         Raises:
             CheckpointError: it failed.
         """
-        saved = self._saver.take_finished(wait=wait)
-        if saved is not None and self._mesh.rank == 0:
-            self._events.checkpoint(saved.step, str(saved.path), saved.seconds)
+        for saved in self._saver.take_finished(wait=wait):
+            if self._mesh.rank != 0:
+                continue
+            if saved.step > self._reported:
+                self._reported = saved.step
+                self._events.checkpoint(saved.step, saved.path, saved.seconds)
+            else:
+                log.info("checkpoint copied step=%d seconds=%.2f path=%s", saved.step, saved.seconds, saved.path)
 
     def _sum_digest(self, digest: int) -> int:
         # int64 sums wrap modulo 2^64, which 2^63 divides.
         total = torch.tensor([digest], dtype=torch.int64)
         dist.all_reduce(total, group=self._mesh.checkpoint_group)
         return int(total.item()) % MODULUS
+
+
+def tiers_of(task: RankTask[NativeRun], spec: CheckpointSpec) -> list[Tier]:
+    """Where the job's checkpoints are, the fastest first.
+
+    Raises:
+        CheckpointStoreError: the package of a scheme is missing.
+    """
+    tiers = []
+    if task.checkpoint_dir is not None:
+        tiers.append(Tier(open_store(task.checkpoint_dir, task.generation), spec.retained, spec.interval))
+    if task.checkpoint_uri is not None:
+        options = spec.store or StoreSpec()
+        store = open_store(task.checkpoint_uri, task.generation, options)
+        tiers.append(Tier(store, options.keep or spec.retained, options.every_steps or spec.interval))
+    return tiers
 
 
 def checkpoint_to_go_back_to(steps: Iterable[int], step: int, at_least: int) -> int | None:

@@ -8,7 +8,6 @@ determine what the tensors mean: there an unknown field is ignored only if it is
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -19,7 +18,7 @@ from meshwright.api.lora import LoraSpec
 from meshwright.manifest_checksum import checksum_error, with_checksum
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
-from meshwright_worker.checkpoint.safetensors_format import file_checksum
+from meshwright_worker.checkpoint.files import CheckpointFiles, CheckpointPath, files_of
 from meshwright_worker.checkpoint.tensor_index import checked_name
 
 MANIFEST = "meshwright.json"
@@ -169,43 +168,43 @@ def encode_manifest(manifest: BaseManifest) -> bytes:
     return json.dumps(fields, indent=1, ensure_ascii=False).encode()
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(checkpoint: CheckpointPath) -> Manifest:
     """Read the manifest of a built-in model's checkpoint, see `read_manifest_as`."""
-    return read_manifest_as(directory, Manifest)
+    return read_manifest_as(checkpoint, Manifest)
 
 
-def read_manifest_as(directory: Path, manifest_type: type[ManifestType]) -> ManifestType:
-    """Read the manifest of a checkpoint directory.
+def read_manifest_as(checkpoint: CheckpointPath, manifest_type: type[ManifestType]) -> ManifestType:
+    """Read the manifest of a checkpoint.
 
     Raises:
         OSError: it cannot be read, which does not mean that the checkpoint is damaged.
         DamagedCheckpointError: it is not a JSON object, or differs from its checksum.
         ForeignCheckpointError: it is of another kind or version.
     """
-    content = (directory / MANIFEST).read_bytes()
+    files = files_of(checkpoint)
+    content, label = files.read(MANIFEST), files.label(MANIFEST)
     try:
         fields = json.loads(content)
     except ValueError:
         fields = None
     if not isinstance(fields, dict):
-        raise DamagedCheckpointError(f"{directory / MANIFEST} is damaged: it is not a JSON object")
+        raise DamagedCheckpointError(f"{label} is damaged: it is not a JSON object")
     if damage := checksum_error(fields):
-        raise DamagedCheckpointError(f"{directory / MANIFEST} is damaged: {damage}")
+        raise DamagedCheckpointError(f"{label} is damaged: {damage}")
     if fields.get("format") not in _READ_FORMATS:
         known = f"{FORMAT} to {BINARY_INDEX_FORMAT}"
-        raise _foreign_version_error(directory, f"its format is {fields.get('format')}, this version reads {known}")
+        raise _foreign_version_error(files, f"its format is {fields.get('format')}, this version reads {known}")
     try:
         return manifest_type.model_validate_json(content)
     except ValidationError as error:
         for other in (Manifest, ModuleManifest):
             if other is not manifest_type and _validates_as(content, other):
                 raise ForeignCheckpointError(
-                    f"{directory} is a checkpoint of {_NAMES[other]}, not of {_NAMES[manifest_type]}: use another "
-                    "directory"
+                    f"{files} is a checkpoint of {_NAMES[other]}, not of {_NAMES[manifest_type]}: use another directory"
                 ) from None
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise _foreign_version_error(directory, f"this version cannot read `{where}`: {first['msg']}") from None
+        raise _foreign_version_error(files, f"this version cannot read `{where}`: {first['msg']}") from None
 
 
 _NAMES: dict[type[BaseManifest], str] = {
@@ -222,32 +221,34 @@ def _validates_as(content: bytes, manifest_type: type[BaseManifest]) -> bool:
     return True
 
 
-def _foreign_version_error(directory: Path, reason: str) -> ForeignCheckpointError:
+def _foreign_version_error(files: CheckpointFiles, reason: str) -> ForeignCheckpointError:
     return ForeignCheckpointError(
-        f"{directory} was written by another version of Meshwright ({reason}): use that version's image, or move the "
+        f"{files} was written by another version of Meshwright ({reason}): use that version's image, or move the "
         "checkpoint away to continue from the previous one"
     )
 
 
-def check_files(checkpoint: Path, manifest: BaseManifest, rank: int = 0, world_size: int = 1) -> None:
+def check_files(checkpoint: CheckpointPath, manifest: BaseManifest, rank: int = 0, world_size: int = 1) -> None:
     """Read every byte of this rank's share of a checkpoint's files; by default of all files.
 
     Raises:
         DamagedCheckpointError: one is missing, or differs from what was written.
         OSError: one cannot be read, which does not mean that the checkpoint is damaged.
     """
+    files = files_of(checkpoint)
     for name in sorted(manifest.files)[rank::world_size]:
-        check_file(checkpoint / name, manifest.files[name])
+        check_file(files, name, manifest.files[name])
 
 
-def check_file(path: Path, record: FileRecord) -> None:
+def check_file(files: CheckpointFiles, name: str, record: FileRecord) -> None:
     """Verify one file.
 
     Raises:
         DamagedCheckpointError, OSError: as `check_files`.
     """
+    path = files.label(name)
     try:
-        actual = file_checksum(path)
+        actual = files.checksum(name)
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{path} is damaged: the file is missing") from None
     if actual[0] != record.size:

@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,10 +30,17 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BLOCK = 8 * 1024 * 1024
 
 
+class Writable(Protocol):
+    """Takes bytes."""
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        """Append `data`."""
+
+
 class ChecksummedFile:
     """A file that is being written, with its size and CRC-32 so far."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: Writable) -> None:
         self._file = file
         self.size = 0
         self.checksum = 0
@@ -59,7 +66,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[dict[str, int], int, int]:
-    """Write tensors and `metadata` to a new file and flush it to the disk.
+    """Write tensors and `metadata` to a new file and flush it to the disk: see `write_tensors_to`."""
+    with path.open("xb") as file:
+        written = write_tensors_to(ChecksummedFile(file), tensors, metadata)
+        file.flush()
+        os.fsync(file.fileno())
+    return written
+
+
+def write_tensors_to(
+    file: ChecksummedFile, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[dict[str, int], int, int]:
+    """Write tensors and `metadata` to an empty file.
 
     Returns:
         Where each tensor's bytes begin in the file; the file's size; its CRC-32.
@@ -73,15 +91,11 @@ def write_tensors(
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     starts: dict[str, int] = {}
-    with path.open("xb") as file:
-        checksummed_file = ChecksummedFile(file)
-        checksummed_file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name, tensor in tensors.items():
-            starts[name] = checksummed_file.size
-            checksummed_file.write(_tensor_bytes(tensor))
-        file.flush()
-        os.fsync(file.fileno())
-    return starts, checksummed_file.size, checksummed_file.checksum
+    file.write(len(encoded).to_bytes(8, "little") + encoded)
+    for name, tensor in tensors.items():
+        starts[name] = file.size
+        file.write(_tensor_bytes(tensor))
+    return starts, file.size, file.checksum
 
 
 def map_tensor(path: Path, offset: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

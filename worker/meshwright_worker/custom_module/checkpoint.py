@@ -12,6 +12,7 @@ from meshwright_worker.checkpoint.errors import CheckpointMismatchError
 from meshwright_worker.checkpoint.loader import load_tensors, newest_intact, tensor_names
 from meshwright_worker.checkpoint.manifest import LayoutRecord, ModuleManifest, TrainingState
 from meshwright_worker.checkpoint.state_dict import checkpoint_tensors, model_tensors
+from meshwright_worker.checkpoint.store import Tier
 from meshwright_worker.custom_module.parallelize import ParallelModule
 from meshwright_worker.distributed.mesh import Mesh
 
@@ -25,7 +26,7 @@ def save(parallel_module: ParallelModule, mesh: Mesh, root: Path, step: int, kee
     manifest = ModuleManifest(
         state=TrainingState(step=step), module=type(parallel_module.module).__name__, layout=layout
     )
-    saver = AsyncCheckpointer(directory, keep, mesh)
+    saver = AsyncCheckpointer([Tier(directory, keep)], mesh)
     saver.begin(_tensors(parallel_module), manifest)
     saver.take_finished(wait=True)
     return directory.path(step)

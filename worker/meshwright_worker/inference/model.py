@@ -16,6 +16,7 @@ from meshwright.api.training import TrainingSpec
 from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.rules.nearest import nearest
+from meshwright_worker.checkpoint.files import CheckpointPath
 from meshwright_worker.checkpoint.loader import load_tensors
 from meshwright_worker.checkpoint.manifest import Manifest
 from meshwright_worker.checkpoint.state_dict import MODEL, model_tensors
@@ -218,7 +219,7 @@ def _dropless(model: Architecture) -> Architecture:
 
 
 def load_sharded_model(
-    checkpoint: Path, manifest: Manifest, run: InferenceRun, mesh: Mesh, capacity: int
+    checkpoint: CheckpointPath, manifest: Manifest, run: InferenceRun, mesh: Mesh, capacity: int
 ) -> CachedModel:
     """Load the model split over a mesh: each rank reads only its own part. Collective.
 
@@ -233,7 +234,11 @@ def load_sharded_model(
 
 
 def load_full_model(
-    checkpoint: Path, manifest: Manifest, precision: Precision, capacity: int, device: torch.device | None = None
+    checkpoint: CheckpointPath,
+    manifest: Manifest,
+    precision: Precision,
+    capacity: int,
+    device: torch.device | None = None,
 ) -> CachedModel:
     """Load the full model in this process, on `device`; if None, on a GPU if there is one.
 
@@ -255,7 +260,7 @@ def load_full_model(
 def _fill(
     shards: list[ParameterShard],
     buffers: dict[str, torch.Tensor],
-    checkpoint: Path,
+    checkpoint: CheckpointPath,
     manifest: Manifest,
     group: dist.ProcessGroup | None,
 ) -> None:

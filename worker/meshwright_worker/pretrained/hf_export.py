@@ -15,6 +15,7 @@ import torch
 
 from meshwright.models.architecture import Architecture
 from meshwright.models.huggingface.registry import config_from_architecture, model_type_of
+from meshwright_worker.checkpoint.files import CheckpointPath
 from meshwright_worker.checkpoint.full_tensors import FullTensorReader
 from meshwright_worker.checkpoint.manifest import Manifest
 from meshwright_worker.checkpoint.safetensors_format import write_tensors
@@ -34,7 +35,13 @@ Reader = Callable[[str], torch.Tensor]
 
 
 def export(
-    checkpoint: Path, manifest: Manifest, output: Path, *, dtype: torch.dtype, file_bytes: int, base: Path | None = None
+    checkpoint: CheckpointPath,
+    manifest: Manifest,
+    output: Path,
+    *,
+    dtype: torch.dtype,
+    file_bytes: int,
+    base: Path | None = None,
 ) -> list[str]:
     """Write a checkpoint into the new or empty directory `output`; the names of its safetensors files.
 
@@ -134,7 +141,7 @@ def _full_name(model: Architecture, tensor: str) -> str:
     return f"{model_type_of(model).prefix}.{tensor}"
 
 
-def _reader(checkpoint: Path, manifest: Manifest, base: Path | None) -> Reader:
+def _reader(checkpoint: CheckpointPath, manifest: Manifest, base: Path | None) -> Reader:
     stored = FullTensorReader(checkpoint)
     lora = manifest.lora
     if lora is None:

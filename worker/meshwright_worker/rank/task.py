@@ -51,6 +51,8 @@ class RankTask(Generic[RunT_co]):
     """Directory of this job's checkpoints; None if it writes none."""
     data_dir: str | None
     """Mount point of the data volume; None if the data is in the image."""
+    checkpoint_uri: str | None = None
+    """Prefix of this job's checkpoints in an object store; None if it has none there."""
     in_memory: bool = False
     """Whether the process holds its state when the generation is interrupted. The store is then not rank 0's."""
     memory: MemoryRecovery | None = None

@@ -133,9 +133,9 @@ def train_on_mesh(
             raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
         trainer = build_trainer(run, mesh, inputs.samples, memory.gate if memory is not None else None, draw=False)
     manager = None
-    if run.checkpoint is not None and task.checkpoint_dir is not None:
+    if run.checkpoint is not None and (task.checkpoint_dir or task.checkpoint_uri):
         template = manifest_template(run, identity, mesh).model_copy(update={"tokenizer": opened.tokenizer})
-        manager = CheckpointManager(task, run.checkpoint, task.checkpoint_dir, mesh, events, template)
+        manager = CheckpointManager(task, run.checkpoint, mesh, events, template)
     with _phase(events, "load"):
         state = _load(run, trainer, mesh, manager, memory)
         trainer.on_parameters_loaded(state.step)

@@ -129,7 +129,11 @@ def _variable(variable: EnvVar) -> KubeObject:
 
 def _volumes(spec: ParallelTrainingJobSpec, tool: Tool) -> list[tuple[KubeObject, KubeObject]]:
     """The job's volumes where its worker pods have them, each with its mount, and one for output."""
-    found = [_claim("checkpoints", spec.checkpoint.claim_name, labels.CHECKPOINT_MOUNT)] if spec.checkpoint else []
+    found = (
+        [_claim("checkpoints", spec.checkpoint.claim_name, labels.CHECKPOINT_MOUNT)]
+        if spec.checkpoint and spec.checkpoint.claim_name
+        else []
+    )
     if found and tool.writes_claim:
         found[0][1]["readOnly"] = False
     if tool.only_checkpoints:

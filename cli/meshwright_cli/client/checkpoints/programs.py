@@ -124,6 +124,8 @@ async def export_to_claim(
         ManifestError: the directory is not below the claim's root.
         RejectedError: the program fails. The message is the program's.
     """
+    if job.spec.checkpoint is not None and job.spec.checkpoint.claim_name is None:
+        raise ManifestError(f"{job.name} has no checkpoint claim (`checkpoint.claimName`): export to this machine")
     path = PurePosixPath(directory)
     if path.is_absolute() or ".." in path.parts or not path.parts:
         raise ManifestError(f"the directory on the claim must be relative and below its root, got `{directory}`")
@@ -131,7 +133,7 @@ async def export_to_claim(
     command = ["python", "-m", EXPORT, *arguments, *export.arguments()]
     tool = Tool("export", command, memory=_export_memory(job, export, options), writes_claim=True)
     lines = await _run(client, tool_pod(job, tool, secrets.token_hex(4)), options, notify)
-    return _summary(lines, f"{path} on claim {job.spec.checkpoint.claim_name}" if job.spec.checkpoint else str(path))
+    return _summary(lines, f"{path} on {job.spec.checkpoint.place}" if job.spec.checkpoint else str(path))
 
 
 async def export_here(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
-
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import UnknownModelError, resolve
 from meshwright_cli.client.errors import NotFoundError, RejectedError
@@ -31,7 +29,7 @@ def checkpoint_path(job: Job, step: int | None = None) -> str:
     if spec.model is None or spec.runtime.command is not None:
         raise RejectedError(
             f"{job.name} runs its own command (`spec.runtime.command`), and only that can read its checkpoints. They "
-            f"are on the claim `{spec.checkpoint.claim_name}`"
+            f"are on {spec.checkpoint.place}"
         )
     saved = job.status.checkpoint
     if saved is None:
@@ -41,8 +39,12 @@ def checkpoint_path(job: Job, step: int | None = None) -> str:
             f"{job.name} has no complete checkpoint yet. It is {now}, and saves one every {first:,} steps. To wait: "
             f"meshwright wait {job.name} --for step={first}"
         )
-    directory = PurePosixPath(saved.path).parent
-    return str(directory if step is None else directory / f"step-{step:08d}")
+    root, _, _ = saved.path.rpartition("/")
+    if step is None:
+        return root
+    if "://" in root:
+        raise RejectedError(f"{job.name} has its checkpoints in {root}: only the newest can be used, without a step")
+    return f"{root}/step-{step:08d}"
 
 
 def generation_memory(job: Job, precision: str, gpus: int) -> float | None:

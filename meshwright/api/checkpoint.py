@@ -1,0 +1,89 @@
+"""`spec.checkpoint`: where and how often checkpoints are saved."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from meshwright.api.base import ApiModel, ShortText
+
+DEFAULT_CHECKPOINT_INTERVAL = 100
+"""Steps between checkpoints where `checkpoint.everySteps` is left out."""
+
+Steps = Annotated[int, Field(ge=1, le=1000000000)]
+Keep = Annotated[int, Field(ge=1, le=10000)]
+
+SECRET_VARIABLES: dict[str, tuple[str, ...]] = {
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+    "s3a": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+    "abfs": (
+        *("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"),
+        *("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_CLIENT_ID", "AZURE_STORAGE_CLIENT_SECRET"),
+        "AZURE_STORAGE_TENANT_ID",
+    ),
+}
+"""Scheme of `checkpoint.uri` -> keys of `checkpoint.store.secretName`, which ranks get as variables of these names."""
+
+
+class Encryption(StrEnum):
+    """Encryption by the object store."""
+
+    S3 = "S3"
+    KMS = "KMS"
+
+
+class StoreSpec(ApiModel):
+    """How the object store of `checkpoint.uri` is used."""
+
+    secret_name: ShortText | None = None
+    """Secret in the job's namespace with the credentials, for `s3://` and `abfs://`: its keys are named like the
+    variables `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY` and `AWS_SESSION_TOKEN`, or `AZURE_STORAGE_...`. By default
+    pods use their identity (`workers.serviceAccountName`)."""
+    endpoint: Annotated[str, Field(min_length=8, max_length=253, pattern=r"^https?://[^/?#@\s]+/?$")] | None = None
+    """Address of an S3-compatible store, such as `https://s3.example.com`. By default that of the cloud."""
+    region: Annotated[str, Field(min_length=1, max_length=63)] | None = None
+    """Region of the bucket. By default the store's."""
+    encryption: Encryption | None = None
+    """Server-side encryption. `S3`: with keys of the store. `KMS`: with a key of its key management service. By
+    default that of the bucket."""
+    kms_key: Annotated[str, Field(min_length=1, max_length=253)] | None = None
+    """Id or ARN of the key of `encryption: KMS`. By default the account's."""
+    every_steps: Steps | None = None
+    """Steps between checkpoints in the store, a multiple of `checkpoint.everySteps`. Defaults to that."""
+    keep: Keep | None = None
+    """Number of complete checkpoints to retain in the store. Defaults to `checkpoint.keep`."""
+
+
+class CheckpointSpec(ApiModel):
+    """Where and how often checkpoints are saved."""
+
+    claim_name: ShortText | None = None
+    """PersistentVolumeClaim for the checkpoints, writable from every node that runs workers (ReadWriteMany). Needs
+    this, `uri`, or both."""
+    uri: Annotated[str, Field(min_length=6, max_length=512, pattern=r"^[a-z][a-z0-9+.-]*://[^\s]+$")] | None = None
+    """Prefix for the checkpoints in an object store, as a URI that fsspec can write, such as `s3://bucket/runs`. The
+    image must contain the package for the scheme, such as s3fs. Credentials are not part of it: see
+    `store.secretName`."""
+    store: StoreSpec | None = None
+    """How the object store of `uri` is used."""
+    every_steps: Steps | None = None
+    """Steps between checkpoints of Meshwright's runtime. Defaults to 100. Not allowed with `runtime.command`."""
+    keep: Keep | None = None
+    """Number of complete checkpoints to retain. Defaults to 2. Not allowed with `runtime.command`."""
+
+    @property
+    def interval(self) -> int:
+        """Steps between checkpoints. The schema has no default, because the field must be absent with a command."""
+        return DEFAULT_CHECKPOINT_INTERVAL if self.every_steps is None else self.every_steps
+
+    @property
+    def retained(self) -> int:
+        """Number of complete checkpoints to retain."""
+        return 2 if self.keep is None else self.keep
+
+    @property
+    def place(self) -> str:
+        """Where the checkpoints are, for messages."""
+        return f"the claim `{self.claim_name}`" if self.claim_name is not None else f"`{self.uri}`"

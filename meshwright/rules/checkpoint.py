@@ -1,0 +1,115 @@
+"""Rules on `checkpoint`: where checkpoints are, and how an object store is used."""
+
+from __future__ import annotations
+
+import re
+
+from meshwright.api.checkpoint import SECRET_VARIABLES, CheckpointSpec, Encryption, StoreSpec
+from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.rules.rule import Rule
+
+_CREDENTIALS = re.compile(r"://[^/]*:[^/]*@|^s3a?://[^/]*@|[?#]")
+_CREDENTIALS_CEL = "'://[^/]*:[^/]*@|^s3a?://[^/]*@|[?#]'"
+_S3 = re.compile(r"^s3a?://")
+_WITH_SECRET = re.compile(f"^({'|'.join(SECRET_VARIABLES)})://")
+_MEMORY = re.compile(r"^memory:|::")
+_NO_URI = "!has(self.checkpoint) || !has(self.checkpoint.uri)"
+_NO_STORE = "!has(self.checkpoint) || !has(self.checkpoint.store)"
+
+
+def _checkpoint(spec: Spec) -> CheckpointSpec:
+    return spec.checkpoint if spec.checkpoint is not None else CheckpointSpec(claim_name="any")
+
+
+def _store(spec: Spec) -> StoreSpec:
+    return _checkpoint(spec).store or StoreSpec()
+
+
+def _uri(spec: Spec) -> str:
+    return _checkpoint(spec).uri or ""
+
+
+def _is_somewhere(spec: Spec) -> bool:
+    return _checkpoint(spec).claim_name is not None or _checkpoint(spec).uri is not None
+
+
+def _options_fit_the_scheme(spec: Spec) -> bool:
+    store = _store(spec)
+    return _S3.match(_uri(spec)) is not None or (store.encryption is None and store.region is None)
+
+
+def _interval_is_a_multiple(spec: Spec) -> bool:
+    every = _store(spec).every_steps
+    return every is None or every % _checkpoint(spec).interval == 0
+
+
+def _command_saves_itself(spec: Spec) -> bool:
+    store = _store(spec)
+    return spec.runtime.command is None or (store.every_steps is None and store.keep is None)
+
+
+CHECKPOINT_RULES: tuple[Rule[Spec], ...] = (
+    Rule(
+        "checkpoint",
+        "needs `claimName`, `uri` or both: name a PersistentVolumeClaim, or the prefix of an object store",
+        "!has(self.checkpoint) || has(self.checkpoint.claimName) || has(self.checkpoint.uri)",
+        _is_somewhere,
+    ),
+    Rule(
+        "checkpoint.uri",
+        "must not contain credentials, a query or a fragment, because specs are not secret: put the credentials into a "
+        "Secret and name it in `checkpoint.store.secretName`, or use the pods' identity",
+        f"{_NO_URI} || !self.checkpoint.uri.matches({_CREDENTIALS_CEL})",
+        lambda spec: _CREDENTIALS.search(_uri(spec)) is None,
+    ),
+    Rule(
+        "checkpoint.uri",
+        "must be the prefix of a store that all ranks share, without `memory://` and without a chain of schemes "
+        "(`::`): use a URI such as `s3://bucket/prefix`",
+        f"{_NO_URI} || !self.checkpoint.uri.matches('^memory:|::')",
+        lambda spec: _MEMORY.search(_uri(spec)) is None,
+    ),
+    Rule(
+        "checkpoint.store",
+        "needs `checkpoint.uri`, whose object store it describes: set it, or remove this field",
+        f"{_NO_STORE} || has(self.checkpoint.uri)",
+        lambda spec: _checkpoint(spec).store is None or _checkpoint(spec).uri is not None,
+    ),
+    Rule(
+        "checkpoint.store",
+        "`encryption` and `region` are supported only with `s3://`: remove them, and set them for the bucket",
+        f"{_NO_STORE} || !has(self.checkpoint.uri) || self.checkpoint.uri.matches('^s3a?://')"
+        " || !(has(self.checkpoint.store.encryption) || has(self.checkpoint.store.region))",
+        lambda spec: not _uri(spec) or _options_fit_the_scheme(spec),
+    ),
+    Rule(
+        "checkpoint.store.kmsKey",
+        "needs `checkpoint.store.encryption: KMS`: set it, or remove the key",
+        f"{_NO_STORE} || !has(self.checkpoint.store.kmsKey)"
+        " || (has(self.checkpoint.store.encryption) && self.checkpoint.store.encryption == 'KMS')",
+        lambda spec: _store(spec).kms_key is None or _store(spec).encryption is Encryption.KMS,
+    ),
+    Rule(
+        "checkpoint.store.secretName",
+        f"is supported only with {', '.join(f'`{scheme}://`' for scheme in SECRET_VARIABLES)}: for other schemes, set "
+        "the variables or mount the file that the scheme's package reads, with `workers.env` and `workers.volumes`",
+        f"{_NO_STORE} || !has(self.checkpoint.store.secretName) || !has(self.checkpoint.uri)"
+        f" || self.checkpoint.uri.matches('^({'|'.join(SECRET_VARIABLES)})://')",
+        lambda spec: _store(spec).secret_name is None or not _uri(spec) or _WITH_SECRET.match(_uri(spec)) is not None,
+    ),
+    Rule(
+        "checkpoint.store.everySteps",
+        "must be a multiple of `checkpoint.everySteps` (default: 100), because both tiers save the same copy: use a "
+        "multiple, or change `checkpoint.everySteps`",
+        f"{_NO_STORE} || !has(self.checkpoint.store.everySteps) || self.checkpoint.store.everySteps"
+        " % (has(self.checkpoint.everySteps) ? self.checkpoint.everySteps : 100) == 0",
+        _interval_is_a_multiple,
+    ),
+    Rule(
+        "checkpoint.store",
+        "`everySteps` and `keep` are not supported with `runtime.command`, which saves checkpoints itself: remove them",
+        f"!has(self.runtime.command) || {_NO_STORE}"
+        " || !(has(self.checkpoint.store.everySteps) || has(self.checkpoint.store.keep))",
+        _command_saves_itself,
+    ),
+)

@@ -1,0 +1,178 @@
+"""Checkpoints in S3: a server of its API (moto), with faults between it and the ranks. Needs s3fs and moto."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from meshwright.api.checkpoint import StoreSpec
+from meshwright_worker.checkpoint import object_store, store
+from meshwright_worker.checkpoint.dcp_storage import CheckpointWriter
+from meshwright_worker.checkpoint.errors import CheckpointStoreError
+from meshwright_worker.checkpoint.full_tensors import FullTensorReader
+from meshwright_worker.checkpoint.manifest import FileRecord, check_files, read_manifest
+from meshwright_worker.checkpoint.object_store import ObjectDirectory
+from meshwright_worker.checkpoint.retry import RetryPolicy
+from meshwright_worker.checkpoint.store import open_store
+from tests.distributed.rank_pool import free_port
+from tests.worker.checkpoint.fault_proxy import KINDS, FaultProxy
+from tests.worker.checkpoint.test_checkpoint_files import manifest_at
+
+pytest.importorskip("s3fs", reason="pip install s3fs 'moto[server]'")
+pytest.importorskip("moto.server", reason="pip install s3fs 'moto[server]'")
+pytestmark = pytest.mark.long
+
+URI = "s3://checkpoints/team/run"
+TENSORS = {"weight": torch.arange(4_000_000.0).reshape(2000, 2000), "step": torch.tensor(7)}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of the server, which has the bucket `checkpoints`."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            with contextlib.suppress(OSError):
+                request = urllib.request.Request(f"{url}/checkpoints", method="PUT")
+                urllib.request.urlopen(request, timeout=30).close()
+                break
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch: pytest.MonkeyPatch, server: str) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setattr(store, "READ_SECONDS", 2)
+    monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)  # the smallest part of S3: the file has four
+    filesystem = opened(server)._filesystem
+    if filesystem.exists("checkpoints/team"):
+        filesystem.rm("checkpoints/team", recursive=True)
+
+
+def opened(url: str, generation: int = 0, policy: RetryPolicy | None = None, **options: Any) -> ObjectDirectory:
+    found = open_store(URI, generation, StoreSpec.model_validate({"endpoint": url, "region": "us-east-1", **options}))
+    assert isinstance(found, ObjectDirectory)
+    found._policy = policy or RetryPolicy(attempts=8, first_seconds=0.01)
+    return found
+
+
+def save_step(directory: ObjectDirectory, step: int) -> None:
+    directory.prepare(step)
+
+    def commit(files: dict[str, FileRecord]) -> None:
+        directory.commit(manifest_at(step).model_copy(update={"files": files}))
+
+    save(
+        TENSORS,
+        storage_writer=CheckpointWriter(directory.sink(step), 0, commit),
+        planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        no_dist=True,
+    )
+
+
+def is_intact(directory: ObjectDirectory, step: int) -> bool:
+    files = directory.files(step)
+    check_files(files, read_manifest(files))
+    reader = FullTensorReader(files)
+    return all(torch.equal(reader.read(name), tensor) for name, tensor in TENSORS.items())
+
+
+def test_checkpoints_are_saved_in_parts_retained_and_loaded(server: str) -> None:
+    directory = opened(server)
+    for step in (10, 20, 30):
+        save_step(directory, step)
+        directory.retain(2)
+    assert directory.steps() == [30, 20]
+    assert is_intact(directory, 30)
+    info = directory._filesystem.info("checkpoints/team/run/step-00000030-g0/rank-00000.safetensors")
+    assert int(info["ETag"].strip('"').partition("-")[2]) > 1, "an upload in parts has their number in its tag"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"encryption": "S3"}, "AES256"), ({"encryption": "KMS", "kmsKey": "alias/ours"}, "aws:kms")],
+)
+def test_objects_are_encrypted_by_the_store(server: str, options: dict[str, str], expected: str) -> None:
+    directory = opened(server, **options)
+    save_step(directory, 10)
+    for name in ("meshwright.json", "rank-00000.safetensors"):
+        key = f"team/run/step-00000010-g0/{name}"
+        found = directory._filesystem.call_s3("head_object", Bucket="checkpoints", Key=key)
+        assert found["ServerSideEncryption"] == expected
+
+
+def test_a_save_and_a_load_survive_faults_of_every_kind(server: str) -> None:
+    with FaultProxy(server, seed=1, share=0.25, silence_seconds=3.0) as proxy:
+        directory = opened(proxy.url)
+        for step in (10, 20):
+            save_step(directory, step)
+        assert directory.steps() == [20, 10]
+        assert is_intact(directory, 20)
+        assert set(proxy.faults) == set(KINDS), proxy.faults
+    assert is_intact(opened(server), 10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_that_stays_away_fails_the_save_and_leaves_the_one_before(server: str, kind: str) -> None:
+    save_step(opened(server), 10)
+    with FaultProxy(server, seed=2, share=1.0, silence_seconds=3.0) as proxy:
+        proxy.kinds = (kind,)
+        broken = opened(proxy.url, policy=RetryPolicy(attempts=1))
+        with pytest.raises(CheckpointStoreError, match=r"team/run.* cannot be "):
+            broken.prepare(20)
+    assert opened(server).steps() == [10]
+    assert is_intact(opened(server), 10)
+
+
+CHILD = """
+import os, sys
+from tests.worker.checkpoint import test_s3
+from meshwright_worker.checkpoint import object_store
+object_store.PART_BYTES = 5 << 20
+kill_at, url, generation = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+written = 0
+write = object_store.ChecksummedFile.write
+def counted(self, data):
+    global written
+    for first in range(0, len(data), 65536):
+        block = data[first : first + 65536]
+        written += len(block)
+        write(self, block[: len(block) - max(0, written - kill_at)] if written > kill_at else block)
+        if written > kill_at:
+            os.kill(os.getpid(), 9)
+object_store.ChecksummedFile.write = counted
+test_s3.save_step(test_s3.opened(url, generation), 20)
+"""
+
+
+def test_a_writer_that_is_killed_at_any_byte_leaves_the_checkpoint_before(server: str) -> None:
+    save_step(opened(server), 10)
+    total = sum(tensor.nbytes for tensor in TENSORS.values())
+    for number, offset in enumerate(random.Random(3).sample(range(total), 4)):
+        child = subprocess.run([sys.executable, "-c", CHILD, str(offset), server, str(number + 1)], check=False)
+        assert child.returncode == -9
+        directory = opened(server, 99)
+        directory.clean()
+        assert directory.steps() == [10]
+    assert is_intact(opened(server), 10)
+    save_step(directory, 20)
+    assert opened(server).steps() == [20, 10]

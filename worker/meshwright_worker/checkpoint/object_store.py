@@ -1,0 +1,267 @@
+"""Checkpoints behind a URI of fsspec, such as `s3://bucket/prefix`: an object store cannot rename.
+
+A checkpoint is the objects below `step-<number>-g<generation>/`. Its manifest is written last and removed first: a
+checkpoint without a manifest is incomplete, and no reader uses it. A straggler of an older mesh generation writes below
+another prefix. Each request is retried while its error may pass (`retry`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshwright_worker.checkpoint.errors import CheckpointError
+from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest, FileRecord, encode_manifest
+from meshwright_worker.checkpoint.retry import RetryPolicy, retry
+from meshwright_worker.checkpoint.safetensors_format import ChecksummedFile, write_tensors_to
+
+_CHECKPOINT = re.compile(r"step-(\d{8,})-g(\d+)")
+_DAMAGED = "damaged"
+"""An object that marks a checkpoint as damaged, because it cannot be renamed."""
+PART_BYTES = 32 << 20
+"""Bytes of a part of a multipart upload, and of a request that reads a file to verify it."""
+
+
+class ObjectFiles:
+    """The files of a checkpoint in an object store."""
+
+    def __init__(self, filesystem: Any, path: str, uri: str, policy: RetryPolicy) -> None:
+        self._filesystem = filesystem
+        self._path = path
+        self._uri = uri
+        self._policy = policy
+
+    def __str__(self) -> str:
+        return self._uri
+
+    def read(self, name: str) -> bytes:
+        """See `CheckpointFiles.read`."""
+        return self._get(name, None, None)
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        """See `CheckpointFiles.read_range`."""
+        # A range behind the end of an object is an error for some stores.
+        size = self._size(name)
+        return self._get(name, offset, min(offset + length, size)) if offset < size and length else b""
+
+    def tensor(self, name: str, offset: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        """See `CheckpointFiles.tensor`."""
+        length = shape.numel() * dtype.itemsize
+        if not length:
+            return torch.empty(shape, dtype=dtype)
+        content = self._get(name, offset, offset + length)
+        if len(content) != length:
+            raise ValueError(f"{self.label(name)} is too short")
+        return torch.from_numpy(np.frombuffer(bytearray(content), np.uint8)).view(dtype).reshape(shape)
+
+    def checksum(self, name: str) -> tuple[int, int]:
+        """See `CheckpointFiles.checksum`."""
+        size, crc = self._size(name), 0
+        for first in range(0, size, PART_BYTES):
+            crc = zlib.crc32(self._get(name, first, min(first + PART_BYTES, size)), crc)
+        return size, crc
+
+    def label(self, name: str) -> str:
+        """See `CheckpointFiles.label`."""
+        return f"{self._uri}/{name}"
+
+    def _size(self, name: str) -> int:
+        return int(self._retried(name, lambda: self._filesystem.info(f"{self._path}/{name}")["size"]))
+
+    def _get(self, name: str, start: int | None, end: int | None) -> bytes:
+        content: bytes = self._retried(
+            name, lambda: self._filesystem.cat_file(f"{self._path}/{name}", start=start, end=end)
+        )
+        return content
+
+    def _retried(self, name: str, action: Any) -> Any:
+        return retry(action, f"{self.label(name)} cannot be read", self._policy)
+
+
+class ObjectSink:
+    """Writes the files of a checkpoint that is being saved."""
+
+    def __init__(self, filesystem: Any, path: str, uri: str, policy: RetryPolicy) -> None:
+        self._filesystem = filesystem
+        self._path = path
+        self._uri = uri
+        self._policy = policy
+
+    def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], FileRecord]:
+        """See `CheckpointSink.write_tensors`. Large objects are uploaded in parts."""
+
+        def upload() -> tuple[dict[str, int], int, int]:
+            with self._upload(name) as file:
+                return write_tensors_to(file, tensors)
+
+        starts, size, crc = retry(upload, f"{self._uri}/{name} cannot be written", self._policy)
+        return starts, FileRecord(size=size, crc32=crc)
+
+    def write(self, name: str, content: bytes) -> FileRecord:
+        """See `CheckpointSink.write`."""
+        path = f"{self._path}/{name}"
+        retry(lambda: self._filesystem.pipe_file(path, content), f"{self._uri}/{name} cannot be written", self._policy)
+        return FileRecord(size=len(content), crc32=zlib.crc32(content))
+
+    @contextlib.contextmanager
+    def _upload(self, name: str) -> Iterator[ChecksummedFile]:
+        file = self._filesystem.open(f"{self._path}/{name}", "wb", block_size=PART_BYTES)
+        try:
+            yield ChecksummedFile(_InParts(file))
+            file.close()
+        except BaseException:
+            # Leaving the file open would complete it, with what has been written so far, when it is collected.
+            with contextlib.suppress(Exception):
+                file.discard()
+            with contextlib.suppress(AttributeError):
+                file.closed = True
+            raise
+
+
+class _InParts:
+    """Passes on what is written in pieces of a part, because back ends copy what they get."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        for first in range(0, len(view), PART_BYTES):
+            self._file.write(view[first : first + PART_BYTES])
+
+
+class ObjectDirectory:
+    """Names, commits and removes checkpoints under a URI. Only rank 0 changes anything, except through `sink`."""
+
+    is_remote = True
+
+    def __init__(self, filesystem: Any, path: str, uri: str, generation: int = 0, policy: RetryPolicy | None = None):
+        self._filesystem = filesystem
+        self._path = path.rstrip("/")
+        self._uri = uri.rstrip("/")
+        self._generation = generation
+        self._policy = policy or RetryPolicy()
+
+    def __str__(self) -> str:
+        return self._uri
+
+    def steps(self) -> list[int]:
+        """See `CheckpointStore.steps`."""
+        return sorted(self._complete(), reverse=True)
+
+    def files(self, step: int) -> ObjectFiles:
+        """See `CheckpointStore.files`. For a step that is not complete: those of this generation."""
+        return self._files(self._complete().get(step) or self._name(step))
+
+    def location(self, step: int) -> str:
+        """See `CheckpointStore.location`."""
+        return f"{self._uri}/{self._name(step)}"
+
+    def prepare(self, step: int) -> None:
+        """See `CheckpointStore.prepare`."""
+        newer_steps = [complete for complete in self.steps() if complete > step]
+        if newer_steps:
+            raise CheckpointError(
+                f"{self._uri} has checkpoints of later steps than {step}, up to {newer_steps[0]}: load the newest "
+                "before training, or save to an empty prefix"
+            )
+        self._remove(self._name(step))
+
+    def sink(self, step: int) -> ObjectSink:
+        """See `CheckpointStore.sink`."""
+        name = self._name(step)
+        return ObjectSink(self._filesystem, f"{self._path}/{name}", f"{self._uri}/{name}", self._policy)
+
+    def commit(self, manifest: BaseManifest) -> None:
+        """See `CheckpointStore.commit`."""
+        self.sink(manifest.state.step).write(MANIFEST, encode_manifest(manifest))
+
+    def retain(self, keep: int) -> None:
+        """See `CheckpointStore.retain`."""
+        complete = self._complete()
+        retained = {complete[step] for step in sorted(complete, reverse=True)[:keep]}
+        newest = max(complete, default=-1)
+        for name in self._names():
+            match = _CHECKPOINT.fullmatch(name)
+            # A later step that is not complete is being written.
+            if match and name not in retained and int(match[1]) <= newest:
+                self._remove(name)
+
+    def remove_newer(self, step: int) -> None:
+        """See `CheckpointStore.remove_newer`."""
+        for name in self._names():
+            match = _CHECKPOINT.fullmatch(name)
+            if match and int(match[1]) > step:
+                self._remove(name)
+
+    def clean(self) -> None:
+        """See `CheckpointStore.clean`."""
+        for name in self._names():
+            if _CHECKPOINT.fullmatch(name) and not self._exists(name, MANIFEST):
+                self._remove(name)
+
+    def quarantine(self, step: int) -> None:
+        """See `CheckpointStore.quarantine`. The next `retain` removes it."""
+        name = self._complete().get(step)
+        if name is not None:
+            ObjectSink(self._filesystem, f"{self._path}/{name}", f"{self._uri}/{name}", self._policy).write(
+                _DAMAGED, b"a file differs from what was written"
+            )
+
+    def _name(self, step: int) -> str:
+        return f"step-{step:08d}-g{self._generation}"
+
+    def _files(self, name: str) -> ObjectFiles:
+        return ObjectFiles(self._filesystem, f"{self._path}/{name}", f"{self._uri}/{name}", self._policy)
+
+    def _complete(self) -> dict[int, str]:
+        """The name of the complete checkpoint of each step: that of the latest generation."""
+        newest: dict[int, tuple[int, str]] = {}
+        for name in self._names():
+            match = _CHECKPOINT.fullmatch(name)
+            if match and self._exists(name, MANIFEST) and not self._exists(name, _DAMAGED):
+                step, generation = int(match[1]), int(match[2])
+                newest[step] = max(newest.get(step, (-1, "")), (generation, name))
+        return {step: name for step, (_, name) in newest.items()}
+
+    def _names(self) -> list[str]:
+        """The names directly below the root."""
+
+        def listed() -> list[str]:
+            self._filesystem.invalidate_cache()
+            try:
+                entries: list[str] = self._filesystem.ls(self._path, detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted(entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries)
+
+        names: list[str] = retry(listed, f"{self._uri} cannot be listed", self._policy)
+        return names
+
+    def _exists(self, name: str, file: str) -> bool:
+        def exists() -> bool:
+            try:
+                self._filesystem.info(f"{self._path}/{name}/{file}")
+            except FileNotFoundError:
+                return False
+            return True
+
+        found: bool = retry(exists, f"{self._uri}/{name} cannot be listed", self._policy)
+        return found
+
+    def _remove(self, name: str) -> None:
+        def remove() -> None:
+            self._filesystem.invalidate_cache()
+            path = f"{self._path}/{name}"
+            with contextlib.suppress(FileNotFoundError):
+                self._filesystem.rm_file(f"{path}/{MANIFEST}")
+            with contextlib.suppress(FileNotFoundError):
+                self._filesystem.rm(path, recursive=True)
+
+        retry(remove, f"{self._uri}/{name} cannot be removed", self._policy)

@@ -1,0 +1,59 @@
+"""Repeats a request to a remote store while its error may pass, with exponential backoff."""
+
+from __future__ import annotations
+
+import errno
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from meshwright_worker.checkpoint.errors import CheckpointStoreError
+
+Result = TypeVar("Result")
+
+_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_PERMANENT_ERRNO = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT}
+_WRONG = (ImportError, ValueError, TypeError, KeyError, AttributeError, NotImplementedError)
+"""Errors of a wrong setting or a missing package, which another attempt would repeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often and how fast a request is repeated."""
+
+    attempts: int = 6
+    first_seconds: float = 0.5
+    """Time before the second attempt. It doubles with each further one."""
+    longest_seconds: float = 15.0
+
+
+def retry(
+    action: Callable[[], Result], failure: str, policy: RetryPolicy, sleep: Callable[[float], None] = time.sleep
+) -> Result:
+    """Return the result of `action`, repeated while its error may pass: a time-out, a lost connection, a busy store.
+
+    Raises:
+        OSError: it still fails, or its error does not pass. A missing object is a FileNotFoundError.
+    """
+    for attempt in range(1, policy.attempts + 1):
+        try:
+            return action()
+        except Exception as error:  # a back end raises what it likes
+            if isinstance(error, FileNotFoundError):
+                raise
+            if attempt == policy.attempts or not _may_pass(error):
+                number = error.errno if isinstance(error, OSError) else None
+                text = f"{failure} ({attempt} attempt{'s' * (attempt > 1)}): {type(error).__name__}: {error}"
+                raise (CheckpointStoreError(number, text) if number else CheckpointStoreError(text)) from error
+        longest = min(policy.longest_seconds, policy.first_seconds * 2 ** (attempt - 1))
+        # Ranks that failed together must not try again together.
+        sleep(longest * random.uniform(0.5, 1.0))  # noqa: S311
+    raise AssertionError("unreachable")
+
+
+def _may_pass(error: Exception) -> bool:
+    if isinstance(error, OSError) and error.errno in _PERMANENT_ERRNO:
+        return False
+    return not isinstance(error, (*_PERMANENT, *_WRONG)) and type(error).__name__ != "NoCredentialsError"
