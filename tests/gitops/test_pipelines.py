@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from tests.conflicts import ROOT
 from tests.gitops.stages import Stage, stages
 from tests.patience import patient
 
+Start = Callable[[Path, str, Mapping[str, Any]], "subprocess.Popen[str]"]
+"""Starts a step with its directory, its time limit and its job."""
 PIPELINES = ROOT / "examples" / "pipelines"
 
 
@@ -112,15 +114,31 @@ def start(directory: Path, timeout: str, job: Mapping[str, Any]) -> subprocess.P
     return subprocess.Popen([str(script)], cwd=directory, env=environment, stderr=subprocess.PIPE, text=True)
 
 
+def start_argo(directory: Path, timeout: str, job: Mapping[str, Any]) -> subprocess.Popen[str]:
+    """The container of the workflow's step, with its artifact at another path and its own time limit."""
+    step = template("train")
+    (artifact,) = step["inputs"]["artifacts"]
+    manifest = directory / "job.yaml"
+    manifest.write_text(yaml.safe_dump(job))
+    command = [*step["container"]["command"], *step["container"]["args"]]
+    assert command.count(artifact["path"]) == 1
+    replaced = {artifact["path"]: str(manifest), command[command.index("--timeout") + 1]: timeout}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "KUBECONFIG": str(directory / "kubeconfig")}
+    words = [replaced.get(word, word) for word in command]
+    return subprocess.Popen(words, cwd=directory, env=environment, stderr=subprocess.PIPE, text=True)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("runs", [start, start_argo], ids=["tekton", "argo"])
 @pytest.mark.parametrize(("stage", "code"), [("complete", 0), ("failed", 1), ("trains", 5)])
-async def test_the_tekton_step_ends_with_the_job(
-    client: ApiClient, tmp_path: Path, life: list[Stage], stage: str, code: int
+async def test_a_step_ends_with_the_job(
+    client: ApiClient, tmp_path: Path, life: list[Stage], stage: str, code: int, runs: Start
 ) -> None:
     reached = next(item.job for item in life if item.name == stage)
     manifest = {key: reached[key] for key in ("apiVersion", "kind", "spec")} | {"metadata": {"name": "step"}}
     status = {**reached["status"], "checkpoint": {"step": 9, "time": "2026-01-01T00:00:00Z", "path": "/c/step-9"}}
-    process = start(tmp_path, "3s" if code == 5 else "10m", manifest)
+    process = runs(tmp_path, "3s" if code == 5 else "10m", manifest)
     async with asyncio.timeout(patient(120)):
         while (job := await client.find(JOBS, "step", "default")) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
@@ -131,4 +149,5 @@ async def test_the_tekton_step_ends_with_the_job(
     _, errors = await asyncio.to_thread(process.communicate, timeout=patient(300))
     assert process.returncode == code, errors
     result = tmp_path / "result"
-    assert (result.read_text() if result.exists() else "") == ("/c/step-9" if code == 0 else "")
+    tekton = code == 0 and runs is start
+    assert (result.read_text() if result.exists() else "") == ("/c/step-9" if tekton else "")

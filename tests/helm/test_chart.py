@@ -60,8 +60,16 @@ JOB_RULES = (
     | grants("", "secrets", "create")
     | grants("", "events", "create", "patch", "list")
     | grants("", "persistentvolumeclaims", "get", "list")
+    | grants("resource.k8s.io", "resourceclaims", "get")
+    | grants("resource.k8s.io", "resourceclaimtemplates", "get")
+    | grants("resource.nvidia.com", "computedomains", "create", "get")
 )
-CLUSTER_RULES = grants("", "nodes", "list", "watch") | grants("", "pods", "list")
+DEVICES = ("resourceslices", "deviceclasses", "resourceclaims")
+CLUSTER_RULES = (
+    grants("", "nodes", "list", "watch")
+    | grants("", "pods", "list")
+    | {right for one in DEVICES for right in grants("resource.k8s.io", one, "list", "watch")}
+)
 
 
 def test_the_crd_in_the_chart_is_the_generated_file():

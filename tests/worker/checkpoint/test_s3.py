@@ -161,14 +161,13 @@ def counted(self, data):
             os.kill(os.getpid(), 9)
 object_store.ChecksummedFile.write = counted
 test_s3.save_step(test_s3.opened(url, generation), 20)
-os.kill(os.getpid(), 9 if kill_at < written + 1 else 15)
 """
 
 
 def test_a_writer_that_is_killed_at_any_byte_leaves_the_checkpoint_before(server: str) -> None:
     save_step(opened(server), 10)
     total = sum(tensor.nbytes for tensor in TENSORS.values())
-    for number, offset in enumerate(random.Random(3).sample(range(total), 8)):
+    for number, offset in enumerate(random.Random(3).sample(range(total), 4)):
         child = subprocess.run([sys.executable, "-c", CHILD, str(offset), server, str(number + 1)], check=False)
         assert child.returncode == -9
         directory = opened(server, 99)

@@ -51,8 +51,6 @@ def init_device(local_rank: int, *, reproducible: bool = True) -> Device:
     torch.use_deterministic_algorithms(reproducible)
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if torch.cuda.is_available():
-        # Without it, fragments make the allocator release memory, which waits for everything on the device.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         device = torch.device("cuda", local_rank)
         use_device(device)
         return Device(device, "nccl")
