@@ -21,12 +21,12 @@ def train_with_changed_losses(
     """Trains as an agent runs it. In these steps, these ranks find a loss that is this many times what it is."""
     unchanged, recorder = Trainer.step, Recorder(die_after=die_after)
 
-    def step(self: Trainer, number: int, batch: Batch, *, stop: bool = False) -> StepResult:
+    def step(self: Trainer, number: int, batch: Batch, **flags: bool) -> StepResult:
         if number not in factors or task.rank not in ranks:
-            return unchanged(self, number, batch, stop=stop)
+            return unchanged(self, number, batch, **flags)
         run = self._executor.run
         with patch.object(self._executor, "run", lambda batches: run(batches) * factors[number]):
-            return unchanged(self, number, batch, stop=stop)
+            return unchanged(self, number, batch, **flags)
 
     with patch.object(Trainer, "step", step):
         try:

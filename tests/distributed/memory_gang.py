@@ -43,12 +43,15 @@ class Gang:
     """Seconds that ranks took to leave their generations."""
     memories: list[MemoryRecovery] = field(default_factory=list)
     exited: set[int] = field(default_factory=set)
+    lost: bool = False
+    """Whether a rank of the current generation has exited: its exit may arrive before other ranks' first messages."""
     _end_store: Callable[[], None] = lambda: None
     _supervisors: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def start(self, memory: MemoryRecovery | None = None, fatal: dict[int, str] | None = None) -> None:
         """Form a generation: of new processes, or with the ranks that keep theirs. `fatal` says where ranks die."""
         self.generation += 1
+        self.lost = False
         self.held.clear()
         self._end_store()
         port = free_port()
@@ -87,6 +90,7 @@ class Gang:
                 self.ranks.pop(rank)
                 self.held.pop(rank, None)
                 self.exited.add(rank)
+                self.lost = True
             case RankMessageReceived(rank=rank, message=messages.Finished(outcome=outcome)):
                 self.outcomes[rank] = outcome
             case RankMessageReceived(rank=rank, message=messages.Held() as held):
@@ -112,7 +116,8 @@ class Gang:
 
     async def recover(self, fatal: dict[int, str] | None = None) -> None:
         """Wait for a rank to die, and go on without it."""
-        await self.until(lambda event: isinstance(event, RankExited))
+        while not self.lost:
+            self._note(await self.next_event())
         memory = plan_recovery(self.run, self.generation, await self.leave())
         assert isinstance(memory, MemoryRecovery), memory
         self.memories.append(memory)

@@ -185,8 +185,8 @@ def weight_of_records(task: RankTask) -> tuple[float, int]:
     made: list[Any] = []
     real = training_loop.build_trainer
 
-    def caught(*arguments: Any) -> Any:
-        made.append((real(*arguments), arguments[2]))
+    def caught(*arguments: Any, **options: Any) -> Any:
+        made.append((real(*arguments, **options), arguments[2]))
         return made[0][0]
 
     training_loop.build_trainer = caught

@@ -19,6 +19,8 @@ from tests.distributed.fatal_runtime import JOINING, POINTS
 from tests.distributed.memory_gang import Gang, gang_of
 from tests.distributed.test_recovery import tensors_of
 
+pytestmark = pytest.mark.long
+
 STEPS = 24
 
 
@@ -64,10 +66,10 @@ async def disturbed(gang: Gang, points: list[tuple[int, str]], dice: random.Rand
     "options",
     [
         pytest.param({"data": 4}, id="replicas"),
-        pytest.param({"data": 2, "tensor": 2}, id="tensor", marks=pytest.mark.long),
-        pytest.param({"data": 2, "pipeline": 2}, id="pipeline", marks=pytest.mark.long),
-        pytest.param({"data": 4, "zero": 3, "replicas": {"shard_size": 2}}, id="hsdp", marks=pytest.mark.long),
-        pytest.param({"data": 4, "zero": 1, "replicas": {"shard_size": 2}}, id="flat", marks=pytest.mark.long),
+        pytest.param({"data": 2, "tensor": 2}, id="tensor"),
+        pytest.param({"data": 2, "pipeline": 2}, id="pipeline"),
+        pytest.param({"data": 4, "zero": 3, "replicas": {"shard_size": 2}}, id="hsdp"),
+        pytest.param({"data": 4, "zero": 1, "replicas": {"shard_size": 2}}, id="flat"),
     ],
 )
 async def test_kills_at_every_point_of_a_step_change_no_bit(

@@ -32,6 +32,7 @@ def workers(**fields: Any) -> dict[str, Any]:
 
 NAMESPACED: dict[str, dict[str, Any]] = {
     "checkpoint.claimName": {"checkpoint": {"claimName": OTHER}},
+    "checkpoint.store.secretName": {"checkpoint": {"uri": "s3://runs/a", "store": {"secretName": OTHER}}},
     "data.claimName": {"data": {"claimName": OTHER, "path": "x"}},
     "runtime.scripts": {**COMMAND, "runtime": {"command": ["x"], "scripts": OTHER}},
     "workers.env[].valueFrom.configMapKeyRef.name": workers(**ref("configMapKeyRef")),

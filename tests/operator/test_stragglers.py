@@ -58,9 +58,12 @@ def test_the_registry_compares_again_every_few_seconds() -> None:
 
 def test_the_answer_to_a_report_has_the_median_and_an_older_agent_ignores_it() -> None:
     coordinator = Coordinator(Cache(), Tokens(b"k" * 32), OperatorMetrics(), lambda key, urgent: None)
-    body = coordinator._reply(3, None, 2.0, 1.25, None).body
+    body = coordinator._reply(3, None, None, 2.0, 1.25, None).body
     assert parse_message(ReportReply, body).median_compute_seconds == 1.25
-    assert parse_message(ReportReply, coordinator._reply(3, None, 2.0, None, None).body).median_compute_seconds is None
+    assert (
+        parse_message(ReportReply, coordinator._reply(3, None, None, 2.0, None, None).body).median_compute_seconds
+        is None
+    )
 
 
 def test_the_job_has_its_worst_ratio_and_that_rank() -> None:

@@ -141,9 +141,10 @@ class CheckpointManager:
             else:
                 tensors = local_sgd_tensors(shards, outer, self._mesh.island)
             residuals = compression_state.tensors() if compression_state is not None else {}
-            # A save that is waited for is the last one of this generation: it is worth a copy on every tier.
+            # A save that is waited for is the last one of this generation, and one that is due on no tier was asked for:
+            # both are worth a copy on every tier.
             due = [tier for tier in self._tiers if wait or state.step % tier.every_steps == 0]
-            self._saver.begin({**tensors, **residuals}, manifest, due)
+            self._saver.begin({**tensors, **residuals}, manifest, due or self._tiers)
         if wait:
             self.report(wait=True)
 
