@@ -141,8 +141,8 @@ class CheckpointManager:
             else:
                 tensors = local_sgd_tensors(shards, outer, self._mesh.island)
             residuals = compression_state.tensors() if compression_state is not None else {}
-            # A save that is waited for is the last one of this generation, and one that is due on no tier was asked for:
-            # both are worth a copy on every tier.
+            # The last save of a generation is waited for, and one that is due on no tier was asked for: both are worth
+            # a copy on every tier.
             due = [tier for tier in self._tiers if wait or state.step % tier.every_steps == 0]
             self._saver.begin({**tensors, **residuals}, manifest, due or self._tiers)
         if wait:
