@@ -84,6 +84,8 @@ class Generation(threading.Thread):
         self.memory_gate = MemoryGate(held)
         self.outcome: Outcome | None = None
         self.error: BaseException | None = None
+        self.ended = False
+        """Whether training has ended. The thread is still alive for a moment after that."""
         self._events = EventsOfGeneration(events, self.memory_gate)
         self._opened, self._on_end = opened, on_end
         self._connections = Connections()
@@ -98,6 +100,7 @@ class Generation(threading.Thread):
         except BaseException as error:
             self.error = error
         finally:
+            self.ended = True
             self._on_end()
 
     def _train(self) -> Outcome:

@@ -53,7 +53,7 @@ class Supervisor:
         while True:
             for command in self._next_commands():
                 self._obey(command)
-            if self._generation is not None and not self._generation.is_alive():
+            if self._generation is not None and self._generation.ended:
                 outcome = self._end(self._generation)
                 if outcome is not None:
                     return outcome
