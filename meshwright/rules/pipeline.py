@@ -7,7 +7,7 @@ from functools import partial
 
 from meshwright.api.precision import Precision
 from meshwright.rules.facts import SCALED_BATCH, Facts, scales_batch
-from meshwright.rules.rule import Rule, schedule_is, schedule_is_not, schedule_names
+from meshwright.rules.rule import Rule, is_asynchronous, schedule_is, schedule_is_not, schedule_names
 from meshwright.schedules.pipeline_layout import DEFAULT_VIRTUAL_STAGES, stages_per_rank
 from meshwright.schedules.registry import kind_of, schedules_where
 from meshwright.schedules.schedule import PipelineScheduleKind
@@ -34,10 +34,6 @@ def _is_even(kind: PipelineScheduleKind) -> bool:
 
 def _takes_one(kind: PipelineScheduleKind) -> bool:
     return kind.single_micro_batch
-
-
-def _is_asynchronous(kind: PipelineScheduleKind) -> bool:
-    return kind.asynchronous
 
 
 def _takes_fewer(kind: PipelineScheduleKind) -> bool:
@@ -215,12 +211,12 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "model.tieEmbeddings",
         lambda: (
-            f"needs `parallelism.pipeline: 1` with {schedule_names(_is_asynchronous)}, because the first and the "
+            f"needs `parallelism.pipeline: 1` with {schedule_names(is_asynchronous)}, because the first and the "
             "last stage would have different weights"
         ),
         lambda: (
             "!has(self.model) || !has(self.model.tieEmbeddings) || !self.model.tieEmbeddings"
-            f" || {schedule_is_not(_is_asynchronous)}"
+            f" || {schedule_is_not(is_asynchronous)}"
             " || !has(self.parallelism.pipeline) || self.parallelism.pipeline == 1"
         ),
         _tied_on_one_stage,
@@ -307,11 +303,11 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "training.optimizer.gradientClip",
         lambda: (
-            f"must be 0 with {schedule_names(_is_asynchronous)}, because the gradients of a step are never complete "
+            f"must be 0 with {schedule_names(is_asynchronous)}, because the gradients of a step are never complete "
             "on all stages at the same time"
         ),
         lambda: (
-            f"{schedule_is_not(_is_asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"
+            f"{schedule_is_not(is_asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"
             " || self.training.optimizer.gradientClip == 0.0"
         ),
         _asynchronous_without_clipping,
@@ -319,36 +315,36 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "parallelism.zeroStage",
         lambda: (
-            f"must be 0 with {schedule_names(_is_asynchronous)}, because stages store several versions of their weights"
+            f"must be 0 with {schedule_names(is_asynchronous)}, because stages store several versions of their weights"
         ),
-        lambda: f"{schedule_is_not(_is_asynchronous)} || self.parallelism.zeroStage == 0",
+        lambda: f"{schedule_is_not(is_asynchronous)} || self.parallelism.zeroStage == 0",
         _asynchronous_without_zero,
     ),
     Rule(
         "model.mixture",
         lambda: (
-            f"is not supported with the schedule {schedule_names(_is_asynchronous, 'or')}, because stages have no "
+            f"is not supported with the schedule {schedule_names(is_asynchronous, 'or')}, because stages have no "
             "common step: use another schedule"
         ),
-        lambda: f"{schedule_is_not(_is_asynchronous)} || !has(self.model) || !has(self.model.mixture)",
+        lambda: f"{schedule_is_not(is_asynchronous)} || !has(self.model) || !has(self.model.mixture)",
         _asynchronous_without_mixture,
     ),
     Rule(
         "parallelism.rematerialize",
         lambda: (
-            f"must be false with {schedule_names(_is_asynchronous)}, because weights change before the backward pass"
+            f"must be false with {schedule_names(is_asynchronous)}, because weights change before the backward pass"
         ),
-        lambda: f"{schedule_is_not(_is_asynchronous)} || !self.parallelism.rematerialize",
+        lambda: f"{schedule_is_not(is_asynchronous)} || !self.parallelism.rematerialize",
         _asynchronous_without_rematerialization,
     ),
     Rule(
         "training.precision",
         lambda: (
             "`training.precision: fp16` and `training.fp8` are not supported with "
-            f"{schedule_names(_is_asynchronous)}, because their scales need a common step: use `bf16` or `fp32`"
+            f"{schedule_names(is_asynchronous)}, because their scales need a common step: use `bf16` or `fp32`"
         ),
         lambda: (
-            f"{schedule_is_not(_is_asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"
+            f"{schedule_is_not(is_asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"
             " || (self.training.precision != 'fp16' && !has(self.training.fp8))"
         ),
         _asynchronous_without_scales,
@@ -356,11 +352,11 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "training.outer",
         lambda: (
-            f"is not supported with the schedule {schedule_names(_is_asynchronous, 'or')}, because islands "
+            f"is not supported with the schedule {schedule_names(is_asynchronous, 'or')}, because islands "
             "synchronize between steps, and stages have no common step: use another schedule"
         ),
         lambda: (
-            f"{schedule_is_not(_is_asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"
+            f"{schedule_is_not(is_asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"
             " || !has(self.training.outer)"
         ),
         _asynchronous_without_islands,

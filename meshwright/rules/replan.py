@@ -5,19 +5,14 @@ from __future__ import annotations
 from meshwright.api.data_parallel import DataParallelStrategy
 from meshwright.api.parallelism import ParallelismSpec
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
-from meshwright.rules.rule import Rule, schedule_is_not, schedule_names
+from meshwright.rules.rule import Rule, is_asynchronous, schedule_is_not, schedule_names
 from meshwright.schedules.registry import kind_of
-from meshwright.schedules.schedule import PipelineScheduleKind
 
 MAX_BUDGETS = 8
 """For how many numbers of GPUs a job is planned anew at once. Each is a search."""
 
 _HYBRID = (DataParallelStrategy.HYBRID_SHARD, DataParallelStrategy.HYBRID_SHARD_ZERO2)
 _NO_REPLAN_OR = "!has(self.elastic) || !self.elastic.replan || "
-
-
-def _is_asynchronous(kind: PipelineScheduleKind) -> bool:
-    return kind.asynchronous
 
 
 def _replans(spec: Spec) -> bool:
@@ -52,10 +47,10 @@ REPLAN_RULES: tuple[Rule[Spec], ...] = (
         "elastic.replan",
         lambda: (
             "is not supported with `parallelism.schedule` "
-            f"{schedule_names(_is_asynchronous, 'or')}, whose stale weights depend on the pipeline: use another "
+            f"{schedule_names(is_asynchronous, 'or')}, whose stale weights depend on the pipeline: use another "
             "schedule, or remove it"
         ),
-        lambda: f"{_NO_REPLAN_OR}{schedule_is_not(_is_asynchronous)}",
+        lambda: f"{_NO_REPLAN_OR}{schedule_is_not(is_asynchronous)}",
         lambda spec: not _replans(spec) or not kind_of(spec.parallelism.order).asynchronous,
     ),
     Rule(

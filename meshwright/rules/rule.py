@@ -63,6 +63,11 @@ def divides(divisor: int | None, number: int | None) -> bool:
     return divisor is None or number is None or number % divisor == 0
 
 
+def is_asynchronous(kind: PipelineScheduleKind) -> bool:
+    """Whether a schedule updates weights while other micro-batches are under way."""
+    return kind.asynchronous
+
+
 def schedule_is(condition: Callable[[PipelineScheduleKind], bool]) -> str:
     """In CEL, that the schedule meets a condition."""
     orders = [order.value for order in schedules_where(condition)]

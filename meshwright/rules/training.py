@@ -13,15 +13,10 @@ from meshwright.api.training import (
 )
 from meshwright.models.lora import layer_targets
 from meshwright.rules.facts import SCALED_BATCH, Facts, scales_batch
-from meshwright.rules.rule import Rule, schedule_is, schedule_is_not, schedule_names
+from meshwright.rules.rule import Rule, is_asynchronous, schedule_is, schedule_is_not, schedule_names
 from meshwright.schedules.registry import kind_of
-from meshwright.schedules.schedule import PipelineScheduleKind
 
 _NO_ANOMALIES_OR = "!has(self.training) || !has(self.training.anomalies) || "
-
-
-def _is_asynchronous(kind: PipelineScheduleKind) -> bool:
-    return kind.asynchronous
 
 
 def _batch_splits(facts: Facts) -> bool:
@@ -267,9 +262,9 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "training.anomalies",
-        f"is not supported with `parallelism.schedule` {schedule_names(_is_asynchronous, 'or')}, which updates weights "
+        f"is not supported with `parallelism.schedule` {schedule_names(is_asynchronous, 'or')}, which updates weights "
         "before the loss of the batch is known: use another schedule, or remove `training.anomalies`",
-        lambda: f"{_NO_ANOMALIES_OR}{schedule_is_not(_is_asynchronous)}",
+        lambda: f"{_NO_ANOMALIES_OR}{schedule_is_not(is_asynchronous)}",
         _anomalies_before_updates,
     ),
     Rule(

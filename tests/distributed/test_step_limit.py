@@ -10,7 +10,8 @@ import pytest
 
 from meshwright.api.status import LimitKind, StepLimit
 from meshwright.protocol.messages import AgentState
-from meshwright_operator.decide.step_limit import rank_times, step_limit
+from meshwright_operator.decide.step_limit import step_limit
+from meshwright_operator.decide.stragglers import rank_times
 from tests.distributed.configs import small_run
 from tests.distributed.limit_cases import COMPUTE, DATA, LINK, reported_times
 from tests.distributed.rank_pool import RankPool
@@ -29,7 +30,7 @@ def limit(pool: RankPool, text: Path, layout: dict[str, Any], *slow: Any) -> Ste
         assert process.compute_seconds is not None
     _, of_rank_zero = answers[0]
     seconds = fmean(step.seconds for step in of_rank_zero)
-    found = step_limit(rank_times(reports, 1, len(answers)), run.layout, seconds)
+    found = step_limit(rank_times(reports, 1), run.layout, seconds)
     assert found is not None
     return found
 

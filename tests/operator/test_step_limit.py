@@ -9,7 +9,8 @@ import pytest
 from meshwright.api.status import LimitKind, StepLimit
 from meshwright.layout import Layout
 from meshwright.protocol.messages import AgentState, RankProcess
-from meshwright_operator.decide.step_limit import RankTimes, rank_times, step_limit
+from meshwright_operator.decide.step_limit import step_limit
+from meshwright_operator.decide.stragglers import RankTimes, rank_times
 from tests.operator.builders import report
 
 LAYOUT = Layout(tensor=1, pipeline=2, data=2)
@@ -22,7 +23,7 @@ def limit_of(*times: RankTimes, layout: Layout = LAYOUT) -> tuple[LimitKind, int
 
 
 def even(**waits: float) -> list[RankTimes]:
-    return [RankTimes(rank, 0.8, 0.01, waits) for rank in range(4)]
+    return [RankTimes(rank, 0, 0.8, 0.01, waits) for rank in range(4)]
 
 
 def test_busy_ranks_are_limited_by_computation() -> None:
@@ -30,13 +31,13 @@ def test_busy_ranks_are_limited_by_computation() -> None:
 
 
 def test_a_rank_without_data_makes_the_others_wait() -> None:
-    others = [RankTimes(rank, 0.3, 0.0, {"job": 0.5, "data": 0.6}) for rank in (0, 1, 3)]
-    assert limit_of(*others, RankTimes(2, 0.3, 0.55)) == (LimitKind.DATA, 55, 2)
+    others = [RankTimes(rank, 0, 0.3, 0.0, {"job": 0.5, "data": 0.6}) for rank in (0, 1, 3)]
+    assert limit_of(*others, RankTimes(2, 0, 0.3, 0.55)) == (LimitKind.DATA, 55, 2)
 
 
 def test_a_slow_rank_makes_the_others_wait() -> None:
-    others = [RankTimes(rank, 0.4, 0.0, {"data": 0.5}) for rank in (0, 1, 3)]
-    assert limit_of(*others, RankTimes(2, 0.9)) == (LimitKind.RANK, 50, 2)
+    others = [RankTimes(rank, 0, 0.4, 0.0, {"data": 0.5}) for rank in (0, 1, 3)]
+    assert limit_of(*others, RankTimes(2, 0, 0.9)) == (LimitKind.RANK, 50, 2)
 
 
 def test_a_slow_dimension() -> None:
@@ -46,7 +47,7 @@ def test_a_slow_dimension() -> None:
 
 def test_stages_that_wait_for_another_one() -> None:
     first, last = (0.4, 0.0, {"pipeline": 0.5}), (0.9, 0.0, {"pipeline": 0.0})
-    times = [RankTimes(rank, *(last if rank % 2 else first)) for rank in range(4)]
+    times = [RankTimes(rank, 0, *(last if rank % 2 else first)) for rank in range(4)]
     found = step_limit(times, LAYOUT, 1.0)
     assert found == StepLimit(kind=LimitKind.PIPELINE, percent=25, stage=1)
 
@@ -65,4 +66,4 @@ def test_reports_that_cannot_be_are_ignored() -> None:
         RankProcess(rank=9, pid=1, compute_seconds=1.0),
     ]
     reports = [report(0, AgentState.RUNNING, ranks=processes), report(1, AgentState.RUNNING, 7, ranks=processes)]
-    assert rank_times(reports, 1, 4) == [RankTimes(0, 1.0, 0.0, {"job": 0.5})]
+    assert rank_times(reports, 1) == [RankTimes(0, 0, 1.0, 0.0, {"job": 0.5}), RankTimes(9, 0, 1.0)]

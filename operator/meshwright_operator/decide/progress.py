@@ -18,7 +18,8 @@ from meshwright.protocol.messages import AgentState, Evaluation, Progress, Worke
 from meshwright.protocol.run_config import CommandRun, NativeRun
 from meshwright_operator.decide.mesh_generation import rank_zero_report
 from meshwright_operator.decide.observed import Observed, PodState
-from meshwright_operator.decide.step_limit import rank_times, step_limit
+from meshwright_operator.decide.step_limit import step_limit
+from meshwright_operator.decide.stragglers import rank_times
 from meshwright_operator.timestamps import format_time, parse_time
 
 THROTTLED_FIELDS = (
@@ -95,7 +96,7 @@ def _update_step(progress: Progress, status: ParallelTrainingJobStatus) -> None:
 
 def _update_limit(observed: Observed, progress: Progress, status: ParallelTrainingJobStatus) -> None:
     layout, reports = observed.plan.layout, (received.report for received in observed.agents.reports.values())
-    times = rank_times(reports, observed.mesh.generation, layout.world_size)
+    times = rank_times(reports, observed.mesh.generation)
     status.limit = step_limit(times, layout, progress.step_seconds) or status.limit
 
 

@@ -6,16 +6,13 @@ by design. A rank's own time has no waits in it, so that only the slow one stand
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from meshwright.api.status import SlowRank
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.observed import Observed
-from meshwright_operator.decide.stragglers import FEWEST_RANKS, LONGEST_SECONDS
+from meshwright_operator.decide.stragglers import RankTimes, by_stage, rank_times
 from meshwright_operator.text import sentences
 from meshwright_operator.timestamps import format_time, seconds_since
 
@@ -27,30 +24,16 @@ CONFIRMED_SECONDS = 60.0
 """A rank that is slow for this long is reported."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RankTime:
-    """A rank's compute time of a step, in seconds, and those of its peers."""
-
-    rank: int
-    worker: int
-    seconds: float
-    peers: Sequence[float]
-
-    @property
-    def ratio(self) -> float:
-        """Its time over the median of its peers'."""
-        return self.seconds / median(self.peers)
-
-
 def report(decision: Decision) -> None:
     """Write the slowest rank to status, and post an event once it has been slow for long enough."""
     observed, known = decision.observed, decision.status.slow_rank
     if known is not None and known.generation != observed.mesh.generation:
         known = None
-    slow = _slow_rank(observed, known)
-    if slow is None:
+    found = _slow_rank(observed, known)
+    if found is None:
         decision.status.slow_rank = None
         return
+    slow, ratio = found
     if known is None or known.rank != slow.rank:
         node = next((worker.node for worker in observed.workers if worker.index == slow.worker), "")
         since, generation = format_time(observed.now), observed.mesh.generation
@@ -58,7 +41,7 @@ def report(decision: Decision) -> None:
     waited = seconds_since(known.since, observed.now)
     if not known.confirmed and waited >= CONFIRMED_SECONDS:
         known = known.model_copy(update={"confirmed": True})
-        decision.add_event("SlowRank", _message(known, slow.ratio, waited), WARNING)
+        decision.add_event("SlowRank", _message(known, ratio, waited), WARNING)
     elif not known.confirmed:
         decision.requeue_within(CONFIRMED_SECONDS - waited)
     decision.status.slow_rank = known
@@ -73,37 +56,22 @@ def _message(slow: SlowRank, ratio: float, waited: float) -> str:
     )
 
 
-def _slow_rank(observed: Observed, known: SlowRank | None) -> _RankTime | None:
-    """The rank that was slow if it still is, otherwise the slowest one if it is slow."""
+def _slow_rank(observed: Observed, known: SlowRank | None) -> tuple[RankTimes, float] | None:
+    """The rank that was slow if it still is, otherwise the slowest one if it is slow, and its time over its peers'."""
     compute = observed.agents.compute
     if compute is None or compute.ratio < STILL_SLOW_RATIO:
         return None  # no rank takes much longer than others, whatever its stage
-    slowest: _RankTime | None = None
-    for times in _times_by_stage(observed).values():
-        if len(times) < FEWEST_RANKS - 1:
-            continue
-        for rank in {
-            max(times, key=lambda found: times[found]),
-            known.rank if known is not None else -1,
-        } & times.keys():
-            (seconds, worker), peers = times[rank], [other[0] for number, other in times.items() if number != rank]
-            found = _RankTime(rank, worker, seconds, peers)
-            if known is not None and rank == known.rank and found.ratio >= STILL_SLOW_RATIO:
-                return found
-            if found.ratio >= SLOW_RATIO and (slowest is None or found.ratio > slowest.ratio):
-                slowest = found
-    return slowest
-
-
-def _times_by_stage(observed: Observed) -> dict[int, dict[int, tuple[float, int]]]:
-    """Pipeline stage -> rank -> its compute time and its worker. The times come from users' pods."""
-    layout = observed.plan.layout
-    stages: dict[int, dict[int, tuple[float, int]]] = defaultdict(dict)
-    for worker, received in observed.agents.reports.items():
-        if not received.fresh or received.report.generation != observed.mesh.generation:
-            continue
-        for process in received.report.ranks:
-            seconds = process.compute_seconds
-            if seconds is not None and 0 < seconds <= LONGEST_SECONDS and 0 <= process.rank < layout.world_size:
-                stages[layout.coordinates(process.rank).pipeline][process.rank] = seconds, worker
-    return stages
+    reports = (received.report for received in observed.agents.reports.values() if received.fresh)
+    found: tuple[RankTimes, float] | None = None
+    for stage in by_stage(rank_times(reports, observed.mesh.generation), observed.plan.layout).values():
+        slowest = max(stage, key=lambda entry: entry.compute)
+        for entry in stage if len(stage) > 1 else ():
+            was_slow = known is not None and entry.rank == known.rank
+            if not was_slow and entry is not slowest:
+                continue
+            ratio = entry.compute / median(other.compute for other in stage if other is not entry)
+            if was_slow and ratio >= STILL_SLOW_RATIO:
+                return entry, ratio
+            if ratio >= SLOW_RATIO and (found is None or ratio > found[1]):
+                found = entry, ratio
+    return found

@@ -7,15 +7,11 @@ then a dimension whose collectives take long, then other stages. If nothing does
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from meshwright.api.status import LimitKind, StepLimit
 from meshwright.layout import Layout
-from meshwright.protocol.messages import WorkerReport
-from meshwright_operator.decide.stragglers import LONGEST_SECONDS
+from meshwright_operator.decide.stragglers import LONGEST_SECONDS, RankTimes, by_stage
 
 DATA_SHARE = 0.1
 RANK_SHARE = 0.1
@@ -26,31 +22,6 @@ COLLECTIVE_DIMENSIONS = ("tensor", "context", "expert", "data")
 """Dimensions whose collectives may be the limit. Reports come from users' pods: others are ignored."""
 _ROUNDED = 5
 _PIPELINE, _JOB = "pipeline", "job"
-
-
-@dataclass(frozen=True, slots=True)
-class RankTimes:
-    """Recent times of one rank in a step, in seconds."""
-
-    rank: int
-    compute: float
-    """Forward and backward passes, without waits."""
-    data: float = 0.0
-    waits: Mapping[str, float] = field(default_factory=dict)
-    """Dimension -> wait for communication."""
-
-
-def rank_times(reports: Iterable[WorkerReport], generation: int, world_size: int) -> list[RankTimes]:
-    """The times of a generation's ranks. They come from users' pods: what cannot be a time is ignored."""
-    found = []
-    for report in reports:
-        for process in report.ranks if report.generation == generation else ():
-            compute, data = process.compute_seconds, process.data_seconds
-            if compute is None or not _is_time(compute) or not 0 <= process.rank < world_size:
-                continue
-            waits = {name: seconds for name, seconds in process.waits.items() if _is_time(seconds)}
-            found.append(RankTimes(process.rank, compute, data if data is not None and _is_time(data) else 0.0, waits))
-    return found
 
 
 def step_limit(times: list[RankTimes], layout: Layout, step_seconds: float) -> StepLimit | None:
@@ -78,7 +49,7 @@ def _data(times: list[RankTimes], step: float) -> StepLimit | None:
 def _slow_rank(times: list[RankTimes], layout: Layout, step: float) -> StepLimit | None:
     """By how much the slowest rank of a stage computes longer than its peers."""
     worst: tuple[float, int] = (0.0, -1)
-    for stage in _by_stage(times, layout).values():
+    for stage in by_stage(times, layout).values():
         slowest = max(stage, key=lambda entry: entry.compute)
         peers = [entry.compute for entry in stage if entry is not slowest]
         if peers:
@@ -107,20 +78,9 @@ def _pipeline(times: list[RankTimes], layout: Layout, step: float) -> StepLimit 
     share = fmean(entry.waits.get(_PIPELINE, 0.0) + entry.waits.get(_JOB, 0.0) for entry in times) / step
     if layout.pipeline == 1 or share < PIPELINE_SHARE:
         return None
-    stages = _by_stage(times, layout)
+    stages = by_stage(times, layout)
     longest = max(stages, key=lambda stage: median(entry.compute for entry in stages[stage]))
     return StepLimit(kind=LimitKind.PIPELINE, percent=_percent(share), stage=longest)
-
-
-def _by_stage(times: list[RankTimes], layout: Layout) -> dict[int, list[RankTimes]]:
-    stages: dict[int, list[RankTimes]] = defaultdict(list)
-    for entry in times:
-        stages[layout.coordinates(entry.rank).pipeline].append(entry)
-    return stages
-
-
-def _is_time(seconds: float) -> bool:
-    return 0 <= seconds <= LONGEST_SECONDS
 
 
 def _percent(share: float) -> int:
