@@ -196,7 +196,7 @@ def ladder(setting: Setting, spares: int) -> list[tuple[str, str, Policy]]:
     last = replace(last, memory=True)
     rungs.append(("copies of the state in memory", "", last))
     last = replace(last, in_memory=True)
-    rungs.append(("ranks that survive keep their state", "", last))
+    rungs.append(("ranks that survive keep their state", "recovery.inMemory: true", last))
     if setting.units > 1:
         last = replace(last, continues=True)
         rungs.append(("other replicas continue at once", "", last))
