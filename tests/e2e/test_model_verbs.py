@@ -77,7 +77,7 @@ async def test_generate_and_export_find_checkpoint_base_and_tokenizer(stage, tmp
     assert (out / "tokenizer.json").read_bytes() == bpe_file.read_bytes()
     assert "`" in (await run(stage, "export", "tuned", "-d", str(out), code=2)).err  # not empty
     kept = await run(stage, "export", "tuned", "--on-claim", "exported/bf16", "--dtype", "bf16", "--step", "6")
-    assert "in exported/bf16 on claim tuned; tokenizer in tokenizer.json" in kept.out
+    assert "in exported/bf16 on the claim `tuned`; tokenizer in tokenizer.json" in kept.out
     on_claim = await directory(stage, "tuned") / "exported" / "bf16"
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         assert (on_claim / name).read_bytes() == (out / name).read_bytes(), name
