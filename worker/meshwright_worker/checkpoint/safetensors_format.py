@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,14 @@ DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BLOCK = 8 * 1024 * 1024
+
+
+class TensorHeader(NamedTuple):
+    """What a file says about a tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
 
 
 class Writable(Protocol):
@@ -82,20 +90,25 @@ def write_tensors_to(
     Returns:
         Where each tensor's bytes begin in the file; the file's size; its CRC-32.
     """
+    encoded, starts = header_of([TensorHeader(name, x.dtype, x.shape) for name, x in tensors.items()], metadata)
+    file.write(encoded)
+    for tensor in tensors.values():
+        file.write(_tensor_bytes(tensor))
+    return dict(zip(tensors, starts, strict=True)), file.size, file.checksum
+
+
+def header_of(tensors: Sequence[TensorHeader], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
+    """Everything in front of the first tensor's bytes, and where each tensor's bytes begin in the file."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
+    offsets, end = [], 0
+    for name, dtype, shape in tensors:
+        offsets.append(end)
+        end += shape.numel() * dtype.itemsize
+        header[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [offsets[-1], end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    starts: dict[str, int] = {}
-    file.write(len(encoded).to_bytes(8, "little") + encoded)
-    for name, tensor in tensors.items():
-        starts[name] = file.size
-        file.write(_tensor_bytes(tensor))
-    return starts, file.size, file.checksum
+    content = len(encoded).to_bytes(8, "little") + encoded
+    return content, [len(content) + offset for offset in offsets]
 
 
 def map_tensor(path: Path, offset: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
