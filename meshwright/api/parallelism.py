@@ -123,8 +123,7 @@ class ParallelismSpec(ApiModel):
     needs `sequence: true` and no `training.fp8`."""
     expert_dispatch: ExpertDispatch | None = None
     """How tokens get to their experts. Experimental, except for the default `PerExpert`. `Padded`: rows for the full
-    `capacityFactor`, so that the host does not wait for sizes. `OncePerNode`: a token crosses the network once per node.
-    """
+    capacity, so that the host does not wait for sizes. `OncePerNode`: a token crosses the network once per node."""
     tensor_overlap: bool = False
     """Asynchronous tensor parallelism (ASPLOS 2023, 10.1145/3567955.3567959): the collectives of `sequence` are split
     into sends between neighbors, which run during the adjacent matrix products. Needs `tensor` of at least 2,

@@ -23,6 +23,7 @@ from tests.distributed.cases import Trained, trained
 from tests.distributed.configs import small_run
 from tests.distributed.moe_models import MIXTURES
 from tests.distributed.rank_pool import RankFailedError, RankPool
+from tests.tiers import mostly_long
 
 RANKS, HIDDEN, LENGTH, ROWS = 8, 512, 128, 4
 FP32 = 4
@@ -72,7 +73,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", mostly_long(LAYOUTS, {"one rank", "experts on 2, tensor 2"}.__contains__))
 def test_rows_for_full_capacity_give_the_same_results(pool: RankPool, name: str) -> None:
     layout = {"mixture": "ST-MoE", "precision": Precision.FP64, **LAYOUTS[name]}
     ranks = small_run(**layout).layout.world_size
@@ -84,18 +85,17 @@ def test_rows_for_full_capacity_give_the_same_results(pool: RankPool, name: str)
     assert_equal_results(got, want, 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("ranks_per_node", "layout"),
-    [
-        (2, {"mixture": "DeepSeek-V3", "data": 4, "expert": 4}),
-        (1, {"mixture": "DeepSeek-V2", "data": 4, "expert": 4}),
-        (2, {"mixture": "Mixtral", "data": 4, "expert": 4, "zero": 3}),
-        (4, {"mixture": "DeepSeek-V2", "data": 4, "expert": 4, "tensor": 2}),
-        (2, {"mixture": "ST-MoE", "data": 4, "expert": 4}),
-        (4, {"mixture": "Mixtral", "data": 4, "expert": 4}),
-    ],
-    ids=str,
-)
+NODES: list[tuple[int, dict[str, Any]]] = [
+    (2, {"mixture": "DeepSeek-V3", "data": 4, "expert": 4}),
+    (1, {"mixture": "DeepSeek-V2", "data": 4, "expert": 4}),
+    (2, {"mixture": "Mixtral", "data": 4, "expert": 4, "zero": 3}),
+    (4, {"mixture": "DeepSeek-V2", "data": 4, "expert": 4, "tensor": 2}),
+    (2, {"mixture": "ST-MoE", "data": 4, "expert": 4}),
+    (4, {"mixture": "Mixtral", "data": 4, "expert": 4}),
+]
+
+
+@pytest.mark.parametrize(("ranks_per_node", "layout"), mostly_long(NODES, lambda case: case is NODES[0]), ids=str)
 def test_one_copy_for_each_node_gives_the_same_results(
     pool: RankPool, ranks_per_node: int, layout: dict[str, Any]
 ) -> None:
@@ -162,7 +162,10 @@ def _watched(mixture: MixtureOfExperts, x: torch.Tensor, node: int, ranks_per_no
     return totals[0], totals[1]
 
 
-@pytest.mark.parametrize(("nodes", "mixture"), [(2, "32 experts"), (4, "32 experts"), (4, "32 experts in groups")])
+CROSSINGS = [(2, "32 experts"), (4, "32 experts"), (4, "32 experts in groups")]
+
+
+@pytest.mark.parametrize(("nodes", "mixture"), mostly_long(CROSSINGS, lambda case: case is CROSSINGS[1]))
 def test_a_token_crosses_the_network_once_for_each_node(pool: RankPool, nodes: int, mixture: str) -> None:
     """DeepSeek-V3, arXiv 2412.19437, section 3.2.2: out and back, forward and backward."""
     layout = {"data": RANKS, "expert": RANKS, "mixture": mixture, "layers": 1, "hidden_size": HIDDEN, "batch": RANKS}

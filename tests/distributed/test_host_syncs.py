@@ -17,6 +17,7 @@ from tests.distributed.cases import samples_of
 from tests.distributed.configs import small_run
 from tests.distributed.host_syncs import host_syncs, without_fallback
 from tests.distributed.rank_pool import RankPool
+from tests.tiers import mostly_long
 
 PADDED = {"parallelism": {"expert_dispatch": ExpertDispatch.PADDED}}
 BF16 = {"precision": Precision.BF16}
@@ -61,7 +62,10 @@ def waits_of_a_step(task: RankTask) -> list[str]:
         return without_fallback(sites)
 
 
-@pytest.mark.parametrize("name", RUNS)
+OFTEN = {"dense", "dense, ZeRO-3 on 2", "fp8", "capacity", "capacity, experts on 2"}
+
+
+@pytest.mark.parametrize("name", mostly_long(RUNS, OFTEN.__contains__))
 def test_the_host_waits_once_in_a_step(pool: RankPool, name: str) -> None:
     for sites in pool.run(waits_of_a_step, small_run(**RUNS[name])):
         assert len(sites) == 1, sites
