@@ -2,7 +2,7 @@
 
 One cluster and one operator for all runs. Each run is a new job; it ends some steps after its last fault. The times of
 a recovery are measured from outside, by the clock of this process: from the injection until the job's status says that
-a new generation forms, and from there until all its ranks train.
+a new generation forms, and from there until rank 0 has completed a step of it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from benchmarks._recovery_job import (
     Job,
     child_processes,
     control_socket,
+    first_step_after,
     manifest,
     setup,
 )
@@ -143,6 +144,7 @@ async def one_run(job: InjectedJob, seed: int, mean_seconds: float) -> InjectedR
     """One run with its faults."""
     draw = random.Random(seed)
     generation, created = await job.begin()
+    await first_step_after(job, time.monotonic())
     run = InjectedRun(seed, time.time() - created)
     for _ in range(FAULTS_OF_A_RUN):
         kind = draw.choices(list(KINDS), [0.45, 0.15, 0.25, 0.15])[0]
@@ -151,7 +153,8 @@ async def one_run(job: InjectedJob, seed: int, mean_seconds: float) -> InjectedR
         await KINDS[kind](job)
         seen = await job.trains(generation)
         generation = int(seen["generation"])
-        run.faults.append(Fault(kind, at, seen["detected"] - began, seen["trains"] - seen["detected"]))
+        stepped = await first_step_after(job, seen["trains"])
+        run.faults.append(Fault(kind, at, seen["detected"] - began, stepped - seen["detected"]))
         print(f"seed {seed}: {kind} after {at:.1f} s, {run.faults[-1]}", file=sys.stderr, flush=True)
     status = await job.steps_after(2 * SAVE_EVERY)
     ledger = status["goodput"]
@@ -173,9 +176,11 @@ async def injected_runs(seeds: list[int], mean_seconds: float, done: Callable[[I
                 options = ["--lease-seconds", str(LEASE_SECONDS)]
                 await setup.start_operator(programs, directory, kubeconfig, setup.Ports(), options)
                 job = InjectedJob(client, directory, "Replace")
+                steps = asyncio.create_task(job.watch_steps())
                 for seed in seeds:
                     run = await one_run(job, seed, mean_seconds)
                     if run.disturbed:
                         print(f"seed {seed}: {run.restarts} restarts, left out", file=sys.stderr, flush=True)
                     else:
                         done(run)
+                steps.cancel()
