@@ -85,6 +85,8 @@ class Job:
         self.control = directory / "cluster"
         self.changes: list[float] = []
         """Moments (monotonic seconds) at which another step of rank 0 was observed."""
+        self.observed: list[float] = []
+        """The steps that were observed then."""
 
     async def start(self) -> int:
         """Apply the job and wait until it trains; its mesh generation."""
@@ -155,6 +157,7 @@ class Job:
                 if step is not None and step != last:
                     last = step
                     self.changes.append(time.monotonic())
+                    self.observed.append(step)
                 await asyncio.sleep(0.1)
 
     async def first_address(self) -> str:
