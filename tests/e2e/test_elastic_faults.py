@@ -63,7 +63,7 @@ def in_memory(directory: Path) -> dict[str, Any]:
     """Ranks keep their state where they can, and checkpoints are on the claim and in a store, at other intervals."""
     return {
         "recovery": {"inMemory": True},
-        "checkpoint": {"everySteps": 300, "uri": f"file://{directory}/store", "store": {"everySteps": 100}},
+        "checkpoint": {"everySteps": 100, "uri": f"file://{directory}/store", "store": {"everySteps": 300}},
     }
 
 
