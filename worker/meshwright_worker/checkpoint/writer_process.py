@@ -12,6 +12,7 @@ Each message has its length in front.
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import logging
 import os
@@ -101,7 +102,7 @@ class WriterProcess:
         _Pickler(content, memory.segments).dump(request)
         try:
             _send(self._channel, content.getvalue(), [segment.descriptor for segment in new])
-            self._sent |= {segment.number for segment in new}
+            self._sent = set(in_use)  # the process forgets the others
             answer, _ = _receive(self._channel)
         except (OSError, EOFError):
             code = self._end()
@@ -114,7 +115,7 @@ class WriterProcess:
         """Let the process unmap the memory of an earlier generation, unless it still writes from there."""
         if self._lock.acquire(blocking=False):
             try:
-                if self._sent:
+                if self._alive and self._sent:
                     self._answer(SharedMemory(), _nothing, (), {})
             finally:
                 self._lock.release()
@@ -177,9 +178,10 @@ def executor_of_this_process() -> Executor:
 
 def _serve(channel: socket.socket) -> NoReturn:
     """Serve requests until the rank closes its end."""
+    # Fatal signals would be reported to a descriptor of the rank.
+    faulthandler.disable()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     # A fork has none of the threads that torch's parallel loops would wait for.
     torch.set_num_threads(1)
     segments: dict[int, Segment] = {}
