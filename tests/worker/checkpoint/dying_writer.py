@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 
 class Units:
     """What the process has written so far; kills it at `limit`."""
@@ -94,6 +96,8 @@ def save_and_die(save: Callable[[], None], limit: int, count: Callable[[Units], 
         code = 1
         try:
             units = Units(limit)
+            # A fork has none of the threads that torch's parallel loops would wait for.
+            torch.set_num_threads(1)
             count(units)
             save()
             os.write(write, str(units.count).encode())
