@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.api.precision import Precision
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.events import RankExited
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
@@ -70,6 +71,16 @@ async def disturbed(gang: Gang, points: list[tuple[int, str]], dice: random.Rand
         pytest.param({"data": 2, "pipeline": 2}, id="pipeline"),
         pytest.param({"data": 4, "zero": 3, "replicas": {"shard_size": 2}}, id="hsdp"),
         pytest.param({"data": 4, "zero": 1, "replicas": {"shard_size": 2}}, id="flat"),
+        pytest.param(
+            {
+                "data": 4,
+                "zero": 1,
+                "replicas": {"shard_size": 2, "strategy": "ZeRO", "bucket_elements": 4000},
+                "precision": Precision.BF16,
+                "training": {"sharded_masters": {}},
+            },
+            id="sharded masters",
+        ),
     ],
 )
 async def test_kills_at_every_point_of_a_step_change_no_bit(
