@@ -127,6 +127,7 @@ def document(observed: Observed, mesh: MeshStatus, failure: FailureStatus | None
         numa_binding=None if observed.spec.preflight is None or observed.spec.preflight.numa_binding else False,
         environment=dict(observed.plan.environment) or None,
         in_memory=bool(mesh.in_memory) or None,
+        node_check=mesh.node_check or None,
         memory=_memory(mesh),
     )
 
