@@ -46,11 +46,16 @@ def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> d
     }
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-def test_fp32_gradients_give_the_bits_of_zero_3(pool: RankPool, zero: int) -> None:
+ADAPTERS = {"lora": {"rank": 3, "targets": ["Query", "Gate"]}}
+
+
+@pytest.mark.parametrize(
+    ("zero", "training"), [(1, {}), (2, {}), pytest.param(1, ADAPTERS, marks=pytest.mark.long, id="1-adapters")]
+)
+def test_fp32_gradients_give_the_bits_of_zero_3(pool: RankPool, zero: int, training: dict[str, Any]) -> None:
     """FSDP has fp32 masters of own rows too, and gathers bf16 parameters layer by layer."""
-    ours = train(pool, masters(zero, "fp32", data=2))
-    theirs = train(pool, small_run(data=2, zero=3, precision=Precision.BF16))
+    ours = train(pool, masters(zero, "fp32", data=2, training=training))
+    theirs = train(pool, small_run(data=2, zero=3, precision=Precision.BF16, training=training))
     # Stage 2 sums over replicas before it sums over micro-batches, so its sums are rounded otherwise.
     if zero == 1:
         assert different(ours.parameters, theirs.parameters) == {}
