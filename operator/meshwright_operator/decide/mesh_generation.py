@@ -11,7 +11,14 @@ from collections.abc import Mapping
 
 from meshwright.addresses import join_host_port, split_host_port
 from meshwright.api.status import FailureStatus, MeshStatus, parse_ranks
-from meshwright.protocol.messages import MAX_GENERATION, MemoryRecovery, MeshDocument, MeshMember, WorkerReport
+from meshwright.protocol.messages import (
+    MAX_GENERATION,
+    FailureHistory,
+    MemoryRecovery,
+    MeshDocument,
+    MeshMember,
+    WorkerReport,
+)
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.timestamps import format_time
 
@@ -89,10 +96,16 @@ def next_generation(observed: Observed, cause: str, failures: int) -> MeshStatus
     )
 
 
-def document(observed: Observed, mesh: MeshStatus, failure: FailureStatus | None = None) -> MeshDocument | None:
+def document(
+    observed: Observed,
+    mesh: MeshStatus,
+    failure: FailureStatus | None = None,
+    history: FailureHistory | None = None,
+) -> MeshDocument | None:
     """The document of the current generation, from the persisted status and the pods' addresses.
 
-    `failure` is the latest one in the status: it may be why this generation was formed.
+    `failure` is the latest one in the status: it may be why this generation was formed. `history` has all of them, if
+    ranks need it.
 
     None while there is no current generation, or if a pod or its address is not known.
     """
@@ -128,6 +141,7 @@ def document(observed: Observed, mesh: MeshStatus, failure: FailureStatus | None
         environment=dict(observed.plan.environment) or None,
         in_memory=bool(mesh.in_memory) or None,
         memory=_memory(mesh),
+        history=history,
     )
 
 

@@ -117,6 +117,7 @@ def rank_task(
         checkpoint_uri=settings.checkpoint_uri,
         data_dir=settings.data_dir,
         in_memory=bool(document.in_memory),
+        history=document.history,
         memory=document.memory,
     )
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from meshwright.api.checkpoint import Retention
 from meshwright_worker.checkpoint.errors import CheckpointError
 from meshwright_worker.checkpoint.files import LocalFiles
 from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest, FileRecord, encode_manifest
+from meshwright_worker.checkpoint.retention import removable
 from meshwright_worker.checkpoint.safetensors_format import write_tensors
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
@@ -107,14 +110,24 @@ class CheckpointDirectory:
         _sync_directory(self.root)
         return final
 
-    def retain(self, keep: int) -> None:
-        """Remove all complete checkpoints except the newest `keep`, and all replaced or damaged ones.
+    def saved_at(self, step: int) -> float | None:
+        """See `CheckpointStore.saved_at`."""
+        try:
+            return (self.path(step) / MANIFEST).stat().st_mtime
+        except FileNotFoundError:
+            return None
 
-        Call it after a commit: until a newer checkpoint exists, users may want to inspect a damaged one.
+    def retain(self, retention: Retention) -> None:
+        """See `CheckpointStore.retain`. Call it after a commit: until a newer checkpoint exists, users may want to
+        inspect a damaged one.
         """
-        for step in self.steps()[keep:]:
+        for step in removable(self.steps(), retention, time.time(), self.saved_at):
             self._hide(self.path(step), _RETIRED)
         self._remove_hidden(_RETIRED, _REPLACED, _DAMAGED)
+
+    def discard(self, step: int) -> None:
+        """See `CheckpointStore.discard`."""
+        shutil.rmtree(self.temporary(step), ignore_errors=True)
 
     def remove_newer(self, step: int) -> None:
         """Remove the complete checkpoints of later steps, the latest first."""

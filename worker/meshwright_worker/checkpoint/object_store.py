@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from meshwright.api.checkpoint import Retention
 from meshwright_worker.checkpoint.errors import CheckpointError
 from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest, FileRecord, encode_manifest
+from meshwright_worker.checkpoint.retention import removable
 from meshwright_worker.checkpoint.retry import RetryPolicy, retry
 from meshwright_worker.checkpoint.safetensors_format import ChecksummedFile, write_tensors_to
 
@@ -182,16 +185,38 @@ class ObjectDirectory:
         """See `CheckpointStore.commit`."""
         self.sink(manifest.state.step).write(MANIFEST, encode_manifest(manifest))
 
-    def retain(self, keep: int) -> None:
+    def saved_at(self, step: int) -> float | None:
+        """See `CheckpointStore.saved_at`."""
+        name = self._complete().get(step)
+        return self._saved_at(name) if name is not None else None
+
+    def _saved_at(self, name: str) -> float | None:
+        def modified() -> float | None:
+            try:
+                moment = self._filesystem.modified(f"{self._path}/{name}/{MANIFEST}")
+            except (NotImplementedError, FileNotFoundError):
+                return None
+            return float(moment.timestamp())
+
+        found: float | None = retry(modified, f"{self._uri}/{name} cannot be listed", self._policy)
+        return found
+
+    def retain(self, retention: Retention) -> None:
         """See `CheckpointStore.retain`."""
         complete = self._complete()
-        retained = {complete[step] for step in sorted(complete, reverse=True)[:keep]}
+        removed = removable(complete, retention, time.time(), lambda step: self._saved_at(complete[step]))
+        retained = {name for step, name in complete.items() if step not in removed}
         newest = max(complete, default=-1)
         for name in self._names():
             match = _CHECKPOINT.fullmatch(name)
             # A later step that is not complete is being written.
             if match and name not in retained and int(match[1]) <= newest:
                 self._remove(name)
+
+    def discard(self, step: int) -> None:
+        """See `CheckpointStore.discard`. What cannot be removed now is removed at the next start."""
+        with contextlib.suppress(OSError):
+            self._remove(self._name(step), RetryPolicy(attempts=1))
 
     def remove_newer(self, step: int) -> None:
         """See `CheckpointStore.remove_newer`."""
@@ -255,7 +280,7 @@ class ObjectDirectory:
         found: bool = retry(exists, f"{self._uri}/{name} cannot be listed", self._policy)
         return found
 
-    def _remove(self, name: str) -> None:
+    def _remove(self, name: str, policy: RetryPolicy | None = None) -> None:
         def remove() -> None:
             self._filesystem.invalidate_cache()
             path = f"{self._path}/{name}"
@@ -264,4 +289,4 @@ class ObjectDirectory:
             with contextlib.suppress(FileNotFoundError):
                 self._filesystem.rm(path, recursive=True)
 
-        retry(remove, f"{self._uri}/{name} cannot be removed", self._policy)
+        retry(remove, f"{self._uri}/{name} cannot be removed", policy or self._policy)

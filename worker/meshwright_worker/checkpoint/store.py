@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from meshwright.api.checkpoint import Encryption, StoreSpec
+from meshwright.api.checkpoint import Encryption, Interval, Retention, StoreSpec
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointStoreError
 from meshwright_worker.checkpoint.files import CheckpointFiles
@@ -43,10 +43,10 @@ class Tier:
     """A store, and which checkpoints of the job it gets."""
 
     store: CheckpointStore
-    keep: int
-    """Number of complete checkpoints to retain."""
-    every_steps: int = 1
-    """Steps between its checkpoints."""
+    retention: Retention
+    """Which complete checkpoints stay."""
+    interval: Interval = Interval(steps=1)
+    """How often it gets one."""
 
 
 class CheckpointStore(Protocol):
@@ -80,8 +80,14 @@ class CheckpointStore(Protocol):
     def commit(self, manifest: BaseManifest) -> object:
         """Complete the checkpoint of the manifest's step, all of whose files are written."""
 
-    def retain(self, keep: int) -> None:
-        """Remove all complete checkpoints except the newest `keep`, and all replaced or damaged ones."""
+    def saved_at(self, step: int) -> float | None:
+        """When the complete checkpoint of a step was saved, in seconds since 1970. None if the store does not know."""
+
+    def retain(self, retention: Retention) -> None:
+        """Remove all complete checkpoints that nothing retains, and all replaced or damaged ones."""
+
+    def discard(self, step: int) -> None:
+        """Remove what a failed save has written of a checkpoint. Does not fail."""
 
     def remove_newer(self, step: int) -> None:
         """Remove all complete checkpoints of later steps than this one."""

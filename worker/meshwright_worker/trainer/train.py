@@ -140,6 +140,8 @@ def train_on_mesh(
         state = _load(run, trainer, mesh, manager, memory)
         trainer.on_parameters_loaded(state.step)
     trainer.restore_state(state)
+    if manager is not None:
+        manager.resumed(state.step)
     warm_up(run, mesh)
     if memory is not None and isinstance(trainer, Trainer):
         memory.begin(trainer, state)
