@@ -20,8 +20,8 @@ CHECKPOINT_HEALTHY = "CheckpointHealthy"
 ALL = (READY, RECONCILING, STALLED, PLACED, COMPLETE, FAILED, SUSPENDED)
 """The conditions of every job."""
 KNOWN = (*ALL, RESCALING, PREFLIGHT_PASSED, CHECKPOINT_HEALTHY)
-"""All conditions. Only elastic jobs have `Rescaling`, jobs whose workers check their pods `PreflightPassed`, and jobs of
-which a checkpoint was not saved `CheckpointHealthy`."""
+"""All conditions. Only elastic jobs have `Rescaling`, jobs whose workers check their pods `PreflightPassed`, and those
+of which a checkpoint was not saved `CheckpointHealthy`."""
 
 
 def find(conditions: Sequence[Condition], kind: str) -> Condition | None:

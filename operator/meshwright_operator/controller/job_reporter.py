@@ -191,8 +191,8 @@ class JobReporter:
 
 
 def _checkpoint_steps(decision: Decision, progress: Progress | None) -> int | None:
-    """Steps between the job's checkpoints. None if an interval in time is not known yet, and for a user's command, which
-    saves when it likes.
+    """Steps between the job's checkpoints. None if an interval in time is not known yet, and for a user's command,
+    which saves when it likes.
     """
     checkpoint = decision.observed.spec.checkpoint
     if checkpoint is None or decision.observed.spec.runtime.command:

@@ -140,6 +140,7 @@ def document(
         numa_binding=None if observed.spec.preflight is None or observed.spec.preflight.numa_binding else False,
         environment=dict(observed.plan.environment) or None,
         in_memory=bool(mesh.in_memory) or None,
+        node_check=mesh.node_check or None,
         memory=_memory(mesh),
         history=history,
     )

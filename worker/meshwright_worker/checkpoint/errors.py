@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written."""
+
+
+class FailedSaveError(CheckpointError):
+    """Some ranks could not write their part."""
+
+    def __init__(self, failures: Mapping[int, BaseException]) -> None:
+        super().__init__(failures)
+        self.failures = failures
+        """The error of each of these ranks."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -34,11 +44,9 @@ class CheckpointStoreError(OSError):
 
 
 def causes_of(error: BaseException) -> list[tuple[str, BaseException]]:
-    """What failed on which rank: a prefix such as `rank 3: `, and the error. torch's `CheckpointException` has the
-    errors of all ranks.
-    """
-    failures: dict[int, tuple[BaseException, object]] = getattr(error, "failures", None) or {}
-    return [(f"rank {rank}: ", cause) for rank, (cause, _) in sorted(failures.items())] or [("", error)]
+    """What failed on which rank: a prefix such as `rank 3: `, and the error."""
+    failures = error.failures if isinstance(error, FailedSaveError) else {}
+    return [(f"rank {rank}: ", cause) for rank, cause in sorted(failures.items())] or [("", error)]
 
 
 def is_storage_failure(error: BaseException) -> bool:
@@ -47,7 +55,7 @@ def is_storage_failure(error: BaseException) -> bool:
 
 
 def describe_failed_save(error: BaseException) -> str:
-    """What failed on which rank, without stacks, and the fix if the volume is full or read-only."""
+    """What failed on which rank, and the fix if the volume is full or read-only."""
     causes = causes_of(error)
     where, first = causes[0]
     text = f"{where}{type(first).__name__}: {first}"

@@ -57,6 +57,8 @@ class RankTask(Generic[RunT_co]):
     """Whether the process holds its state when the generation is interrupted. The store is then not rank 0's."""
     history: FailureHistory | None = None
     """The job's failures so far. None from an operator before 0.2."""
+    node_check: bool = False
+    """Whether the ranks check their nodes before they meet."""
     memory: MemoryRecovery | None = None
     """How the generation goes on from states that ranks hold. None if it starts from the latest checkpoint."""
 
