@@ -11,13 +11,14 @@ import contextlib
 import re
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from meshwright.api.checkpoint import Retention
+from meshwright_worker.checkpoint.directory import DAMAGED, INCOMPLETE
 from meshwright_worker.checkpoint.errors import CheckpointError
 from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest, FileRecord, encode_manifest
 from meshwright_worker.checkpoint.retention import removable
@@ -106,6 +107,18 @@ class ObjectSink:
         starts, size, crc = retry(upload, f"{self._uri}/{name} cannot be written", self._policy)
         return starts, FileRecord(size=size, crc32=crc)
 
+    def copy(self, name: str, parts: Callable[[], Iterable[bytes]]) -> FileRecord:
+        """See `CheckpointSink.copy`."""
+
+        def upload() -> FileRecord:
+            with self._upload(name) as file:
+                for part in parts():
+                    file.write(part)
+            return FileRecord(size=file.size, crc32=file.checksum)
+
+        copied: FileRecord = retry(upload, f"{self._uri}/{name} cannot be written", self._policy)
+        return copied
+
     def write(self, name: str, content: bytes) -> FileRecord:
         """See `CheckpointSink.write`."""
         path = f"{self._path}/{name}"
@@ -174,6 +187,10 @@ class ObjectDirectory:
                 f"{self._uri} has checkpoints of later steps than {step}, up to {newer_steps[0]}: load the newest "
                 "before training, or save to an empty prefix"
             )
+        self.make_place(step)
+
+    def make_place(self, step: int) -> None:
+        """See `CheckpointStore.make_place`."""
         self._remove(self._name(step))
 
     def sink(self, step: int) -> ObjectSink:
@@ -183,7 +200,21 @@ class ObjectDirectory:
 
     def commit(self, manifest: BaseManifest) -> None:
         """See `CheckpointStore.commit`."""
-        self.sink(manifest.state.step).write(MANIFEST, encode_manifest(manifest))
+        self.complete(manifest.state.step, encode_manifest(manifest), manifest.files)
+
+    def complete(self, step: int, manifest: bytes, files: Iterable[str]) -> None:
+        """See `CheckpointStore.complete`."""
+        self.sink(step).write(MANIFEST, manifest)
+
+    def unfinished(self) -> dict[int, str]:
+        """See `CheckpointStore.unfinished`."""
+        complete = self._complete()
+        names = [(match, name) for name in self._names() if (match := _CHECKPOINT.fullmatch(name))]
+        return {
+            int(match[1]): DAMAGED if self._exists(name, _DAMAGED) else INCOMPLETE
+            for match, name in names
+            if int(match[1]) not in complete
+        }
 
     def saved_at(self, step: int) -> float | None:
         """See `CheckpointStore.saved_at`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,6 +36,9 @@ class CheckpointSink(Protocol):
 
     def write(self, name: str, content: bytes) -> FileRecord:
         """Write a file."""
+
+    def copy(self, name: str, parts: Callable[[], Iterable[bytes]]) -> FileRecord:
+        """Write a file in parts. `parts` is called again for another attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +77,20 @@ class CheckpointStore(Protocol):
             CheckpointError: there are checkpoints of later steps, so `retain` would remove this one first.
         """
 
+    def make_place(self, step: int) -> object:
+        """`prepare`, whatever checkpoints there are."""
+
     def sink(self, step: int) -> CheckpointSink:
         """Writes the files of the checkpoint of a step, until it is committed."""
 
     def commit(self, manifest: BaseManifest) -> object:
         """Complete the checkpoint of the manifest's step, all of whose files are written."""
+
+    def complete(self, step: int, manifest: bytes, files: Iterable[str]) -> object:
+        """`commit` with a manifest that another checkpoint has, and the names of its files."""
+
+    def unfinished(self) -> dict[int, str]:
+        """Step -> `incomplete` or `damaged`, of checkpoints that no reader uses."""
 
     def saved_at(self, step: int) -> float | None:
         """When the complete checkpoint of a step was saved, in seconds since 1970. None if the store does not know."""
