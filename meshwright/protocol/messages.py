@@ -196,6 +196,9 @@ class MeshDocument(OpenMessage):
     agents have reported `RankProcess.held`."""
     history: FailureHistory | None = None
     """The job's failures so far, if its checkpoints need them. Agents before 0.2 ignore it."""
+    image: Annotated[str, Field(max_length=1024)] | None = None
+    """The image of rank 0 with its digest, for the record in checkpoints. None if the kubelet has not reported it.
+    Agents before 0.2 ignore it."""
 
 
 class AgentState(StrEnum):

@@ -1,4 +1,6 @@
-"""List, verify and copy checkpoints in directories and object stores. Prints one JSON object for each.
+"""List, verify and copy checkpoints in directories and object stores, and say where they come from.
+
+Prints one JSON object for each.
 
 Run as `python -m meshwright_worker.checkpoints list --at DIR`.
 """
@@ -19,7 +21,7 @@ from meshwright_worker.checkpoint.errors import CheckpointError
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m meshwright_worker.checkpoints", description=__doc__)
-    parser.add_argument("action", choices=("list", "verify", "copy"), help="What to do.")
+    parser.add_argument("action", choices=("list", "verify", "copy", "lineage"), help="What to do.")
     parser.add_argument(
         "--at", action="append", required=True, help="A checkpoint, or a directory or URI of checkpoints."
     )
@@ -40,9 +42,12 @@ def _entries(arguments: argparse.Namespace) -> Iterable[Any]:
     places = list(dict.fromkeys(place if "://" in place else place.rstrip("/") or "/" for place in arguments.at))
     if arguments.action == "copy":
         return [inspection.copied(places, arguments.step, arguments.to)]
+    if arguments.action == "lineage":
+        found = [inspection.lineage(place, arguments.step) for place in _existing(places)]
+        return sorted(found, key=lambda entry: -(entry.step or 0))[:1]
     if arguments.action == "list":
-        found = [entry for place in _existing(places) for entry in inspection.listed(place)]
-        return [entry for entry in found if arguments.step in (None, entry.step)]
+        entries = [entry for place in _existing(places) for entry in inspection.listed(place)]
+        return [entry for entry in entries if arguments.step in (None, entry.step)]
     return (entry for place in _existing(places) for entry in inspection.verified(place, arguments.step))
 
 

@@ -6,7 +6,7 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 _THOUSAND = 1000
 
 
-def _source(function: Callable[..., Any]) -> Callable[..., Any]:
+def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The argument and options of commands that read checkpoints, as a function that runs an action on them."""
 
     @click.argument("source", metavar="JOB|DIRECTORY|URI", shell_complete=complete_jobs)
@@ -46,7 +46,7 @@ def _source(function: Callable[..., Any]) -> Callable[..., Any]:
     @cluster_options
     @functools.wraps(function)
     def with_source(source: str, step: int | None, timeout: float, access: Access, **more: Any) -> Any:
-        def inspect(action: str, target: str | None = None) -> list[dict[str, Any]]:
+        def inspect(action: str, target: str | None = None) -> Sequence[dict[str, Any]]:
             if is_directory(source):
                 return _here(checkpoints_command(action, [source], step, target))
             options = PodOptions(start_seconds=timeout)
@@ -61,12 +61,12 @@ def _source(function: Callable[..., Any]) -> Callable[..., Any]:
     return with_source
 
 
-Inspect = Callable[..., list[dict[str, Any]]]
+Inspect = Callable[..., Sequence[dict[str, Any]]]
 """Runs an action, and returns what was found of each checkpoint."""
 
 
 @click.command("list", epilog="Next: meshwright checkpoint verify JOB.")
-@_source
+@source_options
 @click.option("-o", "--output", type=click.Choice(["json"]), help="Output format. Defaults to text for people.")
 def list_checkpoints(inspect: Inspect, output: str | None) -> None:
     """List the checkpoints of a job, a directory or an object store.
@@ -77,7 +77,7 @@ def list_checkpoints(inspect: Inspect, output: str | None) -> None:
     """
     found = inspect("list")
     if output is not None:
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps([*found], indent=2))
         return
     if not found:
         click.echo("no checkpoints")
@@ -94,7 +94,7 @@ def list_checkpoints(inspect: Inspect, output: str | None) -> None:
 
 
 @click.command(epilog="Next: meshwright checkpoint copy JOB TARGET.")
-@_source
+@source_options
 def verify(inspect: Inspect) -> None:
     """Read every byte of checkpoints, and compare sizes and checksums.
 
@@ -113,7 +113,7 @@ def verify(inspect: Inspect) -> None:
 
 
 @click.command(epilog="Next: meshwright checkpoint list DIRECTORY.")
-@_source
+@source_options
 @click.argument("target", metavar="DIRECTORY|URI")
 def copy(inspect: Inspect, target: str) -> None:
     """Copy a checkpoint to a directory of this machine, or to an object store.
@@ -127,7 +127,7 @@ def copy(inspect: Inspect, target: str) -> None:
     click.echo(f"copied the checkpoint of step {done['step']:,} to {done['target']} ({size})")
 
 
-def _here(command: list[str]) -> list[dict[str, Any]]:
+def _here(command: list[str]) -> Sequence[dict[str, Any]]:
     """Run the program of the worker package on this machine."""
     check_worker_package()
     done = subprocess.run([sys.executable, *command[1:]], check=False, capture_output=True, text=True)

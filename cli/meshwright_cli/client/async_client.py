@@ -373,7 +373,7 @@ class AsyncClient:
         target: Path | str | None = None,
         options: PodOptions | None = None,
         notify: Notify = _ignore,
-    ) -> list[dict[str, Any]]:
+    ) -> Sequence[dict[str, Any]]:
         """List, verify or copy a job's checkpoints, in a short-lived pod next to them; what was found of each.
 
         Args:

@@ -143,7 +143,15 @@ def document(
         node_check=mesh.node_check or None,
         memory=_memory(mesh),
         history=history,
+        image=_image(observed),
     )
+
+
+def _image(observed: Observed) -> str | None:
+    """The image of rank 0, if checkpoints record it."""
+    first = rank_zero_worker(observed)
+    pod = next((worker.pod for worker in observed.workers if worker.index == first), None)
+    return pod.image or None if pod is not None and observed.spec.checkpoint is not None else None
 
 
 def _memory(mesh: MeshStatus) -> MemoryRecovery | None:

@@ -17,6 +17,7 @@ from meshwright_worker.checkpoint.directory import DAMAGED
 from meshwright_worker.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from meshwright_worker.checkpoint.files import CheckpointFiles, LocalFiles
 from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, check_file
+from meshwright_worker.checkpoint.provenance import EXPORT_RECORD
 from meshwright_worker.checkpoint.store import CheckpointStore, object_files, open_store
 from meshwright_worker.checkpoint.tensor_index import checked_name
 
@@ -65,6 +66,20 @@ class Copied:
     target: str
     files: int
     size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Where a checkpoint or an export comes from."""
+
+    place: str
+    step: int | None
+    digest: int | None
+    """Digest of all samples until then."""
+    provenance: dict[str, Any] | None
+    """Its record; None in those of 0.1.0."""
+    source: str = ""
+    """The checkpoint that was exported."""
 
 
 def found_at(place: str) -> list[tuple[int, CheckpointFiles, float | None]]:
@@ -147,6 +162,24 @@ def copied(places: Sequence[str], step: int | None, target: str) -> Copied:
         except DamagedCheckpointError as error:
             damages.append(str(error))
     raise DamagedCheckpointError("; ".join(damages))
+
+
+def lineage(place: str, step: int | None) -> Lineage:
+    """Where the newest checkpoint of a place, that of a step, or an export comes from.
+
+    Raises:
+        FileNotFoundError: there is no complete checkpoint.
+        DamagedCheckpointError: its manifest is damaged.
+        OSError: it cannot be read.
+    """
+    exported = Path(place) / EXPORT_RECORD
+    if "://" not in place and exported.is_file():
+        record = json.loads(exported.read_text(encoding="utf-8"))
+        step, digest = record.get("step"), record.get("digest")
+        return Lineage(place, step, digest, record.get("provenance"), record.get("path", ""))
+    number, files, _ = _chosen(place, step)[0]
+    manifest = _manifest(files)
+    return Lineage(str(files), number, manifest["state"].get("digest"), manifest.get("provenance"))
 
 
 def _copy(step: int, files: CheckpointFiles, store: CheckpointStore, target: str) -> Copied:

@@ -23,7 +23,8 @@ from meshwright_worker.checkpoint.loader import (
     newest_of_all,
     tensor_names,
 )
-from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState
+from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState, read_manifest
+from meshwright_worker.checkpoint.provenance import continued
 from meshwright_worker.checkpoint.schedule import CheckpointSchedule
 from meshwright_worker.checkpoint.state_dict import checkpoint_tensors, copy_to_duplicates
 from meshwright_worker.checkpoint.store import Tier, open_store
@@ -61,6 +62,7 @@ class CheckpointManager:
         self._durable = -1
         """The newest step that is complete on a tier."""
         self._reported = -1
+        self._loaded: Manifest | None = None
 
     def load(
         self,
@@ -84,6 +86,7 @@ class CheckpointManager:
             return TrainingState()
         store, newest_manifest = newest
         check_same_run(newest_manifest, self._template)
+        self._loaded = newest_manifest
         # The adapters belong to weights that are drawn again as they were at the beginning of the run.
         self._template = self._template.model_copy(update={"weights_in_tiles": newest_manifest.weights_in_tiles})
         path = store.files(newest_manifest.state.step)
@@ -131,8 +134,24 @@ class CheckpointManager:
 
     def resumed(self, step: int) -> None:
         """Training goes on after `step`. Not collective."""
-        if self._mesh.rank == 0:
-            self._schedule.resumed(step)
+        if self._mesh.rank != 0:
+            return
+        self._schedule.resumed(step)
+        own = self._template.provenance
+        if own is not None and step > 0:
+            before = self._loaded or self._newest_manifest()
+            record = continued(before.provenance if before is not None else None, own, step)
+            self._template = self._template.model_copy(update={"provenance": record})
+
+    def _newest_manifest(self) -> Manifest | None:
+        """The manifest of the newest checkpoint, of which nobody has loaded the tensors. None if it cannot be read."""
+        try:
+            found = [(step, tier) for tier in self._tiers for step in tier.store.steps()[:1]]
+            newest = max(found, key=lambda entry: entry[0], default=None)
+            return read_manifest(newest[1].store.files(newest[0])) if newest is not None else None
+        except (OSError, ValueError) as error:
+            log.warning("the record of the newest checkpoint cannot be read: %s", error)
+            return None
 
     def wait_before(self, step: int) -> None:
         """On rank 0: let a save in progress end before a step after which another one is due. Not collective."""

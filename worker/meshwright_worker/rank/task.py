@@ -55,6 +55,10 @@ class RankTask(Generic[RunT_co]):
     """Prefix of this job's checkpoints in an object store; None if it has none there."""
     in_memory: bool = False
     """Whether the process holds its state when the generation is interrupted. The store is then not rank 0's."""
+    job: str = ""
+    """Namespace and name of the job; empty outside of a cluster."""
+    image: str | None = None
+    """The image of rank 0 with its digest, if the cluster says it."""
     history: FailureHistory | None = None
     """The job's failures so far. None from an operator before 0.2."""
     node_check: bool = False
