@@ -456,7 +456,13 @@ class ParallelTrainingJobStatus(ApiModel):
     """Latest evaluation, with `training.evaluation`."""
     checkpoint: CheckpointStatus | None = None
     """Latest durable checkpoint."""
-    checkpoint_tiers: Annotated[list[CheckpointTierStatus], Field(max_length=MAX_CHECKPOINT_TIERS)] | None = None
+    checkpoint_tiers: (
+        Annotated[
+            list[CheckpointTierStatus],
+            Field(max_length=MAX_CHECKPOINT_TIERS, json_schema_extra={"x-list-map-key": "place"}),
+        ]
+        | None
+    ) = None
     """Where checkpoints are saved, while ranks of Meshwright's runtime train."""
     checkpoint_request: CheckpointRequestStatus | None = None
     """The last request for a checkpoint. Not set before the first."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from unittest.mock import patch
 
@@ -43,3 +44,9 @@ def train_on_failing_storage(task: RankTask, repair: list[str]) -> tuple[Outcome
     """The storage fails until rank 0 has reported it, and then runs a command."""
     recorder = Repairing(repair=repair if task.rank == 0 else [])
     return train(task, recorder), recorder
+
+
+def train_on_failing_store(task: RankTask, uri: str, repair: list[str]) -> tuple[Outcome, Repairing]:
+    """`train_on_failing_storage` with a store beside the volume, whose credentials are in the environment."""
+    os.environ.update({"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"})
+    return train_on_failing_storage(replace(task, checkpoint_uri=uri), repair)

@@ -73,6 +73,9 @@ async def test_a_job_resumes_from_the_store_and_its_checkpoints_are_read_there(s
     assert "complete" in listed
     assert status.checkpoint.path.rpartition("/")[0] in listed
     assert "intact" in (await run(stage, "checkpoint", "verify", NAME, "--step", "60")).out
+    chain = (await run(stage, "lineage", NAME)).out
+    assert f"job default/{NAME}, Meshwright " in chain
+    assert "began with random weights" in chain
     local = tmp_path / "copies"
     done = await run(stage, "checkpoint", "copy", NAME, str(local))
     assert "copied the checkpoint of step 60" in done.out

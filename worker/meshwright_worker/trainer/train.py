@@ -135,7 +135,7 @@ def train_on_mesh(
         trainer = build_trainer(run, mesh, inputs.samples, memory.gate if memory is not None else None, draw=False)
     manager = None
     if run.checkpoint is not None and (task.checkpoint_dir or task.checkpoint_uri):
-        known = {"tokenizer": opened.tokenizer}
+        known: dict[str, object] = {"tokenizer": opened.tokenizer}
         if task.job and mesh.rank == 0:
             known["provenance"] = provenance_of(run, task.job, task.image)
         template = manifest_template(run, identity, mesh).model_copy(update=known)
