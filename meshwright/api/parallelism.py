@@ -56,6 +56,7 @@ class StageBalance(StrEnum):
 
     LAYERS = "Layers"
     FLOPS = "Flops"
+    MEASURED = "Measured"
 
 
 class ContextMethod(StrEnum):
@@ -71,6 +72,17 @@ class ContextMethod(StrEnum):
     """Keys and values are gathered (Llama 3, arXiv 2407.21783, section 3.3.2)."""
     RING_ULYSSES = "RingUlysses"
     """All-to-all inside groups of neighbors, a ring across them (USP, arXiv 2405.07719)."""
+
+
+class ExpertDispatch(StrEnum):
+    """How tokens get to their experts."""
+
+    PER_EXPERT = "PerExpert"
+    """A copy for each expert, in as many rows as there are."""
+    PADDED = "Padded"
+    """A copy for each expert, in rows for the full capacity of each: all sizes are known beforehand."""
+    ONCE_PER_NODE = "OncePerNode"
+    """One copy for each node, which sends it on to its experts (DeepSeek-V3, arXiv 2412.19437, section 3.2.2)."""
 
 
 ASSUMED_CONTEXT = 1
@@ -110,6 +122,9 @@ class ParallelismSpec(ApiModel):
     """Whether `tensor` splits the experts of a mixture too. If false, each GPU of a tensor-parallel group has full
     experts and routes its own positions. This saves collectives, and narrow experts have larger matrix products. False
     needs `sequence: true` and no `training.fp8`."""
+    expert_dispatch: ExpertDispatch | None = None
+    """How tokens get to their experts. Experimental, except for the default `PerExpert`. `Padded`: rows for the full
+    capacity, so that the host does not wait for sizes. `OncePerNode`: a token crosses the network once per node."""
     tensor_overlap: bool = False
     """Asynchronous tensor parallelism (ASPLOS 2023, 10.1145/3567955.3567959): the collectives of `sequence` are split
     into sends between neighbors, which run during the adjacent matrix products. Needs `tensor` of at least 2,
@@ -146,7 +161,9 @@ class ParallelismSpec(ApiModel):
     `stageBalance`. There are `pipeline` stages, times `virtualStages`, or times 2 with `ZBV` and `DualPipeV`."""
     stage_balance: StageBalance = StageBalance.LAYERS
     """What is distributed evenly over the stages. `Layers`: the number of layers; the first stages take the remainder.
-    `Flops`: the work, counted separately for dense layers, mixtures and the last stage's output projection."""
+    `Flops`: the work, counted separately for dense layers, mixtures and the last stage's output projection.
+    `Measured` (Experimental): the same, and once the first steps are timed, their times: if that makes the slowest rank
+    at least 3 % faster, the ranks restart once, from a checkpoint, with other layers."""
     rematerialize: bool = False
     """Store only the input of each stage for a micro-batch, and recompute the stage before its backward pass (GPipe,
     arXiv 1811.06965, section 2.3)."""
