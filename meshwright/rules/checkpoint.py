@@ -53,6 +53,11 @@ def _command_saves_itself(spec: Spec) -> bool:
     return spec.runtime.command is None or not any(ours)
 
 
+def _command_has_no_interval(spec: Spec) -> bool:
+    checkpoint = _checkpoint(spec)
+    return spec.runtime.command is None or not any((checkpoint.every, checkpoint.keep_for, checkpoint.keep_every_steps))
+
+
 CHECKPOINT_RULES: tuple[Rule[Spec], ...] = (
     Rule(
         "checkpoint",
@@ -132,5 +137,13 @@ CHECKPOINT_RULES: tuple[Rule[Spec], ...] = (
         " || has(self.checkpoint.store.keep) || has(self.checkpoint.store.keepFor)"
         " || has(self.checkpoint.store.keepEverySteps))",
         _command_saves_itself,
+    ),
+    Rule(
+        "checkpoint",
+        "`every`, `keepFor` and `keepEverySteps` are not supported with `runtime.command`, which saves checkpoints "
+        "itself: remove them",
+        "!has(self.runtime.command) || !has(self.checkpoint) || !(has(self.checkpoint.every)"
+        " || has(self.checkpoint.keepFor) || has(self.checkpoint.keepEverySteps))",
+        _command_has_no_interval,
     ),
 )

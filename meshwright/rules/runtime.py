@@ -32,12 +32,6 @@ def _command_owns_checkpoints(facts: Facts) -> bool:
     return facts.runtime.command is None or facts.runtime.framework is not None or not is_set
 
 
-def _command_counts_steps(facts: Facts) -> bool:
-    checkpoint = facts.checkpoint
-    is_set = checkpoint is not None and any((checkpoint.every, checkpoint.keep_for, checkpoint.keep_every_steps))
-    return facts.runtime.command is None or not is_set
-
-
 def _command_owns_schedule(facts: Facts) -> bool:
     p = facts.parallelism
     defaults_kept = p.context_method_or_default is ContextMethod.RING_ZIG_ZAG and p.ulysses is None
@@ -87,14 +81,6 @@ RUNTIME_RULES: tuple[Rule[Facts], ...] = (
         "!has(self.runtime.command) || has(self.runtime.framework) || !has(self.checkpoint)"
         " || !(has(self.checkpoint.everySteps) || has(self.checkpoint.keep))",
         _command_owns_checkpoints,
-    ),
-    Rule(
-        "checkpoint",
-        "`every`, `keepFor` and `keepEverySteps` are not supported with `runtime.command`, which saves checkpoints "
-        "itself: remove them",
-        "!has(self.runtime.command) || !has(self.checkpoint) || !(has(self.checkpoint.every)"
-        " || has(self.checkpoint.keepFor) || has(self.checkpoint.keepEverySteps))",
-        _command_counts_steps,
     ),
     Rule(
         "parallelism",
