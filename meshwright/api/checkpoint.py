@@ -43,6 +43,20 @@ class Encryption(StrEnum):
     KMS = "KMS"
 
 
+class Staging(StrEnum):
+    """When the copy of the state is made that is written."""
+
+    BLOCKING = "Blocking"
+    OVERLAPPED = "Overlapped"
+
+
+class Writer(StrEnum):
+    """What writes checkpoints."""
+
+    THREAD = "Thread"
+    PROCESS = "Process"
+
+
 class StoreSpec(ApiModel):
     """How the object store of `checkpoint.uri` is used."""
 
@@ -124,6 +138,11 @@ class CheckpointSpec(ApiModel):
     """Retain younger checkpoints too, such as `12h`."""
     keep_every_steps: Steps | None = None
     """Retain forever the first checkpoint at or after each multiple of this step."""
+    staging: Staging | None = None
+    """Experimental. When the state is copied: `Blocking`, before the next step, or `Overlapped`, while that runs until
+    its update. Defaults to `Blocking`."""
+    writer: Writer | None = None
+    """Experimental. What plans and writes: a `Thread` of each rank, or a `Process` next to it. Defaults to `Thread`."""
 
     @property
     def interval(self) -> int:

@@ -58,6 +58,11 @@ def _command_has_no_interval(spec: Spec) -> bool:
     return spec.runtime.command is None or not any((checkpoint.every, checkpoint.keep_for, checkpoint.keep_every_steps))
 
 
+def _command_writes_itself(spec: Spec) -> bool:
+    checkpoint = _checkpoint(spec)
+    return spec.runtime.command is None or (checkpoint.staging is None and checkpoint.writer is None)
+
+
 CHECKPOINT_RULES: tuple[Rule[Spec], ...] = (
     Rule(
         "checkpoint",
@@ -137,6 +142,13 @@ CHECKPOINT_RULES: tuple[Rule[Spec], ...] = (
         " || has(self.checkpoint.store.keep) || has(self.checkpoint.store.keepFor)"
         " || has(self.checkpoint.store.keepEverySteps))",
         _command_saves_itself,
+    ),
+    Rule(
+        "checkpoint",
+        "`staging` and `writer` are not supported with `runtime.command`, which saves checkpoints itself: remove them",
+        "!has(self.runtime.command) || !has(self.checkpoint)"
+        " || !(has(self.checkpoint.staging) || has(self.checkpoint.writer))",
+        _command_writes_itself,
     ),
     Rule(
         "checkpoint",

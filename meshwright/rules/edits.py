@@ -59,6 +59,8 @@ NEXT_START = (
     "checkpoint.keep",
     "checkpoint.keepFor",
     "checkpoint.keepEverySteps",
+    "checkpoint.staging",
+    "checkpoint.writer",
 )
 """Fields that ranks receive when a mesh generation starts."""
 

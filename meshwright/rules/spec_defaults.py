@@ -180,6 +180,8 @@ _NO_RESTART_FIRST = (
     "priority",
     "checkpoint.everySteps",
     "checkpoint.keep",
+    "checkpoint.staging",
+    "checkpoint.writer",
     "managedBy",
 )
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from meshwright.api.checkpoint import CheckpointSpec, StoreSpec
+from meshwright.api.checkpoint import CheckpointSpec, Staging, StoreSpec
 from meshwright.protocol.messages import FailureHistory
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer, FailedSave, SavedCheckpoint, save_error
@@ -178,10 +178,12 @@ class CheckpointManager:
         wait: bool,
         replace: bool = False,
         tiers: Sequence[int] | None = None,
+        updates_wait: bool = False,
     ) -> None:
         """Save `state`, whose digest is this rank's part, on some tiers, by default on all. Returns at once; with
         `wait`, when it is durable. A state of the step that was saved or loaded last is saved again only with
-        `replace`.
+        `replace`. With `updates_wait`, parameters and moments do not change before `wait_for_copy` returns, so that
+        they may be copied later.
 
         Raises:
             CheckpointError: this save, or an earlier one, failed, and not only because of the storage. With `wait`:
@@ -199,10 +201,16 @@ class CheckpointManager:
                 tensors = local_sgd_tensors(shards, outer, self._mesh.island)
             residuals = compression_state.tensors() if compression_state is not None else {}
             due = range(len(self._tiers)) if tiers is None else tiers
-            self._saver.begin({**tensors, **residuals}, manifest, [self._tiers[tier] for tier in due])
+            overlaps = updates_wait and not wait and self._spec.staging is Staging.OVERLAPPED
+            unchanged = checkpoint_tensors(shards, optimizer) if overlaps else {}
+            self._saver.begin({**tensors, **residuals}, manifest, [self._tiers[tier] for tier in due], unchanged)
             self._schedule.begun(due, time.monotonic() - began)
         if wait and (failed := self.report(wait=True)) and self._durable != state.step:
             raise save_error(failed)
+
+    def wait_for_copy(self) -> None:
+        """Wait until parameters and moments may change again. Not collective."""
+        self._saver.wait_for_copy()
 
     def report(self, *, wait: bool = False) -> Sequence[FailedSave]:
         """Report saves that have become durable or failed; with `wait`, wait for the one in progress.

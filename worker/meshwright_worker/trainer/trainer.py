@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -121,6 +121,8 @@ class Trainer:
     ) -> None:
         model, training = run.architecture, run.training
         self._gate = gate or StepGate()
+        self.before_update: Callable[[], object] = lambda: None
+        """Called before parameters, moments or anything of `outer` change."""
         self._mesh = mesh
         self._training = training
         self._micro_batches = MicroBatches(run, mesh)
@@ -224,6 +226,7 @@ class Trainer:
 
     def update(self, reduced: ReducedStep, sums: StepSums) -> StepResult:
         """Update this rank's shards with a step's gradients. Needs no other rank, except with `training.outer`."""
+        self.before_update()
         # Losses were divided by the step's maximum number of targets; `tokens` is the actual number.
         (loss, norm, tokens, stopping, saving), token_counts, expert_counts, loads = self._read_sums(sums.results)
         correction = tokens_of_step(self._training) / max(1.0, tokens)
