@@ -82,6 +82,12 @@ def elastic(**fields: Any) -> dict[str, Any]:
 BUDGET = {"gpus": 8, "replicas": None}
 """A number of GPUs instead of replicas, of which each has four."""
 ISLANDS = {"training.outer": {"method": "DiLoCo"}}
+MASTERS = {
+    "training.precision": "bf16",
+    "training.shardedMasters": {},
+    "parallelism.zeroStage": 1,
+    "parallelism.dataParallel.strategy": "ZeRO",
+}
 ONE_STAGE = {"parallelism.tensor": 1, "parallelism.pipeline": 1}
 ROUNDED = {"training.precision": "bf16", "training.masterWeights": False}
 SELECTIVE = {"training.activationCheckpointing": "Selective", "training.compile": True}
@@ -95,6 +101,13 @@ CONFIG = '{"model_type": "llama", "hidden_size": 64}'
 # (field that is blamed, changes to GOOD)
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("training.parameterOffloadPath", {"training.parameterOffloadPath": "/scratch"}),
+    ("training.shardedMasters", {**MASTERS, "training.precision": "fp32"}),
+    ("training.shardedMasters", {**MASTERS, "training.masterWeights": False}),
+    ("training.shardedMasters", {**MASTERS, "parallelism.dataParallel.strategy": None}),
+    ("training.shardedMasters", {**MASTERS, "parallelism.zeroStage": 2, **shards(strategy="FSDP")}),
+    ("training.shardedMasters", {**MASTERS, "training.optimizer": {"name": "Muon"}}),
+    ("training.shardedMasters", {**MASTERS, "training.optimizer": {"offload": "CPU"}}),
+    ("training.shardedMasters", {**MASTERS, **ISLANDS}),
     ("workers.labels", {"workers.labels": {"meshwright.dev/job-name": "other"}}),
     ("workers.labels", {"workers.labels": {"queue": "a", "app.kubernetes.io/name": "mine"}}),
     ("workers.annotations", {"workers.annotations": {"prometheus.io/port": "1"}}),
@@ -322,6 +335,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("training.fp8", {"training.fp8": {}, "training.precision": "fp16"}),
     ("training.fp8", {"training.fp8": {}, "training.lora": {}}),
     ("training.tracking", {"training.tracking": {}}),
+    ("recovery.copyEverySteps", {"recovery.copyEverySteps": 10}),
+    ("recovery.copyEverySteps", {"recovery.copyEverySteps": 10, "recovery.inMemory": False}),
     ("recovery.suspectNodes", {"recovery.suspectNodes": {}, "workers.schedulerName": "volcano"}),
     ("training.anomalies", {"training.anomalies": {"nonFinite": "GoBack"}}),
     ("training.anomalies", {"training.anomalies": {"spike": "GoBack"}}),
@@ -467,6 +482,7 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("elastic.replan", {"elastic": {"replan": True}}),
 ]
 FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (GOOD, {**MASTERS, "training.shardedMasters": {"gradients": "fp32"}, "parallelism.zeroStage": None}),
     (GOOD, {}),
     (GOOD, {"runtime": {"command": ["x"], "framework": "MegatronLM"}, "data": None, "parallelism.zeroStage": 1}),
     (GOOD, {"runtime": {"command": ["x"], "framework": "DeepSpeed"}, "data": None, "parallelism.microBatches": 4}),
@@ -542,6 +558,7 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"training.anomalies": {"nonFinite": "GoBack", "spike": "Skip"}, "checkpoint": {"claimName": "c"}}),
     (GOOD, {"training.anomalies": {"spike": "Skip"}}),
     (GOOD, {"training.anomalies": {"repeatEverySteps": 100}}),
+    (GOOD, {"recovery.copyEverySteps": 10, "recovery.inMemory": True}),
     (GOOD, {"parallelism.stageBalance": "Measured", "checkpoint": {"claimName": "c"}}),
     (GOOD, {"recovery.suspectNodes": {"failures": 3}}),
     (GOOD, {**LATENT, "training.lora": {}}),

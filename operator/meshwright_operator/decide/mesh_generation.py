@@ -14,6 +14,7 @@ from meshwright.api.status import FailureStatus, MeshStatus, parse_ranks
 from meshwright.protocol.messages import (
     MAX_GENERATION,
     FailureHistory,
+    MemoryCopies,
     MemoryRecovery,
     MeshDocument,
     MeshMember,
@@ -141,6 +142,7 @@ def document(
         environment=dict(observed.plan.environment) or None,
         in_memory=bool(mesh.in_memory) or None,
         node_check=mesh.node_check or None,
+        copies=_copies(mesh),
         memory=_memory(mesh),
         history=history,
         image=_image(observed),
@@ -154,12 +156,21 @@ def _image(observed: Observed) -> str | None:
     return pod.image or None if pod is not None and observed.spec.checkpoint is not None else None
 
 
+def _copies(mesh: MeshStatus) -> MemoryCopies | None:
+    copies = mesh.copies
+    return MemoryCopies(every_steps=copies.every_steps, shift=copies.shift) if copies is not None else None
+
+
 def _memory(mesh: MeshStatus) -> MemoryRecovery | None:
     recovery = mesh.recovery
     if recovery is None:
         return None
     return MemoryRecovery(
-        generation=recovery.generation, step=recovery.step, leader=recovery.leader, ranks=recovery.ranks
+        generation=recovery.generation,
+        step=recovery.step,
+        leader=recovery.leader,
+        ranks=recovery.ranks,
+        holders=recovery.holders,
     )
 
 

@@ -121,6 +121,7 @@ def rank_task(
         image=document.image,
         history=document.history,
         node_check=bool(document.node_check),
+        copies=document.copies,
         memory=document.memory,
     )
 

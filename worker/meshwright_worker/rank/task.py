@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
-from meshwright.protocol.messages import FailureHistory, MemoryRecovery
+from meshwright.protocol.messages import FailureHistory, MemoryCopies, MemoryRecovery
 from meshwright.protocol.run_config import NativeRun, Run
 from meshwright.schedules.measured import RankTimeline
 
@@ -63,6 +63,8 @@ class RankTask(Generic[RunT_co]):
     """The job's failures so far. None from an operator before 0.2."""
     node_check: bool = False
     """Whether the ranks check their nodes before they meet."""
+    copies: MemoryCopies | None = None
+    """The copies that ranks make in host memory. None if they make none."""
     memory: MemoryRecovery | None = None
     """How the generation goes on from states that ranks hold. None if it starts from the latest checkpoint."""
 
