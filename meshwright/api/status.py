@@ -18,6 +18,7 @@ Text = Annotated[str, Field(max_length=1024)]
 
 MAX_CONDITIONS = 16
 MAX_RESTART_CAUSES = 16
+MAX_CHECKPOINT_TIERS = 8
 MAX_APPLIED_SPEC = 131072
 MAX_APPLIED_PROFILE = 32768
 MAX_RESTART_TIMES = 128
@@ -190,6 +191,19 @@ class MemoryRecoveryStatus(ApiModel):
     """A rank that had completed this step."""
     ranks: Annotated[str, Field(max_length=MAX_SUCCEEDED_WORKERS)]
     """The ranks that kept their processes and state, as ranges such as `0-2,5`."""
+    holders: Annotated[str, Field(max_length=MAX_SUCCEEDED_WORKERS)] | None = None
+    """If all ranks went back to copies: each other rank with that which had its copy, such as `3:1,4:2`."""
+
+
+class MemoryCopiesStatus(ApiModel):
+    """Copies of the ranks' state in host memory."""
+
+    every_steps: Count
+    """Steps between two copies."""
+    shift: Count
+    """Rank r has its copy on rank r + shift, modulo the number of ranks."""
+    survives: Annotated[str, Field(max_length=128)] = ""
+    """Which losses they survive, such as `the loss of any rank, worker, node or rack`."""
 
 
 class MeshStatus(ApiModel):
@@ -221,6 +235,8 @@ class MeshStatus(ApiModel):
     """When all workers that the job waits for had completed the run in this generation. Their pods should exit soon."""
     in_memory: Annotated[str, Field(max_length=256)] | None = None
     """The layout of the generation, if its ranks hold their state when it is interrupted (`recovery.inMemory`)."""
+    copies: MemoryCopiesStatus | None = None
+    """The copies that its ranks make in host memory (`recovery.copyEverySteps`)."""
     node_check: bool | None = None
     """Whether the generation began with a check of its nodes (`recovery.suspectNodes.checkNodes`)."""
     recovery: MemoryRecoveryStatus | None = None
@@ -273,6 +289,25 @@ class CheckpointStatus(ApiModel):
     """When it became complete."""
     path: Annotated[str, Field(max_length=1024)]
     """Path of the checkpoint in worker pods."""
+
+
+class CheckpointTierStatus(ApiModel):
+    """One place where checkpoints are saved, how often, and whether that works."""
+
+    place: Annotated[str, Field(max_length=1024)]
+    """Path in worker pods, or URI."""
+    step: Count | None = None
+    """Step of its newest complete checkpoint."""
+    time: Time | None = None
+    """When that was saved."""
+    every_steps: Count | None = None
+    """Steps between its checkpoints. Not set if the interval is a time."""
+    interval_seconds: Count | None = None
+    """Seconds between its checkpoints."""
+    reason: Annotated[str, Field(max_length=512)] = ""
+    """What the interval follows from, with `Auto`."""
+    error: Annotated[str, Field(max_length=1024)] = ""
+    """Why the last save failed. Empty if it did not."""
 
 
 class CheckpointRequestStatus(ApiModel):
@@ -413,7 +448,7 @@ class ParallelTrainingJobStatus(ApiModel):
         list[Condition], Field(max_length=MAX_CONDITIONS, json_schema_extra={"x-list-map-key": "type"})
     ] = []
     """Ready, Reconciling, Stalled, Placed, Complete, Failed, Suspended; with `elastic` also Rescaling, and
-    PreflightPassed once pods are checked."""
+    PreflightPassed once pods are checked, and CheckpointHealthy once a checkpoint was not saved."""
     plan: PlanStatus | None = None
     """The effective layout."""
     placement: PlacementStatus | None = None
@@ -438,6 +473,14 @@ class ParallelTrainingJobStatus(ApiModel):
     """Latest evaluation, with `training.evaluation`."""
     checkpoint: CheckpointStatus | None = None
     """Latest durable checkpoint."""
+    checkpoint_tiers: (
+        Annotated[
+            list[CheckpointTierStatus],
+            Field(max_length=MAX_CHECKPOINT_TIERS, json_schema_extra={"x-list-map-key": "place"}),
+        ]
+        | None
+    ) = None
+    """Where checkpoints are saved, while ranks of Meshwright's runtime train."""
     checkpoint_request: CheckpointRequestStatus | None = None
     """The last request for a checkpoint. Not set before the first."""
     goodput: GoodputStatus | None = None

@@ -147,6 +147,29 @@ class MemoryRecovery(OpenMessage):
     ranks: str
     """The ranks that keep their processes and state, as ranges such as `0-2,5`. Each other rank gets its state from
     one of them that has the same."""
+    holders: str | None = None
+    """If set, all ranks go back to `step` with copies in host memory: those in `ranks` with their own, and each other
+    rank with that of a peer, such as `3:1,4:2` for rank 3 from rank 1."""
+
+
+class MemoryCopies(OpenMessage):
+    """Copies of the ranks' state in host memory (`recovery.copyEverySteps`)."""
+
+    every_steps: int
+    """Steps between two copies."""
+    shift: int
+    """Rank r has its copy on rank r + shift, modulo the number of ranks."""
+
+
+class FailureHistory(OpenMessage):
+    """The failures of a job when a generation begins, from which `checkpoint.every: Auto` follows."""
+
+    failures: int = 0
+    """Restarts because something failed."""
+    trained_seconds: float = 0.0
+    """Time in which the job was neither queued nor suspended."""
+    nodes: int = 1
+    """Nodes of the generation."""
 
 
 class MeshDocument(OpenMessage):
@@ -180,9 +203,16 @@ class MeshDocument(OpenMessage):
     node_check: bool | None = None
     """Whether ranks check their nodes before they meet (`recovery.suspectNodes.checkNodes`). None is no. Agents before
     0.2 ignore it."""
+    copies: MemoryCopies | None = None
+    """With `inMemory`: the copies that ranks make. Without it they make none."""
     memory: MemoryRecovery | None = None
     """How this generation goes on from the state that ranks hold. Without it, every rank starts anew. Only if all
     agents have reported `RankProcess.held`."""
+    history: FailureHistory | None = None
+    """The job's failures so far, if its checkpoints need them. Agents before 0.2 ignore it."""
+    image: Annotated[str, Field(max_length=1024)] | None = None
+    """The image of rank 0 with its digest, for the record in checkpoints. None if the kubelet has not reported it.
+    Agents before 0.2 ignore it."""
 
 
 class AgentState(StrEnum):
@@ -227,6 +257,15 @@ class FailureKind(StrEnum):
     it."""
 
 
+class HeldCopy(OpenMessage):
+    """A complete copy of a rank's state in host memory."""
+
+    rank: Int64
+    """Whose state it is: the rank that has it, or a peer."""
+    step: Int64
+    """The step after which it was made."""
+
+
 class HeldState(OpenMessage):
     """The training state that a rank's process holds while it waits for the next generation."""
 
@@ -234,6 +273,8 @@ class HeldState(OpenMessage):
     """The last step whose update it has made."""
     reduced: Int64 | None = None
     """The next step, if the process has that step's gradients, summed over all replicas."""
+    copies: Annotated[list[HeldCopy], Field(max_length=16)] | None = None
+    """The copies that it has (`MeshDocument.copies`)."""
 
 
 class RankProcess(OpenMessage):
@@ -310,6 +351,29 @@ class CheckpointCommit(OpenMessage):
     """Its directory, as the workers see it."""
 
 
+class CheckpointTier(OpenMessage):
+    """One place where checkpoints are saved: a volume or an object store."""
+
+    place: Annotated[str, Field(max_length=1024)]
+    """Path, as the workers see it, or URI."""
+    every_steps: Int64 | None = None
+    """Steps between its checkpoints. None if the interval is a time."""
+    interval_seconds: float | None = None
+    """Time between its checkpoints. None if that is a number of steps, or not known yet."""
+    reason: Annotated[str, Field(max_length=512)] = ""
+    """Why that is the interval, with `Auto`."""
+    step: Int64 | None = None
+    """Step of its newest complete checkpoint."""
+    saved_at: float | None = None
+    """When that was saved, in seconds since 1970."""
+    error: Annotated[str, Field(max_length=1024)] = ""
+    """Why the last save failed. Empty if it did not."""
+    failing_since: float | None = None
+    """Since when saves fail, in seconds since 1970."""
+    saving_since: float | None = None
+    """Since when a save is in progress, if that delays others, in seconds since 1970."""
+
+
 class CheckpointAnswer(OpenMessage):
     """What became of a request for a checkpoint."""
 
@@ -373,6 +437,8 @@ class WorkerReport(OpenMessage):
     """From the worker of rank 0."""
     checkpoint: CheckpointCommit | None = None
     """Latest complete checkpoint; from the worker of rank 0."""
+    checkpoint_tiers: Annotated[list[CheckpointTier], Field(max_length=8)] = []
+    """Where checkpoints are saved; from the worker of rank 0. Agents before 0.2 send none."""
     checkpoint_request: CheckpointAnswer | None = None
     """The last request for a checkpoint in this generation; from the worker of rank 0. Agents before 0.2 send none."""
     evaluation: Evaluation | None = None

@@ -140,6 +140,7 @@ SECOND: Mapping[str, Any] = MappingProxyType(
         "training.tracking.jsonLines": True,
         "training.tracking.tensorBoard": False,
         "training.tracking.wandb.offline": False,
+        "training.shardedMasters.gradients": "bf16",
         "training.anomalies.nonFinite": "Fail",
         "training.anomalies.spikeSigmas": 6.0,
         "training.anomalies.window": 128,
@@ -160,7 +161,14 @@ SECOND: Mapping[str, Any] = MappingProxyType(
 DEFAULTS: Mapping[int, Mapping[str, Any]] = MappingProxyType({1: FIRST, 2: SECOND})
 """Scheme -> defaults."""
 
-_LATER = ("preemptible", "updatePolicy", "preflight")
+_LATER = (
+    "preemptible",
+    "updatePolicy",
+    "preflight",
+    "checkpoint.every",
+    "checkpoint.keepFor",
+    "checkpoint.keepEverySteps",
+)
 """Fields of later versions that are in no revision, whatever its scheme: workers of older versions do not restart."""
 
 _NO_RESTART_FIRST = (
@@ -173,6 +181,8 @@ _NO_RESTART_FIRST = (
     "priority",
     "checkpoint.everySteps",
     "checkpoint.keep",
+    "checkpoint.staging",
+    "checkpoint.writer",
     "managedBy",
 )
 

@@ -82,6 +82,12 @@ def elastic(**fields: Any) -> dict[str, Any]:
 BUDGET = {"gpus": 8, "replicas": None}
 """A number of GPUs instead of replicas, of which each has four."""
 ISLANDS = {"training.outer": {"method": "DiLoCo"}}
+MASTERS = {
+    "training.precision": "bf16",
+    "training.shardedMasters": {},
+    "parallelism.zeroStage": 1,
+    "parallelism.dataParallel.strategy": "ZeRO",
+}
 ONE_STAGE = {"parallelism.tensor": 1, "parallelism.pipeline": 1}
 ROUNDED = {"training.precision": "bf16", "training.masterWeights": False}
 SELECTIVE = {"training.activationCheckpointing": "Selective", "training.compile": True}
@@ -95,6 +101,13 @@ CONFIG = '{"model_type": "llama", "hidden_size": 64}'
 # (field that is blamed, changes to GOOD)
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("training.parameterOffloadPath", {"training.parameterOffloadPath": "/scratch"}),
+    ("training.shardedMasters", {**MASTERS, "training.precision": "fp32"}),
+    ("training.shardedMasters", {**MASTERS, "training.masterWeights": False}),
+    ("training.shardedMasters", {**MASTERS, "parallelism.dataParallel.strategy": None}),
+    ("training.shardedMasters", {**MASTERS, "parallelism.zeroStage": 2, **shards(strategy="FSDP")}),
+    ("training.shardedMasters", {**MASTERS, "training.optimizer": {"name": "Muon"}}),
+    ("training.shardedMasters", {**MASTERS, "training.optimizer": {"offload": "CPU"}}),
+    ("training.shardedMasters", {**MASTERS, **ISLANDS}),
     ("workers.labels", {"workers.labels": {"meshwright.dev/job-name": "other"}}),
     ("workers.labels", {"workers.labels": {"queue": "a", "app.kubernetes.io/name": "mine"}}),
     ("workers.annotations", {"workers.annotations": {"prometheus.io/port": "1"}}),
@@ -133,6 +146,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("checkpoint.store.kmsKey", {"checkpoint": {"uri": "s3://b/x", "store": {"encryption": "S3", "kmsKey": "k"}}}),
     ("checkpoint.store.secretName", {"checkpoint": {"uri": "gs://bucket/x", "store": {"secretName": "s"}}}),
     ("checkpoint.store.everySteps", {"checkpoint": {"uri": "s3://b/x", "store": {"everySteps": 250}}}),
+    ("checkpoint.every", {"checkpoint": {"claimName": "c", "every": "30m", "everySteps": 5}}),
+    ("checkpoint.store.every", {"checkpoint": {"uri": "s3://b/x", "store": {"every": "Auto", "everySteps": 100}}}),
     ("training.tracking", {"training.tracking": {}, "checkpoint": {"uri": "s3://b/x"}}),
     ("training.outer.islands", {"training.outer": {"method": "DiLoCo", "islands": 3}}),
     (
@@ -320,6 +335,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("training.fp8", {"training.fp8": {}, "training.precision": "fp16"}),
     ("training.fp8", {"training.fp8": {}, "training.lora": {}}),
     ("training.tracking", {"training.tracking": {}}),
+    ("recovery.copyEverySteps", {"recovery.copyEverySteps": 10}),
+    ("recovery.copyEverySteps", {"recovery.copyEverySteps": 10, "recovery.inMemory": False}),
     ("recovery.suspectNodes", {"recovery.suspectNodes": {}, "workers.schedulerName": "volcano"}),
     ("training.anomalies", {"training.anomalies": {"nonFinite": "GoBack"}}),
     ("training.anomalies", {"training.anomalies": {"spike": "GoBack"}}),
@@ -443,7 +460,12 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("runtime.command", {"training": {"steps": 1, "globalBatchSize": 4, "sequenceLength": 8}}),
     ("checkpoint", {"checkpoint": {"claimName": "c", "everySteps": 5}}),
     ("checkpoint", {"checkpoint": {"claimName": "c", "keep": 5}}),
+    ("checkpoint", {"checkpoint": {"claimName": "c", "every": "Auto"}}),
+    ("checkpoint", {"checkpoint": {"claimName": "c", "keepFor": "7d"}}),
+    ("checkpoint", {"checkpoint": {"claimName": "c", "staging": "Overlapped"}}),
+    ("checkpoint", {"checkpoint": {"claimName": "c", "writer": "Process"}}),
     ("checkpoint.store", {"checkpoint": {"uri": "s3://bucket/x", "store": {"keep": 5}}}),
+    ("checkpoint.store", {"checkpoint": {"uri": "s3://bucket/x", "store": {"every": "1h"}}}),
     ("parallelism", {"parallelism.microBatches": 2}),
     ("parallelism", {"parallelism.zeroStage": 3}),
     ("parallelism", {"parallelism.sequence": False}),
@@ -460,6 +482,7 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("elastic.replan", {"elastic": {"replan": True}}),
 ]
 FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (GOOD, {**MASTERS, "training.shardedMasters": {"gradients": "fp32"}, "parallelism.zeroStage": None}),
     (GOOD, {}),
     (GOOD, {"runtime": {"command": ["x"], "framework": "MegatronLM"}, "data": None, "parallelism.zeroStage": 1}),
     (GOOD, {"runtime": {"command": ["x"], "framework": "DeepSpeed"}, "data": None, "parallelism.microBatches": 4}),
@@ -499,9 +522,12 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"parallelism.dataParallel.strategy": "ZeRO", "parallelism.zeroStage": 2}),
     (GOOD, {"parallelism.dataParallel": {"strategy": "NO_SHARD", "compression": "PowerSGD"}}),
     (GOOD, {"training.outer": {"method": "DiLoCo", "islands": 2}, "checkpoint": {"claimName": "c"}}),
+    (GOOD, {"training.outer": {"method": "DiLoCo", "everySteps": 30}, "checkpoint": {"claimName": "c", "every": "1h"}}),
+    (GOOD, {"checkpoint": {"claimName": "c", "every": "30m", "uri": "s3://b/x", "store": {"everySteps": 70}}}),
     (COMMAND, {}),
     (COMMAND, {"checkpoint": {"uri": "s3://bucket/runs", "store": {"secretName": "s", "encryption": "KMS"}}}),
     (GOOD, {"checkpoint": {"uri": "abfs://box@account.dfs.core.windows.net/runs", "store": {"secretName": "s"}}}),
+    (GOOD, {"checkpoint": {"claimName": "c", "staging": "Overlapped", "writer": "Process"}}),
     (GOOD, {"checkpoint": {"claimName": "c", "uri": "gs://bucket/runs", "store": {"everySteps": 300, "keep": 9}}}),
     (COMMAND, {"runtime.scripts": "scripts", "checkpoint": {"claimName": "c"}}),
     (COMMAND, {"runtime.progress": {"patterns": ["at (?P<step>[0-9]+)"], "totalSteps": 10}}),
@@ -532,6 +558,7 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"training.anomalies": {"nonFinite": "GoBack", "spike": "Skip"}, "checkpoint": {"claimName": "c"}}),
     (GOOD, {"training.anomalies": {"spike": "Skip"}}),
     (GOOD, {"training.anomalies": {"repeatEverySteps": 100}}),
+    (GOOD, {"recovery.copyEverySteps": 10, "recovery.inMemory": True}),
     (GOOD, {"parallelism.stageBalance": "Measured", "checkpoint": {"claimName": "c"}}),
     (GOOD, {"recovery.suspectNodes": {"failures": 3}}),
     (GOOD, {**LATENT, "training.lora": {}}),

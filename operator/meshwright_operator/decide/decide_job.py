@@ -13,6 +13,7 @@ from meshwright.memory_recovery import describe
 from meshwright.protocol.messages import MemoryRecovery
 from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide import (
+    checkpoint_health,
     checkpoint_request,
     failure_detection,
     gang,
@@ -73,6 +74,7 @@ def decide(observed: Observed) -> Decision:
     _report_blocked_edit(decision)
     restart_policy.drop_expired(decision.status, observed.spec.recovery, observed.now)
     progress.update_progress(observed, decision.status)
+    checkpoint_health.report(decision)
     preflight.report(decision)
     suspect_nodes.forget(observed, decision.status)
     _block_nodes(decision)
@@ -423,6 +425,7 @@ def _take(decision: Decision, action: gang_actions.GangAction) -> None:
             recovery = in_memory.plan(observed, cause)
             decision.status.mesh = next_generation(decision.observed, cause, decision.mesh.failures)
             decision.mesh.in_memory = in_memory.layout(observed)
+            decision.mesh.copies = in_memory.copies(observed)
             decision.mesh.node_check = suspect_nodes.needs_check(observed, decision.status, cause) or None
             if isinstance(recovery, MemoryRecovery):
                 decision.mesh.recovery = in_memory.to_status(recovery)

@@ -11,7 +11,15 @@ from collections.abc import Mapping
 
 from meshwright.addresses import join_host_port, split_host_port
 from meshwright.api.status import FailureStatus, MeshStatus, parse_ranks
-from meshwright.protocol.messages import MAX_GENERATION, MemoryRecovery, MeshDocument, MeshMember, WorkerReport
+from meshwright.protocol.messages import (
+    MAX_GENERATION,
+    FailureHistory,
+    MemoryCopies,
+    MemoryRecovery,
+    MeshDocument,
+    MeshMember,
+    WorkerReport,
+)
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.timestamps import format_time
 
@@ -89,10 +97,16 @@ def next_generation(observed: Observed, cause: str, failures: int) -> MeshStatus
     )
 
 
-def document(observed: Observed, mesh: MeshStatus, failure: FailureStatus | None = None) -> MeshDocument | None:
+def document(
+    observed: Observed,
+    mesh: MeshStatus,
+    failure: FailureStatus | None = None,
+    history: FailureHistory | None = None,
+) -> MeshDocument | None:
     """The document of the current generation, from the persisted status and the pods' addresses.
 
-    `failure` is the latest one in the status: it may be why this generation was formed.
+    `failure` is the latest one in the status: it may be why this generation was formed. `history` has all of them, if
+    ranks need it.
 
     None while there is no current generation, or if a pod or its address is not known.
     """
@@ -128,8 +142,23 @@ def document(observed: Observed, mesh: MeshStatus, failure: FailureStatus | None
         environment=dict(observed.plan.environment) or None,
         in_memory=bool(mesh.in_memory) or None,
         node_check=mesh.node_check or None,
+        copies=_copies(mesh),
         memory=_memory(mesh),
+        history=history,
+        image=_image(observed),
     )
+
+
+def _image(observed: Observed) -> str | None:
+    """The image of rank 0, if checkpoints record it."""
+    first = rank_zero_worker(observed)
+    pod = next((worker.pod for worker in observed.workers if worker.index == first), None)
+    return pod.image or None if pod is not None and observed.spec.checkpoint is not None else None
+
+
+def _copies(mesh: MeshStatus) -> MemoryCopies | None:
+    copies = mesh.copies
+    return MemoryCopies(every_steps=copies.every_steps, shift=copies.shift) if copies is not None else None
 
 
 def _memory(mesh: MeshStatus) -> MemoryRecovery | None:
@@ -137,7 +166,11 @@ def _memory(mesh: MeshStatus) -> MemoryRecovery | None:
     if recovery is None:
         return None
     return MemoryRecovery(
-        generation=recovery.generation, step=recovery.step, leader=recovery.leader, ranks=recovery.ranks
+        generation=recovery.generation,
+        step=recovery.step,
+        leader=recovery.leader,
+        ranks=recovery.ranks,
+        holders=recovery.holders,
     )
 
 

@@ -117,7 +117,11 @@ def rank_task(
         checkpoint_uri=settings.checkpoint_uri,
         data_dir=settings.data_dir,
         in_memory=bool(document.in_memory),
+        job=f"{settings.namespace}/{settings.job}",
+        image=document.image,
+        history=document.history,
         node_check=bool(document.node_check),
+        copies=document.copies,
         memory=document.memory,
     )
 

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ from meshwright_worker.checkpoint.save_plan import (
     local_plan,
     tensors_to_write,
 )
-from meshwright_worker.checkpoint.state_dict import stage_copy
+from meshwright_worker.checkpoint.state_dict import LaterCopy, allocate_copy, copy_tensors
 from meshwright_worker.checkpoint.store import CheckpointStore, Tier
 from meshwright_worker.checkpoint.writer_process import Executor, executor_of_this_process
 from meshwright_worker.distributed.device import use_device
@@ -48,6 +48,16 @@ class SavedCheckpoint:
     path: str
     """Path or URI."""
     seconds: float
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class FailedSave:
+    """A checkpoint that could not be saved on a tier; the same on every rank."""
+
+    step: int
+    tier: Tier
+    error: BaseException
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,54 +78,105 @@ class AsyncCheckpointer:
         self._mesh = mesh
         self._executor = executor or executor_of_this_process()
         self._planned: _Planned | None = None
+        self._copy_error: BaseException | None = None
         self._staged: dict[str, torch.Tensor] = {}
+        self._copied = threading.Event()
+        self._copied.set()
         self._thread: threading.Thread | None = None
         self._saved: deque[SavedCheckpoint] = deque()
-        self._errors: list[BaseException] = []
+        self._failed: list[FailedSave] = []
 
     def begin(
-        self, tensors: dict[str, torch.Tensor], manifest: BaseManifest, tiers: Sequence[Tier] | None = None
+        self,
+        tensors: dict[str, torch.Tensor],
+        manifest: BaseManifest,
+        tiers: Sequence[Tier] | None = None,
+        unchanged: Container[str] = (),
     ) -> None:
         """Start to save on `tiers`, by default on all; returns once a copy is staged. Collective.
 
-        Call `take_finished` before and between.
+        Call `take_finished` before and between. The tensors that `unchanged` names are copied later: do not change them
+        before `wait_for_copy` returns.
         """
         if self._thread is not None:
             raise CheckpointError("a save is still in progress")
-        staged = stage_copy(tensors, self._staged, self._executor.memory)
+        staged = allocate_copy(tensors, self._staged, self._executor.memory)
+        later = {name: tensor for name, tensor in tensors.items() if name in unchanged}
+        copy_tensors({name: tensor for name, tensor in tensors.items() if name not in later}, staged)
+        copy = LaterCopy(later, staged, self._mesh.device) if later else None
+        if copy is not None:
+            self._copied.clear()
         self._thread = threading.Thread(
             target=self._run,
-            args=(staged, manifest, self._tiers if tiers is None else tiers),
+            args=(copy, staged, manifest, self._tiers if tiers is None else tiers),
             name="checkpoint",
             daemon=True,
         )
         self._thread.start()
 
-    def take_finished(self, *, wait: bool) -> list[SavedCheckpoint]:
-        """Return what has become durable since the last call; with `wait`, wait for the save in progress.
+    @property
+    def busy(self) -> bool:
+        """Whether this rank's part of a save is in progress."""
+        return self._thread is not None and self._thread.is_alive()
 
-        Raises:
-            CheckpointError: it failed on a tier, on this rank or another. What was saved on others is returned next.
+    def wait(self, seconds: float) -> bool:
+        """Wait for this rank's part of the save in progress, for a limited time. Whether it has ended."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return not self.busy
+
+    def take_outcomes(self, *, wait: bool) -> tuple[list[SavedCheckpoint], list[FailedSave]]:
+        """Return what has become durable since the last call, and what failed; with `wait`, wait for the save in
+        progress. What failed is known, and the same on every rank, once the save has ended on all tiers.
         """
+        failed: list[FailedSave] = []
         if self._thread is not None and (wait or not self._thread.is_alive()):
             self._thread.join()
             self._thread = None
-            errors, self._errors = self._errors, []
-            if errors:
-                causes = "; ".join(describe_failed_save(error) for error in errors)
-                raise CheckpointError(f"a checkpoint could not be written: {causes}") from errors[0]
-        return [self._saved.popleft() for _ in range(len(self._saved))]
+            failed, self._failed = self._failed, []
+        return [self._saved.popleft() for _ in range(len(self._saved))], failed
 
-    def _run(self, tensors: dict[str, torch.Tensor], manifest: BaseManifest, tiers: Sequence[Tier]) -> None:
+    def take_finished(self, *, wait: bool) -> list[SavedCheckpoint]:
+        """`take_outcomes`, if a failed save is an error.
+
+        Raises:
+            CheckpointError: it failed on a tier, on this rank or another.
+        """
+        saved, failed = self.take_outcomes(wait=wait)
+        if failed:
+            raise save_error(failed)
+        return saved
+
+    def wait_for_copy(self) -> None:
+        """Wait until the tensors of the save in progress may change."""
+        self._copied.wait()
+
+    def _run(
+        self,
+        copy: LaterCopy | None,
+        tensors: dict[str, torch.Tensor],
+        manifest: BaseManifest,
+        tiers: Sequence[Tier],
+    ) -> None:
         use_device(self._mesh.device)
         step = manifest.state.step
+        self._copy_error = None
+        if copy is not None:
+            try:
+                copy.run()
+            except BaseException as error:  # the other ranks wait for this one: `_write` raises it
+                self._copy_error = error
+            self._copied.set()
         for tier in tiers:
             started = time.monotonic()
             try:
                 self._write(tensors, manifest, tier)
-                self._saved.append(SavedCheckpoint(step, tier.store.location(step), time.monotonic() - started))
-            except BaseException as error:  # the training thread raises it
-                self._errors.append(error)
+                seconds = time.monotonic() - started
+                self._saved.append(SavedCheckpoint(step, tier.store.location(step), seconds, tier))
+            except BaseException as error:  # the training thread judges it
+                self._failed.append(FailedSave(step, tier, error))
+                if self._mesh.rank == 0:
+                    tier.store.discard(step)
 
     def _write(self, tensors: dict[str, torch.Tensor], manifest: BaseManifest, tier: Tier) -> None:
         step, store, layout = manifest.state.step, tier.store, layout_of(tensors)
@@ -131,13 +192,15 @@ class AsyncCheckpointer:
         file = file_of_rank(self._mesh.rank)
 
         def write() -> dict[str, FileRecord]:
+            if self._copy_error is not None:
+                raise self._copy_error
             content = tensors_to_write(planned.items, tensors)
             return {file: self._executor.run(write_file, store, step, file, content)} if content else {}
 
         def commit(written: list[dict[str, FileRecord]]) -> list[None]:
             assert planned.index is not None
             files = {name: record for files in written for name, record in files.items()}
-            _commit(manifest, tier, files, *planned.index)
+            commit_checkpoint(manifest, tier, files, *planned.index)
             return [None] * len(written)
 
         collected(write, commit, self._mesh)
@@ -165,9 +228,23 @@ def write_file(store: CheckpointStore, step: int, file: str, tensors: dict[str, 
     return store.sink(step).write_tensors(file, tensors)[1]
 
 
-def _commit(manifest: BaseManifest, tier: Tier, files: dict[str, FileRecord], index_name: str, index: bytes) -> None:
+def commit_checkpoint(
+    manifest: BaseManifest, tier: Tier, files: dict[str, FileRecord], index_name: str, index: bytes
+) -> None:
+    """Complete a checkpoint whose files of tensors are written, and remove older ones of its tier."""
     step = manifest.state.step
     files = {**files, index_name: tier.store.sink(step).write(index_name, index)}
     written = BINARY_INDEX_FORMAT if index_name == BINARY_INDEX else FORMAT
     tier.store.commit(manifest.model_copy(update={"files": files, "format": written}))
-    tier.store.retain(tier.keep)
+    try:
+        tier.store.retain(tier.retention)
+    except OSError as error:  # this checkpoint is complete, and the next save tries again
+        log.warning("older checkpoints cannot be removed: %s", error)
+
+
+def save_error(failed: Sequence[FailedSave]) -> CheckpointError:
+    """The error of saves that failed. Raise it from the first one's."""
+    causes = "; ".join(describe_failed_save(one.error) for one in failed)
+    error = CheckpointError(f"a checkpoint could not be written: {causes}")
+    error.__cause__ = failed[0].error
+    return error
