@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.operator.support import JOBS
 from tests.operator.test_elastic import FOREVER, grouped, label, pods
 from tests.operator.world import World
 
@@ -41,3 +42,22 @@ async def test_a_job_that_an_earlier_version_placed_is_not_restarted_and_its_los
     await world.run(60)
     assert world.true("job", "Ready"), world.condition("job", "Ready")
     assert before - {lost} < pods(world, "job")
+
+
+async def test_an_elastic_job_that_an_earlier_version_placed_grows_and_resumes_in_one_step() -> None:
+    world = World(63, nodes=8, work=FOREVER)
+    body = grouped(world, 3)
+    body["spec"]["elastic"] = {"minReplicas": 1}
+    world.submit(body)
+    await world.run(30)
+    assert world.true("job", "Ready")
+    make_clique(world)
+    for field, value, replicas in (("replicas", 1, 1), ("replicas", 3, 3), ("suspend", True, 3), ("suspend", False, 3)):
+        before = world.status("job")["mesh"]["generation"]
+        path = f"{JOBS}/job"
+        world.cluster.objects[path]["spec"][field] = value
+        world.cluster.update(path, world.cluster.objects[path])
+        await world.run(120)
+        assert world.status("job")["replicas"] == replicas, world.condition("job", "Ready")
+        assert world.status("job")["mesh"]["generation"] == before + (value is not True)
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
