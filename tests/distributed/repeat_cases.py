@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -46,3 +47,12 @@ def train_with_a_wrong_rank(
             return train(task, recorder), "", recorder
         except (ArithmeticError, RuntimeError, ConnectionError) as error:
             return classify(error, training=True), describe(error), recorder
+
+
+def train_with_every_detection(task: RankTask[Any]) -> tuple[Outcome | FailureKind, str, Recorder]:
+    """Trains as an agent runs it, on a node of its own that is checked before."""
+    recorder = Recorder()
+    try:
+        return train(replace(task, node_check=True, local_world_size=1), recorder), "", recorder
+    except (ArithmeticError, RuntimeError, ConnectionError) as error:
+        return classify(error, training=True), describe(error), recorder

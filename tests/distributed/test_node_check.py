@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -97,12 +98,17 @@ def test_a_right_product_is_right_and_every_wrong_element_is_found() -> None:
 
 
 def rank(path: Path, results: Path, place: Place, fault: str) -> None:
-    """One rank's process. The worker with a fault multiplies wrongly, or sends other numbers than it should."""
+    """One rank's process. A faulty worker multiplies wrongly, sends other numbers than it should, or is late."""
     torch.set_num_threads(1)
+    if fault == "late":
+        time.sleep(0.5)
+        results.joinpath("arrived").touch()
     node_check.ROUND_LIMIT = timedelta(seconds=LEAST_SECONDS)
-    multiply = torch.mm
-    if fault == "product":
-        multiply = lambda a, b: torch.mm(a, b) + 1  # noqa: E731
+
+    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        results.joinpath(f"began-{place.rank}").write_text(json.dumps(results.joinpath("arrived").exists()))
+        return torch.mm(a, b) + (1 if fault == "product" else 0)
+
     if fault == "link":
         arange = torch.arange
         torch.arange = lambda *args, **options: arange(*args, **options).flip(0)  # type: ignore[assignment]
@@ -133,6 +139,17 @@ def outcomes(tmp_path: Path, world: int, local: int, broken: int | None, fault: 
 
 def test_healthy_nodes_pass(tmp_path: Path) -> None:
     assert outcomes(tmp_path, 4, 1, None, "") == ["healthy"] * 4
+
+
+def test_nobody_begins_before_a_rank_that_is_late(tmp_path: Path) -> None:
+    """It still opens its data, perhaps for longer than an all-gather may take."""
+    assert outcomes(tmp_path, 4, 1, 1, "late") == ["healthy"] * 4
+    assert [json.loads((tmp_path / f"began-{index}").read_text()) for index in range(4)] == [True] * 4
+
+
+def test_the_check_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_check, "ARRIVAL_LIMIT", timedelta(seconds=0.2))
+    check_nodes(FileStore(str(tmp_path / "store"), 2), Place(0, 2, 1), CPU)
 
 
 def test_a_rank_that_computes_wrongly_fails_with_all_ranks_of_its_worker(tmp_path: Path) -> None:

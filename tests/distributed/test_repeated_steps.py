@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api.training import AnomaliesSpec
+from meshwright.api.training import AnomaliesSpec, AnomalyAction
 from meshwright.protocol.messages import FailureKind
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank.task import Outcome
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.repeat_cases import train_with_a_wrong_rank
+from tests.distributed.repeat_cases import train_with_a_wrong_rank, train_with_every_detection
 from tests.distributed.test_recovery import tensors_of
 from tests.tiers import mostly_long
 
@@ -63,3 +63,15 @@ def test_one_wrong_bit_of_one_rank_is_found(pool: RankPool, tmp_path: Path, text
             assert kind is FailureKind.ERROR
         else:
             assert kind is (FailureKind.NODE_FAULT if rank == len(answers) - 1 else FailureKind.PEER_LOST)
+
+
+@pytest.mark.parametrize("seed", mostly_long(range(20), lambda seed: seed == 0))
+def test_nothing_is_found_in_a_healthy_run(pool: RankPool, tmp_path: Path, text: Path, seed: int) -> None:
+    """With every detection that ranks have: a check of the nodes, spikes, repeated steps."""
+    layout = list(LAYOUTS)[seed % len(LAYOUTS)]
+    spec = AnomaliesSpec(spike=AnomalyAction.FAIL, window=16, repeat_every_steps=5)
+    fields = {**LAYOUTS[layout], "steps": 40, "every": 40, "seed": seed}
+    run = small_run(**fields | {"training": {**fields.get("training", {}), "anomalies": spec}})
+    answers = pool.run(train_with_every_detection, run, checkpoint_dir=tmp_path, data_dir=text)
+    assert [(outcome, message) for outcome, message, _ in answers] == [(Outcome.COMPLETE, "")] * len(answers)
+    assert not any(report.skipped for _, _, recorder in answers for report in recorder.reports)

@@ -31,6 +31,8 @@ from meshwright_worker.rank.failures import NodeFaultError
 log = logging.getLogger(__name__)
 
 ROUNDS = 2
+ARRIVAL_LIMIT = timedelta(seconds=300)
+"""Limit of the wait for all ranks, some of which may still open their data. Then the rendezvous says who is missing."""
 ROUND_LIMIT = timedelta(seconds=60)
 """Limit of an all-gather, with the connection of its group."""
 VERDICT_LIMIT = timedelta(seconds=300)
@@ -137,6 +139,9 @@ def check_nodes(store: Store, place: Place, device: torch.device, multiply: Mult
         NodeFaultError: this rank's worker is at fault.
         ConnectionError: another worker is.
     """
+    if not _all_arrive(store, place):
+        log.warning("node check: not all ranks have arrived")
+        return
     started = time.monotonic()
     fault, seconds = check_product(device, multiply)
     links = tuple(_check_link(store, place, device, turn) for turn in range(ROUNDS))
@@ -153,6 +158,25 @@ def check_nodes(store: Store, place: Place, device: torch.device, multiply: Mult
     if place.worker in verdict:
         raise NodeFaultError(f"node check: {verdict[place.worker]}")
     raise ConnectionError(f"connection closed: the node check found worker {', '.join(map(str, verdict))} at fault")
+
+
+def _all_arrive(store: Store, place: Place) -> bool:
+    """Wait for all ranks: a rank that comes late must not look like one that cannot be reached."""
+    store.add("arrived", 1)
+    if place.rank > 0:
+        try:
+            store.wait(["begin"], ARRIVAL_LIMIT)
+        except (RuntimeError, dist.DistError):
+            return False
+        return bool(store.get("begin") == b"yes")
+    deadline = time.monotonic() + ARRIVAL_LIMIT.total_seconds()
+    while store.add("arrived", 0) < place.world_size:
+        if time.monotonic() > deadline:
+            store.set("begin", "no")
+            return False
+        time.sleep(0.02)
+    store.set("begin", "yes")
+    return True
 
 
 def check_product(device: torch.device, multiply: Multiply = torch.mm) -> tuple[str, float]:
