@@ -437,9 +437,11 @@ async def test_a_job_for_another_cluster_gets_a_workload_and_no_pods() -> None:
     assert not found.status("away").get("conditions"), "its status is that of the other cluster"
 
 
-async def test_a_job_from_another_cluster_takes_the_workload_that_came_with_it() -> None:
+@pytest.mark.parametrize("where", ["labels", "annotations"], ids=["Kueue before 0.18", "Kueue 0.18"])
+async def test_a_job_from_another_cluster_takes_the_workload_that_came_with_it(where: str) -> None:
     found = world()
-    body = queued("sent", 2, {labels.KUEUE_PREBUILT: "sent-by-manager"})
+    body = queued("sent", 2)
+    body["metadata"].setdefault(where, {})[labels.KUEUE_PREBUILT] = "sent-by-manager"
     found.submit(body)
     await found.run(10)
     assert "Waiting for Workload sent-by-manager" in found.condition("sent", "Ready")["message"]

@@ -102,7 +102,7 @@ class Kueue:
         if not self._is_followed(observed.admission) or lifecycle.finished(observed.status):
             return observed
         found = self._watch.of(observed.uid)
-        if labels.KUEUE_PREBUILT in _labels(job):
+        if _prebuilt(job):
             return await self._follow_prebuilt(key, job, observed, found)
         demand = demand_of(job, observed)
         if found is None:
@@ -221,7 +221,7 @@ class Kueue:
         self, key: JobKey, job: KubeObject, observed: Observed, found: KubeObject | None
     ) -> Observed:
         """A job that MultiKueue has sent here: its Workload is there, and becomes the job's own."""
-        name = _labels(job)[labels.KUEUE_PREBUILT]
+        name = _prebuilt(job)
         if found is not None:
             return observed
         waiting = replace(observed, admission=Admission(admitted=False, message=f"Waiting for Workload {name}"))
@@ -384,6 +384,15 @@ def _gpus_per_worker(job: KubeObject) -> int:
 
 def _labels(job: KubeObject) -> Mapping[str, str]:
     return job["metadata"].get("labels") or {}
+
+
+def _prebuilt(job: KubeObject) -> str:
+    """The Workload with which MultiKueue has sent the job here; empty for a job of this cluster.
+
+    Kueue names it in an annotation since 0.18, and in a label before.
+    """
+    annotations = job["metadata"].get("annotations") or {}
+    return str(annotations.get(labels.KUEUE_PREBUILT) or _labels(job).get(labels.KUEUE_PREBUILT) or "")
 
 
 def _unavailable(queue: str, known: KueueState) -> str:
