@@ -34,6 +34,20 @@ class Encryption(StrEnum):
     KMS = "KMS"
 
 
+class Staging(StrEnum):
+    """When the copy of the state is made that is written."""
+
+    BLOCKING = "Blocking"
+    OVERLAPPED = "Overlapped"
+
+
+class Writer(StrEnum):
+    """What writes checkpoints."""
+
+    THREAD = "Thread"
+    PROCESS = "Process"
+
+
 class StoreSpec(ApiModel):
     """How the object store of `checkpoint.uri` is used."""
 
@@ -72,6 +86,11 @@ class CheckpointSpec(ApiModel):
     """Steps between checkpoints of Meshwright's runtime. Defaults to 100. Not allowed with `runtime.command`."""
     keep: Keep | None = None
     """Number of complete checkpoints to retain. Defaults to 2. Not allowed with `runtime.command`."""
+    staging: Staging | None = None
+    """Experimental. When the state is copied: `Blocking`, before the next step, or `Overlapped`, while that runs until
+    its update. Defaults to `Blocking`."""
+    writer: Writer | None = None
+    """Experimental. What plans and writes: a `Thread` of each rank, or a `Process` next to it. Defaults to `Thread`."""
 
     @property
     def interval(self) -> int:
