@@ -11,7 +11,14 @@ from collections.abc import Mapping
 
 from meshwright.addresses import join_host_port, split_host_port
 from meshwright.api.status import FailureStatus, MeshStatus, parse_ranks
-from meshwright.protocol.messages import MAX_GENERATION, MemoryRecovery, MeshDocument, MeshMember, WorkerReport
+from meshwright.protocol.messages import (
+    MAX_GENERATION,
+    MemoryCopies,
+    MemoryRecovery,
+    MeshDocument,
+    MeshMember,
+    WorkerReport,
+)
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.timestamps import format_time
 
@@ -128,8 +135,14 @@ def document(observed: Observed, mesh: MeshStatus, failure: FailureStatus | None
         environment=dict(observed.plan.environment) or None,
         in_memory=bool(mesh.in_memory) or None,
         node_check=mesh.node_check or None,
+        copies=_copies(mesh),
         memory=_memory(mesh),
     )
+
+
+def _copies(mesh: MeshStatus) -> MemoryCopies | None:
+    copies = mesh.copies
+    return MemoryCopies(every_steps=copies.every_steps, shift=copies.shift) if copies is not None else None
 
 
 def _memory(mesh: MeshStatus) -> MemoryRecovery | None:
@@ -137,7 +150,11 @@ def _memory(mesh: MeshStatus) -> MemoryRecovery | None:
     if recovery is None:
         return None
     return MemoryRecovery(
-        generation=recovery.generation, step=recovery.step, leader=recovery.leader, ranks=recovery.ranks
+        generation=recovery.generation,
+        step=recovery.step,
+        leader=recovery.leader,
+        ranks=recovery.ranks,
+        holders=recovery.holders,
     )
 
 
