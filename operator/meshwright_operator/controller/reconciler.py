@@ -51,6 +51,7 @@ from meshwright_operator.decide import (
 )
 from meshwright_operator.decide.admission import Admission
 from meshwright_operator.decide.agents import Agents
+from meshwright_operator.decide.checkpoint_health import failure_history
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.decide.mesh_generation import document
@@ -443,7 +444,7 @@ class Reconciler:
         observed, mesh = draft.observed, draft.mesh
         current = registry.document
         if mesh.pending_cause or current is None or current.generation != mesh.generation:
-            current = document(observed, mesh, draft.status.last_failure)
+            current = document(observed, mesh, draft.status.last_failure, failure_history(observed, draft.status))
         incarnations = {pod.worker: pod.incarnation for pod in observed.excess_pods}
         workers = [*observed.workers, *observed.joining]
         incarnations |= {worker.index: worker.incarnation for worker in workers if worker.incarnation >= 0}

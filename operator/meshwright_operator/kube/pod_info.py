@@ -35,6 +35,7 @@ SIGTERM_EXIT = 143
 NOT_REJECTIONS = frozenset({"Evicted", "Preempting", "Preempted", "Terminated", "NodeLost", "NodeShutdown", "Shutdown"})
 
 REASON_LIMIT = 64
+IMAGE_LIMIT = 1024
 PROBLEM_LIMIT = 512
 """Length of the messages that a pod's problem repeats: conditions and events have a limit, and say more than this."""
 
@@ -91,6 +92,8 @@ class Pod:
     """When its grace period ends; None if it is not being deleted."""
     out_of_memory: str = ""
     """Its memory limit, or `no limit`, if its container was killed because memory ran out. Empty otherwise."""
+    image: str = ""
+    """The image of its container with its digest, as the kubelet reports it; empty before that."""
     request_json: str = "{}"
     """Its resource requests, as `pod_requests.request_json_of` writes them."""
 
@@ -151,6 +154,7 @@ def _read(obj: Mapping[str, Any]) -> Pod | None:
         rejection=_rejection(status),
         deletion_deadline=parse_time(metadata.get("deletionTimestamp")),
         out_of_memory=_out_of_memory(spec, status),
+        image=_image(status),
         request_json=request_json_of(obj),
     )
 
@@ -160,6 +164,11 @@ def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
         if container.get("name") == WORKER_CONTAINER:
             return dict(container.get("state") or {})
     return {}
+
+
+def _image(status: Mapping[str, Any]) -> str:
+    containers = (c for c in status.get("containerStatuses") or () if c.get("name") == WORKER_CONTAINER)
+    return str(next((container.get("imageID") for container in containers), "") or "")[:IMAGE_LIMIT]
 
 
 def _scheduled(status: Mapping[str, Any]) -> datetime | None:
