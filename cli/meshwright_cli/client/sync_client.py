@@ -156,6 +156,17 @@ class Client:
         """Continue a text with the model of a job's checkpoint: see `AsyncClient.generate`."""
         return self._run(self._client.generate(name, generation, step, options))
 
+    def inspect_checkpoints(
+        self,
+        name: str,
+        action: str = "list",
+        step: int | None = None,
+        target: Path | str | None = None,
+        options: PodOptions | None = None,
+    ) -> Sequence[dict[str, Any]]:
+        """List, verify or copy a job's checkpoints: see `AsyncClient.inspect_checkpoints`."""
+        return self._run(self._client.inspect_checkpoints(name, action, step, target, options))
+
     def export(
         self,
         name: str,
