@@ -51,6 +51,8 @@ COORDINATOR_PORT = 9470
 CHECKPOINT_MOUNT = "/meshwright/checkpoints"
 DATA_MOUNT = "/meshwright/data"
 SCRIPTS_MOUNT = "/meshwright/scripts"
+AGENT_MOUNT = "/meshwright/agent"
+"""Where the agent of `runtime.agent: Injected` is in its image and in every pod."""
 
 # The environment variables of a worker pod that the operator sets and the agent reads.
 ENV_JOB_NAME = "MESHWRIGHT_JOB_NAME"

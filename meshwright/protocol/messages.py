@@ -174,6 +174,8 @@ class MeshDocument(OpenMessage):
     environment: dict[str, str] | None = None
     """Variables of communication libraries for every rank, such as `NCCL_IB_HCA`. A variable that the pod has already
     stays. Agents before 0.2 ignore it."""
+    max_restarts: int | None = None
+    """`recovery.maxRestarts`, for a user's command. Agents before 0.2 ignore it."""
     in_memory: bool | None = None
     """Whether ranks hold their state when their generation is interrupted, to recover in memory. None is no. Agents
     before 0.2 ignore it: their ranks are started again."""

@@ -21,6 +21,13 @@ def _framework_has_all(facts: Facts) -> bool:
     return facts.runtime.framework is None or (is_complete and facts.data is None)
 
 
+def _can_inject(facts: Facts) -> bool:
+    is_free = (
+        all(volume.name != AGENT_VOLUME for volume in facts.workers.volumes) if facts.workers is not None else True
+    )
+    return not facts.runtime.injects_agent or (facts.runtime.command is not None and is_free)
+
+
 def _command_or_model(facts: Facts) -> bool:
     is_complete = facts.model is not None and facts.data is not None and facts.training is not None
     return facts.runtime.command is not None or is_complete
@@ -39,6 +46,9 @@ def _command_owns_schedule(facts: Facts) -> bool:
     defaults_kept = defaults_kept and p.micro_batches is None and p.zero_stage_or_default == 0
     return facts.runtime.command is None or facts.runtime.framework is not None or defaults_kept
 
+
+AGENT_VOLUME = "meshwright-agent"
+"""The volume of an injected agent, and its init container."""
 
 RUNTIME_RULES: tuple[Rule[Facts], ...] = (
     Rule(
@@ -67,6 +77,13 @@ RUNTIME_RULES: tuple[Rule[Facts], ...] = (
         "needs `runtime.command`, which runs them: remove it, or add a command",
         "!has(self.runtime.scripts) || has(self.runtime.command)",
         lambda facts: facts.runtime.scripts is None or facts.runtime.command is not None,
+    ),
+    Rule(
+        "runtime.agent",
+        f"`Injected` needs `runtime.command`, and no volume named `{AGENT_VOLUME}`: add a command, or rename it",
+        "!has(self.runtime.agent) || self.runtime.agent != 'Injected'"
+        f" || (has(self.runtime.command) && !self.workers.volumes.exists(v, v.name == '{AGENT_VOLUME}'))",
+        _can_inject,
     ),
     Rule(
         "runtime.progress",

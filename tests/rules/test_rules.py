@@ -219,6 +219,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("runtime.command", {"training": None}),
     ("runtime.command", {"runtime.command": ["python"]}),
     ("runtime.scripts", {"runtime.scripts": "scripts"}),
+    ("runtime.agent", {"runtime.agent": "Injected"}),
     ("runtime.progress", {"runtime.progress": {"totalSteps": 10}}),
     ("model.preset", {"model.preset": "llama-3-8b"}),
     ("model.preset", {"model": {"preset": "llama-3-8b", "tieEmbeddings": False}}),
@@ -422,6 +423,10 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 ]
 BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("runtime.framework", {"runtime.framework": "TorchTitan"}),
+    (
+        "runtime.agent",
+        {"runtime.agent": "Injected", **volumes({"name": "meshwright-agent", "mountPath": "/agent"})},
+    ),
     ("runtime.command", {"data": {"source": "PythonStdlib"}}),
     ("runtime.command", {"training": {"steps": 1, "globalBatchSize": 4, "sequenceLength": 8}}),
     ("checkpoint", {"checkpoint": {"claimName": "c", "everySteps": 5}}),
@@ -486,6 +491,8 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (COMMAND, {"checkpoint": {"uri": "s3://bucket/runs", "store": {"secretName": "s", "encryption": "KMS"}}}),
     (GOOD, {"checkpoint": {"uri": "abfs://box@account.dfs.core.windows.net/runs", "store": {"secretName": "s"}}}),
     (GOOD, {"checkpoint": {"claimName": "c", "uri": "gs://bucket/runs", "store": {"everySteps": 300, "keep": 9}}}),
+    (COMMAND, {"runtime.agent": "Injected", **volumes({})}),
+    (COMMAND, {"runtime.agent": "Image", **volumes({"name": "meshwright-agent", "mountPath": "/agent"})}),
     (COMMAND, {"runtime.scripts": "scripts", "checkpoint": {"claimName": "c"}}),
     (COMMAND, {"runtime.progress": {"patterns": ["at (?P<step>[0-9]+)"], "totalSteps": 10}}),
     (COMMAND, {"parallelism": {"tensor": 2}}),

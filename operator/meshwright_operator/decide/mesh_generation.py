@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from meshwright.addresses import join_host_port, split_host_port
 from meshwright.api.status import FailureStatus, MeshStatus, parse_ranks
 from meshwright.protocol.messages import MAX_GENERATION, MemoryRecovery, MeshDocument, MeshMember, WorkerReport
+from meshwright.protocol.run_config import CommandRun
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.timestamps import format_time
 
@@ -126,6 +127,7 @@ def document(observed: Observed, mesh: MeshStatus, failure: FailureStatus | None
         run=observed.run,
         numa_binding=None if observed.spec.preflight is None or observed.spec.preflight.numa_binding else False,
         environment=dict(observed.plan.environment) or None,
+        max_restarts=observed.spec.recovery.max_restarts if isinstance(observed.run, CommandRun) else None,
         in_memory=bool(mesh.in_memory) or None,
         memory=_memory(mesh),
     )

@@ -19,6 +19,7 @@ from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.command_stacks import ENABLE
 from meshwright_worker.agent.events import EventQueue
 from meshwright_worker.agent.fork_client import ForkServerClient, ForkServerError
+from meshwright_worker.agent.home import temporary_directories
 from meshwright_worker.agent.rank_environment import (
     communication_variables,
     rank_environment,
@@ -26,7 +27,7 @@ from meshwright_worker.agent.rank_environment import (
     resolve_script_paths,
 )
 from meshwright_worker.agent.rank_process import RankHandle, RankOutput, start_command, supervise
-from meshwright_worker.agent.server_process import ServerProcess, process_environment
+from meshwright_worker.agent.server_process import ServerProcess, process_environment, runtime_installed
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import StartRanks
 from meshwright_worker.command.log_patterns import LogPatterns
@@ -34,6 +35,8 @@ from meshwright_worker.preflight.host import Host
 from meshwright_worker.preflight.numa import cpus_of_rank
 from meshwright_worker.rank.commands import encode_leave, encode_resume
 
+TORCHRUN = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+"""What torchrun sets unless the environment does."""
 CLEAN_UP_SECONDS = 3.0
 SETTLE_SECONDS = 0.2
 """Ranks that write nothing more for this long have written their stacks."""
@@ -76,7 +79,8 @@ class Launcher:
 
     async def warm_up(self) -> None:
         """Start importing torch while the pod waits for its gang."""
-        await self._server.start()
+        if runtime_installed():
+            await self._server.start()
 
     @property
     def preparing(self) -> bool:
@@ -155,7 +159,7 @@ class Launcher:
                 handle = await self._server.fork(task, environment)
             else:
                 report = {labels.ENV_REPORT_FILE: self._report_file(start.document.generation, rank)}
-                full_environment = {**ENABLE, **self._environment, **environment, **report}
+                full_environment = {**ENABLE, **TORCHRUN, **self._environment, **environment, **report}
                 handle = await start_command(
                     rank, resolve_script_paths(run.command, full_environment), full_environment
                 )
@@ -175,7 +179,8 @@ class Launcher:
     def _report_file(self, generation: int, rank: int) -> str:
         """The path of the file to which a command reports its progress."""
         if self._directory is None:
-            self._directory = TemporaryDirectory(prefix="meshwright-")
+            places = temporary_directories(self._environment)
+            self._directory = TemporaryDirectory(prefix="meshwright-", dir=places[0] if places else None)
         return str(Path(self._directory.name) / f"report-{generation}-{rank}.jsonl")
 
     def remove(self, rank: int) -> None:

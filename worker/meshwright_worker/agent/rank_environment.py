@@ -57,6 +57,8 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
         # Without it torch reuses a store across restarts and reads the previous generation's keys.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+    if document.max_restarts is not None:
+        environment["TORCHELASTIC_MAX_RESTARTS"] = str(document.max_restarts)
     if settings.checkpoint_uri:
         environment[labels.ENV_CHECKPOINT_URI] = settings.checkpoint_uri
     if settings.checkpoint_dir:

@@ -365,6 +365,8 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
     try:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            # An injected agent ignores what the user's image says to Python, and its guards do too.
+            *(("-I",) if sys.flags.isolated else ()),
             *("-m", "meshwright_worker.rank.command_guard", *command),
             stdin=lifeline_read,
             stdout=output_write,
