@@ -2,7 +2,7 @@
 
 One cluster and one operator for all runs. Each run is a new job; it ends some steps after its last fault. The times of
 a recovery are measured from outside, by the clock of this process: from the injection until the job's status says that
-a new generation forms, and from there until all its ranks train.
+a new generation forms, and from there until rank 0 has completed a step of it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from benchmarks._recovery_job import (
     Job,
     child_processes,
     control_socket,
+    first_step_after,
     manifest,
     setup,
 )
@@ -63,6 +64,8 @@ class InjectedRun:
     """Seconds by cause: `status.goodput.booked`."""
     steps: int = 0
     """`status.goodput.furthestStep`."""
+    step: float = 0.0
+    """Seconds of a step while nothing is disturbed."""
     restarts: int = 0
     """`status.restartCount`."""
 
@@ -73,8 +76,18 @@ class InjectedRun:
 
     @property
     def goodput(self) -> float:
-        """Training over all time of the ledger."""
-        return self.ledger["Training"] / sum(self.ledger.values())
+        """The time that the steps of the run take undisturbed, over its time."""
+        return self.steps * self.step / self.seconds
+
+    @property
+    def booked(self) -> float:
+        """Training over all time, as the operator's ledger has them, from reports that are seconds apart."""
+        return self.ledger["Training"] / self.seconds
+
+    @property
+    def seconds(self) -> float:
+        """All time of the run."""
+        return sum(self.ledger.values())
 
 
 class InjectedJob(Job):
@@ -111,6 +124,13 @@ class InjectedJob(Job):
             await asyncio.sleep(0.5)
         raise TimeoutError(f"no {more} steps after {self.limit_seconds:.0f} s")
 
+    def progress(self, begin: float, end: float) -> tuple[float, float]:
+        """Seconds between two moments in which steps were observed, and how many steps that were."""
+        seen = [
+            (moment, step) for moment, step in zip(self.changes, self.observed, strict=True) if begin <= moment <= end
+        ]
+        return (seen[-1][0] - seen[0][0], seen[-1][1] - seen[0][1]) if seen else (0.0, 0.0)
+
     async def replace_node(self) -> None:
         """Remove the last worker's node, and add another one."""
         node = (await self.last_pod())["spec"]["nodeName"]
@@ -143,21 +163,27 @@ async def one_run(job: InjectedJob, seed: int, mean_seconds: float) -> InjectedR
     """One run with its faults."""
     draw = random.Random(seed)
     generation, created = await job.begin()
+    trains = await first_step_after(job, time.monotonic())
     run = InjectedRun(seed, time.time() - created)
+    undisturbed = []
     for _ in range(FAULTS_OF_A_RUN):
         kind = draw.choices(list(KINDS), [0.45, 0.15, 0.25, 0.15])[0]
         await asyncio.sleep(3.0 + draw.expovariate(1.0 / mean_seconds))
         at, began = time.time() - created, time.monotonic()
+        undisturbed.append(job.progress(trains, began))
         await KINDS[kind](job)
         seen = await job.trains(generation)
         generation = int(seen["generation"])
-        run.faults.append(Fault(kind, at, seen["detected"] - began, seen["trains"] - seen["detected"]))
+        trains = await first_step_after(job, seen["trains"])
+        run.faults.append(Fault(kind, at, seen["detected"] - began, trains - seen["detected"]))
         print(f"seed {seed}: {kind} after {at:.1f} s, {run.faults[-1]}", file=sys.stderr, flush=True)
     status = await job.steps_after(2 * SAVE_EVERY)
     ledger = status["goodput"]
     run.restarts = int(status.get("restartCount", 0))
     run.ledger = {entry["cause"]: entry["milliseconds"] / 1000.0 for entry in ledger["booked"]}
     run.steps = int(ledger["furthestStep"])
+    undisturbed.append(job.progress(trains, time.monotonic()))
+    run.step = sum(seconds for seconds, _ in undisturbed) / sum(steps for _, steps in undisturbed)
     await job.end()
     return run
 
@@ -173,9 +199,11 @@ async def injected_runs(seeds: list[int], mean_seconds: float, done: Callable[[I
                 options = ["--lease-seconds", str(LEASE_SECONDS)]
                 await setup.start_operator(programs, directory, kubeconfig, setup.Ports(), options)
                 job = InjectedJob(client, directory, "Replace")
+                steps = asyncio.create_task(job.watch_steps())
                 for seed in seeds:
                     run = await one_run(job, seed, mean_seconds)
                     if run.disturbed:
                         print(f"seed {seed}: {run.restarts} restarts, left out", file=sys.stderr, flush=True)
                     else:
                         done(run)
+                steps.cancel()

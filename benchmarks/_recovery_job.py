@@ -85,6 +85,8 @@ class Job:
         self.control = directory / "cluster"
         self.changes: list[float] = []
         """Moments (monotonic seconds) at which another step of rank 0 was observed."""
+        self.observed: list[float] = []
+        """The steps that were observed then."""
 
     async def start(self) -> int:
         """Apply the job and wait until it trains; its mesh generation."""
@@ -155,6 +157,7 @@ class Job:
                 if step is not None and step != last:
                     last = step
                     self.changes.append(time.monotonic())
+                    self.observed.append(step)
                 await asyncio.sleep(0.1)
 
     async def first_address(self) -> str:
@@ -319,7 +322,7 @@ async def _strike(job: Job, fault: str, result: dict[str, Any]) -> None:
     load = os.getloadavg()[0]
     await act(job)
     seen = await job.trains(generation)
-    await _steps_after(job, seen["trains"])
+    await first_step_after(job, seen["trains"])
     result |= {
         "seconds": round(seen["trains"] - began, 2),
         "detected": round(seen["detected"] - began, 2),
@@ -339,18 +342,18 @@ async def _restore(job: Job, fault: str, result: dict[str, Any]) -> None:
     restored = time.monotonic()
     result["restored"] = 0.0
     if restored - began > 0.5 and fault not in SMALLER:
-        await _steps_after(job, restored)
+        await first_step_after(job, restored)
         result["restored"] = round(_longest_gap(job.changes, before), 2)
         result["restoredPhases"] = await job.phases(generation)
         result["withoutSteps"] = round(result["withoutSteps"] + result["restored"], 2)
 
 
-async def _steps_after(job: Job, moment: float) -> None:
-    """Wait until a step was observed after a moment."""
+async def first_step_after(job: Job, moment: float) -> float:
+    """Wait until a step was observed after a moment; the moment of the first one."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         if job.changes and job.changes[-1] > moment:
-            return
+            return next(change for change in job.changes if change > moment)
         await asyncio.sleep(0.1)
     raise TimeoutError("no step was observed after all ranks trained")
 

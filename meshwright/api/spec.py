@@ -127,6 +127,9 @@ class SuspectNodesSpec(ApiModel):
     avoid_seconds: Annotated[int, Field(ge=60, le=2592000)] = 86400
     """Time for which the job avoids a suspect node. A node that fails later is avoided again after one failure. A job
     that has waited for nodes for two minutes uses suspect ones too."""
+    check_nodes: bool | None = None
+    """Experimental, off by default. Whether ranks check all nodes before they start on one with a recent failure:
+    matrix products, and all-gathers between pairs of workers. A node that fails the check is suspect at once."""
 
 
 class RecoverySpec(ApiModel):

@@ -219,6 +219,8 @@ class MeshStatus(ApiModel):
     """When all workers that the job waits for had completed the run in this generation. Their pods should exit soon."""
     in_memory: Annotated[str, Field(max_length=256)] | None = None
     """The layout of the generation, if its ranks hold their state when it is interrupted (`recovery.inMemory`)."""
+    node_check: bool | None = None
+    """Whether the generation began with a check of its nodes (`recovery.suspectNodes.checkNodes`)."""
     recovery: MemoryRecoveryStatus | None = None
     """How the generation went on from state in memory. Missing if its ranks started from a checkpoint or anew."""
     agent_replacements: Count = 0

@@ -136,6 +136,9 @@ class AnomaliesSpec(ApiModel):
     is that old: retain enough of them (`checkpoint.keep`)."""
     max_skipped: Annotated[int, Field(ge=1, le=1000000)] = 10
     """Skipped steps in a row after which ranks fail."""
+    repeat_every_steps: Annotated[int, Field(ge=1, le=1000000000)] | None = None
+    """Experimental, off by default. Steps after which the gradients of a replica's samples are computed again on
+    another replica. If they differ in a bit, ranks fail, and a third replica shows whose node is at fault."""
 
 
 class TrainingSpec(ApiModel):

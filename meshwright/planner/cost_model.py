@@ -119,7 +119,10 @@ def machine_of_cluster(inventory: Inventory, gpus_per_worker: int) -> Machine | 
     usable = gpu_on_site(usable, inventory.site)
     slowest = min(1.0, min(gpu.half for gpu in gpus) / chosen.half)
     domain = (cluster_limits.domain_gpus or chosen.domain) if chosen.domain > 1 else 1
-    fabric = _with_racks(fabric_on_site(usable, inventory.site, domain), inventory, usable.nic)
+    fabric = fabric_on_site(usable, inventory.site, domain)
+    if cluster_limits.pods_apart:
+        fabric = _ending_at_pods(fabric, cluster_limits.linked_gpus or gpus_per_worker)
+    fabric = _with_racks(fabric, inventory, usable.nic)
     return machine_for(usable, fabric=fabric, slowest=slowest)
 
 
@@ -145,6 +148,12 @@ def fabric_on_site(gpu: Accelerator, site: SiteFabric, domain: int | None = None
     *inner, network = Fabric.of(gpu, domain=domain).levels
     levels = [_as_stated(level, site.inside(DOMAIN)) for level in inner]
     return Fabric((*levels, _as_stated(network, site.outside_domains())))
+
+
+def _ending_at_pods(fabric: Fabric, gpus: int) -> Fabric:
+    """The fabric if NVLink and PCIe join only the `gpus` GPUs of one pod: pods of one host use the network."""
+    inner, *others = fabric.levels
+    return Fabric((replace(inner, gpus=min(inner.gpus, gpus)), *others)) if others else fabric
 
 
 def _as_stated(level: FabricLevel, stated: SiteLevel) -> FabricLevel:

@@ -17,6 +17,7 @@ from meshwright.planner.cluster.inventory import Inventory, separate_hosts_sente
 from meshwright.planner.cluster.limits import ClusterLimits
 from meshwright.planner.cluster.pod_resources import Resources, parse_resources, worker_requests
 from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.memory import Memory
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.cost_model import Calibration, CostModel, cost_model_on
@@ -221,19 +222,52 @@ def new_plans(
         return [_on_site(_command_plan(spec), spec, hardware)]
     _check_nodes_known(spec, cluster_limits)
     target = target or target_of(spec)
-    if target is None:
-        request = _request(spec, architecture, cluster_limits, cost_model)
-        ranked = _ranked(spec, request)
-    else:
+    if target is not None:
         cost_model = cost_model_of_target(cost_model, target)
-        request = request_of_target(spec, architecture, cluster_limits, cost_model, target)
-        ranked = layouts_of_target(request, target)
+    request, ranked = _searched(spec, architecture, cluster_limits, cost_model, target)
     plans = []
     for chosen in ranked[:max_plans]:
         plan = _on_site(_with_estimate(_plan(spec, architecture, chosen, ()), cost_model), spec, hardware)
         reasons = reasons_of_plan(request, chosen, plan.estimate, spec.gpus)
-        plans.append(replace(plan, reasons=(*reasons, *_about_channels(plan, cluster_limits))))
+        about_nvlink = (*_about_channels(plan, cluster_limits), *_about_pods(plan, cluster_limits, hardware.machine))
+        plans.append(replace(plan, reasons=(*reasons, *about_nvlink)))
     return plans
+
+
+def _searched(
+    spec: ParallelTrainingJobSpec,
+    architecture: Architecture,
+    limits: ClusterLimits,
+    cost_model: CostModel | None,
+    target: Target | None,
+) -> tuple[SearchRequest, list[FittingLayout]]:
+    """Return the search and the layouts that fit, the best first.
+
+    Where NVLink ends at each pod, chosen tensor-parallel groups span several pods of a host only if no other layout
+    fits, or only one with more GPUs than the cluster has.
+
+    Raises:
+        PlanError: there is no such layout.
+    """
+
+    def searched(limits: ClusterLimits) -> tuple[SearchRequest, list[FittingLayout]]:
+        if target is None:
+            request = _request(spec, architecture, limits, cost_model)
+            return request, _ranked(spec, request)
+        request = request_of_target(spec, architecture, limits, cost_model, target)
+        return request, layouts_of_target(request, target)
+
+    if not limits.pods_apart or spec.parallelism.tensor is not None:
+        return searched(limits)
+    across = replace(limits, linked_gpus=limits.domain_gpus)
+    try:
+        found = searched(limits)
+    except PlanError:
+        return searched(across)
+    if found[1][0].strategy.world_size <= limits.gpus:
+        return found
+    other = searched(across)
+    return other if other[1][0].strategy.world_size <= limits.gpus else found
 
 
 def _ranked(spec: ParallelTrainingJobSpec, request: SearchRequest) -> list[FittingLayout]:
@@ -388,10 +422,12 @@ def _limits(spec: ParallelTrainingJobSpec, limits: ClusterLimits) -> ClusterLimi
     """The limits of the cluster for this job: how wide a tensor-parallel group may be depends on its level."""
     level, widest, tensor = _tensor_level(spec), limits.domain_gpus, spec.parallelism.tensor
     if level is FabricLevel.NODE and limits.node_gpus is not None:
-        return replace(limits, domain_gpus=min(limits.node_gpus, widest or limits.node_gpus))
-    if level is not FabricLevel.DOMAIN and widest is not None and tensor is not None:
-        return replace(limits, domain_gpus=max(widest, tensor))
-    return limits
+        allowed = min(limits.node_gpus, widest or limits.node_gpus)
+    elif level is not FabricLevel.DOMAIN and widest is not None and tensor is not None:
+        allowed = max(widest, tensor)
+    else:
+        return limits
+    return replace(limits, domain_gpus=allowed, linked_gpus=limits.linked_gpus if limits.pods_apart else allowed)
 
 
 def _about_channels(plan: Plan, limits: ClusterLimits) -> tuple[str, ...]:
@@ -399,6 +435,23 @@ def _about_channels(plan: Plan, limits: ClusterLimits) -> tuple[str, ...]:
     if not limits.separate_hosts or len(plan.workers) == 1:
         return ()
     return (f"NVLink: {separate_hosts_sentence(limits.separate_hosts)}",)
+
+
+def _about_pods(plan: Plan, limits: ClusterLimits, machine: Machine | None) -> tuple[str, ...]:
+    """That NVLink ends at each pod, if the job has several, and its GPUs are known or a tensor-parallel group is wider.
+
+    NCCL takes pods of one host for different hosts, and does not use NVLink or shared memory between them.
+    """
+    gpus, tensor = plan.gpus_per_worker, plan.layout.tensor
+    wide = tensor > gpus
+    if not limits.pods_apart or len(plan.workers) == 1 or (machine is None and not wide):
+        return ()
+    group = f"; each tensor-parallel group of {tensor} spans {tensor // gpus} pods, and uses it in every layer"
+    return (
+        f"NVLink ends at each pod, because hosts have several workers of {gpus} GPUs and no claim joins the pods of a "
+        f"host: they communicate over the network{group if wide else ''}. Raise `workers.gpusPerWorker`, so that a pod "
+        "has all GPUs of its host",
+    )
 
 
 def _check_nodes_known(spec: ParallelTrainingJobSpec, cluster_limits: ClusterLimits) -> None:

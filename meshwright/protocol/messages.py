@@ -179,6 +179,9 @@ class MeshDocument(OpenMessage):
     in_memory: bool | None = None
     """Whether ranks hold their state when their generation is interrupted, to recover in memory. None is no. Agents
     before 0.2 ignore it: their ranks are started again."""
+    node_check: bool | None = None
+    """Whether ranks check their nodes before they meet (`recovery.suspectNodes.checkNodes`). None is no. Agents before
+    0.2 ignore it."""
     memory: MemoryRecovery | None = None
     """How this generation goes on from the state that ranks hold. Without it, every rank starts anew. Only if all
     agents have reported `RankProcess.held`."""
@@ -221,6 +224,9 @@ class FailureKind(StrEnum):
     WENT_BACK = "WentBack"
     """Training went back to an older checkpoint because of `training.anomalies`, and needs a new start. Agents before
     0.2 never report it."""
+    NODE_FAULT = "NodeFault"
+    """The rank's node computes wrong results, far too slowly, or cannot exchange data. Agents before 0.2 never report
+    it."""
 
 
 class HeldState(OpenMessage):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.api.data import Packing
+from meshwright.api.data_parallel import GradientCompression
 from meshwright.api.precision import Fp8Scaling, Fp8Update, Precision
 from meshwright.api.training import (
     ActivationCheckpointing,
@@ -122,6 +123,14 @@ def _anomalies_without_islands(facts: Facts) -> bool:
 def _goes_back_to_a_checkpoint(facts: Facts) -> bool:
     spec = _anomalies(facts)
     return spec is None or facts.checkpoint is not None or AnomalyAction.GO_BACK not in (spec.non_finite, spec.spike)
+
+
+def _repeats_bit_by_bit(facts: Facts) -> bool:
+    spec, training, model = _anomalies(facts), facts.training, facts.model
+    if spec is None or spec.repeat_every_steps is None or training is None:
+        return True
+    exact = facts.parallelism.data_parallel.compression is GradientCompression.NONE and training.deterministic
+    return exact and (model is None or model.mixture is None)
 
 
 def _selective_layers_are_whole(facts: Facts) -> bool:
@@ -279,6 +288,14 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
         f"{_NO_ANOMALIES_OR}has(self.checkpoint) || self.training.anomalies.nonFinite != 'GoBack'"
         " && (!has(self.training.anomalies.spike) || self.training.anomalies.spike != 'GoBack')",
         _goes_back_to_a_checkpoint,
+    ),
+    Rule(
+        "training.anomalies.repeatEverySteps",
+        "compares gradients bit by bit, and is not supported with `model.mixture`, "
+        "`parallelism.dataParallel.compression` and `training.deterministic: false`: remove it, or those",
+        f"{_NO_ANOMALIES_OR}!has(self.training.anomalies.repeatEverySteps) || (self.training.deterministic"
+        " && self.parallelism.dataParallel.compression == 'None' && (!has(self.model) || !has(self.model.mixture)))",
+        _repeats_bit_by_bit,
     ),
     Rule(
         "training.activationCheckpointing",

@@ -30,6 +30,7 @@ from meshwright_worker.agent.settings import Settings, SettingsError, from_envir
 from meshwright_worker.checkpoint.errors import (
     CheckpointMismatchError,
     CheckpointVolumeError,
+    FailedSaveError,
     ForeignCheckpointError,
     describe_failed_save,
 )
@@ -236,7 +237,8 @@ def full_disk() -> BaseException:
 
 
 def test_a_full_volume_is_named_before_anything_is_cut() -> None:
-    said = describe_failed_save(full_disk())
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/checkpoints/step-4.tmp/rank-00001.safetensors")
+    said = describe_failed_save(FailedSaveError({1: full}))
     assert said.startswith("rank 1: OSError: [Errno 28] No space left on device: '/checkpoints/step-4.tmp")
     assert "`checkpoint.claimName` is full: enlarge the claim, or retain fewer (`checkpoint.keep`)" in said
     assert describe_failed_save(ValueError("x")) == "ValueError: x"

@@ -217,6 +217,7 @@ def test_the_layout_that_fits_what_is_free_is_taken(tmp_path: Path, manifest: Pa
     wanted = yaml.safe_load(manifest.read_text())
     wanted["spec"].update(replicas=4, workers={"image": "worker", "gpusPerWorker": 1})
     wanted["spec"]["parallelism"]["schedule"] = "1F1B"
+    wanted["spec"]["topology"] = {"multiNodeNVLink": True}
     wanted["spec"]["training"].update(sequenceLength=2048, activationCheckpointing="None")
     manifest.write_text(yaml.safe_dump(wanted))
     nodes = inventory(tmp_path, [{"name": "node", "gpus": 8, "free": 1, "product": H100, "count": 64}])

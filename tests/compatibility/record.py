@@ -17,8 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from meshwright.api.objects import KubeObject
 from meshwright.data.shards import ShardWriter
@@ -31,12 +29,12 @@ from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.timestamps import format_time
 from meshwright_worker.agent.coordinator_client import CoordinatorClient, UnavailableError
 from meshwright_worker.agent.settings import Settings
-from meshwright_worker.checkpoint.dcp_storage import CheckpointWriter
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState
 from tests.operator.support import JOBS, job
 from tests.operator.world import World
 from tests.rules.test_revision import SPECS
+from tests.worker.checkpoint.saving import save_alone
 
 ROOT = Path(__file__).parent
 VALUES = ROOT.parents[1] / "helm" / "meshwright" / "values.yaml"
@@ -186,15 +184,10 @@ def _record_checkpoints(root: Path) -> None:
             layout=LayoutRecord(tensor=1, pipeline=1, data=1, zero_stage=0),
         )
         hidden = directory.prepare(step)
-        save(
+        save_alone(
             checkpoint_tensors(),
-            storage_writer=CheckpointWriter(
-                hidden,
-                0,
-                lambda files, manifest=manifest: directory.commit(manifest.model_copy(update={"files": files})),
-            ),
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=True,
+            hidden,
+            lambda files, manifest=manifest: directory.commit(manifest.model_copy(update={"files": files})),
         )
     _write(root / "tensors.json", {name: tensor_hash(tensor) for name, tensor in checkpoint_tensors().items()})
 

@@ -1,7 +1,8 @@
 """Meshwright's runtime, of which a rank kills itself at a point of a step that its environment names.
 
-`FATAL=12:backward` kills it in the backward pass of step 12. The fork server preloads this module, so that every rank
-has the points.
+`FATAL=12:backward:2` kills it in the second backward pass of step 12. `STALL=12:agreed` makes a rank wait at a point
+until it leaves its generation: others then make the update of that step, and this one does not. The fork server
+preloads this module, so that every rank has the points.
 """
 
 from __future__ import annotations
@@ -9,29 +10,55 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import time
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright_worker.in_memory import supervisor
+from meshwright_worker.in_memory.gate import MemoryGate
 from meshwright_worker.in_memory.generation import Generation
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.optimizers.adamw import AdamW
 from meshwright_worker.trainer.train import preload, train
-from meshwright_worker.trainer.trainer import Trainer
+from meshwright_worker.trainer.trainer import StepGate, Trainer
 
-__all__ = ["POINTS", "preload", "supervisor", "train"]
+__all__ = ["PASSES", "POINTS", "preload", "supervisor", "train"]
 
 POINTS = ("forward", "backward", "reduction", "reduced", "agreed", "update", "updated")
 """Where in a step a rank can be killed, in order."""
 JOINING = "joining"
 """The point of a rank that has its groups, and not its state."""
 
-_now: list[int] = [0]
-"""The step under way."""
+PASSES = ("forward", "backward")
+"""The points that a step of several micro-batches reaches several times."""
+STALL_SECONDS = 300.0
 
 
-def _die_at(point: str) -> None:
-    if os.environ.get("FATAL") == f"{_now[0]}:{point}":
+@dataclass
+class _Now:
+    """The step under way."""
+
+    step: int = 0
+    gate: StepGate | None = None
+    reached: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def left(self) -> bool:
+        """Whether the rank has left the step's generation: its thread may come here later."""
+        return isinstance(self.gate, MemoryGate) and self.gate.left
+
+
+_now = _Now()
+
+
+def _reach(point: str) -> None:
+    _now.reached[point] += 1
+    if os.environ.get("FATAL") == f"{_now.step}:{point}:{_now.reached[point]}" and not _now.left:
         os.kill(os.getpid(), signal.SIGKILL)
+    end = time.monotonic() + STALL_SECONDS
+    while os.environ.get("STALL") == f"{_now.step}:{point}" and not _now.left and time.monotonic() < end:
+        time.sleep(0.002)
 
 
 def _around(owner: type, name: str, before: str = "", after: str = "") -> None:
@@ -40,10 +67,10 @@ def _around(owner: type, name: str, before: str = "", after: str = "") -> None:
     @functools.wraps(original)
     def call(*args: Any, **options: Any) -> Any:
         if before:
-            _die_at(before)
+            _reach(before)
         result = original(*args, **options)
         if after:
-            _die_at(after)
+            _reach(after)
         return result
 
     setattr(owner, name, call)
@@ -54,7 +81,8 @@ def _around_reduce() -> None:
 
     @functools.wraps(original)
     def reduce(self: Trainer, number: int, *args: Any, **options: Any) -> Any:
-        _now[0] = number
+        _now.step, _now.gate = number, self._gate
+        _now.reached.clear()
         return original(self, number, *args, **options)
 
     Trainer._reduce = reduce  # type: ignore[method-assign]
@@ -65,10 +93,10 @@ def _in_backward() -> None:
 
     @functools.wraps(original)
     def forward(self: DecoderStage, *args: Any, **options: Any) -> Any:
-        _die_at("forward")
+        _reach("forward")
         result = original(self, *args, **options)
         if result.requires_grad:
-            result.register_hook(lambda _: _die_at("backward"))
+            result.register_hook(lambda _: _reach("backward"))
         return result
 
     DecoderStage.forward = forward  # type: ignore[method-assign]

@@ -39,17 +39,26 @@ class Gang:
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     held: dict[int, messages.Held] = field(default_factory=dict)
     """What the ranks hold that have left the current generation."""
-    leaving: list[float] = field(default_factory=list)
-    """Seconds that ranks took to leave their generations."""
+    leaving: list[tuple[int, float]] = field(default_factory=list)
+    """Ranks that left a generation, and the seconds that they took."""
     memories: list[MemoryRecovery] = field(default_factory=list)
+    states: list[dict[int, HeldState]] = field(default_factory=list)
+    """What the ranks held before each recovery."""
     exited: set[int] = field(default_factory=set)
     lost: bool = False
     """Whether a rank of the current generation has exited: its exit may arrive before other ranks' first messages."""
     _end_store: Callable[[], None] = lambda: None
     _supervisors: list[asyncio.Task[None]] = field(default_factory=list)
 
-    async def start(self, memory: MemoryRecovery | None = None, fatal: dict[int, str] | None = None) -> None:
-        """Form a generation: of new processes, or with the ranks that keep theirs. `fatal` says where ranks die."""
+    async def start(
+        self,
+        memory: MemoryRecovery | None = None,
+        fatal: dict[int, str] | None = None,
+        stall: dict[int, str] | None = None,
+    ) -> None:
+        """Form a generation: of new processes, or with the ranks that keep theirs. `fatal` says where ranks die, and
+        `stall` where they wait.
+        """
         self.generation += 1
         self.lost = False
         self.held.clear()
@@ -60,7 +69,7 @@ class Gang:
         kept = keeping_ranks(memory) if memory is not None else frozenset()
         for task in tasks_of(self.run, str(self.checkpoints), str(self.text), port=port):
             task = replace(task, generation=self.generation, in_memory=True, memory=memory)
-            environment = {"FATAL": (fatal or {}).get(task.rank, "")}
+            environment = {"FATAL": (fatal or {}).get(task.rank, ""), "STALL": (stall or {}).get(task.rank, "")}
             if task.rank in kept:
                 handle = self.ranks[task.rank]
                 assert handle.commands is not None
@@ -95,7 +104,7 @@ class Gang:
                 self.outcomes[rank] = outcome
             case RankMessageReceived(rank=rank, message=messages.Held() as held):
                 self.held[rank] = held
-                self.leaving.append(held.seconds)
+                self.leaving.append((rank, held.seconds))
 
     async def trains(self) -> None:
         """Wait until every rank of the current generation has its state."""
@@ -114,18 +123,20 @@ class Gang:
             self._note(await self.next_event())
         return {rank: HeldState(step=one.step, reduced=one.reduced) for rank, one in self.held.items()}
 
-    async def recover(self, fatal: dict[int, str] | None = None) -> None:
+    async def recover(self, fatal: dict[int, str] | None = None, stall: dict[int, str] | None = None) -> None:
         """Wait for a rank to die, and go on without it."""
         while not self.lost:
             self._note(await self.next_event())
-        memory = plan_recovery(self.run, self.generation, await self.leave())
+        states = await self.leave()
+        self.states.append(states)
+        memory = plan_recovery(self.run, self.generation, states)
         assert isinstance(memory, MemoryRecovery), memory
         self.memories.append(memory)
         kept = keeping_ranks(memory)
         for rank in set(self.ranks) - kept:
             self.ranks[rank].kill()
             await self.until(lambda event, rank=rank: isinstance(event, RankExited) and event.rank == rank)  # type: ignore[misc]
-        await self.start(memory, fatal)
+        await self.start(memory, fatal, stall)
 
     async def finish(self) -> None:
         """Wait until every rank has completed the run."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright_worker.checkpoint.manifest import MANIFEST, encode_manifest, read_manifest
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.models import init_weights
 from meshwright_worker.models.init_weights import initial_parameter
@@ -61,9 +62,9 @@ def drawn_in_a_run(task: RankTask) -> list[str]:
     names: list[str] = []
     drawn = initial_state.draw_into
 
-    def noted(local: torch.Tensor, name: str, *arguments: Any) -> None:
+    def noted(local: torch.Tensor, name: str, *arguments: Any, **options: Any) -> None:
         names.append(name)
-        drawn(local, name, *arguments)
+        drawn(local, name, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(initial_state, "draw_into", noted)
@@ -84,3 +85,44 @@ def test_a_resumed_run_draws_only_what_its_checkpoint_lacks(
     for names in pool.run(drawn_in_a_run, resumed, checkpoint_dir=str(tmp_path / "checkpoints"), data_dir=str(text)):
         assert ("embedding.weight" in names) == bool(lora)
         assert not any(is_adapter(name) for name in names)
+
+
+def frozen_weights(task: RankTask, least: int) -> dict[str, torch.Tensor]:
+    """Trains to the end, and returns the frozen weights. Matrices of more than `least` elements are drawn in tiles."""
+    found: dict[str, torch.Tensor] = {}
+    drawn = initial_state.draw_into
+
+    def noted(local: torch.Tensor, name: str, *arguments: Any, **options: Any) -> None:
+        drawn(local, name, *arguments, **options)
+        if not is_adapter(name):
+            found[name] = local.clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initial_state, "draw_into", noted)
+        patch.setattr(init_weights, "_UNTILED_ELEMENTS", least)
+        train_fully(task)
+    return found
+
+
+@pytest.mark.parametrize("released", [True, False], ids=["0.1.0", "this version"])
+def test_adapters_keep_the_random_weights_that_they_were_trained_on(
+    pool: RankPool, tmp_path: Path, text: Path, released: bool
+) -> None:
+    """Version 0.1.0 drew matrices of any size as a whole, and its manifests do not say so."""
+    lora = {"lora": {"rank": 2, "alpha": 4.0, "targets": ["Query"]}}
+    least = 1 << 22 if released else 64
+    (began,) = pool.run(
+        frozen_weights, small_run(steps=2, every=2, training=lora), least, checkpoint_dir=tmp_path, data_dir=text
+    )
+    checkpoint = tmp_path / "step-00000002"
+    manifest = read_manifest(checkpoint)
+    assert manifest.weights_in_tiles
+    if released:
+        old = manifest.model_copy(update={"weights_in_tiles": False})
+        (checkpoint / MANIFEST).write_bytes(encode_manifest(old))
+    for steps in (4, 6):
+        (resumed,) = pool.run(
+            frozen_weights, small_run(steps=steps, every=2, training=lora), 64, checkpoint_dir=tmp_path, data_dir=text
+        )
+        assert began.keys() == resumed.keys()
+        assert all(torch.equal(began[name], resumed[name]) for name in began)

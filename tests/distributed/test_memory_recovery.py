@@ -2,115 +2,122 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import random
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.events import RankExited
-from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.manifest import MANIFEST, read_manifest
-from meshwright_worker.rank.task import Outcome
-from tests.distributed.configs import small_run
+from meshwright_worker.in_memory.generation import PATIENCE_SECONDS
 from tests.distributed.fatal_runtime import JOINING, POINTS
 from tests.distributed.memory_gang import Gang, gang_of
-from tests.distributed.test_recovery import tensors_of
+from tests.distributed.memory_kills import (
+    LAYOUTS,
+    STEPS_BETWEEN,
+    Kill,
+    assert_same,
+    disturbed,
+    draw,
+    partly_updated,
+    run_of,
+    undisturbed,
+)
+from tests.patience import patient
+from tests.randomness import first_seed, runs
 
 pytestmark = pytest.mark.long
 
-STEPS = 24
+KILLS = 20
+"""Random kills of all layouts together, unless others are asked for."""
 
 
-def run_of(**options: Any) -> NativeRun:
-    return small_run(steps=STEPS, every=1000, **options)
-
-
-async def undisturbed(run: NativeRun, root: Path, text: Path) -> dict[str, torch.Tensor]:
-    async with gang_of(run, root, text) as gang:
-        await gang.start()
-        await gang.finish()
-    return tensors_of(root, STEPS)
-
-
-def poison(root: Path) -> Path:
-    """A checkpoint that nobody can read: whoever tries sets it aside."""
-    path = CheckpointDirectory(root).path(0)
-    path.mkdir(parents=True)
-    (path / MANIFEST).write_text("not a manifest")
-    return path
-
-
-async def disturbed(gang: Gang, points: list[tuple[int, str]], dice: random.Random) -> list[int]:
-    """Run to the end, while the rank of each point dies there. Returns who died."""
-    world = gang.run.layout.world_size
-    victims = [dice.randrange(world) for _ in points]
-    deaths = [{victim: f"{step}:{point}"} for victim, (step, point) in zip(victims, points, strict=True)]
-    await gang.start(fatal=deaths[0])
-    await gang.trains()
-    unreadable = poison(gang.checkpoints)
-    pids: dict[int, int] = dict(gang.pids)
-    for victim, following in zip(victims, [*deaths[1:], {}], strict=True):
-        await gang.recover(following)
-        survivors = {rank: pid for rank, pid in gang.pids.items() if rank != victim}
-        assert survivors == {rank: pid for rank, pid in pids.items() if rank != victim}, "survivors keep processes"
-        pids = dict(gang.pids)
-    await gang.finish()
-    assert unreadable.exists(), "nobody has read checkpoints"
-    return victims
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"data": 4}, id="replicas"),
-        pytest.param({"data": 2, "tensor": 2}, id="tensor"),
-        pytest.param({"data": 2, "pipeline": 2}, id="pipeline"),
-        pytest.param({"data": 4, "zero": 3, "replicas": {"shard_size": 2}}, id="hsdp"),
-        pytest.param({"data": 4, "zero": 1, "replicas": {"shard_size": 2}}, id="flat"),
-    ],
-)
+@pytest.mark.parametrize("options", LAYOUTS)
 async def test_kills_at_every_point_of_a_step_change_no_bit(
     options: dict[str, Any], tmp_path: Path, text: Path
 ) -> None:
-    run = run_of(**options)
-    expected = await undisturbed(run, tmp_path / "undisturbed", text)
     dice = random.Random(1)
-    root = tmp_path / "disturbed"
-    async with gang_of(run, root, text) as gang:
-        points = [(2 + 3 * index, point) for index, point in enumerate(POINTS)]
-        await disturbed(gang, points, dice)
-        assert set(gang.outcomes.values()) == {Outcome.COMPLETE}
-    actual = tensors_of(root, STEPS)
-    assert actual.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
-    states = [read_manifest(CheckpointDirectory(path).path(STEPS)).state for path in (root, tmp_path / "undisturbed")]
-    assert states[0] == states[1], "also the data digest"
+    kills = [Kill(2 + 3 * index, point, (dice.randrange(4),)) for index, point in enumerate(POINTS)]
+    await compare(kills, options, tmp_path, text)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("options", LAYOUTS)
+async def test_random_kills_change_no_bit(
+    options: dict[str, Any], tmp_path: Path, text: Path, request: pytest.FixtureRequest
+) -> None:
+    index = [layout.id for layout in LAYOUTS].index(request.node.callspec.id)
+    share, more = divmod(runs(KILLS), len(LAYOUTS))
+    kills = draw(max(1, share + (index < more)), random.Random(f"{first_seed()}:{index}"))
+    gang = await compare(kills, options, tmp_path, text)
+    seconds = sorted(taken for _, taken in gang.leaving)
+    partly = partly_updated(gang)
+    left = f"{1000 * statistics.median(seconds):.1f} ms median, {1000 * seconds[int(0.95 * len(seconds))]:.1f} ms p95"
+    print(f"\n{len(kills)} kills, {partly} after which some had made the update; left after {left}")  # noqa: T201
+    if sum(0 < len(kill.stalled) < 4 - len(kill.victims) for kill in kills) >= 5:
+        assert partly > 0
+
+
+async def compare(kills: list[Kill], options: dict[str, Any], root: Path, text: Path) -> Gang:
+    """Run with kills and without; both must end the same."""
+    steps = kills[-1].step + STEPS_BETWEEN
+    run = run_of(steps, **options)
+    await undisturbed(run, root / "undisturbed", text)
+    async with gang_of(run, root / "disturbed", text) as gang:
+        await disturbed(gang, kills)
+    assert_same(root / "disturbed", root / "undisturbed", steps)
+    return gang
+
+
+@pytest.mark.parametrize("options", [LAYOUTS[0], LAYOUTS[3], LAYOUTS[4]])
+async def test_recoveries_leave_no_thread_and_no_descriptor_behind(
+    options: dict[str, Any], tmp_path: Path, text: Path
+) -> None:
+    recoveries = 20
+    run = run_of(STEPS_BETWEEN * (recoveries + 1), **options)
+    kills = [Kill(2 + STEPS_BETWEEN * index, "backward", (3,)) for index in range(recoveries)]
+    async with gang_of(run, tmp_path, text) as gang:
+        await gang.start(fatal=kills[0].fatal(1))
+        await gang.trains()
+        pids = dict(gang.pids)
+        before = {rank: of_process(pid) for rank, pid in pids.items() if rank != 3}
+        for following in [*kills[1:], None]:
+            await gang.recover(following.fatal(gang.generation + 1) if following else {})
+        await gang.trains()
+        for rank, (threads, descriptors) in before.items():
+            assert gang.pids[rank] == pids[rank]
+            # gloo sometimes does not wake a thread: it is left behind, with its groups, until their time limit.
+            behind = sum(left == rank and taken >= PATIENCE_SECONDS for left, taken in gang.leaving)
+            limits = threads * (1 + behind), descriptors * (1 + behind)
+            await settle(pids[rank], limits)
+
+
+def of_process(pid: int) -> tuple[int, int]:
+    """Its threads and descriptors."""
+    return len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd"))
+
+
+async def settle(pid: int, limits: tuple[int, int]) -> None:
+    """Wait until a process has at most so many threads and descriptors: some belong to the step that just runs."""
+    deadline = time.monotonic() + patient(20)
+    while any(now > limit for now, limit in zip(of_process(pid), limits, strict=True)):
+        assert time.monotonic() < deadline, (of_process(pid), limits)
+        await asyncio.sleep(0.05)
 
 
 async def test_a_new_rank_that_dies_while_it_joins_costs_no_step_either(tmp_path: Path, text: Path) -> None:
-    run = run_of(data=4)
-    expected = await undisturbed(run, tmp_path / "undisturbed", text)
-    root = tmp_path / "disturbed"
-    async with gang_of(run, root, text) as gang:
-        await gang.start(fatal={1: "5:reduced"})
-        pids = dict(gang.pids)
-        await gang.recover({1: f"2:{JOINING}"})
-        await gang.recover()
-        assert {rank: pid for rank, pid in gang.pids.items() if rank != 1} == {
-            rank: pid for rank, pid in pids.items() if rank != 1
-        }
-        await gang.finish()
-        assert [memory.ranks for memory in gang.memories] == ["0,2-3", "0,2-3"]
-        assert gang.memories[0].step == gang.memories[1].step
-    actual = tensors_of(root, STEPS)
-    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+    kills = [Kill(5, "reduced", (1,)), Kill(5, JOINING, (1,))]
+    gang = await compare(kills, {"data": 4}, tmp_path, text)
+    assert [memory.ranks for memory in gang.memories] == ["0,2-3", "0,2-3"]
+    assert gang.memories[0].step == gang.memories[1].step
 
 
 async def test_a_rank_that_has_nothing_yet_ends_instead_of_holding(tmp_path: Path, text: Path) -> None:
-    async with gang_of(run_of(data=2), tmp_path, text) as gang:
+    async with gang_of(run_of(8, data=2), tmp_path, text) as gang:
         await gang.start(fatal={0: f"1:{JOINING}"})
         await gang.until(lambda event: isinstance(event, RankExited))
         assert await gang.leave() == {}

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import AsyncIterator
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from meshwright_cli.demo import setup
 from meshwright_local.kube.resources import EVENTS, JOBS, NODES, PODS, SECRETS, SERVICES
 from meshwright_worker.expected_digest import expected_digest
 from tests.e2e.elastic_faults import LEASE, Faults
-from tests.e2e.local_stack import NAMESPACE, Stage, eventually, operators_kubeconfig, processes, tiny
+from tests.e2e.local_stack import NAMESPACE, Stage, eventually, merged, operators_kubeconfig, processes, tiny
 from tests.e2e.rank_watch import RankWatch
 from tests.randomness import first_seed, runs
 
@@ -58,18 +59,29 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
             yield Stage(directory, kubeconfig, client, programs, operator, ports, restricted)
 
 
-def job() -> list[dict[str, Any]]:
+def in_memory(directory: Path) -> dict[str, Any]:
+    """Ranks keep their state where they can, and checkpoints are on the claim and in a store, at other intervals."""
+    return {
+        "recovery": {"inMemory": True},
+        "checkpoint": {"everySteps": 300, "uri": f"file://{directory}/store", "store": {"everySteps": 100}},
+    }
+
+
+def job(changes: dict[str, Any]) -> list[dict[str, Any]]:
     """A job of one or two replicas of two ranks, which trains until `finish`."""
-    return tiny(
-        NAME,
-        replicas=2,
-        elastic={"maxReplicas": 2, "replacementSeconds": 2, "pauseSeconds": 10, "replan": True},
-        parallelism=REPLICA,
-        workers={"gpusPerWorker": 1, "terminationGracePeriodSeconds": 10},
-        training={"steps": 10_000_000},
-        checkpoint={"everySteps": 100},
-        recovery={"maxRestarts": 1000},
+    fields = merged(
+        {
+            "replicas": 2,
+            "elastic": {"maxReplicas": 2, "replacementSeconds": 2, "pauseSeconds": 10, "replan": True},
+            "parallelism": REPLICA,
+            "workers": {"gpusPerWorker": 1, "terminationGracePeriodSeconds": 10},
+            "training": {"steps": 10_000_000},
+            "checkpoint": {"everySteps": 100},
+            "recovery": {"maxRestarts": 1000},
+        },
+        changes,
     )
+    return tiny(NAME, **fields)
 
 
 async def finish(stage: Stage, faults: Faults) -> ParallelTrainingJobStatus:
@@ -146,11 +158,12 @@ async def check_steady(stage: Stage, uid: str) -> None:
 @pytest.mark.long
 @pytest.mark.chaos
 @pytest.mark.timeout(600 + 60 * FAULTS)
-async def test_an_elastic_job_survives_random_faults(stage: Stage) -> None:
+@pytest.mark.parametrize("recovery", ["restarts", "in memory"])
+async def test_an_elastic_job_survives_random_faults(stage: Stage, recovery: str) -> None:
     chance, begin = random.Random(SEED), time.monotonic()
     ranks = RankWatch(stage.directory / "cluster")
     watching = asyncio.create_task(ranks.run())
-    await stage.apply(job())
+    await stage.apply(job(in_memory(stage.directory) if recovery == "in memory" else {}))
     uid = (await stage.client.get(JOBS, NAME, NAMESPACE))["metadata"]["uid"]
     nodes = sorted(node["metadata"]["name"] for node in (await stage.client.list(NODES)).items)
     faults = Faults(stage, NAME, nodes, chance, ranks, wanted=2)
@@ -183,6 +196,14 @@ async def test_an_elastic_job_survives_random_faults(stage: Stage) -> None:
     check_restarts(status, faults)
     wall, booked = await check_time(stage, status)
     await check_steady(stage, uid)
+    recovered = sum(
+        event.get("count", 1)
+        for event in (await stage.client.list(EVENTS, NAMESPACE)).items
+        if event["reason"] == "RecoveringInMemory"
+    )
+    assert (recovered > 0) == (recovery == "in memory")
+    await stage.delete(NAME)
+    print(f"{recovered} recoveries in memory")
     report(status, faults, ranks, wall, booked, time.monotonic() - begin)
 
 

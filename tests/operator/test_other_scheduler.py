@@ -230,7 +230,8 @@ async def test_ranks_follow_the_nodes_that_another_scheduler_gave(
     assert all(len(group) == 1 for group in groups), "no tensor-parallel group leaves its node"
     racks = [{e["rack"] for e in placement["workers"] if int(e["ranks"]) // 4 == half} for half in (0, 1)]
     assert all(len(rack) == 1 for rack in racks), "no pipeline leaves its rack"
-    assert placement.get("straddlingTensorGroups", 0) == placement.get("straddlingReplicas", 0) == 0
+    assert placement.get("straddlingReplicas", 0) == 0
+    assert placement["straddlingTensorGroups"] == 4, "NVLink ends at each pod"
     assert placement["gap"] == "0"
     assert float(placement["cost"]) >= 0
     assert condition(status, "Placed")["status"] == "True"

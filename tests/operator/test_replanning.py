@@ -230,7 +230,7 @@ async def test_what_is_left_out_is_chosen_by_what_is_free_as_the_dry_run_does() 
     status = world.status("train")
     dry = told.plan.to_status().model_dump(by_alias=True, exclude_none=True)
     assert {**status["plan"], "revision": ""} == {**dry, "revision": ""}
-    assert "does not fit on the GPUs that are free now" in "".join(status["plan"]["reasons"])
+    assert "NVLink ends at each pod" in "".join(status["plan"]["reasons"])
     assert nodes_of(world, "train") == told.placement.nodes
     assert status["placement"]["cost"] == f"{told.placement.cost:g}"
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from meshwright.api.status import ParallelTrainingJobStatus, SuspectNode
+from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus, SuspectNode
 from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.timestamps import format_time
-from tests.operator.builders import NOW, agents, ago, failed, observed, pod, running_status
+from tests.operator.builders import NOW, agents, ago, failed, observed, pod, report, running_status
 from tests.operator.test_gang_races import small
 from tests.operator.world import World
 
@@ -167,3 +168,65 @@ async def test_without_another_node_the_job_waits_two_minutes_and_uses_it() -> N
     await world.run(150)
     assert world.true("job", "Ready")
     assert bad in {entry["node"] for entry in world.status("job")["placement"]["workers"]}
+
+
+CHECK: dict[str, Any] = {"recovery": {"suspectNodes": {"checkNodes": True, "failures": 5}}}
+
+
+@pytest.mark.parametrize(
+    ("cause", "entries", "fields", "checked"),
+    [
+        ("RankFailure", [suspect("n2", 2)], CHECK, True),
+        ("Hang", [suspect("n2", 1)], CHECK, True),
+        ("RankFailure", [suspect("n9", 2)], CHECK, False),
+        ("RankFailure", [], CHECK, False),
+        ("Rescaled", [suspect("n2", 2)], CHECK, False),
+        ("RankFailure", [suspect("n2", 2)], ON, False),
+        ("RankFailure", [suspect("n2", 2)], {"recovery": {**CHECK["recovery"], "inMemory": True}}, False),
+    ],
+    ids=["rank failed", "hang", "other node", "no failure", "no failure now", "off", "in memory"],
+)
+def test_nodes_are_checked_before_a_start_on_one_that_failed(
+    cause: str, entries: list[SuspectNode], fields: dict[str, Any], checked: bool
+) -> None:
+    mesh = MeshStatus(
+        generation=1, master="10.0.0.0:2000", cause="Start", started_time=ago(60), pending_cause=cause, failures=1
+    )
+    status = running_status(mesh=mesh.model_copy(update={"pending_since": ago(1)}), suspect_nodes=entries)
+    idle = [report(worker, AgentState.FAILED, failure=FailureKind.PEER_LOST) for worker in range(4)]
+    now = observed(status=status, received=agents(idle), **fields)
+    decision = decide(now)
+    assert decision.mesh.generation == 2
+    assert bool(decision.mesh.node_check) is checked
+    published = document(now, decision.mesh)
+    assert published is not None
+    assert bool(published.node_check) is checked
+
+
+def test_a_node_that_fails_its_check_is_suspect_at_once() -> None:
+    fault = "rank 2: node check: 3 of 512 rows of a matrix product are wrong"
+    reports = [failed(0, FailureKind.ERROR, "exit"), failed(2, FailureKind.NODE_FAULT, fault)]
+    reports += [failed(other, FailureKind.PEER_LOST) for other in (1, 3)]
+    status = running_status(suspect_nodes=[suspect("n7", 2)])
+    decision = decide(observed(status=status, received=agents(reports, halted_seconds=3), **CHECK))
+    assert [pod.name for pod in decision.delete] == ["train-w2-0"]
+    assert list(decision.blocked_nodes) == ["n2"]
+    (event,) = [event for event in decision.events if event.reason == "NodeSuspect"]
+    assert event.message.startswith(f"Node n2 is suspect after 1 failure (Worker 2: {fault}). 1 worker moves")
+
+
+async def test_a_job_leaves_the_node_that_its_check_finds() -> None:
+    world = World(8, nodes=4, work=10**6)
+    world.submit(small("job", 3, recovery=CHECK["recovery"]))
+    await world.run(20)
+    bad = str(world.status("job")["placement"]["workers"][1]["node"])
+    raise_on(world, bad)
+    await world.run(40)
+    assert world.status("job")["mesh"]["nodeCheck"]
+    for agent in world.agents.values():
+        agent.state = AgentState.FAILED
+        agent.failure = FailureKind.NODE_FAULT if agent.pod.node == bad else FailureKind.PEER_LOST
+    await world.run(40)
+    assert world.true("job", "Ready")
+    assert bad not in {entry["node"] for entry in world.status("job")["placement"]["workers"]}
+    assert "nodeCheck" not in world.status("job")["mesh"]

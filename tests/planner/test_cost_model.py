@@ -95,7 +95,7 @@ def test_a_scattered_job_does_not_make_links_slow() -> None:
             for w in range(8)
         ]
     )
-    groups = group_spans_of_status(layout, 1, status, asked.machine.fabric)
+    groups = group_spans_of_status(layout, 1, status, asked.machine.fabric, joined=True)
     assert groups is not None
     strategy = asked.job.strategy(layout, 1)
     seconds = asked.estimate(strategy, groups).seconds
@@ -108,8 +108,8 @@ def test_a_scattered_job_does_not_make_links_slow() -> None:
 
     assert next_estimate(StepMeasurement(asked, strategy, seconds, 500, groups)) == pytest.approx(close, rel=1e-3)
     assert next_estimate(StepMeasurement(asked, strategy, seconds, 500)) > 1.02 * close
-    assert group_spans_of_status(layout, 8, status, asked.machine.fabric) is None
-    assert group_spans_of_status(layout, 1, None, asked.machine.fabric) is None
+    assert group_spans_of_status(layout, 8, status, asked.machine.fabric, joined=True) is None
+    assert group_spans_of_status(layout, 1, None, asked.machine.fabric, joined=True) is None
 
 
 def test_several_layouts_tell_slow_links_from_slow_kernels() -> None:

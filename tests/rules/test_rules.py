@@ -321,6 +321,15 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("recovery.suspectNodes", {"recovery.suspectNodes": {}, "workers.schedulerName": "volcano"}),
     ("training.anomalies", {"training.anomalies": {"nonFinite": "GoBack"}}),
     ("training.anomalies", {"training.anomalies": {"spike": "GoBack"}}),
+    ("training.anomalies.repeatEverySteps", {**mixture(), "training.anomalies": {"repeatEverySteps": 100}}),
+    (
+        "training.anomalies.repeatEverySteps",
+        {"training.anomalies": {"repeatEverySteps": 100}, "training.deterministic": False},
+    ),
+    (
+        "training.anomalies.repeatEverySteps",
+        {"training.anomalies": {"repeatEverySteps": 100}, "parallelism.dataParallel.compression": "BF16"},
+    ),
     ("training.anomalies", {"training.anomalies": {}, "training.outer": {"method": "LocalSGD"}, "replicas": 2}),
     (
         "training.anomalies",
@@ -518,6 +527,7 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"training.tracking": {"tensorBoard": True}, "checkpoint": {"claimName": "c"}}),
     (GOOD, {"training.anomalies": {"nonFinite": "GoBack", "spike": "Skip"}, "checkpoint": {"claimName": "c"}}),
     (GOOD, {"training.anomalies": {"spike": "Skip"}}),
+    (GOOD, {"training.anomalies": {"repeatEverySteps": 100}}),
     (GOOD, {"recovery.suspectNodes": {"failures": 3}}),
     (GOOD, {**LATENT, "training.lora": {}}),
     (GOOD, {**mixture(), "training.lora": {"targets": ["Value", "Gate"]}}),

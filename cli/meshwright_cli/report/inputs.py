@@ -18,7 +18,7 @@ from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost_model import CostModel, cost_model_for
 from meshwright.planner.errors import PlanError
 from meshwright.planner.hardware import Hardware
-from meshwright.planner.placement.placed_cost import group_spans_of_status, placed_group_spans
+from meshwright.planner.placement.placed_cost import group_spans_of_status, spans_of_placement
 from meshwright.planner.plan import Plan, running_plan
 from meshwright.planner.search.alternatives import RejectedAlternative, alternatives_of
 from meshwright.planner.search.candidate import Candidate
@@ -93,7 +93,7 @@ def inputs_of_plan(found: PlanReport, name: str, namespace: str, generated: date
         fabric = cost_model.machine.fabric
         groups = group_spans(plan.strategy, fabric, cost_model.machine.runtime.order)
         if placement is not None:
-            groups = placed_group_spans(plan.layout, plan.gpus_per_worker, placement.places, fabric)
+            groups = spans_of_placement(placement, fabric)
     whole_cluster: tuple[str, ...] = ()
     if found.whole_cluster is not None:
         best = found.whole_cluster.best
@@ -196,7 +196,9 @@ def _planned(spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStatus, i
         return Planned(plan, None, None, None)
     fabric = cost_model.machine.fabric
     contiguous = group_spans(plan.strategy, fabric, cost_model.machine.runtime.order)
-    placed = group_spans_of_status(plan.layout, plan.gpus_per_worker, status.placement, fabric)
+    placed = group_spans_of_status(
+        plan.layout, plan.gpus_per_worker, status.placement, fabric, joined=inventory.pods_joined
+    )
     groups = placed or contiguous
     ideal = cost_model.estimate(plan.strategy)
     request = pinned_request(sized, cost_model.job, cost_model.machine, techniques=MESHWRIGHT_TECHNIQUES)

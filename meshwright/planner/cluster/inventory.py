@@ -63,6 +63,8 @@ class Inventory:
     """Names of the fabric levels of the nodes' locations, closest first."""
     site: SiteFabric = field(default_factory=lambda: DEFAULT_SITE)
     """What the administrator states about the fabric."""
+    pods_joined: bool = True
+    """Whether a claim joins the job's pods, so that NVLink connects those of one host. See `nvlink_domains`."""
 
     @property
     def usable(self) -> list[Node]:
@@ -94,6 +96,7 @@ class Inventory:
         levels: Sequence[Level] | None = None,
         site: SiteFabric = DEFAULT_SITE,
         channel: bool = True,
+        pods_joined: bool | None = None,
     ) -> Inventory:
         """The inventory for one job.
 
@@ -107,6 +110,7 @@ class Inventory:
             levels: the fabric levels and the label keys that name them, closest first. Default: those of `site`.
             site: what the administrator states about the fabric.
             channel: whether the job's pods have an IMEX channel, so that NVLink joins the nodes of a clique.
+            pods_joined: whether a claim joins the pods of one host. Default: whether they have a channel.
         """
         levels = site.fabric_levels() if levels is None else levels
         warnings: list[str] = []
@@ -141,6 +145,7 @@ class Inventory:
             ),
             names,
             site,
+            channel if pods_joined is None else pods_joined,
         )
 
     def holding(self, used: Mapping[str, Resources], warnings: Sequence[str] = ()) -> Inventory:

@@ -42,6 +42,9 @@ class ClusterLimits:
     gpus_of_unknown_memory: int = 0
     separate_hosts: int = 0
     """Nodes of cliques that count as separate NVLink domains, because the job's pods have no IMEX channel."""
+    linked_gpus: int | None = None
+    """GPUs that NVLink joins for the job: those of `domain_gpus`, or of one worker if a host has several workers that
+    no claim joins."""
     excluded: str = ""
     """If no node is usable: why, for a message."""
 
@@ -52,21 +55,36 @@ class ClusterLimits:
         if not usable:
             return cls(excluded=excluded_nodes(inventory.excluded))
         domains: defaultdict[str, int] = defaultdict(int)
+        shared: set[str] = set()
         memory: defaultdict[int, int] = defaultdict(int)
         unknown = 0
         for node in usable:
             domains[node.place.domain] += node.capacity.gpus // gpus_per_worker * gpus_per_worker
+            if node.capacity.gpus >= 2 * gpus_per_worker and not inventory.pods_joined:
+                shared.add(node.place.domain)
             if node.gpu_memory_bytes is None:
                 unknown += node.capacity.gpus
             else:
                 memory[node.gpu_memory_bytes] += node.capacity.gpus
         largest = max(node.capacity.gpus for node in usable)
-        return cls(largest, max(domains.values()), dict(memory), unknown, sum(node.separate_host for node in usable))
+        return cls(
+            largest,
+            max(domains.values()),
+            dict(memory),
+            unknown,
+            sum(node.separate_host for node in usable),
+            linked_gpus=max(gpus_per_worker if name in shared else gpus for name, gpus in domains.items()),
+        )
 
     @property
     def known(self) -> bool:
         """Whether there is a usable node."""
         return self.node_gpus is not None
+
+    @property
+    def pods_apart(self) -> bool:
+        """Whether NVLink joins fewer GPUs than a domain has, because workers share hosts and no claim joins them."""
+        return self.linked_gpus is not None and self.linked_gpus < (self.domain_gpus or 0)
 
     @property
     def gpus(self) -> int:

@@ -7,6 +7,7 @@ explicitly allows it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -33,10 +34,39 @@ class CrossingCosts:
     extra_places: Mapping[Dimension, Mapping[str, int]] = field(default_factory=dict)
 
 
+def nvlink_domains(nodes: Mapping[int, str], places: Mapping[int, Location], *, joined: bool) -> dict[int, str]:
+    """The NVLink domain of each worker: that of its node, or a separate one if workers share the node.
+
+    NCCL takes pods of one host for different hosts: their GPUs communicate over the network, unless a claim joins them.
+
+    Args:
+        nodes: worker -> node.
+        places: worker -> location of its node.
+        joined: whether a claim joins the pods of one host.
+    """
+    pods = Counter(nodes.values())
+    return {
+        worker: place.domain if joined or pods[nodes[worker]] == 1 else f"{place.domain}/{worker}"
+        for worker, place in places.items()
+    }
+
+
 def crossings(
-    plan: Plan, places: Mapping[int, Location], weights: Weights | None = None, mesh: RankBlocks | None = None
+    plan: Plan,
+    places: Mapping[int, Location],
+    weights: Weights | None = None,
+    mesh: RankBlocks | None = None,
+    domains: Mapping[int, str] | None = None,
 ) -> CrossingCosts:
-    """Count crossings. `places` has each worker's location. Without `mesh` the groups are those of the layout."""
+    """Count crossings.
+
+    Args:
+        plan: the plan.
+        places: each worker's location.
+        weights: cost of crossings.
+        mesh: the groups. Default: those of the layout.
+        domains: each worker's NVLink domain, as tensor-parallel groups are counted. Default: that of its location.
+    """
     mesh = mesh or RankBlocks.of(plan.layout, plan.gpus_per_worker)
     level_weights = weights or Weights()
     levels = places[0].levels if places else ()
@@ -49,11 +79,11 @@ def crossings(
             extra_count = len(set().union(*map(of_block.__getitem__, group.blocks))) - 1
             counts[level] += extra_count * group.count
             cost += extra_count * group.count * level_weights.of(group.dimension, level)
-    domains = [places[w].domain for w in range(len(places))]
+    of_worker = [domains[w] if domains is not None else places[w].domain for w in range(len(places))]
     racks = [places[w].rack for w in range(len(places))]
     return CrossingCosts(
         cost=cost,
-        straddling_tensor_groups=_straddling(domains, mesh.gpus_per_worker, mesh.tensor),
+        straddling_tensor_groups=_straddling(of_worker, mesh.gpus_per_worker, mesh.tensor),
         straddling_replicas=_straddling(racks, mesh.gpus_per_worker, mesh.tensor * mesh.context * mesh.pipeline),
         extra_places=extra,
     )

@@ -15,7 +15,7 @@ from meshwright.planner.placement.group_levels import GroupLevels, achieved_leve
 from meshwright.planner.placement.level_weights import search_groups, search_weights
 from meshwright.planner.placement.lower_bound import lower_bound
 from meshwright.planner.placement.nested_capacity import NestedCapacity
-from meshwright.planner.placement.objective import crossings
+from meshwright.planner.placement.objective import crossings, nvlink_domains
 from meshwright.planner.placement.options import PlacingOptions
 from meshwright.planner.placement.result import Placement, placement_notes
 from meshwright.planner.placement.solver import solve
@@ -260,7 +260,8 @@ def _result(
 ) -> Placement:
     places = {worker: place_of(inventory, node) for worker, node in nodes.items()}
     mesh = options.mesh_of(plan.layout, plan.gpus_per_worker)
-    crossing_costs = crossings(plan, places, options.weights, mesh)
+    domains = nvlink_domains(nodes, places, joined=inventory.pods_joined)
+    crossing_costs = crossings(plan, places, options.weights, mesh, domains)
     notes = placement_notes(plan, inventory, nodes, crossing_costs, options.tensor_within)
     blocks = _fixed_blocks(GangShape(plan), inventory, nodes)
     return Placement(
@@ -272,4 +273,5 @@ def _result(
         notes,
         topology=achieved_levels(plan, nodes, places) if plan.topology is not None else {},
         broken_preferences=levels.broken(blocks) if levels.preferred else 0,
+        joined=inventory.pods_joined,
     )

@@ -16,6 +16,7 @@ from meshwright.planner.cost.comm_groups import GroupSpans
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.fabric import Fabric, Span
 from meshwright.planner.cost_model import CostModel
+from meshwright.planner.placement.objective import nvlink_domains
 from meshwright.planner.placement.result import Placement
 from meshwright.planner.topology.levels import DOMAIN, RACK
 from meshwright.planner.topology.location import Location
@@ -23,15 +24,25 @@ from meshwright.planner.topology.location import Location
 
 def estimate_placed(placement: Placement, cost_model: CostModel) -> Estimate:
     """Estimate memory and time of the placement's plan on its nodes."""
+    groups = spans_of_placement(placement, cost_model.machine.fabric)
+    return cost_model.estimate(placement.plan.strategy, groups)
+
+
+def spans_of_placement(placement: Placement, fabric: Fabric) -> GroupSpans:
+    """The group spans of the placement's plan on its nodes."""
     plan = placement.plan
-    groups = placed_group_spans(plan.layout, plan.gpus_per_worker, placement.places, cost_model.machine.fabric)
-    return cost_model.estimate(plan.strategy, groups)
+    domains = nvlink_domains(placement.nodes, placement.places, joined=placement.joined)
+    places = _with_pods_as_domains(placement.places, domains)
+    return placed_group_spans(plan.layout, plan.gpus_per_worker, places, fabric)
 
 
 def group_spans_of_status(
-    layout: Layout, gpus_per_worker: int, placement: PlacementStatus | None, fabric: Fabric
+    layout: Layout, gpus_per_worker: int, placement: PlacementStatus | None, fabric: Fabric, *, joined: bool
 ) -> GroupSpans | None:
-    """The group spans of a running job from its status. None if the status does not have enough information."""
+    """The group spans of a running job from its status. None if the status does not have enough information.
+
+    `joined`: whether a claim joins the pods of one host.
+    """
     entries = in_rank_order(placement.workers) if placement is not None else []
     places = {
         plan_worker: Location((entry.domain, entry.rack), (DOMAIN, RACK)) for plan_worker, entry in enumerate(entries)
@@ -40,6 +51,8 @@ def group_spans_of_status(
         return None
     if not all(place.domain for place in places.values()):
         return None
+    nodes = {plan_worker: entry.node for plan_worker, entry in enumerate(entries)}
+    places = _with_pods_as_domains(places, nvlink_domains(nodes, places, joined=joined))
     return placed_group_spans(layout, gpus_per_worker, places, fabric)
 
 
@@ -77,6 +90,11 @@ def placed_group_spans(
         pipeline_level=_widest_stage_gap(pipeline_groups, at, fabric),
         pipeline=_span(pipeline_groups, at, fabric),
     )
+
+
+def _with_pods_as_domains(places: Mapping[int, Location], domains: Mapping[int, str]) -> dict[int, Location]:
+    """The locations with other names of NVLink domains. Levels besides domain and rack are left out."""
+    return {worker: Location((domains[worker], place.rack), (DOMAIN, RACK)) for worker, place in places.items()}
 
 
 def _place_names(place: Location, levels: int) -> tuple[str, ...]:

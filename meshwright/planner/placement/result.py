@@ -37,6 +37,8 @@ class Placement:
     """With `spec.topology`: dimension -> the closest level that none of its groups leaves."""
     broken_preferences: int = 0
     """How many locations too many the groups of preferred levels have together."""
+    joined: bool = True
+    """Whether a claim joins the pods of one host."""
 
     @property
     def order(self) -> tuple[int, float]:
@@ -116,6 +118,12 @@ def placement_notes(
         sentences.append(
             f"{crossings.straddling_tensor_groups} tensor-parallel groups leave their NVLink domain, as allowed up to "
             f"{tensor_within}"
+        )
+    pods_of_nodes = Counter(nodes.values())
+    if crossings.straddling_tensor_groups and not inventory.pods_joined and max(pods_of_nodes.values()) > 1:
+        sentences.append(
+            f"{crossings.straddling_tensor_groups} tensor-parallel groups span several pods of a host, and communicate "
+            "over the network: no claim joins the pods. Raise `workers.gpusPerWorker`, or lower `parallelism.tensor`"
         )
     if plan.layout.tensor > 1:
         sentences += [text for product in sorted(products) if (text := _over_pcie(product))]

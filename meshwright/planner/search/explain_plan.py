@@ -163,7 +163,7 @@ def _pipeline(request: SearchRequest, used: Strategy, estimate: Estimate | None)
     if pipeline == 1:
         return "PP 1: the model fits without a pipeline, which would idle at the ends of each step"
     if request.order_of_preference:
-        widest = (request.limits.domain_gpus if request.limits is not None else None) or 1
+        widest = request.domain if request.limits is not None and request.limits.known else 1
         return f"{name}: the fewest stages that fit; an NVLink domain of {widest} GPUs alone does not hold a replica"
     return f"{name}: {_against_half(request, used, 'pipeline', 'PP', estimate)}"
 

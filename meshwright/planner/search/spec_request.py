@@ -110,7 +110,7 @@ def pinned_request(
         ),
         fixed=job.fixed,
         gpus_per_worker=workers.gpus_per_worker,
-        max_tensor=(limits.domain_gpus or job.architecture.heads) if limits is not None else None,
+        max_tensor=(limits.linked_gpus or limits.domain_gpus or job.architecture.heads) if limits is not None else None,
         job=job,
         limits=limits,
         pipelines_in_domain=spec.gpus is None,

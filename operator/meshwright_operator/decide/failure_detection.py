@@ -100,7 +100,12 @@ def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
     # A failure that would repeat fails the job, so name it. Otherwise name the earliest root failure.
     worker, received = max(
         failing.items(),
-        key=lambda item: (item[1].report.failure in JOB_FAILURES, item[0] in root, item[1].halted_seconds),
+        key=lambda item: (
+            item[1].report.failure in JOB_FAILURES,
+            item[1].report.failure is FailureKind.NODE_FAULT,
+            item[0] in root,
+            item[1].halted_seconds,
+        ),
     )
     return Interruption(
         WENT_BACK if received.report.failure is FailureKind.WENT_BACK else RANK_FAILURE,
@@ -108,6 +113,7 @@ def failed_ranks(observed: Observed) -> Interruption | Undetermined | None:
         detected_in=oldest,
         job_failure=JOB_FAILURES.get(received.report.failure, "") if received.report.failure is not None else "",
         worker=worker,
+        node_fault=received.report.failure is FailureKind.NODE_FAULT,
     )
 
 

@@ -129,6 +129,7 @@ def document(observed: Observed, mesh: MeshStatus, failure: FailureStatus | None
         environment=dict(observed.plan.environment) or None,
         max_restarts=observed.spec.recovery.max_restarts if isinstance(observed.run, CommandRun) else None,
         in_memory=bool(mesh.in_memory) or None,
+        node_check=mesh.node_check or None,
         memory=_memory(mesh),
     )
 

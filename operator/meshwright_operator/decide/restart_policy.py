@@ -100,6 +100,8 @@ class Interruption:
     """The worker that failed, or that has the likely cause, if it is known."""
     rank: int | None = None
     """The rank that is the likely cause, if it is known."""
+    node_fault: bool = False
+    """Whether the worker's node was found to be at fault, by a check of its nodes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 One failure says little about a node: the job's own code fails on any. So the first is answered by a restart in the same
 pods. A node whose workers fail `recovery.suspectNodes.failures` times within the window is suspect: its workers move to
-other nodes, and the job avoids it until an expiry. A node that fails after its expiry is avoided again at once.
+other nodes, and the job avoids it until an expiry. A node that fails after its expiry is avoided again at once, and so
+is one that the check of nodes found at fault.
 
 If the moved worker fails on the other node too, the failures follow the worker: then the nodes are innocent, and none
 is avoided because of this worker.
@@ -16,6 +17,7 @@ from datetime import datetime, timedelta
 
 from meshwright.api.spec import SuspectNodesSpec
 from meshwright.api.status import MAX_SUSPECT_NODES, ParallelTrainingJobStatus, SuspectNode
+from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.observed import Observed, Worker
@@ -36,16 +38,22 @@ def judge(decision: Decision, verdict: Interruption) -> Interruption:
     if spec is None or failed is None or not failed.node or verdict.job_failure:
         return verdict
     entry = _struck(decision.status, failed, verdict, spec, observed.now)
-    followed = [
-        other
-        for other in decision.status.suspect_nodes or ()
-        if other.worker == failed.index and other.node != failed.node and _within(other, spec.window_seconds, observed)
-    ]
+    followed = (
+        []
+        if verdict.node_fault
+        else [
+            other
+            for other in decision.status.suspect_nodes or ()
+            if other.worker == failed.index
+            and other.node != failed.node
+            and _within(other, spec.window_seconds, observed)
+        ]
+    )
     if followed:
         _clear(decision, entry, followed, failed)
         return verdict
     suspected_before = entry.avoided_until is not None
-    if entry.failures < spec.failures and not suspected_before:
+    if entry.failures < spec.failures and not suspected_before and not verdict.node_fault:
         _write(decision.status, entry)
         return verdict
     until = format_time(observed.now + timedelta(seconds=spec.avoid_seconds))
@@ -53,7 +61,8 @@ def judge(decision: Decision, verdict: Interruption) -> Interruption:
     workers = tuple(worker for worker in observed.workers if worker.node == failed.node and not worker.completed)
     live = [worker for worker in workers if worker.pod is not None and not worker.pod.terminal]
     again = "again " if suspected_before else ""
-    why = f"Node {failed.node} is suspect {again}after {counted(entry.failures, 'failure')} ({verdict.cause.name})"
+    found = verdict.message if verdict.node_fault else verdict.cause.name
+    why = f"Node {failed.node} is suspect {again}after {counted(entry.failures, 'failure')} ({found})"
     who = f"{counted(len(workers), 'worker')} {'moves' if len(workers) == 1 else 'move'} to other nodes"
     decision.add_event("NodeSuspect", sentences(why, f"{who}, and the job avoids it until {until}"), WARNING)
     return replace(verdict, lost=tuple({worker.index: worker for worker in (*verdict.lost, *live)}.values()))
@@ -69,6 +78,19 @@ def blocked(observed: Observed, status: ParallelTrainingJobStatus) -> Mapping[st
         for entry in status.suspect_nodes or ()
         if (left := _seconds_left(entry, observed.now)) is not None and 0 < left <= spec.avoid_seconds
     }
+
+
+def needs_check(observed: Observed, status: ParallelTrainingJobStatus, cause: str) -> bool:
+    """Whether ranks check their nodes before they start: after a failure, if one of their nodes has failed before.
+
+    Ranks that recover in memory go on in their processes, and a user's command has no check.
+    """
+    spec = observed.spec.recovery.suspect_nodes
+    if spec is None or not spec.check_nodes or not isinstance(observed.run, NativeRun):
+        return False
+    failed = {entry.node for entry in status.suspect_nodes or ()}
+    after_failure = cause in {evidence.name for evidence in _EVIDENCE} and not observed.spec.recovery.in_memory
+    return after_failure and len(observed.workers) > 1 and any(worker.node in failed for worker in observed.workers)
 
 
 def seconds_until_used(observed: Observed, status: ParallelTrainingJobStatus) -> float | None:

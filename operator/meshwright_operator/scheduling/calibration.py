@@ -123,7 +123,11 @@ class CalibrationLoop:
             return None
         seconds = cost_model.work.tokens / status.tokens_per_second
         groups = group_spans_of_status(
-            layout, spec.workers.gpus_per_worker, status.placement, cost_model.machine.fabric
+            layout,
+            spec.workers.gpus_per_worker,
+            status.placement,
+            cost_model.machine.fabric,
+            joined=inventories[requirements].pods_joined,
         )
         namespace = str(job["metadata"].get("namespace", ""))
         return StepMeasurement(cost_model, strategy, seconds, status.step, groups, namespace)

@@ -217,7 +217,7 @@ class _View:
         return _View(
             self.requirements,
             shared.version,
-            Inventory(nodes, warnings, shared.levels, shared.site),
+            Inventory(nodes, warnings, shared.levels, shared.site, self.requirements.channel),
             counted,
             # Without a usable node, hardware says why the others are excluded.
             {} if planned_with_others or not counted else dict(self.hardware_by_size),

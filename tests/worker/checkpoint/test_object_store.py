@@ -12,11 +12,8 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from meshwright.api.checkpoint import StoreSpec
-from meshwright_worker.checkpoint.dcp_storage import CheckpointWriter
 from meshwright_worker.checkpoint.errors import (
     CheckpointError,
     CheckpointStoreError,
@@ -28,6 +25,7 @@ from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, check_fi
 from meshwright_worker.checkpoint.object_store import ObjectDirectory
 from meshwright_worker.checkpoint.retry import RetryPolicy, retry
 from meshwright_worker.checkpoint.store import _settings, open_store
+from tests.worker.checkpoint.saving import save_alone
 from tests.worker.checkpoint.test_checkpoint_files import manifest_at
 
 TENSORS = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.tensor(7), "empty": torch.empty(0, 2)}
@@ -47,12 +45,7 @@ def save_step(store: ObjectDirectory, step: int) -> None:
     def commit(files: dict[str, FileRecord]) -> None:
         store.commit(manifest_at(step).model_copy(update={"files": files}))
 
-    save(
-        TENSORS,
-        storage_writer=CheckpointWriter(store.sink(step), 0, commit),
-        planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-        no_dist=True,
-    )
+    save_alone(TENSORS, store.sink(step), commit)
 
 
 def store_at(uri: str, generation: int = 0) -> ObjectDirectory:

@@ -13,12 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from meshwright.api.checkpoint import StoreSpec
 from meshwright_worker.checkpoint import object_store, store
-from meshwright_worker.checkpoint.dcp_storage import CheckpointWriter
 from meshwright_worker.checkpoint.errors import CheckpointStoreError
 from meshwright_worker.checkpoint.full_tensors import FullTensorReader
 from meshwright_worker.checkpoint.manifest import FileRecord, check_files, read_manifest
@@ -27,6 +24,7 @@ from meshwright_worker.checkpoint.retry import RetryPolicy
 from meshwright_worker.checkpoint.store import open_store
 from tests.distributed.rank_pool import free_port
 from tests.worker.checkpoint.fault_proxy import KINDS, FaultProxy
+from tests.worker.checkpoint.saving import save_alone
 from tests.worker.checkpoint.test_checkpoint_files import manifest_at
 
 pytest.importorskip("s3fs", reason="pip install s3fs 'moto[server]'")
@@ -81,12 +79,7 @@ def save_step(directory: ObjectDirectory, step: int) -> None:
     def commit(files: dict[str, FileRecord]) -> None:
         directory.commit(manifest_at(step).model_copy(update={"files": files}))
 
-    save(
-        TENSORS,
-        storage_writer=CheckpointWriter(directory.sink(step), 0, commit),
-        planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-        no_dist=True,
-    )
+    save_alone(TENSORS, directory.sink(step), commit)
 
 
 def is_intact(directory: ObjectDirectory, step: int) -> bool:

@@ -8,12 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from meshwright_worker.checkpoint import dcp_storage
+from meshwright_worker.checkpoint import dcp_storage, save_plan
 from meshwright_worker.checkpoint.binary_index import BINARY_INDEX, BinaryIndex, encode_binary
-from meshwright_worker.checkpoint.dcp_storage import CheckpointWriter, file_of_rank, metadata_of
+from meshwright_worker.checkpoint.dcp_storage import file_of_rank, metadata_of
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.files import LocalFiles, open_index
 from meshwright_worker.checkpoint.full_tensors import FullTensorReader, find_checkpoint
@@ -34,6 +32,7 @@ from meshwright_worker.checkpoint.tensor_index import (
     encode,
     make_boxes,
 )
+from tests.worker.checkpoint.saving import save_alone
 from tests.worker.checkpoint.test_checkpoint_files import ARCHITECTURE
 
 RANKS = 1300
@@ -153,6 +152,7 @@ def test_files_of_many_ranks_are_in_subdirectories() -> None:
 
 def test_a_checkpoint_with_a_binary_index_is_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dcp_storage, "MAX_JSON_BOXES", 1)
+    monkeypatch.setattr(save_plan, "file_of_rank", lambda rank: file_of_rank(1999 + rank))
     tensors = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.tensor([True, False])}
     directory = CheckpointDirectory(tmp_path)
     manifest = Manifest(
@@ -169,12 +169,7 @@ def test_a_checkpoint_with_a_binary_index_is_saved_and_loaded(tmp_path: Path, mo
         assert sorted(files) == ["ranks-001/rank-01999.safetensors", BINARY_INDEX]
         directory.commit(manifest.model_copy(update={"files": files}))
 
-    save(
-        tensors,
-        storage_writer=CheckpointWriter(directory.prepare(5), 1999, commit),
-        planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-        no_dist=True,
-    )
+    save_alone(tensors, directory.prepare(5), commit)
     path, found = find_checkpoint(tmp_path)
     assert (path, found.format) == (directory.path(5), BINARY_INDEX_FORMAT)
     assert read_manifest(path).files.keys() == found.files.keys()

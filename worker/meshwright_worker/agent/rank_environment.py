@@ -119,6 +119,7 @@ def rank_task(
         checkpoint_uri=settings.checkpoint_uri,
         data_dir=settings.data_dir,
         in_memory=bool(document.in_memory),
+        node_check=bool(document.node_check),
         memory=document.memory,
     )
 

@@ -1,7 +1,8 @@
-"""Saves in the background: stage a copy, write it in a thread, commit when every rank's bytes are durable.
+"""Saves in the background: stage a copy, write it, commit when every rank's bytes are durable.
 
-At most one save is in progress. The next one waits for it on every rank, so that no rank decides by its own clock. The
-thread's collectives use a separate group.
+A thread of each rank agrees with the others, in a separate group. What needs no other rank, planning and writing, runs
+in the rank's writer process if it has one (`writer_process.py`), otherwise in the thread. At most one save is in
+progress. The next one waits for it on every rank, so that no rank decides by its own clock.
 """
 
 from __future__ import annotations
@@ -10,20 +11,29 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.planner import WriteItem
 
 from meshwright_worker.checkpoint.binary_index import BINARY_INDEX
-from meshwright_worker.checkpoint.collective_errors import on_first_rank
-from meshwright_worker.checkpoint.dcp_storage import CheckpointWriter
+from meshwright_worker.checkpoint.collective_errors import collected, on_all_ranks
+from meshwright_worker.checkpoint.dcp_storage import file_of_rank
 from meshwright_worker.checkpoint.errors import CheckpointError, describe_failed_save
 from meshwright_worker.checkpoint.manifest import BINARY_INDEX_FORMAT, FORMAT, BaseManifest, FileRecord
+from meshwright_worker.checkpoint.save_plan import (
+    GlobalPlan,
+    Layout,
+    encode_plan,
+    global_plan,
+    layout_of,
+    local_plan,
+    tensors_to_write,
+)
 from meshwright_worker.checkpoint.state_dict import stage_copy
-from meshwright_worker.checkpoint.store import Tier
+from meshwright_worker.checkpoint.store import CheckpointStore, Tier
+from meshwright_worker.checkpoint.writer_process import Executor, executor_of_this_process
 from meshwright_worker.distributed.device import use_device
 from meshwright_worker.distributed.mesh import Mesh
 
@@ -40,12 +50,24 @@ class SavedCheckpoint:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What this rank writes, as long as its tensors have this layout."""
+
+    layout: Layout
+    items: list[WriteItem]
+    index: tuple[str, bytes] | None
+    """Name and content of the index; only on rank 0."""
+
+
 class AsyncCheckpointer:
     """Saves this rank's part of the checkpoints of one mesh generation, on one tier after the other."""
 
-    def __init__(self, tiers: Sequence[Tier], mesh: Mesh) -> None:
+    def __init__(self, tiers: Sequence[Tier], mesh: Mesh, executor: Executor | None = None) -> None:
         self._tiers = tiers
         self._mesh = mesh
+        self._executor = executor or executor_of_this_process()
+        self._planned: _Planned | None = None
         self._staged: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._saved: deque[SavedCheckpoint] = deque()
@@ -60,7 +82,7 @@ class AsyncCheckpointer:
         """
         if self._thread is not None:
             raise CheckpointError("a save is still in progress")
-        staged = stage_copy(tensors, self._staged)
+        staged = stage_copy(tensors, self._staged, self._executor.memory)
         self._thread = threading.Thread(
             target=self._run,
             args=(staged, manifest, self._tiers if tiers is None else tiers),
@@ -92,29 +114,60 @@ class AsyncCheckpointer:
             try:
                 self._write(tensors, manifest, tier)
                 self._saved.append(SavedCheckpoint(step, tier.store.location(step), time.monotonic() - started))
-            # torch's CheckpointException does not inherit from Exception; the training thread raises any error.
-            except BaseException as error:
+            except BaseException as error:  # the training thread raises it
                 self._errors.append(error)
 
     def _write(self, tensors: dict[str, torch.Tensor], manifest: BaseManifest, tier: Tier) -> None:
-        step, store = manifest.state.step, tier.store
+        step, store, layout = manifest.state.step, tier.store, layout_of(tensors)
 
-        def prepare() -> None:
-            store.prepare(step)  # without its result: a path of one machine is nothing to the others
+        def prepare() -> bool:
+            if self._mesh.rank == 0:
+                store.prepare(step)
+            return self._planned is not None and self._planned.layout == layout
 
-        on_first_rank(prepare, self._mesh)
-        save(
-            tensors,
-            storage_writer=CheckpointWriter(store.sink(step), self._mesh.rank, _commit_of(manifest, tier)),
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=self._mesh.checkpoint_group,
-        )
+        # Every rank has the same answers, so that all of them plan, or none.
+        planned = self._planned if all(on_all_ranks(prepare, self._mesh)) else None
+        self._planned = planned = planned or self._plan(tensors, layout)
+        file = file_of_rank(self._mesh.rank)
+
+        def write() -> dict[str, FileRecord]:
+            content = tensors_to_write(planned.items, tensors)
+            return {file: self._executor.run(write_file, store, step, file, content)} if content else {}
+
+        def commit(written: list[dict[str, FileRecord]]) -> list[None]:
+            assert planned.index is not None
+            files = {name: record for files in written for name, record in files.items()}
+            _commit(manifest, tier, files, *planned.index)
+            return [None] * len(written)
+
+        collected(write, commit, self._mesh)
+
+    def _plan(self, tensors: dict[str, torch.Tensor], layout: Layout) -> _Planned:
+        """Agree which rank writes which box. Collective."""
+        items: list[WriteItem] = []
+        index: list[tuple[str, bytes]] = []
+
+        def describe() -> bytes:
+            items.extend(local_plan(tensors, is_coordinator=self._mesh.rank == 0))
+            return encode_plan(items)
+
+        def plan(local_plans: list[bytes]) -> list[list[int]]:
+            found: GlobalPlan = self._executor.run(global_plan, local_plans)
+            index.append((found.index_name, found.index))
+            return found.kept
+
+        kept = collected(describe, plan, self._mesh)
+        return _Planned(layout, [items[position] for position in kept], index[0] if index else None)
 
 
-def _commit_of(manifest: BaseManifest, tier: Tier) -> Callable[[dict[str, FileRecord]], None]:
-    def commit(files: dict[str, FileRecord]) -> None:
-        written = BINARY_INDEX_FORMAT if BINARY_INDEX in files else FORMAT
-        tier.store.commit(manifest.model_copy(update={"files": files, "format": written}))
-        tier.store.retain(tier.keep)
+def write_file(store: CheckpointStore, step: int, file: str, tensors: dict[str, torch.Tensor]) -> FileRecord:
+    """Write a rank's file of the checkpoint of a step."""
+    return store.sink(step).write_tensors(file, tensors)[1]
 
-    return commit
+
+def _commit(manifest: BaseManifest, tier: Tier, files: dict[str, FileRecord], index_name: str, index: bytes) -> None:
+    step = manifest.state.step
+    files = {**files, index_name: tier.store.sink(step).write(index_name, index)}
+    written = BINARY_INDEX_FORMAT if index_name == BINARY_INDEX else FORMAT
+    tier.store.commit(manifest.model_copy(update={"files": files, "format": written}))
+    tier.store.retain(tier.keep)

@@ -1,15 +1,14 @@
 """Storage for torch's distributed checkpoint without pickle: safetensors for tensors, and an index that is only data.
 
-torch plans (which rank writes which box, which rank reads which part of it) and this module stores. One file per rank,
-with many ranks in subdirectories. A checkpoint with few boxes has the index of format 1, which every version reads. An
-index with more boxes is binary: with it the checkpoint has format 2.
+torch plans which rank reads which part of which box, and this module reads it; `save_plan` is the other direction. One
+file per rank, with many ranks in subdirectories. A checkpoint with few boxes has the index of format 1, which every
+version reads. An index with more boxes is binary: with it the checkpoint has format 2.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,84 +19,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from meshwright_worker.checkpoint.binary_index import BINARY_INDEX, encode_binary
-from meshwright_worker.checkpoint.directory import LocalSink
 from meshwright_worker.checkpoint.files import CheckpointPath, files_of, open_index
-from meshwright_worker.checkpoint.manifest import FileRecord
-from meshwright_worker.checkpoint.store import CheckpointSink
-from meshwright_worker.checkpoint.tensor_index import INDEX, IndexInMemory, StoredChunk, TensorIndex, encode, index_of
+from meshwright_worker.checkpoint.tensor_index import INDEX, IndexInMemory, StoredChunk, TensorIndex, encode
 
 MAX_JSON_BOXES = 20_000
 """Boxes of an index that is still written as JSON: 2 MB, which a rank reads in 0.3 s."""
 RANKS_PER_DIRECTORY = 1024
 """Files of ranks in one directory, because large directories are slow on many file systems."""
-
-
-class CheckpointWriter(StorageWriter):
-    """Writes this rank's file, and on the coordinator the index, into an existing directory or another sink.
-
-    `commit` is called on the coordinator with the records of all files once they are on the disk. If it raises, every
-    rank's save fails.
-    """
-
-    def __init__(
-        self, target: Path | CheckpointSink, rank: int, commit: Callable[[dict[str, FileRecord]], object]
-    ) -> None:
-        self._sink = LocalSink(target) if isinstance(target, Path) else target
-        self._file = file_of_rank(rank)
-        self._commit = commit
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the boxes of the plan; their results contain their location and the file's record."""
-        tensors = {_chunk_name(item): _resolve_tensor(planner, item) for item in plan.items}
-        results = []
-        if tensors:
-            starts, record = self._sink.write_tensors(self._file, tensors)
-            for item in plan.items:
-                name = _chunk_name(item)
-                stored = (StoredChunk(self._file, starts[name]), record)
-                results.append(WriteResult(item.index, tensors[name].nbytes, stored))
-        return _completed_future(results)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index and commit."""
-        boxes, files = {}, {}
-        for result in (result for rank in results for result in rank):
-            box, record = result.storage_data
-            boxes[result.index] = box
-            files[box.file] = record
-        name, content = encoded_index(index_of(metadata, boxes))
-        self._commit({**files, name: self._sink.write(name, content)})
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a writer is used for one save."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the directory was created before the save began."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans unchanged."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Accept any path."""
-        return True
 
 
 class CheckpointReader(StorageReader):
@@ -200,23 +134,6 @@ def metadata_of(index: TensorIndex, tensors: Mapping[str, torch.Tensor] | None =
                 stored[MetadataIndex(name, offsets)] = StoredChunk(files[file], start)
         described[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
     return Metadata(dict(described), storage_data=stored)
-
-
-def _chunk_name(item: WriteItem) -> str:
-    # A tensor that was not split keeps its plain name, so that other tools find it.
-    data = item.tensor_data
-    if data is None:
-        raise ValueError(f"{item.index.fqn} is not a tensor: a checkpoint contains only tensors")
-    if data.chunk.sizes == data.size:
-        return item.index.fqn
-    return f"{item.index.fqn}@{','.join(str(offset) for offset in data.chunk.offsets)}"
-
-
-def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    data = planner.resolve_data(item)
-    if not isinstance(data, torch.Tensor):
-        raise TypeError(f"{item.index.fqn} is not a tensor: a checkpoint contains only tensors")
-    return data
 
 
 def _completed_future(value: Any) -> Future[Any]:

@@ -162,6 +162,8 @@ class LocalSink:
     def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], FileRecord]:
         """See `CheckpointSink.write_tensors`."""
         (self._directory / name).parent.mkdir(exist_ok=True)
+        # A process that wrote it may have died.
+        (self._directory / name).unlink(missing_ok=True)
         starts, size, checksum = write_tensors(self._directory / name, tensors)
         return starts, FileRecord(size=size, crc32=checksum)
 

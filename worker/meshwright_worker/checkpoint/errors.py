@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written."""
+
+
+class FailedSaveError(CheckpointError):
+    """Some ranks could not write their part."""
+
+    def __init__(self, failures: Mapping[int, BaseException]) -> None:
+        super().__init__(failures)
+        self.failures = failures
+        """The error of each of these ranks."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -34,12 +44,9 @@ class CheckpointStoreError(OSError):
 
 
 def describe_failed_save(error: BaseException) -> str:
-    """What failed on which rank, without stacks, and the fix if the volume is full.
-
-    torch's `CheckpointException` has the errors of all ranks, and their stacks in its message.
-    """
-    failures: dict[int, tuple[BaseException, object]] = getattr(error, "failures", None) or {}
-    causes = [(f"rank {rank}: ", cause) for rank, (cause, _) in sorted(failures.items())] or [("", error)]
+    """What failed on which rank, and the fix if the volume is full."""
+    failures = error.failures if isinstance(error, FailedSaveError) else {}
+    causes = [(f"rank {rank}: ", cause) for rank, cause in sorted(failures.items())] or [("", error)]
     where, first = causes[0]
     text = f"{where}{type(first).__name__}: {first}"
     if any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for _, cause in causes):

@@ -76,6 +76,8 @@ class CheckpointManager:
             return TrainingState()
         store, newest_manifest = newest
         check_same_run(newest_manifest, self._template)
+        # The adapters belong to weights that are drawn again as they were at the beginning of the run.
+        self._template = self._template.model_copy(update={"weights_in_tiles": newest_manifest.weights_in_tiles})
         path = store.files(newest_manifest.state.step)
         if outer is None:
             tensors = checkpoint_tensors(shards, optimizer, buffers)
@@ -89,6 +91,11 @@ class CheckpointManager:
         optimizer.set_step_count(newest_manifest.state.step - newest_manifest.state.skipped)
         self._newest = newest_manifest.state.step
         return newest_manifest.state
+
+    @property
+    def draws_tiles(self) -> bool:
+        """Whether the frozen random weights of a run that was loaded are drawn in tiles."""
+        return self._template.weights_in_tiles
 
     def remove_newer(self, step: int, at_least: int) -> int | None:
         """Remove the checkpoints of a run that goes back from `step`: all after the one to continue from, which is the
@@ -214,4 +221,5 @@ def manifest_template(run: NativeRun, stream: str, mesh: Mesh) -> Manifest:
         layout=layout,
         lora=training.lora,
         initial_weights=training.initial_weights if training.lora else None,
+        weights_in_tiles=training.lora is not None and training.initial_weights is None,
     )

@@ -148,6 +148,8 @@ class Manifest(BaseManifest):
     """The adapters that the checkpoint contains instead of the model's parameters; None if it contains the model."""
     initial_weights: str | None = None
     """Path of the model that the adapters belong to; None for random weights from `seed`."""
+    weights_in_tiles: bool = False
+    """Whether these random weights are drawn in tiles. Version 0.1.0, which does not say so, drew whole matrices."""
 
 
 class ModuleManifest(BaseManifest):

@@ -6,12 +6,15 @@ writing instead of reading the file again.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +31,15 @@ DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BLOCK = 8 * 1024 * 1024
+_WORTH_A_THREAD = 1024 * 1024
+
+
+class TensorHeader(NamedTuple):
+    """What a file says about a tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
 
 
 class Writable(Protocol):
@@ -46,10 +58,54 @@ class ChecksummedFile:
         self.checksum = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append `data`."""
+        """Append `data`. Of large data, the checksum is computed while it is written."""
+        for first in range(0, len(data), _BLOCK):
+            block = data[first : first + _BLOCK]
+            if len(block) < _WORTH_A_THREAD:
+                self._file.write(block)
+                self.checksum = zlib.crc32(block, self.checksum)
+            else:
+                checksum = _checksums(os.getpid()).submit(zlib.crc32, block, self.checksum)
+                self._file.write(block)
+                self.checksum = checksum.result()
+            self.size += len(block)
+
+
+class _EarlyWriteback:
+    """A file whose content the kernel writes to the disk from the first block on, not only when it is flushed.
+
+    Otherwise the disk is idle until then: on a local disk, a file takes half as long again.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._begun = 0
+
+    def write(self, data: bytes | memoryview) -> None:
         self._file.write(data)
-        self.size += len(data)
-        self.checksum = zlib.crc32(data, self.checksum)
+        end = self._file.tell()
+        if _SYNC_FILE_RANGE is not None and end - self._begun >= _BLOCK:
+            self._file.flush()
+            # Only a hint: whether everything is on the disk, and any error, is what fsync says.
+            _SYNC_FILE_RANGE(self._file.fileno(), self._begun, end - self._begun, _SYNC_FILE_RANGE_WRITE)
+            self._begun = end
+
+
+@cache
+def _checksums(process: int) -> ThreadPoolExecutor:
+    """The thread that computes checksums in this process: a fork does not have its parent's."""
+    return ThreadPoolExecutor(1, thread_name_prefix="checksums")
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return function
+
+
+_SYNC_FILE_RANGE = _find_sync_file_range()
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -68,7 +124,7 @@ def write_tensors(
 ) -> tuple[dict[str, int], int, int]:
     """Write tensors and `metadata` to a new file and flush it to the disk: see `write_tensors_to`."""
     with path.open("xb") as file:
-        written = write_tensors_to(ChecksummedFile(file), tensors, metadata)
+        written = write_tensors_to(ChecksummedFile(_EarlyWriteback(file)), tensors, metadata)
         file.flush()
         os.fsync(file.fileno())
     return written
@@ -82,20 +138,25 @@ def write_tensors_to(
     Returns:
         Where each tensor's bytes begin in the file; the file's size; its CRC-32.
     """
+    encoded, starts = header_of([TensorHeader(name, x.dtype, x.shape) for name, x in tensors.items()], metadata)
+    file.write(encoded)
+    for tensor in tensors.values():
+        file.write(_tensor_bytes(tensor))
+    return dict(zip(tensors, starts, strict=True)), file.size, file.checksum
+
+
+def header_of(tensors: Sequence[TensorHeader], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[int]]:
+    """Everything in front of the first tensor's bytes, and where each tensor's bytes begin in the file."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
+    offsets, end = [], 0
+    for name, dtype, shape in tensors:
+        offsets.append(end)
+        end += shape.numel() * dtype.itemsize
+        header[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [offsets[-1], end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    starts: dict[str, int] = {}
-    file.write(len(encoded).to_bytes(8, "little") + encoded)
-    for name, tensor in tensors.items():
-        starts[name] = file.size
-        file.write(_tensor_bytes(tensor))
-    return starts, file.size, file.checksum
+    content = len(encoded).to_bytes(8, "little") + encoded
+    return content, [len(content) + offset for offset in offsets]
 
 
 def map_tensor(path: Path, offset: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

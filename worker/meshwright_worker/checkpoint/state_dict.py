@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright_worker.checkpoint.shared_memory import SharedMemory
 from meshwright_worker.memory.host_memory import allocate_host_tensors
 from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.shards import ParameterShard
@@ -48,24 +49,26 @@ def copy_to_duplicates(shards: Sequence[ParameterShard], optimizer: Optimizer) -
                 local.copy_(optimizer.moments(source)[moment])
 
 
-def stage_copy(tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def stage_copy(
+    tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor], memory: SharedMemory | None = None
+) -> dict[str, torch.Tensor]:
     """Copy tensors to host memory, so that they can be written while training changes the originals.
 
     Args:
         tensors: the tensors to copy.
         staged: an earlier copy of the same tensors, whose memory is reused; empty the first time.
+        memory: where new memory is allocated; by default it belongs to this process alone.
     """
+    allocate = memory.allocate if memory is not None else allocate_host_tensors
     new = {name: tensor for name, tensor in tensors.items() if name not in staged}
     for pinned_memory in (True, False):
         selected = {name: tensor for name, tensor in new.items() if _local_part(tensor).is_cuda is pinned_memory}
-        memory = allocate_host_tensors(
-            [_local_part(tensor) for tensor in selected.values()], pinned_memory=pinned_memory
-        )
-        for (name, tensor), host_tensor in zip(selected.items(), memory, strict=True):
+        host_tensors = allocate([_local_part(tensor) for tensor in selected.values()], pinned_memory=pinned_memory)
+        for (name, tensor), host_tensor in zip(selected.items(), host_tensors, strict=True):
             staged[name] = _distributed_like(tensor, host_tensor) if isinstance(tensor, DTensor) else host_tensor
     for name, tensor in tensors.items():
         _local_part(staged[name]).copy_(_local_part(tensor))
-    return staged
+    return {name: staged[name] for name in tensors}
 
 
 def _local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshwright.layout import Coordinates, Layout
 from meshwright.protocol.run_config import Run
 from meshwright_worker.distributed.device import Device, init_device
+from meshwright_worker.distributed.node_check import Place, check_nodes
 from meshwright_worker.rank.task import RankTask
 
 log = logging.getLogger(__name__)
@@ -171,11 +172,12 @@ def join_process_group(task: RankTask[Run]) -> Iterator[torch.device]:
 def connect(task: RankTask[Run], cancelled: Callable[[], bool] = lambda: False) -> Device:
     """Create one group of all ranks of the task's generation; returns this rank's device.
 
-    With `in_memory`, the store is that of the agent of rank 0.
+    With `in_memory`, the store is that of the agent of rank 0. With `node_check`, the nodes are checked first.
 
     Raises:
+        NodeFaultError: the check found this rank's worker at fault.
         torch.distributed.DistError: a rank did not join within the time limit, or disconnected.
-        ConnectionError: `cancelled` said so while the store did not listen.
+        ConnectionError: `cancelled` said so while the store did not listen, or another worker is at fault.
     """
     device = init_device(task.local_rank, reproducible=task.run.deterministic)
     _pin_interface(task.pod_address)
@@ -190,6 +192,9 @@ def connect(task: RankTask[Run], cancelled: Callable[[], bool] = lambda: False) 
         timeout=_RENDEZVOUS_TIMEOUT,
         wait_for_workers=False,
     )
+    if task.node_check:
+        place = Place(task.rank, task.world_size, task.local_world_size)
+        check_nodes(PrefixStore(f"node-check-{task.generation}", store), place, device.torch)
     # No `device_id`: with it, ranks outside a new group of any backend split NCCL's communicator, and those inside a
     # gloo group do not, so they would wait for each other forever (`_new_process_group_helper` in torch 2.13).
     # `init_device` has already set the current device, which collectives use.

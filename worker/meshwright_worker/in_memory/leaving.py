@@ -77,6 +77,8 @@ def destroy_groups(stuck: threading.Thread | None) -> None:
 
     gloo sometimes loses the wake-up of a send: such a thread comes back at its time limit, and is of no use then.
     """
+    # Those that have come back meanwhile keep nothing any more.
+    LEFT_BEHIND[:] = [one for one in LEFT_BEHIND if one[0].is_alive()]
     if stuck is not None:
         LEFT_BEHIND.append((stuck, list(distributed_c10d._world.pg_map)))
     if dist.is_initialized():

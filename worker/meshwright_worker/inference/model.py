@@ -251,7 +251,7 @@ def load_full_model(
         stage = DecoderStage(model, compute_dtype(precision)).to(parameter_dtype(precision))
     if manifest.lora is not None:
         apply_lora(stage, manifest.lora)
-    init_weights(stage, model, manifest.seed, device or default_device())
+    init_weights(stage, model, manifest.seed, device or default_device(), tiled=manifest.weights_in_tiles)
     shards = [ParameterShard(n, p, p.detach(), None, True, False, False) for n, p in stage.named_parameters()]
     _fill(shards, stage_buffers(stage), checkpoint, manifest, None)
     return CachedModel(stage, model, capacity)

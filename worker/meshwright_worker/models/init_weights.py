@@ -52,6 +52,8 @@ def init_weights(
     seed: int,
     device: torch.device,
     storage_device: torch.device | None = None,
+    *,
+    tiled: bool = True,
 ) -> None:
     """Allocate a stage that was built on the meta device, see `materialize`, and initialize its weights.
 
@@ -63,7 +65,7 @@ def init_weights(
     allocate(stage, device, storage_device)
     for name, parameter in stage.named_parameters():
         local, box = local_shard(parameter)
-        draw_into(local, name, parameter.shape, box, model, seed)
+        draw_into(local, name, parameter.shape, box, model, seed, tiled=tiled)
 
 
 def allocate(stage: DecoderStage, device: torch.device, storage_device: torch.device | None = None) -> None:
@@ -76,15 +78,26 @@ def allocate(stage: DecoderStage, device: torch.device, storage_device: torch.de
 
 @torch.no_grad()
 def draw_into(
-    local: torch.Tensor, name: str, shape: torch.Size, box: tuple[slice, ...], model: Architecture, seed: int
+    local: torch.Tensor,
+    name: str,
+    shape: torch.Size,
+    box: tuple[slice, ...],
+    model: Architecture,
+    seed: int,
+    *,
+    tiled: bool = True,
 ) -> None:
-    """Fill `local`, the part `box` of the parameter of that name and full shape, with its initial values."""
+    """Fill `local`, the part `box` of the parameter of that name and full shape, with its initial values.
+
+    If not `tiled`, one generator draws each matrix, however large, as version 0.1.0 did: the frozen weights of a run
+    that began then are drawn again for its adapters.
+    """
     if len(shape) < 3:
-        _draw_part(local, name, shape, box, model, f"{seed}/{name}")
+        _draw_part(local, name, shape, box, model, f"{seed}/{name}", tiled=tiled)
         return
     first, *inner = box
     for row, expert in enumerate(range(*first.indices(shape[0]))):
-        _draw_part(local[row], name, shape[1:], tuple(inner), model, f"{seed}/{name}/{expert}")
+        _draw_part(local[row], name, shape[1:], tuple(inner), model, f"{seed}/{name}/{expert}", tiled=tiled)
 
 
 def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
@@ -105,15 +118,24 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
-def initial_parameter(name: str, shape: torch.Size, model: Architecture, seed: int) -> torch.Tensor:
+def initial_parameter(
+    name: str, shape: torch.Size, model: Architecture, seed: int, *, tiled: bool = True
+) -> torch.Tensor:
     """Return the initial value of the full parameter of that name, with all experts, in the format of parameters."""
     whole = torch.empty(shape, dtype=PARAMETER_DTYPE)
-    draw_into(whole, name, shape, tuple(slice(0, size) for size in shape), model, seed)
+    draw_into(whole, name, shape, tuple(slice(0, size) for size in shape), model, seed, tiled=tiled)
     return whole
 
 
 def _draw_part(
-    local: torch.Tensor, name: str, shape: torch.Size, box: tuple[slice, ...], model: Architecture, key: str
+    local: torch.Tensor,
+    name: str,
+    shape: torch.Size,
+    box: tuple[slice, ...],
+    model: Architecture,
+    key: str,
+    *,
+    tiled: bool,
 ) -> None:
     """Fill the part of a vector or of a matrix."""
     if name.endswith((".bias", UP)):
@@ -127,7 +149,7 @@ def _draw_part(
         deviation = shape[1] ** -0.5
     elif name.endswith(_RESIDUAL_OUTPUTS):
         deviation /= math.sqrt(2 * model.layers)
-    if shape.numel() <= _UNTILED_ELEMENTS:
+    if not tiled or shape.numel() <= _UNTILED_ELEMENTS:
         generator = _seeded(torch.Generator(), key)
         whole = torch.empty(shape, dtype=PARAMETER_DTYPE).normal_(0.0, deviation, generator=generator)
         local.copy_(whole[box])

@@ -184,7 +184,7 @@ def _base_reader(manifest: Manifest, base: Path | None) -> Reader:
     found = _base_model_dir(manifest, base)
     shapes = _shapes(model)
     if found is None:
-        return lambda name: initial_parameter(name, shapes[name], model, manifest.seed)
+        return lambda name: initial_parameter(name, shapes[name], model, manifest.seed, tiled=manifest.weights_in_tiles)
     check_architecture(model, found)
     files, sources_by_name = TensorFiles(found), parameter_sources(model)
 

@@ -78,6 +78,10 @@ class WentBackError(ArithmeticError):
     """
 
 
+class NodeFaultError(RuntimeError):
+    """The node of this rank computes wrong results, computes far too slowly, or cannot exchange data."""
+
+
 def classify_output(text: str) -> FailureKind:
     """Return `PeerLost` if the text is the error of a broken connection to another rank, else `Error`.
 
@@ -119,6 +123,8 @@ def classify(error: BaseException, *, training: bool = False) -> FailureKind:
         return FailureKind.INVALID_INPUT
     if isinstance(error, WentBackError):
         return FailureKind.WENT_BACK
+    if isinstance(error, NodeFaultError):
+        return FailureKind.NODE_FAULT
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"RuntimeError", "ConnectionError", "TimeoutError"}:
         return classify_output(describe(error))

@@ -55,6 +55,8 @@ class RankTask(Generic[RunT_co]):
     """Prefix of this job's checkpoints in an object store; None if it has none there."""
     in_memory: bool = False
     """Whether the process holds its state when the generation is interrupted. The store is then not rank 0's."""
+    node_check: bool = False
+    """Whether the ranks check their nodes before they meet."""
     memory: MemoryRecovery | None = None
     """How the generation goes on from states that ranks hold. None if it starts from the latest checkpoint."""
 

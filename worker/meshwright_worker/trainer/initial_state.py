@@ -40,7 +40,7 @@ def load_state(
     # Checkpoints do not contain frozen parameters.
     missing = [*trainer.frozen] if resumed else [*trainer.shards, *trainer.frozen]
     if run.training.initial_weights is None:
-        draw_shards(missing, run)
+        draw_shards(missing, run, tiled=not resumed or checkpoint_manager is None or checkpoint_manager.draws_tiles)
         return state
     draw_shards([shard for shard in missing if is_adapter(shard.name)], run)
     published = [shard for shard in missing if not is_adapter(shard.name)]
@@ -55,7 +55,7 @@ def load_state(
     return state
 
 
-def draw_shards(shards: Sequence[ParameterShard], run: NativeRun) -> None:
-    """Give shards the initial values of their parts."""
+def draw_shards(shards: Sequence[ParameterShard], run: NativeRun, *, tiled: bool = True) -> None:
+    """Give shards the initial values of their parts; for `tiled` see `draw_into`."""
     for shard in shards:
-        draw_into(shard.local, shard.name, shard.shape, shard.box, run.architecture, run.training.seed)
+        draw_into(shard.local, shard.name, shard.shape, shard.box, run.architecture, run.training.seed, tiled=tiled)

@@ -145,7 +145,16 @@ def train_on_mesh(
         memory.begin(trainer, state)
     events.running(state.step)
     with tracked(task, events, state.step) as tracked_events:
-        loop = TrainingLoop(run, trainer, inputs, manager, mesh, tracked_events, sums_digest=memory is not None)
+        loop = TrainingLoop(
+            run,
+            trainer,
+            inputs,
+            manager,
+            mesh,
+            tracked_events,
+            sums_digest=memory is not None,
+            ranks_per_worker=task.local_world_size,
+        )
         return loop.run(state)
 
 

@@ -340,6 +340,16 @@ class Trainer:
         self._fp8.discard_observed()
         return loss
 
+    def gradient_digests(self, batch: Batch) -> torch.Tensor:
+        """Run the passes of this replica's batch, and return digests of the gradients, summed over replicas, of this
+        rank's shards: int64 [shards]. Changes nothing. Collective.
+        """
+        self._executor.run(self._micro_batches.of(batch))
+        digests = torch.stack([_sum_of_bits(gradient) for gradient in self._gradients()])
+        self.optimizer.clear_gradients()
+        self._fp8.discard_observed()
+        return digests
+
     def _token_counts(self, batch: Batch) -> TokenCounts | None:
         """Return this rank's token counts of padded rows: one rank per replica counts, the others return 0."""
         if not self._micro_batches.padded:
@@ -396,3 +406,12 @@ class Trainer:
         total = TokenCounts(*(int(number) for number in token_sums)) if token_sums else None
         agreed = total_loss, math.sqrt(total_squares), tokens, stops > 0, saves > 0
         return agreed, total, sums[len(sums) - len(expert_counts) :], self._loads.to_reports(expert_counts)
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of a tensor's elements, taken as integers, int64 []: no change of one element leaves it the same."""
+    # Adding zero makes -0 and 0 the same number.
+    return (tensor.detach() + 0.0).contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)

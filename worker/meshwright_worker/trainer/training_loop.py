@@ -43,6 +43,7 @@ from meshwright_worker.trainer.checkpoint_requests import CheckpointRequests
 from meshwright_worker.trainer.evaluation import Evaluation
 from meshwright_worker.trainer.loss_anomalies import DivergedError
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
+from meshwright_worker.trainer.repeated_steps import RepeatedSteps
 from meshwright_worker.trainer.step_profiler import StepProfiler
 from meshwright_worker.trainer.step_times import simulated_bubble, step_times
 from meshwright_worker.trainer.trainer import StepResult, Trainer
@@ -51,7 +52,7 @@ _RECOMPUTES_LAYERS = (ActivationCheckpointing.FULL, ActivationCheckpointing.EVER
 """`Selective` stores the result of every matrix product: what it recomputes does not count in FLOPs."""
 
 
-_CHECKPOINT, _EVALUATION = "checkpoint", "evaluation"
+_CHECKPOINT, _EVALUATION, _REPEAT = "checkpoint", "evaluation", "repeat"
 """Phases of the clock beside those of a step."""
 
 
@@ -82,8 +83,11 @@ class TrainingLoop:
         events: RankEvents,
         *,
         sums_digest: bool = False,
+        ranks_per_worker: int = 1,
     ) -> None:
-        """`sums_digest`: the steps' results contain the digest of all ranks, which then every rank carries."""
+        """`sums_digest`: the steps' results contain the digest of all ranks, which then every rank carries.
+        `ranks_per_worker`: see `RepeatedSteps`.
+        """
         self._sums_digest = sums_digest
         self._data, self._training = run.data, run.training
         self._cost = RowCost.of(run.architecture)
@@ -103,6 +107,9 @@ class TrainingLoop:
             mesh.device,
             rematerializes=run.parallelism.rematerialize,
         )
+        self._repeated_steps: RepeatedSteps | None = None
+        if isinstance(trainer, Trainer):
+            self._repeated_steps = RepeatedSteps(self._training, trainer, mesh, ranks_per_worker)
         self._full_row_flops = self._step_flops()
         self._events = events
         self._requests = CheckpointRequests(run, mesh, events)
@@ -135,6 +142,7 @@ class TrainingLoop:
         stopped = False
         for number in range(first, self._training.steps + 1):
             started_at = time.monotonic()
+            self._repeat(number, state)
             self._profiler.before(number)
             state, stopped = self._step(number, state)
             self._profiler.after(number)
@@ -154,6 +162,20 @@ class TrainingLoop:
         self._save(state, wait=True)
         self._trainer.close()
         return Outcome.STOPPED if stopped and state.step < self._training.steps else Outcome.COMPLETE
+
+    def _repeat(self, number: int, state: TrainingState) -> None:
+        """Repeat the gradients of a step on other replicas, if that is due before it. Collective.
+
+        Raises:
+            NodeFaultError, CorruptionError, ConnectionError: see `RepeatedSteps.check`.
+        """
+        if self._repeated_steps is None or not self._repeated_steps.due(number):
+            return
+        with phase(_REPEAT):
+            self._repeated_steps.check(
+                number,
+                lambda replica: self._read(state.samples, replace(self._assignment, replica=replica)).batch,
+            )
 
     def _save(self, state: TrainingState, *, wait: bool) -> None:
         started_at, trainer = time.monotonic(), self._trainer
@@ -290,16 +312,19 @@ class TrainingLoop:
 
     def _read_samples(self, first: int) -> StepSamples:
         """Read this replica's samples of the step that begins with sample `first`."""
-        mine = self._assigned_samples(range(first, first + self._training.global_batch_size))
+        return self._read(first, self._assignment)
+
+    def _read(self, first: int, assignment: SampleAssignment) -> StepSamples:
+        mine = self._assigned_samples(assignment, range(first, first + self._training.global_batch_size))
         samples = self._stream.rows(mine)
         batch = make_batch(samples, self._data, self._stream.separator, mine)
         return StepSamples(mine, samples, self._micro_batcher.preslice(batch))
 
-    def _assigned_samples(self, step: range) -> Sequence[int]:
-        """Return the numbers of the samples that this replica takes in a step."""
+    def _assigned_samples(self, assignment: SampleAssignment, step: range) -> Sequence[int]:
+        """Return the numbers of the samples that a replica takes in a step."""
         if not self._data.balance:
-            return self._assignment.replica_samples(step)
-        return self._assignment.balanced_samples(
+            return assignment.replica_samples(step)
+        return assignment.balanced_samples(
             step, lambda n: self._cost.row(self._stream.documents(n)), self._micro_batches
         )
 

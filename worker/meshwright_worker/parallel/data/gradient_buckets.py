@@ -8,6 +8,7 @@ weight gradients, a parameter that a batch does not use) are handed over by `fin
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -78,16 +79,24 @@ class BucketScheduler:
             reached_counts[:] = [0] * len(reached_counts)
 
     def _hook(self, index: int, position: int, name: str) -> Callable[[torch.Tensor], None]:
-        reached_counts = self._reached[index]
+        # torch does not show the garbage collector what these hooks refer to. A hook that refers to what has the
+        # parameter would keep both for ever, with the groups.
+        reached_counts, scheduler = self._reached[index], weakref.ref(self)
+        limit = self._passes * self._rounds
 
         def on_gradient(_: torch.Tensor) -> None:
             reached_counts[position] += 1
-            if reached_counts[position] > self._passes * self._rounds:
+            if reached_counts[position] > limit:
                 raise RuntimeError(f"a backward pass added to {name} after its gradient was summed over replicas")
-            while self._due():
-                self._hand_over_next()
+            if (alive := scheduler()) is not None:
+                alive.hand_over_due()
 
         return on_gradient
+
+    def hand_over_due(self) -> None:
+        """Hand over the buckets that are ready."""
+        while self._due():
+            self._hand_over_next()
 
     def _due(self) -> bool:
         count, index = divmod(self._ready_count, len(self._reached))
