@@ -71,7 +71,10 @@ class CheckpointSpec(ApiModel):
     every_steps: Steps | None = None
     """Steps between checkpoints of Meshwright's runtime. Defaults to 100. Not allowed with `runtime.command`."""
     keep: Keep | None = None
-    """Number of complete checkpoints to retain. Defaults to 2. Not allowed with `runtime.command`."""
+    """Number of complete checkpoints to retain. Defaults to 2, and to all of those that `runtime.command` reports."""
+    verify: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1, max_length=64)] | None = None
+    """Command that checks each checkpoint that `runtime.command` reports, by its path in MESHWRIGHT_CHECKPOINT_PATH. It
+    counts if the exit code is 0."""
 
     @property
     def interval(self) -> int:

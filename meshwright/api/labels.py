@@ -74,6 +74,12 @@ ENV_SCRIPTS_DIR = "MESHWRIGHT_SCRIPTS_DIR"
 ENV_GRACE_SECONDS = "MESHWRIGHT_GRACE_SECONDS"
 ENV_POD_NEEDS = "MESHWRIGHT_POD_NEEDS"
 ENV_REPORT_FILE = "MESHWRIGHT_REPORT_FILE"
+ENV_CHECKPOINT_PATH = "MESHWRIGHT_CHECKPOINT_PATH"
+ENV_CHECKPOINT_STEP = "MESHWRIGHT_CHECKPOINT_STEP"
+"""The checkpoint that `checkpoint.verify` is to check, and its step."""
+ENV_RESUME_PATH = "MESHWRIGHT_RESUME_PATH"
+ENV_RESUME_STEP = "MESHWRIGHT_RESUME_STEP"
+"""The newest checkpoint that a command has reported, and its step: the same for all ranks of a mesh generation."""
 ENV_SECRET_VARIABLES = "MESHWRIGHT_SECRET_VARIABLES"
 
 # Environment variables that the agent sets for each rank, in addition to torchrun's (RANK, WORLD_SIZE, ...).

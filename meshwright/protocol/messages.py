@@ -149,6 +149,17 @@ class MemoryRecovery(OpenMessage):
     one of them that has the same."""
 
 
+class CheckpointCommit(OpenMessage):
+    """A checkpoint became complete."""
+
+    step: Int64
+    """Step after which it was taken."""
+    time: Annotated[str, Field(max_length=64)]
+    """When, RFC 3339."""
+    path: Annotated[str, Field(max_length=4096)]
+    """Its directory, as the workers see it."""
+
+
 class MeshDocument(OpenMessage):
     """A mesh generation: who takes part, where they meet and what they run."""
 
@@ -176,6 +187,8 @@ class MeshDocument(OpenMessage):
     stays. Agents before 0.2 ignore it."""
     max_restarts: int | None = None
     """`recovery.maxRestarts`, for a user's command. Agents before 0.2 ignore it."""
+    resume: CheckpointCommit | None = None
+    """The newest checkpoint that a user's command has reported. Agents before 0.2 ignore it."""
     in_memory: bool | None = None
     """Whether ranks hold their state when their generation is interrupted, to recover in memory. None is no. Agents
     before 0.2 ignore it: their ranks are started again."""
@@ -299,17 +312,6 @@ class Evaluation(OpenMessage):
     """Step after which it was done."""
     loss: float
     """Mean loss per token."""
-
-
-class CheckpointCommit(OpenMessage):
-    """A checkpoint became complete."""
-
-    step: Int64
-    """Step after which it was taken."""
-    time: Annotated[str, Field(max_length=64)]
-    """When, RFC 3339."""
-    path: Annotated[str, Field(max_length=4096)]
-    """Its directory, as the workers see it."""
 
 
 class CheckpointAnswer(OpenMessage):

@@ -35,8 +35,15 @@ def _command_or_model(facts: Facts) -> bool:
 
 def _command_owns_checkpoints(facts: Facts) -> bool:
     checkpoint = facts.checkpoint
-    is_set = checkpoint is not None and (checkpoint.every_steps is not None or checkpoint.keep is not None)
+    is_set = checkpoint is not None and checkpoint.every_steps is not None
     return facts.runtime.command is None or facts.runtime.framework is not None or not is_set
+
+
+def _can_delete(facts: Facts) -> bool:
+    checkpoint = facts.checkpoint
+    is_set = checkpoint is not None and checkpoint.keep is not None
+    has_volume = checkpoint is not None and checkpoint.claim_name is not None
+    return facts.runtime.command is None or not is_set or has_volume
 
 
 def _command_owns_schedule(facts: Facts) -> bool:
@@ -93,11 +100,23 @@ RUNTIME_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "checkpoint",
-        "`checkpoint.everySteps` and `checkpoint.keep` are not supported with `runtime.command`, which saves "
-        "checkpoints itself: remove them",
+        "`checkpoint.everySteps` is not supported with `runtime.command`, which saves checkpoints itself: remove it",
         "!has(self.runtime.command) || has(self.runtime.framework) || !has(self.checkpoint)"
-        " || !(has(self.checkpoint.everySteps) || has(self.checkpoint.keep))",
+        " || !has(self.checkpoint.everySteps)",
         _command_owns_checkpoints,
+    ),
+    Rule(
+        "checkpoint.keep",
+        "needs `checkpoint.claimName` with `runtime.command`: set it, or remove this field",
+        "!has(self.runtime.command) || !has(self.checkpoint) || !has(self.checkpoint.keep)"
+        " || has(self.checkpoint.claimName)",
+        _can_delete,
+    ),
+    Rule(
+        "checkpoint.verify",
+        "needs `runtime.command`, whose checkpoints it checks: remove it, or add a command",
+        "!has(self.checkpoint) || !has(self.checkpoint.verify) || has(self.runtime.command)",
+        lambda facts: facts.checkpoint is None or facts.checkpoint.verify is None or facts.runtime.command is not None,
     ),
     Rule(
         "parallelism",

@@ -11,7 +11,14 @@ from collections.abc import Mapping
 
 from meshwright.addresses import join_host_port, split_host_port
 from meshwright.api.status import FailureStatus, MeshStatus, parse_ranks
-from meshwright.protocol.messages import MAX_GENERATION, MemoryRecovery, MeshDocument, MeshMember, WorkerReport
+from meshwright.protocol.messages import (
+    MAX_GENERATION,
+    CheckpointCommit,
+    MemoryRecovery,
+    MeshDocument,
+    MeshMember,
+    WorkerReport,
+)
 from meshwright.protocol.run_config import CommandRun
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.timestamps import format_time
@@ -128,10 +135,19 @@ def document(observed: Observed, mesh: MeshStatus, failure: FailureStatus | None
         numa_binding=None if observed.spec.preflight is None or observed.spec.preflight.numa_binding else False,
         environment=dict(observed.plan.environment) or None,
         max_restarts=observed.spec.recovery.max_restarts if isinstance(observed.run, CommandRun) else None,
+        resume=_resume(observed),
         in_memory=bool(mesh.in_memory) or None,
         node_check=mesh.node_check or None,
         memory=_memory(mesh),
     )
+
+
+def _resume(observed: Observed) -> CheckpointCommit | None:
+    """The newest checkpoint that the user's command has reported. Meshwright's runtime finds its own."""
+    saved = observed.status.checkpoint
+    if saved is None or not isinstance(observed.run, CommandRun):
+        return None
+    return CheckpointCommit(step=saved.step, time=saved.time, path=saved.path)
 
 
 def _memory(mesh: MeshStatus) -> MemoryRecovery | None:

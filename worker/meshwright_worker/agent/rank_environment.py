@@ -59,6 +59,9 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
     }
     if document.max_restarts is not None:
         environment["TORCHELASTIC_MAX_RESTARTS"] = str(document.max_restarts)
+    if document.resume is not None:
+        environment[labels.ENV_RESUME_PATH] = document.resume.path
+        environment[labels.ENV_RESUME_STEP] = str(document.resume.step)
     if settings.checkpoint_uri:
         environment[labels.ENV_CHECKPOINT_URI] = settings.checkpoint_uri
     if settings.checkpoint_dir:
