@@ -1,4 +1,5 @@
-/* A trainer that needs no library: counts steps, reports them, and resumes from the step that it saved. */
+/* A trainer that needs no library: counts steps, reports them, and resumes from the step that it saved. Until it has
+   been restarted once, it goes no further than HOLD. */
 #include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
@@ -7,6 +8,8 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+
+enum { HOLD = 30 };
 
 static volatile sig_atomic_t stopping = 0;
 
@@ -24,7 +27,7 @@ static void save(const char *directory, int step) {
 }
 
 int main(int count, char **arguments) {
-    int last = count > 1 ? atoi(arguments[1]) : 100, step = 0, rank = atoi(getenv("RANK"));
+    int last = count > 1 ? atoi(arguments[1]) : 100, step = 0, start, rank = atoi(getenv("RANK"));
     const char *directory = getenv("MESHWRIGHT_CHECKPOINT_DIR"), *report = getenv("MESHWRIGHT_REPORT_FILE");
     struct timespec pause = {0, 100 * 1000 * 1000};
     char path[512];
@@ -33,6 +36,7 @@ int main(int count, char **arguments) {
     snprintf(path, sizeof path, "%s/step", directory);
     FILE *file = fopen(path, "r");
     if (file) { if (fscanf(file, "%d", &step) != 1) step = 0; fclose(file); }
+    start = step;
     printf("rank %d of %s starts after step %d\n", rank, getenv("WORLD_SIZE"), step);
     fflush(stdout);
     FILE *out = fopen(report, "a");
@@ -40,6 +44,7 @@ int main(int count, char **arguments) {
     setvbuf(out, NULL, _IOLBF, 0);
     while (step < last && !stopping) {
         nanosleep(&pause, NULL);
+        if (start == 0 && step >= HOLD) continue;
         step++;
         if (rank == 0) {
             const char *saved = "";
