@@ -73,6 +73,17 @@ class ContextMethod(StrEnum):
     """All-to-all inside groups of neighbors, a ring across them (USP, arXiv 2405.07719)."""
 
 
+class ExpertDispatch(StrEnum):
+    """How tokens get to their experts."""
+
+    PER_EXPERT = "PerExpert"
+    """A copy for each expert, in as many rows as there are."""
+    PADDED = "Padded"
+    """A copy for each expert, in rows for the full capacity of each: all sizes are known beforehand."""
+    ONCE_PER_NODE = "OncePerNode"
+    """One copy for each node, which sends it on to its experts (DeepSeek-V3, arXiv 2412.19437, section 3.2.2)."""
+
+
 ASSUMED_CONTEXT = 1
 """The context degree that rules assume until the planner has chosen one."""
 
@@ -110,6 +121,9 @@ class ParallelismSpec(ApiModel):
     """Whether `tensor` splits the experts of a mixture too. If false, each GPU of a tensor-parallel group has full
     experts and routes its own positions. This saves collectives, and narrow experts have larger matrix products. False
     needs `sequence: true` and no `training.fp8`."""
+    expert_dispatch: ExpertDispatch | None = None
+    """How tokens get to their experts. Experimental, except for the default `PerExpert`. `Padded`: rows for the full
+    capacity, so that the host does not wait for sizes. `OncePerNode`: a token crosses the network once per node."""
     tensor_overlap: bool = False
     """Asynchronous tensor parallelism (ASPLOS 2023, 10.1145/3567955.3567959): the collectives of `sequence` are split
     into sends between neighbors, which run during the adjacent matrix products. Needs `tensor` of at least 2,

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from meshwright.api.data_parallel import DataParallelStrategy, GradientCompression
 from meshwright.api.lora import LoraSpec
-from meshwright.api.parallelism import ContextMethod, ParallelismSpec, PipelineSchedule, StageBalance
+from meshwright.api.parallelism import ContextMethod, ExpertDispatch, ParallelismSpec, PipelineSchedule, StageBalance
 from meshwright.api.precision import Fp8Scaling, Precision
 from meshwright.api.spec import Framework, ParallelTrainingJobSpec
 from meshwright.api.training import ActivationCheckpointing, OptimizerName, OuterMethod, TrainingSpec
@@ -78,7 +78,7 @@ class TrainingJob:
             settings=_settings(training, parallelism, architecture, replicas),
         )
         work = Workload(architecture, training.sequence_length, training.global_batch_size)
-        return cls(architecture, work, training, parallelism, fixed, _framework(training))
+        return cls(architecture, work, training, parallelism, fixed, _framework(training, parallelism))
 
     def strategy(
         self,
@@ -145,14 +145,16 @@ def layer_split(parallelism: ParallelismSpec, ranks: int, model: Architecture, l
 
 
 @lru_cache(maxsize=8)
-def _framework_variant(*, scores: bool, keeps_fp8: bool) -> FrameworkAccount:
-    return replace(FRAMEWORKS["meshwright"], flash=not scores, keeps_fp8=keeps_fp8)
+def _framework_variant(*, scores: bool, keeps_fp8: bool, once_per_node: bool) -> FrameworkAccount:
+    own = FRAMEWORKS["meshwright"]
+    return replace(own, flash=not scores, keeps_fp8=keeps_fp8, sends_once_per_node=once_per_node)
 
 
-def _framework(training: TrainingSpec) -> FrameworkAccount:
+def _framework(training: TrainingSpec, parallelism: ParallelismSpec) -> FrameworkAccount:
     """The properties of Meshwright's runtime with the job's options."""
     rowwise = training.fp8 is not None and training.fp8.scaling is Fp8Scaling.ROWWISE
-    return _framework_variant(scores=training.attention_dropout > 0, keeps_fp8=not rowwise)
+    once = parallelism.expert_dispatch is ExpertDispatch.ONCE_PER_NODE
+    return _framework_variant(scores=training.attention_dropout > 0, keeps_fp8=not rowwise, once_per_node=once)
 
 
 def _settings(

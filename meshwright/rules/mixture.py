@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from meshwright.api.mixture import Balancing, MixtureSpec, Router
 from meshwright.api.model_parts import Activation
+from meshwright.api.parallelism import ExpertDispatch
 from meshwright.rules.facts import Facts
 from meshwright.rules.rule import Rule, divides
 
@@ -46,6 +47,25 @@ def _expert_width_splits(facts: Facts) -> bool:
 def _whole_experts_allowed(facts: Facts) -> bool:
     fp8 = facts.training is not None and facts.training.fp8 is not None
     return facts.parallelism.expert_tensor or (facts.parallelism.sequence and not fp8)
+
+
+def _dispatch_has_experts(facts: Facts) -> bool:
+    model = facts.model
+    has_experts = model is not None and (model.mixture is not None or model.heads is None)
+    return facts.parallelism.expert_dispatch is None or has_experts
+
+
+def _dispatch_without_fp8(facts: Facts) -> bool:
+    fp8 = facts.training is not None and facts.training.fp8 is not None
+    return facts.parallelism.expert_dispatch in (None, ExpertDispatch.PER_EXPERT) or not fp8
+
+
+def _padding_has_a_capacity(facts: Facts) -> bool:
+    mixture, model = _mixture(facts), facts.model
+    unknown = model is None or (mixture is None and model.heads is None)
+    if facts.parallelism.expert_dispatch is not ExpertDispatch.PADDED or unknown:
+        return True
+    return mixture is not None and mixture.capacity_factor is not None
 
 
 def _shared_width_splits(facts: Facts) -> bool:
@@ -184,6 +204,27 @@ MIXTURE_RULES: tuple[Rule[Facts], ...] = (
         "self.parallelism.expertTensor"
         " || (self.parallelism.sequence && (!has(self.training) || !has(self.training.fp8)))",
         _whole_experts_allowed,
+    ),
+    Rule(
+        "parallelism.expertDispatch",
+        "needs a model with experts: set `model.mixture`, or remove this field",
+        "!has(self.parallelism.expertDispatch)"
+        " || (has(self.model) && (has(self.model.mixture) || !has(self.model.heads)))",
+        _dispatch_has_experts,
+    ),
+    Rule(
+        "parallelism.expertDispatch",
+        "must be `PerExpert` with `training.fp8`, whose scales are those of the rows of one micro-batch",
+        "!has(self.parallelism.expertDispatch) || self.parallelism.expertDispatch == 'PerExpert'"
+        " || !has(self.training) || !has(self.training.fp8)",
+        _dispatch_without_fp8,
+    ),
+    Rule(
+        "parallelism.expertDispatch",
+        "`Padded` needs `model.mixture.capacityFactor`, because rows are padded to the capacity of each expert",
+        "!has(self.parallelism.expertDispatch) || self.parallelism.expertDispatch != 'Padded' || !has(self.model)"
+        " || (has(self.model.mixture) ? has(self.model.mixture.capacityFactor) : !has(self.model.heads))",
+        _padding_has_a_capacity,
     ),
     Rule(
         "parallelism.expert",

@@ -9,6 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from meshwright_worker.agent.mesh_generation import MeshGeneration
 from meshwright_worker.agent.metrics import WorkerMetrics
+from meshwright_worker.command.progress import CommandProgress
+from meshwright_worker.command.report_line import ReportedStep
 from meshwright_worker.rank.messages import StepDone, decode, encode
 from meshwright_worker.rank.task import MemoryPeak, StepReport, StepTimes
 from tests.metrics.checks import undeclared_samples
@@ -92,3 +94,19 @@ def test_a_report_has_each_ranks_recent_compute_time_and_the_utilization() -> No
     progress = generation.progress
     assert progress is not None
     assert progress.mfu == pytest.approx(1e9 / (1e10 * 2.0))
+
+
+def test_throughput_and_step_time_of_a_command_are_those_between_its_reports() -> None:
+    generation = MeshGeneration(2, 0, 1, uses_builtin_runtime=False, started=0.0)
+    generation.record_spawn(0, 100, 0.0)
+    reports = CommandProgress()
+    for step in range(11, 16):
+        for loss in (None, 2.5):  # a second line about the step has its loss
+            found = ReportedStep(step, loss, tokens=100, total_steps=40)
+            for message in reports.messages(found, now=0.5 * step):
+                generation.record_message(0, decode(encode(message)), 0.5 * step, "")
+    progress = generation.progress
+    assert progress is not None
+    assert (progress.step, progress.loss, progress.total_steps) == (15, 2.5, 40)
+    assert progress.step_seconds == pytest.approx(0.5)
+    assert progress.tokens_per_second == pytest.approx(200)

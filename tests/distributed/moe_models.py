@@ -24,6 +24,10 @@ MIXTURES = {
         router=Router.SIGMOID, groups=4, groups_per_token=3, balancing=Balancing.BIAS, bias_rate=0.05,
         auxiliary_weight=0.001,
     ),
+    "32 experts": _mixture(experts=32, per_token=6, intermediate_size=8),
+    "32 experts in groups": _mixture(
+        experts=32, per_token=6, intermediate_size=8, router=Router.SIGMOID, groups=4, groups_per_token=2
+    ),
     "odd widths": _mixture(intermediate_size=10, shared_intermediate_size=24),
     "too many": _mixture(per_token=5),
     "unbalanced": _mixture(balancing=Balancing.NONE),

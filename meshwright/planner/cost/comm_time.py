@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from meshwright.api.mixture import MixtureSpec
 from meshwright.api.parallelism import ContextMethod
@@ -145,12 +146,16 @@ def expert_comm_time(
 def nodes_per_token(moe: MixtureSpec, nodes: float) -> float:
     """Expected number of nodes with an expert of one token, if experts are spread over `nodes`.
 
-    A router that is limited to groups of experts reaches only the nodes of these groups.
+    A router that is limited to groups of experts reaches only the nodes of these groups. The experts of a token are
+    different ones, so a node is missed with the probability that all of them are among the experts elsewhere.
     """
-    reached = nodes
+    reached, experts = nodes, float(moe.experts)
     if moe.groups > 1:
         reached = min(nodes, max(1.0, moe.groups_per_token * max(1.0, nodes / moe.groups)))
-    return reached * (1.0 - (1.0 - 1.0 / reached) ** moe.per_token)
+        experts *= moe.groups_per_token / moe.groups
+    elsewhere = experts * (1.0 - 1.0 / reached)
+    missed = prod(max(0.0, elsewhere - i) / (experts - i) for i in range(moe.per_token))
+    return reached * (1.0 - missed)
 
 
 def stage_send_seconds(

@@ -224,7 +224,8 @@ class MeshGeneration:
             report = replace(report, loss=self.latest.loss)  # a line about a step may come before the one with its loss
         self.total_steps = report.total_steps or self.total_steps
         self.latest = report
-        self.throughput.add(report.tokens, report.seconds, report.model_flops)
+        if report.seconds > 0:  # a command's first report of a start has no time, nor has a second one about a step
+            self.throughput.add(report.tokens, report.seconds, report.model_flops)
 
     def _record_evaluation(self, report: StepReport) -> None:
         loss = report.evaluation_loss

@@ -43,6 +43,8 @@ ISLAND = "island"
 """The ranks at the same coordinates in islands that train separately."""
 EXPERT, EXPERT_REPLICA = "expert", "expert_replica"
 """The ranks that have different experts of a layer, and those that have the same ones: together, the replicas."""
+EXPERT_NODE, EXPERT_LOCAL = "expert_node", "expert_local"
+"""The ranks of an expert group with the same place in each node, and those on one node."""
 
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=300)
 """Ranks join once they have opened their data, which takes some pods longer than others if it is tokenized there."""
@@ -81,6 +83,8 @@ class Mesh:
     """
     checkpoint_group: dist.ProcessGroup
     """All ranks, on gloo, for the thread that writes checkpoints while training uses the other groups."""
+    ranks_per_node: int = 1
+    """Number of ranks of each worker; they are consecutive."""
 
     @property
     def coordinates(self) -> Coordinates:
@@ -248,6 +252,7 @@ def build_mesh(task: RankTask[Run], device: torch.device) -> Mesh:
         # Creating groups takes time, so unused ones are not created.
         experts=_build_expert_mesh(layout, device) if layout.expert > 1 else device_mesh,
         checkpoint_group=new_host_group(_CHECKPOINT_TIMEOUT, lazy=not task.in_memory),
+        ranks_per_node=task.local_world_size,
     )
     set_collective_timeout(_START_TIMEOUT)
     return mesh
@@ -289,6 +294,28 @@ def set_collective_timeout(timeout: timedelta) -> None:
         backend = dist.get_backend(group)
         if backend == "nccl" or (backend == "gloo" and group is dist.group.WORLD):
             dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def split_experts_by_node(mesh: Mesh) -> DeviceMesh | None:
+    """Return the expert group as two dimensions, `expert_node` and `expert_local`; None if it is on one node.
+    Collective.
+
+    Raises:
+        ValueError: a node has a different number of ranks of an expert group than another.
+    """
+    experts, ranks_per_node = mesh.layout.expert, mesh.ranks_per_node
+    nodes = (mesh.experts.mesh // ranks_per_node).movedim(1, -1).reshape(-1, experts)
+    new_node = nodes[:, 1:] != nodes[:, :-1]
+    if not new_node.any():
+        return None
+    local = int(new_node[0].int().argmax()) + 1
+    even = torch.arange(1, experts) % local == 0
+    if experts % local or not (new_node == even).all():
+        raise ValueError(
+            f"`parallelism.expertDispatch: OncePerNode` needs the same number of an expert group's {experts} ranks on "
+            f"each node, and nodes have {ranks_per_node} ranks: change `parallelism.expert`"
+        )
+    return _split_dimension(mesh.experts[EXPERT], local, (EXPERT_NODE, EXPERT_LOCAL))
 
 
 def _split_dimension(replicas: DeviceMesh, inner: int, names: tuple[str, str]) -> DeviceMesh:

@@ -6,6 +6,8 @@ Ranks that share a sequence sum its counts (`SequencePartition`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from meshwright.api.mixture import MixtureSpec
@@ -28,6 +30,18 @@ class SequencePartition:
         return torch.zeros_like(counts)
 
 
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Which choices fit their expert's capacity."""
+
+    within: torch.Tensor
+    """bool [batch, positions, per_token]."""
+    place: torch.Tensor
+    """int64 like `within`: number of earlier choices of the same expert by this rank's positions of the sequence."""
+    limit: int
+    """Maximum number of choices of one expert by this rank's positions of one sequence."""
+
+
 class LoadBalancer:
     """The balancing rules of one mixture."""
 
@@ -35,8 +49,8 @@ class LoadBalancer:
         self._mixture = mixture
         self.sequence_partition = sequence_partition
 
-    def within_capacity(self, experts: torch.Tensor) -> torch.Tensor | None:
-        """Return which assignments fit their expert's capacity, bool like `experts`; None if nothing is dropped.
+    def fit(self, experts: torch.Tensor) -> Fit | None:
+        """Return which assignments fit their expert's capacity; None if nothing is dropped.
 
         The first tokens of a sequence have priority (GShard, arXiv 2006.16668, algorithm 1).
 
@@ -47,8 +61,13 @@ class LoadBalancer:
         if capacity_limit is None:
             return None
         taken = _one_hot(experts, self._mixture.experts)
-        place = taken.cumsum(1) + self.sequence_partition.before(taken.sum(1)).unsqueeze(1)
-        return place.gather(2, experts) <= capacity_limit
+        own_place = taken.cumsum(1)
+        place = own_place + self.sequence_partition.before(taken.sum(1)).unsqueeze(1)
+        return Fit(
+            place.gather(2, experts) <= capacity_limit,
+            own_place.gather(2, experts) - 1,
+            min(capacity_limit, experts.shape[1]),
+        )
 
     def losses(self, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the auxiliary loss and the z-loss, each summed over this rank's tokens, [], with its gradient.
@@ -73,10 +92,11 @@ class RoutingStats:
         self.loss_weight: float | torch.Tensor = 0.0
         """Factor of the summed losses: like the cross-entropy's, one over the tokens of a step."""
 
-    def entry(self, counts: torch.Tensor, dropped: int, auxiliary: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Return one micro-batch's statistics, [experts + 3]."""
-        dropped_count = torch.full_like(counts[:1], dropped)
-        return torch.cat([counts, dropped_count, auxiliary.detach().view(1), z.detach().view(1)]).double()
+    def entry(
+        self, counts: torch.Tensor, dropped: torch.Tensor, auxiliary: torch.Tensor, z: torch.Tensor
+    ) -> torch.Tensor:
+        """Return one micro-batch's statistics, [experts + 3]; `dropped` is int64 [1]."""
+        return torch.cat([counts, dropped, auxiliary.detach().view(1), z.detach().view(1)]).double()
 
     def add(self, entry: torch.Tensor) -> None:
         """Add a micro-batch."""

@@ -18,17 +18,18 @@ from torch.nn import functional as F
 from meshwright.models.architecture import Architecture
 from meshwright.models.mixture import is_mixture
 from meshwright_worker.models.layers import FeedForward
-from meshwright_worker.models.load_balancing import LoadBalancer, RoutingStats, SequencePartition
+from meshwright_worker.models.load_balancing import Fit, LoadBalancer, RoutingStats, SequencePartition
 from meshwright_worker.models.router import ExpertRouter
 from meshwright_worker.models.split_backward import grouped
+from meshwright_worker.models.token_rows import RowOrder, order_by_expert, order_in_slots
 
 
 class DispatchPlan(Protocol):
     """Exchanges one micro-batch's rows with the ranks of their experts. Autograd goes through both directions."""
 
     @property
-    def counts(self) -> torch.Tensor:
-        """int64 [experts here]: number of rows that arrive for each."""
+    def counts(self) -> torch.Tensor | int:
+        """int64 [experts here]: number of rows that arrive for each; one number if it is the same for all."""
 
     @property
     def sent_rows(self) -> int | None:
@@ -51,12 +52,40 @@ class Dispatcher(Protocol):
     def plan(self, counts: torch.Tensor) -> DispatchPlan:
         """Plan the dispatch of rows of which `counts`, int64 [experts], go to each expert."""
 
+    def plan_even(self, rows: int) -> DispatchPlan:
+        """Plan the dispatch of the same number of rows to each expert, which is known without the device."""
+
+
+class ArrivedTokens(Protocol):
+    """Tokens of several ranks that have come to a rank of their experts' node (`parallel/expert/node_exchange`)."""
+
+    @property
+    def experts(self) -> torch.Tensor:
+        """int64 [tokens, per_token]: experts of this node, numbered from 0; the number of these for any other."""
+
+    @property
+    def local_experts(self) -> int:
+        """Number of the node's experts."""
+
+    def send(self, tokens: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [tokens, hidden] of this rank and their experts' weights [tokens, per_token] -> those that arrive."""
+
+    def send_back(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Outputs for the tokens that arrived -> sums over nodes for this rank's tokens."""
+
+
+class NodeExchange(Protocol):
+    """Sends a token to each node once, whatever number of its experts is there."""
+
+    def plan(self, experts: torch.Tensor) -> ArrivedTokens:
+        """Plan for int64 [tokens, per_token]: the expert of each choice; dropped ones have a larger number."""
+
 
 @dataclass(frozen=True, slots=True)
 class LocalDispatchPlan:
     """The plan of rows whose experts are all on this rank."""
 
-    counts: torch.Tensor
+    counts: torch.Tensor | int
 
     @property
     def sent_rows(self) -> None:
@@ -82,6 +111,10 @@ class LocalDispatcher:
         """See `Dispatcher`."""
         return LocalDispatchPlan(counts)
 
+    def plan_even(self, rows: int) -> LocalDispatchPlan:
+        """See `Dispatcher`."""
+        return LocalDispatchPlan(rows)
+
 
 class GroupedProduct(Protocol):
     """Replaces the product of rows with the matrices of their experts (`fp8`)."""
@@ -103,14 +136,18 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(experts, width, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, width))
 
-    def forward(self, rows: torch.Tensor, counts: torch.Tensor, origin: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, rows: torch.Tensor, counts: torch.Tensor | int, origin: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Rows sorted by expert, [rows, hidden], of which `counts` belong to each of this rank's experts -> the same
         shape.
         """
 
         def times(name: str, x: torch.Tensor) -> torch.Tensor:
             weight, product = self.get_parameter(name), self.products.get(name)
-            return grouped(x, weight, counts) if product is None else product(x, weight, counts, origin)
+            if product is None or isinstance(counts, int):
+                return grouped(x, weight, counts)
+            return product(x, weight, counts, origin)
 
         return times("down", F.silu(times("gate", rows)) * times("up", rows))
 
@@ -121,11 +158,13 @@ class RoutedTokens:
 
     rows: torch.Tensor
     """[rows, hidden]: a copy of a token for each of its experts, sorted by expert; dropped copies are missing."""
-    choices: torch.Tensor
-    """int64 [rows]: the index of each row among the batch x positions x per_token choices."""
+    order: RowOrder
+    """Which copy of which token each row is."""
     weights: torch.Tensor
-    """[batch x positions, per_token]."""
+    """[tokens, per_token]."""
     dispatch_plan: DispatchPlan
+    arrived: ArrivedTokens | None
+    """Where the tokens came from, if not from this rank."""
     balancing_loss: torch.Tensor
     """The balancing losses, weighted, summed over tokens: fp32 []."""
     routing_stats: torch.Tensor
@@ -135,7 +174,8 @@ class RoutedTokens:
 class MixtureOfExperts(nn.Module):
     """A router, routed experts and, if the model has them, shared experts.
 
-    `dispatcher`, `sequences` and `routing_replicas` are set by the code that splits the model over ranks.
+    `dispatcher`, `node_exchange`, `padded`, `sequences` and `routing_replicas` are set by the code that splits the
+    model over ranks.
     """
 
     def __init__(self, model: Architecture) -> None:
@@ -152,6 +192,9 @@ class MixtureOfExperts(nn.Module):
                 model.model_copy(update={"intermediate_size": mixture.shared_intermediate_size, "mixture": None})
             )
         self.dispatcher: Dispatcher = LocalDispatcher()
+        self.node_exchange: NodeExchange | None = None
+        self.padded = False
+        """Whether each expert gets rows for its full capacity, so that all sizes are known without the device."""
         self.load_balancer = LoadBalancer(mixture, SequencePartition())
         self.routing_replicas = 1
         """Number of ranks that route the same tokens, each with a part of the experts' widths."""
@@ -174,35 +217,72 @@ class MixtureOfExperts(nn.Module):
 
     def route(self, x: torch.Tensor) -> RoutedTokens:
         """Choose experts for x, [batch, positions, hidden], and sort a copy of each token for each of its experts."""
-        count, per_token = self.mixture.experts, self.mixture.per_token
+        count = self.mixture.experts
         routing = self.router(x)
-        within_capacity = self.load_balancer.within_capacity(routing.experts)
+        fit = self.load_balancer.fit(routing.experts)
         # Dropped rows are sorted behind the last expert and then cut off.
-        experts = routing.experts if within_capacity is None else routing.experts.masked_fill(~within_capacity, count)
-        order = experts.flatten().argsort(stable=True)
-        counts = _histogram(experts.flatten(), count + 1)[:count]
-        dispatch_plan, choices = self.dispatcher.plan(counts), order
-        if within_capacity is not None:
-            choices = order[: int(counts.sum()) if dispatch_plan.sent_rows is None else dispatch_plan.sent_rows]
-        copied = x.flatten(0, 1).unsqueeze(1).expand(-1, per_token, -1).reshape(-1, x.shape[-1])
+        experts = routing.experts if fit is None else routing.experts.masked_fill(~fit.within, count)
+        kept = _histogram(experts.flatten(), count + 1)
         auxiliary, z = self.load_balancer.losses(routing)
-        balancing_loss = self.mixture.balance_weight * auxiliary + self.mixture.z_loss_weight * z
+        tokens, weights, arrived = x.flatten(0, 1), routing.weights.flatten(0, 1), None
+        if self.node_exchange is not None:
+            arrived = self.node_exchange.plan(experts.flatten(0, 1))
+            tokens, weights = arrived.send(tokens, weights)
+        order, dispatch_plan = self._order(experts, kept, fit, arrived)
         return RoutedTokens(
-            rows=copied.index_select(0, choices),
-            choices=choices,
-            weights=routing.weights.flatten(0, 1),
+            rows=order.take(tokens),
+            order=order,
+            weights=weights,
             dispatch_plan=dispatch_plan,
-            balancing_loss=balancing_loss,
+            arrived=arrived,
+            balancing_loss=self.mixture.balance_weight * auxiliary + self.mixture.z_loss_weight * z,
             routing_stats=self.routing_stats.entry(
-                _histogram(routing.experts.flatten(), count), len(order) - len(choices), auxiliary, z
+                _histogram(routing.experts.flatten(), count), kept[count:], auxiliary, z
             ),
         )
 
+    def _order(
+        self, experts: torch.Tensor, kept: torch.Tensor, fit: Fit | None, arrived: ArrivedTokens | None
+    ) -> tuple[RowOrder, DispatchPlan]:
+        """Return the order of rows and their dispatch plan.
+
+        Args:
+            experts: int64 [batch, positions, per_token]: dropped choices have the number of experts.
+            kept: int64 [experts + 1]: number of choices of each expert, and of dropped ones.
+            fit: the capacity, if experts have one.
+            arrived: the tokens that experts of this node compute, if they are exchanged between nodes first.
+        """
+        count = self.mixture.experts
+        if arrived is not None:
+            count = arrived.local_experts
+            counts = _histogram(arrived.experts.flatten(), count + 1)[:count]
+            plan = self.dispatcher.plan(counts)
+            rows = int(counts.sum()) if plan.sent_rows is None else plan.sent_rows
+            return order_by_expert(arrived.experts, rows), plan
+        if fit is not None and self.padded:
+            rows = experts.shape[0] * fit.limit
+            slots = self._slots(experts, fit)
+            return order_in_slots(slots.flatten(0, 1), count * rows), self.dispatcher.plan_even(rows)
+        plan = self.dispatcher.plan(kept[:count])
+        if fit is None:
+            return order_by_expert(experts.flatten(0, 1)), plan
+        return order_by_expert(
+            experts.flatten(0, 1), int(kept[:count].sum()) if plan.sent_rows is None else plan.sent_rows
+        ), plan
+
+    def _slots(self, experts: torch.Tensor, fit: Fit) -> torch.Tensor:
+        """Return the slot of each choice among those of all experts, and of all sequences of each expert."""
+        batch = experts.shape[0]
+        sequence = torch.arange(batch, device=experts.device).view(-1, 1, 1)
+        slots = (experts * batch + sequence) * fit.limit + fit.place
+        return slots.masked_fill(~fit.within, self.mixture.experts * batch * fit.limit)
+
     def finish(self, x: torch.Tensor, routed: RoutedTokens, rows: torch.Tensor) -> torch.Tensor:
         """Sum the rows that the experts returned for `routed`, and the shared experts' output."""
-        tokens, per_token = routed.weights.shape
-        by_choice = rows.new_zeros(tokens * per_token, rows.shape[-1]).index_copy(0, routed.choices, rows)
-        mixed = torch.bmm(routed.weights.to(rows.dtype).unsqueeze(1), by_choice.view(tokens, per_token, -1))
+        by_choice = routed.order.by_token(rows)
+        mixed = torch.bmm(routed.weights.to(rows.dtype).unsqueeze(1), by_choice)
+        if routed.arrived is not None:
+            mixed = routed.arrived.send_back(mixed.squeeze(1))
         y = mixed.view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)

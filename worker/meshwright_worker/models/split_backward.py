@@ -114,7 +114,7 @@ def weight_grad(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
-def grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def grouped(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor | int) -> torch.Tensor:
     """`grouped_linear` with this rank's part of a parameter, [groups, outputs, inputs], in the format of the rows."""
     deferred = defer_weight_grad_of(rows, weight)
     if deferred is None:
@@ -144,15 +144,17 @@ class _Linear(torch.autograd.Function):
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, cast: torch.Tensor, counts: torch.Tensor, deferred: DeferredWeightGrad
+        ctx: Any, rows: torch.Tensor, cast: torch.Tensor, counts: torch.Tensor | int, deferred: DeferredWeightGrad
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows, cast, counts)
+        ctx.save_for_backward(rows, cast)
+        ctx.counts = counts
         ctx.deferred = deferred
         return grouped_linear(rows, cast, counts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        rows, cast, counts = ctx.saved_tensors
+        rows, cast = ctx.saved_tensors
+        counts: torch.Tensor | int = ctx.counts
         (gradient,) = gradients
         ctx.deferred.defer(partial(grouped_weight_grad, gradient, rows.detach(), counts))
         return grouped_input_grad(gradient, cast, counts), None, None, None

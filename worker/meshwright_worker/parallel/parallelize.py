@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -42,7 +43,11 @@ from meshwright_worker.parallel.context.context_parallel import (
     install_context_attention,
 )
 from meshwright_worker.parallel.data.fsdp import apply_fsdp, preallocate_fsdp_storage, uses_fsdp
-from meshwright_worker.parallel.expert.expert_parallel import apply_expert_parallel, apply_fsdp_to_experts
+from meshwright_worker.parallel.expert.expert_parallel import (
+    apply_expert_parallel,
+    apply_fsdp_to_experts,
+    expert_nodes,
+)
 from meshwright_worker.parallel.tensor.async_tensor_parallel import ring_matmuls
 from meshwright_worker.parallel.tensor.cross_entropy import use_chunked_loss
 from meshwright_worker.parallel.tensor.tensor_parallel import apply_tensor_parallel, use_local_parameters
@@ -70,8 +75,9 @@ def build_stages(run: ModelRun, mesh: Mesh, *, draw: bool = True) -> list[LocalS
     stages = len(pipeline.layers)
     # Once for all stages: creating groups is collective, and ranks may have different numbers of stages.
     context_groups = build_context_groups(SequenceSharding.of(run), mesh)
+    nodes = expert_nodes(run.parallelism, mesh) if run.architecture.mixture is not None else None
     return [
-        _build_stage(run, mesh, context_groups, index, stages, pipeline.layers[index], draw=draw)
+        _build_stage(run, mesh, context_groups, nodes, index, stages, pipeline.layers[index], draw=draw)
         for index in pipeline.stages(mesh.coordinates.pipeline)
     ]
 
@@ -86,6 +92,7 @@ def _build_stage(
     run: ModelRun,
     mesh: Mesh,
     context_groups: ContextGroups,
+    nodes: DeviceMesh | None,
     index: int,
     stages: int,
     layer_indices: range,
@@ -101,7 +108,7 @@ def _build_stage(
         apply_lora(stage, run.training.lora)
     if run.context > 1 or run.packs_documents:
         install_context_attention(stage, SequenceSharding.of(run), context_groups)
-    apply_expert_parallel(stage, mesh, sequence=run.parallelism.sequence, tensor=run.parallelism.expert_tensor)
+    apply_expert_parallel(stage, mesh, run.parallelism, nodes)
     if mesh.layout.tensor > 1:
         asked = run.parallelism
         apply_tensor_parallel(stage, mesh.device_mesh[TENSOR], sequence=asked.sequence, overlap=asked.tensor_overlap)

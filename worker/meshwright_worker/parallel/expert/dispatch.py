@@ -168,17 +168,64 @@ class AllToAllDispatchPlan:
         return rows
 
 
+@dataclass(frozen=True, slots=True)
+class EvenDispatchPlan:
+    """The same number of rows for each expert from each rank: no sizes are exchanged, and the host does not wait."""
+
+    counts: int
+    """See `models.moe.DispatchPlan`."""
+    out: Exchange
+    slices: RowGather | None
+    experts: int
+    """Number of experts of this rank."""
+
+    @property
+    def sent_rows(self) -> int:
+        """See `models.moe.DispatchPlan`."""
+        return sum(self.out.send)
+
+    @property
+    def origin(self) -> None:
+        """See `models.moe.DispatchPlan`. Only fp8 needs it, which is not supported with even dispatch."""
+        return
+
+    def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `models.moe.DispatchPlan`."""
+        rows = self.out(rows)
+        if self.slices is not None:
+            rows = _Gathered.apply(rows, self.slices, False)  # type: ignore[no-untyped-call]
+        return _swapped(rows, self._senders, self.experts)
+
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `models.moe.DispatchPlan`."""
+        rows = _swapped(rows, self.experts, self._senders)
+        if self.slices is not None:
+            rows = _Gathered.apply(rows, self.slices, True)  # type: ignore[no-untyped-call]
+        return self.out.reversed()(rows)
+
+    @property
+    def _senders(self) -> int:
+        return self.out.group.size() * (len(self.slices.sizes) if self.slices is not None else 1)
+
+
+def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+    """Blocks of rows, ordered by `outer` x `inner`, ordered by `inner` x `outer`."""
+    return rows.view(outer, inner, -1, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
+
+
 class AllToAllDispatcher:
     """Dispatches to experts that are distributed over a group in equal, consecutive parts.
 
     Args:
         experts: the group.
         slices: the tensor group, if each of its ranks has its own positions and a part of the experts' widths.
+        local_experts: number of experts of each rank.
     """
 
-    def __init__(self, experts: dist.ProcessGroup, slices: dist.ProcessGroup | None) -> None:
+    def __init__(self, experts: dist.ProcessGroup, slices: dist.ProcessGroup | None, local_experts: int) -> None:
         self._experts = experts
         self._slices = slices
+        self._local_experts = local_experts
 
     @property
     def gathers(self) -> bool:
@@ -204,3 +251,14 @@ class AllToAllDispatcher:
         expert = torch.arange(blocks.shape[1], device=blocks.device).expand_as(blocks).flatten()
         order = expert.repeat_interleave(blocks.flatten(), output_size=sum(local_sizes)).argsort(stable=True)
         return AllToAllDispatchPlan(blocks.sum(0), out, slices, order, blocks.sum(1))
+
+    def plan_even(self, rows: int) -> EvenDispatchPlan:
+        """See `models.moe.Dispatcher`."""
+        ranks = self._experts.size()
+        experts = self._local_experts
+        sizes = [rows * experts] * ranks
+        slices, senders = None, ranks
+        if self._slices is not None:
+            senders *= self._slices.size()
+            slices = RowGather([sum(sizes)] * self._slices.size(), self._slices)
+        return EvenDispatchPlan(rows * senders, Exchange(sizes, sizes, self._experts), slices, experts)

@@ -21,13 +21,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from meshwright.api.parallelism import ExpertDispatch, ParallelismSpec
 from meshwright.api.precision import Precision
 from meshwright_worker.distributed.collectives import all_gather
-from meshwright_worker.distributed.mesh import CONTEXT, EXPERT, EXPERT_REPLICA, TENSOR, Mesh
+from meshwright_worker.distributed.mesh import (
+    CONTEXT,
+    EXPERT,
+    EXPERT_LOCAL,
+    EXPERT_NODE,
+    EXPERT_REPLICA,
+    TENSOR,
+    Mesh,
+    split_experts_by_node,
+)
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.load_balancing import SequencePartition
 from meshwright_worker.models.moe import Experts, MixtureOfExperts, iter_moe_layers
 from meshwright_worker.parallel.expert.dispatch import AllToAllDispatcher
+from meshwright_worker.parallel.expert.node_exchange import NodeExchange
 from meshwright_worker.precision.dtypes import sharding_policy
 
 _WIDTH_DIMENSION = {"gate": 1, "up": 1, "down": 2}
@@ -64,16 +75,32 @@ class SplitSequencePartition(SequencePartition):
         return parts[: group.rank()].sum(0)
 
 
-def apply_expert_parallel(stage: DecoderStage, mesh: Mesh, *, sequence: bool, tensor: bool) -> None:
-    """Split every mixture's experts over the expert group and, with `tensor`, over the tensor group, in place."""
-    layout = mesh.layout
+def expert_nodes(parallelism: ParallelismSpec, mesh: Mesh) -> DeviceMesh | None:
+    """Return the expert group by node, if tokens are sent once per node and the group is on several. Collective."""
+    once = parallelism.expert_dispatch is ExpertDispatch.ONCE_PER_NODE and mesh.layout.expert > 1
+    return split_experts_by_node(mesh) if once else None
+
+
+def apply_expert_parallel(
+    stage: DecoderStage, mesh: Mesh, parallelism: ParallelismSpec, nodes: DeviceMesh | None = None
+) -> None:
+    """Split every mixture's experts over the expert group and, with `expertTensor`, over the tensor group, in place.
+
+    For `nodes` see `expert_nodes`.
+    """
+    layout, tensor = mesh.layout, parallelism.expert_tensor
     splits = layout.tensor > 1 and tensor
-    slices = layout.tensor > 1 and sequence and (layout.expert > 1 or not tensor)
+    slices = layout.tensor > 1 and parallelism.sequence and (layout.expert > 1 or not tensor)
     for _, mixture in iter_moe_layers(stage):
         _split(mixture.experts, mesh, tensor=splits)
         if layout.expert > 1:
             gathers = mesh.group(TENSOR) if slices and splits else None
-            mixture.dispatcher = AllToAllDispatcher(mesh.group(EXPERT), gathers)
+            local_experts = mixture.mixture.experts // layout.expert
+            group = mesh.group(EXPERT) if nodes is None else nodes.get_group(EXPERT_LOCAL)
+            mixture.dispatcher = AllToAllDispatcher(group, gathers, local_experts)
+            if nodes is not None:
+                mixture.node_exchange = NodeExchange(nodes.get_group(EXPERT_NODE), local_experts * group.size())
+        mixture.padded = parallelism.expert_dispatch is ExpertDispatch.PADDED
         mixture.whole = not splits
         mixture.slices = layout.tensor if slices else 1
         mixture.routing_replicas = 1 if slices else layout.tensor
