@@ -14,12 +14,12 @@ BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
 
 def table() -> Iterator[str]:
     """The lines of the table."""
-    yield "| Example | Versions | What runs | Resumed after step | Final loss | Without a lost pod |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield "| Example | Versions | What runs | Ranks | Resumed after step | Final loss | Without a lost pod |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
     for name, one in sorted(json.loads(RESULTS.read_text()).items()):
-        link = f"[{name}](../examples/frameworks/{name}/train.py)"
+        link = f"[{name}](../examples/frameworks/{one['example']}/train.py)"
         versions, losses = ", ".join(one["versions"]), f"{one['loss']} | {one['undisturbed_loss']}"
-        yield f"| {link} | {versions} | {one['runs']} | {one['resumed_after']} | {losses} |"
+        yield f"| {link} | {versions} | {one['runs']} | {one['ranks']} | {one['resumed_after']} | {losses} |"
 
 
 def page(text: str) -> str:

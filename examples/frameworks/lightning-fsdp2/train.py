@@ -48,19 +48,24 @@ class Model(lightning.LightningModule):
         return torch.optim.AdamW(self.layers.parameters(), lr=1e-2)
 
 
-class Report(Callback):
+def report(**fields):
+    """Print a line of JSON, and report it to Meshwright."""
+    if os.environ["RANK"] == "0":
+        line = json.dumps({**fields, "time": time.time()})
+        print(line, flush=True)
+        if "MESHWRIGHT_REPORT_FILE" in os.environ:
+            with open(os.environ["MESHWRIGHT_REPORT_FILE"], "a") as file:
+                file.write(line + "\n")
+
+
+class Reporter(Callback):
     """Reports steps and checkpoints to Meshwright."""
 
     mean = float("nan")
 
-    def write(self, **fields):
-        if os.environ["RANK"] == "0" and "MESHWRIGHT_REPORT_FILE" in os.environ:
-            with open(os.environ["MESHWRIGHT_REPORT_FILE"], "a") as file:
-                file.write(json.dumps(fields) + "\n")
-
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.mean = trainer.strategy.reduce(module.loss, reduce_op="mean").item()
-        self.write(step=trainer.global_step, total_steps=STEPS, loss=self.mean, tokens=8 * WORLD)
+        report(step=trainer.global_step, total_steps=STEPS, loss=self.mean, tokens=8 * WORLD)
         time.sleep(PAUSE)
 
 
@@ -72,10 +77,10 @@ class Checkpoints(ModelCheckpoint):
             with open(f"{ROOT}/latest.tmp", "w") as file:  # names only a checkpoint that is complete
                 file.write(f"{trainer.global_step} {filepath}")
             os.replace(f"{ROOT}/latest.tmp", f"{ROOT}/latest")
-            report.write(step=trainer.global_step, checkpoint=filepath)
+            report(step=trainer.global_step, checkpoint=filepath)
 
 
-report = Report()
+reporter = Reporter()
 
 
 def newest():
@@ -94,7 +99,7 @@ def main():
         strategy=ModelParallelStrategy(data_parallel_size=WORLD, tensor_parallel_size=1),
         # Without it, Lightning derives the rank from NODE_RANK and LOCAL_RANK.
         plugins=[TorchElasticEnvironment()], enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[report, Checkpoints(ROOT, filename="{step}", every_n_train_steps=EVERY, save_top_k=-1)],
+        callbacks=[reporter, Checkpoints(ROOT, filename="{step}", every_n_train_steps=EVERY, save_top_k=-1)],
     )  # fmt: skip
     step, path = newest()
     if os.environ["RANK"] == "0":
@@ -104,7 +109,7 @@ def main():
     trainer.fit(model, StatefulDataLoader(Points(), batch_size=8), ckpt_path=path)
     assert isinstance(model.layers, FSDPModule), "the model is not sharded"
     if trainer.is_global_zero:
-        print(f"runs {type(model.layers).__name__}, final loss {report.mean!r}", flush=True)
+        print(f"runs {type(model.layers).__name__}, final loss {reporter.mean!r}", flush=True)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -1,5 +1,9 @@
-"""megatron-core: a GPT with tensor parallelism over all ranks. Started once for each rank, as by torchrun."""
+"""megatron-core: a GPT with tensor and pipeline parallelism. Started once for each rank, as by torchrun.
 
+The degrees are those of the flags, which have Megatron-LM's names, or those that Meshwright has set in the environment.
+"""
+
+import argparse
 import contextlib
 import json
 import os
@@ -11,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import random as model_random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -20,7 +25,6 @@ STEPS, EVERY = int(os.environ.get("STEPS", "40")), 10
 PAUSE = float(os.environ.get("PAUSE", "0"))  # seconds after each step, to watch the run
 ROOT = os.environ["MESHWRIGHT_CHECKPOINT_DIR"]
 os.makedirs(ROOT, exist_ok=True)
-LENGTH = 16
 
 
 class OnCPU(TorchFunctionMode):
@@ -52,9 +56,13 @@ def without_gpu():
 
 
 def report(**fields):
-    if os.environ["RANK"] == "0" and "MESHWRIGHT_REPORT_FILE" in os.environ:
-        with open(os.environ["MESHWRIGHT_REPORT_FILE"], "a") as file:
-            file.write(json.dumps(fields) + "\n")
+    """Print a line of JSON, and report it to Meshwright."""
+    if os.environ["RANK"] == "0":
+        line = json.dumps({**fields, "time": time.time()})
+        print(line, flush=True)
+        if "MESHWRIGHT_REPORT_FILE" in os.environ:
+            with open(os.environ["MESHWRIGHT_REPORT_FILE"], "a") as file:
+                file.write(line + "\n")
 
 
 def newest():
@@ -77,50 +85,122 @@ def save(model, optimizer, step):
         os.replace(partial, f"{ROOT}/step-{step}")
 
 
+def flags_of_run():
+    """The degrees, the batch and the model: flags of Megatron-LM, else the degrees in the environment."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    own = {name: int(os.environ.get(f"MESHWRIGHT_{name}_PARALLEL_SIZE", "1")) for name in ("TENSOR", "PIPELINE")}
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=own["TENSOR"])
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=own["PIPELINE"])
+    defaults = {"micro-batch-size": 2, "global-batch-size": 4, "num-layers": 2, "hidden-size": 32}
+    defaults |= {"ffn-hidden-size": 128, "num-attention-heads": 4, "vocab-size": 63, "seq-length": 16}
+    for name, default in {**defaults, "train-iters": STEPS}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    flags, _ = parser.parse_known_args()
+    asked = {"TENSOR": flags.tensor_model_parallel_size, "PIPELINE": flags.pipeline_model_parallel_size}
+    assert asked == own, f"the flags say {asked}, the environment {own}"
+    return flags
+
+
+def build(flags):
+    """The rank's part of the model."""
+    tensor, pipeline = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
+    config = TransformerConfig(
+        num_layers=flags.num_layers, hidden_size=flags.hidden_size, ffn_hidden_size=flags.ffn_hidden_size,
+        num_attention_heads=flags.num_attention_heads, use_cpu_initialization=True,
+        hidden_dropout=0.0, attention_dropout=0.0, pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False, bias_dropout_fusion=False, bias_activation_fusion=False,
+    )  # fmt: skip
+    model = GPTModel(
+        config, get_gpt_layer_local_spec(), vocab_size=flags.vocab_size + 1, max_sequence_length=flags.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+    )  # fmt: skip
+    split = model.decoder.layers[0].mlp.linear_fc1
+    assert isinstance(split, ColumnParallelLinear), type(split)
+    assert split.weight.shape[0] == flags.ffn_hidden_size // tensor, "the layer is not split"
+    assert len(model.decoder.layers) == flags.num_layers // pipeline, "the stage has other layers"
+    return model
+
+
+def micro_batches(step, flags, count):
+    """The tokens of a step and a replica, which depend on the step only."""
+    draw = torch.Generator().manual_seed(1000 * step + parallel_state.get_data_parallel_rank())
+    for _ in range(count):
+        yield torch.randint(0, flags.vocab_size + 1, (flags.micro_batch_size, flags.seq_length + 1), generator=draw)
+
+
+def forward(batches, model):
+    tokens = next(batches)
+    length = tokens.shape[1] - 1
+    mask = torch.ones(1, 1, length, length).triu(1).bool()
+    positions = torch.arange(length).expand(len(tokens), -1)
+    output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+    return output, lambda losses: (losses.mean(), {"loss": losses.detach().mean()})
+
+
+def average_gradients(model):
+    """Data parallelism, without Megatron's own wrapper, which needs a GPU."""
+    replicas, group = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_group()
+    for parameter in model.parameters() if replicas > 1 else ():
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= replicas
+
+
+def mean_loss(losses, tensor):
+    """The mean loss of all micro-batches, which the last stages have, on every rank."""
+    last = parallel_state.is_pipeline_last_stage()
+    loss = sum(one["loss"] for one in losses) / len(losses) if last else torch.zeros(())
+    dist.all_reduce(loss)
+    return loss.item() / tensor / parallel_state.get_data_parallel_world_size()
+
+
 def main():
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    flags = flags_of_run()
+    tensor, pipeline = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
+    # Replicas outermost, as Megatron-LM's --use-tp-pp-dp-mapping, and as Meshwright places ranks.
+    parallel_state.initialize_model_parallel(tensor, pipeline, order="tp-cp-ep-pp-dp")
+    replicas = parallel_state.get_data_parallel_world_size()
     if cuda:
         model_random.model_parallel_cuda_manual_seed(0)
     else:
         without_gpu()
     torch.manual_seed(0)
-    config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True,
-        hidden_dropout=0.0, attention_dropout=0.0, pipeline_dtype=torch.float32,
-        tensor_model_parallel_size=dist.get_world_size(), gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False, bias_dropout_fusion=False, bias_activation_fusion=False,
-    )  # fmt: skip
-    model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=LENGTH)
-    split = model.decoder.layers[0].mlp.linear_fc1
-    assert isinstance(split, ColumnParallelLinear), type(split)
-    assert split.weight.shape[0] == 4 * 32 // dist.get_world_size(), "the layer is not split"
+    model = build(flags)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step, directory = newest()
     if directory is not None:
         model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), directory))
         optimizer.load_state_dict(torch.load(f"{directory}/optimizer-{dist.get_rank()}.pt", weights_only=True))
+    schedule, count = get_forward_backward_func(), flags.global_batch_size // flags.micro_batch_size // replicas
+    assert count * replicas * flags.micro_batch_size == flags.global_batch_size
     if dist.get_rank() == 0:
-        print(f"runs {type(model).__name__} with TP {dist.get_world_size()}, resumed after step {step}", flush=True)
-    mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
-    positions = torch.arange(LENGTH).expand(2, -1)
-    while step < STEPS:
-        tokens = torch.randint(0, 64, (2, LENGTH + 1), generator=torch.Generator().manual_seed(step))
-        loss = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).mean()
+        layout = f"TP {tensor} x PP {pipeline}" + (f" x DP {replicas}" if replicas > 1 else "")
+        print(f"runs {type(model).__name__} with {layout}, resumed after step {step}", flush=True)
+        print(f"micro-batches {count} of {flags.micro_batch_size}", flush=True)
+    while step < flags.train_iters:
         optimizer.zero_grad()
-        loss.backward()
+        losses = schedule(
+            forward_step_func=forward, data_iterator=micro_batches(step, flags, count), model=model,
+            num_microbatches=count, seq_length=flags.seq_length, micro_batch_size=flags.micro_batch_size,
+            forward_only=False,
+        )  # fmt: skip
+        average_gradients(model)
         optimizer.step()
+        loss = mean_loss(losses, tensor)
         step += 1
-        report(step=step, total_steps=STEPS, loss=loss.item(), tokens=2 * LENGTH)
+        report(
+            step=step, total_steps=flags.train_iters, loss=loss, tokens=flags.global_batch_size * flags.seq_length
+        )  # fmt: skip
         if step % EVERY == 0:
             save(model, optimizer, step)
-            report(step=step, loss=loss.item(), checkpoint=f"{ROOT}/step-{step}")
+            report(step=step, loss=loss, checkpoint=f"{ROOT}/step-{step}")
         time.sleep(PAUSE)
     if dist.get_rank() == 0:
-        print(f"final loss {loss.item()!r}", flush=True)
+        print(f"final loss {loss!r}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

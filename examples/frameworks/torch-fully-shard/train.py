@@ -18,9 +18,13 @@ os.makedirs(ROOT, exist_ok=True)
 
 
 def report(**fields):
-    if os.environ["RANK"] == "0" and "MESHWRIGHT_REPORT_FILE" in os.environ:
-        with open(os.environ["MESHWRIGHT_REPORT_FILE"], "a") as file:
-            file.write(json.dumps(fields) + "\n")
+    """Print a line of JSON, and report it to Meshwright."""
+    if os.environ["RANK"] == "0":
+        line = json.dumps({**fields, "time": time.time()})
+        print(line, flush=True)
+        if "MESHWRIGHT_REPORT_FILE" in os.environ:
+            with open(os.environ["MESHWRIGHT_REPORT_FILE"], "a") as file:
+                file.write(line + "\n")
 
 
 def newest():

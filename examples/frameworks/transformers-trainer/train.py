@@ -17,6 +17,16 @@ os.makedirs(ROOT, exist_ok=True)
 LENGTH, BATCH = 32, 2
 
 
+def report(**fields):
+    """Print a line of JSON, and report it to Meshwright."""
+    if os.environ["RANK"] == "0":
+        line = json.dumps({**fields, "time": time.time()})
+        print(line, flush=True)
+        if "MESHWRIGHT_REPORT_FILE" in os.environ:
+            with open(os.environ["MESHWRIGHT_REPORT_FILE"], "a") as file:
+                file.write(line + "\n")
+
+
 class Report(TrainerCallback):
     """Reports steps and checkpoints to Meshwright."""
 
@@ -24,15 +34,10 @@ class Report(TrainerCallback):
         self.loss = None
         self.wrapped = None
 
-    def _write(self, **fields):
-        if os.environ["RANK"] == "0" and "MESHWRIGHT_REPORT_FILE" in os.environ:
-            with open(os.environ["MESHWRIGHT_REPORT_FILE"], "a") as file:
-                file.write(json.dumps(fields) + "\n")
-
     def on_log(self, args, state, control, logs=None, **rest):
         self.loss = (logs or {}).get("loss", self.loss)
         if "loss" in (logs or {}):
-            self._write(
+            report(
                 step=state.global_step,
                 total_steps=state.max_steps,
                 loss=float(self.loss),
@@ -42,7 +47,7 @@ class Report(TrainerCallback):
 
     def on_save(self, args, state, control, **rest):
         path = f"{args.output_dir}/checkpoint-{state.global_step}"
-        self._write(step=state.global_step, checkpoint=path)
+        report(step=state.global_step, checkpoint=path)
 
     def on_step_end(self, args, state, control, **rest):
         time.sleep(PAUSE)

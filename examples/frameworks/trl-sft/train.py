@@ -20,25 +20,30 @@ WORDS = ["<pad>", "<eos>", *(f"w{number}" for number in range(62))]
 LENGTH, BATCH = 32, 2
 
 
+def report(**fields):
+    """Print a line of JSON, and report it to Meshwright."""
+    if os.environ["RANK"] == "0":
+        line = json.dumps({**fields, "time": time.time()})
+        print(line, flush=True)
+        if "MESHWRIGHT_REPORT_FILE" in os.environ:
+            with open(os.environ["MESHWRIGHT_REPORT_FILE"], "a") as file:
+                file.write(line + "\n")
+
+
 class Report(TrainerCallback):
     """Reports steps and checkpoints to Meshwright."""
 
     loss = None
 
-    def _write(self, **fields):
-        if os.environ["RANK"] == "0" and "MESHWRIGHT_REPORT_FILE" in os.environ:
-            with open(os.environ["MESHWRIGHT_REPORT_FILE"], "a") as file:
-                file.write(json.dumps(fields) + "\n")
-
     def on_log(self, args, state, control, logs=None, **rest):
         if "loss" in (logs or {}):
             self.loss = logs["loss"]
             tokens = LENGTH * BATCH * args.world_size
-            self._write(step=state.global_step, total_steps=state.max_steps, loss=float(self.loss), tokens=tokens)
+            report(step=state.global_step, total_steps=state.max_steps, loss=float(self.loss), tokens=tokens)
 
     def on_save(self, args, state, control, **rest):
         path = f"{args.output_dir}/checkpoint-{state.global_step}"
-        self._write(step=state.global_step, checkpoint=path)
+        report(step=state.global_step, checkpoint=path)
 
     def on_step_end(self, args, state, control, **rest):
         time.sleep(PAUSE)
