@@ -136,7 +136,7 @@ async def test_a_job_is_rejected_if_the_operator_has_no_image_of_the_agent(
     api: Api, start_operator: StartOperator
 ) -> None:
     await start_operator()
-    await api.create(JOBS, body("injected"))
+    await api.create(JOBS, body("injected", gpusPerWorker=2, resources={}))
 
     async def rejected() -> str:
         found = condition(await api.status("injected"), "Stalled")
