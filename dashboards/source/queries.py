@@ -24,7 +24,7 @@ RATE = "$__rate_interval"
 HOLDS_NO_GPU = "Queued|Suspended"
 """Causes of time in which a job has no pods."""
 
-PLANNED_RESTARTS = "SpecChanged|Rescaled|JobPreempted|NodeDrained"
+PLANNED_RESTARTS = "SpecChanged|Rescaled|Rebalanced|JobPreempted|NodeDrained"
 """Causes of restarts that a person or the operator decides. All others are failures."""
 
 

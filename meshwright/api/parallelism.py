@@ -56,6 +56,7 @@ class StageBalance(StrEnum):
 
     LAYERS = "Layers"
     FLOPS = "Flops"
+    MEASURED = "Measured"
 
 
 class ContextMethod(StrEnum):
@@ -160,7 +161,9 @@ class ParallelismSpec(ApiModel):
     `stageBalance`. There are `pipeline` stages, times `virtualStages`, or times 2 with `ZBV` and `DualPipeV`."""
     stage_balance: StageBalance = StageBalance.LAYERS
     """What is distributed evenly over the stages. `Layers`: the number of layers; the first stages take the remainder.
-    `Flops`: the work, counted separately for dense layers, mixtures and the last stage's output projection."""
+    `Flops`: the work, counted separately for dense layers, mixtures and the last stage's output projection.
+    `Measured` (Experimental): the same, and once the first steps are timed, their times: if that makes the slowest rank
+    at least 3 % faster, the ranks restart once, from a checkpoint, with other layers."""
     rematerialize: bool = False
     """Store only the input of each stage for a micro-batch, and recompute the stage before its backward pass (GPipe,
     arXiv 1811.06965, section 2.3)."""

@@ -99,6 +99,8 @@ class PlanStatus(LayoutStatus):
     it. If an edit changes it, the workers restart."""
     replanned: bool | None = None
     """True if the layout was planned anew for the GPUs that were left, by `elastic.replan`. Not set otherwise."""
+    measured_layers: Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(max_length=1024)] | None = None
+    """Layers of each stage by the times of the first steps (`stageBalance: Measured`). Not set before."""
     environment: Annotated[dict[str, Text], Field(max_length=64)] | None = None
     """Variables of NCCL and gloo that all ranks get, unless `workers.env` or the image sets them. They follow from the
     fabric of the site when the job is planned. Not set without any."""

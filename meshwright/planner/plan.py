@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.parallelism import PipelineSchedule, StageBalance
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import PlanStatus
 from meshwright.api.topology import FabricLevel, TopologySpec
@@ -44,6 +44,7 @@ from meshwright.protocol.run_config import CommandRun, RunConfig
 from meshwright.rules.elastic import with_own_batch
 from meshwright.rules.parallelism import MAX_WORKERS
 from meshwright.rules.validation import check_spec, with_model_numbers
+from meshwright.schedules.pipeline_layout import stage_ranks
 from meshwright.schedules.registry import kind_of
 
 MAX_PLANS = 6
@@ -75,6 +76,8 @@ class Plan:
     """The levels of the fabric that groups must not, or should not, leave."""
     replanned: bool = False
     """Whether an elastic job was planned anew for the GPUs that were left, instead of having fewer replicas."""
+    measured_layers: tuple[int, ...] | None = None
+    """Layers of each stage by measured times; None before there are any."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of NCCL and gloo for all ranks, from the fabric of the site."""
 
@@ -133,6 +136,7 @@ class Plan:
             summary=self.summary,
             reasons=[reason[:_MAX_REASON_TEXT] for reason in self.reasons[:_MAX_REASONS]],
             replanned=self.replanned or None,
+            measured_layers=list(self.measured_layers) if self.measured_layers else None,
             environment=dict(self.environment) or None,
         )
 
@@ -200,7 +204,15 @@ def running_plan(spec: ParallelTrainingJobSpec, hardware: Hardware, keep: PlanSt
         plan = _with_estimate(running, cost_model_on(spec, architecture, hardware.machine))
     else:
         plan = new_plans(spec, hardware, max_plans=1)[0]
-    return replace(plan, environment=keep.environment or {})
+    return replace(plan, environment=keep.environment or {}, measured_layers=_measured_layers(spec, plan, keep))
+
+
+def _measured_layers(spec: ParallelTrainingJobSpec, plan: Plan, keep: PlanStatus) -> tuple[int, ...] | None:
+    """The layers by measured times, if the running plan has them: the spec may have changed since."""
+    measured, split = keep.measured_layers, plan.strategy.layer_split
+    if measured is None or spec.parallelism.stage_balance is not StageBalance.MEASURED:
+        return None
+    return split if split is not None and list(split) == measured else None
 
 
 def new_plans(
@@ -335,6 +347,12 @@ def _running_plan(spec: ParallelTrainingJobSpec, architecture: Architecture | No
             "micro_batches": asked.micro_batches or keep.micro_batches,
         },
     )
+    if asked.stage_balance is StageBalance.MEASURED and asked.layer_split is None and keep.measured_layers:
+        stages = len(stage_ranks(parallelism_kept, parallelism_kept.pipeline or 1))
+        if (len(keep.measured_layers), sum(keep.measured_layers)) == (stages, architecture.layers):
+            # As if the spec stated them, which it may not together with `Measured`.
+            stated = {"layer_split": keep.measured_layers, "stage_balance": StageBalance.FLOPS}
+            parallelism_kept = parallelism_kept.model_copy(update=stated)
     checkpointing_kept = (
         spec.training.activation_checkpointing or keep.activation_checkpointing or ActivationCheckpointing.NONE
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule
+from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageBalance
 from meshwright.api.progress_patterns import FRAMEWORK_PATTERNS
 from meshwright.api.spec import ParallelTrainingJobSpec, ProgressSpec
 from meshwright.models.architecture import Architecture
@@ -68,11 +68,17 @@ def techniques_of(stated: ParallelismSpec, strategy: Strategy) -> dict[str, Any]
     allowed = stated.data_parallel.strategy.zero_stages if stated.data_parallel.strategy else (strategy.zero_stage,)
     # One rank has nothing to shard: the stage has no effect, but must match `dataParallel.strategy`.
     zero_stage = strategy.zero_stage if strategy.zero_stage in allowed else allowed[0]
+    split: dict[str, Any] = {}
+    if stated.stage_balance is StageBalance.MEASURED:
+        # Ranks get the split itself: they do not know which times were measured, and 0.1.0 does not know the value.
+        layers = list(strategy.layer_split) if strategy.layer_split is not None else None
+        split = {"layer_split": layers, "stage_balance": StageBalance.FLOPS}
     method = strategy.context_method if strategy.context > 1 else stated.context_method_or_default
     return {
         "virtual_stages": strategy.virtual_stages if has_stages else stated.virtual_stages,
         "context_method": stated.context_method or method,
         "zero_stage": zero_stage if stated.zero_stage is None else stated.zero_stage,
+        **split,
     }
 
 

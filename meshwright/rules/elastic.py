@@ -1,15 +1,18 @@
-"""Rules on `elastic`, and the sizes that a job may have."""
+"""Rules on `elastic`, on what does not go with it, and the sizes that a job may have."""
 
 from __future__ import annotations
 
 from math import sqrt
 
 from meshwright.api.elastic import RateScaling, ScaledBatch
+from meshwright.api.parallelism import StageBalance
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
 from meshwright.api.status import PlanStatus
 from meshwright.api.training import TrainingSpec
 from meshwright.rules.replan import REPLAN_RULES, replanned_spec
-from meshwright.rules.rule import Rule
+from meshwright.rules.rule import Rule, schedule_is_not, schedule_names
+from meshwright.schedules.registry import kind_of
+from meshwright.schedules.schedule import PipelineScheduleKind
 
 MAX_SIZES = 16
 """How many sizes are tried at once. Each needs a plan, and maybe a placement."""
@@ -42,6 +45,18 @@ def _one_island(spec: Spec) -> bool:
 
 def _scaled(spec: Spec) -> ScaledBatch | None:
     return spec.elastic.scaled_batch if spec.elastic is not None else None
+
+
+def _runs_stages_twice(kind: PipelineScheduleKind) -> bool:
+    return kind.bidirectional
+
+
+def _can_measure_stages(spec: Spec) -> bool:
+    asked = spec.parallelism
+    if asked.stage_balance is not StageBalance.MEASURED:
+        return True
+    fixed = asked.layer_split is not None or kind_of(asked.order).bidirectional
+    return spec.checkpoint is not None and spec.elastic is None and not fixed
 
 
 ELASTIC_RULES: tuple[Rule[Spec], ...] = (
@@ -106,6 +121,19 @@ ELASTIC_RULES: tuple[Rule[Spec], ...] = (
             or spec.training is None
             or spec.training.global_batch_size % (scaled.replicas * (spec.parallelism.micro_batches or 1)) == 0
         ),
+    ),
+    Rule(
+        "parallelism.stageBalance",
+        lambda: (
+            "can be `Measured` only with `checkpoint`, from which ranks continue with other layers, and without "
+            f"`elastic`, `parallelism.layerSplit` and the schedule {schedule_names(_runs_stages_twice, 'or')}: use "
+            "`Flops`, or change those"
+        ),
+        lambda: (
+            "self.parallelism.stageBalance != 'Measured' || (has(self.checkpoint) && !has(self.elastic)"
+            f" && !has(self.parallelism.layerSplit) && {schedule_is_not(_runs_stages_twice)})"
+        ),
+        _can_measure_stages,
     ),
     *REPLAN_RULES,
 )

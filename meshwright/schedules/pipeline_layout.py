@@ -86,7 +86,7 @@ def layers_of_stages(parallelism: ParallelismSpec, ranks: int, model: Architectu
                 f"`parallelism.layerSplit` must give each of {stages} stages its part of `model.layers: {model.layers}`"
             )
         return _ranges(split)
-    if parallelism.stage_balance is StageBalance.FLOPS:
+    if parallelism.stage_balance is not StageBalance.LAYERS:
         ranks_of_stages = tuple(stage_ranks(parallelism, ranks))
         return _ranges(_balanced_by_flops(model, length, ranks_of_stages, parallelism.rematerialize))
     return split_layers(model.layers, stages)

@@ -325,6 +325,11 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("recovery.suspectNodes", {"recovery.suspectNodes": {}, "workers.schedulerName": "volcano"}),
     ("training.anomalies", {"training.anomalies": {"nonFinite": "GoBack"}}),
     ("training.anomalies", {"training.anomalies": {"spike": "GoBack"}}),
+    ("parallelism.stageBalance", {"parallelism.stageBalance": "Measured"}),
+    (
+        "parallelism.stageBalance",
+        {"parallelism.stageBalance": "Measured", "checkpoint": {"claimName": "c"}, "elastic": {"minReplicas": 1}},
+    ),
     ("training.anomalies.repeatEverySteps", {**mixture(), "training.anomalies": {"repeatEverySteps": 100}}),
     (
         "training.anomalies.repeatEverySteps",
@@ -536,6 +541,7 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"training.anomalies": {"nonFinite": "GoBack", "spike": "Skip"}, "checkpoint": {"claimName": "c"}}),
     (GOOD, {"training.anomalies": {"spike": "Skip"}}),
     (GOOD, {"training.anomalies": {"repeatEverySteps": 100}}),
+    (GOOD, {"parallelism.stageBalance": "Measured", "checkpoint": {"claimName": "c"}}),
     (GOOD, {"recovery.suspectNodes": {"failures": 3}}),
     (GOOD, {**LATENT, "training.lora": {}}),
     (GOOD, {**mixture(), "training.lora": {"targets": ["Value", "Gate"]}}),

@@ -29,6 +29,7 @@ from meshwright_operator.decide import (
     resize,
     restart_policy,
     size_status,
+    stage_balance,
     stuck_pods,
     suspect_nodes,
     training_state,
@@ -237,20 +238,13 @@ def _advance_generation(decision: Decision) -> None:
         return  # the job has another size now: its pods follow from the new status
     generation_runs = observed.mesh.generation > 0 and not decision.mesh.pending_cause
     if generation_runs:
-        verdict = failure_detection.detect(observed)
+        verdict = _interruption(decision)
         if verdict is None:
-            if training_state.report_training(decision):
-                resize.report_training(decision)
             return
-        if isinstance(verdict, Undetermined):
-            training_state.report_ready_ranks(decision, unsure=True)
-            decision.requeue_within(verdict.seconds)
-            return
-        verdict = suspect_nodes.judge(decision, verdict)
         _end_generation(decision, verdict)
         _block_nodes(decision)
-        if _needs_correction(observed, verdict):
-            return
+        if verdict.cause is restart_policy.REBALANCED or _needs_correction(observed, verdict):
+            return  # with other layers, the ranks' run follows from the new status
         if verdict.lost and not lifecycle.finished(decision.status):
             decision.starting(verdict.message)
             return
@@ -268,6 +262,22 @@ def _advance_generation(decision: Decision) -> None:
     if crashed and not _may_restart(decision, codes, failure_detection.crash_message(crashed)):
         return
     _start_generation(decision)
+
+
+def _interruption(decision: Decision) -> Interruption | None:
+    """What ends the generation that runs. None if it goes on, or while that is not certain."""
+    observed = decision.observed
+    verdict = failure_detection.detect(observed)
+    if verdict is None:
+        if not training_state.report_training(decision):
+            return None
+        resize.report_training(decision)
+        return stage_balance.rebalance(decision)
+    if isinstance(verdict, Undetermined):
+        training_state.report_ready_ranks(decision, unsure=True)
+        decision.requeue_within(verdict.seconds)
+        return None
+    return suspect_nodes.judge(decision, verdict)
 
 
 def _repair_pending_since(decision: Decision) -> None:

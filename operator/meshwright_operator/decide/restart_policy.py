@@ -136,6 +136,7 @@ def rank_exit_codes(observed: Observed) -> set[int]:
 START = declare(RestartCause("Start", restarts=False))
 RESUME = declare(RestartCause("Resume", restarts=False, replaces_gang=True))
 SPEC_CHANGED = declare(RestartCause("SpecChanged", event_type=NORMAL, replaces_gang=True))
+REBALANCED = declare(RestartCause("Rebalanced", event_type=NORMAL, pauses=True))
 RESCALED = declare(RestartCause("Rescaled", event_type=NORMAL, pauses=True))
 JOB_PREEMPTED = declare(
     RestartCause("JobPreempted", event="Preempted", event_type=NORMAL, replaces_gang=True, pauses=True)
