@@ -1,7 +1,8 @@
 """A rank that trains and saves: how long training waits, how fast the bytes are durable, how steps slow down meanwhile.
 
-In one process, taking turns: raw sequential writes of the same bytes, a synchronous save, and saves in the background,
-in a thread and in the process of the writer. Each write ends with fsync.
+In one process, taking turns: raw sequential writes of the same bytes, a synchronous save, and saves in the background:
+in a thread, and in the process of the writer, each with a copy before the next step and during it. Every write ends
+with fsync.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from meshwright_worker.distributed.mesh import Mesh
 TENSORS = 240
 """Parameters and moments of 80 layers' matrices."""
 BLOCK = 8 << 20
+PASSES_SECONDS = 0.2
+"""Time of a step before its update, in which a copy can be made."""
 OPERATIONS = 1000
 """Small operations of a step, as a rank launches them on a device."""
 
@@ -74,26 +77,33 @@ def manifest(number: int) -> Manifest:
 class Saves:
     """The saves of one way to write, with their seconds."""
 
-    def __init__(self, name: str, directory: Path, executor: Executor, mesh: Mesh) -> None:
+    def __init__(
+        self, name: str, directory: Path, executor: Executor, mesh: Mesh, *, trains: bool = True, overlaps: bool = False
+    ) -> None:
         self.name, self._directory, self._number = name, directory, 0
+        self._trains, self._overlaps = trains, overlaps
         self._saver = AsyncCheckpointer([Tier(CheckpointDirectory(directory), 1)], mesh, executor)
         self.stall: list[float] = []
         self.durable: list[float] = []
         self.steps: list[float] = []
 
-    def save(self, tensors: dict[str, torch.Tensor], *, trains: bool) -> None:
-        """Save once; with `trains`, run steps until it is durable."""
+    def save(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Save once; if it trains, run steps until the save is durable, of which the first waits for the copy."""
         self._number += 1
         started = time.perf_counter()
-        self._saver.begin(tensors, manifest(self._number))
+        self._saver.begin(tensors, manifest(self._number), unchanged=tensors if self._overlaps else ())
         stall = time.perf_counter() - started
         thread = self._saver._thread
         assert thread is not None
-        if trains:
-            self.steps.append(steps_until(lambda: not thread.is_alive()))
-        self._saver.take_finished(wait=True)
-        self.durable.append(time.perf_counter() - started)
-        self.stall.append(stall if trains else self.durable[-1])
+        if self._trains:
+            update = time.perf_counter() + PASSES_SECONDS
+            passes = steps_until(lambda: time.perf_counter() > update)
+            waits = time.perf_counter()
+            self._saver.wait_for_copy()
+            stall += time.perf_counter() - waits
+            self.steps.append(statistics.median([passes, steps_until(lambda: not thread.is_alive())]))
+        self.durable.append(self._saver.take_finished(wait=True)[0].seconds + stall)
+        self.stall.append(stall if self._trains else self.durable[-1])
         for entry in self._directory.iterdir():
             shutil.rmtree(entry)
 
@@ -110,9 +120,11 @@ def measured(root: Path, mib: int, rounds: int) -> dict[str, Any]:
     elements = (mib << 20) // 4 // TENSORS
     tensors = {f"model.layers.{number}.weight": torch.full((elements,), float(number)) for number in range(TENSORS)}
     ways = [
-        Saves("synchronous", root / "synchronous", ThisProcess(), mesh),
-        Saves("thread", root / "thread", ThisProcess(), mesh),
-        Saves("process", root / "process", writer.executor(), mesh),
+        Saves("synchronous", root / "1", ThisProcess(), mesh, trains=False),
+        Saves("thread", root / "2", ThisProcess(), mesh),
+        Saves("thread, overlapped", root / "3", ThisProcess(), mesh, overlaps=True),
+        Saves("process", root / "4", writer.executor(), mesh),
+        Saves("process, overlapped", root / "5", writer.executor(), mesh, overlaps=True),
     ]
     raw_seconds, quiet = [], []
     for number in range(rounds + 1):
@@ -120,9 +132,10 @@ def measured(root: Path, mib: int, rounds: int) -> dict[str, Any]:
         raw_seconds.append(raw(root / "raw", tensors))
         (root / "raw").unlink()
         quiet += [step() for _ in range(20)]
-        for way in [*ways[number % 3 :], *ways[: number % 3]]:
+        turn = number % len(ways)
+        for way in [*ways[turn:], *ways[:turn]]:
             os.sync()
-            way.save(tensors, trains=way.name != "synchronous")
+            way.save(tensors)
     writer.close()
     size = sum(tensor.nbytes for tensor in tensors.values())
     return {

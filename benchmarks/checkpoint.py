@@ -1,14 +1,17 @@
-"""How fast a rank opens the index of a checkpoint of 405B parameters from 16,384 ranks, which is made, not trained.
+"""What a checkpoint costs: how long training waits for a save, how fast the save is, and how fast it is opened.
 
-    .venv/bin/python benchmarks/checkpoint.py [--quick] [--json FILE]
+    .venv/bin/python benchmarks/checkpoint.py [--quick] [--json FILE] [--directory DIR] [--mib MIB] [--rounds N]
 
-The baseline of the same run is the same index as JSON, of which a rank reads everything.
+Saves are compared with raw sequential writes of the same bytes and with a synchronous save, taking turns in the same
+run, each until fsync has returned. The index is that of 405B parameters on 16,384 ranks, which is made, not trained; it
+is compared with the same index as JSON, of which a rank reads everything.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,6 +44,8 @@ from meshwright_worker.checkpoint.tensor_index import INDEX, Boxes, IndexedTenso
 TENSOR, PIPELINE, DATA = 8, 16, 128
 """The layout of 405B parameters: 16,384 ranks, with ZeRO-3 over the replicas."""
 LIMIT_SECONDS, LIMIT_MIB = 2.0, 100.0
+LIMIT_STALL, LIMIT_THROUGHPUT = 0.05, 0.80
+"""Stall as a part of the synchronous save, and throughput as a part of that of raw writes."""
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 16384, 53248, 128256, 126
 KEYS_AND_VALUES = 8 * 128
 COLUMN, ROW, WHOLE = 0, 1, None
@@ -158,19 +163,48 @@ def opened(path: Path, data: int) -> dict[str, float]:
     return result
 
 
+def measure_saves(directory: str | None, mib: int, rounds: int) -> dict[str, Any]:
+    """Print how saves compare, and return the numbers."""
+    with tempfile.TemporaryDirectory(dir=directory) as root:
+        command = [sys.executable, str(Path(__file__).with_name("_saving.py")), root, str(mib), str(rounds)]
+        numbers: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    # Other load on the machine only makes writes slower: the fastest ones say most about the code.
+    raw, whole = min(numbers["raw_seconds"]), numbers["bytes"]
+    ways = numbers["ways"]
+    synchronous = statistics.median(ways["synchronous"]["durable_seconds"])
+    rows = [["raw writes", "", "", "", whole / raw / 1e6, "100%", ""]]
+    for name, way in ways.items():
+        stall, durable = statistics.median(way["stall_seconds"]), min(way["durable_seconds"])
+        steps = statistics.median(way["step_seconds"]) / numbers["quiet_step_seconds"] if way["step_seconds"] else None
+        way |= {"stall_ratio": stall / synchronous, "throughput_ratio": raw / durable, "step_ratio": steps}
+        way["within_limits"] = stall <= LIMIT_STALL * synchronous and raw >= LIMIT_THROUGHPUT * durable
+        part = [f"{way['stall_ratio']:.1%}", way["first_stall_seconds"], whole / durable / 1e6]
+        slower = f"{steps:.2f}x" if steps is not None else ""
+        rows.append([name, stall, *part, f"{way['throughput_ratio']:.0%}", slower])
+    columns = ["way", "median stall s", "of synchronous", "first stall s", "best MB/s", "of raw", "steps meanwhile"]
+    table(f"{rounds} saves of {whole >> 20} MiB by one rank, in each way", columns, rows)
+    met = [name for name, way in ways.items() if way["within_limits"]]
+    print(f"limits: stall {LIMIT_STALL:.0%}, throughput {LIMIT_THROUGHPUT:.0%}: met by {', '.join(met) or 'none'}")
+    return numbers
+
+
 def main() -> None:
     """Runs it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the same numbers")
-    parser.add_argument("--quick", action="store_true", help="a sixteenth of the ranks")
+    parser.add_argument("--quick", action="store_true", help="a sixteenth of the ranks, and small saves")
+    parser.add_argument("--directory", help="where saves are written (default: the directory of temporary files)")
+    parser.add_argument("--mib", type=int, help="MiB of a save (default: 512; 32 with --quick)")
+    parser.add_argument("--rounds", type=int, default=5, help="saves of each way (default: 5)")
     parser.add_argument("--open", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.open:
         print(json.dumps(open_as_a_rank(Path(args.open[0]), int(args.open[1]))))
         return
+    saves = measure_saves(args.directory, args.mib or (32 if args.quick else 512), args.rounds)
     data = DATA // 16 if args.quick else DATA
     index = made_index(data)
-    numbers: dict[str, Any] = {"ranks": data * PIPELINE * TENSOR, "boxes": index.box_count}
+    numbers: dict[str, Any] = {"saves": saves, "ranks": data * PIPELINE * TENSOR, "boxes": index.box_count}
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         for key, name, encoder in (("binary", BINARY_INDEX, encode_binary), ("json", INDEX, encode)):

@@ -116,7 +116,7 @@ def _build(run: NativeRun, mesh: Mesh) -> list[ParameterShard]:
     pipeline = build_executor(stages, run, mesh)
     shards = [(s.index, shard) for s in stages for shard in parameter_shards(s.module, s.distributed, run, mesh)]
     trained = pipeline.shared_weights.deduplicate(shards)
-    return list(build_data_parallel(run, trained, mesh).shards)
+    return list(build_data_parallel(run, [stage.module for stage in stages], trained, mesh).shards)
 
 
 @contextmanager

@@ -8,6 +8,9 @@ prints the constants that the planner ships. A model that was in no fit is estim
 Memory has no constants per model. Regret is the measured time of the layout that the estimates pick over the
 best measured among the runs of the same model, batch and number of GPUs.
 
+The second table leaves entire frameworks out: a run is estimated with the constants that the planner ships for other
+frameworks on the same accelerator, else with the values from physics and data sheets.
+
 The baseline of the same run is a roofline: model FLOPs (and recomputed ones) at half the peak, with the pipeline's
 bubble; for memory, 18 bytes a parameter and Korthikanti's activations of the first stage.
 """
@@ -27,7 +30,7 @@ from _report import table, write_json
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.counts import training_flops
 from meshwright.planner.cost.comm_groups import group_spans
-from meshwright.planner.cost.constants import Constants, calibrate, constants_for
+from meshwright.planner.cost.constants import FITTED, Constants, calibrate, constants_for
 from meshwright.planner.cost.frameworks import FRAMEWORKS
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.memory import worst_stage
@@ -120,6 +123,27 @@ def score(cases: list[Case], without: dict[str, dict[str, list[float]]]) -> dict
     return {name: _score_table(members, without) for name, members in tables.items()}
 
 
+def score_frameworks(cases: list[Case]) -> dict[str, dict[str, float]]:
+    """Errors of time by framework, with constants that were fitted without it."""
+    families: defaultdict[str, list[tuple[Case, float]]] = defaultdict(list)
+    for case in cases:
+        if case.seconds is not None:
+            families[case.pair.split("/")[1]].append((case, case.seconds))
+    result = {}
+    for name, members in families.items():
+        others = {pair: constants for pair, constants in FITTED.items() if pair[1] != name}
+        errors = [
+            seconds_of(case, constants_for(case.gpu.name, name, others)) / seconds - 1 for case, seconds in members
+        ]
+        result[name] = {
+            "rows": len(errors),
+            "time_error": _mean(abs(error) for error in errors),
+            "time_error_max": max(abs(error) for error in errors),
+            "time_bias": _mean(errors),
+        }
+    return result
+
+
 def _score_table(cases: list[Case], without: dict[str, dict[str, list[float]]]) -> dict[str, float]:
     result: dict[str, float] = {"rows": len(cases)}
     timed = [(case, case.seconds) for case in cases if case.seconds is not None]
@@ -158,7 +182,7 @@ def _mean(values: Iterable[float]) -> float:
     return sum(listed) / len(listed) if listed else 0.0
 
 
-def summary(tables: dict[str, dict[str, float]]) -> dict[str, object]:
+def summary(tables: dict[str, dict[str, float]], frameworks: dict[str, dict[str, float]]) -> dict[str, object]:
     """The figures over all tables. Memory is over rows; time and regret over tables, so that none drowns the rest."""
     held = [(t["memory_error"], t["rows"]) for t in tables.values() if "memory_error" in t]
     rows = sum(count for _, count in held)
@@ -172,7 +196,9 @@ def summary(tables: dict[str, dict[str, float]]) -> dict[str, object]:
         ),
         "time_error_lomo_vtrain": vtrain.get("time_error"),
         "time_error_mean": _mean(others) if others else None,
+        "time_error_framework_left_out": _mean(f["time_error"] for f in frameworks.values()) if frameworks else None,
         "regret_mean": _mean(regrets) if regrets else None,
+        "frameworks": frameworks,
         "tables": tables,
     }
 
@@ -196,9 +222,10 @@ def main() -> None:
         write_constants(cases)
     without = json.loads(CONSTANTS.read_text(encoding="utf-8"))
     tables = score(cases, without)
-    report(tables, loaded.skipped, loaded.unknown)
+    frameworks = score_frameworks(cases)
+    report(tables, frameworks, loaded.skipped, loaded.unknown)
     if arguments.json is not None:
-        write_json(arguments.json, summary(tables))
+        write_json(arguments.json, summary(tables, frameworks))
 
 
 def write_constants(cases: list[Case]) -> None:
@@ -213,7 +240,12 @@ def write_constants(cases: list[Case]) -> None:
         print(f"{pair}: Constants({found.compute:.3f}, {found.communication:.3f}, {found.host:.3f})")
 
 
-def report(tables: dict[str, dict[str, float]], skipped: dict[str, list[str]], unknown: list[str]) -> None:
+def report(
+    tables: dict[str, dict[str, float]],
+    frameworks: dict[str, dict[str, float]],
+    skipped: dict[str, list[str]],
+    unknown: list[str],
+) -> None:
     """Prints everything."""
     columns = ["table", "rows", "time", "roofline", "regret", "memory", "simple", "under"]
     keys = [
@@ -229,7 +261,14 @@ def report(tables: dict[str, dict[str, float]], skipped: dict[str, list[str]], u
         for name, values in sorted(tables.items())
     ]
     table("Mean absolute error against published runs (time: leave-one-model-out)", columns, lines)
-    for name, value in summary(tables).items():
+    measures = ("time_error", "time_error_max", "time_bias")
+    lines = [
+        [name, str(int(values["rows"])), *(f"{values[key]:.1%}" for key in measures)]
+        for name, values in sorted(frameworks.items())
+    ]
+    title = "Mean absolute error of time, leave-one-framework-out"
+    table(title, ["framework", "rows", "time", "largest", "bias"], lines)
+    for name, value in summary(tables, frameworks).items():
         if isinstance(value, float):
             print(f"{name}: {value:.2%}")
     for name, reasons in sorted(skipped.items()):

@@ -34,6 +34,20 @@ class Encryption(StrEnum):
     KMS = "KMS"
 
 
+class Staging(StrEnum):
+    """When the copy of the state is made that is written."""
+
+    BLOCKING = "Blocking"
+    OVERLAPPED = "Overlapped"
+
+
+class Writer(StrEnum):
+    """What writes checkpoints."""
+
+    THREAD = "Thread"
+    PROCESS = "Process"
+
+
 class StoreSpec(ApiModel):
     """How the object store of `checkpoint.uri` is used."""
 
@@ -75,6 +89,11 @@ class CheckpointSpec(ApiModel):
     verify: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1, max_length=64)] | None = None
     """Command that checks each checkpoint that `runtime.command` reports, by its path in MESHWRIGHT_CHECKPOINT_PATH. It
     counts if the exit code is 0."""
+    staging: Staging | None = None
+    """Experimental. When the state is copied: `Blocking`, before the next step, or `Overlapped`, while that runs until
+    its update. Defaults to `Blocking`."""
+    writer: Writer | None = None
+    """Experimental. What plans and writes: a `Thread` of each rank, or a `Process` next to it. Defaults to `Thread`."""
 
     @property
     def interval(self) -> int:

@@ -24,6 +24,25 @@ class Precision(StrEnum):
         return 8.0 if self is Precision.FP64 else 4.0 if self is Precision.FP32 else 2.0
 
 
+class GradientFormat(StrEnum):
+    """The number format in which gradients are summed."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of one number."""
+        return 2.0 if self is GradientFormat.BF16 else 4.0
+
+
+class ShardedMastersSpec(ApiModel):
+    """Whole parameters in bf16, and fp32 master weights only for the rows that a rank updates (arXiv 1910.02054)."""
+
+    gradients: GradientFormat = GradientFormat.BF16
+    """Format of gradients, over micro-batches and over replicas."""
+
+
 class LossScaleSpec(ApiModel):
     """Dynamic loss scaling of `precision: fp16` (arXiv 1710.03740)."""
 

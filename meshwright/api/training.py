@@ -9,7 +9,7 @@ from pydantic import Field
 
 from meshwright.api.base import ApiModel
 from meshwright.api.lora import LoraSpec
-from meshwright.api.precision import Fp8Spec, LossScaleSpec, Precision
+from meshwright.api.precision import Fp8Spec, LossScaleSpec, Precision, ShardedMastersSpec
 from meshwright.api.tracking import TrackingSpec
 
 
@@ -158,6 +158,9 @@ class TrainingSpec(ApiModel):
     master_weights: bool = True
     """Whether parameters are fp32 if compute is not. False, with `precision: bf16`: parameters, gradients and
     AdamW's moments are bf16, and updates are rounded stochastically (arXiv 2010.06192)."""
+    sharded_masters: ShardedMastersSpec | None = None
+    """Experimental: store parameters in bf16 and shard their fp32 master weights over replicas. Needs `precision: bf16`
+    and `dataParallel.strategy: ZeRO`. By default every rank has all parameters in fp32."""
     fp8: Fp8Spec | None = None
     """Compute the matrix products of the layers in fp8, and the rest in `precision` (bf16 or fp32). Off by default. A
     run on GPUs without fp8 is rejected; a CPU emulates fp8 with the same numbers."""

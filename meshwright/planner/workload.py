@@ -163,6 +163,7 @@ def _settings(
     data, outer = parallelism.data_parallel, training.outer
     return MemoryOptions(
         master_weights=training.master_weights,
+        master_gradient=None if training.sharded_masters is None else training.sharded_masters.gradients.bytes,
         muon=training.optimizer.name is OptimizerName.MUON,
         flat=data.strategy is DataParallelStrategy.ZERO,
         shard_size=data.shard_size,

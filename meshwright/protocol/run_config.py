@@ -76,6 +76,11 @@ class Run(ApiModel):
         return 1
 
     @property
+    def shards_masters(self) -> bool:
+        """Whether parameters are bf16, and ranks have fp32 master weights of only their rows."""
+        return False
+
+    @property
     def deterministic(self) -> bool:
         """Whether kernels must give the same result every time."""
         return True
@@ -103,6 +108,11 @@ class NativeRun(Run):
         """See `Run.islands`."""
         outer = self.training.outer
         return 1 if outer is None else outer.islands or self.data_parallel
+
+    @property
+    def shards_masters(self) -> bool:
+        """See `Run.shards_masters`. One rank has all rows, so its parameters are their own masters."""
+        return self.training.sharded_masters is not None and self.layout.shard_ranks > 1
 
     @property
     def deterministic(self) -> bool:

@@ -48,6 +48,11 @@ def _command_saves_itself(spec: Spec) -> bool:
     return spec.runtime.command is None or (store.every_steps is None and store.keep is None)
 
 
+def _command_writes_itself(spec: Spec) -> bool:
+    checkpoint = _checkpoint(spec)
+    return spec.runtime.command is None or (checkpoint.staging is None and checkpoint.writer is None)
+
+
 CHECKPOINT_RULES: tuple[Rule[Spec], ...] = (
     Rule(
         "checkpoint",
@@ -111,5 +116,12 @@ CHECKPOINT_RULES: tuple[Rule[Spec], ...] = (
         f"!has(self.runtime.command) || {_NO_STORE}"
         " || !(has(self.checkpoint.store.everySteps) || has(self.checkpoint.store.keep))",
         _command_saves_itself,
+    ),
+    Rule(
+        "checkpoint",
+        "`staging` and `writer` are not supported with `runtime.command`, which saves checkpoints itself: remove them",
+        "!has(self.runtime.command) || !has(self.checkpoint)"
+        " || !(has(self.checkpoint.staging) || has(self.checkpoint.writer))",
+        _command_writes_itself,
     ),
 )

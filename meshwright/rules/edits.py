@@ -53,7 +53,7 @@ LIVE = (
 RESTARTING = ("elastic.scaledBatch",)
 """Members of fields of `LIVE` that restart the gang: ranks depend on them."""
 
-NEXT_START = ("checkpoint.everySteps", "checkpoint.keep")
+NEXT_START = ("checkpoint.everySteps", "checkpoint.keep", "checkpoint.staging", "checkpoint.writer")
 """Fields that ranks receive when a mesh generation starts."""
 
 

@@ -140,6 +140,7 @@ SECOND: Mapping[str, Any] = MappingProxyType(
         "training.tracking.jsonLines": True,
         "training.tracking.tensorBoard": False,
         "training.tracking.wandb.offline": False,
+        "training.shardedMasters.gradients": "bf16",
         "training.anomalies.nonFinite": "Fail",
         "training.anomalies.spikeSigmas": 6.0,
         "training.anomalies.window": 128,
@@ -173,6 +174,8 @@ _NO_RESTART_FIRST = (
     "priority",
     "checkpoint.everySteps",
     "checkpoint.keep",
+    "checkpoint.staging",
+    "checkpoint.writer",
     "managedBy",
 )
 

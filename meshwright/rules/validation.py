@@ -40,6 +40,7 @@ from meshwright.rules.pipeline import PIPELINE_RULES
 from meshwright.rules.preemption import PREEMPTION_RULES
 from meshwright.rules.rule import Rule
 from meshwright.rules.runtime import RUNTIME_RULES
+from meshwright.rules.sharded_masters import MASTER_RULES
 from meshwright.rules.training import TRAINING_RULES
 from meshwright.rules.workers import WORKERS_RULES
 
@@ -48,6 +49,7 @@ FACT_RULES: tuple[Rule[Facts], ...] = (
     *PARALLELISM_RULES,
     *CONTEXT_RULES,
     *REPLICA_RULES,
+    *MASTER_RULES,
     *MIXTURE_RULES,
     *PIPELINE_RULES,
     *TRAINING_RULES,

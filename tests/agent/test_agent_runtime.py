@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from meshwright.api.checkpoint import Staging, Writer
 from meshwright.api.data import DataSource, DataSpec
 from meshwright.protocol.messages import AgentState, FailureKind, MeshDocument
 from tests.agent.support import AgentProcess, Coordinator, alive, mesh, training_run, until
@@ -64,6 +65,43 @@ async def test_a_run_that_cannot_be_executed_is_reported_as_refused(
     assert report is not None
     assert report.failure is FailureKind.REJECTED
     assert "`model.vocabSize: 130`" in report.message
+
+
+def children_of(process: int) -> list[int]:
+    """The processes that a rank has forked."""
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+@pytest.mark.long
+async def test_writer_processes_save_and_end_with_their_ranks(
+    coordinator: Coordinator, start_agent: StartAgent
+) -> None:
+    agent = start_agent(0)
+    run = training_run(LONG, tensor=2, every_steps=5)
+    assert run.checkpoint is not None
+    spec = run.checkpoint.model_copy(update={"staging": Staging.OVERLAPPED, "writer": Writer.PROCESS})
+    coordinator.announce(mesh(1, run.model_copy(update={"checkpoint": spec}), await coordinator.gang(1), 2))
+
+    def saved() -> int:
+        report = coordinator.last(0)
+        return report.checkpoint.step if report is not None and report.checkpoint is not None else 0
+
+    await until(lambda: saved() > 0, 150, lambda: agent.log)
+    ranks = [pid for _, _, pid in sorted(agent.ranks_started())]
+    writers = [child for pid in ranks for child in children_of(pid)]
+    assert len(writers) == 2
+
+    # Training goes on without a writer.
+    os.kill(writers[0], signal.SIGKILL)
+    before = saved()
+    await until(lambda: saved() > before + 10, 60, lambda: agent.log)
+    assert "was killed by signal 9: this rank writes them in a thread from now on" in agent.log
+    assert children_of(ranks[0]) == []
+
+    # No writer outlives its rank, however that ends, and none is left as a zombie.
+    os.kill(ranks[1], signal.SIGKILL)
+    await until(lambda: coordinator.states(0)[-1] is AgentState.FAILED, 60, lambda: agent.log)
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in writers), 60)
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ from meshwright_worker.data.open_corpus import open_corpus
 from meshwright_worker.data.sample_order import SampleStream
 from meshwright_worker.distributed.mesh import Mesh, join_mesh
 from meshwright_worker.local_sgd.async_sgd import AsynchronousSGD
+from meshwright_worker.optimizers.master_adamw import MasterAdamW
 from meshwright_worker.parallel.shards import ParameterShard
 from meshwright_worker.rank.failures import classify, describe
 from meshwright_worker.rank.task import Outcome, RankTask, StepReport
@@ -158,8 +159,11 @@ class Training:
     def take(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
         """What the trainer calls to update."""
         if not self._gradients:
+            # Gradients of master weights are scaled and clipped inside the update.
+            optimizer = self.trainer.optimizer
+            factor = optimizer.factor if isinstance(optimizer, MasterAdamW) else 1.0
             for shard, local in zip(self.trainer.shards, gradients, strict=True):
-                self._gradients[shard.name] = self._part(shard, local)
+                self._gradients[shard.name] = self._part(shard, local if factor == 1.0 else local.float() * factor)
         self._update(gradients, rate)
 
     def catch(self, update: Callable[[Sequence[torch.Tensor], float], None]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.api.precision import Precision
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.manifest import MANIFEST, read_manifest
@@ -24,6 +25,16 @@ LAYOUTS: list[Any] = [
     pytest.param({"data": 2, "pipeline": 2}, id="pipeline"),
     pytest.param({"data": 4, "zero": 3, "replicas": {"shard_size": 2}}, id="hsdp"),
     pytest.param({"data": 4, "zero": 1, "replicas": {"shard_size": 2}}, id="flat"),
+    pytest.param(
+        {
+            "data": 4,
+            "zero": 1,
+            "replicas": {"shard_size": 2, "strategy": "ZeRO", "bucket_elements": 4000},
+            "precision": Precision.BF16,
+            "training": {"sharded_masters": {}},
+        },
+        id="sharded masters",
+    ),
 ]
 """Four ranks each. Ranks 0 and 1 have the same state as ranks 2 and 3, or as each other too."""
 MICRO_BATCHES = 2

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e import framework_numbers as numbers
 from tests.e2e import framework_runs as runs
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 STEPS, SAVED = 40, 10
 
 

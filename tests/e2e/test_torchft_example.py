@@ -18,7 +18,7 @@ from tests.e2e.local_stack import NAMESPACE, eventually
 from tests.e2e.test_framework_examples import STEPS, interpreter
 from tests.patience import patient
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 EXAMPLE, GROUPS, LOST_AFTER = "torchft", 2, 12
 SECONDS = 300
 """How long groups wait for each other, on a busy machine."""

@@ -327,3 +327,48 @@ def test_a_layer_keeps_what_autograd_keeps_of_the_real_one(precision: str, dtype
     assert grown.activations - held.activations == measured - copies
     if copies:
         assert grown.parameters - held.parameters == copies
+
+
+PUBLISHED: dict[str, Any] = {"precision": "bf16", "sequence_length": 128}
+"""Of ZeRO with sharded master weights (arXiv 1910.02054, figure 1)."""
+
+
+@pytest.mark.parametrize(
+    ("zero", "gradients", "gigabytes"), [(1, "bf16", 38.5), (2, "bf16", 26.25), (1, "fp32", 52.5), (2, "fp32", 28.0)]
+)
+def test_sharded_masters_of_seven_billion_parameters_on_eight_ranks(
+    zero: int, gradients: str, gigabytes: float
+) -> None:
+    model = SEVEN.model_copy(update={"intermediate_size": 11674})
+    assert model.parameters == pytest.approx(7e9, rel=1e-4)
+    found = first(
+        model,
+        Layout(data=8),
+        sharded_masters={"gradients": gradients},
+        parallelism={"zero_stage": zero, "data_parallel": {"strategy": "ZeRO", "bucket_elements": 1}},
+        **PUBLISHED,
+    )
+    # Gradients of stage 2 arrive in a bucket, which the tables of this model fill.
+    bucket = (2 if gradients == "bf16" else 4) * 2 * model.vocab_size * model.hidden_size if zero == 2 else 0
+    assert found.states - bucket == pytest.approx(gigabytes * 1e9, rel=1e-3)
+    without = first(
+        model, Layout(data=8), parallelism={"zero_stage": zero, "data_parallel": {"strategy": "ZeRO"}}, **PUBLISHED
+    )
+    assert found.states < 0.7 * without.states
+
+
+def test_a_job_with_sharded_masters_fits_where_fp32_parameters_do_not() -> None:
+    """The planner chooses the stage that the job leaves out; without the field every stage of ZeRO needs more."""
+    cluster = inventory(*racks(1, 1, 8))
+    asked: dict[str, Any] = {
+        "model": {"preset": "llama-2-13b"},
+        "replicas": 8,
+        "workers": {"image": "worker", "gpusPerWorker": 8},
+        "parallelism": {"tensor": 1, "pipeline": 1, "context": 1, "dataParallel": {"strategy": "ZeRO"}},
+    }
+    training: dict[str, Any] = {"steps": 1, "globalBatchSize": 8, "sequenceLength": 4096, "precision": "bf16"}
+    with pytest.raises(PlanError, match="does not fit"):
+        make_plan(spec_of(**asked, training=training), cluster)
+    plan = make_plan(spec_of(**asked, training={**training, "shardedMasters": {}}), cluster)
+    assert plan.strategy.zero_stage in (1, 2)
+    assert plan.strategy.shards_masters

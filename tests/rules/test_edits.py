@@ -55,7 +55,15 @@ FINE_EDITS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"workers.image": "worker:2", "parallelism.tensor": 1}),
     ({}, {"suspend": True, "recovery": {"maxRestarts": 1}}),
     ({}, CHECKPOINT),
-    (CHECKPOINT, {"checkpoint.everySteps": 7, "checkpoint.keep": 3}),
+    (
+        CHECKPOINT,
+        {
+            "checkpoint.everySteps": 7,
+            "checkpoint.keep": 3,
+            "checkpoint.staging": "Overlapped",
+            "checkpoint.writer": "Process",
+        },
+    ),
     ({"managedBy": "meshwright.dev/operator"}, {"replicas": 1}),
 ]
 
@@ -145,6 +153,7 @@ def test_the_table_names_only_fields_that_exist() -> None:
         ({"priority": 3}, Effect.LIVE),
         ({"checkpoint.everySteps": 3}, Effect.NEXT_START),
         ({"checkpoint.keep": 3}, Effect.NEXT_START),
+        ({"checkpoint.writer": "Process"}, Effect.NEXT_START),
         ({"workers.image": "worker:2"}, Effect.RESTART),
         ({"workers.env": [{"name": "A", "value": "b"}]}, Effect.RESTART),
         ({"workers.imagePullSecrets": [{"name": "s"}]}, Effect.RESTART),

@@ -82,6 +82,12 @@ def elastic(**fields: Any) -> dict[str, Any]:
 BUDGET = {"gpus": 8, "replicas": None}
 """A number of GPUs instead of replicas, of which each has four."""
 ISLANDS = {"training.outer": {"method": "DiLoCo"}}
+MASTERS = {
+    "training.precision": "bf16",
+    "training.shardedMasters": {},
+    "parallelism.zeroStage": 1,
+    "parallelism.dataParallel.strategy": "ZeRO",
+}
 ONE_STAGE = {"parallelism.tensor": 1, "parallelism.pipeline": 1}
 ROUNDED = {"training.precision": "bf16", "training.masterWeights": False}
 SELECTIVE = {"training.activationCheckpointing": "Selective", "training.compile": True}
@@ -95,6 +101,13 @@ CONFIG = '{"model_type": "llama", "hidden_size": 64}'
 # (field that is blamed, changes to GOOD)
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("training.parameterOffloadPath", {"training.parameterOffloadPath": "/scratch"}),
+    ("training.shardedMasters", {**MASTERS, "training.precision": "fp32"}),
+    ("training.shardedMasters", {**MASTERS, "training.masterWeights": False}),
+    ("training.shardedMasters", {**MASTERS, "parallelism.dataParallel.strategy": None}),
+    ("training.shardedMasters", {**MASTERS, "parallelism.zeroStage": 2, **shards(strategy="FSDP")}),
+    ("training.shardedMasters", {**MASTERS, "training.optimizer": {"name": "Muon"}}),
+    ("training.shardedMasters", {**MASTERS, "training.optimizer": {"offload": "CPU"}}),
+    ("training.shardedMasters", {**MASTERS, **ISLANDS}),
     ("workers.labels", {"workers.labels": {"meshwright.dev/job-name": "other"}}),
     ("workers.labels", {"workers.labels": {"queue": "a", "app.kubernetes.io/name": "mine"}}),
     ("workers.annotations", {"workers.annotations": {"prometheus.io/port": "1"}}),
@@ -449,6 +462,8 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("runtime.command", {"training": {"steps": 1, "globalBatchSize": 4, "sequenceLength": 8}}),
     ("checkpoint", {"checkpoint": {"claimName": "c", "everySteps": 5}}),
     ("checkpoint.keep", {"checkpoint": {"uri": "s3://bucket/x", "keep": 5}}),
+    ("checkpoint", {"checkpoint": {"claimName": "c", "staging": "Overlapped"}}),
+    ("checkpoint", {"checkpoint": {"claimName": "c", "writer": "Process"}}),
     ("checkpoint.store", {"checkpoint": {"uri": "s3://bucket/x", "store": {"keep": 5}}}),
     ("parallelism", {"parallelism.microBatches": 2}),
     ("parallelism", {"parallelism.zeroStage": 3}),
@@ -466,6 +481,7 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("elastic.replan", {"elastic": {"replan": True}}),
 ]
 FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (GOOD, {**MASTERS, "training.shardedMasters": {"gradients": "fp32"}, "parallelism.zeroStage": None}),
     (GOOD, {}),
     (GOOD, {"runtime": {"command": ["x"], "framework": "MegatronLM"}, "data": None, "parallelism.zeroStage": 1}),
     (GOOD, {"runtime": {"command": ["x"], "framework": "DeepSpeed"}, "data": None, "parallelism.microBatches": 4}),
@@ -508,6 +524,7 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (COMMAND, {}),
     (COMMAND, {"checkpoint": {"uri": "s3://bucket/runs", "store": {"secretName": "s", "encryption": "KMS"}}}),
     (GOOD, {"checkpoint": {"uri": "abfs://box@account.dfs.core.windows.net/runs", "store": {"secretName": "s"}}}),
+    (GOOD, {"checkpoint": {"claimName": "c", "staging": "Overlapped", "writer": "Process"}}),
     (GOOD, {"checkpoint": {"claimName": "c", "uri": "gs://bucket/runs", "store": {"everySteps": 300, "keep": 9}}}),
     (COMMAND, {"runtime.agent": "Injected", **volumes({})}),
     (COMMAND, {"runtime.agent": "Image", **volumes({"name": "meshwright-agent", "mountPath": "/agent"})}),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from meshwright.api.precision import GradientFormat
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS, UnknownModelError
@@ -49,8 +50,8 @@ class Case:
 def memory(model: str, ranks: int, sequence_length: int, gpu: str, svg: Path | None) -> None:
     """Draw the memory of one rank by kind, from the planner's cost model.
 
-    First with ZeRO stages 0 to 3, which divide states over the ranks, then with activation checkpointing, which stores
-    less for the backward pass. One sequence per rank, bf16, AdamW.
+    First with ZeRO stages 0 to 3, which divide states over the ranks, also with `training.shardedMasters`; then with
+    activation checkpointing, which stores less for the backward pass. One sequence per rank, bf16, AdamW.
     """
     architecture, product = _model(model), _gpu(gpu)
     groups = memory_cases(architecture, ranks, sequence_length, product)
@@ -72,10 +73,18 @@ def memory_cases(
         Case(f"ZeRO {stage}" if stage else "DDP", memory_of(work, replace(base, zero_stage=stage), machine))
         for stage in range(4)
     ]
+    masters = replace(base, settings=replace(base.settings, flat=True, master_gradient=GradientFormat.BF16.bytes))
+    published = [
+        Case(f"ZeRO {stage}", memory_of(work, replace(masters, zero_stage=stage), machine)) for stage in (1, 2)
+    ]
     sharded = replace(base, zero_stage=3)
     kinds = (ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE, ActivationCheckpointing.FULL)
     saved = [Case(kind.value, memory_of(work, replace(sharded, checkpointing=kind), machine)) for kind in kinds]
-    return [("ZeRO stage, without activation checkpointing", zero), ("Activation checkpointing, with ZeRO 3", saved)]
+    return [
+        ("ZeRO stage, without activation checkpointing", zero),
+        ("The same with `training.shardedMasters`", published),
+        ("Activation checkpointing, with ZeRO 3", saved),
+    ]
 
 
 def memory_lines(groups: Sequence[tuple[str, Sequence[Case]]], limit: float) -> list[str]:

@@ -2,7 +2,8 @@
 
 There are two estimates. Frameworks of published runs store parameters in the compute format, and master weights and
 moments in addition. Meshwright's runtime stores parameters once, in fp32 if there are master weights; copies in the
-compute format are cast for each micro-batch or gathered layer by layer.
+compute format are cast for each micro-batch or gathered layer by layer. Only with sharded master weights it stores
+parameters in the compute format too.
 """
 
 from __future__ import annotations
@@ -146,6 +147,8 @@ def _meshwright_states(stage_params: StageParameters, key: StateKey, adapters: i
     unsharded = key.shard_ranks // settings.islands == 1
     if zero == 0 or unsharded:
         states = _replicated(stage_params, key, sizes, unsharded=key.shard_ranks == 1)
+    elif settings.master_gradient is not None:
+        states = _sharded_masters(stage_params, key, sizes._replace(gradient=settings.master_gradient))
     elif zero == 1 or settings.flat:
         states = _flat_sharded(stage_params, key, sizes)
     else:
@@ -198,18 +201,35 @@ def _replicated(stage_params: StageParameters, key: StateKey, sizes: _Sizes, *, 
 
 
 def _flat_sharded(stage_params: StageParameters, key: StateKey, sizes: _Sizes) -> States:
-    """Full parameters and a shard of optimizer state.
-
-    Stage 2 also stores a shard of gradients, if backward hooks receive all gradients.
-    """
+    """Full parameters and a shard of optimizer state."""
     parameters, master = _parameters_and_masters(sizes.stored, sizes.element, sizes.whole)
     bucket = _bucket_bytes(stage_params, key, sizes)
-    gradients = sizes.gradient * sizes.trained
-    if key.zero_stage == 2 and not (key.pipeline > 1 and kind_of(key.schedule).splits_backward):
-        gradients = min(gradients, sizes.gradient * sizes.trained_shard + bucket)
+    gradients = _flat_gradient_bytes(key, sizes, bucket)
     cast = sizes.element * sizes.whole if sizes.element < sizes.stored else 0.0
     moments = _optimizer_bytes(stage_params, key, sizes, sizes.trained_shard)
     return States(parameters, master, gradients, moments, 0.0, cast, bucket)
+
+
+def _sharded_masters(stage_params: StageParameters, key: StateKey, sizes: _Sizes) -> States:
+    """Full parameters in the compute format; a shard of master weights and optimizer state in fp32."""
+    bucket = _bucket_bytes(stage_params, key, sizes)
+    return States(
+        sizes.element * sizes.whole,
+        sizes.stored * sizes.trained_shard,
+        _flat_gradient_bytes(key, sizes, bucket),
+        _optimizer_bytes(stage_params, key, sizes, sizes.trained_shard),
+        0.0,
+        0.0,
+        bucket,
+    )
+
+
+def _flat_gradient_bytes(key: StateKey, sizes: _Sizes, bucket: float) -> float:
+    """Full gradients. With stage 2 a shard of them and a bucket, if backward hooks receive all gradients."""
+    gradients = sizes.gradient * sizes.trained
+    if key.zero_stage == 2 and not (key.pipeline > 1 and kind_of(key.schedule).splits_backward):
+        gradients = min(gradients, sizes.gradient * sizes.trained_shard + bucket)
+    return gradients
 
 
 def _fsdp_sharded(stage_params: StageParameters, key: StateKey, sizes: _Sizes) -> States:

@@ -28,9 +28,14 @@ BATCHED_PART = 0.6
 TILE_ROWS = 128
 """Rows of one tile of a grouped product on tensor cores (CUTLASS, and DeepGEMM in DeepSeek-V3)."""
 QUANTIZED_FORWARD = 5.0
-"""Bytes of memory traffic that quantize one 16-bit weight to fp8: its largest value is found, then it is converted."""
+"""Bytes of memory traffic that quantize one 16-bit number to fp8: the largest value is found, then it is converted."""
 QUANTIZED_BACKWARD = 3.0
-"""The same in the backward pass, for a layout along the other dimension, with the scale of the forward pass."""
+"""The same for a weight in the backward pass, for a layout along the other dimension, with the scale of the forward
+pass."""
+TRANSPOSED = 2.0
+"""Bytes of memory traffic that copy one fp8 number into the other layout, which the product of a weight's gradient
+needs.
+"""
 KERNEL_GAP = 5e-6
 """Seconds between the end of a kernel and the start of the next."""
 
@@ -91,15 +96,32 @@ def layer_time(shape: LayerShape, gpu: Accelerator, runtime: Framework) -> Layer
     quantizes = shape.fp8 and not runtime.fp8_weights
     cast = weights * (_cast_bytes(shape.precision, runtime) + QUANTIZED_FORWARD * quantizes) / memory_rate
     quantized_again = weights * QUANTIZED_BACKWARD * quantizes / memory_rate
+    quantized_forward, quantized_backward = quantized_bytes(shape, runtime) if shape.fp8 else (0.0, 0.0)
     core_forward, core_backward = _attention_core_seconds(shape, gpu, runtime)
     moved = elementwise_bytes(shape, runtime) / memory_rate + runtime.kernels * KERNEL_GAP
     return LayerTime(
-        forward=products + core_forward + moved + cast,
-        backward_input=products + core_backward + moved + quantized_again,
+        forward=products + core_forward + moved + cast + quantized_forward / memory_rate,
+        backward_input=products + core_backward + moved + quantized_again + quantized_backward / memory_rate,
         backward_weight=products + runtime.kernels / 2 * KERNEL_GAP + weights * runtime.accumulation / memory_rate,
         core=core_forward,
         elementwise=moved + cast,
     )
+
+
+def quantized_bytes(shape: LayerShape, runtime: Framework) -> tuple[float, float]:
+    """Bytes of memory traffic that quantize the operands of fp8 products, except experts' weights: forward, backward.
+
+    Forward these are inputs and, in runtimes that do so for every micro-batch, weights. Backward, gradients are
+    quantized, and gradients and inputs are copied to the other layout.
+    """
+    forward = backward = 0.0
+    dense = len(_dense_matmuls(shape))
+    for index, (rows, columns, inner, count, _) in enumerate(matmuls_of(shape)):
+        weights = inner * columns if index < dense and not runtime.fp8_weights else 0.0
+        forward += QUANTIZED_FORWARD * (count * rows * inner + weights)
+        backward += count * rows * ((QUANTIZED_FORWARD + TRANSPOSED) * columns + TRANSPOSED * inner)
+        backward += QUANTIZED_BACKWARD * weights
+    return forward, backward
 
 
 def expert_weights(shape: LayerShape) -> float:

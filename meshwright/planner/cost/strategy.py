@@ -22,6 +22,8 @@ class MemoryOptions:
 
     master_weights: bool = True
     """Whether parameters are fp32 if the compute format is not."""
+    master_gradient: float | None = None
+    """Bytes of a gradient with sharded master weights. None without them."""
     muon: bool = False
     """Whether matrices of layers have one moment (Muon) instead of AdamW's two."""
     flat: bool = False
@@ -129,6 +131,11 @@ class Strategy(Layout):
             raise ValueError(f"`{name}` must be at least 1, not {getattr(self, name)}")
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"`zero_stage` must be 0, 1, 2 or 3, not {self.zero_stage}")
+
+    @property
+    def shards_masters(self) -> bool:
+        """Whether parameters are bf16, and ranks have fp32 master weights of only their rows."""
+        return self.settings.master_gradient is not None and self.zero_stage > 0 and self.shard_ranks > 1
 
     @property
     def schedule_kind(self) -> PipelineScheduleKind:

@@ -40,9 +40,12 @@ def gradient_sync_seconds(
     """
     runtime, fabric = machine.runtime, machine.fabric
     stage_params = fullest_stage(work.model, stages, strategy.tensor, strategy.expert_parts)
-    reduced = all_reduce if strategy.zero_stage == 0 else _scatter_and_gather
-    comm_seconds = reduced(stage_params.dense * runtime.reduced, groups.shard_ranks, fabric)
-    comm_seconds += reduced(stage_params.experts * runtime.reduced, groups.expert_shard_ranks, fabric)
+    comm_seconds = 0.0
+    for count, span in (
+        (stage_params.dense, groups.shard_ranks),
+        (stage_params.experts, groups.expert_shard_ranks),
+    ):
+        comm_seconds += _reduction_seconds(count, strategy, runtime, span, fabric)
     if strategy.tensor > 1 and not strategy.expert_tensor:
         comm_seconds += all_reduce(stage_params.experts * runtime.reduced, groups.tensor, fabric)
     overlap_seconds = overlappable[0]
@@ -57,17 +60,30 @@ def gradient_sync_seconds(
 def gradient_sync_bytes(work: Workload, strategy: Strategy, runtime: Framework, stages: Stages) -> float:
     """Bytes that the rank with the most parameters sends in one step to reduce gradients and gather parameters."""
     stage_params = fullest_stage(work.model, stages, strategy.tensor, strategy.expert_parts)
-    # In a ring an all-reduce is a scatter and a gather. With ZeRO the gather is of parameters, half the bytes.
-    sent = stage_params.total * runtime.reduced * (2.0 if strategy.zero_stage == 0 else 1.5)
+    # In a ring an all-reduce is a scatter and a gather.
+    sent = stage_params.total * sum(_scattered_and_gathered(strategy, runtime))
     if strategy.zero_stage == 3:
         size = matmul_bytes(strategy)
         sent += 2.0 * strategy.micro_batches * stage_params.total * size
     return sent * (strategy.shard_ranks - 1) / strategy.shard_ranks
 
 
-def _scatter_and_gather(size: float, span: Span, fabric: Fabric) -> float:
-    """Seconds to scatter gradients, and to gather parameters in half the bytes."""
-    return all_gather(size, span, fabric) + all_gather(size / 2, span, fabric)
+def _reduction_seconds(parameters: float, strategy: Strategy, runtime: Framework, span: Span, fabric: Fabric) -> float:
+    """Seconds to all-reduce gradients, or with ZeRO to scatter them and to gather parameters."""
+    if strategy.zero_stage == 0:
+        return all_reduce(parameters * runtime.reduced, span, fabric)
+    scattered, gathered = _scattered_and_gathered(strategy, runtime)
+    return all_gather(parameters * scattered, span, fabric) + all_gather(parameters * gathered, span, fabric)
+
+
+def _scattered_and_gathered(strategy: Strategy, runtime: Framework) -> tuple[float, float]:
+    """Bytes of a parameter in the two halves of its gradient's reduction. With ZeRO the second is of parameters."""
+    if strategy.zero_stage == 0:
+        return runtime.reduced, runtime.reduced
+    gradient = strategy.settings.master_gradient
+    if strategy.shards_masters and gradient is not None:
+        return gradient, strategy.precision.bytes
+    return runtime.reduced, runtime.reduced / 2
 
 
 def _parameter_gather_seconds(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.api.precision import Precision
 from tests.parity.case import Case
 
 _SMALL = {"bucket_elements": 4000}
@@ -29,12 +30,37 @@ def _hybrid(technique: str, zero: int, **replicas: Any) -> list[Case]:
     ]
 
 
+def _sharded_masters(zero: int, gradients: str) -> list[Case]:
+    """Masters in own rows, against one process whose parameters are masters; in every dimension and schedule."""
+    technique = f"ZeRO-{zero}, sharded masters, {gradients} gradients"
+    options: dict[str, Any] = {
+        "zero": zero,
+        "replicas": {**_SMALL, "strategy": "ZeRO"},
+        "training": {"sharded_masters": {"gradients": gradients}},
+    }
+    rounded: dict[str, Any] = {"exact": False, "tolerance": 5e-2}
+    bf16 = {"precision": Precision.BF16}
+    layouts: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"data": 2}, {}),
+        ({"data": 3, "micro_batches": 2}, {**_UNEVEN, "batch": 12}),
+        ({"data": 2, "pipeline": 2, "tensor": 2, "micro_batches": 4}, {}),
+        ({"context": 2, "pipeline": 2, "parallelism": {"schedule": "ZBH1"}}, {}),
+        ({"data": 2, "pipeline": 2, "micro_batches": 4, "parallelism": {"schedule": "ZBV"}}, {"layers": 4}),
+    ]
+    return [
+        Case(technique, {**layout, **options}, {**common, **bf16}, smoke=number == 0, **rounded)
+        for number, (layout, common) in enumerate(layouts)
+    ]
+
+
 CASES = [
     *_of("DDP with buckets and overlap", 0),
     *_of("DDP without overlap", 0, smoke=False, overlap=False),
     *_of("ZeRO-1", 1),
     *_of("ZeRO-1 without overlap", 1, smoke=False, overlap=False),
     *_of("ZeRO-2", 2, strategy="ZeRO"),
+    *_sharded_masters(1, "bf16"),
+    *_sharded_masters(2, "fp32"),
     *_of("FSDP2, ZeRO-2", 2, smoke=False, strategy="FSDP"),
     *_of("FSDP1 NO_SHARD", 0, smoke=False, strategy="NO_SHARD"),
     *_of("FSDP1 SHARD_GRAD_OP", 2, smoke=False, strategy="SHARD_GRAD_OP"),
@@ -105,6 +131,40 @@ _REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "compression of shards",
         {"data": 2, "zero": 1, "replicas": {"compression": "PowerSGD"}},
         "`parallelism.dataParallel.compression: PowerSGD` needs `parallelism.zeroStage: 0`",
+    ),
+]
+_MASTERS: dict[str, Any] = {"zero": 1, "precision": "bf16", "training": {"sharded_masters": {}}}
+_FLAT_MASTERS: dict[str, Any] = {**_MASTERS, "replicas": {"strategy": "ZeRO"}}
+_REFUSED += [
+    (
+        "sharded masters without bf16",
+        {"data": 2, **_FLAT_MASTERS, "precision": "fp32"},
+        "`training.shardedMasters` needs `training.precision: bf16`",
+    ),
+    (
+        "sharded masters with FSDP",
+        {"data": 2, **_MASTERS, "zero": 3},
+        "`training.shardedMasters` needs `parallelism.dataParallel.strategy: ZeRO`",
+    ),
+    (
+        "sharded masters with Muon",
+        {"data": 2, **_FLAT_MASTERS, "optimizer": {"name": "Muon"}},
+        "`training.shardedMasters` needs `training.optimizer.name: AdamW`",
+    ),
+    (
+        "sharded masters with offload",
+        {"data": 2, **_FLAT_MASTERS, "optimizer": {"offload": "CPU"}},
+        "`training.shardedMasters` needs `training.optimizer.name: AdamW` and `training.optimizer.offload: None`",
+    ),
+    (
+        "sharded masters with islands",
+        {"data": 4, **_FLAT_MASTERS, "outer": {"method": "DiLoCo", "islands": 2, "every_steps": 3}},
+        "`training.shardedMasters` is not supported with `training.outer`",
+    ),
+    (
+        "sharded masters with older weights",
+        {"data": 2, **_FLAT_MASTERS, "pipeline": 2, "clip": 0.0, "parallelism": {"schedule": "PipeDream2BW"}},
+        "`parallelism.zeroStage: 1` must be 0 with `PipeDream` and `PipeDream2BW`",
     ),
 ]
 _REFUSED += [

@@ -27,7 +27,7 @@ from meshwright.planner.cost.constants import SYNCHRONISE
 from meshwright.planner.cost.estimate import estimate, machine_for
 from meshwright.planner.cost.fabric import BASE_LATENCY, INTER_LATENCY, INTRA_LATENCY, Fabric
 from meshwright.planner.cost.frameworks import FRAMEWORKS
-from meshwright.planner.cost.roofline import LayerShape, LayerTime, layer_time, matmuls_of, tile_rows
+from meshwright.planner.cost.roofline import LayerShape, LayerTime, layer_time, matmuls_of, quantized_bytes, tile_rows
 from meshwright.planner.cost.stage_time import Bottleneck, MicroBatchTime, bottleneck_of, forward_and_backward_parts
 from meshwright.planner.cost.stages import stages_of
 from meshwright.planner.cost.step_time import StepTime
@@ -191,6 +191,19 @@ def test_fp8_experts_are_quantized_for_every_micro_batch() -> None:
     more, fewer = (layer_time(replace(shape, expert=ranks), H100S.gpu, FRAMEWORKS["meshwright"]) for ranks in (4, 256))
     assert more.forward - fewer.forward == pytest.approx(weights * (1 + 6 + 5) / rate, rel=0.02)
     assert more.backward_input - fewer.backward_input == pytest.approx(weights * (1 + 3) / rate, rel=0.06)
+
+
+def test_the_operands_of_fp8_products_are_quantized() -> None:
+    # Inputs are read twice and written forward; gradients too, and both are copied to the other layout backward.
+    model = published("llama-3.1-8b")
+    shape = LayerShape(model, False, 8192, 8192, 1, 1, False, 1, True, Precision.BF16, fp8=True)
+    hidden, inner, keys = model.hidden_size, model.intermediate_size, 2 * model.kv_heads * model.key_size
+    inputs, outputs = 3 * hidden + inner, hidden + keys + 2 * hidden + 2 * inner
+    weights = hidden * (hidden + keys) + hidden * hidden + 3 * hidden * inner
+    forward, backward = quantized_bytes(shape, FRAMEWORKS["torchtitan"])
+    assert forward == pytest.approx(5 * (8192 * inputs + weights))
+    assert backward == pytest.approx(8192 * (7 * outputs + 2 * inputs) + 3 * weights)
+    assert quantized_bytes(shape, FRAMEWORKS["megatron-core"])[0] == pytest.approx(5 * 8192 * inputs)
 
 
 def test_a_larger_micro_batch_moves_weights_less_often() -> None:

@@ -143,7 +143,7 @@ def test_a_mixture_that_was_never_fitted() -> None:
     machine = machine_for(ACCELERATORS["H800-SXM5-80GB"], FRAMEWORKS["megatron-core-deepep"])
     model = published("deepseek-v3").model_copy(update={"prediction_layers": 1})
     found = estimate(Workload(model, 4096, 15360), strategy, machine)
-    # The estimate leaves out what makes experts' loads differ, and quantization: it is below what was measured.
+    # The estimate leaves out what makes experts' loads differ: it is below what was measured.
     assert 0.7 <= found.seconds / 19.926 <= 1.0
 
 

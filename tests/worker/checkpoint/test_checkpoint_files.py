@@ -69,6 +69,16 @@ def test_tensors_come_back_as_they_were(tmp_path: Path, dtype: torch.dtype) -> N
         assert torch.equal(map_tensor(path, starts[name], dtype, tensor.shape), tensor)
 
 
+def test_large_tensors_are_written_in_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    tensors = {"small": torch.arange(3), "large": torch.arange(2_500_000), "end": torch.arange(200_000)}
+    starts, size, checksum = write_tensors(path, tensors)
+    assert size > 20 << 20
+    assert (size, checksum) == file_checksum(path)
+    for name, tensor in tensors.items():
+        assert torch.equal(map_tensor(path, starts[name], tensor.dtype, tensor.shape), tensor)
+
+
 def test_the_file_is_what_the_safetensors_format_says(tmp_path: Path) -> None:
     path = tmp_path / "file.safetensors"
     write_tensors(path, {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([[3]], dtype=torch.int64)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,14 @@ def store_at(uri: str, generation: int = 0) -> ObjectDirectory:
     store = open_store(uri, generation)
     assert isinstance(store, ObjectDirectory)
     return store
+
+
+def test_a_store_can_be_sent_to_the_process_that_writes(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/run", 3)
+    assert isinstance(store, ObjectDirectory)
+    save_step(pickle.loads(pickle.dumps(store)), 5)  # noqa: S301 - its own
+    assert store.steps() == [5]
+    assert store.location(5).endswith("step-00000005-g3")
 
 
 def test_a_checkpoint_comes_back_as_it_was(root: str) -> None:

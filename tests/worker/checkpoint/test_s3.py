@@ -23,6 +23,7 @@ from meshwright_worker.checkpoint.object_store import ObjectDirectory
 from meshwright_worker.checkpoint.retry import RetryPolicy
 from meshwright_worker.checkpoint.store import open_store
 from tests.distributed.rank_pool import free_port
+from tests.worker.checkpoint.dying_writer import count_connections, save_and_die
 from tests.worker.checkpoint.fault_proxy import KINDS, FaultProxy
 from tests.worker.checkpoint.saving import save_alone
 from tests.worker.checkpoint.test_checkpoint_files import manifest_at
@@ -136,36 +137,29 @@ def test_a_store_that_stays_away_fails_the_save_and_leaves_the_one_before(server
     assert is_intact(opened(server), 10)
 
 
-CHILD = """
-import os, sys
-from tests.worker.checkpoint import test_s3
-from meshwright_worker.checkpoint import object_store
-object_store.PART_BYTES = 5 << 20
-kill_at, url, generation = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-written = 0
-write = object_store.ChecksummedFile.write
-def counted(self, data):
-    global written
-    for first in range(0, len(data), 65536):
-        block = data[first : first + 65536]
-        written += len(block)
-        write(self, block[: len(block) - max(0, written - kill_at)] if written > kill_at else block)
-        if written > kill_at:
-            os.kill(os.getpid(), 9)
-object_store.ChecksummedFile.write = counted
-test_s3.save_step(test_s3.opened(url, generation), 20)
-"""
+KILLS = 100
 
 
-def test_a_writer_that_is_killed_at_any_byte_leaves_the_checkpoint_before(server: str) -> None:
+def test_a_writer_that_is_killed_at_any_byte_leaves_the_newest_complete_checkpoint(server: str) -> None:
+    """At any byte that it sends: of a part, of the request that joins them, of the index or the manifest."""
     save_step(opened(server), 10)
-    total = sum(tensor.nbytes for tensor in TENSORS.values())
-    for number, offset in enumerate(random.Random(3).sample(range(total), 4)):
-        child = subprocess.run([sys.executable, "-c", CHILD, str(offset), server, str(number + 1)], check=False)
-        assert child.returncode == -9
-        directory = opened(server, 99)
+
+    def save_as(generation: int) -> None:
+        # A fork has none of its parent's threads and connections.
+        save_step(opened(server, generation), 20)
+
+    total = save_and_die(lambda: save_as(1), 1 << 60, count_connections)
+    assert total is not None
+    assert total > sum(tensor.nbytes for tensor in TENSORS.values())
+    outcomes = []
+    for number, offset in enumerate(sorted(random.Random(3).sample(range(total), KILLS)), 2):
+        directory = opened(server, number)
+        directory.remove_newer(10)
+        assert save_and_die(lambda now=number: save_as(now), offset, count_connections) is None  # type: ignore[misc]
         directory.clean()
-        assert directory.steps() == [10]
-    assert is_intact(opened(server), 10)
-    save_step(directory, 20)
-    assert opened(server).steps() == [20, 10]
+        outcomes.append(directory.steps()[0])
+        assert is_intact(directory, outcomes[-1])
+    assert outcomes == sorted(outcomes), "once complete, it is never lost"
+    assert outcomes[0] == 10
+    save_step(directory, 21)
+    assert opened(server).steps()[0] == 21

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ from meshwright_worker.checkpoint.save_plan import (
     local_plan,
     tensors_to_write,
 )
-from meshwright_worker.checkpoint.state_dict import stage_copy
+from meshwright_worker.checkpoint.state_dict import LaterCopy, allocate_copy, copy_tensors
 from meshwright_worker.checkpoint.store import CheckpointStore, Tier
 from meshwright_worker.checkpoint.writer_process import Executor, executor_of_this_process
 from meshwright_worker.distributed.device import use_device
@@ -68,24 +68,37 @@ class AsyncCheckpointer:
         self._mesh = mesh
         self._executor = executor or executor_of_this_process()
         self._planned: _Planned | None = None
+        self._copy_error: BaseException | None = None
         self._staged: dict[str, torch.Tensor] = {}
+        self._copied = threading.Event()
+        self._copied.set()
         self._thread: threading.Thread | None = None
         self._saved: deque[SavedCheckpoint] = deque()
         self._errors: list[BaseException] = []
 
     def begin(
-        self, tensors: dict[str, torch.Tensor], manifest: BaseManifest, tiers: Sequence[Tier] | None = None
+        self,
+        tensors: dict[str, torch.Tensor],
+        manifest: BaseManifest,
+        tiers: Sequence[Tier] | None = None,
+        unchanged: Container[str] = (),
     ) -> None:
         """Start to save on `tiers`, by default on all; returns once a copy is staged. Collective.
 
-        Call `take_finished` before and between.
+        Call `take_finished` before and between. The tensors that `unchanged` names are copied later: do not change them
+        before `wait_for_copy` returns.
         """
         if self._thread is not None:
             raise CheckpointError("a save is still in progress")
-        staged = stage_copy(tensors, self._staged, self._executor.memory)
+        staged = allocate_copy(tensors, self._staged, self._executor.memory)
+        later = {name: tensor for name, tensor in tensors.items() if name in unchanged}
+        copy_tensors({name: tensor for name, tensor in tensors.items() if name not in later}, staged)
+        copy = LaterCopy(later, staged, self._mesh.device) if later else None
+        if copy is not None:
+            self._copied.clear()
         self._thread = threading.Thread(
             target=self._run,
-            args=(staged, manifest, self._tiers if tiers is None else tiers),
+            args=(copy, staged, manifest, self._tiers if tiers is None else tiers),
             name="checkpoint",
             daemon=True,
         )
@@ -106,9 +119,26 @@ class AsyncCheckpointer:
                 raise CheckpointError(f"a checkpoint could not be written: {causes}") from errors[0]
         return [self._saved.popleft() for _ in range(len(self._saved))]
 
-    def _run(self, tensors: dict[str, torch.Tensor], manifest: BaseManifest, tiers: Sequence[Tier]) -> None:
+    def wait_for_copy(self) -> None:
+        """Wait until the tensors of the save in progress may change."""
+        self._copied.wait()
+
+    def _run(
+        self,
+        copy: LaterCopy | None,
+        tensors: dict[str, torch.Tensor],
+        manifest: BaseManifest,
+        tiers: Sequence[Tier],
+    ) -> None:
         use_device(self._mesh.device)
         step = manifest.state.step
+        self._copy_error = None
+        if copy is not None:
+            try:
+                copy.run()
+            except BaseException as error:  # the other ranks wait for this one: `_write` raises it
+                self._copy_error = error
+            self._copied.set()
         for tier in tiers:
             started = time.monotonic()
             try:
@@ -131,13 +161,15 @@ class AsyncCheckpointer:
         file = file_of_rank(self._mesh.rank)
 
         def write() -> dict[str, FileRecord]:
+            if self._copy_error is not None:
+                raise self._copy_error
             content = tensors_to_write(planned.items, tensors)
             return {file: self._executor.run(write_file, store, step, file, content)} if content else {}
 
         def commit(written: list[dict[str, FileRecord]]) -> list[None]:
             assert planned.index is not None
             files = {name: record for files in written for name, record in files.items()}
-            _commit(manifest, tier, files, *planned.index)
+            commit_checkpoint(manifest, tier, files, *planned.index)
             return [None] * len(written)
 
         collected(write, commit, self._mesh)
@@ -165,7 +197,10 @@ def write_file(store: CheckpointStore, step: int, file: str, tensors: dict[str, 
     return store.sink(step).write_tensors(file, tensors)[1]
 
 
-def _commit(manifest: BaseManifest, tier: Tier, files: dict[str, FileRecord], index_name: str, index: bytes) -> None:
+def commit_checkpoint(
+    manifest: BaseManifest, tier: Tier, files: dict[str, FileRecord], index_name: str, index: bytes
+) -> None:
+    """Complete a checkpoint whose files of tensors are written, and remove older ones of its tier."""
     step = manifest.state.step
     files = {**files, index_name: tier.store.sink(step).write(index_name, index)}
     written = BINARY_INDEX_FORMAT if index_name == BINARY_INDEX else FORMAT

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from meshwright.api.checkpoint import CheckpointSpec, StoreSpec
+from meshwright.api.checkpoint import CheckpointSpec, Staging, StoreSpec
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
 from meshwright_worker.checkpoint.collective_errors import on_first_rank
@@ -131,9 +131,11 @@ class CheckpointManager:
         *,
         wait: bool,
         replace: bool = False,
+        updates_wait: bool = False,
     ) -> None:
         """Save `state`, whose digest is this rank's part. Returns at once; with `wait`, when it is durable. A state of
-        the step that was saved or loaded last is saved again only with `replace`.
+        the step that was saved or loaded last is saved again only with `replace`. With `updates_wait`, parameters and
+        moments do not change before `wait_for_copy` returns, so that they may be copied later.
 
         Raises:
             CheckpointError: this save, or an earlier one, failed.
@@ -151,9 +153,15 @@ class CheckpointManager:
             # The last save of a generation is waited for, and one that is due on no tier was asked for: both are worth
             # a copy on every tier.
             due = [tier for tier in self._tiers if wait or state.step % tier.every_steps == 0]
-            self._saver.begin({**tensors, **residuals}, manifest, due or self._tiers)
+            overlaps = updates_wait and not wait and self._spec.staging is Staging.OVERLAPPED
+            unchanged = checkpoint_tensors(shards, optimizer) if overlaps else {}
+            self._saver.begin({**tensors, **residuals}, manifest, due or self._tiers, unchanged)
         if wait:
             self.report(wait=True)
+
+    def wait_for_copy(self) -> None:
+        """Wait until parameters and moments may change again. Not collective."""
+        self._saver.wait_for_copy()
 
     def report(self, *, wait: bool = False) -> None:
         """Report a save that has become durable; with `wait`, wait for the one in progress.

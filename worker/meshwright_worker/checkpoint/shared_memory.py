@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright_worker.checkpoint.errors import CheckpointError
+
 log = logging.getLogger(__name__)
 
 _ALIGNMENT = 512
@@ -79,7 +81,13 @@ class SharedMemory:
             end += -(-template.numel() * template.element_size() // _ALIGNMENT) * _ALIGNMENT
         if not templates:
             return []
-        segment = Segment(max(end, _ALIGNMENT))
+        try:
+            segment = Segment(max(end, _ALIGNMENT))
+        except OSError as error:
+            raise CheckpointError(
+                f"`checkpoint.writer: Process` needs {end} bytes for the copy of this rank's state: {error.strerror}: "
+                "raise `workers.resources.memory`"
+            ) from error
         if pinned_memory:
             segment.pin()
         self.segments.append(segment)

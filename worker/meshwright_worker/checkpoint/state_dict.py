@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright_worker.checkpoint.shared_memory import SharedMemory
-from meshwright_worker.memory.host_memory import allocate_host_tensors
+from meshwright_worker.memory.host_memory import CopyStreams, allocate_host_tensors
 from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.shards import ParameterShard
 
@@ -59,6 +59,15 @@ def stage_copy(
         staged: an earlier copy of the same tensors, whose memory is reused; empty the first time.
         memory: where new memory is allocated; by default it belongs to this process alone.
     """
+    copies = allocate_copy(tensors, staged, memory)
+    copy_tensors(tensors, copies)
+    return copies
+
+
+def allocate_copy(
+    tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor], memory: SharedMemory | None
+) -> dict[str, torch.Tensor]:
+    """The memory for `stage_copy`, without the content."""
     allocate = memory.allocate if memory is not None else allocate_host_tensors
     new = {name: tensor for name, tensor in tensors.items() if name not in staged}
     for pinned_memory in (True, False):
@@ -66,9 +75,36 @@ def stage_copy(
         host_tensors = allocate([_local_part(tensor) for tensor in selected.values()], pinned_memory=pinned_memory)
         for (name, tensor), host_tensor in zip(selected.items(), host_tensors, strict=True):
             staged[name] = _distributed_like(tensor, host_tensor) if isinstance(tensor, DTensor) else host_tensor
-    for name, tensor in tensors.items():
-        _local_part(staged[name]).copy_(_local_part(tensor))
     return {name: staged[name] for name in tensors}
+
+
+@torch.no_grad()
+def copy_tensors(tensors: Mapping[str, torch.Tensor], copies: Mapping[str, torch.Tensor]) -> None:
+    """Copy the local part of each tensor into the one of the same name."""
+    for name, tensor in tensors.items():
+        _local_part(copies[name]).copy_(_local_part(tensor))
+
+
+class LaterCopy:
+    """A copy of tensors that another thread makes while the device works on. On CUDA it has its own stream."""
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], copies: Mapping[str, torch.Tensor], device: torch.device
+    ) -> None:
+        """The tensors are copied as they are after the work that is queued now."""
+        self._tensors, self._copies = tensors, copies
+        self._streams = CopyStreams(device)
+        if self._streams.outward is not None:
+            self._streams.outward.wait_stream(torch.cuda.current_stream())
+
+    def run(self) -> None:
+        """Make the copy. Until then nobody may change the tensors."""
+        if self._streams.outward is None:
+            copy_tensors(self._tensors, self._copies)
+            return
+        with torch.cuda.stream(self._streams.outward):
+            copy_tensors(self._tensors, self._copies)
+        self._streams.outward.synchronize()
 
 
 def _local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,8 @@ Each message has its length in front.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import io
 import logging
 import os
@@ -20,6 +22,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 
@@ -33,10 +36,10 @@ log = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-_LENGTH = struct.Struct("<QI")
-"""Length of what follows, and number of descriptors that come with it."""
+_LENGTH = struct.Struct("<Q")
 _MAX_DESCRIPTORS = 250
 """The kernel sends at most 253 at once. A rank needs one, and another if tensors are added later."""
+_REAP_SECONDS = 5.0
 
 
 class Executor(Protocol):
@@ -76,7 +79,7 @@ class WriterProcess:
         return _InWriter(self) if self._alive else ThisProcess()
 
     def run(self, memory: SharedMemory, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """See `Executor.run`. Without an answer of the process, the function runs here."""
+        """See `Executor.run`. If the process does not answer, the function runs here."""
         with self._lock:
             answer = self._answer(memory, function, args, kwargs) if self._alive else None
         if answer is None:
@@ -87,10 +90,17 @@ class WriterProcess:
         return result  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """End the process and reap it. A rank calls it before it exits."""
-        with self._lock:
+        """Kill the process, and reap it unless storage that does not answer keeps it. A rank calls it before it exits:
+        then the fork server reaps it later.
+        """
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
             if self._alive:
-                self._end()
+                os.kill(self.process, signal.SIGKILL)
+            deadline = time.monotonic() + _REAP_SECONDS
+            # A thread that waits for an answer reaps it too.
+            while self._alive and os.waitpid(self.process, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
+                time.sleep(0.001)
+        self._alive = False
 
     def _answer(self, memory: SharedMemory, *request: Any) -> tuple[Any, BaseException | None] | None:
         """What the process answers; None if it is dead."""
@@ -101,7 +111,7 @@ class WriterProcess:
         _Pickler(content, memory.segments).dump(request)
         try:
             _send(self._channel, content.getvalue(), [segment.descriptor for segment in new])
-            self._sent |= {segment.number for segment in new}
+            self._sent = set(in_use)  # the process forgets the others
             answer, _ = _receive(self._channel)
         except (OSError, EOFError):
             code = self._end()
@@ -114,7 +124,7 @@ class WriterProcess:
         """Let the process unmap the memory of an earlier generation, unless it still writes from there."""
         if self._lock.acquire(blocking=False):
             try:
-                if self._sent:
+                if self._alive and self._sent:
                     self._answer(SharedMemory(), _nothing, (), {})
             finally:
                 self._lock.release()
@@ -177,9 +187,10 @@ def executor_of_this_process() -> Executor:
 
 def _serve(channel: socket.socket) -> NoReturn:
     """Serve requests until the rank closes its end."""
+    # Fatal signals would be reported to a descriptor of the rank.
+    faulthandler.disable()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     # A fork has none of the threads that torch's parallel loops would wait for.
     torch.set_num_threads(1)
     segments: dict[int, Segment] = {}
@@ -244,8 +255,7 @@ def _nothing() -> None:
 
 
 def _send(channel: socket.socket, content: bytes, descriptors: list[int]) -> None:
-    head = _LENGTH.pack(len(content), len(descriptors))
-    socket.send_fds(channel, [head], descriptors)
+    socket.send_fds(channel, [_LENGTH.pack(len(content))], descriptors)
     channel.sendall(content)
 
 
@@ -258,7 +268,7 @@ def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
     head, descriptors, _, _ = socket.recv_fds(channel, _LENGTH.size, _MAX_DESCRIPTORS, socket.MSG_WAITALL)
     if len(head) != _LENGTH.size:
         raise EOFError
-    length, _ = _LENGTH.unpack(head)
+    (length,) = _LENGTH.unpack(head)
     content = bytearray()
     while len(content) < length:
         block = channel.recv(min(length - len(content), 1 << 20))

@@ -165,7 +165,7 @@ def _local(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _accumulate(weight: nn.Parameter, gradient: torch.Tensor) -> None:
-    gradient = gradient.to(weight.dtype)
+    gradient = gradient.to(weight.grad_dtype or weight.dtype)
     if isinstance(weight, DTensor):
         gradient = DTensor.from_local(
             gradient,

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.api.precision import Precision
-from meshwright.api.training import OptimizerName, OptimizerOffload, TrainingSpec
+from meshwright.api.training import OptimizerName, OptimizerOffload
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.optimizers.adamw import AdamW
 from meshwright_worker.optimizers.bf16_adamw import BF16AdamW
+from meshwright_worker.optimizers.master_adamw import MasterAdamW
 from meshwright_worker.optimizers.muon import Muon
 from meshwright_worker.optimizers.offload_adamw import OffloadAdamW
 from meshwright_worker.optimizers.offloaded_state import FileMomentState, HostMomentState
@@ -20,11 +22,13 @@ from meshwright_worker.parallel.shards import ParameterShard
 _ORTHOGONALIZES_IN = {Precision.FP64: torch.float64, Precision.FP32: torch.float32}
 
 
-def build_optimizer(shards: Sequence[ParameterShard], training: TrainingSpec, mesh: Mesh) -> Optimizer:
+def build_optimizer(shards: Sequence[ParameterShard], run: NativeRun, mesh: Mesh) -> Optimizer:
     """Build the optimizer of this rank's shards. Validation has already rejected unsupported combinations."""
-    spec = training.optimizer
+    training, spec = run.training, run.training.optimizer
     if spec.name is OptimizerName.MUON:
         return Muon(shards, spec, _ORTHOGONALIZES_IN.get(training.precision, torch.bfloat16), mesh.device)
+    if run.shards_masters:
+        return MasterAdamW(shards, spec)
     if not training.master_weights:
         return BF16AdamW(shards, spec, training.seed, compiled=training.compile)
     if spec.offload is OptimizerOffload.NONE:

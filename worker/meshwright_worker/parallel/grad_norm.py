@@ -42,12 +42,16 @@ def local_square_sum(shards: Sequence[ParameterShard], gradients: Sequence[torch
     return torch.stack(list(norms)).double().square().sum()
 
 
-def scale_and_clip(gradients: Sequence[torch.Tensor], factor: float, norm: float, limit: float) -> None:
-    """Scale gradients in place by `factor`, then clip them so that their global norm is at most `limit`.
+def clipped_factor(factor: float, norm: float, limit: float) -> float:
+    """Return the factor that scales gradients by `factor` and clips them, so that their global norm is at most `limit`.
 
     `norm` is their global norm after scaling by `factor`. A limit of 0 disables clipping.
     """
-    if limit and norm > limit:
-        factor *= limit / norm
+    return factor * (limit / norm) if limit and norm > limit else factor
+
+
+def scale_and_clip(gradients: Sequence[torch.Tensor], factor: float, norm: float, limit: float) -> None:
+    """Scale gradients in place by `clipped_factor`."""
+    factor = clipped_factor(factor, norm, limit)
     if factor != 1.0:
         torch._foreach_mul_(list(gradients), factor)

@@ -101,9 +101,7 @@ def _build_stage(
 ) -> LocalStage:
     model, precision = run.architecture, run.training.precision
     with torch.device("meta"):
-        stage = DecoderStage(model, compute_dtype(precision), index, stages, layer_indices).to(
-            stored_dtype(run.training)
-        )
+        stage = DecoderStage(model, compute_dtype(precision), index, stages, layer_indices).to(stored_dtype(run))
     if run.training.lora is not None:
         apply_lora(stage, run.training.lora)
     if run.context > 1 or run.packs_documents:

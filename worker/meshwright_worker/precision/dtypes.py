@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright.api.precision import Precision
-from meshwright.api.training import TrainingSpec
+from meshwright_worker.rank.task import ModelRun
 
 PARAMETER_DTYPE = torch.float32
 """The format of parameters, except for `fp64`."""
@@ -36,9 +36,11 @@ def parameter_dtype(precision: Precision) -> torch.dtype:
     return torch.float64 if precision is Precision.FP64 else PARAMETER_DTYPE
 
 
-def stored_dtype(training: TrainingSpec) -> torch.dtype:
-    """The format of parameters and of optimizer state."""
-    return parameter_dtype(training.precision) if training.master_weights else torch.bfloat16
+def stored_dtype(run: ModelRun) -> torch.dtype:
+    """The format of a model's parameters."""
+    training = run.training
+    has_masters_elsewhere = run.shards_masters or not training.master_weights
+    return torch.bfloat16 if has_masters_elsewhere else parameter_dtype(training.precision)
 
 
 WIDE_DTYPES = (torch.float32, torch.float64)

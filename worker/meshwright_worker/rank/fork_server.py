@@ -34,7 +34,7 @@ from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank import rank_main
 from meshwright_worker.rank.commands import TASK
 from meshwright_worker.rank.failures import describe
-from meshwright_worker.rank.process_lifetime import die_with_parent
+from meshwright_worker.rank.process_lifetime import become_subreaper, die_with_parent
 from meshwright_worker.rank.task import RankTask
 
 MAX_MESSAGE = 1 << 17
@@ -77,6 +77,8 @@ class ForkServer:
         """Preload, then serve until the agent closes its end of the socket."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write)
+        # The writers of ranks that were killed are reaped here.
+        become_subreaper()
         started = time.monotonic()
         self._preload()
         self._send({"ready": time.monotonic() - started})

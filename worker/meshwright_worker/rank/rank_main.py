@@ -11,11 +11,15 @@ import sys
 import traceback
 from collections.abc import Mapping
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
+from meshwright.api.checkpoint import Writer
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank import failures, messages
 from meshwright_worker.rank.task import RankTask, StepReport
+
+if TYPE_CHECKING:
+    from meshwright_worker.checkpoint.writer_process import WriterProcess
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -109,6 +113,7 @@ def run(
         force=True,
     )
     code = EXIT_FAILED
+    writer = _start_writer(task, (descriptor, stacks, commands))
     try:
         outcome = importlib.import_module(IN_MEMORY_MODULE if task.in_memory else module).train(task, events)
         events.send(messages.Finished(outcome))
@@ -118,6 +123,20 @@ def run(
         kind = failures.classify(error, training=events.training)
         events.send(messages.RankFailed(kind, f"rank {task.rank}: {failures.describe(error)}"))
     finally:
+        if writer is not None:
+            writer.close()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _start_writer(task: RankTask[NativeRun], descriptors: tuple[int, ...]) -> WriterProcess | None:
+    """Fork the process that writes this rank's checkpoints, if the run wants one. Before the rank has threads."""
+    checkpoint = task.run.checkpoint
+    if checkpoint is None or checkpoint.writer is not Writer.PROCESS:
+        return None
+    from meshwright_worker.checkpoint import writer_process  # noqa: PLC0415 - only images with torch
+
+    writer = writer_process.start_writer(descriptors)
+    writer_process.set_writer(writer)
+    return writer

@@ -50,14 +50,14 @@ class AsyncPipelineTrainer:
         self._micro_batches = MicroBatches(run, mesh)
         shards = parameter_shards(stage.module, stage.distributed, run, mesh)
         self._data_parallel = build_data_parallel(
-            run, [shard for shard in shards if shard.parameter.requires_grad], mesh
+            run, [stage.module], [shard for shard in shards if shard.parameter.requires_grad], mesh
         )
         self.shards: Sequence[ParameterShard] = self._data_parallel.shards
         self.outer: OuterOptimizer | None = None
         self.compression_state = self._data_parallel.compression_state
         self.frozen: list[ParameterShard] = [shard for shard in shards if not shard.parameter.requires_grad]
         self.buffers: dict[str, torch.Tensor] = {}
-        self.optimizer = build_optimizer(self.shards, training, mesh)
+        self.optimizer = build_optimizer(self.shards, run, mesh)
         stage_index, stage_count = mesh.coordinates.pipeline, mesh.layout.pipeline
         pairs = {(one, one + 1) for one in range(stage_count - 1)} | {(one + 1, one) for one in range(stage_count - 1)}
         self._pipeline = PipeDreamPipeline(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -21,11 +21,13 @@ from meshwright_worker.distributed.step_clock import PASSES, UPDATE, phase
 from meshwright_worker.local_sgd.build import build_outer_optimizer
 from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer, RoundSchedule
 from meshwright_worker.local_sgd.parameter_averaging import average_over_islands
+from meshwright_worker.models.init_weights import draw_into
 from meshwright_worker.optimizers.build import build_optimizer
+from meshwright_worker.optimizers.master_adamw import MasterAdamW
 from meshwright_worker.optimizers.optimizer import learning_rate
 from meshwright_worker.parallel.data.data_parallel import build_data_parallel
 from meshwright_worker.parallel.expert.expert_load import ExpertLoads
-from meshwright_worker.parallel.grad_norm import all_reduce_partial, local_square_sum, scale_and_clip
+from meshwright_worker.parallel.grad_norm import all_reduce_partial, clipped_factor, local_square_sum, scale_and_clip
 from meshwright_worker.parallel.parallelize import build_stages
 from meshwright_worker.parallel.pipeline.executor import build_executor, tokens_of_step
 from meshwright_worker.parallel.pipeline.slot_times import SlotRecorder
@@ -121,6 +123,8 @@ class Trainer:
     ) -> None:
         model, training = run.architecture, run.training
         self._gate = gate or StepGate()
+        self.before_update: Callable[[], object] = lambda: None
+        """Called before parameters, moments or anything of `outer` change."""
         self._mesh = mesh
         self._training = training
         self._micro_batches = MicroBatches(run, mesh)
@@ -131,7 +135,7 @@ class Trainer:
             (s.index, shard) for s in self.stages for shard in parameter_shards(s.module, s.distributed, run, mesh)
         ]
         trained = self._shared_weights.deduplicate([s for s in shards if s[1].parameter.requires_grad])
-        self.data_parallel = build_data_parallel(run, trained, mesh)
+        self.data_parallel = build_data_parallel(run, [stage.module for stage in self.stages], trained, mesh)
         self.shards, self.compression_state = self.data_parallel.shards, self.data_parallel.compression_state
         self.frozen: list[ParameterShard] = [shard for _, shard in shards if not shard.parameter.requires_grad]
         self.buffers = {name: buffer for stage in self.stages for name, buffer in stage_buffers(stage.module).items()}
@@ -140,7 +144,10 @@ class Trainer:
         )
         self._islands = run.islands
         self._balances_with_ignored_targets = self._loads.any and may_have_ignored_targets(run)
-        self.optimizer = build_optimizer(self.shards, training, mesh)
+        self.optimizer = build_optimizer(self.shards, run, mesh)
+        if draw and run.shards_masters:
+            for shard in self.shards:
+                draw_into(shard.local, shard.name, shard.shape, shard.box, model, training.seed)
         self._fp8 = DelayedScaling((stage.module for stage in self.stages), mesh)
         self.loss_scale = LossScale.of(training)
         self._anomalies = LossAnomalies(training.anomalies)
@@ -165,6 +172,7 @@ class Trainer:
 
     def close(self) -> None:
         """Finish after the last step. Collective."""
+        self.data_parallel.finish()
         if self.outer is not None:
             self.outer.close()
 
@@ -224,6 +232,7 @@ class Trainer:
 
     def update(self, reduced: ReducedStep, sums: StepSums) -> StepResult:
         """Update this rank's shards with a step's gradients. Needs no other rank, except with `training.outer`."""
+        self.before_update()
         # Losses were divided by the step's maximum number of targets; `tokens` is the actual number.
         (loss, norm, tokens, stopping, saving), token_counts, expert_counts, loads = self._read_sums(sums.results)
         correction = tokens_of_step(self._training) / max(1.0, tokens)
@@ -240,9 +249,16 @@ class Trainer:
             return self._handle(anomaly, result, residuals)
         self._anomalies.record_update(loss, norm)
         with phase(UPDATE):
-            scale_and_clip(reduced.gradients, correction, norm, self._training.optimizer.gradient_clip)
+            self._scale_and_clip(reduced.gradients, correction, norm)
             stopping = self._update(number, reduced.gradients, rate, expert_counts, stop=stopping)
         return replace(result, stop=stopping, bubble=self._executor.bubble)
+
+    def _scale_and_clip(self, gradients: list[torch.Tensor], factor: float, norm: float) -> None:
+        limit = self._training.optimizer.gradient_clip
+        if isinstance(self.optimizer, MasterAdamW):
+            self.optimizer.factor = clipped_factor(factor, norm, limit)
+        else:
+            scale_and_clip(gradients, factor, norm, limit)
 
     def _skip_overflow(self, residuals: Mapping[str, torch.Tensor] | None) -> None:
         """Drop gradients that overflowed fp16, lower the loss scale, and restore the compression residuals from before

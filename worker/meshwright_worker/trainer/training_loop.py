@@ -109,6 +109,7 @@ class TrainingLoop:
         )
         self._repeated_steps: RepeatedSteps | None = None
         if isinstance(trainer, Trainer):
+            trainer.before_update = self._wait_for_copy
             self._repeated_steps = RepeatedSteps(self._training, trainer, mesh, ranks_per_worker)
         self._full_row_flops = self._step_flops()
         self._events = events
@@ -192,8 +193,16 @@ class TrainingLoop:
                     trainer.outer,
                     trainer.compression_state,
                     wait=wait,
+                    updates_wait=isinstance(trainer, Trainer) and trainer.outer is None,
                 )
         self._stall_seconds += time.monotonic() - started_at
+
+    def _wait_for_copy(self) -> None:
+        """An update waits for the copy that is being made of what it changes."""
+        if self._checkpoint_manager is not None:
+            started_at = time.monotonic()
+            self._checkpoint_manager.wait_for_copy()
+            self._stall_seconds += time.monotonic() - started_at
 
     def _step(self, number: int, state: TrainingState) -> tuple[TrainingState, bool]:
         started_at = time.monotonic()

@@ -35,7 +35,7 @@ def warm_up_kernels(run: NativeRun, device: torch.device) -> None:
     model = narrow(run.architecture)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(0)
-        stage = DecoderStage(model, compute_dtype(run.training.precision)).to(stored_dtype(run.training))
+        stage = DecoderStage(model, compute_dtype(run.training.precision)).to(stored_dtype(run))
         for parameter in stage.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         length = min(_POSITIONS, model.positions or _POSITIONS)

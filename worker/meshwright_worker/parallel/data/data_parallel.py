@@ -8,11 +8,13 @@ from typing import Protocol
 import torch
 
 from meshwright.api.data_parallel import DataParallelEngine
-from meshwright.protocol.run_config import Run
+from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.parallel.data.compression.state import CompressionState
 from meshwright_worker.parallel.data.ddp import BucketedAllReduce
+from meshwright_worker.parallel.data.sharded_masters import ShardedMasters
 from meshwright_worker.parallel.data.zero import ZeroShards
 from meshwright_worker.parallel.shards import ParameterShard
 
@@ -32,7 +34,12 @@ class DataParallel(Protocol):
         """Return the shards' gradients, summed over replicas, after the step's last backward pass. Collective."""
 
     def sync_parameters(self) -> None:
-        """Give every replica the parameters that other replicas updated or loaded. Collective."""
+        """Give every replica the parameters that other replicas updated or loaded. Collective. They may only be
+        complete for the modules that use them, when these run.
+        """
+
+    def finish(self) -> None:
+        """Wait until all parameters are complete. Collective."""
 
 
 class NoReduction:
@@ -54,14 +61,22 @@ class NoReduction:
     def sync_parameters(self) -> None:
         """See `DataParallel.sync_parameters`."""
 
+    def finish(self) -> None:
+        """See `DataParallel.finish`."""
 
-def build_data_parallel(run: Run, shards: Sequence[ParameterShard], mesh: Mesh) -> DataParallel:
+
+def build_data_parallel(
+    run: NativeRun, stages: Sequence[DecoderStage], shards: Sequence[ParameterShard], mesh: Mesh
+) -> DataParallel:
     """Build the implementation of `parallelism.dataParallel` for the shards of all stages of this rank."""
     engine = run.parallelism.data_parallel_engine
     if mesh.replicas.size() == 1 or engine is DataParallelEngine.FSDP:
         return NoReduction(shards)
     # Other schedules compute weight gradients separately, past autograd's hooks, or partly on another rank.
     hooks = run.pipeline == 1 or kind_of(run.parallelism.order).whole_backward
+    masters = run.training.sharded_masters
+    if masters is not None and run.shards_masters:
+        return ShardedMasters(shards, stages, mesh, run.parallelism, run.micro_batches, masters.gradients, watch=hooks)
     if engine is DataParallelEngine.FLAT:
         return ZeroShards(shards, mesh, run.parallelism, run.micro_batches, watch=hooks)
     spec = run.parallelism.data_parallel

@@ -66,6 +66,9 @@ class BucketedAllReduce:
     def sync_parameters(self) -> None:
         """See `DataParallel.sync_parameters`: every replica made the same update."""
 
+    def finish(self) -> None:
+        """See `DataParallel.finish`."""
+
     def _start(self, index: int) -> None:
         bucket = self._buckets[index]
         flat = flatten_tensors([shard.gradient() for shard in bucket])

@@ -47,6 +47,7 @@ class ZeroShards:
         parallelism: the ZeRO stage and its options.
         micro_batches: backward passes of a step.
         watch: whether hooks see the complete gradient; if not, gradients are only reduced after the last pass.
+        stored: the format of this rank's rows, in memory of their own; None if they are in the parameters' memory.
     """
 
     compression_state = None
@@ -59,6 +60,7 @@ class ZeroShards:
         micro_batches: int,
         *,
         watch: bool,
+        stored: torch.dtype | None = None,
     ) -> None:
         self._mesh = mesh
         self._group = mesh.group(SHARD)
@@ -67,7 +69,7 @@ class ZeroShards:
             _Bucket(members, [_rows(shard.local, self._group.size()) * shard.local[0].numel() for shard in members])
             for members in buckets_of(shards, spec.bucket_elements)
         ]
-        self.shards = [_owned_rows(shard, mesh) for shard in shards]
+        self.shards = [_owned_rows(shard, mesh, stored) for shard in shards]
         self._pending: tuple[_Bucket, torch.Tensor, torch.Tensor, dist.Work | None] | None = None
         each_pass = watch and parallelism.zero_stage_or_default == 2
         watched = [bucket.members for bucket in self._buckets] if each_pass or (watch and spec.overlap) else []
@@ -108,6 +110,9 @@ class ZeroShards:
             for shard, rows in zip(bucket.members, torch.split(gathered, bucket.widths, dim=1), strict=True):
                 shard.local.copy_(rows.flatten()[: shard.local.numel()].view_as(shard.local))
 
+    def finish(self) -> None:
+        """See `DataParallel.finish`: `sync_parameters` has waited."""
+
     def _start(self, index: int) -> None:
         # One collective at a time: a second input buffer would double the memory.
         self._wait_pending()
@@ -119,7 +124,7 @@ class ZeroShards:
             if grad is None:
                 if self._rounds == 1:
                     raise RuntimeError(f"no gradient was computed for {shard.name}")
-                grad = torch.zeros_like(shard.local)
+                grad = torch.zeros_like(shard.local, dtype=shard.parameter.grad_dtype)
             shard.parameter.grad = None
             # Some gradients are assembled past autograd's hooks and tracked by autograd: without this, the sums would
             # be too.
@@ -144,11 +149,15 @@ def _rows(tensor: torch.Tensor, ranks: int) -> int:
     return -(-tensor.shape[0] // ranks)
 
 
-def _owned_rows(shard: ParameterShard, mesh: Mesh) -> ParameterShard:
-    """Return this replica's rows of a shard, in its memory; split as FSDP does, so that checkpoints fit both."""
+def _owned_rows(shard: ParameterShard, mesh: Mesh, stored: torch.dtype | None) -> ParameterShard:
+    """Return this replica's rows of a shard, in its memory or without values in the format `stored`; split as FSDP
+    does, so that checkpoints fit both.
+    """
     rows = _rows(shard.local, mesh.shards.size())
     first = rows * mesh.shards.get_local_rank()
     local = shard.local[first : first + rows]
+    if stored is not None:
+        local = torch.empty_like(local, dtype=stored)
     # A parameter that the tensor group replicates is the same on each of its ranks.
     counted = (is_split_over_tensor(shard.whole) or mesh.coordinates.tensor == 0) and (
         mesh.hsdp_mesh is None or mesh.hsdp_mesh.get_local_rank(SHARD_REPLICA) == 0
