@@ -1,7 +1,7 @@
 """A small job on an embedded cluster, what is done to it, and how long it then does not train.
 
-One cluster, one operator, one job of two replicas of two ranks each, on two of four nodes. Each fault strikes while
-the job trains. The modules are also imported from an older commit, which had them under other names.
+One cluster, one operator, one job of replicas of two ranks each, one on each node, and two more nodes. Each fault
+strikes while the job trains. The modules are also imported from an older commit, which had them under other names.
 """
 
 from __future__ import annotations
@@ -45,8 +45,17 @@ ELASTIC = "elastic" in ParallelTrainingJobSpec.model_fields
 """Whether this commit resizes a job without a restart of its gang."""
 IN_MEMORY = ("process in memory", "pod in memory")
 """Faults of a job with `recovery.inMemory`; not measured for a commit without it."""
+RESTARTED = {"process in memory": "process", "pod in memory": "pod"}
+"""Faults in memory -> the same fault, after which all ranks restart."""
+REPEATED = ("process in memory", "pod in memory", "pod")
+"""Faults after any number of which the next one is not delayed."""
 NAMESPACE, NAME, URGENT = "default", "recovery", "urgent"
 LIMIT_SECONDS = 150.0
+REPEAT_SECONDS = 12
+"""Time between repetitions: the operator is slower to handle a worker whose state changes more often."""
+RANKS_OF_WORKER = 2
+POLL_SECONDS = 0.05
+"""Interval of reading status and metrics: how exact the moments are."""
 HANG_LIMIT = 8
 SPEC: dict[str, Any] = {
     "replicas": 2,
@@ -55,7 +64,7 @@ SPEC: dict[str, Any] = {
     "training": {"steps": 1_000_000, "globalBatchSize": 8, "sequenceLength": 32, "seed": 3},
     "parallelism": {"tensor": 2, "pipeline": 1, "microBatches": 2},
     "workers": {"image": "meshwright-worker:0.1.0", "gpusPerWorker": 2},
-    "recovery": {"hangTimeoutSeconds": HANG_LIMIT},
+    "recovery": {"hangTimeoutSeconds": HANG_LIMIT, "maxRestarts": 1000},
     "checkpoint": {"claimName": NAME, "everySteps": 20, "keep": 2},
 }
 CLAIM = {
@@ -79,9 +88,11 @@ class Job:
     limit_seconds = LIMIT_SECONDS
     """Longest time to wait until it trains again."""
 
-    def __init__(self, client: Any, directory: Path, on_loss: str) -> None:
+    def __init__(self, client: Any, directory: Path, on_loss: str, ranks: int = 4) -> None:
         self.client = client
         self.on_loss = on_loss
+        self.ranks = ranks
+        self.replicas = ranks // RANKS_OF_WORKER
         self.control = directory / "cluster"
         self.changes: list[float] = []
         """Moments (monotonic seconds) at which another step of rank 0 was observed."""
@@ -90,9 +101,9 @@ class Job:
 
     async def start(self) -> int:
         """Apply the job and wait until it trains; its mesh generation."""
-        spec = dict(SPEC)
+        spec = {**SPEC, "replicas": self.replicas}
         if ELASTIC:
-            spec["elastic"] = {"maxReplicas": 2, "onLoss": self.on_loss, "pauseSeconds": 10}
+            spec["elastic"] = {"maxReplicas": self.replicas, "onLoss": self.on_loss, "pauseSeconds": 10}
         await manifest.apply(self.client, CLAIM, NAMESPACE)
         await self.apply(NAME, spec)
         return int((await self.trains(0))["generation"])
@@ -125,7 +136,7 @@ class Job:
             ready, _, world = status.get("readyRanks", "").partition("/")
             if generation > after and ready == world != "":
                 return {"generation": generation, **seen, "trains": now}
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(POLL_SECONDS)
         raise TimeoutError(f"no generation after {after} trains after {self.limit_seconds:.0f} s: {status}")
 
     async def settled(self, ready_ranks: str) -> int:
@@ -158,7 +169,7 @@ class Job:
                     last = step
                     self.changes.append(time.monotonic())
                     self.observed.append(step)
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(POLL_SECONDS)
 
     async def first_address(self) -> str:
         """The address of the pod of worker 0; `invalid.` while it has none."""
@@ -168,6 +179,15 @@ class Job:
             if pod["metadata"]["labels"][labels.LABEL_WORKER] == "0"
         ]
         return next((address for address in addresses if address), "invalid.")
+
+    async def seconds_to_leave(self) -> list[float]:
+        """How long ranks took to leave the collectives of an interrupted generation, from the logs of all pods."""
+        found: list[float] = []
+        for pod in await self.pods():
+            path = PODS.path(NAMESPACE, pod["metadata"]["name"], "log")
+            log = "\n".join([line.decode() async for line in self.client.lines(path)])
+            found += [float(value) for value in re.findall(r"rank holds its state .*left-in=([0-9.]+) s", log)]
+        return found
 
     async def signal_rank(self, number: signal.Signals) -> None:
         """Send a signal to the last rank's process."""
@@ -272,7 +292,7 @@ FAULTS: dict[str, tuple[Act, Act, Act]] = {
     "drain": (_nothing, Job.drain, _uncordon),
     "node": (_nothing, Job.remove_node, _nothing),
     "resize down": (_nothing, lambda job: job.scale(1), _nothing),
-    "resize up": (_nothing, lambda job: job.scale(2), _nothing),
+    "resize up": (_nothing, lambda job: job.scale(job.replicas), _nothing),
     "preempt": (_cordon_free, Job.preempt, _nothing),
 }
 """What prepares each fault, what it is, and what follows once the job trains again. The order matters: `resize up`
@@ -282,7 +302,7 @@ SMALLER = ("resize down", "preempt")
 """Faults after which the job has one replica."""
 
 
-async def measure(faults: list[str], on_loss: str) -> dict[str, dict[str, Any]]:
+async def measure(faults: list[str], on_loss: str, ranks: int, repeats: int) -> dict[str, dict[str, Any]]:
     """Seconds and phases by fault, in the order of FAULTS; `error` where the job did not train again in time.
 
     `on_loss` is `elastic.onLoss` of the job, where it has that.
@@ -291,11 +311,12 @@ async def measure(faults: list[str], on_loss: str) -> dict[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="recovery-") as name:
         directory = Path(name)
         async with child_processes.Programs() as programs:
-            kubeconfig = await setup.start_cluster(programs, directory, setup.Shape())
+            shape = setup.Shape(racks=2, nodes_per_rack=1 + ranks // (2 * RANKS_OF_WORKER))
+            kubeconfig = await setup.start_cluster(programs, directory, shape)
             async with setup.connect(kubeconfig) as client:
                 await setup.install_crd(client)
                 await setup.start_operator(programs, directory, kubeconfig, setup.Ports())
-                job = Job(client, directory, on_loss)
+                job = Job(client, directory, on_loss, ranks)
                 began = time.monotonic()
                 await job.start()
                 found["start"] = {"seconds": round(time.monotonic() - began, 1)}
@@ -304,30 +325,43 @@ async def measure(faults: list[str], on_loss: str) -> dict[str, dict[str, Any]]:
                 for fault in (one for one in FAULTS if one in known):
                     found[fault] = {}
                     try:
-                        await _strike(job, fault, found[fault])
-                        await _restore(job, fault, found[fault])
+                        await _measure_fault(job, fault, found[fault], repeats if fault in REPEATED else 1)
                     except TimeoutError as error:
                         found[fault]["error"] = str(error)
                         break
+                found["left"] = {"seconds": await job.seconds_to_leave()}
                 steps.cancel()
     return found
 
 
+async def _measure_fault(job: Job, fault: str, result: dict[str, Any], repeats: int) -> None:
+    """Let a fault strike some times. The result is that of the first, with `stepAfter` of each."""
+    await FAULTS[fault][0](job)
+    each: list[float] = []
+    for index in range(repeats):
+        await asyncio.sleep(REPEAT_SECONDS if index else 4)  # some steps, so that there is something to repeat
+        one: dict[str, Any] = {}
+        await _strike(job, fault, one)
+        each.append(one["stepAfter"])
+        result |= one if not index else {}
+    await _restore(job, fault, result)
+    result["stepAfter"] = each
+
+
 async def _strike(job: Job, fault: str, result: dict[str, Any]) -> None:
-    prepare, act, _ = FAULTS[fault]
-    await prepare(job)
-    await asyncio.sleep(4)  # some steps, so that there is something to repeat
     generation = await job.generation()
     began = time.monotonic()
     load = os.getloadavg()[0]
-    await act(job)
+    await FAULTS[fault][1](job)
     seen = await job.trains(generation)
     await first_step_after(job, seen["trains"])
+    gap, stepped = _longest_gap(job.changes, began - 1)
     result |= {
         "seconds": round(seen["trains"] - began, 2),
         "detected": round(seen["detected"] - began, 2),
         "started": round(seen["started"] - began, 2),
-        "withoutSteps": round(_longest_gap(job.changes, began - 1), 2),
+        "withoutSteps": round(gap, 2),
+        "stepAfter": round(stepped - began, 2),
         "phases": await job.phases(int(seen["generation"])),
         "load": round(load, 1),
     }
@@ -338,12 +372,12 @@ async def _restore(job: Job, fault: str, result: dict[str, Any]) -> None:
     began = time.monotonic()
     await FAULTS[fault][2](job)
     before = job.changes[-1]
-    generation = await job.settled("2/2" if fault in SMALLER else "4/4")
+    generation = await job.settled("2/2" if fault in SMALLER else f"{job.ranks}/{job.ranks}")
     restored = time.monotonic()
     result["restored"] = 0.0
     if restored - began > 0.5 and fault not in SMALLER:
         await first_step_after(job, restored)
-        result["restored"] = round(_longest_gap(job.changes, before), 2)
+        result["restored"] = round(_longest_gap(job.changes, before)[0], 2)
         result["restoredPhases"] = await job.phases(generation)
         result["withoutSteps"] = round(result["withoutSteps"] + result["restored"], 2)
 
@@ -358,7 +392,7 @@ async def first_step_after(job: Job, moment: float) -> float:
     raise TimeoutError("no step was observed after all ranks trained")
 
 
-def _longest_gap(changes: list[float], since: float) -> float:
-    """The longest time between two observed steps, of which the later is after `since`."""
+def _longest_gap(changes: list[float], since: float) -> tuple[float, float]:
+    """The longest time between two observed steps, of which the later is after `since`, and the moment of that one."""
     pairs = zip(changes, changes[1:], strict=False)
-    return max((later - earlier for earlier, later in pairs if later > since), default=0.0)
+    return max(((later - earlier, later) for earlier, later in pairs if later > since), default=(0.0, since))

@@ -1,19 +1,24 @@
 """How long a small job does not train after a fault or a resize, by phase, beside the same job under another commit.
 
-One embedded cluster, one operator, one job of two replicas of two ranks each, on two of four nodes. Each fault strikes
-while the job trains; the time ends when every rank of a newer mesh generation trains. "without steps" is the longest
-time in which rank 0 was observed at the same step: a job that grows trains on while the new pods start. With
-`--on-loss Shrink` the replica that is left trains on at once, and "without steps" includes the pause of the growth back
-to the full size. With `--baseline DIR`, a checkout with its own `.venv`, both commits take turns on this machine. A
-baseline without `spec.elastic` restarts the gang to resize, as its user had to: its restart of `resize down` is the
+One embedded cluster, one operator, one job of replicas of two ranks each, one on each node, and two more nodes. Each
+fault strikes while the job trains; the time ends when every rank of a newer mesh generation trains. "without steps" is
+the longest time in which rank 0 was observed at the same step: a job that grows trains on while the new pods start.
+With `--on-loss Shrink` the replica that is left trains on at once, and "without steps" includes the pause of the growth
+back to the full size. With `--baseline DIR`, a checkout with its own `.venv`, both commits take turns on this machine.
+A baseline without `spec.elastic` restarts the gang to resize, as its user had to: its restart of `resize down` is the
 time that "restart / this" divides by that of each recovery. For a hang both wait for the limit of the job, which the
 ratios leave out.
+
+A second table has the time from the fault to the first new step, of every repetition: an agent notices a killed
+process within milliseconds. It compares faults in memory with the restart of the baseline after the same fault, and
+says how long survivors took to leave their collectives.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +26,7 @@ from typing import Any
 
 import click
 from _circumstances import circumstances
-from _recovery_job import FAULTS, HANG_LIMIT, measure
+from _recovery_job import FAULTS, HANG_LIMIT, RESTARTED, measure
 from _report import table, write_json
 
 QUICK = ("process", "resize down", "resize up")
@@ -29,13 +34,13 @@ RESTART = "resize down"
 """The fault for which a baseline without `spec.elastic` restarts its gang."""
 
 
-def measure_with(python: Path, faults: list[str], on_loss: str) -> dict[str, dict[str, Any]]:
+def measure_with(python: Path, faults: list[str], job: list[str]) -> dict[str, dict[str, Any]]:
     """Measure with the packages of a checkout, by its interpreter.
 
     Raises:
         click.ClickException: The run failed. The message has its last lines.
     """
-    options = ["--print", f"--on-loss={on_loss}", *(f"--fault={fault}" for fault in faults)]
+    options = ["--print", *job, *(f"--fault={fault}" for fault in faults)]
     command = [str(python), str(Path(__file__).resolve()), *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=python.parents[2])
     if done.returncode:
@@ -51,6 +56,36 @@ def shortest(runs: list[dict[str, dict[str, Any]]], faults: list[str]) -> dict[s
         if finished:
             best[fault] = min(finished, key=lambda one: one["withoutSteps"])
     return best
+
+
+def to_first_step(runs: list[dict[str, dict[str, Any]]], fault: str) -> list[float]:
+    """Seconds from the fault to the first new step, of every repetition in all runs."""
+    return sorted(seconds for run in runs for seconds in run.get(fault, {}).get("stepAfter", []))
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that at least this share of the values do not exceed."""
+    return values[min(len(values) - 1, int(share * len(values)))]
+
+
+def repetition_row(fault: str, runs: dict[str, list[dict[str, dict[str, Any]]]]) -> list[object]:
+    """A row of the second table."""
+    this = to_first_step(runs["this"], fault)
+    baseline = to_first_step(runs.get("baseline", []), RESTARTED.get(fault, fault))
+    cells: list[object] = [fault]
+    for values in (baseline, this):
+        cells += [len(values), statistics.median(values), percentile(values, 0.95)] if values else [0, "-", "-"]
+    ratio = statistics.median(baseline) / statistics.median(this) if baseline and this else None
+    return [*cells, round(ratio, 1) if ratio is not None else "-"]
+
+
+def leaving(runs: list[dict[str, dict[str, Any]]]) -> dict[str, float] | None:
+    """How long survivors took to leave their collectives; None if no rank held its state."""
+    values = sorted(seconds for run in runs for seconds in run.get("left", {}).get("seconds", []))
+    if not values:
+        return None
+    milliseconds = [round(1000 * value, 1) for value in (statistics.median(values), percentile(values, 0.95))]
+    return {"ranks": len(values), "medianMilliseconds": milliseconds[0], "p95Milliseconds": milliseconds[1]}
 
 
 def row(fault: str, best: dict[str, dict[str, dict[str, Any]]]) -> list[object]:
@@ -81,6 +116,8 @@ def row(fault: str, best: dict[str, dict[str, dict[str, Any]]]) -> list[object]:
 @click.option("--fault", "faults", multiple=True, type=click.Choice(list(FAULTS)), help="Only these.")
 @click.option("--runs", default=1, show_default=True, help="Runs of each commit; the shortest time counts.")
 @click.option("--on-loss", type=click.Choice(["Replace", "Shrink"]), default="Shrink", show_default=True)
+@click.option("--ranks", default=4, show_default=True, type=click.Choice([4, 8]), help="Ranks, two for each worker.")
+@click.option("--repeats", default=1, show_default=True, help="How often some faults strike in a run.")
 @click.option("--baseline", type=click.Path(path_type=Path, exists=True), help="A checkout with its own `.venv`.")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write the numbers there.")
 @click.option("--print", "printed", is_flag=True, hidden=True)
@@ -89,6 +126,8 @@ def main(
     faults: tuple[str, ...],
     runs: int,
     on_loss: str,
+    ranks: int,
+    repeats: int,
     baseline: Path | None,
     file: Path | None,
     printed: bool,
@@ -96,19 +135,29 @@ def main(
     """Measure, and print a table."""
     chosen = [fault for fault in FAULTS if fault in (faults or (QUICK if quick else FAULTS))]
     if printed:
-        print(json.dumps(asyncio.run(measure(chosen, on_loss))))
+        print(json.dumps(asyncio.run(measure(chosen, on_loss, ranks, repeats))))
         return
     pythons = {"this": Path(sys.executable)}
     if baseline is not None:
         pythons["baseline"] = baseline.resolve() / ".venv" / "bin" / "python"
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in pythons}
+    job = [f"--on-loss={on_loss}", f"--ranks={ranks}", f"--repeats={repeats}"]
     for _ in range(runs):
         for name, python in pythons.items():
-            results[name].append(measure_with(python, chosen, on_loss))
+            results[name].append(measure_with(python, chosen, job))
     best = {name: shortest(found, chosen) for name, found in results.items()}
     columns = ["", "baseline", "without steps", "this", "without steps", "baseline / this", "restart / this"]
     table("Seconds", [*columns, "phases of the baseline", "phases"], [row(fault, best) for fault in chosen])
-    write_json(file, {"circumstances": circumstances("cpu"), "onLoss": on_loss, "best": best, "runs": results})
+    columns = ["", "baseline", "median", "p95", "this", "median", "p95", "baseline / this"]
+    table("Seconds from the fault to the first new step", columns, [repetition_row(fault, results) for fault in chosen])
+    left = leaving(results["this"])
+    if left is not None:
+        print(
+            f"{left['ranks']} times a survivor left its collectives: {left['medianMilliseconds']} ms median,", end=" "
+        )
+        print(f"{left['p95Milliseconds']} ms p95")
+    facts = {"circumstances": circumstances("cpu"), "onLoss": on_loss, "ranks": ranks, "left": left}
+    write_json(file, {**facts, "best": best, "runs": results})
 
 
 if __name__ == "__main__":

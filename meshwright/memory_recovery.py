@@ -2,7 +2,8 @@
 
 When ranks are lost, the others keep their processes and their state. They go on from the newest step that any of them
 has completed. Before an update every rank has the step's reduced gradients, so a rank that is one step behind makes the
-update itself. A new rank receives its state from a rank that has the same.
+update itself. A new rank receives its state from a rank that has the same. If none has, all ranks go back to copies in
+host memory, if there are any (`meshwright.memory_copies`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from meshwright.api.data_parallel import DataParallelEngine, GradientCompression
 from meshwright.api.status import parse_ranks
 from meshwright.api.training import OptimizerName, OptimizerOffload
+from meshwright.memory_copies import find_copies, format_holders, parse_holders
 from meshwright.protocol.messages import HeldState, MemoryRecovery
 from meshwright.protocol.run_config import NativeRun, Run
 from meshwright.schedules.registry import kind_of
@@ -20,8 +22,8 @@ MAX_NAMED = 4
 """Maximum number of ranks in a message."""
 
 
-def unsupported(run: Run) -> str:
-    """Why the ranks of a run cannot recover in memory; empty if they can."""
+def unsupported(run: Run, *, copies: bool = False) -> str:
+    """Why the ranks of a run cannot recover in memory; empty if they can. `copies`: whether they make copies."""
     if not isinstance(run, NativeRun):
         return "`runtime.command` has its own state"
     training = run.training
@@ -39,8 +41,10 @@ def unsupported(run: Run) -> str:
     }
     found = next((reason for reason, applies in reasons.items() if applies), "")
     world = run.layout.world_size
+    if not found and world > 1 and copies:
+        return ""
     if not found and len({state_of(run, rank) for rank in range(world)}) == world:
-        found = "every rank has state that no other rank has: use more replicas, `zeroStage: 0` or `shardSize`"
+        found = "every rank has state that no other rank has: set `recovery.copyEverySteps`, or use more replicas"
     return found
 
 
@@ -69,12 +73,28 @@ def plan_recovery(run: Run, generation: int, held: Mapping[int, HeldState]) -> M
     leader = next(rank for rank in kept if held[rank].step == step)
     memory = MemoryRecovery(generation=generation, step=step, leader=leader, ranks=format_ranks(kept))
     lost = [rank for rank, source in transfers(run, memory).items() if source is None]
-    return f"no rank is left that has the state of {_named(lost)}" if lost else memory
+    if not lost:
+        return memory
+    return _plan_with_copies(run, generation, held) or f"no rank is left that has the state of {_named(lost)}"
+
+
+def _plan_with_copies(run: Run, generation: int, held: Mapping[int, HeldState]) -> MemoryRecovery | None:
+    world = run.layout.world_size
+    if (found := find_copies(world, held)) is None:
+        return None
+    step, holders = found
+    kept = [rank for rank in range(world) if rank not in holders]
+    return MemoryRecovery(
+        generation=generation, step=step, leader=kept[0], ranks=format_ranks(kept), holders=format_holders(holders)
+    )
 
 
 def transfers(run: Run, memory: MemoryRecovery) -> dict[int, int | None]:
     """Each rank that has no state -> the rank that sends it; None if no rank has the same."""
     kept = keeping_ranks(memory)
+    if memory.holders is not None:
+        holders = parse_holders(memory.holders)
+        return {rank: holders.get(rank) for rank in range(run.layout.world_size) if rank not in kept}
     sources: dict[tuple[int, ...], int] = {}
     for rank in sorted(kept):
         sources.setdefault(state_of(run, rank), rank)
@@ -86,6 +106,8 @@ def describe(run: Run, memory: MemoryRecovery) -> str:
     new = transfers(run, memory)
     world = run.layout.world_size
     text = f"{world - len(new)} of {world} ranks go on from step {memory.step}, which they have in memory"
+    if memory.holders is not None:
+        text = f"All ranks go back to step {memory.step}, of which they have copies in host memory"
     first = next(iter(new.items()), None)
     if first is None:
         return text

@@ -167,6 +167,9 @@ class RecoverySpec(ApiModel):
     state, and new ranks get theirs from a rank that has the same, instead of all from the latest checkpoint. If no rank
     has the same, or for techniques with more state of their own, all ranks restart from the checkpoint, and an event
     says why. An edit takes effect when the next mesh generation starts."""
+    copy_every_steps: Annotated[int, Field(ge=1, le=1000000)] | None = None
+    """With `inMemory`: steps between two copies of each rank's state in its own and a peer's host memory. Needed if no
+    rank has the same state as another. `status.mesh.copies` says which losses they survive."""
     suspect_nodes: SuspectNodesSpec | None = None
     """Avoid nodes on which workers fail again and again. By default ranks restart in the same pods after every failure.
     Not allowed with `workers.schedulerName`."""

@@ -190,6 +190,19 @@ class MemoryRecoveryStatus(ApiModel):
     """A rank that had completed this step."""
     ranks: Annotated[str, Field(max_length=MAX_SUCCEEDED_WORKERS)]
     """The ranks that kept their processes and state, as ranges such as `0-2,5`."""
+    holders: Annotated[str, Field(max_length=MAX_SUCCEEDED_WORKERS)] | None = None
+    """If all ranks went back to copies: each other rank with that which had its copy, such as `3:1,4:2`."""
+
+
+class MemoryCopiesStatus(ApiModel):
+    """Copies of the ranks' state in host memory."""
+
+    every_steps: Count
+    """Steps between two copies."""
+    shift: Count
+    """Rank r has its copy on rank r + shift, modulo the number of ranks."""
+    survives: Annotated[str, Field(max_length=128)] = ""
+    """Which losses they survive, such as `the loss of any rank, worker, node or rack`."""
 
 
 class MeshStatus(ApiModel):
@@ -221,6 +234,8 @@ class MeshStatus(ApiModel):
     """When all workers that the job waits for had completed the run in this generation. Their pods should exit soon."""
     in_memory: Annotated[str, Field(max_length=256)] | None = None
     """The layout of the generation, if its ranks hold their state when it is interrupted (`recovery.inMemory`)."""
+    copies: MemoryCopiesStatus | None = None
+    """The copies that its ranks make in host memory (`recovery.copyEverySteps`)."""
     node_check: bool | None = None
     """Whether the generation began with a check of its nodes (`recovery.suspectNodes.checkNodes`)."""
     recovery: MemoryRecoveryStatus | None = None

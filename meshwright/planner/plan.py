@@ -11,6 +11,7 @@ from meshwright.api.status import PlanStatus
 from meshwright.api.topology import FabricLevel, TopologySpec
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.layout import Layout
+from meshwright.memory_copies import copies_bytes
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import UnknownModelError, resolve
 from meshwright.planner.cluster.inventory import Inventory, separate_hosts_sentence
@@ -39,6 +40,7 @@ from meshwright.planner.search.errors import plan_error
 from meshwright.planner.search.explain_plan import reasons_of_plan
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.spec_request import pinned_request
+from meshwright.planner.units import GIB
 from meshwright.planner.workload import TrainingJob
 from meshwright.protocol.run_config import CommandRun, RunConfig
 from meshwright.rules.elastic import with_own_batch
@@ -242,7 +244,7 @@ def new_plans(
         plan = _on_site(_with_estimate(_plan(spec, architecture, chosen, ()), cost_model), spec, hardware)
         reasons = reasons_of_plan(request, chosen, plan.estimate, spec.gpus)
         about_nvlink = (*_about_channels(plan, cluster_limits), *_about_pods(plan, cluster_limits, hardware.machine))
-        plans.append(replace(plan, reasons=(*reasons, *about_nvlink)))
+        plans.append(replace(plan, reasons=(*reasons, *about_nvlink, *_about_copies(spec, plan))))
     return plans
 
 
@@ -469,6 +471,21 @@ def _about_pods(plan: Plan, limits: ClusterLimits, machine: Machine | None) -> t
         f"NVLink ends at each pod, because hosts have several workers of {gpus} GPUs and no claim joins the pods of a "
         f"host: they communicate over the network{group if wide else ''}. Raise `workers.gpusPerWorker`, so that a pod "
         "has all GPUs of its host",
+    )
+
+
+def _about_copies(spec: ParallelTrainingJobSpec, plan: Plan) -> tuple[str, ...]:
+    """The host memory that copies of the ranks' state take in each worker pod."""
+    every, memory = spec.recovery.copy_every_steps, plan.memory
+    if every is None or memory is None:
+        return ()
+    adapters = spec.training is not None and spec.training.lora is not None
+    # AdamW's moments are twice as large as the parameters that a rank updates. A rank has frozen ones besides.
+    state = memory.optimizer + (memory.parameters + memory.master if adapters else memory.optimizer / 2)
+    size = copies_bytes(state) * plan.gpus_per_worker / GIB
+    return (
+        f"copies in host memory every {every} steps: {size:.3g} GiB in each worker, which `workers.resources.memory` "
+        "must have besides",
     )
 
 

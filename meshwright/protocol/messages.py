@@ -147,6 +147,18 @@ class MemoryRecovery(OpenMessage):
     ranks: str
     """The ranks that keep their processes and state, as ranges such as `0-2,5`. Each other rank gets its state from
     one of them that has the same."""
+    holders: str | None = None
+    """If set, all ranks go back to `step` with copies in host memory: those in `ranks` with their own, and each other
+    rank with that of a peer, such as `3:1,4:2` for rank 3 from rank 1."""
+
+
+class MemoryCopies(OpenMessage):
+    """Copies of the ranks' state in host memory (`recovery.copyEverySteps`)."""
+
+    every_steps: int
+    """Steps between two copies."""
+    shift: int
+    """Rank r has its copy on rank r + shift, modulo the number of ranks."""
 
 
 class CheckpointCommit(OpenMessage):
@@ -195,6 +207,8 @@ class MeshDocument(OpenMessage):
     node_check: bool | None = None
     """Whether ranks check their nodes before they meet (`recovery.suspectNodes.checkNodes`). None is no. Agents before
     0.2 ignore it."""
+    copies: MemoryCopies | None = None
+    """With `inMemory`: the copies that ranks make. Without it they make none."""
     memory: MemoryRecovery | None = None
     """How this generation goes on from the state that ranks hold. Without it, every rank starts anew. Only if all
     agents have reported `RankProcess.held`."""
@@ -242,6 +256,15 @@ class FailureKind(StrEnum):
     it."""
 
 
+class HeldCopy(OpenMessage):
+    """A complete copy of a rank's state in host memory."""
+
+    rank: Int64
+    """Whose state it is: the rank that has it, or a peer."""
+    step: Int64
+    """The step after which it was made."""
+
+
 class HeldState(OpenMessage):
     """The training state that a rank's process holds while it waits for the next generation."""
 
@@ -249,6 +272,8 @@ class HeldState(OpenMessage):
     """The last step whose update it has made."""
     reduced: Int64 | None = None
     """The next step, if the process has that step's gradients, summed over all replicas."""
+    copies: Annotated[list[HeldCopy], Field(max_length=16)] | None = None
+    """The copies that it has (`MeshDocument.copies`)."""
 
 
 class RankProcess(OpenMessage):

@@ -212,6 +212,12 @@ WORKERS_RULES: tuple[Rule[Spec], ...] = (
         lambda spec: spec.workers.scheduler_name is None or spec.recovery.spare_nodes == 0,
     ),
     Rule(
+        "recovery.copyEverySteps",
+        "has no effect without `recovery.inMemory: true`: set it, or remove this one",
+        "!has(self.recovery.copyEverySteps) || has(self.recovery.inMemory) && self.recovery.inMemory",
+        lambda spec: spec.recovery.copy_every_steps is None or bool(spec.recovery.in_memory),
+    ),
+    Rule(
         "recovery.suspectNodes",
         "is not supported with `workers.schedulerName`, because another scheduler chooses the nodes: remove one of the "
         "two",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from meshwright.memory_recovery import keeping_ranks, plan_recovery
-from meshwright.protocol.messages import HeldState, MemoryRecovery
+from meshwright.protocol.messages import HeldCopy, HeldState, MemoryCopies, MemoryRecovery
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.agent.events import Event, EventQueue, RankExited, RankMessageReceived
 from meshwright_worker.agent.fork_client import ForkServerClient
@@ -32,6 +32,7 @@ class Gang:
     run: NativeRun
     checkpoints: Path
     text: Path
+    copies: MemoryCopies | None = None
     generation: int = 0
     ranks: dict[int, RankHandle] = field(default_factory=dict)
     inbox: EventQueue = field(default_factory=asyncio.Queue)
@@ -68,7 +69,7 @@ class Gang:
         self._end_store = await self.server.fork_store(port, world)
         kept = keeping_ranks(memory) if memory is not None else frozenset()
         for task in tasks_of(self.run, str(self.checkpoints), str(self.text), port=port):
-            task = replace(task, generation=self.generation, in_memory=True, memory=memory)
+            task = replace(task, generation=self.generation, in_memory=True, memory=memory, copies=self.copies)
             environment = {"FATAL": (fatal or {}).get(task.rank, ""), "STALL": (stall or {}).get(task.rank, "")}
             if task.rank in kept:
                 handle = self.ranks[task.rank]
@@ -121,7 +122,12 @@ class Gang:
             handle.commands.write(encode_leave(self.generation))
         while set(self.ranks) - set(self.held):
             self._note(await self.next_event())
-        return {rank: HeldState(step=one.step, reduced=one.reduced) for rank, one in self.held.items()}
+        return {
+            rank: HeldState(
+                step=one.step, reduced=one.reduced, copies=[HeldCopy(rank=of, step=step) for of, step in one.copies]
+            )
+            for rank, one in self.held.items()
+        }
 
     async def recover(self, fatal: dict[int, str] | None = None, stall: dict[int, str] | None = None) -> None:
         """Wait for a rank to die, and go on without it."""
@@ -151,12 +157,14 @@ class Gang:
 
 
 @asynccontextmanager
-async def gang_of(run: NativeRun, checkpoints: Path, text: Path) -> AsyncIterator[Gang]:
+async def gang_of(
+    run: NativeRun, checkpoints: Path, text: Path, copies: MemoryCopies | None = None
+) -> AsyncIterator[Gang]:
     """A gang that is started already; its processes end with the block."""
     environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
     server = ForkServerClient({**environment, "TORCH_CPP_LOG_LEVEL": "FATAL"}, MODULE)
     await server.start()
-    gang = Gang(server, run, checkpoints, text)
+    gang = Gang(server, run, checkpoints, text, copies)
     try:
         yield gang
     finally:

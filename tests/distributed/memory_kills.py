@@ -37,6 +37,12 @@ LAYOUTS: list[Any] = [
     ),
 ]
 """Four ranks each. Ranks 0 and 1 have the same state as ranks 2 and 3, or as each other too."""
+SHARDED: list[Any] = [
+    pytest.param({"data": 4, "zero": 3}, id="sharded"),
+    pytest.param({"data": 2, "tensor": 2, "zero": 3}, id="sharded-tensor"),
+    pytest.param({"data": 4, "zero": 2}, id="sharded-flat"),
+]
+"""Layouts in which no rank has the state of another."""
 MICRO_BATCHES = 2
 STEPS_BETWEEN = 3
 
@@ -70,11 +76,12 @@ def draw(kills: int, dice: random.Random) -> list[Kill]:
         victims = pair if dice.random() < 0.25 else (dice.choice(pair),)
         step = 2 + STEPS_BETWEEN * index + dice.randrange(STEPS_BETWEEN - 1)
         point = dice.choice(POINTS)
-        if drawn and drawn[-1].point != JOINING and dice.random() < 0.1:
-            drawn.append(Kill(step, JOINING, drawn[-1].victims[:1]))
+        # A second new rank that has nothing yet would end too.
+        if drawn and drawn[-1].point != JOINING and len(drawn[-1].victims) == 1 and dice.random() < 0.15:
+            drawn.append(Kill(step, JOINING, drawn[-1].victims))
             continue
         stalled: tuple[int, ...] = ()
-        if point == "updated":
+        if point in ("agreed", "update", "updated"):
             others = [rank for rank in range(4) if rank not in victims]
             stalled = tuple(dice.sample(others, dice.randrange(len(others) + 1)))
         occurrence = dice.randint(1, MICRO_BATCHES) if point in PASSES else 1

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from meshwright.protocol.messages import MemoryCopies
 from meshwright_worker.agent.events import RankExited
 from meshwright_worker.in_memory.generation import PATIENCE_SECONDS
 from tests.distributed.fatal_runtime import JOINING, POINTS
 from tests.distributed.memory_gang import Gang, gang_of
 from tests.distributed.memory_kills import (
     LAYOUTS,
+    SHARDED,
     STEPS_BETWEEN,
     Kill,
     assert_same,
@@ -62,12 +64,28 @@ async def test_random_kills_change_no_bit(
         assert partly > 0
 
 
-async def compare(kills: list[Kill], options: dict[str, Any], root: Path, text: Path) -> Gang:
+@pytest.mark.chaos
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("options", SHARDED)
+async def test_sharded_state_comes_back_from_copies_in_host_memory(
+    options: dict[str, Any], every: int, tmp_path: Path, text: Path, request: pytest.FixtureRequest
+) -> None:
+    share = max(3, runs(KILLS) // (2 * len(SHARDED)))
+    kills = draw(share, random.Random(f"{first_seed()}:{request.node.callspec.id}"))
+    gang = await compare(kills, options, tmp_path, text, MemoryCopies(every_steps=every, shift=2))
+    assert all(memory.holders for memory in gang.memories)
+    for states, memory in zip(gang.states, gang.memories, strict=True):
+        assert memory.step >= max(state.step for state in states.values()) - 2 * every, "the newest copies"
+
+
+async def compare(
+    kills: list[Kill], options: dict[str, Any], root: Path, text: Path, copies: MemoryCopies | None = None
+) -> Gang:
     """Run with kills and without; both must end the same."""
     steps = kills[-1].step + STEPS_BETWEEN
     run = run_of(steps, **options)
     await undisturbed(run, root / "undisturbed", text)
-    async with gang_of(run, root / "disturbed", text) as gang:
+    async with gang_of(run, root / "disturbed", text, copies) as gang:
         await disturbed(gang, kills)
     assert_same(root / "disturbed", root / "undisturbed", steps)
     return gang

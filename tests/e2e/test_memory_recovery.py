@@ -74,3 +74,33 @@ async def test_a_killed_rank_and_lost_pods_cost_no_other_process_and_no_step(
     assert "RestartingFromCheckpoint" not in told
     assert "MemoryLost" not in told
     await stage.delete(NAME)
+
+
+async def test_a_lost_pod_of_sharded_state_gets_it_from_copies_in_host_memory(stage: Stage) -> None:
+    name = "copies"
+    recovery = {"inMemory": True, "copyEverySteps": 4}
+    await stage.apply(tiny(name, recovery=recovery, checkpoint={"everySteps": 1000}, parallelism={"zeroStage": 3}))
+    uid = await uid_of(stage, name)
+    await stage.trained(name, 10)
+    first = await trains_in(stage, f"{name}-w0-0", 1)
+    status = await stage.status(name)
+    assert status.mesh is not None
+    assert status.mesh.copies is not None
+    assert (status.mesh.copies.every_steps, status.mesh.copies.shift) == (4, 2)
+    assert status.mesh.copies.survives.startswith("the loss of any rank, worker")
+
+    await stage.delete_pod(name, 1, 0)
+    assert await trains_in(stage, f"{name}-w0-0", 2) == first
+    await trains_in(stage, f"{name}-w1-1", 2)
+    status = await stage.status(name)
+    assert status.mesh is not None
+    assert status.mesh.recovery is not None
+    assert (status.mesh.recovery.ranks, status.mesh.recovery.holders) == ("0-1", "2:0,3:1")
+    assert status.mesh.recovery.step % 4 == 0
+
+    await stage.complete(name)
+    told = await events_of(stage, uid)
+    assert len(told["RecoveringInMemory"]) == 1
+    assert "RestartingFromCheckpoint" not in told
+    assert "MemoryLost" not in told
+    await stage.delete(name)

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from meshwright.api.status import MeshStatus, ParallelTrainingJobStatus
-from meshwright.protocol.messages import AgentState, FailureKind, HeldState, MeshDocument, RankProcess, WorkerReport
+from meshwright.protocol.messages import (
+    AgentState,
+    FailureKind,
+    HeldCopy,
+    HeldState,
+    MemoryCopies,
+    MeshDocument,
+    RankProcess,
+    WorkerReport,
+)
 from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.decide_job import decide
@@ -77,6 +86,52 @@ def test_ranks_go_on_and_a_new_one_gets_its_state_from_the_other_replica() -> No
     told = events(decision)
     assert "rank 3 gets the state of rank 7" in told["RecoveringInMemory"]
     assert "RestartingFromCheckpoint" not in told
+
+
+COPIES = {"recovery": {"inMemory": True, "copyEverySteps": 5}}
+
+
+def copied(first: int, *steps: int) -> HeldState:
+    """What a rank holds that has copies of its own and of the peer four ranks before it, of these steps."""
+    ranks_of = (first, (first - 4) % 8)
+    return HeldState(step=12, copies=[HeldCopy(rank=rank, step=step) for rank in ranks_of for step in steps])
+
+
+def test_ranks_make_copies_on_peers_that_status_names() -> None:
+    decision = decide(seen(LOST_RANK_3, pending("RankFailure"), **COPIES))
+    copies = decision.mesh.copies
+    assert copies is not None
+    assert (copies.every_steps, copies.shift) == (5, 2)
+    assert copies.survives.startswith("the loss of any rank, worker")
+    assert published(seen(LOST_RANK_3, pending("RankFailure"), **COPIES), decision).copies == MemoryCopies(
+        every_steps=5, shift=2
+    )
+    assert decide(seen(LOST_RANK_3, pending("RankFailure"))).mesh.copies is None
+
+
+def test_if_no_rank_has_the_same_state_all_go_back_to_copies() -> None:
+    # Ranks 3 and 7 have the same state, and both are lost. Worker 0 has not received the newest copies completely.
+    reports = [
+        holds(0, first=copied(0, 5), second=copied(1, 5)),
+        holds(1, first=copied(2, 5, 10), second=None),
+        holds(2, first=copied(4, 5, 10), second=copied(5, 5, 10)),
+        holds(3, first=copied(6, 5, 10), second=None),
+    ]
+    gone = decide(seen(reports, pending("RankFailure"), **COPIES))
+    assert gone.mesh.recovery is None, "rank 3 had the copy of rank 7, and rank 7 that of rank 3"
+    assert "the state of ranks 3, 7" in events(gone)["MemoryLost"]
+    reports[0] = holds(0, first=copied(0, 5), second=copied(7, 5).model_copy(update={"copies": peers(1, 3, 7)}))
+    decision = decide(now := seen(reports, pending("RankFailure"), **COPIES))
+    memory = published(now, decision).memory
+    assert memory is not None
+    assert (memory.step, memory.ranks, memory.holders) == (5, "0-2,4-6", "3:1,7:1")
+    assert "All ranks go back to step 5" in events(decision)["RecoveringInMemory"]
+    later = seen([], decision.status, **COPIES)
+    assert document(later, later.mesh) == published(now, decision)
+
+
+def peers(*ranks_of: int) -> list[HeldCopy]:
+    return [HeldCopy(rank=rank, step=5) for rank in ranks_of]
 
 
 def test_every_agent_gets_the_same_document_after_a_restart_of_the_operator() -> None:

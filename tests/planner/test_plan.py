@@ -35,6 +35,17 @@ LARGE: dict[str, Any] = {
 }
 
 
+def test_the_plan_says_how_much_host_memory_copies_take() -> None:
+    recovery = {"inMemory": True, "copyEverySteps": 10}
+    plan = make_plan(spec_of(parallelism={"tensor": 2, "pipeline": 2, "zeroStage": 3}, recovery=recovery), DEMO)
+    assert plan.memory is not None
+    # Two steps of a rank's own state and of a peer's, of fp32 parameters and two moments each.
+    expected = 4 * 1.5 * plan.memory.optimizer * plan.gpus_per_worker / (1 << 30)
+    (reason,) = (reason for reason in plan.reasons if "copies in host memory" in reason)
+    assert f"every 10 steps: {expected:.3g} GiB in each worker" in reason
+    assert not any("copies in host" in reason for reason in make_plan(spec_of(), DEMO).reasons)
+
+
 def test_what_the_spec_says_is_what_runs() -> None:
     plan = make_plan(spec_of(parallelism={"tensor": 2, "pipeline": 2, "microBatches": 4}), DEMO)
     assert plan.layout == Layout(2, 2, 2)

@@ -369,6 +369,6 @@ def _decision_fields(report: WorkerReport) -> tuple[object, ...]:
     """The parts of a report on which a decision may depend."""
     phases = tuple((phase.name, phase.seconds) for phase in report.phases)
     failure = report.failure, report.message, report.evidence
-    held = tuple((rank.rank, rank.held.step, rank.held.reduced) for rank in report.ranks if rank.held is not None)
+    held = tuple((rank.rank, rank.held.model_dump_json()) for rank in report.ranks if rank.held is not None)
     others = phases, report.preflight, report.checkpoint_request, held
     return report.incarnation, report.generation, report.state, report.paused, *failure, *others

@@ -423,6 +423,7 @@ def _take(decision: Decision, action: gang_actions.GangAction) -> None:
             recovery = in_memory.plan(observed, cause)
             decision.status.mesh = next_generation(decision.observed, cause, decision.mesh.failures)
             decision.mesh.in_memory = in_memory.layout(observed)
+            decision.mesh.copies = in_memory.copies(observed)
             decision.mesh.node_check = suspect_nodes.needs_check(observed, decision.status, cause) or None
             if isinstance(recovery, MemoryRecovery):
                 decision.mesh.recovery = in_memory.to_status(recovery)

@@ -7,7 +7,8 @@ every agent gets the same document, also after a restart of the operator.
 from __future__ import annotations
 
 from meshwright.api.base import MAX_SAFE_INTEGER
-from meshwright.api.status import MAX_SUCCEEDED_WORKERS, MemoryRecoveryStatus, MeshStatus
+from meshwright.api.status import MAX_SUCCEEDED_WORKERS, MemoryCopiesStatus, MemoryRecoveryStatus, MeshStatus
+from meshwright.memory_copies import RankPlace, choose_shift, describe_survived
 from meshwright.memory_recovery import plan_recovery, unsupported
 from meshwright.protocol.messages import AgentState, HeldState, MemoryRecovery
 from meshwright_operator.decide import restart_policy
@@ -33,7 +34,7 @@ CAUSES = frozenset(
 
 def unavailable(observed: Observed) -> str:
     """Why the ranks of the next generation cannot hold their state although the job asks for it; empty if they can."""
-    if reason := unsupported(observed.run):
+    if reason := unsupported(observed.run, copies=observed.spec.recovery.copy_every_steps is not None):
         return reason
     agents = observed.agents.waiting_agents
     if any(worker.index in agents and not agents[worker.index].holds_state for worker in observed.workers):
@@ -44,6 +45,28 @@ def unavailable(observed: Observed) -> str:
 def layout(observed: Observed) -> str | None:
     """The layout of the next generation, if its ranks hold their state when it is interrupted; else None."""
     return observed.plan.summary if observed.spec.recovery.in_memory and not unavailable(observed) else None
+
+
+def copies(observed: Observed) -> MemoryCopiesStatus | None:
+    """The copies that the ranks of the next generation make in host memory: on peers that are far from their own."""
+    every = observed.spec.recovery.copy_every_steps
+    if every is None or layout(observed) is None:
+        return None
+    places = _places(observed)
+    shift = choose_shift(places)
+    return MemoryCopiesStatus(every_steps=every, shift=shift, survives=describe_survived(places, shift))
+
+
+def _places(observed: Observed) -> list[RankPlace]:
+    """Where each rank runs."""
+    placed = {entry.worker: entry for entry in observed.status.placement.workers} if observed.status.placement else {}
+    known, places = plan_workers(observed), []
+    for worker in sorted(observed.workers, key=lambda worker: known.get(worker.index, -1)):
+        entry = placed.get(worker.index)
+        where = (entry.node, entry.domain, entry.rack) if entry is not None else (worker.node, "", "")
+        ranks = observed.plan.workers[known[worker.index]]
+        places += [RankPlace(worker.index, *where)] * len(ranks)
+    return places
 
 
 def leaves(observed: Observed, mesh: MeshStatus) -> bool:
@@ -102,9 +125,13 @@ def plan(observed: Observed, pending_cause: str) -> MemoryRecovery | str | None:
     if layout(observed) != mesh.in_memory:
         return f"the layout changes from {mesh.in_memory} to {observed.plan.summary}"
     recovery = plan_recovery(observed.run, mesh.generation, holding(observed))
-    if isinstance(recovery, MemoryRecovery) and len(recovery.ranks) > MAX_SUCCEEDED_WORKERS:
+    if isinstance(recovery, MemoryRecovery) and _is_long(recovery):
         return "too many separate ranks are lost"
     return recovery
+
+
+def _is_long(recovery: MemoryRecovery) -> bool:
+    return max(len(recovery.ranks), len(recovery.holders or "")) > MAX_SUCCEEDED_WORKERS
 
 
 def progresses(observed: Observed, pending_cause: str) -> bool:
@@ -117,5 +144,9 @@ def progresses(observed: Observed, pending_cause: str) -> bool:
 def to_status(recovery: MemoryRecovery) -> MemoryRecoveryStatus:
     """The recovery as it is persisted."""
     return MemoryRecoveryStatus(
-        generation=recovery.generation, step=recovery.step, leader=recovery.leader, ranks=recovery.ranks
+        generation=recovery.generation,
+        step=recovery.step,
+        leader=recovery.leader,
+        ranks=recovery.ranks,
+        holders=recovery.holders,
     )

@@ -14,6 +14,7 @@ from meshwright.api.status import FailureStatus, MeshStatus, parse_ranks
 from meshwright.protocol.messages import (
     MAX_GENERATION,
     CheckpointCommit,
+    MemoryCopies,
     MemoryRecovery,
     MeshDocument,
     MeshMember,
@@ -138,6 +139,7 @@ def document(observed: Observed, mesh: MeshStatus, failure: FailureStatus | None
         resume=_resume(observed),
         in_memory=bool(mesh.in_memory) or None,
         node_check=mesh.node_check or None,
+        copies=_copies(mesh),
         memory=_memory(mesh),
     )
 
@@ -150,12 +152,21 @@ def _resume(observed: Observed) -> CheckpointCommit | None:
     return CheckpointCommit(step=saved.step, time=saved.time, path=saved.path)
 
 
+def _copies(mesh: MeshStatus) -> MemoryCopies | None:
+    copies = mesh.copies
+    return MemoryCopies(every_steps=copies.every_steps, shift=copies.shift) if copies is not None else None
+
+
 def _memory(mesh: MeshStatus) -> MemoryRecovery | None:
     recovery = mesh.recovery
     if recovery is None:
         return None
     return MemoryRecovery(
-        generation=recovery.generation, step=recovery.step, leader=recovery.leader, ranks=recovery.ranks
+        generation=recovery.generation,
+        step=recovery.step,
+        leader=recovery.leader,
+        ranks=recovery.ranks,
+        holders=recovery.holders,
     )
 
 

@@ -15,6 +15,7 @@ from meshwright.protocol.messages import (
     CheckpointCommit,
     Evaluation,
     FailureKind,
+    HeldCopy,
     HeldState,
     Phase,
     Progress,
@@ -191,8 +192,9 @@ class MeshGeneration:
                 view.running = True
             case messages.Finished(outcome=outcome):
                 view.outcome = outcome
-            case messages.Held(step=step, reduced=reduced):
-                view.held = HeldState(step=step, reduced=reduced)
+            case messages.Held(step=step, reduced=reduced, copies=copies):
+                found = [HeldCopy(rank=of, step=at) for of, at in copies]
+                view.held = HeldState(step=step, reduced=reduced, copies=found or None)
             case messages.RankFailed(failure=kind, message=text):
                 if not self.ending:
                     self._record_failure(Failure(rank, kind, text), now)

@@ -123,6 +123,7 @@ def rank_task(
         data_dir=settings.data_dir,
         in_memory=bool(document.in_memory),
         node_check=bool(document.node_check),
+        copies=document.copies,
         memory=document.memory,
     )
 

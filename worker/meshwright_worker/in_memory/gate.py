@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.sample_order import MODULUS
+from meshwright_worker.in_memory.copies import Copier
 from meshwright_worker.trainer.trainer import ReducedStep, StepGate, StepResult, StepSums, Trainer
 
 
@@ -58,8 +59,8 @@ class MemoryGate(StepGate):
         self._left = False
         self._held = held
         self._sums: StepSums | None = None
-        self.formed = False
-        """Whether all groups of the generation exist."""
+        self.copier: Copier | None = None
+        """Makes copies of the state, if the job wants them."""
 
     @property
     def left(self) -> bool:
@@ -117,6 +118,12 @@ class MemoryGate(StepGate):
         """See `StepGate.updated`."""
         if self._held is not None and self._sums is not None:
             self._held.advance(result, self._sums)
+
+    def completed(self) -> None:
+        """See `StepGate.completed`."""
+        held, copier = self._held, self.copier
+        if held is not None and copier is not None and copier.due(held.state.step):
+            copier.take(held.trainer.inventory(), held.state)
 
     def _check(self) -> None:
         if self._left:

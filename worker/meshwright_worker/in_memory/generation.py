@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.manifest import TrainingState
-from meshwright_worker.distributed.mesh import Mesh, build_mesh, connect
+from meshwright_worker.distributed.mesh import STEP_TIMEOUT, Mesh, build_mesh, connect, new_host_group
+from meshwright_worker.in_memory.copies import Copier, HostCopies
 from meshwright_worker.in_memory.gate import Held, MemoryGate
 from meshwright_worker.in_memory.leaving import Connections, destroy_groups
 from meshwright_worker.in_memory.transfer import restore
@@ -76,9 +77,10 @@ class Generation(threading.Thread):
         events: RankEvents,
         opened: OpenedRun,
         held: Held | None,
+        copies: HostCopies,
         on_end: Callable[[], None],
     ) -> None:
-        """`held` is the state that this process has; `on_end` is called in the thread when training ends."""
+        """`held` and `copies` are what this process has; `on_end` is called in the thread when training ends."""
         super().__init__(name=f"generation-{task.generation}", daemon=True)
         self.task = task
         self.memory_gate = MemoryGate(held)
@@ -91,6 +93,7 @@ class Generation(threading.Thread):
         self._connections = Connections()
         self._formed = False
         self._restored: Held | None = None
+        self._copies = copies
 
     def run(self) -> None:
         """Join, train, and record the result."""
@@ -107,6 +110,9 @@ class Generation(threading.Thread):
         started = time.monotonic()
         device = connect(self.task, cancelled=lambda: self.memory_gate.left)
         mesh = build_mesh(self.task, device.torch)
+        if self.task.copies is not None:
+            group = new_host_group(STEP_TIMEOUT, lazy=False)
+            self.memory_gate.copier = Copier(self._copies, self.task.copies, group)
         self._events.phase("rendezvous", time.monotonic() - started)
         return train_on_mesh(self.task, self._events, self._opened, mesh, self)
 
@@ -124,7 +130,7 @@ class Generation(threading.Thread):
         """See `Memory.restore`."""
         if self.task.memory is None:
             return None
-        self._restored = restore(self.task, trainer, mesh, self.memory_gate)
+        self._restored = restore(self.task, trainer, mesh, self.memory_gate, self._copies)
         return self._restored.state
 
     def begin(self, trainer: Trainer, state: TrainingState) -> None:
@@ -136,6 +142,9 @@ class Generation(threading.Thread):
         self._restored = None
         # The modules of the generation before are cycles, which keep its groups alive, whose threads spin.
         gc.collect()
+        if self.memory_gate.copier is not None:
+            # Until the first copy is complete, a loss needs storage.
+            self.memory_gate.copier.take(trainer.inventory(), state)
 
     def leave(self) -> Held | None:
         """Leave the generation, from the main thread. Return the state, which then changes no more.
@@ -148,10 +157,15 @@ class Generation(threading.Thread):
         while self.is_alive() and time.monotonic() < end:
             self._connections.cut()
             self.join(_LOOK_SECONDS)
-        stuck = self if self.is_alive() else None
+        copying = self.memory_gate.copier.thread if self.memory_gate.copier is not None else None
+        if copying is not None and not self.is_alive():
+            copying.join(max(_LOOK_SECONDS, end - time.monotonic()))
+        stuck: threading.Thread | None = self if self.is_alive() else None
         if stuck is not None and not self._formed:
             raise StuckError("connection closed, but the rank does not leave its rendezvous")
+        if stuck is None and copying is not None and copying.is_alive():
+            stuck = copying
         destroy_groups(stuck)
-        if stuck is None and self.error is not None:
+        if not self.is_alive() and self.error is not None:
             self.error = self.error.with_traceback(None)  # its frames keep groups alive
         return held

@@ -14,6 +14,7 @@ import time
 
 from meshwright.protocol.messages import FailureKind
 from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.in_memory.copies import HostCopies
 from meshwright_worker.in_memory.gate import Held
 from meshwright_worker.in_memory.generation import Generation
 from meshwright_worker.rank import commands, failures, messages
@@ -41,6 +42,7 @@ class Supervisor:
         self._commands = events.commands
         self._line = b""
         self._held: Held | None = None
+        self._copies = HostCopies()
         self._generation: Generation | None = None
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -63,7 +65,7 @@ class Supervisor:
     def _begin(self, task: RankTask[NativeRun]) -> None:
         # The generation holds the state from now on, and drops the older copy once it has a new one.
         held, self._held = self._held, None
-        self._generation = Generation(task, self._events, self._opened, held, self._wake)
+        self._generation = Generation(task, self._events, self._opened, held, self._copies, self._wake)
         self._generation.start()
 
     def _wake(self) -> None:
@@ -117,4 +119,5 @@ class Supervisor:
             raise ConnectionError("connection closed: the generation is over, and this rank has no state to hold")
         state, reduced = self._held.state, self._held.reduced
         seconds = time.monotonic() - started
-        self._events.send(messages.Held(state.step, reduced.number if reduced is not None else None, seconds))
+        number = reduced.number if reduced is not None else None
+        self._events.send(messages.Held(state.step, number, seconds, self._copies.complete()))

@@ -13,6 +13,7 @@ from meshwright.protocol.messages import MemoryRecovery
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.in_memory.copies import HostCopies, HostCopy, pack, pieces, unpack
 from meshwright_worker.in_memory.gate import Held, MemoryGate
 from meshwright_worker.rank.task import RankTask
 from meshwright_worker.trainer.trainer import StepSums, Trainer
@@ -22,7 +23,7 @@ class StateMissingError(Exception):
     """A rank does not hold the state from which it was to go on."""
 
 
-def restore(task: RankTask[NativeRun], trainer: Trainer, mesh: Mesh, gate: MemoryGate) -> Held:
+def restore(task: RankTask[NativeRun], trainer: Trainer, mesh: Mesh, gate: MemoryGate, copies: HostCopies) -> Held:
     """Fill a new trainer with the state of the task's step. Collective. Returns the state, with this trainer.
 
     Interrupted at any time, the gate's state stays what it was, or has the update of the last step besides.
@@ -32,10 +33,12 @@ def restore(task: RankTask[NativeRun], trainer: Trainer, mesh: Mesh, gate: Memor
     """
     memory, held = task.memory, gate.held
     assert memory is not None
+    if memory.holders is not None:
+        return _restore_copies(task.run, memory, trainer, mesh, copies)
     keeps = mesh.rank in keeping_ranks(memory)
     if keeps and (held is None or held.state.step > memory.step):
         raise StateMissingError(f"rank {mesh.rank} does not hold the state of step {memory.step}")
-    state, sums = _announce(memory, held, mesh)
+    state, sums = _announce(memory, held.state if held else None, held.sums if held else None, mesh)
     if keeps and held is not None:
         _catch_up(held, memory, sums, gate)
         _copy(held.trainer, trainer)
@@ -45,14 +48,45 @@ def restore(task: RankTask[NativeRun], trainer: Trainer, mesh: Mesh, gate: Memor
     return Held(trainer, state, task.run.training.global_batch_size, sums=sums)
 
 
-def _announce(memory: MemoryRecovery, held: Held | None, mesh: Mesh) -> tuple[TrainingState, StepSums | None]:
+def _restore_copies(run: NativeRun, memory: MemoryRecovery, trainer: Trainer, mesh: Mesh, copies: HostCopies) -> Held:
+    """Go back to the copies of the step: a rank's own, or that which a peer has of it."""
+    own = copies.get(mesh.rank, memory.step) if mesh.rank in keeping_ranks(memory) else None
+    if mesh.rank in keeping_ranks(memory) and own is None:
+        raise StateMissingError(f"rank {mesh.rank} has no copy of step {memory.step}")
+    state, _ = _announce(memory, own.state if own is not None else None, None, mesh)
+    tensors = trainer.inventory()
+    for rank, holder in transfers(run, memory).items():
+        if holder is None:
+            raise StateMissingError(f"no rank has a copy of rank {rank}")
+        if mesh.rank == holder:
+            copy = copies.get(rank, memory.step)
+            if copy is None:
+                raise StateMissingError(f"rank {holder} has no copy of rank {rank} of step {memory.step}")
+            for piece in pieces(copy.content):
+                dist.send(piece, rank, group=mesh.checkpoint_group)
+        elif mesh.rank == rank:
+            received = torch.empty_like(pack(tensors))
+            for piece in pieces(received):
+                dist.recv(piece, holder, group=mesh.checkpoint_group)
+            own = HostCopy(received, state)
+            copies.put(rank, memory.step, own)
+    assert own is not None
+    unpack(own.content, tensors)
+    trainer.optimizer.set_step_count(state.step - state.skipped)
+    trainer.restore_state(state)
+    return Held(trainer, state, run.training.global_batch_size)
+
+
+def _announce(
+    memory: MemoryRecovery, state: TrainingState | None, sums: StepSums | None, mesh: Mesh
+) -> tuple[TrainingState, StepSums | None]:
     """Broadcast what the leader knows of the step: the state outside of tensors, and the sums of its update."""
     content = b""
     if mesh.rank == memory.leader:
-        assert held is not None
-        known: dict[str, Any] = {"state": held.state.model_dump(), "sums": None, "digest": 0}
-        if held.sums is not None:
-            known |= {"sums": held.sums.results.tolist(), "digest": held.sums.digest}
+        assert state is not None
+        known: dict[str, Any] = {"state": state.model_dump(), "sums": None, "digest": 0}
+        if sums is not None:
+            known |= {"sums": sums.results.tolist(), "digest": sums.digest}
         content = json.dumps(known).encode()
     length = torch.tensor([len(content)])
     dist.broadcast(length, memory.leader, group=mesh.checkpoint_group)
@@ -61,8 +95,8 @@ def _announce(memory: MemoryRecovery, held: Held | None, mesh: Mesh) -> tuple[Tr
         payload = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     dist.broadcast(payload, memory.leader, group=mesh.checkpoint_group)
     told = json.loads(bytes(payload.tolist()))
-    sums = told["sums"]
-    results = torch.tensor(sums, dtype=torch.float64, device=mesh.device) if sums is not None else None
+    values = told["sums"]
+    results = torch.tensor(values, dtype=torch.float64, device=mesh.device) if values is not None else None
     return TrainingState(**told["state"]), StepSums(results, told["digest"]) if results is not None else None
 
 
@@ -76,16 +110,8 @@ def _catch_up(held: Held, memory: MemoryRecovery, sums: StepSums | None, gate: M
         raise StateMissingError(f"the state is of step {held.state.step}, and all go on from step {memory.step}")
 
 
-def _inventory(trainer: Trainer) -> list[torch.Tensor]:
-    """Every tensor of a rank's state, in an order that depends on its part of the model only."""
-    tensors = [shard.local for shard in (*trainer.shards, *trainer.frozen)]
-    for shard in trainer.shards:
-        tensors += trainer.optimizer.moments(shard).values()
-    return [tensor.detach() for tensor in [*tensors, *trainer.buffers.values()]]
-
-
 def _copy(old: Trainer, new: Trainer) -> None:
-    for source, target in zip(_inventory(old), _inventory(new), strict=True):
+    for source, target in zip(old.inventory(), new.inventory(), strict=True):
         target.copy_(source)
 
 
@@ -95,10 +121,10 @@ def _transfer(run: NativeRun, memory: MemoryRecovery, trainer: Trainer, mesh: Me
         if source is None:
             raise StateMissingError(f"no rank has the state of rank {rank}")
         if mesh.rank == source:
-            for tensor in _inventory(trainer):
+            for tensor in trainer.inventory():
                 dist.send(tensor.cpu().contiguous(), rank, group=mesh.checkpoint_group)
         elif mesh.rank == rank:
-            for tensor in _inventory(trainer):
+            for tensor in trainer.inventory():
                 received = torch.empty(tensor.shape, dtype=tensor.dtype)
                 dist.recv(received, source, group=mesh.checkpoint_group)
                 tensor.copy_(received)

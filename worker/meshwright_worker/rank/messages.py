@@ -85,6 +85,8 @@ class Held:
     """The next step, if it has that step's gradients, summed over replicas."""
     seconds: float
     """Time that leaving took."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """Rank and step of each complete copy that the process has in host memory."""
     kind: Literal["held"] = "held"
 
 

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
-from meshwright.protocol.messages import MemoryRecovery
+from meshwright.protocol.messages import MemoryCopies, MemoryRecovery
 from meshwright.protocol.run_config import NativeRun, Run
 from meshwright.schedules.measured import RankTimeline
 
@@ -57,6 +57,8 @@ class RankTask(Generic[RunT_co]):
     """Whether the process holds its state when the generation is interrupted. The store is then not rank 0's."""
     node_check: bool = False
     """Whether the ranks check their nodes before they meet."""
+    copies: MemoryCopies | None = None
+    """The copies that ranks make in host memory. None if they make none."""
     memory: MemoryRecovery | None = None
     """How the generation goes on from states that ranks hold. None if it starts from the latest checkpoint."""
 

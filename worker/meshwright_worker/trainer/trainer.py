@@ -110,6 +110,9 @@ class StepGate:
     def updated(self, result: StepResult) -> None:
         """The parameters are updated. Called in the block of `update`."""
 
+    def completed(self) -> None:
+        """The step is complete on this rank, and the next one has not begun."""
+
 
 class Trainer:
     """This rank's stages, their optimizer and their executor.
@@ -170,6 +173,13 @@ class Trainer:
         """Times the slots of some steps of this rank's pipeline; None if it does not report them."""
         return self._executor.recorder
 
+    def inventory(self) -> list[torch.Tensor]:
+        """Return every tensor of this rank's state, in an order that depends on its part of the model only."""
+        tensors = [shard.local for shard in (*self.shards, *self.frozen)]
+        for shard in self.shards:
+            tensors += self.optimizer.moments(shard).values()
+        return [tensor.detach() for tensor in [*tensors, *self.buffers.values()]]
+
     def close(self) -> None:
         """Finish after the last step. Collective."""
         self.data_parallel.finish()
@@ -196,6 +206,7 @@ class Trainer:
         if not (result.skipped or result.went_back):
             with phase(UPDATE):
                 self.data_parallel.sync_parameters()
+        self._gate.completed()
         return result
 
     def _reduce(self, number: int, batch: Batch, requests: tuple[bool, bool]) -> ReducedStep:
