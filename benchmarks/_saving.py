@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from meshwright.api.checkpoint import Retention
 from meshwright.layout import Layout
 from meshwright.models.presets import PRESETS
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
@@ -82,7 +83,7 @@ class Saves:
     ) -> None:
         self.name, self._directory, self._number = name, directory, 0
         self._trains, self._overlaps = trains, overlaps
-        self._saver = AsyncCheckpointer([Tier(CheckpointDirectory(directory), 1)], mesh, executor)
+        self._saver = AsyncCheckpointer([Tier(CheckpointDirectory(directory), Retention(1))], mesh, executor)
         self.stall: list[float] = []
         self.durable: list[float] = []
         self.steps: list[float] = []

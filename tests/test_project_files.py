@@ -125,6 +125,13 @@ def test_the_worker_image_has_a_compiler_and_the_libraries_of_rdma() -> None:
     assert final_stage.index("apt-get") < final_stage.index("USER ")
 
 
+def test_the_worker_image_has_the_package_of_s3() -> None:
+    text = (ROOT / "worker" / "Dockerfile").read_text(encoding="utf-8")
+    assert "'./worker[s3]'" in text
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert all(f"\n{name}==" in pinned for name in ("s3fs", "aiobotocore", "botocore"))
+
+
 def test_the_security_policy_says_how_to_report_and_what_is_supported() -> None:
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     assert "Report a vulnerability" in text

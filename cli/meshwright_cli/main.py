@@ -30,7 +30,7 @@ COMMANDS = {
     "resume": _job_command("change", "resume", "Resume a suspended job from its latest checkpoint."),
     "checkpoint": LazyCommand(
         "meshwright_cli.checkpoint.group:checkpoint",
-        "Ask a job for a checkpoint.",
+        "List, verify and copy checkpoints, or ask a job for one.",
         "meshwright-cli",
         JOBS,
     ),
@@ -39,6 +39,12 @@ COMMANDS = {
     ),
     "export": _job_command(
         "model_commands", "export", "Export the model of a job's newest checkpoint as a Hugging Face directory."
+    ),
+    "lineage": LazyCommand(
+        "meshwright_cli.checkpoint.lineage:lineage",
+        "Show where a checkpoint or an export comes from.",
+        "meshwright-cli",
+        JOBS,
     ),
     "delete": _job_command("change", "delete", "Delete a job and its pods. Its checkpoints stay."),
     "completion": LazyCommand(

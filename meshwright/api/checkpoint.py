@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
@@ -12,7 +13,15 @@ from meshwright.api.base import ApiModel, ShortText
 DEFAULT_CHECKPOINT_INTERVAL = 100
 """Steps between checkpoints where `checkpoint.everySteps` is left out."""
 
+AUTO = "Auto"
+"""The interval that wastes the least time."""
+UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
 Steps = Annotated[int, Field(ge=1, le=1000000000)]
+Every = Annotated[str, Field(max_length=8, pattern=r"^(Auto|[1-9][0-9]{0,5}[smhd])$")]
+"""`Auto`, or a number with a unit."""
+Age = Annotated[str, Field(max_length=8, pattern=r"^[1-9][0-9]{0,5}[smhd]$")]
+"""A number with a unit, such as `7d`."""
 Keep = Annotated[int, Field(ge=1, le=10000)]
 
 SECRET_VARIABLES: dict[str, tuple[str, ...]] = {
@@ -66,8 +75,44 @@ class StoreSpec(ApiModel):
     """Id or ARN of the key of `encryption: KMS`. By default the account's."""
     every_steps: Steps | None = None
     """Steps between checkpoints in the store, a multiple of `checkpoint.everySteps`. Defaults to that."""
+    every: Every | None = None
+    """Instead of `everySteps`: `checkpoint.every` of the store."""
     keep: Keep | None = None
     """Number of complete checkpoints to retain in the store. Defaults to `checkpoint.keep`."""
+    keep_for: Age | None = None
+    """`checkpoint.keepFor` of the store, which is its default."""
+    keep_every_steps: Steps | None = None
+    """`checkpoint.keepEverySteps` of the store, which is its default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """How often a checkpoint is saved: after a number of steps, after a time, or `Auto` with neither."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the interval follows from measurements."""
+        return self.steps is None and self.seconds is None
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which complete checkpoints are retained: those that any of the three retains."""
+
+    newest: int
+    """This many of the newest."""
+    seconds: float | None = None
+    """All that are younger."""
+    every_steps: int | None = None
+    """Forever, the first one at or after each multiple of this step."""
+
+
+def seconds_of(text: str) -> float:
+    """The seconds of a number with a unit, such as `30m`."""
+    return float(text[:-1]) * UNIT_SECONDS[text[-1]]
 
 
 class CheckpointSpec(ApiModel):
@@ -84,11 +129,18 @@ class CheckpointSpec(ApiModel):
     """How the object store of `uri` is used."""
     every_steps: Steps | None = None
     """Steps between checkpoints of Meshwright's runtime. Defaults to 100. Not allowed with `runtime.command`."""
+    every: Every | None = None
+    """Time between checkpoints instead of `everySteps`, such as `30m`. `Auto`: the interval that wastes the least time,
+    from measured saves and the job's failures."""
     keep: Keep | None = None
     """Number of complete checkpoints to retain. Defaults to 2, and to all of those that `runtime.command` reports."""
     verify: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1, max_length=64)] | None = None
     """Command that checks each checkpoint that `runtime.command` reports, by its path in MESHWRIGHT_CHECKPOINT_PATH. It
     counts if the exit code is 0."""
+    keep_for: Age | None = None
+    """Retain younger checkpoints too, such as `12h`."""
+    keep_every_steps: Steps | None = None
+    """Retain forever the first checkpoint at or after each multiple of this step."""
     staging: Staging | None = None
     """Experimental. When the state is copied: `Blocking`, before the next step, or `Overlapped`, while that runs until
     its update. Defaults to `Blocking`."""
@@ -97,7 +149,9 @@ class CheckpointSpec(ApiModel):
 
     @property
     def interval(self) -> int:
-        """Steps between checkpoints. The schema has no default, because the field must be absent with a command."""
+        """Steps between checkpoints, unless `every` is set. The schema has no default, because the field must be absent
+        with a command.
+        """
         return DEFAULT_CHECKPOINT_INTERVAL if self.every_steps is None else self.every_steps
 
     @property
@@ -105,7 +159,25 @@ class CheckpointSpec(ApiModel):
         """Number of complete checkpoints to retain."""
         return 2 if self.keep is None else self.keep
 
+    def interval_of(self, store: StoreSpec | None = None) -> Interval:
+        """The interval on the volume, or that of the store."""
+        if store is not None and store.every is not None:
+            return _timed(store.every)
+        if store is not None and store.every_steps is not None:
+            return Interval(steps=store.every_steps)
+        return Interval(steps=self.interval) if self.every is None else _timed(self.every)
+
+    def retention_of(self, store: StoreSpec | None = None) -> Retention:
+        """What is retained on the volume, or in the store."""
+        options = store or StoreSpec()
+        age, every = options.keep_for or self.keep_for, options.keep_every_steps or self.keep_every_steps
+        return Retention(options.keep or self.retained, seconds_of(age) if age else None, every)
+
     @property
     def place(self) -> str:
         """Where the checkpoints are, for messages."""
         return f"the claim `{self.claim_name}`" if self.claim_name is not None else f"`{self.uri}`"
+
+
+def _timed(every: str) -> Interval:
+    return Interval() if every == AUTO else Interval(seconds=seconds_of(every))

@@ -15,11 +15,13 @@ FAILED = "Failed"
 SUSPENDED = "Suspended"
 RESCALING = "Rescaling"
 PREFLIGHT_PASSED = "PreflightPassed"
+CHECKPOINT_HEALTHY = "CheckpointHealthy"
 
 ALL = (READY, RECONCILING, STALLED, PLACED, COMPLETE, FAILED, SUSPENDED)
 """The conditions of every job."""
-KNOWN = (*ALL, RESCALING, PREFLIGHT_PASSED)
-"""All conditions. Only elastic jobs have `Rescaling`, and jobs whose workers check their pods `PreflightPassed`."""
+KNOWN = (*ALL, RESCALING, PREFLIGHT_PASSED, CHECKPOINT_HEALTHY)
+"""All conditions. Only elastic jobs have `Rescaling`, jobs whose workers check their pods `PreflightPassed`, and those
+of which a checkpoint was not saved `CheckpointHealthy`."""
 
 
 def find(conditions: Sequence[Condition], kind: str) -> Condition | None:

@@ -18,6 +18,7 @@ Text = Annotated[str, Field(max_length=1024)]
 
 MAX_CONDITIONS = 16
 MAX_RESTART_CAUSES = 16
+MAX_CHECKPOINT_TIERS = 8
 MAX_APPLIED_SPEC = 131072
 MAX_APPLIED_PROFILE = 32768
 MAX_RESTART_TIMES = 128
@@ -290,6 +291,25 @@ class CheckpointStatus(ApiModel):
     """Path of the checkpoint in worker pods."""
 
 
+class CheckpointTierStatus(ApiModel):
+    """One place where checkpoints are saved, how often, and whether that works."""
+
+    place: Annotated[str, Field(max_length=1024)]
+    """Path in worker pods, or URI."""
+    step: Count | None = None
+    """Step of its newest complete checkpoint."""
+    time: Time | None = None
+    """When that was saved."""
+    every_steps: Count | None = None
+    """Steps between its checkpoints. Not set if the interval is a time."""
+    interval_seconds: Count | None = None
+    """Seconds between its checkpoints."""
+    reason: Annotated[str, Field(max_length=512)] = ""
+    """What the interval follows from, with `Auto`."""
+    error: Annotated[str, Field(max_length=1024)] = ""
+    """Why the last save failed. Empty if it did not."""
+
+
 class CheckpointRequestStatus(ApiModel):
     """The last request for a checkpoint, by the annotation `meshwright.dev/checkpoint`, and what became of it."""
 
@@ -428,7 +448,7 @@ class ParallelTrainingJobStatus(ApiModel):
         list[Condition], Field(max_length=MAX_CONDITIONS, json_schema_extra={"x-list-map-key": "type"})
     ] = []
     """Ready, Reconciling, Stalled, Placed, Complete, Failed, Suspended; with `elastic` also Rescaling, and
-    PreflightPassed once pods are checked."""
+    PreflightPassed once pods are checked, and CheckpointHealthy once a checkpoint was not saved."""
     plan: PlanStatus | None = None
     """The effective layout."""
     placement: PlacementStatus | None = None
@@ -453,6 +473,14 @@ class ParallelTrainingJobStatus(ApiModel):
     """Latest evaluation, with `training.evaluation`."""
     checkpoint: CheckpointStatus | None = None
     """Latest durable checkpoint."""
+    checkpoint_tiers: (
+        Annotated[
+            list[CheckpointTierStatus],
+            Field(max_length=MAX_CHECKPOINT_TIERS, json_schema_extra={"x-list-map-key": "place"}),
+        ]
+        | None
+    ) = None
+    """Where checkpoints are saved, while ranks of Meshwright's runtime train."""
     checkpoint_request: CheckpointRequestStatus | None = None
     """The last request for a checkpoint. Not set before the first."""
     goodput: GoodputStatus | None = None

@@ -36,7 +36,8 @@ def run_config_of(spec: ParallelTrainingJobSpec, architecture: Architecture | No
         raise ValueError("`model`, `data` and `training` are required unless `runtime.command` is set")
     checkpoint = spec.checkpoint
     if checkpoint is not None:
-        checkpoint = checkpoint.model_copy(update={"every_steps": checkpoint.interval, "keep": checkpoint.retained})
+        steps = checkpoint.interval if checkpoint.every is None else None
+        checkpoint = checkpoint.model_copy(update={"every_steps": steps, "keep": checkpoint.retained})
     # With one stage the schedule has no effect, and stays as in the spec.
     schedule = spec.parallelism.order if strategy.pipeline == 1 else strategy.schedule
     return NativeRun(

@@ -172,6 +172,17 @@ class CheckpointCommit(OpenMessage):
     """Its directory, as the workers see it."""
 
 
+class FailureHistory(OpenMessage):
+    """The failures of a job when a generation begins, from which `checkpoint.every: Auto` follows."""
+
+    failures: int = 0
+    """Restarts because something failed."""
+    trained_seconds: float = 0.0
+    """Time in which the job was neither queued nor suspended."""
+    nodes: int = 1
+    """Nodes of the generation."""
+
+
 class MeshDocument(OpenMessage):
     """A mesh generation: who takes part, where they meet and what they run."""
 
@@ -212,6 +223,11 @@ class MeshDocument(OpenMessage):
     memory: MemoryRecovery | None = None
     """How this generation goes on from the state that ranks hold. Without it, every rank starts anew. Only if all
     agents have reported `RankProcess.held`."""
+    history: FailureHistory | None = None
+    """The job's failures so far, if its checkpoints need them. Agents before 0.2 ignore it."""
+    image: Annotated[str, Field(max_length=1024)] | None = None
+    """The image of rank 0 with its digest, for the record in checkpoints. None if the kubelet has not reported it.
+    Agents before 0.2 ignore it."""
 
 
 class AgentState(StrEnum):
@@ -339,6 +355,29 @@ class Evaluation(OpenMessage):
     """Mean loss per token."""
 
 
+class CheckpointTier(OpenMessage):
+    """One place where checkpoints are saved: a volume or an object store."""
+
+    place: Annotated[str, Field(max_length=1024)]
+    """Path, as the workers see it, or URI."""
+    every_steps: Int64 | None = None
+    """Steps between its checkpoints. None if the interval is a time."""
+    interval_seconds: float | None = None
+    """Time between its checkpoints. None if that is a number of steps, or not known yet."""
+    reason: Annotated[str, Field(max_length=512)] = ""
+    """Why that is the interval, with `Auto`."""
+    step: Int64 | None = None
+    """Step of its newest complete checkpoint."""
+    saved_at: float | None = None
+    """When that was saved, in seconds since 1970."""
+    error: Annotated[str, Field(max_length=1024)] = ""
+    """Why the last save failed. Empty if it did not."""
+    failing_since: float | None = None
+    """Since when saves fail, in seconds since 1970."""
+    saving_since: float | None = None
+    """Since when a save is in progress, if that delays others, in seconds since 1970."""
+
+
 class CheckpointAnswer(OpenMessage):
     """What became of a request for a checkpoint."""
 
@@ -402,6 +441,8 @@ class WorkerReport(OpenMessage):
     """From the worker of rank 0."""
     checkpoint: CheckpointCommit | None = None
     """Latest complete checkpoint; from the worker of rank 0."""
+    checkpoint_tiers: Annotated[list[CheckpointTier], Field(max_length=8)] = []
+    """Where checkpoints are saved; from the worker of rank 0. Agents before 0.2 send none."""
     checkpoint_request: CheckpointAnswer | None = None
     """The last request for a checkpoint in this generation; from the worker of rank 0. Agents before 0.2 send none."""
     evaluation: Evaluation | None = None

@@ -39,13 +39,23 @@ def _options_fit_the_scheme(spec: Spec) -> bool:
 
 
 def _interval_is_a_multiple(spec: Spec) -> bool:
-    every = _store(spec).every_steps
-    return every is None or every % _checkpoint(spec).interval == 0
+    every, timed = _store(spec).every_steps, _checkpoint(spec).every is not None
+    return every is None or timed or every % _checkpoint(spec).interval == 0
+
+
+def _one_interval(options: CheckpointSpec | StoreSpec) -> bool:
+    return options.every is None or options.every_steps is None
 
 
 def _command_saves_itself(spec: Spec) -> bool:
     store = _store(spec)
-    return spec.runtime.command is None or (store.every_steps is None and store.keep is None)
+    ours = (store.every_steps, store.every, store.keep, store.keep_for, store.keep_every_steps)
+    return spec.runtime.command is None or not any(ours)
+
+
+def _command_has_no_interval(spec: Spec) -> bool:
+    checkpoint = _checkpoint(spec)
+    return spec.runtime.command is None or not any((checkpoint.every, checkpoint.keep_for, checkpoint.keep_every_steps))
 
 
 def _command_writes_itself(spec: Spec) -> bool:
@@ -103,18 +113,34 @@ CHECKPOINT_RULES: tuple[Rule[Spec], ...] = (
         lambda spec: _store(spec).secret_name is None or not _uri(spec) or _WITH_SECRET.match(_uri(spec)) is not None,
     ),
     Rule(
+        "checkpoint.every",
+        "is not supported with `checkpoint.everySteps`: remove one of them",
+        "!has(self.checkpoint) || !has(self.checkpoint.every) || !has(self.checkpoint.everySteps)",
+        lambda spec: _one_interval(_checkpoint(spec)),
+    ),
+    Rule(
+        "checkpoint.store.every",
+        "is not supported with `checkpoint.store.everySteps`: remove one of them",
+        f"{_NO_STORE} || !has(self.checkpoint.store.every) || !has(self.checkpoint.store.everySteps)",
+        lambda spec: _one_interval(_store(spec)),
+    ),
+    Rule(
         "checkpoint.store.everySteps",
         "must be a multiple of `checkpoint.everySteps` (default: 100), because both tiers save the same copy: use a "
         "multiple, or change `checkpoint.everySteps`",
-        f"{_NO_STORE} || !has(self.checkpoint.store.everySteps) || self.checkpoint.store.everySteps"
+        f"{_NO_STORE} || !has(self.checkpoint.store.everySteps) || has(self.checkpoint.every)"
+        " || self.checkpoint.store.everySteps"
         " % (has(self.checkpoint.everySteps) ? self.checkpoint.everySteps : 100) == 0",
         _interval_is_a_multiple,
     ),
     Rule(
         "checkpoint.store",
-        "`everySteps` and `keep` are not supported with `runtime.command`, which saves checkpoints itself: remove them",
+        "`everySteps`, `every`, `keep`, `keepFor` and `keepEverySteps` are not supported with `runtime.command`, which "
+        "saves checkpoints itself: remove them",
         f"!has(self.runtime.command) || {_NO_STORE}"
-        " || !(has(self.checkpoint.store.everySteps) || has(self.checkpoint.store.keep))",
+        " || !(has(self.checkpoint.store.everySteps) || has(self.checkpoint.store.every)"
+        " || has(self.checkpoint.store.keep) || has(self.checkpoint.store.keepFor)"
+        " || has(self.checkpoint.store.keepEverySteps))",
         _command_saves_itself,
     ),
     Rule(
@@ -123,5 +149,13 @@ CHECKPOINT_RULES: tuple[Rule[Spec], ...] = (
         "!has(self.runtime.command) || !has(self.checkpoint)"
         " || !(has(self.checkpoint.staging) || has(self.checkpoint.writer))",
         _command_writes_itself,
+    ),
+    Rule(
+        "checkpoint",
+        "`every`, `keepFor` and `keepEverySteps` are not supported with `runtime.command`, which saves checkpoints "
+        "itself: remove them",
+        "!has(self.runtime.command) || !has(self.checkpoint) || !(has(self.checkpoint.every)"
+        " || has(self.checkpoint.keepFor) || has(self.checkpoint.keepEverySteps))",
+        _command_has_no_interval,
     ),
 )

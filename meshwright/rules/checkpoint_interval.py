@@ -12,9 +12,13 @@ against the time between failures. `best_interval_seconds` solves the equation t
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 DEFAULT_NODE_FAILURE_RATE = 3.8
 """Failures that stop a job for each 1,000 node-days: 419 stops of 2,048 nodes in 54 days (arXiv 2407.21783, 3.3.4)."""
+
+LONGEST_SECONDS = 86400.0
+"""The longest interval of `Auto`."""
 
 _SECONDS_OF_1000_NODE_DAYS = 1000 * 86400.0
 _LARGEST_EXPONENT = 700.0
@@ -79,6 +83,46 @@ def _root(ratio: float) -> float:
         if abs(step) < 1e-14:
             break
     return x
+
+
+@dataclass(frozen=True, slots=True)
+class AutoInterval:
+    """The interval of `checkpoint.every: Auto`, and what it follows from."""
+
+    seconds: float
+    reason: str
+
+
+def auto_interval(
+    *,
+    stall_seconds: float,
+    durable_seconds: float,
+    step_seconds: float,
+    nodes: int,
+    failures: int,
+    trained_seconds: float,
+) -> AutoInterval:
+    """The interval that `best_interval_seconds` gives for measured saves and `estimated_mtbf`.
+
+    It is at least the time of a save until it is complete, and of a step, and at most a day.
+
+    Args:
+        stall_seconds: Time for which training stops for a save.
+        durable_seconds: Time until it is complete.
+        step_seconds: Time of a step.
+        nodes: Nodes of the job.
+        failures: Failures of the job so far.
+        trained_seconds: Time in which they could occur.
+    """
+    mtbf = estimated_mtbf(failures, trained_seconds, mtbf_of_nodes(max(1, nodes)))
+    best = best_interval_seconds(max(0.0, stall_seconds), mtbf, max(0.0, durable_seconds))
+    seconds = min(LONGEST_SECONDS, max(best, step_seconds))
+    seen = f"{failures or 'none yet'} in {trained_seconds / 3600:.1f} h"
+    reason = (
+        f"Auto: a save stops steps for {stall_seconds:.2g} s and is complete after {durable_seconds:.2g} s; a failure "
+        f"is expected every {mtbf / 3600:.2g} h ({seen})"
+    )
+    return AutoInterval(seconds, reason)
 
 
 def interval_in_steps(interval_seconds: float, step_seconds: float, most: int = 1_000_000_000) -> int:

@@ -158,7 +158,9 @@ def _islands_split(facts: Facts) -> bool:
 
 def _rounds_fit_checkpoints(facts: Facts) -> bool:
     outer = _outer(facts)
-    return outer is None or facts.checkpoint is None or facts.checkpoint.interval % outer.every_steps == 0
+    checkpoint = facts.checkpoint
+    timed = checkpoint is None or checkpoint.every is not None
+    return outer is None or timed or (checkpoint is not None and checkpoint.interval % outer.every_steps == 0)
 
 
 def _islands_round_alike(facts: Facts) -> bool:
@@ -305,7 +307,7 @@ REPLICA_RULES: tuple[Rule[Facts], ...] = (
         "training.outer.everySteps",
         f"must divide `checkpoint.everySteps` (default: {DEFAULT_CHECKPOINT_INTERVAL}), because islands are only "
         "equal after a round",
-        f"{_NO_OUTER_OR}!has(self.checkpoint)"
+        f"{_NO_OUTER_OR}!has(self.checkpoint) || has(self.checkpoint.every)"
         f" || (has(self.checkpoint.everySteps) ? self.checkpoint.everySteps : {DEFAULT_CHECKPOINT_INTERVAL})"
         " % self.training.outer.everySteps == 0",
         _rounds_fit_checkpoints,

@@ -53,7 +53,15 @@ LIVE = (
 RESTARTING = ("elastic.scaledBatch",)
 """Members of fields of `LIVE` that restart the gang: ranks depend on them."""
 
-NEXT_START = ("checkpoint.everySteps", "checkpoint.keep", "checkpoint.staging", "checkpoint.writer")
+NEXT_START = (
+    "checkpoint.everySteps",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "checkpoint.keepFor",
+    "checkpoint.keepEverySteps",
+    "checkpoint.staging",
+    "checkpoint.writer",
+)
 """Fields that ranks receive when a mesh generation starts."""
 
 

@@ -161,7 +161,14 @@ SECOND: Mapping[str, Any] = MappingProxyType(
 DEFAULTS: Mapping[int, Mapping[str, Any]] = MappingProxyType({1: FIRST, 2: SECOND})
 """Scheme -> defaults."""
 
-_LATER = ("preemptible", "updatePolicy", "preflight")
+_LATER = (
+    "preemptible",
+    "updatePolicy",
+    "preflight",
+    "checkpoint.every",
+    "checkpoint.keepFor",
+    "checkpoint.keepEverySteps",
+)
 """Fields of later versions that are in no revision, whatever its scheme: workers of older versions do not restart."""
 
 _NO_RESTART_FIRST = (

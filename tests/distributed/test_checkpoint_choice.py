@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.api.checkpoint import Retention
 from meshwright.manifest_checksum import with_checksum
 from meshwright.models.presets import PRESETS
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
@@ -101,7 +102,7 @@ def find(task: RankTask, path: str) -> str:
 def save_together(task: RankTask, root: str, step: int) -> str:
     """Why ranks could not save a step; the empty text if they could."""
     with kept_mesh(task) as mesh:
-        saver = AsyncCheckpointer([Tier(CheckpointDirectory(Path(root)), 2)], mesh)
+        saver = AsyncCheckpointer([Tier(CheckpointDirectory(Path(root)), Retention(2))], mesh)
         saver.begin({"weight": torch.ones(2)}, manifest_of(step, {}))
         try:
             saver.take_finished(wait=True)

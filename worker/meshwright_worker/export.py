@@ -16,6 +16,7 @@ from meshwright.api.data import Tokenizer
 from meshwright.data.files import open_directory, split_uri
 from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.checkpoint.manifest import TokenizerRecord
+from meshwright_worker.checkpoint.provenance import EXPORT_RECORD, export_record
 from meshwright_worker.pretrained.hf_export import export
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,6 +49,9 @@ def main() -> None:
             file_bytes=int(arguments.file_gib * _GIBIBYTE),
             base=arguments.base,
         )
+        state, record = manifest.state, manifest.provenance
+        content = export_record(str(checkpoint), state.step, state.digest, record)
+        (arguments.output / EXPORT_RECORD).write_text(content, encoding="utf-8")
         tokenizer = _write_tokenizer(manifest.tokenizer, arguments.tokenizer, arguments.output)
     except (OSError, ValueError) as error:
         parser.error(str(error))

@@ -7,6 +7,21 @@ import click
 from meshwright_cli.lazy_group import LazyCommand, LazyGroup
 
 SUBCOMMANDS = {
+    "list": LazyCommand(
+        "meshwright_cli.checkpoint.inspect:list_checkpoints",
+        "List the checkpoints of a job, a directory or an object store.",
+        "meshwright-cli",
+    ),
+    "verify": LazyCommand(
+        "meshwright_cli.checkpoint.inspect:verify",
+        "Read every byte of checkpoints, and compare sizes and checksums.",
+        "meshwright-cli",
+    ),
+    "copy": LazyCommand(
+        "meshwright_cli.checkpoint.inspect:copy",
+        "Copy a checkpoint to a directory of this machine, or to an object store.",
+        "meshwright-cli",
+    ),
     "now": LazyCommand(
         "meshwright_cli.checkpoint.now:now",
         "Ask a job that trains for a checkpoint after its current step.",
@@ -18,4 +33,4 @@ SUBCOMMANDS = {
 
 @click.group(cls=LazyGroup, lazy=SUBCOMMANDS, epilog="Next: meshwright checkpoint now JOB.")
 def checkpoint() -> None:
-    """The checkpoints of a job."""
+    """Checkpoints of jobs, directories and object stores."""

@@ -365,6 +365,35 @@ class AsyncClient:
         job, options = await self.get(name), options or PodOptions()
         return await programs.generate(self, job, generation or Generation(), step, options, notify)
 
+    async def inspect_checkpoints(
+        self,
+        name: str,
+        action: str = "list",
+        step: int | None = None,
+        target: Path | str | None = None,
+        options: PodOptions | None = None,
+        notify: Notify = _ignore,
+    ) -> Sequence[dict[str, Any]]:
+        """List, verify or copy a job's checkpoints, in a short-lived pod next to them; what was found of each.
+
+        Args:
+            name: name of the job.
+            action: `list`, `verify` or `copy`.
+            step: only the checkpoint of this step. To copy, None is the newest that is intact.
+            target: with `copy`: a URI, or a directory of this machine.
+            options: memory of the pod.
+            notify: is called with lines about what happens.
+
+        Raises:
+            ForbiddenError: the user may not create pods.
+            RejectedError: the job has no checkpoints that Meshwright can read, or the program fails.
+        """
+        job, options = await self.get(name), options or PodOptions()
+        if target is not None and "://" not in str(target):
+            return [await programs.copy_checkpoint_here(self, job, step, Path(target), options, notify)]
+        where = None if target is None else str(target)
+        return await programs.inspect_checkpoints(self, job, action, step, options, notify, where)
+
     async def export(
         self,
         name: str,

@@ -86,11 +86,11 @@ def generate(
     model runs on this machine, which needs the package meshwright-worker.
     """
     wanted = Generation(prompt, tokens, temperature, seed, past_end, precision, tokenizer, base)
-    if _is_directory(source):
+    if is_directory(source):
         command = generate_command(_local(source, step), wanted, gpus or 0)
         raise SystemExit(_run_here([*command, *(["--cpu"] if gpus == 0 else [])]))
     options = PodOptions(gpus or 0, memory, timeout)
-    click.echo(_run(access, source, lambda client: client.generate(source, wanted, step, options, _notify)))
+    click.echo(run_in_cluster(access, source, lambda client: client.generate(source, wanted, step, options, _notify)))
 
 
 @click.command(epilog="Next: meshwright generate JOB.")
@@ -127,7 +127,7 @@ def export(
     if (target is None) == (on_claim is None):
         raise click.UsageError("pass either -d DIRECTORY or --on-claim DIRECTORY")
     wanted, options = Export(dtype, file_gib, tokenizer, base), PodOptions(0, memory, timeout)
-    if _is_directory(source):
+    if is_directory(source):
         if target is None:
             raise click.UsageError("--on-claim needs the name of a job: pass -d DIRECTORY")
         arguments = [f"--checkpoint={_local(source, step)}", f"--output={target}", *wanted.arguments()]
@@ -137,13 +137,13 @@ def export(
     async def exported(client: AsyncClient) -> str:
         return await client.export(source, place, wanted, step, options, _notify, on_claim=there)
 
-    click.echo(_run(access, source, exported))
+    click.echo(run_in_cluster(access, source, exported))
 
 
-def _run(access: Access, source: str, work: Callable[[AsyncClient], Awaitable[str]]) -> str:
+def run_in_cluster(access: Access, source: str, work: Callable[[AsyncClient], Awaitable[T]]) -> T:
     """Run in the cluster. A termination signal, like Ctrl-C, lets the pod be deleted first."""
 
-    async def until_signal(client: AsyncClient) -> str:
+    async def until_signal(client: AsyncClient) -> T:
         task = asyncio.current_task()
         if task is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -163,7 +163,7 @@ def _notify(text: str) -> None:
     click.echo(text, err=True)
 
 
-def _is_directory(source: str) -> bool:
+def is_directory(source: str) -> bool:
     """Names of jobs have no slash."""
     return "/" in source or source in (".", "..")
 
@@ -181,9 +181,18 @@ def _run_here(command: Sequence[str]) -> int:
     Raises:
         click.ClickException: the package is not installed.
     """
+    check_worker_package()
+    return subprocess.run([sys.executable, *command[1:]], check=False).returncode
+
+
+def check_worker_package() -> None:
+    """Check that programs of the worker package can run on this machine.
+
+    Raises:
+        click.ClickException: it is not installed.
+    """
     if importlib.util.find_spec("meshwright_worker") is None:
         raise click.ClickException(
             "using a checkpoint on this machine needs the Python package `meshwright-worker`: pip install "
             "meshwright-worker"
         )
-    return subprocess.run([sys.executable, *command[1:]], check=False).returncode

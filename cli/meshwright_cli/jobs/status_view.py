@@ -84,6 +84,8 @@ def _facts(job: Job, now: datetime) -> list[tuple[str, str]]:
         ("Ranks", _ranks(job)),
         ("Training", _training(job)),
         ("Checkpoint", _checkpoint(job, now)),
+        ("Interval", _interval(job)),
+        ("Saving", _saving(job)),
         ("Restarts", _restarts(job)),
         ("Failure", last_failure(job, now)),
         ("Limit", step_limit(job)),
@@ -176,6 +178,24 @@ def _checkpoint(job: Job, now: datetime) -> str:
     if saved is None:
         return "none yet" if job.raw.get("spec", {}).get("checkpoint") else "none: `spec.checkpoint` is not set"
     return f"step {saved.step:,}, {age(parse_time(saved.time), now)} ago, {saved.path}"
+
+
+def _interval(job: Job) -> str:
+    """How often checkpoints are saved, and why. Empty before ranks have said so."""
+    told = []
+    tiers = job.status.checkpoint_tiers or ()
+    for tier in tiers if not job.finished else ():
+        seconds = duration(tier.interval_seconds) if tier.interval_seconds is not None else "not known yet"
+        every = f"every {plural(tier.every_steps, 'step')}" if tier.every_steps else f"every {seconds}"
+        where = f"{tier.place.partition('://')[0] if '://' in tier.place else 'volume'}: " if len(tiers) > 1 else ""
+        told.append(f"{where}{every}{f' ({tier.reason})' if tier.reason else ''}")
+    return "; ".join(told)
+
+
+def _saving(job: Job) -> str:
+    """Why checkpoints are not saved. Empty if they are."""
+    condition = conditions.find(job.status.conditions, conditions.CHECKPOINT_HEALTHY)
+    return condition.message if condition is not None and condition.status == "False" else ""
 
 
 def _restarts(job: Job) -> str:

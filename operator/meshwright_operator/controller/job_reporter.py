@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -16,6 +17,8 @@ from meshwright.api.goodput import GoodputStatus, TimeCause
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import parse_status
 from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.protocol.messages import Progress
+from meshwright.rules.checkpoint_interval import interval_in_steps
 from meshwright_operator.controller.observe import JobRejectedError, suspended_by_user
 from meshwright_operator.controller.start_timeline import StartTimeline
 from meshwright_operator.controller.status_patch import StatusRejectedError, StatusWriter
@@ -83,7 +86,7 @@ class JobReporter:
         spent = self._spent(decision.status)
         compute = observed.agents.compute if runs else None
         self._jobs.record(key, observed.uid).put(
-            decision.status, progress, time.monotonic(), oldest, *spent, _checkpoint_steps(observed), compute
+            decision.status, progress, time.monotonic(), oldest, *spent, _checkpoint_steps(decision, progress), compute
         )
         self._observe_queue_wait(observed, decision.status)
         started = is_true(decision.status.conditions, READY) and not is_true(observed.status.conditions, READY)
@@ -187,10 +190,18 @@ class JobReporter:
         return rejected_job.rejected(old, generation, self._now(), rejection.reason, rejection.message)
 
 
-def _checkpoint_steps(observed: Observed) -> int | None:
-    """Steps between the job's checkpoints. A user's command saves when it likes."""
-    checkpoint = observed.spec.checkpoint
-    return None if checkpoint is None or observed.spec.runtime.command else checkpoint.interval
+def _checkpoint_steps(decision: Decision, progress: Progress | None) -> int | None:
+    """Steps between the job's checkpoints. None if an interval in time is not known yet, and for a user's command,
+    which saves when it likes.
+    """
+    checkpoint = decision.observed.spec.checkpoint
+    if checkpoint is None or decision.observed.spec.runtime.command:
+        return None
+    if checkpoint.every is None:
+        return checkpoint.interval
+    seconds = [tier.interval_seconds for tier in decision.status.checkpoint_tiers or () if tier.interval_seconds]
+    step_seconds = progress.step_seconds if progress is not None else 0.0
+    return interval_in_steps(min(seconds), step_seconds) if seconds and 0 < step_seconds < math.inf else None
 
 
 def _queued(ledger: GoodputStatus) -> float:

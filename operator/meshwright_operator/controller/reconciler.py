@@ -51,6 +51,7 @@ from meshwright_operator.decide import (
 )
 from meshwright_operator.decide.admission import Admission
 from meshwright_operator.decide.agents import Agents
+from meshwright_operator.decide.checkpoint_health import failure_history
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.decide.mesh_generation import document
@@ -338,6 +339,7 @@ class Reconciler:
             spec = self._cache.parsed.spec(job)
             if self._devices is not None and spec.workers.resource_claims:
                 await self._devices.prepare(job["metadata"]["namespace"], spec)
+                spec = self._devices.joined(job["metadata"]["namespace"], spec)
             if self._inventories.need_preparation:
                 await self._inventories.prepare(spec)
 
@@ -446,7 +448,7 @@ class Reconciler:
         observed, mesh = draft.observed, draft.mesh
         current = registry.document
         if mesh.pending_cause or current is None or current.generation != mesh.generation:
-            current = document(observed, mesh, draft.status.last_failure)
+            current = document(observed, mesh, draft.status.last_failure, failure_history(observed, draft.status))
         incarnations = {pod.worker: pod.incarnation for pod in observed.excess_pods}
         workers = [*observed.workers, *observed.joining]
         incarnations |= {worker.index: worker.incarnation for worker in workers if worker.incarnation >= 0}

@@ -370,5 +370,6 @@ def _decision_fields(report: WorkerReport) -> tuple[object, ...]:
     phases = tuple((phase.name, phase.seconds) for phase in report.phases)
     failure = report.failure, report.message, report.evidence
     held = tuple((rank.rank, rank.held.model_dump_json()) for rank in report.ranks if rank.held is not None)
-    others = phases, report.preflight, report.checkpoint_request, held
+    saves = tuple((tier.error, tier.saving_since) for tier in report.checkpoint_tiers)
+    others = phases, report.preflight, report.checkpoint_request, held, saves
     return report.incarnation, report.generation, report.state, report.paused, *failure, *others

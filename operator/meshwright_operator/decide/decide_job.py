@@ -13,6 +13,7 @@ from meshwright.memory_recovery import describe
 from meshwright.protocol.messages import MemoryRecovery
 from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide import (
+    checkpoint_health,
     checkpoint_request,
     failure_detection,
     gang,
@@ -73,6 +74,7 @@ def decide(observed: Observed) -> Decision:
     _report_blocked_edit(decision)
     restart_policy.drop_expired(decision.status, observed.spec.recovery, observed.now)
     progress.update_progress(observed, decision.status)
+    checkpoint_health.report(decision)
     preflight.report(decision)
     suspect_nodes.forget(observed, decision.status)
     _block_nodes(decision)

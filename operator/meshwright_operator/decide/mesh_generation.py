@@ -14,6 +14,7 @@ from meshwright.api.status import FailureStatus, MeshStatus, parse_ranks
 from meshwright.protocol.messages import (
     MAX_GENERATION,
     CheckpointCommit,
+    FailureHistory,
     MemoryCopies,
     MemoryRecovery,
     MeshDocument,
@@ -98,10 +99,16 @@ def next_generation(observed: Observed, cause: str, failures: int) -> MeshStatus
     )
 
 
-def document(observed: Observed, mesh: MeshStatus, failure: FailureStatus | None = None) -> MeshDocument | None:
+def document(
+    observed: Observed,
+    mesh: MeshStatus,
+    failure: FailureStatus | None = None,
+    history: FailureHistory | None = None,
+) -> MeshDocument | None:
     """The document of the current generation, from the persisted status and the pods' addresses.
 
-    `failure` is the latest one in the status: it may be why this generation was formed.
+    `failure` is the latest one in the status: it may be why this generation was formed. `history` has all of them, if
+    ranks need it.
 
     None while there is no current generation, or if a pod or its address is not known.
     """
@@ -141,6 +148,8 @@ def document(observed: Observed, mesh: MeshStatus, failure: FailureStatus | None
         node_check=mesh.node_check or None,
         copies=_copies(mesh),
         memory=_memory(mesh),
+        history=history,
+        image=_image(observed),
     )
 
 
@@ -150,6 +159,13 @@ def _resume(observed: Observed) -> CheckpointCommit | None:
     if saved is None or not isinstance(observed.run, CommandRun):
         return None
     return CheckpointCommit(step=saved.step, time=saved.time, path=saved.path)
+
+
+def _image(observed: Observed) -> str | None:
+    """The image of rank 0, if checkpoints record it."""
+    first = rank_zero_worker(observed)
+    pod = next((worker.pod for worker in observed.workers if worker.index == first), None)
+    return pod.image or None if pod is not None and observed.spec.checkpoint is not None else None
 
 
 def _copies(mesh: MeshStatus) -> MemoryCopies | None:

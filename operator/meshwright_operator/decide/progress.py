@@ -29,6 +29,7 @@ THROTTLED_FIELDS = (
     "eta_seconds",
     "evaluation",
     "checkpoint",
+    "checkpoint_tiers",
     "slow_rank",
     "limit",
 )

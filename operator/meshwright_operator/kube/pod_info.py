@@ -37,6 +37,7 @@ NOT_REJECTIONS = frozenset({"Evicted", "Preempting", "Preempted", "Terminated", 
 INIT_CONTAINER = "init container"
 """What precedes the name of an init container in a pod's problem."""
 REASON_LIMIT = 64
+IMAGE_LIMIT = 1024
 PROBLEM_LIMIT = 512
 """Length of the messages that a pod's problem repeats: conditions and events have a limit, and say more than this."""
 
@@ -95,6 +96,8 @@ class Pod:
     """Its memory limit, or `no limit`, if its container was killed because memory ran out. Empty otherwise."""
     init_failure: str = ""
     """Which init container has failed, and how."""
+    image: str = ""
+    """The image of its container with its digest, as the kubelet reports it; empty before that."""
     request_json: str = "{}"
     """Its resource requests, as `pod_requests.request_json_of` writes them."""
 
@@ -156,6 +159,7 @@ def _read(obj: Mapping[str, Any]) -> Pod | None:
         deletion_deadline=parse_time(metadata.get("deletionTimestamp")),
         out_of_memory=_out_of_memory(spec, status),
         init_failure=_init_failure(status),
+        image=_image(status),
         request_json=request_json_of(obj),
     )
 
@@ -176,6 +180,11 @@ def _init_failure(status: Mapping[str, Any]) -> str:
             how = f"{INIT_CONTAINER} {container.get('name')} exited with code {code}"
             return f"{how}: {message}" if message else how
     return ""
+
+
+def _image(status: Mapping[str, Any]) -> str:
+    containers = (c for c in status.get("containerStatuses") or () if c.get("name") == WORKER_CONTAINER)
+    return str(next((container.get("imageID") for container in containers), "") or "")[:IMAGE_LIMIT]
 
 
 def _scheduled(status: Mapping[str, Any]) -> datetime | None:

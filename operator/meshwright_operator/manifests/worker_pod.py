@@ -15,19 +15,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright.api import labels
-from meshwright.api.checkpoint import SECRET_VARIABLES, CheckpointSpec
 from meshwright.api.objects import KubeObject, channel_template_name, pod_name, service_name
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import WorkerPlacement
 from meshwright.api.workers import EnvVar, VolumeSpec, WorkersSpec
+from meshwright.checkpoint_places import checkpoint_directory, checkpoint_uri, store_credentials
 from meshwright.planner.cluster.pod_resources import worker_requests
+from meshwright.profiles.profile import Profile
 from meshwright.protocol.preflight import PodNeeds
 from meshwright.rules.runtime import AGENT_VOLUME
 from meshwright.rules.workers import CHANNEL_CLAIM
 from meshwright_operator.manifests import pod_group
 from meshwright_operator.manifests.owned_objects import TOKEN_KEY, job_labels, owner_reference
 from meshwright_operator.manifests.profile_pod import USER_ID, add_profile
-from meshwright_operator.profiles.profile import Profile
 
 AGENT_SIZE = "512Mi"
 """Limit of the volume with an injected agent, which has about 100 MiB."""
@@ -108,20 +108,6 @@ def worker_pod(context: PodContext, placed: WorkerPlacement) -> KubeObject:
         },
         "spec": _pod_spec(context, placed),
     }
-
-
-def checkpoint_directory(name: str, uid: str) -> str:
-    """The directory of the job's checkpoints in its worker pods.
-
-    It contains the job's uid, so that a new job does not load the checkpoints of a deleted job with the same name. Two
-    jobs can share a volume.
-    """
-    return f"{labels.CHECKPOINT_MOUNT}/{name}-{uid[:8]}"
-
-
-def checkpoint_uri(uri: str, name: str, uid: str) -> str:
-    """The prefix of the job's checkpoints in an object store: see `checkpoint_directory`."""
-    return f"{uri.rstrip('/')}/{name}-{uid[:8]}"
 
 
 def _pod_spec(context: PodContext, placed: WorkerPlacement) -> KubeObject:
@@ -312,17 +298,6 @@ def pod_needs(context: PodContext) -> str:
     if not (needs.network or needs.rdma or needs.huge_pages):
         return ""
     return json.dumps(needs.model_dump(mode="json", by_alias=True, exclude_defaults=True), separators=(",", ":"))
-
-
-def store_credentials(checkpoint: CheckpointSpec | None) -> list[KubeObject]:
-    """The variables with the credentials of the object store, from the job's Secret. Each key may be missing in it."""
-    if checkpoint is None or checkpoint.uri is None or checkpoint.store is None or not checkpoint.store.secret_name:
-        return []
-    names = SECRET_VARIABLES.get(checkpoint.uri.partition("://")[0], ())
-    secret = checkpoint.store.secret_name
-    return [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name, "optional": True}}} for name in names
-    ]
 
 
 def _is_secret(variable: EnvVar) -> bool:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from meshwright.api.checkpoint import Retention
 from meshwright.manifest_checksum import with_checksum
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
@@ -236,7 +237,7 @@ def test_the_newest_are_retained(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path)
     for step in (3, 20, 100, 100_000_000):
         save(directory, step)
-    directory.retain(2)
+    directory.retain(Retention(2))
     assert directory.steps() == [100_000_000, 100]
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -256,7 +257,7 @@ def test_the_same_step_again_replaces_the_old(tmp_path: Path) -> None:
     save(directory, 4)
     (directory.path(4) / "old").write_text("")
     save(directory, 4)
-    directory.retain(2)
+    directory.retain(Retention(2))
     assert sorted(path.name for path in directory.path(4).iterdir()) == ["data", MANIFEST]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 
@@ -287,7 +288,7 @@ def test_what_was_to_be_removed_does_not_come_back(tmp_path: Path) -> None:
     for step in (1, 2):
         save(directory, step)
     with patch.object(shutil, "rmtree"):  # Killed before anything is removed.
-        directory.retain(1)
+        directory.retain(Retention(1))
     assert len(list(tmp_path.iterdir())) == 2
     directory.clean()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
@@ -312,5 +313,5 @@ def test_a_damaged_checkpoint_stays_until_a_newer_one_is_complete(tmp_path: Path
     directory.clean()
     assert (tmp_path / ".damaged-step-00000002" / "data").exists()
     save(directory, 2)
-    directory.retain(2)
+    directory.retain(Retention(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from meshwright.api.checkpoint import StoreSpec
+from meshwright.api.checkpoint import Retention, StoreSpec
 from meshwright_worker.checkpoint.errors import (
     CheckpointError,
     CheckpointStoreError,
@@ -94,7 +94,7 @@ def test_the_newest_are_retained_and_what_is_being_written_too(root: str) -> Non
         save_step(store, step)
     store.sink(200).write("rank-00001.safetensors", b"x")
     store.sink(7).write("rank-00001.safetensors", b"x")  # of a save that failed
-    store.retain(2)
+    store.retain(Retention(2))
     assert store.steps() == [100, 20]
     assert store._names() == ["step-00000020-g0", "step-00000100-g0", "step-00000200-g0"]
 
@@ -119,7 +119,7 @@ def test_the_same_step_of_a_later_generation_replaces_the_old(root: str) -> None
         save_step(store_at(root, generation), 10)
     store = store_at(root, 3)
     assert str(store.files(10)).endswith("step-00000010-g2")
-    store.retain(2)
+    store.retain(Retention(2))
     assert store._names() == ["step-00000010-g2"]
 
 
@@ -233,7 +233,7 @@ def test_settings_of_the_store_reach_the_package_of_its_scheme() -> None:
 def test_a_directory_of_this_machine_is_a_store_too(tmp_path: Path) -> None:
     store = store_at(f"file://{tmp_path}/run")
     save_step(store, 4)
-    store.retain(1)
+    store.retain(Retention(1))
     assert sorted(path.name for path in (tmp_path / "run" / "step-00000004-g0").iterdir()) == [
         MANIFEST,
         "rank-00000.safetensors",

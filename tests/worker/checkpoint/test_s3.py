@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api.checkpoint import StoreSpec
+from meshwright.api.checkpoint import Retention, StoreSpec
 from meshwright_worker.checkpoint import object_store, store
 from meshwright_worker.checkpoint.errors import CheckpointStoreError
 from meshwright_worker.checkpoint.full_tensors import FullTensorReader
@@ -94,7 +94,7 @@ def test_checkpoints_are_saved_in_parts_retained_and_loaded(server: str) -> None
     directory = opened(server)
     for step in (10, 20, 30):
         save_step(directory, step)
-        directory.retain(2)
+        directory.retain(Retention(2))
     assert directory.steps() == [30, 20]
     assert is_intact(directory, 30)
     info = directory._filesystem.info("checkpoints/team/run/step-00000030-g0/rank-00000.safetensors")
@@ -137,7 +137,8 @@ def test_a_store_that_stays_away_fails_the_save_and_leaves_the_one_before(server
     assert is_intact(opened(server), 10)
 
 
-KILLS = 100
+KILLS = 20
+"""Each process makes a new client, which takes a second: `test_killed_saves.py` kills more often."""
 
 
 def test_a_writer_that_is_killed_at_any_byte_leaves_the_newest_complete_checkpoint(server: str) -> None:

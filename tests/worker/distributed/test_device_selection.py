@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from meshwright.api.checkpoint import Retention
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointError
@@ -39,7 +40,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.device]:
 def test_the_thread_that_writes_checkpoints_uses_the_ranks_device(
     taken: dict[str, torch.device], tmp_path: Path
 ) -> None:
-    saver = AsyncCheckpointer([Tier(CheckpointDirectory(tmp_path), 1)], cast(Any, SimpleNamespace(device=GPU)))
+    saver = AsyncCheckpointer(
+        [Tier(CheckpointDirectory(tmp_path), Retention(1))], cast(Any, SimpleNamespace(device=GPU, rank=1))
+    )
     saver.begin({}, cast(Any, SimpleNamespace(state=SimpleNamespace(step=1))))
     # There are no other ranks to save with.
     with pytest.raises(CheckpointError):

@@ -278,6 +278,7 @@ class Agent:
             self._state_machine.checkpoint,
             current and (current.number, len(current.failures), current.paused, current.checkpoint_request),
             current and len(current.live) - len(current.busy),
+            current and [bool(tier.error) for tier in current.tiers],
             self._evidence.for_report(time.monotonic()),
         )
         if reportable != self._last_reported:

@@ -6,13 +6,14 @@ import math
 import signal
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median
 
 from meshwright.protocol.messages import (
     AgentState,
     CheckpointAnswer,
     CheckpointCommit,
+    CheckpointTier,
     Evaluation,
     FailureKind,
     HeldCopy,
@@ -22,7 +23,7 @@ from meshwright.protocol.messages import (
     RankProcess,
 )
 from meshwright_worker.rank import failures, messages
-from meshwright_worker.rank.task import Outcome, StepReport
+from meshwright_worker.rank.task import Outcome, StepReport, TierReport
 
 THROUGHPUT_STEPS = 20
 
@@ -158,6 +159,8 @@ class MeshGeneration:
     checkpoint: CheckpointCommit | None = None
     checkpoint_request: CheckpointAnswer | None = None
     """The last request for a checkpoint, and the step after which it is taken. Only the worker of rank 0 has it."""
+    tiers: list[CheckpointTier] = field(default_factory=list)
+    """Where checkpoints are saved. Only the worker of rank 0 has it."""
     phases: list[Phase] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -208,6 +211,8 @@ class MeshGeneration:
             case messages.StepDone(report=report) if rank == self.first_rank:
                 self._record_latest(report)
                 self._record_evaluation(report)
+                if report.tiers is not None:
+                    self.tiers = [_tier_of(tier) for tier in report.tiers]
 
     def record_output(self, rank: int, now: float) -> None:
         """Record that the command of `rank` wrote output: its only sign of progress, unless it reports its steps."""
@@ -373,6 +378,11 @@ class MeshGeneration:
             checkpoint_stall_seconds=self.latest.checkpoint_stall_seconds,
             mfu=self.throughput.flops_per_second / peak if (peak := self.latest.peak_flops) else None,
         )
+
+
+def _tier_of(tier: TierReport) -> CheckpointTier:
+    texts = {"place": tier.place[:1024], "reason": tier.reason[:512], "error": tier.error[:1024]}
+    return CheckpointTier(**{**asdict(tier), **texts})
 
 
 def _describe_exit(rank: int, code: int, tail: Sequence[str]) -> str:

@@ -390,6 +390,7 @@ def build_report(
         message=failure.message if failure else "",
         progress=current.progress,
         checkpoint=state_machine.checkpoint if has_rank_zero else None,
+        checkpoint_tiers=current.tiers,
         checkpoint_request=current.checkpoint_request,
         evaluation=current.evaluation,
         phases=current.phases[:MAX_PHASES] if has_rank_zero else [],

@@ -48,6 +48,16 @@ class SavedCheckpoint:
     path: str
     """Path or URI."""
     seconds: float
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class FailedSave:
+    """A checkpoint that could not be saved on a tier; the same on every rank."""
+
+    step: int
+    tier: Tier
+    error: BaseException
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,7 @@ class AsyncCheckpointer:
         self._copied.set()
         self._thread: threading.Thread | None = None
         self._saved: deque[SavedCheckpoint] = deque()
-        self._errors: list[BaseException] = []
+        self._failed: list[FailedSave] = []
 
     def begin(
         self,
@@ -104,20 +114,38 @@ class AsyncCheckpointer:
         )
         self._thread.start()
 
-    def take_finished(self, *, wait: bool) -> list[SavedCheckpoint]:
-        """Return what has become durable since the last call; with `wait`, wait for the save in progress.
+    @property
+    def busy(self) -> bool:
+        """Whether this rank's part of a save is in progress."""
+        return self._thread is not None and self._thread.is_alive()
 
-        Raises:
-            CheckpointError: it failed on a tier, on this rank or another. What was saved on others is returned next.
+    def wait(self, seconds: float) -> bool:
+        """Wait for this rank's part of the save in progress, for a limited time. Whether it has ended."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return not self.busy
+
+    def take_outcomes(self, *, wait: bool) -> tuple[list[SavedCheckpoint], list[FailedSave]]:
+        """Return what has become durable since the last call, and what failed; with `wait`, wait for the save in
+        progress. What failed is known, and the same on every rank, once the save has ended on all tiers.
         """
+        failed: list[FailedSave] = []
         if self._thread is not None and (wait or not self._thread.is_alive()):
             self._thread.join()
             self._thread = None
-            errors, self._errors = self._errors, []
-            if errors:
-                causes = "; ".join(describe_failed_save(error) for error in errors)
-                raise CheckpointError(f"a checkpoint could not be written: {causes}") from errors[0]
-        return [self._saved.popleft() for _ in range(len(self._saved))]
+            failed, self._failed = self._failed, []
+        return [self._saved.popleft() for _ in range(len(self._saved))], failed
+
+    def take_finished(self, *, wait: bool) -> list[SavedCheckpoint]:
+        """`take_outcomes`, if a failed save is an error.
+
+        Raises:
+            CheckpointError: it failed on a tier, on this rank or another.
+        """
+        saved, failed = self.take_outcomes(wait=wait)
+        if failed:
+            raise save_error(failed)
+        return saved
 
     def wait_for_copy(self) -> None:
         """Wait until the tensors of the save in progress may change."""
@@ -143,9 +171,12 @@ class AsyncCheckpointer:
             started = time.monotonic()
             try:
                 self._write(tensors, manifest, tier)
-                self._saved.append(SavedCheckpoint(step, tier.store.location(step), time.monotonic() - started))
-            except BaseException as error:  # the training thread raises it
-                self._errors.append(error)
+                seconds = time.monotonic() - started
+                self._saved.append(SavedCheckpoint(step, tier.store.location(step), seconds, tier))
+            except BaseException as error:  # the training thread judges it
+                self._failed.append(FailedSave(step, tier, error))
+                if self._mesh.rank == 0:
+                    tier.store.discard(step)
 
     def _write(self, tensors: dict[str, torch.Tensor], manifest: BaseManifest, tier: Tier) -> None:
         step, store, layout = manifest.state.step, tier.store, layout_of(tensors)
@@ -205,4 +236,15 @@ def commit_checkpoint(
     files = {**files, index_name: tier.store.sink(step).write(index_name, index)}
     written = BINARY_INDEX_FORMAT if index_name == BINARY_INDEX else FORMAT
     tier.store.commit(manifest.model_copy(update={"files": files, "format": written}))
-    tier.store.retain(tier.keep)
+    try:
+        tier.store.retain(tier.retention)
+    except OSError as error:  # this checkpoint is complete, and the next save tries again
+        log.warning("older checkpoints cannot be removed: %s", error)
+
+
+def save_error(failed: Sequence[FailedSave]) -> CheckpointError:
+    """The error of saves that failed. Raise it from the first one's."""
+    causes = "; ".join(describe_failed_save(one.error) for one in failed)
+    error = CheckpointError(f"a checkpoint could not be written: {causes}")
+    error.__cause__ = failed[0].error
+    return error

@@ -34,21 +34,25 @@ def on_all_ranks(action: Callable[[], Result], mesh: Mesh) -> list[Result]:
         CheckpointVolumeError: it raised an OSError on some rank; raised on every rank, with that rank's message.
         CheckpointError, ForeignCheckpointError: it raised this on some rank; raised on every rank.
     """
-    failure: tuple[type[Exception], str] | None = None
+    failure: tuple[type[Exception], str, int | None] | None = None
     result: Result | None = None
     try:
         result = action()
     except OSError as error:
-        failure = (CheckpointVolumeError, f"rank {mesh.rank} cannot use the checkpoints' volume: {error}")
+        failure = (CheckpointVolumeError, f"rank {mesh.rank} cannot use the checkpoints' volume: {error}", error.errno)
     except (CheckpointError, ForeignCheckpointError) as error:
-        failure = (type(error), str(error))
+        failure = (type(error), str(error), None)
     gathered: list[Any] = [None] * mesh.layout.world_size
     dist.all_gather_object(gathered, (result, failure), group=mesh.checkpoint_group)
     failures = [failure for _, failure in gathered if failure is not None]
     if failures:
-        texts = list(dict.fromkeys(text for _, text in failures))
+        texts = list(dict.fromkeys(text for _, text, _ in failures))
         more = [f"and {len(texts) - _MAX_NAMED} more"] if len(texts) > _MAX_NAMED else []
-        raise failures[0][0]("; ".join(texts[:_MAX_NAMED] + more))
+        raised, _, number = failures[0]
+        summary = raised("; ".join(texts[:_MAX_NAMED] + more))
+        if isinstance(summary, OSError):
+            summary.errno = number
+        raise summary
     return [result for result, _ in gathered]
 
 

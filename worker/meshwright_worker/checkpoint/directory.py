@@ -10,18 +10,23 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 
+from meshwright.api.checkpoint import Retention
 from meshwright_worker.checkpoint.errors import CheckpointError
 from meshwright_worker.checkpoint.files import LocalFiles
 from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest, FileRecord, encode_manifest
-from meshwright_worker.checkpoint.safetensors_format import write_tensors
+from meshwright_worker.checkpoint.retention import removable
+from meshwright_worker.checkpoint.safetensors_format import ChecksummedFile, write_tensors
 
 _COMPLETE = re.compile(r"step-(\d{8,})")
+INCOMPLETE, DAMAGED = "incomplete", "damaged"
+"""States of checkpoints that no reader uses."""
 _TEMPORARY, _DAMAGED, _REPLACED, _RETIRED = ".writing-", ".damaged-", ".replaced-", ".retired-"
 
 
@@ -81,9 +86,13 @@ class CheckpointDirectory:
                 "before "
                 "training, or save to an empty directory"
             )
+        self._remove_unfinished()
+        return self.make_place(step)
+
+    def make_place(self, step: int) -> Path:
+        """See `CheckpointStore.make_place`."""
         path = self.temporary(step)
         shutil.rmtree(path, ignore_errors=True)
-        self._remove_unfinished()
         path.mkdir(parents=True)
         return path
 
@@ -96,10 +105,13 @@ class CheckpointDirectory:
 
     def commit(self, manifest: BaseManifest) -> Path:
         """Complete the checkpoint that was written under its hidden name: write the manifest, then rename."""
-        step = manifest.state.step
+        return self.complete(manifest.state.step, encode_manifest(manifest), manifest.files)
+
+    def complete(self, step: int, manifest: bytes, files: Iterable[str]) -> Path:
+        """See `CheckpointStore.complete`."""
         hidden, final = self.temporary(step), self.path(step)
-        write_durably(hidden / MANIFEST, encode_manifest(manifest))
-        for directory in sorted({(hidden / name).parent for name in manifest.files} | {hidden}, reverse=True):
+        write_durably(hidden / MANIFEST, manifest)
+        for directory in sorted({(hidden / name).parent for name in files} | {hidden}, reverse=True):
             _sync_directory(directory)
         if final.exists():
             self._hide(final, _REPLACED)
@@ -107,14 +119,34 @@ class CheckpointDirectory:
         _sync_directory(self.root)
         return final
 
-    def retain(self, keep: int) -> None:
-        """Remove all complete checkpoints except the newest `keep`, and all replaced or damaged ones.
+    def unfinished(self) -> dict[int, str]:
+        """See `CheckpointStore.unfinished`."""
+        found = {}
+        for entry in self.root.iterdir() if self.root.is_dir() else ():
+            for prefix, state in ((_TEMPORARY, INCOMPLETE), (_DAMAGED, DAMAGED)):
+                name = _COMPLETE.search(entry.name) if entry.name.startswith(prefix) else None
+                if name is not None:
+                    found[int(name[1])] = state
+        return found
 
-        Call it after a commit: until a newer checkpoint exists, users may want to inspect a damaged one.
+    def saved_at(self, step: int) -> float | None:
+        """See `CheckpointStore.saved_at`."""
+        try:
+            return (self.path(step) / MANIFEST).stat().st_mtime
+        except FileNotFoundError:
+            return None
+
+    def retain(self, retention: Retention) -> None:
+        """See `CheckpointStore.retain`. Call it after a commit: until a newer checkpoint exists, users may want to
+        inspect a damaged one.
         """
-        for step in self.steps()[keep:]:
+        for step in removable(self.steps(), retention, time.time(), self.saved_at):
             self._hide(self.path(step), _RETIRED)
         self._remove_hidden(_RETIRED, _REPLACED, _DAMAGED)
+
+    def discard(self, step: int) -> None:
+        """See `CheckpointStore.discard`."""
+        shutil.rmtree(self.temporary(step), ignore_errors=True)
 
     def remove_newer(self, step: int) -> None:
         """Remove the complete checkpoints of later steps, the latest first."""
@@ -166,6 +198,17 @@ class LocalSink:
         (self._directory / name).unlink(missing_ok=True)
         starts, size, checksum = write_tensors(self._directory / name, tensors)
         return starts, FileRecord(size=size, crc32=checksum)
+
+    def copy(self, name: str, parts: Callable[[], Iterable[bytes]]) -> FileRecord:
+        """See `CheckpointSink.copy`."""
+        (self._directory / name).parent.mkdir(exist_ok=True)
+        with (self._directory / name).open("xb") as file:
+            written = ChecksummedFile(file)
+            for part in parts():
+                written.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        return FileRecord(size=written.size, crc32=written.checksum)
 
     def write(self, name: str, content: bytes) -> FileRecord:
         """See `CheckpointSink.write`."""

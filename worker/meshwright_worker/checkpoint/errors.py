@@ -43,12 +43,24 @@ class CheckpointStoreError(OSError):
     """An object store does not work, or rejects a request. The message names the object and the number of attempts."""
 
 
-def describe_failed_save(error: BaseException) -> str:
-    """What failed on which rank, and the fix if the volume is full."""
+def causes_of(error: BaseException) -> list[tuple[str, BaseException]]:
+    """What failed on which rank: a prefix such as `rank 3: `, and the error."""
     failures = error.failures if isinstance(error, FailedSaveError) else {}
-    causes = [(f"rank {rank}: ", cause) for rank, cause in sorted(failures.items())] or [("", error)]
+    return [(f"rank {rank}: ", cause) for rank, cause in sorted(failures.items())] or [("", error)]
+
+
+def is_storage_failure(error: BaseException) -> bool:
+    """Whether only the storage failed, so that the ranks can train on and save later."""
+    return all(isinstance(cause, OSError) for _, cause in causes_of(error))
+
+
+def describe_failed_save(error: BaseException) -> str:
+    """What failed on which rank, and the fix if the volume is full or read-only."""
+    causes = causes_of(error)
     where, first = causes[0]
     text = f"{where}{type(first).__name__}: {first}"
     if any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for _, cause in causes):
         text += ": the volume of `checkpoint.claimName` is full: enlarge the claim, or retain fewer (`checkpoint.keep`)"
+    elif any(isinstance(cause, OSError) and cause.errno in (errno.EROFS, errno.EACCES) for _, cause in causes):
+        text += ": the volume of `checkpoint.claimName` is not writable: check its mount and permissions"
     return text + (f" (and {len(causes) - 1} more ranks)" if len(causes) > 1 else "")

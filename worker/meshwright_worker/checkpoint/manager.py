@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
@@ -10,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from meshwright.api.checkpoint import CheckpointSpec, Staging, StoreSpec
+from meshwright.protocol.messages import FailureHistory
 from meshwright.protocol.run_config import NativeRun
-from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
+from meshwright_worker.checkpoint.async_save import AsyncCheckpointer, FailedSave, SavedCheckpoint, save_error
 from meshwright_worker.checkpoint.collective_errors import on_first_rank
+from meshwright_worker.checkpoint.errors import describe_failed_save, is_storage_failure
 from meshwright_worker.checkpoint.loader import (
     allocate_tensors,
     check_same_run,
@@ -20,7 +23,9 @@ from meshwright_worker.checkpoint.loader import (
     newest_of_all,
     tensor_names,
 )
-from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState
+from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState, read_manifest
+from meshwright_worker.checkpoint.provenance import continued
+from meshwright_worker.checkpoint.schedule import CheckpointSchedule
 from meshwright_worker.checkpoint.state_dict import checkpoint_tensors, copy_to_duplicates
 from meshwright_worker.checkpoint.store import Tier, open_store
 from meshwright_worker.data.sample_order import MODULUS
@@ -29,7 +34,7 @@ from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer, local_sg
 from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.data.compression.state import CompressionState
 from meshwright_worker.parallel.shards import ParameterShard
-from meshwright_worker.rank.task import RankEvents, RankTask
+from meshwright_worker.rank.task import RankEvents, RankTask, TierReport
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +56,13 @@ class CheckpointManager:
         self._template = template
         self._tiers = tiers_of(task, spec)
         self._saver = AsyncCheckpointer(self._tiers, mesh)
+        self._schedule = CheckpointSchedule(self._tiers, task.history or FailureHistory())
         self._newest = -1
+        """The step that was saved or loaded last, or that is being saved."""
+        self._durable = -1
+        """The newest step that is complete on a tier."""
         self._reported = -1
+        self._loaded: Manifest | None = None
 
     def load(
         self,
@@ -76,6 +86,7 @@ class CheckpointManager:
             return TrainingState()
         store, newest_manifest = newest
         check_same_run(newest_manifest, self._template)
+        self._loaded = newest_manifest
         # The adapters belong to weights that are drawn again as they were at the beginning of the run.
         self._template = self._template.model_copy(update={"weights_in_tiles": newest_manifest.weights_in_tiles})
         path = store.files(newest_manifest.state.step)
@@ -116,9 +127,44 @@ class CheckpointManager:
                 on_first_rank(partial(store.remove_newer, target), self._mesh)
         return target
 
-    def due(self, step: int) -> bool:
-        """Return whether the interval requires a checkpoint after `step`."""
-        return any(step % tier.every_steps == 0 for tier in self._tiers)
+    @property
+    def tiers(self) -> Sequence[Tier]:
+        """Where checkpoints are saved."""
+        return self._tiers
+
+    def resumed(self, step: int) -> None:
+        """Training goes on after `step`. Not collective."""
+        if self._mesh.rank != 0:
+            return
+        self._schedule.resumed(step)
+        own = self._template.provenance
+        if own is not None and step > 0:
+            before = self._loaded or self._newest_manifest()
+            record = continued(before.provenance if before is not None else None, own, step)
+            self._template = self._template.model_copy(update={"provenance": record})
+
+    def _newest_manifest(self) -> Manifest | None:
+        """The manifest of the newest checkpoint, of which nobody has loaded the tensors. None if it cannot be read."""
+        try:
+            found = [(step, tier) for tier in self._tiers for step in tier.store.steps()[:1]]
+            newest = max(found, key=lambda entry: entry[0], default=None)
+            return read_manifest(newest[1].store.files(newest[0])) if newest is not None else None
+        except (OSError, ValueError) as error:
+            log.warning("the record of the newest checkpoint cannot be read: %s", error)
+            return None
+
+    def wait_before(self, step: int) -> None:
+        """On rank 0: let a save in progress end before a step after which another one is due. Not collective."""
+        if self._mesh.rank == 0:
+            self._schedule.wait_before(step, self._saver.busy, self._saver.wait)
+
+    def flags(self) -> int:
+        """What rank 0 tells all ranks in the step that begins now (see `schedule`); 0 on others. Not collective."""
+        return self._schedule.flags(self._saver.busy) if self._mesh.rank == 0 else 0
+
+    def reports(self) -> tuple[TierReport, ...] | None:
+        """On rank 0, the tiers, if something about them has changed since the last call. Not collective."""
+        return self._schedule.reports() if self._mesh.rank == 0 else None
 
     def save(
         self,
@@ -131,15 +177,19 @@ class CheckpointManager:
         *,
         wait: bool,
         replace: bool = False,
+        tiers: Sequence[int] | None = None,
         updates_wait: bool = False,
     ) -> None:
-        """Save `state`, whose digest is this rank's part. Returns at once; with `wait`, when it is durable. A state of
-        the step that was saved or loaded last is saved again only with `replace`. With `updates_wait`, parameters and
-        moments do not change before `wait_for_copy` returns, so that they may be copied later.
+        """Save `state`, whose digest is this rank's part, on some tiers, by default on all. Returns at once; with
+        `wait`, when it is durable. A state of the step that was saved or loaded last is saved again only with
+        `replace`. With `updates_wait`, parameters and moments do not change before `wait_for_copy` returns, so that
+        they may be copied later.
 
         Raises:
-            CheckpointError: this save, or an earlier one, failed.
+            CheckpointError: this save, or an earlier one, failed, and not only because of the storage. With `wait`:
+                it failed on every tier.
         """
+        began = time.monotonic()
         self.report(wait=True)
         if replace or state.step != self._newest:
             self._newest = state.step
@@ -150,33 +200,52 @@ class CheckpointManager:
             else:
                 tensors = local_sgd_tensors(shards, outer, self._mesh.island)
             residuals = compression_state.tensors() if compression_state is not None else {}
-            # The last save of a generation is waited for, and one that is due on no tier was asked for: both are worth
-            # a copy on every tier.
-            due = [tier for tier in self._tiers if wait or state.step % tier.every_steps == 0]
+            due = range(len(self._tiers)) if tiers is None else tiers
             overlaps = updates_wait and not wait and self._spec.staging is Staging.OVERLAPPED
             unchanged = checkpoint_tensors(shards, optimizer) if overlaps else {}
-            self._saver.begin({**tensors, **residuals}, manifest, due or self._tiers, unchanged)
-        if wait:
-            self.report(wait=True)
+            self._saver.begin({**tensors, **residuals}, manifest, [self._tiers[tier] for tier in due], unchanged)
+            self._schedule.begun(due, time.monotonic() - began)
+        if wait and (failed := self.report(wait=True)) and self._durable != state.step:
+            raise save_error(failed)
 
     def wait_for_copy(self) -> None:
         """Wait until parameters and moments may change again. Not collective."""
         self._saver.wait_for_copy()
 
-    def report(self, *, wait: bool = False) -> None:
-        """Report a save that has become durable; with `wait`, wait for the one in progress.
+    def report(self, *, wait: bool = False) -> Sequence[FailedSave]:
+        """Report saves that have become durable or failed; with `wait`, wait for the one in progress.
+
+        Returns:
+            What failed because of the storage: training goes on, and saves again when the tier is due again.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: a save failed for another reason.
         """
-        for saved in self._saver.take_finished(wait=wait):
-            if self._mesh.rank != 0:
-                continue
-            if saved.step > self._reported:
-                self._reported = saved.step
-                self._events.checkpoint(saved.step, saved.path, saved.seconds)
-            else:
-                log.info("checkpoint copied step=%d seconds=%.2f path=%s", saved.step, saved.seconds, saved.path)
+        saved, failed = self._saver.take_outcomes(wait=wait)
+        for one in saved:
+            self._durable = max(self._durable, one.step)
+            self._report_saved(one)
+        if any(not is_storage_failure(one.error) for one in failed):
+            raise save_error(failed)
+        for missed in failed:
+            if self._newest == missed.step != self._durable:
+                self._newest = -1
+            text = describe_failed_save(missed.error)
+            self._schedule.failed(missed.tier, text)
+            if self._mesh.rank == 0:
+                where = missed.tier.store
+                log.warning("no checkpoint of step %d in %s; training goes on: %s", missed.step, where, text)
+        return failed
+
+    def _report_saved(self, saved: SavedCheckpoint) -> None:
+        self._schedule.saved(saved.tier, saved.step, saved.seconds)
+        if self._mesh.rank != 0:
+            return
+        if saved.step > self._reported:
+            self._reported = saved.step
+            self._events.checkpoint(saved.step, saved.path, saved.seconds)
+        else:
+            log.info("checkpoint copied step=%d seconds=%.2f path=%s", saved.step, saved.seconds, saved.path)
 
     def _sum_digest(self, digest: int) -> int:
         # int64 sums wrap modulo 2^64, which 2^63 divides.
@@ -193,11 +262,12 @@ def tiers_of(task: RankTask[NativeRun], spec: CheckpointSpec) -> list[Tier]:
     """
     tiers = []
     if task.checkpoint_dir is not None:
-        tiers.append(Tier(open_store(task.checkpoint_dir, task.generation), spec.retained, spec.interval))
+        volume = open_store(task.checkpoint_dir, task.generation)
+        tiers.append(Tier(volume, spec.retention_of(), spec.interval_of()))
     if task.checkpoint_uri is not None:
         options = spec.store or StoreSpec()
         store = open_store(task.checkpoint_uri, task.generation, options)
-        tiers.append(Tier(store, options.keep or spec.retained, options.every_steps or spec.interval))
+        tiers.append(Tier(store, spec.retention_of(options), spec.interval_of(options)))
     return tiers
 
 

@@ -10,7 +10,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from meshwright.api.base import ApiModel
 from meshwright.api.data import Tokenizer
@@ -19,6 +28,7 @@ from meshwright.manifest_checksum import checksum_error, with_checksum
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
 from meshwright_worker.checkpoint.files import CheckpointFiles, CheckpointPath, files_of
+from meshwright_worker.checkpoint.provenance import Provenance
 from meshwright_worker.checkpoint.tensor_index import checked_name
 
 MANIFEST = "meshwright.json"
@@ -43,6 +53,14 @@ def _without_unset_fields_of_later_versions(model: type[BaseModel]) -> BeforeVal
         return {name: item for name, item in value.items() if item or name in known}
 
     return BeforeValidator(keep)
+
+
+def _none_if_unknown(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Nothing depends on the record: one that this version cannot read is none."""
+    try:
+        return validate(value)
+    except ValidationError:
+        return None
 
 
 class TokenizerRecord(Record):
@@ -150,6 +168,10 @@ class Manifest(BaseManifest):
     """Path of the model that the adapters belong to; None for random weights from `seed`."""
     weights_in_tiles: bool = False
     """Whether these random weights are drawn in tiles. Version 0.1.0, which does not say so, drew whole matrices."""
+    provenance: Annotated[
+        Provenance | None, WrapValidator(_none_if_unknown), Field(exclude_if=lambda record: record is None)
+    ] = None
+    """Where the checkpoint comes from; None in those of versions that did not record it."""
 
 
 class ModuleManifest(BaseManifest):

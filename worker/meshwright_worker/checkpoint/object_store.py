@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from meshwright.api.checkpoint import Retention
+from meshwright_worker.checkpoint.directory import DAMAGED, INCOMPLETE
 from meshwright_worker.checkpoint.errors import CheckpointError
 from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest, FileRecord, encode_manifest
+from meshwright_worker.checkpoint.retention import removable
 from meshwright_worker.checkpoint.retry import RetryPolicy, retry
 from meshwright_worker.checkpoint.safetensors_format import ChecksummedFile, write_tensors_to
 
@@ -103,6 +107,18 @@ class ObjectSink:
         starts, size, crc = retry(upload, f"{self._uri}/{name} cannot be written", self._policy)
         return starts, FileRecord(size=size, crc32=crc)
 
+    def copy(self, name: str, parts: Callable[[], Iterable[bytes]]) -> FileRecord:
+        """See `CheckpointSink.copy`."""
+
+        def upload() -> FileRecord:
+            with self._upload(name) as file:
+                for part in parts():
+                    file.write(part)
+            return FileRecord(size=file.size, crc32=file.checksum)
+
+        copied: FileRecord = retry(upload, f"{self._uri}/{name} cannot be written", self._policy)
+        return copied
+
     def write(self, name: str, content: bytes) -> FileRecord:
         """See `CheckpointSink.write`."""
         path = f"{self._path}/{name}"
@@ -171,6 +187,10 @@ class ObjectDirectory:
                 f"{self._uri} has checkpoints of later steps than {step}, up to {newer_steps[0]}: load the newest "
                 "before training, or save to an empty prefix"
             )
+        self.make_place(step)
+
+    def make_place(self, step: int) -> None:
+        """See `CheckpointStore.make_place`."""
         self._remove(self._name(step))
 
     def sink(self, step: int) -> ObjectSink:
@@ -180,18 +200,54 @@ class ObjectDirectory:
 
     def commit(self, manifest: BaseManifest) -> None:
         """See `CheckpointStore.commit`."""
-        self.sink(manifest.state.step).write(MANIFEST, encode_manifest(manifest))
+        self.complete(manifest.state.step, encode_manifest(manifest), manifest.files)
 
-    def retain(self, keep: int) -> None:
+    def complete(self, step: int, manifest: bytes, files: Iterable[str]) -> None:
+        """See `CheckpointStore.complete`."""
+        self.sink(step).write(MANIFEST, manifest)
+
+    def unfinished(self) -> dict[int, str]:
+        """See `CheckpointStore.unfinished`."""
+        complete = self._complete()
+        names = [(match, name) for name in self._names() if (match := _CHECKPOINT.fullmatch(name))]
+        return {
+            int(match[1]): DAMAGED if self._exists(name, _DAMAGED) else INCOMPLETE
+            for match, name in names
+            if int(match[1]) not in complete
+        }
+
+    def saved_at(self, step: int) -> float | None:
+        """See `CheckpointStore.saved_at`."""
+        name = self._complete().get(step)
+        return self._saved_at(name) if name is not None else None
+
+    def _saved_at(self, name: str) -> float | None:
+        def modified() -> float | None:
+            try:
+                moment = self._filesystem.modified(f"{self._path}/{name}/{MANIFEST}")
+            except (NotImplementedError, FileNotFoundError):
+                return None
+            return float(moment.timestamp())
+
+        found: float | None = retry(modified, f"{self._uri}/{name} cannot be listed", self._policy)
+        return found
+
+    def retain(self, retention: Retention) -> None:
         """See `CheckpointStore.retain`."""
         complete = self._complete()
-        retained = {complete[step] for step in sorted(complete, reverse=True)[:keep]}
+        removed = removable(complete, retention, time.time(), lambda step: self._saved_at(complete[step]))
+        retained = {name for step, name in complete.items() if step not in removed}
         newest = max(complete, default=-1)
         for name in self._names():
             match = _CHECKPOINT.fullmatch(name)
             # A later step that is not complete is being written.
             if match and name not in retained and int(match[1]) <= newest:
                 self._remove(name)
+
+    def discard(self, step: int) -> None:
+        """See `CheckpointStore.discard`. What cannot be removed now is removed at the next start."""
+        with contextlib.suppress(OSError):
+            self._remove(self._name(step), RetryPolicy(attempts=1))
 
     def remove_newer(self, step: int) -> None:
         """See `CheckpointStore.remove_newer`."""
@@ -255,7 +311,7 @@ class ObjectDirectory:
         found: bool = retry(exists, f"{self._uri}/{name} cannot be listed", self._policy)
         return found
 
-    def _remove(self, name: str) -> None:
+    def _remove(self, name: str, policy: RetryPolicy | None = None) -> None:
         def remove() -> None:
             self._filesystem.invalidate_cache()
             path = f"{self._path}/{name}"
@@ -264,4 +320,4 @@ class ObjectDirectory:
             with contextlib.suppress(FileNotFoundError):
                 self._filesystem.rm(path, recursive=True)
 
-        retry(remove, f"{self._uri}/{name} cannot be removed", self._policy)
+        retry(remove, f"{self._uri}/{name} cannot be removed", policy or self._policy)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from meshwright.api.checkpoint import Encryption, StoreSpec
+from meshwright.api.checkpoint import Encryption, Interval, Retention, StoreSpec
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointStoreError
 from meshwright_worker.checkpoint.files import CheckpointFiles
@@ -37,16 +37,19 @@ class CheckpointSink(Protocol):
     def write(self, name: str, content: bytes) -> FileRecord:
         """Write a file."""
 
+    def copy(self, name: str, parts: Callable[[], Iterable[bytes]]) -> FileRecord:
+        """Write a file in parts. `parts` is called again for another attempt."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tier:
     """A store, and which checkpoints of the job it gets."""
 
     store: CheckpointStore
-    keep: int
-    """Number of complete checkpoints to retain."""
-    every_steps: int = 1
-    """Steps between its checkpoints."""
+    retention: Retention
+    """Which complete checkpoints stay."""
+    interval: Interval = Interval(steps=1)
+    """How often it gets one."""
 
 
 class CheckpointStore(Protocol):
@@ -74,14 +77,29 @@ class CheckpointStore(Protocol):
             CheckpointError: there are checkpoints of later steps, so `retain` would remove this one first.
         """
 
+    def make_place(self, step: int) -> object:
+        """`prepare`, whatever checkpoints there are."""
+
     def sink(self, step: int) -> CheckpointSink:
         """Writes the files of the checkpoint of a step, until it is committed."""
 
     def commit(self, manifest: BaseManifest) -> object:
         """Complete the checkpoint of the manifest's step, all of whose files are written."""
 
-    def retain(self, keep: int) -> None:
-        """Remove all complete checkpoints except the newest `keep`, and all replaced or damaged ones."""
+    def complete(self, step: int, manifest: bytes, files: Iterable[str]) -> object:
+        """`commit` with a manifest that another checkpoint has, and the names of its files."""
+
+    def unfinished(self) -> dict[int, str]:
+        """Step -> `incomplete` or `damaged`, of checkpoints that no reader uses."""
+
+    def saved_at(self, step: int) -> float | None:
+        """When the complete checkpoint of a step was saved, in seconds since 1970. None if the store does not know."""
+
+    def retain(self, retention: Retention) -> None:
+        """Remove all complete checkpoints that nothing retains, and all replaced or damaged ones."""
+
+    def discard(self, step: int) -> None:
+        """Remove what a failed save has written of a checkpoint. Does not fail."""
 
     def remove_newer(self, step: int) -> None:
         """Remove all complete checkpoints of later steps than this one."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from meshwright.api.checkpoint import Retention
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointMismatchError
@@ -26,7 +27,7 @@ def save(parallel_module: ParallelModule, mesh: Mesh, root: Path, step: int, kee
     manifest = ModuleManifest(
         state=TrainingState(step=step), module=type(parallel_module.module).__name__, layout=layout
     )
-    saver = AsyncCheckpointer([Tier(directory, keep)], mesh)
+    saver = AsyncCheckpointer([Tier(directory, Retention(keep))], mesh)
     saver.begin(_tensors(parallel_module), manifest)
     saver.take_finished(wait=True)
     return directory.path(step)

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from meshwright.api.training import TrainingSpec
 from meshwright.models.architecture import Architecture
-from meshwright.protocol.messages import MemoryCopies, MemoryRecovery
+from meshwright.protocol.messages import FailureHistory, MemoryCopies, MemoryRecovery
 from meshwright.protocol.run_config import NativeRun, Run
 from meshwright.schedules.measured import RankTimeline
 
@@ -55,6 +55,12 @@ class RankTask(Generic[RunT_co]):
     """Prefix of this job's checkpoints in an object store; None if it has none there."""
     in_memory: bool = False
     """Whether the process holds its state when the generation is interrupted. The store is then not rank 0's."""
+    job: str = ""
+    """Namespace and name of the job; empty outside of a cluster."""
+    image: str | None = None
+    """The image of rank 0 with its digest, if the cluster says it."""
+    history: FailureHistory | None = None
+    """The job's failures so far. None from an operator before 0.2."""
     node_check: bool = False
     """Whether the ranks check their nodes before they meet."""
     copies: MemoryCopies | None = None
@@ -105,6 +111,30 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class TierReport:
+    """One place where checkpoints are saved. Times are seconds since 1970."""
+
+    place: str
+    """Path or URI."""
+    every_steps: int | None
+    """Steps between its checkpoints; None if the interval is a time."""
+    interval_seconds: float | None
+    """Time between its checkpoints; None if that is a number of steps, or `Auto` before the first save."""
+    reason: str = ""
+    """Why that is the interval, with `Auto`."""
+    step: int | None = None
+    """Step of its newest complete checkpoint."""
+    saved_at: float | None = None
+    """When that was saved."""
+    error: str = ""
+    """Why the last save failed; empty if it did not."""
+    failing_since: float | None = None
+    """Since when saves fail."""
+    saving_since: float | None = None
+    """Since when a save is in progress, if that delays others."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """One completed optimizer step; the same on every rank, except for what is measured on it. Times in seconds."""
 
@@ -151,6 +181,8 @@ class StepReport:
     """Failures of experiment trackers since the last report."""
     timeline: RankTimeline | None = None
     """This rank's slots of an earlier step, if they were timed."""
+    tiers: tuple[TierReport, ...] | None = None
+    """Where checkpoints are saved, on rank 0, if something about that has changed."""
 
 
 class RankEvents(Protocol):

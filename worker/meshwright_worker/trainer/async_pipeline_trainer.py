@@ -85,9 +85,9 @@ class AsyncPipelineTrainer:
         self._step_sums: dict[int, torch.Tensor] = {}
         self._in_flight: deque[tuple[int, torch.Tensor, dist.Work]] = deque()
         self._last_started = self._first_unreported = 0
-        self._stop_seen = self._save_seen = False
+        self._stop_seen, self._save_seen = False, 0
 
-    def step(self, number: int, batch: Batch, *, stop: bool = False, save: bool = False) -> StepResult | None:
+    def step(self, number: int, batch: Batch, *, stop: bool = False, save: int = 0) -> StepResult | None:
         """Feed the batch of step `number` into the pipeline.
 
         Returns:
@@ -138,7 +138,7 @@ class AsyncPipelineTrainer:
         self._pipeline.drain()
         first = max(self._first_unreported, self._last_started - self._mesh.layout.pipeline + 2)
         for number in range(first, self._last_started + 1):
-            self._start_reduction(number, stop=False, save=False)
+            self._start_reduction(number, stop=False, save=0)
         results = [
             result for result in (self._finish_reduction() for _ in range(len(self._in_flight))) if result is not None
         ]
@@ -176,7 +176,7 @@ class AsyncPipelineTrainer:
             dist.all_reduce(targets, group=self._host_replica_group)
         return tokens_of_step(self._training) / max(1.0, float(targets))
 
-    def _start_reduction(self, number: int, stop: bool, save: bool) -> None:
+    def _start_reduction(self, number: int, stop: bool, save: int) -> None:
         step_sums = self._step_sums.pop(number, None)
         loss, squares = (0.0, 0.0) if step_sums is None else step_sums.tolist()
         sums = torch.tensor(
@@ -192,7 +192,7 @@ class AsyncPipelineTrainer:
         number, sums, work = self._in_flight.popleft()
         work.wait()
         loss, squares, stops, saves, *token_numbers = sums.tolist()
-        self._save_seen = self._save_seen or saves > 0
+        self._save_seen |= int(saves)
         if number < self._first_unreported:
             self._stop_seen = self._stop_seen or stops > 0
             return None
@@ -204,5 +204,5 @@ class AsyncPipelineTrainer:
             )
         rate = learning_rate(number, self._training.steps, self._training.optimizer)
         token_counts = TokenCounts(*(int(one) for one in token_numbers)) if self._micro_batches.padded else None
-        save, self._save_seen = self._save_seen, False
+        save, self._save_seen = self._save_seen, 0
         return StepResult(number, loss, norm, rate, stops > 0 or self._stop_seen, save, token_counts=token_counts)

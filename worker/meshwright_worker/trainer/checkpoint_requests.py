@@ -1,15 +1,17 @@
-"""Requests for a checkpoint now: rank 0 is asked, and all ranks agree on the step after which they save.
+"""Which tiers get a checkpoint after a step: rank 0 decides by its clock or is asked, and all ranks agree.
 
-The flag of rank 0 is part of each step's all-reduce. Islands exchange no results of steps: they agree when a round
-ends, which is also the only time at which they can save. The group of checkpoints is not used for that: a thread that
-saves uses it at the same time.
+The number of rank 0 (see `checkpoint.schedule`) is part of each step's all-reduce. Islands exchange no results of
+steps: they agree when a round ends, which is also the only time at which they can save. The group of checkpoints is not
+used for that: a thread that saves uses it at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.checkpoint.schedule import BUSY, REQUEST, due_after, tier_bit
+from meshwright_worker.checkpoint.store import Tier
 from meshwright_worker.distributed.mesh import ISLAND, Mesh
 from meshwright_worker.local_sgd.outer_optimizer import RoundSchedule
 from meshwright_worker.local_sgd.parameter_averaging import any_island
@@ -18,31 +20,50 @@ from meshwright_worker.trainer.trainer import StepResult
 
 
 class CheckpointRequests:
-    """The requests of one mesh generation."""
+    """What is to be saved in one mesh generation."""
 
-    def __init__(self, run: NativeRun, mesh: Mesh, events: RankEvents) -> None:
+    def __init__(self, run: NativeRun, mesh: Mesh, events: RankEvents, tiers: Sequence[Tier] = ()) -> None:
         training = run.training
         self._rounds = RoundSchedule(training.outer.every_steps, training.steps) if training.outer else None
-        self._mesh, self._events = mesh, events
-        self._requested = self._all_islands = False
+        self._mesh, self._events, self._tiers = mesh, events, tiers
+        self._asked = 0
+        """What rank 0 has asked for since the last save."""
+        self._busy = self._agreed = False
+        self._postponed: set[int] = set()
+        """Tiers that were due while a save was in progress."""
 
     def record(self, results: Iterable[StepResult]) -> None:
         """Record results of steps."""
-        self._requested = self._requested or any(result.save for result in results)
+        for result in results:
+            self._asked |= result.save & ~BUSY
+            self._busy = bool(result.save & BUSY)
 
     def end_step(self, number: int) -> None:
         """Record the end of step `number`. With islands, collective at the end of a round."""
-        if self._rounds is not None and self._rounds.ends_round(number):
-            self._requested = any_island(self._requested, self._mesh.device, self._mesh.group(ISLAND))
-            self._all_islands = self._requested
+        self._agreed = self._rounds is None
+        if self._rounds is None or not self._rounds.ends_round(number):
+            return
+        timed = (tier_bit(n) for n, tier in enumerate(self._tiers) if tier.interval.steps is None)
+        self._asked = sum(bit for bit in (REQUEST, *timed) if self._on_any_island(bool(self._asked & bit)))
+        self._busy = self._on_any_island(self._busy)
+        self._agreed = True
 
-    @property
-    def due(self) -> bool:
-        """Whether all ranks save now, because of a request."""
-        return self._requested and (self._rounds is None or self._all_islands)
+    def _on_any_island(self, flag: bool) -> bool:
+        return any_island(flag, self._mesh.device, self._mesh.group(ISLAND))
+
+    def due(self, step: int) -> list[int]:
+        """The tiers on which all ranks save now, after `step`. Call it once a step, and again after a drain."""
+        self._postponed.update(due_after(self._tiers, step))
+        if self._busy or not self._agreed:
+            return []
+        if self._asked & REQUEST:
+            return list(range(len(self._tiers)))
+        timed = {number for number in range(len(self._tiers)) if self._asked & tier_bit(number)}
+        return sorted(self._postponed | timed)
 
     def answer(self, step: int) -> None:
         """All ranks save after `step`, for whatever reason: this is the requested checkpoint, if there is a request."""
-        if self._requested and self._mesh.rank == 0:
+        if self._asked & REQUEST and self._mesh.rank == 0:
             self._events.checkpoint_begun(step)
-        self._requested = self._all_islands = False
+        self._asked = 0
+        self._postponed.clear()

@@ -31,6 +31,7 @@ from meshwright.rules.validation import run_problems
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.manager import CheckpointManager, manifest_template
 from meshwright_worker.checkpoint.manifest import TokenizerRecord, TrainingState
+from meshwright_worker.checkpoint.provenance import provenance_of
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.mixture import open_stream
 from meshwright_worker.data.sample_assignment import combined_identity, island_data_dir
@@ -134,12 +135,17 @@ def train_on_mesh(
         trainer = build_trainer(run, mesh, inputs.samples, memory.gate if memory is not None else None, draw=False)
     manager = None
     if run.checkpoint is not None and (task.checkpoint_dir or task.checkpoint_uri):
-        template = manifest_template(run, identity, mesh).model_copy(update={"tokenizer": opened.tokenizer})
+        known: dict[str, object] = {"tokenizer": opened.tokenizer}
+        if task.job and mesh.rank == 0:
+            known["provenance"] = provenance_of(run, task.job, task.image)
+        template = manifest_template(run, identity, mesh).model_copy(update=known)
         manager = CheckpointManager(task, run.checkpoint, mesh, events, template)
     with _phase(events, "load"):
         state = _load(run, trainer, mesh, manager, memory)
         trainer.on_parameters_loaded(state.step)
     trainer.restore_state(state)
+    if manager is not None:
+        manager.resumed(state.step)
     warm_up(run, mesh)
     if memory is not None and isinstance(trainer, Trainer):
         memory.begin(trainer, state)

@@ -55,8 +55,8 @@ class StepResult:
     learning_rate: float
     stop: bool
     """Whether any rank was asked to stop."""
-    save: bool = False
-    """Whether rank 0 was asked for a checkpoint."""
+    save: int = 0
+    """What rank 0 says about checkpoints: see `checkpoint.schedule`."""
     experts: tuple[ExpertLoad, ...] = ()
     """One entry per mixture-of-experts layer."""
     skipped: bool = False
@@ -186,11 +186,11 @@ class Trainer:
         if self.outer is not None:
             self.outer.close()
 
-    def step(self, number: int, batch: Batch, *, stop: bool = False, save: bool = False, digest: int = 0) -> StepResult:
+    def step(self, number: int, batch: Batch, *, stop: bool = False, save: int = 0, digest: int = 0) -> StepResult:
         """Train on this replica's batch of step `number` (from 1).
 
         `stop`: this rank was asked to stop. The result's `stop` says whether any rank was, so that all ranks stop after
-        the same step. `save`: this rank was asked for a checkpoint, in the same way. `digest` is what this rank adds to
+        the same step. `save`: what rank 0 says about checkpoints, 0 on others. `digest` is what this rank adds to
         the data digest, if the gate wants it.
 
         Raises:
@@ -209,7 +209,7 @@ class Trainer:
         self._gate.completed()
         return result
 
-    def _reduce(self, number: int, batch: Batch, requests: tuple[bool, bool]) -> ReducedStep:
+    def _reduce(self, number: int, batch: Batch, requests: tuple[bool, int]) -> ReducedStep:
         """Run the passes of a step, and sum its gradients over replicas. Collective."""
         if self.outer is not None:
             self.outer.begin_step()
@@ -407,7 +407,7 @@ class Trainer:
         replica_loss: torch.Tensor,
         squares: torch.Tensor,
         micro_batches: Sequence[Batch],
-        requests: tuple[bool, bool],
+        requests: tuple[bool, int],
         token_counts: TokenCounts | None,
     ) -> torch.Tensor:
         """Return what this rank adds to the step's results, fp64 [numbers] on the device."""
@@ -420,18 +420,18 @@ class Trainer:
 
     def _read_sums(
         self, sums: torch.Tensor
-    ) -> tuple[tuple[float, float, float, bool, bool], TokenCounts | None, torch.Tensor, tuple[ExpertLoad, ...]]:
+    ) -> tuple[tuple[float, float, float, bool, int], TokenCounts | None, torch.Tensor, tuple[ExpertLoad, ...]]:
         """Read the sums of all ranks' results.
 
         Returns:
-            Loss, gradient norm, number of targets, and whether any rank is to stop or to save; content of padded rows;
-            expert counts on the device; expert loads for the report.
+            Loss, gradient norm, number of targets, whether any rank is to stop, and what to save; content of padded
+            rows; expert counts on the device; expert loads for the report.
         """
         counted = 2 if self._micro_batches.padded else 0
         total_loss, total_squares, tokens, stops, saves, *rest = sums.tolist()
         token_sums, expert_counts = rest[:counted], rest[counted:]
         total = TokenCounts(*(int(number) for number in token_sums)) if token_sums else None
-        agreed = total_loss, math.sqrt(total_squares), tokens, stops > 0, saves > 0
+        agreed = total_loss, math.sqrt(total_squares), tokens, stops > 0, int(saves)
         return agreed, total, sums[len(sums) - len(expert_counts) :], self._loads.to_reports(expert_counts)
 
 

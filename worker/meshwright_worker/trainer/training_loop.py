@@ -25,6 +25,7 @@ from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.measured import RankTimeline
 from meshwright_worker.checkpoint.manager import CheckpointManager
 from meshwright_worker.checkpoint.manifest import AnomalyState, TrainingState
+from meshwright_worker.checkpoint.schedule import REQUEST
 from meshwright_worker.data.batch import make_batch
 from meshwright_worker.data.length_balance import RowCost
 from meshwright_worker.data.mixture import MixtureStream, Stream
@@ -44,6 +45,7 @@ from meshwright_worker.trainer.evaluation import Evaluation
 from meshwright_worker.trainer.loss_anomalies import DivergedError
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
 from meshwright_worker.trainer.repeated_steps import RepeatedSteps
+from meshwright_worker.trainer.step_garbage import StepGarbage
 from meshwright_worker.trainer.step_profiler import StepProfiler
 from meshwright_worker.trainer.step_times import simulated_bubble, step_times
 from meshwright_worker.trainer.trainer import StepResult, Trainer
@@ -113,7 +115,8 @@ class TrainingLoop:
             self._repeated_steps = RepeatedSteps(self._training, trainer, mesh, ranks_per_worker)
         self._full_row_flops = self._step_flops()
         self._events = events
-        self._requests = CheckpointRequests(run, mesh, events)
+        tiers = checkpoint_manager.tiers if checkpoint_manager is not None else ()
+        self._requests = CheckpointRequests(run, mesh, events, tiers)
         self._digest = SampleDigest()
         self._unreported = 0.0
         """Seconds of steps without a result yet: a pipeline without flushes reports results later."""
@@ -124,12 +127,16 @@ class TrainingLoop:
         """The first step of this mesh generation."""
         self._simulated_bubble = simulated_bubble(run) if mesh.rank == 0 else None
         self._samples = Prefetcher(self._read_samples, mesh.device)
+        self._garbage = StepGarbage(self._training.garbage_collection_steps)
         self._profiler = StepProfiler(mesh.rank, synchronous=run.islands == 1 and isinstance(trainer, Trainer))
 
     def run(self, state: TrainingState) -> Outcome:
         """Train until the last step, or until any rank is asked to stop. On return the final state is durable."""
         try:
-            with timed_collectives(self._mesh, compiles=self._training.compile) as self._clock:
+            with (
+                timed_collectives(self._mesh, compiles=self._training.compile) as self._clock,
+                self._garbage.controlled(),
+            ):
                 return self._run(state)
         finally:
             self._samples.close()
@@ -142,11 +149,13 @@ class TrainingLoop:
         self._first = first = state.step + 1
         stopped = False
         for number in range(first, self._training.steps + 1):
+            self._wait_for_save(number)
             started_at = time.monotonic()
             self._repeat(number, state)
             self._profiler.before(number)
             state, stopped = self._step(number, state)
             self._profiler.after(number)
+            self._garbage.after(number)
             if number == first:
                 self._events.phase("first-step", time.monotonic() - started_at)
                 set_collective_timeout(STEP_TIMEOUT)
@@ -154,9 +163,11 @@ class TrainingLoop:
                 break
             if self._checkpoint_manager is not None:
                 self._checkpoint_manager.report()
-                if self._requests.due or self._checkpoint_manager.due(number):
+                if self._requests.due(number):
                     state, stopped = self._drain(state)
-                    self._save(state, wait=False)
+                    # The results of a pipeline without flushes may say that the save before is still in progress.
+                    if tiers := self._requests.due(number):
+                        self._save(state, wait=False, tiers=tiers)
                     if stopped:
                         break
         state, _ = self._drain(state)
@@ -178,7 +189,14 @@ class TrainingLoop:
                 lambda replica: self._read(state.samples, replace(self._assignment, replica=replica)).batch,
             )
 
-    def _save(self, state: TrainingState, *, wait: bool) -> None:
+    def _wait_for_save(self, number: int) -> None:
+        """Let a save in progress end before a step after which another one is due, for a limited time."""
+        if self._checkpoint_manager is not None:
+            started_at = time.monotonic()
+            self._checkpoint_manager.wait_before(number)
+            self._stall_seconds += time.monotonic() - started_at
+
+    def _save(self, state: TrainingState, *, wait: bool, tiers: Sequence[int] | None = None) -> None:
         started_at, trainer = time.monotonic(), self._trainer
         if self._sums_digest and self._mesh.rank > 0:
             state = state.model_copy(update={"digest": 0})
@@ -193,6 +211,7 @@ class TrainingLoop:
                     trainer.outer,
                     trainer.compression_state,
                     wait=wait,
+                    tiers=tiers,
                     updates_wait=isinstance(trainer, Trainer) and trainer.outer is None,
                 )
         self._stall_seconds += time.monotonic() - started_at
@@ -263,7 +282,9 @@ class TrainingLoop:
         recorder = self._trainer.slot_recorder if is_timed(number, self._first) else None
         if recorder is not None:
             recorder.begin(number)
-        stop, save = self._events.stop_requested(), self._events.take_checkpoint_request()
+        stop, save = self._events.stop_requested(), REQUEST * self._events.take_checkpoint_request()
+        if self._checkpoint_manager is not None:
+            save |= self._checkpoint_manager.flags()
         if not self._sums_digest or not isinstance(self._trainer, Trainer):
             return self._trainer.step(number, mine.batch, stop=stop, save=save)
         own = SampleDigest()
@@ -364,6 +385,7 @@ class TrainingLoop:
             memory=memory_peaks(self._mesh.device),
             times=self._times(),
             timeline=self._timeline(),
+            tiers=self._checkpoint_manager.reports() if self._checkpoint_manager is not None else None,
             simulated_bubble=result.bubble if result.bubble is not None else self._simulated_bubble,
         )
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from meshwright.api import labels
 from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.workers import EnvVar, VolumeSpec, WorkersSpec
+from meshwright.api.workers import EnvVar, VolumeSpec
+from meshwright.checkpoint_places import store_credentials, store_settings
 from meshwright_cli.client.objects import Job
 
 USER_ID = 65532
@@ -94,7 +95,7 @@ def _pod_spec(spec: ParallelTrainingJobSpec, tool: Tool) -> KubeObject:
             "seccompProfile": {"type": "RuntimeDefault"},
             **groups,
         },
-        "containers": [_container(workers, tool, [mount for _, mount in volumes])],
+        "containers": [_container(spec, tool, [mount for _, mount in volumes])],
         "volumes": [volume for volume, _ in volumes],
     }
     optional = {
@@ -104,7 +105,9 @@ def _pod_spec(spec: ParallelTrainingJobSpec, tool: Tool) -> KubeObject:
     return made | {key: value for key, value in optional.items() if value}
 
 
-def _container(workers: WorkersSpec, tool: Tool, mounts: list[KubeObject]) -> KubeObject:
+def _container(spec: ParallelTrainingJobSpec, tool: Tool, mounts: list[KubeObject]) -> KubeObject:
+    workers, checkpoint = spec.workers, spec.checkpoint
+    variables = [*store_credentials(checkpoint), *store_settings(checkpoint), *map(_variable, workers.env)]
     limits = {**({"memory": tool.memory} if tool.memory else {})}
     limits |= {workers.gpu_resource: str(tool.gpus)} if tool.gpus else {}
     policy = workers.image_pull_policy
@@ -113,7 +116,7 @@ def _container(workers: WorkersSpec, tool: Tool, mounts: list[KubeObject]) -> Ku
         "image": workers.image,
         **({"imagePullPolicy": policy.value} if policy is not None else {}),
         "command": list(tool.command),
-        "env": [] if tool.only_checkpoints else [_variable(variable) for variable in workers.env],
+        "env": [] if tool.only_checkpoints else variables,
         "resources": {"requests": {"cpu": tool.cpu, **limits}, "limits": limits},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": mounts,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.api.labels import CHECKPOINT_MOUNT
 from meshwright.api.objects import KubeObject
 from meshwright_cli.client.api_server import Action
 from meshwright_cli.client.checkpoints.pod import LIFE_SECONDS, OUTPUT_MOUNT, Tool, memory_quantity, tool_pod
 from meshwright_cli.client.checkpoints.run_pod import PodRun
-from meshwright_cli.client.checkpoints.source import checkpoint_path, export_memory, generation_memory
+from meshwright_cli.client.checkpoints.source import checkpoint_path, export_memory, generation_memory, places_of
 from meshwright_cli.client.checkpoints.transfer import PodDirectory
 from meshwright_cli.client.errors import ForbiddenError, ManifestError, MeshwrightError, RejectedError
 from meshwright_cli.client.objects import Job
@@ -22,13 +24,16 @@ if TYPE_CHECKING:
     from meshwright_cli.client.async_client import AsyncClient
 
 GENERATE, EXPORT = "meshwright_worker.generate", "meshwright_worker.export"
+CHECKPOINTS = "meshwright_worker.checkpoints"
 START_SECONDS = 300.0
 READY = "meshwright export: ready"
-"""The line of the log after which the exported files can be copied."""
+"""The line of the log after which the files can be copied."""
+CHECKPOINTS_MEMORY = "2Gi"
+"""Of a pod that reads checkpoints without their tensors: Python with torch, and parts of files."""
 _REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-_EXPORT_AND_WAIT = f"""
+_RUN_AND_WAIT = f"""
 import subprocess, sys, time
-code = subprocess.run([sys.executable, "-m", {EXPORT!r}, *sys.argv[1:]]).returncode
+code = subprocess.run([sys.executable, "-m", *sys.argv[1:]]).returncode
 if code:
     sys.exit(code)
 print({READY!r}, flush=True)
@@ -150,7 +155,7 @@ async def export_here(
     output = f"{OUTPUT_MOUNT}/model"
     arguments = [f"--checkpoint={checkpoint_path(job, step)}", f"--output={output}", *export.arguments()]
     tool = Tool(
-        "export", ["python", "-c", _EXPORT_AND_WAIT, *arguments], memory=_export_memory(job, export, options),
+        "export", ["python", "-c", _RUN_AND_WAIT, EXPORT, *arguments], memory=_export_memory(job, export, options),
         has_output=True,
     )  # fmt: skip
     await _check_exec(client, job)
@@ -165,6 +170,83 @@ async def export_here(
         directory = PodDirectory(client.server, run.namespace, run.name, output)
         await directory.copy_to(target, lambda name, size: notify(f"{name}: {size:,} bytes"))
     return _summary(lines, str(target))
+
+
+def checkpoints_command(action: str, places: Sequence[str], step: int | None, target: str | None = None) -> list[str]:
+    """The command that lists, verifies or copies checkpoints."""
+    more = _given({"--step": step, "--to": target})
+    return ["python", "-m", CHECKPOINTS, action, *(f"--at={place}" for place in places), *more]
+
+
+def entries_of(lines: Sequence[str]) -> list[dict[str, Any]]:
+    """What the command has printed: one JSON object a line."""
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+async def inspect_checkpoints(
+    client: AsyncClient,
+    job: Job,
+    action: str,
+    step: int | None,
+    options: PodOptions,
+    notify: Notify,
+    target: str | None = None,
+) -> list[dict[str, Any]]:
+    """List, verify or copy a job's checkpoints in a pod next to them; what the program says of each.
+
+    Args:
+        client: the cluster.
+        job: the job.
+        action: `list`, `verify` or `copy`.
+        step: only the checkpoint of this step.
+        options: memory of the pod, and time for its start.
+        notify: is called with lines about what happens.
+        target: with `copy`, a URI.
+
+    Raises:
+        RejectedError: the job has no checkpoints that Meshwright can read, or the program fails.
+    """
+    command = checkpoints_command(action, places_of(job), step, target)
+    tool = Tool("checkpoint", command, memory=options.memory or CHECKPOINTS_MEMORY)
+    return entries_of(await _run(client, tool_pod(job, tool, secrets.token_hex(4)), options, notify))
+
+
+async def copy_checkpoint_here(
+    client: AsyncClient, job: Job, step: int | None, target: Path, options: PodOptions, notify: Notify
+) -> dict[str, Any]:
+    """Copy a checkpoint of a job, by default the newest intact one, into a local directory of checkpoints.
+
+    Raises:
+        ManifestError: the directory has that step already.
+        ForbiddenError: the user may not create pods or `pods/exec`.
+        RejectedError: the program fails, or a file arrives with another checksum.
+    """
+    output = f"{OUTPUT_MOUNT}/checkpoints"
+    _, _, *arguments = checkpoints_command("copy", places_of(job), step, output)
+    command = ["python", "-c", _RUN_AND_WAIT, *arguments]
+    tool = Tool("checkpoint", command, memory=options.memory or CHECKPOINTS_MEMORY, has_output=True)
+    await _check_exec(client, job)
+    async with _start(client, tool_pod(job, tool, secrets.token_hex(4)), options, notify) as run:
+        lines = []
+        async for line in run.log():
+            if line == READY:
+                break
+            lines.append(line)
+        else:
+            raise await _failure(run, lines, tool.memory)
+        (copied,) = entries_of(lines)
+        name = f"step-{int(copied['step']):08d}"
+        if (target / name).exists():
+            raise ManifestError(f"`{target / name}` exists already: it stays as it is")
+        hidden = target / f".writing-0-{name}"
+        shutil.rmtree(hidden, ignore_errors=True)
+        try:
+            directory = PodDirectory(client.server, run.namespace, run.name, f"{output}/{name}")
+            await directory.copy_to(hidden, lambda file, size: notify(f"{file}: {size:,} bytes"))
+            hidden.rename(target / name)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+    return {**copied, "target": str(target)}
 
 
 def _check_empty(target: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.checkpoint_places import checkpoint_places
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import UnknownModelError, resolve
 from meshwright_cli.client.errors import NotFoundError, RejectedError
@@ -33,18 +34,36 @@ def checkpoint_path(job: Job, step: int | None = None) -> str:
         )
     saved = job.status.checkpoint
     if saved is None:
-        first = spec.checkpoint.interval
+        first, every = spec.checkpoint.interval, spec.checkpoint.every
         now = f"{job.state}, step {job.status.step or 0:,}"
-        raise NotFoundError(
-            f"{job.name} has no complete checkpoint yet. It is {now}, and saves one every {first:,} steps. To wait: "
-            f"meshwright wait {job.name} --for step={first}"
-        )
+        if every is not None:
+            how = f"saves by time (`checkpoint.every: {every}`). To have one: meshwright checkpoint now {job.name}"
+        else:
+            how = f"saves one every {first:,} steps. To wait: meshwright wait {job.name} --for step={first}"
+        raise NotFoundError(f"{job.name} has no complete checkpoint yet. It is {now}, and {how}")
     root, _, _ = saved.path.rpartition("/")
     if step is None:
         return root
     if "://" in root:
         raise RejectedError(f"{job.name} has its checkpoints in {root}: only the newest can be used, without a step")
     return f"{root}/step-{step:08d}"
+
+
+def places_of(job: Job) -> list[str]:
+    """Where a job's checkpoints are, as its worker pods see it.
+
+    Raises:
+        RejectedError: the job's spec has no checkpoints that Meshwright can read.
+    """
+    checkpoint = job.spec.checkpoint
+    if checkpoint is None:
+        raise RejectedError(f"{job.name} saves no checkpoints: it has no `spec.checkpoint`")
+    if job.spec.runtime.command is not None:
+        raise RejectedError(
+            f"{job.name} runs its own command (`spec.runtime.command`), and only that can read its checkpoints. They "
+            f"are on {checkpoint.place}"
+        )
+    return checkpoint_places(checkpoint, job.name, job.uid)
 
 
 def generation_memory(job: Job, precision: str, gpus: int) -> float | None:

@@ -1,0 +1,86 @@
+"""A job whose checkpoints are in an object store: a server of the S3 API, with credentials in a Secret.
+
+It loses a pod and resumes from the store, where its checkpoints are also listed, verified, copied and exported.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from tests.distributed.rank_pool import free_port
+from tests.e2e.local_stack import tiny
+from tests.e2e.test_command_line import run
+
+pytest.importorskip("s3fs", reason="pip install s3fs 'moto[server]'")
+pytest.importorskip("moto.server", reason="pip install s3fs 'moto[server]'")
+pytestmark = pytest.mark.long
+NAME = "in-store"
+
+
+@pytest.fixture(scope="module")
+def store():
+    """The address of the server, which has the bucket `runs`."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(1200):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(urllib.request.Request(f"{url}/runs", method="PUT"), timeout=30).close()
+                break
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def secret():
+    data = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    encoded = {name: base64.b64encode(value.encode()).decode() for name, value in data.items()}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s3"}, "data": encoded}
+
+
+async def test_a_job_resumes_from_the_store_and_its_checkpoints_are_read_there(stage, store, tmp_path):
+    _, job = tiny(
+        NAME,
+        training={"steps": 60},
+        checkpoint={
+            "claimName": None, "everySteps": 10, "keep": 2, "uri": "s3://runs/team",
+            "store": {"secretName": "s3", "endpoint": store, "region": "us-east-1"},
+        },
+    )  # fmt: skip
+    await stage.apply([secret(), job])
+    await stage.until(NAME, lambda status: status.checkpoint is not None, "a checkpoint is in the store")
+    await stage.delete_pod(NAME, 1, grace_seconds=0)
+    status = await stage.complete(NAME)
+    assert status.restart_count == 1
+    assert status.mesh.generation == 2
+    assert status.checkpoint.step == 60
+    assert status.checkpoint.path.startswith(f"s3://runs/team/{NAME}-")
+    events = (await run(stage, "events", NAME)).out
+    assert "Restarting from the checkpoint of step" in events
+
+    listed = (await run(stage, "checkpoint", "list", NAME)).out
+    assert "complete" in listed
+    assert status.checkpoint.path.rpartition("/")[0] in listed
+    assert "intact" in (await run(stage, "checkpoint", "verify", NAME, "--step", "60")).out
+    chain = (await run(stage, "lineage", NAME)).out
+    assert f"job default/{NAME}, Meshwright " in chain
+    assert "began with random weights" in chain
+    local = tmp_path / "copies"
+    done = await run(stage, "checkpoint", "copy", NAME, str(local))
+    assert "copied the checkpoint of step 60" in done.out
+    assert [entry.name for entry in local.iterdir()] == ["step-00000060"]
+    assert "intact" in (await run(stage, "checkpoint", "verify", str(local))).out
+    await run(stage, "checkpoint", "copy", NAME, "s3://runs/archive", "--step", "60")
+    await run(stage, "export", NAME, "-d", str(tmp_path / "model"))
+    assert (tmp_path / "model" / "config.json").is_file()

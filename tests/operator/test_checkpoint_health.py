@@ -1,0 +1,154 @@
+"""What the operator makes of reports about saves: status, condition and events."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from meshwright.api.conditions import CHECKPOINT_HEALTHY, find
+from meshwright.api.goodput import BookedTime, GoodputStatus
+from meshwright.api.status import CheckpointStatus, Condition, ParallelTrainingJobStatus, RestartStatus
+from meshwright.protocol.messages import AgentState, CheckpointCommit, CheckpointTier, Progress
+from meshwright_operator.decide.checkpoint_health import failure_history
+from meshwright_operator.decide.decide_job import decide
+from meshwright_operator.decide.decision import Decision
+from tests.operator.builders import NOW, agents, ago, observed, report, running_status
+
+PLACE = "/meshwright/checkpoints/job-1"
+STORE = "s3://bucket/runs/job-1"
+SAVED = CheckpointStatus(step=40, time=ago(30), path=f"{PLACE}/step-00000040")
+
+
+def tier(**fields: Any) -> CheckpointTier:
+    base = {"place": PLACE, "every_steps": 20, "step": 40, "saved_at": NOW.timestamp() - 30}
+    return CheckpointTier(**{**base, **fields})
+
+
+def judged(
+    *tiers: CheckpointTier,
+    step: int = 45,
+    later: float = 0.0,
+    commit: CheckpointCommit | None = None,
+    known: Condition | None = None,
+    **status: Any,
+) -> Decision:
+    progress = Progress(step=step, loss=1.0, step_seconds=2.0)
+    sent = report(0, AgentState.RUNNING, progress=progress, checkpoint_tiers=list(tiers), checkpoint=commit)
+    others = [report(worker, AgentState.RUNNING) for worker in range(1, 4)]
+    running = running_status(**{"checkpoint": SAVED, **status})
+    if known is not None:
+        running.conditions = [*running.conditions, known]
+    now = NOW + timedelta(seconds=later)
+    saves = {"claimName": "c", "everySteps": 20}
+    return decide(observed(status=running, received=agents([sent, *others]), now=now, checkpoint=saves))
+
+
+def health(decision: Decision) -> Condition | None:
+    return find(decision.status.conditions, CHECKPOINT_HEALTHY)
+
+
+def events(decision: Decision) -> list[tuple[str, str]]:
+    reasons = ("SaveFailed", "SaveSlow", "CheckpointOverdue", "CheckpointsRecovered")
+    return [(event.reason, event.message) for event in decision.events if event.reason in reasons]
+
+
+def test_a_job_whose_checkpoints_are_saved_has_no_condition_and_shows_its_tiers() -> None:
+    auto = tier(place=STORE, every_steps=None, interval_seconds=120.4, reason="Auto: because")
+    decision = judged(tier(), auto)
+    assert health(decision) is None
+    assert events(decision) == []
+    first, second = decision.status.checkpoint_tiers or ()
+    assert (first.place, first.step, first.every_steps, first.interval_seconds) == (PLACE, 40, 20, None)
+    assert (second.interval_seconds, second.reason, second.error) == (120, "Auto: because", "")
+
+
+def test_a_failed_save_is_an_event_and_a_condition_until_the_next_one_succeeds() -> None:
+    broken = tier(error="rank 0: OSError: No space left on device", failing_since=NOW.timestamp() - 5)
+    decision = judged(broken)
+    found = health(decision)
+    assert found is not None
+    assert (found.status, found.reason) == ("False", "SaveFailed")
+    for part in (PLACE, "No space left on device", "Training goes on", "step 40"):
+        assert part in found.message
+    assert [reason for reason, _ in events(decision)] == ["SaveFailed"]
+    assert decision.status.checkpoint_tiers is not None
+    assert "No space" in decision.status.checkpoint_tiers[0].error
+
+    again = judged(broken, known=found, later=15)
+    assert events(again) == []
+    assert health(again) == found
+    # A new generation has not saved yet: nobody knows whether the volume works again.
+    unknown = judged(tier(), known=found, later=20)
+    assert health(unknown) == found
+    healed = judged(tier(step=60, saved_at=NOW.timestamp() + 30), known=found, later=30, step=61)
+    after = health(healed)
+    assert after is not None
+    assert (after.status, after.reason) == ("True", "CheckpointSaved")
+    assert [reason for reason, _ in events(healed)] == ["CheckpointsRecovered"]
+
+
+def test_a_commit_that_is_reported_before_its_tier_ends_the_failure() -> None:
+    known = Condition(
+        type=CHECKPOINT_HEALTHY, status="False", reason="SaveFailed", message="", last_transition_time=ago(10)
+    )
+    commit = CheckpointCommit(step=60, time=ago(1), path=f"{PLACE}/step-00000060")
+    broken = tier(error="OSError: full", failing_since=NOW.timestamp() - 20)
+    found = health(judged(broken, commit=commit, known=known, step=61))
+    assert found is not None
+    assert found.status == "True"
+
+
+def test_a_store_that_fails_is_named_although_the_volume_works() -> None:
+    found = health(judged(tier(), tier(place=STORE, error="CheckpointStoreError: 500")))
+    assert found is not None
+    assert STORE in found.message
+    assert PLACE not in found.message
+
+
+def test_a_save_that_delays_others_is_named() -> None:
+    found = health(judged(tier(saving_since=NOW.timestamp() - 90)))
+    assert found is not None
+    assert (found.reason, ago(90) in found.message) == ("SaveSlow", True)
+
+
+@pytest.mark.parametrize("tiers", [(tier(),), ()], ids=["agents of this release", "agents of 0.1.0"])
+def test_checkpoints_that_stop_advancing_while_steps_do_are_found(tiers: tuple[CheckpointTier, ...]) -> None:
+    decision = judged(*tiers, step=200, later=400.0)
+    found = health(decision)
+    assert found is not None
+    assert (found.status, found.reason) == ("False", "CheckpointOverdue")
+    assert "every 40 s" in found.message
+    assert [reason for reason, _ in events(decision)] == ["CheckpointOverdue"]
+    # Steps that stand still are a hang, and no fault of checkpoints.
+    assert health(judged(*tiers, step=41, later=400.0)) is None
+    early = judged(*tiers, step=70, later=60.0)
+    assert health(early) is None
+    assert early.requeue_after is not None
+
+
+def test_numbers_that_no_status_can_have_are_left_out() -> None:
+    decision = judged(tier(saved_at=1e300), tier(place=STORE, interval_seconds=-1.0))
+    (first,) = decision.status.checkpoint_tiers or ()
+    assert first.time is None
+    assert health(decision) is None
+
+
+def test_ranks_get_the_failures_only_for_an_interval_that_needs_them() -> None:
+    ledger = GoodputStatus(
+        booked=[
+            BookedTime(cause="Training", milliseconds=5_000_000),
+            BookedTime(cause="Queued", milliseconds=9_000_000),
+            BookedTime(cause="Restarting", milliseconds=1_000_000),
+        ]
+    )
+    restarts = [RestartStatus(cause="PodLost", count=2), RestartStatus(cause="Rescaled", count=5)]
+    status = ParallelTrainingJobStatus(goodput=ledger, restarts=restarts)
+    steps = observed(status=running_status(), checkpoint={"claimName": "c"})
+    assert failure_history(steps, status) is None
+    auto = observed(status=running_status(), checkpoint={"claimName": "c", "every": "Auto"})
+    history = failure_history(auto, status)
+    assert history is not None
+    assert (history.failures, history.trained_seconds) == (2, 6000.0)
+    assert history.nodes == len({worker.node for worker in auto.workers})

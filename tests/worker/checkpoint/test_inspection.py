@@ -1,0 +1,143 @@
+"""Lists, verifies and copies checkpoints in directories and object stores."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from meshwright_worker.checkpoint.files import files_of
+from meshwright_worker.checkpoint.inspection import copied, listed, verified
+from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, check_files, read_manifest
+from meshwright_worker.checkpoint.store import CheckpointStore, open_store
+from tests.worker.checkpoint.saving import save_alone
+from tests.worker.checkpoint.test_checkpoint_files import manifest_at
+
+TENSORS = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.tensor(7)}
+FILE = "rank-00000.safetensors"
+
+
+def save_steps(place: str, *steps: int) -> CheckpointStore:
+    store = open_store(place)
+    for step in steps:
+        store.prepare(step)
+
+        def commit(files: dict[str, FileRecord], step: int = step) -> None:
+            store.commit(manifest_at(step).model_copy(update={"files": files}))
+
+        save_alone(TENSORS, store.sink(step), commit)
+    return store
+
+
+@pytest.fixture(params=["directory", "object store"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "run") if request.param == "directory" else f"memory://{uuid.uuid4().hex}/run"
+
+
+def test_all_checkpoints_of_a_place_are_listed_with_their_state(place: str) -> None:
+    store = save_steps(place, 10, 20, 30)
+    store.quarantine(20)
+    store.make_place(40)
+    store.sink(40).write(FILE, b"half")
+    found = listed(place)
+    assert [(one.step, one.state) for one in found] == [
+        (40, "incomplete"),
+        (30, "complete"),
+        (20, "damaged"),
+        (10, "complete"),
+    ]
+    newest = found[1]
+    assert newest.size == sum(record.size for record in read_manifest(store.files(30)).files.values())
+    assert newest.saved_at is not None
+    assert newest.layout
+    assert found[0].size is None
+
+
+def test_a_checkpoint_is_a_place_too(tmp_path: Path) -> None:
+    store = save_steps(str(tmp_path), 10, 20)
+    (one,) = listed(store.location(10))
+    assert (one.step, one.state) == (10, "complete")
+    assert [entry.step for entry in verified(store.location(10), None)] == [10]
+    with pytest.raises(FileNotFoundError, match="is not a directory"):
+        listed(str(tmp_path / "none"))
+
+
+def test_verify_reads_every_file_and_names_the_damaged_ones(tmp_path: Path) -> None:
+    save_steps(str(tmp_path), 10, 20, 30)
+    directory = CheckpointDirectory(tmp_path)
+    damaged = directory.path(20) / FILE
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    (directory.path(10) / FILE).unlink()
+    found = {one.step: one for one in verified(str(tmp_path), None)}
+    assert found[30].problems == []
+    assert found[30].files == 2
+    (problem,) = found[20].problems
+    assert f"{damaged} is damaged: its checksum differs" in problem
+    (problem,) = found[10].problems
+    assert "the file is missing" in problem
+    manifest = directory.path(30) / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"seed": 0', '"seed": 1'))
+    (found_now,) = verified(str(tmp_path), 30)
+    assert str(manifest) in found_now.problems[0]
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint of step 31"):
+        list(verified(str(tmp_path), 31))
+
+
+@pytest.mark.parametrize("target", ["directory", "object store"])
+def test_a_copy_is_the_same_checkpoint(place: str, tmp_path: Path, target: str) -> None:
+    source = save_steps(place, 10, 20)
+    where = str(tmp_path / "a" / "copy") if target == "directory" else f"memory://{uuid.uuid4().hex}/copy"
+    done = copied([place], None, where)
+    assert (done.step, done.files) == (20, 2)
+    store = open_store(where)
+    assert store.steps() == [20]
+    assert store.files(20).read(MANIFEST) == files_of(source.files(20)).read(MANIFEST)
+    check_files(store.files(20), read_manifest(store.files(20)))
+    copied([place], 10, where)  # an older one beside a newer one
+    assert store.steps() == [20, 10]
+    with pytest.raises(CheckpointError, match="has a checkpoint of step 10 already"):
+        copied([place], 10, where)
+
+
+def test_the_newest_intact_one_over_all_tiers_is_copied_and_nothing_of_a_damaged_one(tmp_path: Path) -> None:
+    volume, store = tmp_path / "volume", f"memory://{uuid.uuid4().hex}/run"
+    save_steps(str(volume), 10, 30)
+    save_steps(store, 20)
+    (CheckpointDirectory(volume).path(30) / FILE).write_bytes(b"short")
+    target = tmp_path / "copy"
+    assert copied([str(volume), store], None, str(target)).step == 20
+    with pytest.raises(DamagedCheckpointError, match=FILE):
+        copied([str(volume)], 30, str(target))
+    assert [entry.name for entry in target.iterdir()] == ["step-00000020"], "complete or nothing"
+
+
+def test_a_manifest_of_a_later_or_an_earlier_version_is_listed_verified_and_copied(tmp_path: Path) -> None:
+    recorded = Path(__file__).parents[2] / "compatibility" / "0.1.0"
+    places = sorted({path.parent.parent for path in recorded.rglob(MANIFEST)})
+    assert places
+    for place in places:
+        assert all(one.state == "complete" for one in listed(str(place)))
+        assert all(not one.problems for one in verified(str(place), None))
+        copied([str(place)], None, str(tmp_path / place.name))
+    save_steps(str(tmp_path / "later"), 10)
+    assert listed(str(tmp_path / "later"))[0].state == "complete"
+
+
+def test_the_program_prints_json_and_names_errors(tmp_path: Path) -> None:
+    save_steps(str(tmp_path / "run"), 10)
+    command = [sys.executable, "-m", "meshwright_worker.checkpoints"]
+    done = subprocess.run([*command, "list", "--at", f"{tmp_path}/run"], capture_output=True, text=True, check=True)
+    (entry,) = map(json.loads, done.stdout.splitlines())
+    assert (entry["step"], entry["state"], entry["place"]) == (10, "complete", f"{tmp_path}/run")
+    failed = subprocess.run([*command, "list", "--at", f"{tmp_path}/none"], capture_output=True, text=True)
+    assert failed.returncode == 2
+    assert f": error: `{tmp_path}/none` is not a directory" in failed.stderr
