@@ -208,8 +208,6 @@ class MeshDocument(OpenMessage):
     environment: dict[str, str] | None = None
     """Variables of communication libraries for every rank, such as `NCCL_IB_HCA`. A variable that the pod has already
     stays. Agents before 0.2 ignore it."""
-    max_restarts: int | None = None
-    """`recovery.maxRestarts`, for a user's command. Agents before 0.2 ignore it."""
     resume: CheckpointCommit | None = None
     """The newest checkpoint that a user's command has reported. Agents before 0.2 ignore it."""
     in_memory: bool | None = None

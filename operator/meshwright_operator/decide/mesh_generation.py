@@ -142,7 +142,6 @@ def document(
         run=observed.run,
         numa_binding=None if observed.spec.preflight is None or observed.spec.preflight.numa_binding else False,
         environment=dict(observed.plan.environment) or None,
-        max_restarts=observed.spec.recovery.max_restarts if isinstance(observed.run, CommandRun) else None,
         resume=_resume(observed),
         in_memory=bool(mesh.in_memory) or None,
         node_check=mesh.node_check or None,
