@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from meshwright.api.base import ApiModel, ShortText
 from meshwright.api.checkpoint import CheckpointSpec
@@ -237,7 +237,26 @@ class ParallelTrainingJobSpec(ApiModel):
     """The controller that manages this job, as `domain/name`. This operator ignores the job if the value is not
     `meshwright.dev/operator`. Immutable."""
 
+    _claimed_channel: bool = PrivateAttr(default=False)
+    _claimed_gpus: bool = PrivateAttr(default=False)
+
     @property
     def joins_hosts(self) -> bool:
-        """Whether each pod has an IMEX channel, so that NVLink joins the GPUs of several nodes."""
+        """Whether the operator makes a ComputeDomain, whose IMEX channel joins the GPUs of several nodes."""
         return self.topology is not None and bool(self.topology.multi_node_nvlink)
+
+    @property
+    def has_channel(self) -> bool:
+        """Whether each pod has an IMEX channel, of the operator's ComputeDomain or by a claim of the job."""
+        return self.joins_hosts or self._claimed_channel
+
+    @property
+    def joins_pods(self) -> bool:
+        """Whether a claim joins the pods of one host, so that NVLink connects their GPUs."""
+        return self.has_channel or self._claimed_gpus
+
+    def joined_by_claims(self, *, channel: bool, pods: bool) -> Self:
+        """The spec of a job whose claims are known. See `with_claims` in `meshwright.devices.job_claims`."""
+        found = self.model_copy()
+        found._claimed_channel, found._claimed_gpus = channel, pods  # noqa: SLF001 - a copy of this object
+        return found

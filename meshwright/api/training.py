@@ -195,6 +195,9 @@ class TrainingSpec(ApiModel):
     compile: bool = False
     """Whether torch.compile compiles the layers: faster steps, after a first step that takes minutes. Needs a C++
     compiler in the image."""
+    garbage_collection_steps: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """Experimental. Number of steps after which all ranks collect Python's garbage, and at no other time. By default
+    each rank does when Python chooses, and others wait for it."""
     deterministic: bool = True
     """Whether GPUs use deterministic kernels, so that a resumed run repeats an uninterrupted one bit by bit. This makes
     attention's backward pass slower. CPU kernels are deterministic anyway."""

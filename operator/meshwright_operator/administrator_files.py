@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.planner.topology.site import FabricError, SiteFabric, parse_fabric
+from meshwright.profiles.document import Profiles, ProfilesError, parse_profiles
 from meshwright_operator.documents import DocumentError, DocumentFile
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
-from meshwright_operator.profiles.document import Profiles, parse_profiles
 from meshwright_operator.scheduling.policy import Policy, parse_policy
 
 
@@ -28,7 +28,14 @@ def profiles_file(
     path: Path | None, metrics: OperatorMetrics, apply: Callable[[Profiles], None]
 ) -> DocumentFile[Profiles]:
     """The profiles of worker pods."""
-    return DocumentFile(path, "profiles", parse_profiles, apply, metrics.valid_document("profiles"))
+    return DocumentFile(path, "profiles", _parse_profiles, apply, metrics.valid_document("profiles"))
+
+
+def _parse_profiles(text: str) -> Profiles:
+    try:
+        return parse_profiles(text)
+    except ProfilesError as error:
+        raise DocumentError(str(error)) from None
 
 
 def _parse_fabric(text: str) -> SiteFabric:

@@ -29,13 +29,17 @@ _KINDS = {
     "certificate",
     "configmap",
     "deployment",
+    "deviceclass",
     "event",
     "lease",
     "namespace",
     "node",
     "pod",
     "pvc",
+    "resourceclaim",
+    "resourceclaimtemplate",
     "resourcequota",
+    "resourceslice",
     "secret",
     "service",
 }
@@ -59,7 +63,7 @@ def targets() -> set[str]:
 @cache
 def kinds() -> set[str]:
     """What `kubectl get` takes: some built-in kinds, and every name of our own."""
-    found = _KINDS | {f"{name}s" for name in _KINDS}
+    found = _KINDS | {f"{name}es" if name.endswith("s") else f"{name}s" for name in _KINDS}
     for path in (ROOT / "crds").glob("*.yaml"):
         for definition in yaml.safe_load_all(path.read_text()):
             names = definition["spec"]["names"]

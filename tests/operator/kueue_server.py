@@ -31,6 +31,7 @@ WORKLOADS = f"{GROUP}/namespaces/default/workloads"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 WEBHOOKS = "/apis/admissionregistration.k8s.io/v1"
 SYSTEM = "kueue-system"
+KIND = "ParallelTrainingJob.v1alpha1.meshwright.dev"
 SERVICE = f"kueue-webhook-service.{SYSTEM}.svc"
 
 
@@ -140,8 +141,9 @@ def _configuration(directory: Path, port: int, health: int) -> KubeObject:
         },
         "integrations": {
             "frameworks": ["batch/job"],
-            "externalFrameworks": ["ParallelTrainingJob.v1alpha1.meshwright.dev"],
+            "externalFrameworks": [KIND],
         },
+        "multiKueue": {"externalFrameworks": [{"name": KIND}]},
     }
 
 

@@ -15,7 +15,9 @@ import sys
 from pathlib import Path
 
 from meshwright_local.kube.kubeconfig import write_kubeconfig
+from meshwright_local.providers import envtest
 from meshwright_local.providers.envtest import EnvtestProvider, find_binary
+from tests.patience import patient
 
 POD_GROUPS = "--feature-gates=GenericWorkload=true --runtime-config=scheduling.k8s.io/v1alpha2=true"
 
@@ -51,4 +53,5 @@ if __name__ == "__main__":
     for name in ("KUBE_SCHEDULER", "KUBE_CONTROLLER_MANAGER"):
         os.environ[f"TEST_ASSET_{name}"] = os.devnull
     with_pod_groups(Path(sys.argv[1]))
+    envtest._READY_SECONDS = patient(60)
     asyncio.run(serve(Path(sys.argv[1])))

@@ -14,7 +14,7 @@ import pytest
 
 from meshwright.api.labels import ANNOTATION_DEVICES
 from meshwright.api.objects import KubeObject
-from meshwright_operator.devices.claims import CHANNEL_CLASS, CLASS_PREFIX
+from meshwright.devices.claims import CHANNEL_CLASS, CLASS_PREFIX
 from meshwright_operator.kube.paths import COMPUTE_DOMAINS, DEVICES
 from tests.operator import role_rules
 from tests.operator.conftest import StartOperator

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from meshwright.api.labels import ANNOTATION_DEVICES
+from meshwright.devices.amounts import amounts_by_node
+from meshwright.devices.claims import CLASS_PREFIX, AllocatedClaim, Wanted, read_claim, wanted_by
+from meshwright.devices.slices import devices_by_node
 from meshwright.planner.cluster.pod_resources import Resources, pod_request
-from meshwright_operator.devices.amounts import amounts_by_node
-from meshwright_operator.devices.claims import CLASS_PREFIX, AllocatedClaim, Wanted, read_claim, wanted_by
 from meshwright_operator.devices.node_selector import selected
-from meshwright_operator.devices.slices import devices_by_node
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.kube.pod_requests import read_pod_request, request_json_for
 from tests.operator.support import node

@@ -41,7 +41,8 @@ def from_scratch(cache: Cache, spec: Any) -> Inventory:
         gpu_resource=workers.gpu_resource,
         node_selector=workers.node_selector,
         tolerations=workers.tolerations,
-        channel=spec.joins_hosts,
+        channel=spec.has_channel,
+        pods_joined=spec.joins_pods,
     )
 
 

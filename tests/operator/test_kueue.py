@@ -319,6 +319,52 @@ async def test_ranks_run_on_the_nodes_that_kueue_assigned_with_labels_and_tolera
     assert found.status("assigned")["mesh"]["generation"] == 1, "what Kueue adds is no edit"
 
 
+FLAVORS = "/apis/kueue.x-k8s.io/v1beta2/resourceflavors"
+
+
+async def test_a_flavor_that_does_not_exist_is_named_with_what_to_do() -> None:
+    found = world()
+    del found.cluster.objects[f"{FLAVORS}/default"]
+    found.submit(queued("lost", 2))
+    await found.run(3)
+    found.admit("lost", 2)
+    await found.run(10)
+    for kind in ("Ready", "Placed"):
+        one = found.condition("lost", kind)
+        assert one["reason"] == "QueueUnavailable"
+        assert "Queue team admitted the job with ResourceFlavor default, which does not exist" in one["message"]
+        assert "Create it, or remove it from the ClusterQueue" in one["message"]
+    assert not found.pods()
+    found.flavor("default")
+    await found.run(120)
+    assert found.true("lost", "Ready")
+
+
+async def test_a_job_that_runs_goes_on_without_its_flavor_and_gives_its_quota_back_at_the_end() -> None:
+    found = world(work=300)
+    found.flavor("default", nodeLabels={"pool": "a"})
+    for one in found.nodes.values():
+        one["metadata"]["labels"]["pool"] = "a"
+        found.cluster.stamp(one)
+    found.operators[0].relist()
+    found.submit(queued("runs", 2))
+    await found.run(3)
+    found.admit("runs", 2)
+    await found.run(30)
+    assert found.true("runs", "Ready")
+    del found.cluster.objects[f"{FLAVORS}/default"]
+    queues = found.operators[0].reconciler._kueue
+    assert queues is not None
+    queues._flavors = {name: (-1e9, flavor) for name, (_, flavor) in queues._flavors.items()}
+    found.crash("runs-w0-0")
+    await found.run(60)
+    assert found.true("runs", "Ready"), "the lost worker is replaced"
+    assert {obj["spec"]["nodeSelector"]["pool"] for obj in found.cluster.of("pods")} == {"a"}
+    await found.run(600)
+    assert found.true("runs", "Complete")
+    assert state.is_true(found.workload("runs"), state.FINISHED)
+
+
 # Clusters without Kueue, and jobs without a queue.
 
 
@@ -391,9 +437,11 @@ async def test_a_job_for_another_cluster_gets_a_workload_and_no_pods() -> None:
     assert not found.status("away").get("conditions"), "its status is that of the other cluster"
 
 
-async def test_a_job_from_another_cluster_takes_the_workload_that_came_with_it() -> None:
+@pytest.mark.parametrize("where", ["labels", "annotations"], ids=["Kueue before 0.18", "Kueue 0.18"])
+async def test_a_job_from_another_cluster_takes_the_workload_that_came_with_it(where: str) -> None:
     found = world()
-    body = queued("sent", 2, {labels.KUEUE_PREBUILT: "sent-by-manager"})
+    body = queued("sent", 2)
+    body["metadata"].setdefault(where, {})[labels.KUEUE_PREBUILT] = "sent-by-manager"
     found.submit(body)
     await found.run(10)
     assert "Waiting for Workload sent-by-manager" in found.condition("sent", "Ready")["message"]

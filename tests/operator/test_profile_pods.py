@@ -14,11 +14,11 @@ import yaml
 
 from meshwright.api.parsing import parse_spec
 from meshwright.api.status import WorkerPlacement
+from meshwright.profiles.document import parse_profiles
+from meshwright.profiles.merged import conflict, with_profile
+from meshwright.profiles.profile import Profile, ProfileContainer, ProfileMount, ProfileVolume
 from meshwright.rules.validation import check_spec
 from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
-from meshwright_operator.profiles.document import parse_profiles
-from meshwright_operator.profiles.merged import conflict, with_profile
-from meshwright_operator.profiles.profile import Profile, ProfileContainer, ProfileMount, ProfileVolume
 from tests.golden import files
 from tests.operator.conftest import StartOperator
 from tests.operator.support import JOBS, ROOT, Api, condition, job, until

@@ -12,9 +12,12 @@ import click
 import yaml
 
 from meshwright.api.labels import KIND, PLURAL, SHORT_NAME, SINGULAR
+from meshwright.api.parsing import parse_spec
 from meshwright.crd.manifest_check import check_manifest
 from meshwright.crd.schema_check import ManifestProblem
 from meshwright.planner.topology.site import parse_fabric
+from meshwright.profiles.document import Profiles
+from meshwright_cli.plan.pod_additions import parse_profile_file, profile_of
 
 _STDIN = Path("-")
 _OURS = {name.lower() for name in (KIND, PLURAL, SINGULAR, SHORT_NAME, "paralleltrainjob", "trainingjob")}
@@ -40,9 +43,14 @@ class _StrictLoader(yaml.SafeLoader):
     "--fabric", type=click.Path(path_type=Path), help="Also check this document of the site's fabric, or only it."
 )
 @click.option(
+    "--profiles",
+    type=click.Path(path_type=Path),
+    help="Also check this document of the site's profiles, and that jobs may use theirs.",
+)
+@click.option(
     "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output format."
 )
-def validate(files: Sequence[Path], fabric: Path | None, output: str) -> None:
+def validate(files: Sequence[Path], fabric: Path | None, profiles: Path | None, output: str) -> None:
     """Check manifests of jobs without a cluster.
 
     Checks all that a cluster checks at admission (schema, names, rules), and the model's preset or configuration. Each
@@ -50,10 +58,14 @@ def validate(files: Sequence[Path], fabric: Path | None, output: str) -> None:
     as not checked. Exits with 1 if a job is invalid or a file cannot be read. `meshwright plan` says how a valid job
     would run.
     """
-    if not files and fabric is None:
-        raise click.UsageError("Missing argument 'FILE...': name a manifest, or the site's fabric with --fabric.")
-    results = [result for file in files for result in _check_file(file)]
+    if not files and fabric is None and profiles is None:
+        raise click.UsageError(
+            "Missing argument 'FILE...': name a manifest, or a document of the site with --fabric or --profiles."
+        )
+    known, of_site = (None, []) if profiles is None else _check_profiles(profiles)
+    results = [result for file in files for result in _check_file(file, known)]
     results += [] if fabric is None else [_check_fabric(fabric)]
+    results += of_site
     if output == "json":
         click.echo(json.dumps(results, indent=2))
     else:
@@ -76,7 +88,28 @@ def _check_fabric(file: Path) -> dict[str, Any]:
     return _result(str(file), "fabric of the site", "", problems)
 
 
-def _check_file(file: Path) -> list[dict[str, Any]]:
+def _check_profiles(file: Path) -> tuple[Profiles | None, list[dict[str, Any]]]:
+    """The profiles of the site, if they are valid, and the result for their document."""
+    problems, known = [], None
+    try:
+        known = parse_profile_file(file.read_text())
+    except OSError as error:
+        problems = [ManifestProblem("(file)", str(error.strerror))]
+    except ValueError as error:
+        problems = [ManifestProblem("(document)", str(error))]
+    return known, [_result(str(file), "profiles of the site", "", problems)]
+
+
+def _check_profile(job: dict[str, Any], profiles: Profiles) -> list[ManifestProblem]:
+    """Why a valid job may not use its profile."""
+    spec, namespace = parse_spec(job), str(job["metadata"].get("namespace") or "default")
+    if spec.workers.profile is None:
+        return []
+    problem, _ = profile_of(spec, spec.workers.profile, namespace, profiles)
+    return [ManifestProblem("spec.workers.profile", problem)] if problem else []
+
+
+def _check_file(file: Path, profiles: Profiles | None = None) -> list[dict[str, Any]]:
     """A result for each object in the file, or for the file if it cannot be read."""
     name = "(standard input)" if file == _STDIN else str(file)
     try:
@@ -89,7 +122,7 @@ def _check_file(file: Path) -> list[dict[str, Any]]:
     documents = [item for one in documents for item in _items(one)]
     if not documents:
         return [_result(name, "", "", [ManifestProblem("(file)", "has no object")])]
-    return [_check_object(name, document) for document in documents]
+    return [_check_object(name, document, profiles) for document in documents]
 
 
 def _items(document: Any) -> list[Any]:
@@ -97,13 +130,16 @@ def _items(document: Any) -> list[Any]:
     return list(document.get("items") or []) if is_list else [document]
 
 
-def _check_object(file: str, document: Any) -> dict[str, Any]:
+def _check_object(file: str, document: Any, profiles: Profiles | None = None) -> dict[str, Any]:
     if not isinstance(document, dict):
         return _result(file, "", "", [ManifestProblem("(root)", "must be a Kubernetes object")])
     kind, metadata = str(document.get("kind") or ""), document.get("metadata")
     name = str(metadata.get("name") or "") if isinstance(metadata, dict) else ""
     if _is_job(document, kind):
-        return _result(file, kind, name, check_manifest(document))
+        problems = check_manifest(document)
+        if not problems and profiles is not None:
+            problems = _check_profile(document, profiles)
+        return _result(file, kind, name, problems)
     missing = [field for field in ("apiVersion", "kind") if not document.get(field)]
     problems = [ManifestProblem(field, "is missing") for field in missing]
     return _result(file, kind, name, problems, checked=bool(problems))

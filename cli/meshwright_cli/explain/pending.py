@@ -51,7 +51,8 @@ def pending_facts(job: Job, cluster: ClusterView) -> list[tuple[str, str]]:
         gpu_resource=spec.workers.gpu_resource,
         node_selector=spec.workers.node_selector,
         tolerations=spec.workers.tolerations,
-        channel=spec.joins_hosts,
+        channel=spec.has_channel,
+        pods_joined=spec.joins_pods,
         without_job=job.uid,
         site=cluster.site,
     )

@@ -10,7 +10,7 @@ import click
 import yaml
 
 from meshwright.api.labels import GPU_RESOURCE
-from meshwright.api.parsing import InvalidSpecError
+from meshwright.api.parsing import InvalidSpecError, parse_spec
 from meshwright.crd.manifest_check import check_manifest
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
@@ -22,6 +22,7 @@ from meshwright_cli.fabric import fabric_option, read_fabric
 from meshwright_cli.plan.framework_launch import as_json as launch_as_json
 from meshwright_cli.plan.framework_launch import launch_for, script
 from meshwright_cli.plan.inventory_file import MAX_NODES, InventoryFileError, NodeEntry, nodes_of, read_nodes
+from meshwright_cli.plan.pod_additions import additions_of
 from meshwright_cli.plan.report import PlanReport, inventory_of, plan_report
 from meshwright_cli.plan.report_json import document
 from meshwright_cli.plan.report_text import lines
@@ -48,6 +49,11 @@ ASSUMED_GPUS = 64
 )
 @click.option("--gpu", default="NVIDIA-H100-80GB-HBM3", show_default=True, help="Product of the assumed GPUs.")
 @fabric_option
+@click.option(
+    "--profiles",
+    type=click.Path(path_type=Path),
+    help="Profiles of the site: the document of the chart's value `profiles`, or values with it.",
+)
 @click.option(
     "--objective",
     type=click.Choice([o.value for o in Objective]),
@@ -78,6 +84,7 @@ def plan(
     gpus: int | None,
     gpu: str,
     fabric: Path | None,
+    profiles: Path | None,
     objective: str,
     every_technique: bool,
     what_if: bool,
@@ -89,15 +96,19 @@ def plan(
     """Plan and place a job without a cluster, and explain the result.
 
     Prints the layout and placement that the operator would choose on these nodes, with estimates, alternatives and
-    reasons. Exits with 1 if the job cannot be planned, and with 3 if it can, but does not fit on the free GPUs now.
+    reasons. Claims of devices count if the manifest or the inventory contains them. Exits with 1 if the job cannot be
+    planned, and with 3 if it can, but does not fit on the free GPUs now.
 
     With --for, prints a shell script instead, which every rank runs: the plan in the flags or the configuration of that
     framework. Comments name the fields of the job that have no equivalent.
     """
     job, site = job_of_manifest(filename), read_fabric(fabric)
     nodes, pods = nodes_to_plan_for(inventory, gpus, gpu, gpu_resource(job), node_selector(job))
+    files = [filename] if inventory is None else [filename, inventory]
+    additions = additions_of(job, parse_spec(job), profiles, *files)
     if framework is not None:
-        _print_launch(filename, framework, job, inventory_of(job, nodes, pods, site), output)
+        spec = additions.spec_of(parse_spec(job))
+        _print_launch(filename, framework, job, inventory_of(spec, nodes, pods, site), output)
         return
     try:
         found = plan_report(
@@ -108,6 +119,7 @@ def plan(
             every_technique=every_technique,
             with_what_if=what_if,
             site=site,
+            additions=additions,
         )
     except (InvalidSpecError, PlanError) as error:
         raise click.ClickException(f"{filename}: {error}") from error

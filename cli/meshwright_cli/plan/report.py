@@ -30,6 +30,7 @@ from meshwright.planner.search.spec_request import apply_strategy, pinned_reques
 from meshwright.planner.search.what_if import WhatIf, what_ifs
 from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 from meshwright.rules.elastic import with_own_batch
+from meshwright_cli.plan.pod_additions import NO_ADDITIONS, PodAdditions
 
 MAX_NAMED = 8
 """Largest number of nodes to free that a message names."""
@@ -74,6 +75,7 @@ def plan_report(
     every_technique: bool = False,
     with_what_if: bool = False,
     site: SiteFabric = DEFAULT_SITE,
+    additions: PodAdditions = NO_ADDITIONS,
 ) -> PlanReport:
     """Plan and place a job, and compare alternatives.
 
@@ -85,13 +87,15 @@ def plan_report(
         every_technique: also search techniques that this runtime does not implement.
         with_what_if: also estimate the step time on better hardware.
         site: what the administrator states about the fabric.
+        additions: what the job's profile and claims add to its pods.
 
     Raises:
         InvalidSpecError: the job violates the schema.
         PlanError: the job's fields contradict each other, or no layout fits the cluster's GPUs.
     """
-    spec, inventory = parse_spec(job), inventory_of(job, nodes, pods, site)
-    plans = make_plans(spec, inventory)
+    spec = additions.spec_of(parse_spec(job))
+    inventory = additions.explained(inventory_of(spec, additions.nodes_of(nodes, pods), pods, site))
+    plans = [additions.extended(spec, plan) for plan in make_plans(spec, inventory)]
     plan, placement, pending = plans[0], None, ""
     sized = with_own_batch(spec)
     cost_model = cost_model_for(sized, plan.architecture, inventory)
@@ -122,14 +126,12 @@ def plan_report(
 
 
 def inventory_of(
-    job: dict[str, Any], nodes: Sequence[dict[str, Any]], pods: Sequence[dict[str, Any]], site: SiteFabric
+    spec: ParallelTrainingJobSpec,
+    nodes: Sequence[dict[str, Any]],
+    pods: Sequence[dict[str, Any]],
+    site: SiteFabric,
 ) -> Inventory:
-    """The nodes as a job sees them.
-
-    Raises:
-        InvalidSpecError: the job violates the schema.
-    """
-    spec = parse_spec(job)
+    """The nodes as a job sees them."""
     workers = spec.workers
     return Inventory.from_objects(
         nodes,
@@ -138,7 +140,8 @@ def inventory_of(
         node_selector=workers.node_selector,
         tolerations=workers.tolerations,
         site=site,
-        channel=spec.joins_hosts,
+        channel=spec.has_channel,
+        pods_joined=spec.joins_pods,
     )
 
 

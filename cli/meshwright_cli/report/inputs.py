@@ -161,7 +161,8 @@ def inputs_of_job(
         gpu_resource=spec.workers.gpu_resource,
         node_selector=spec.workers.node_selector,
         tolerations=spec.workers.tolerations,
-        channel=spec.joins_hosts,
+        channel=spec.has_channel,
+        pods_joined=spec.joins_pods,
         site=site,
     )
     try:

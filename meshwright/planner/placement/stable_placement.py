@@ -100,6 +100,11 @@ def place_near_previous(
     return place(plan, inventory, kept, options)
 
 
+def spans_further(plan: Plan, inventory: Inventory, before: PreviousPlacement | None) -> bool:
+    """Whether tensor-parallel groups of the job leave the level that those of a new job must not leave."""
+    return _as_far_as_before(plan, inventory, before, _DEFAULT) != _DEFAULT
+
+
 def _as_far_as_before(
     plan: Plan, inventory: Inventory, before: PreviousPlacement | None, options: PlacingOptions
 ) -> PlacingOptions:

@@ -10,19 +10,18 @@ from dataclasses import dataclass, field
 
 from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.devices.claims import CHANNEL_CLASS, Wanted
+from meshwright.devices.job_claims import CLAIMS, KINDS, named_claims, wanted_of, with_claims
+from meshwright.devices.slices import MALFORMED
 from meshwright_operator.decide.missing_claims import UNALLOCATED, MissingClaim
-from meshwright_operator.devices.claims import CHANNEL_CLASS, Wanted, wanted_by
 from meshwright_operator.devices.inventory import DeviceInventory
 from meshwright_operator.devices.node_selector import selected
-from meshwright_operator.devices.slices import MALFORMED
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.paths import COMPUTE_DOMAINS, claims_path
 
 FRESH_SECONDS = 30.0
 """For how long an object that was read is not read again."""
 MAX_KNOWN = 4096
-CLAIMS, TEMPLATES = "resourceclaims", "resourceclaimtemplates"
-KINDS = {CLAIMS: "ResourceClaim", TEMPLATES: "ResourceClaimTemplate"}
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class JobDevices:
 
     async def prepare(self, namespace: str, spec: ParallelTrainingJobSpec) -> None:
         """Read the claims and templates that the job names, before it is observed."""
-        for _, resource, name in _named(spec):
+        for _, resource, name in named_claims(spec):
             known = self._known.get((namespace, resource, name))
             if known is None or not known.exists or self._now() - known.at >= FRESH_SECONDS:
                 await self._read(namespace, resource, name)
@@ -67,7 +66,7 @@ class JobDevices:
         if not self._inventory.available:
             return {}
         found: Counter[Wanted] = Counter()
-        for _, resource, name in _named(spec):
+        for _, resource, name in named_claims(spec):
             known = self._known.get((namespace, resource, name))
             # An allocated claim has its devices already, and takes no others.
             if known is not None and not known.allocated:
@@ -78,12 +77,23 @@ class JobDevices:
             self._inventory.count(wanted)
         return {wanted.resource: count for wanted, count in sorted(found.items())}
 
+    def joined(self, namespace: str, spec: ParallelTrainingJobSpec) -> ParallelTrainingJobSpec:
+        """The spec that knows what its claims join, as far as they have been read."""
+        if not spec.workers.resource_claims:
+            return spec
+
+        def wanted(resource: str, name: str) -> Counter[Wanted] | None:
+            known = self._known.get((namespace, resource, name))
+            return known.wanted if known is not None else None
+
+        return with_claims(spec, wanted)
+
     def unreachable(
         self, namespace: str, spec: ParallelTrainingJobSpec, nodes: Mapping[str, KubeObject]
     ) -> dict[str, str]:
         """Node -> why it cannot use the devices of a claim that the job's pods share."""
         found: dict[str, str] = {}
-        for _, resource, name in _named(spec):
+        for _, resource, name in named_claims(spec):
             known = self._known.get((namespace, resource, name))
             if known is None or not known.nodes:
                 continue
@@ -98,7 +108,7 @@ class JobDevices:
         A claim without devices that several pods share counts as missing: it would get those of the first pod's node.
         """
         absent = []
-        for path, resource, name in _named(spec):
+        for path, resource, name in named_claims(spec):
             # As it was when the job was observed: a request for nodes counts what was known then.
             known = self._known.get((namespace, resource, name))
             if known is None or not known.exists:
@@ -140,23 +150,9 @@ class JobDevices:
         return exists
 
 
-def _named(spec: ParallelTrainingJobSpec) -> list[tuple[str, str, str]]:
-    """The objects that the job names: path below `spec`, resource and name."""
-    found = []
-    for index, claim in enumerate(spec.workers.resource_claims or ()):
-        path = f"workers.resourceClaims[{index}]"
-        if claim.resource_claim_name is not None:
-            found.append((f"{path}.resourceClaimName", CLAIMS, claim.resource_claim_name))
-        elif claim.resource_claim_template_name is not None:
-            found.append((f"{path}.resourceClaimTemplateName", TEMPLATES, claim.resource_claim_template_name))
-    return found
-
-
 def _wanted(obj: KubeObject, resource: str) -> Counter[Wanted]:
-    spec: Mapping[str, object] = obj.get("spec") or {}
     try:
-        inner = spec["spec"] if resource == TEMPLATES else spec
-        return wanted_by(inner)  # type: ignore[arg-type]
+        return wanted_of(obj, resource)
     except MALFORMED as error:
         log.warning("devices of a claim are not counted", extra={"claim": obj["metadata"]["name"], "error": str(error)})
         return Counter()

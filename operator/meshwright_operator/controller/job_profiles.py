@@ -8,11 +8,11 @@ from functools import partial
 from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.profiles.document import NOT_ALLOWED, Profiles
+from meshwright.profiles.merged import CONFLICT, conflict
 from meshwright_operator.decide.observed import Rejection
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.profiles.applied import AppliedProfile, choose_profile
-from meshwright_operator.profiles.document import NOT_ALLOWED, Profiles
-from meshwright_operator.profiles.merged import CONFLICT, conflict
 
 
 class JobProfiles:

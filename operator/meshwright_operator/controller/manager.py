@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 
 from kubernetes.aio.client import Configuration
 
+from meshwright.profiles.document import Profiles
 from meshwright_operator.administrator_files import fabric_file, policy_file, profiles_file
 from meshwright_operator.controller.http_server import health_application, serve_application
 from meshwright_operator.controller.job_devices import JobDevices
@@ -53,7 +54,6 @@ from meshwright_operator.metrics.cluster_metrics import ClusterMetrics
 from meshwright_operator.metrics.job_metrics import JobMetrics
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.planning.planning_service import PlanningService
-from meshwright_operator.profiles.document import Profiles
 from meshwright_operator.queues.kueue import Kueue, queue_of
 from meshwright_operator.queues.kueue_watch import KueueWatch
 from meshwright_operator.scheduling.calibration import CalibrationLoop

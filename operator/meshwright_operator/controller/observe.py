@@ -12,9 +12,9 @@ from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
-from meshwright.planner.cluster.pod_resources import Resources
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan
+from meshwright.profiles.merged import with_extra_request, with_profile
 from meshwright.rules.edits import with_later_fields, with_live_fields
 from meshwright.rules.validation import check_edit
 from meshwright_operator.controller.job_devices import JobDevices
@@ -40,8 +40,6 @@ from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.planning.planner import Planner, PlanPendingError
 from meshwright_operator.profiles.applied import AppliedProfile
-from meshwright_operator.profiles.merged import extra_request, with_profile
-from meshwright_operator.profiles.profile import Profile
 from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.text import capitalized, with_warnings
 
@@ -163,6 +161,8 @@ class _JobObserver:
             PlanPendingError: The plan is being made.
         """
         metadata = self.job["metadata"]
+        if self.devices is not None:
+            spec = self.devices.joined(self.key.namespace, spec)
         own_workers, profile = spec.workers, self._profile(spec, revision)
         if profile is not None:
             spec = with_profile(spec, profile.profile)
@@ -182,7 +182,7 @@ class _JobObserver:
             spec, plan, others, sizes, full = found.spec, found.plan, [], found.sizes, found.full
         devices = self.devices.requests(self.key.namespace, spec) if self.devices is not None else {}
         if profile is not None or devices:
-            extended = partial(_with_extra_request, spec, profile.profile if profile is not None else None, devices)
+            extended = partial(with_extra_request, spec, profile.profile if profile is not None else None, devices)
             plan, others, sizes = extended(plan), list(map(extended, others)), list(map(extended, sizes))
         down = _down_nodes(self.status, pods, self.cache)
         rejecting, draining = _rejecting_nodes(self._placed(spec), pods, self.cache, self.scheduler)
@@ -255,15 +255,6 @@ class _JobObserver:
         if lifecycle.finished(self.status) or spec.suspend:
             return None  # it gets no pods
         raise JobRejectedError(found.reason, found.message)
-
-
-def _with_extra_request(
-    spec: ParallelTrainingJobSpec, profile: Profile | None, devices: Mapping[str, int], plan: Plan
-) -> Plan:
-    """The plan, whose workers also request what their claims and the containers of the profile do."""
-    extra = extra_request(spec, plan.worker_request, profile) if profile is not None else Resources()
-    extra += Resources(others=tuple((k, v) for k, v in devices.items() if k != spec.workers.gpu_resource))
-    return replace(plan, worker_request=plan.worker_request + extra) if extra != Resources() else plan
 
 
 def _parsed(job: KubeObject, cache: Cache) -> ParallelTrainingJobSpec:

@@ -336,6 +336,7 @@ class Reconciler:
             spec = self._cache.parsed.spec(job)
             if self._devices is not None and spec.workers.resource_claims:
                 await self._devices.prepare(job["metadata"]["namespace"], spec)
+                spec = self._devices.joined(job["metadata"]["namespace"], spec)
             if self._inventories.need_preparation:
                 await self._inventories.prepare(spec)
 

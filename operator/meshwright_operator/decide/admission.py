@@ -11,7 +11,7 @@ from meshwright.api.workers import Toleration
 WAITING_FOR_QUOTA = "WaitingForQuota"
 """Reason of a job that its queue has not admitted, or not again."""
 QUEUE_UNAVAILABLE = "QueueUnavailable"
-"""Reason of a job that names a queue of which the cluster knows nothing."""
+"""Reason of a job whose queue the cluster does not have, or whose assigned flavor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class Admission:
     evicted: bool = False
     """Whether it was admitted, and has to stop."""
     unavailable: bool = False
-    """Whether there is no queue to ask. Then the job does not start, but one that runs goes on."""
+    """Whether there is no queue to ask, or what it assigned does not exist. Then the job does not start, but one that
+    runs goes on."""
     workers: int | None = None
     """The number of admitted workers, if it may be less than the job wants."""
     replicas: int | None = None

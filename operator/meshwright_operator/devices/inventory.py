@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 from meshwright.api.objects import KubeObject
-from meshwright_operator.devices.amounts import amounts_by_node
-from meshwright_operator.devices.claims import AllocatedClaim, Wanted, read_claim
-from meshwright_operator.devices.selectors import selectors_of
-from meshwright_operator.devices.slices import MALFORMED, NodeDevices, devices_by_node
+from meshwright.devices.amounts import amounts_by_node
+from meshwright.devices.claims import AllocatedClaim, Wanted, read_claim
+from meshwright.devices.selectors import selectors_of
+from meshwright.devices.slices import MALFORMED, NodeDevices, devices_by_node
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.informer import Informer, Watched

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from meshwright.api.labels import JOB_ANNOTATIONS
 from meshwright.api.objects import KubeObject
+from meshwright.devices.amounts import with_amounts
 from meshwright_operator.decide.rejected_job import NO_LAYOUT
 from meshwright_operator.kube.parsed_jobs import ParsedJobs
 from meshwright_operator.kube.pod_index import JobKey, PodIndex, PodKey, RequestListener
@@ -220,9 +221,7 @@ class Cache:
         devices = self._devices.get(name)
         if not devices:
             return allocatable
-        # A device plugin that is gone leaves its resource behind with the value 0.
-        own = {key: value for key, value in allocatable.items() if str(value) != "0" or key not in devices}
-        return {**{key: str(count) for key, count in devices.items()}, **own}
+        return with_amounts(allocatable, devices)
 
     def has_live_worker(self, namespace: str, name: str, uid: str) -> bool:
         """Whether this is a worker pod that has not terminated."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from meshwright.api.objects import KubeObject
 from meshwright.api.workers import WorkersSpec
-from meshwright_operator.profiles.merged import container_resources
-from meshwright_operator.profiles.profile import Profile, ProfileContainer, ProfileVolume
+from meshwright.profiles.merged import container_resources
+from meshwright.profiles.profile import Profile, ProfileContainer, ProfileVolume
 
 USER_ID = 65532
 """User and group of processes for which neither the job nor its profile names another."""

@@ -21,12 +21,12 @@ from meshwright.api.status import WorkerPlacement
 from meshwright.api.workers import EnvVar, VolumeSpec, WorkersSpec
 from meshwright.checkpoint_places import checkpoint_directory, checkpoint_uri, store_credentials
 from meshwright.planner.cluster.pod_resources import worker_requests
+from meshwright.profiles.profile import Profile
 from meshwright.protocol.preflight import PodNeeds
 from meshwright.rules.workers import CHANNEL_CLAIM
 from meshwright_operator.manifests import pod_group
 from meshwright_operator.manifests.owned_objects import TOKEN_KEY, job_labels, owner_reference
 from meshwright_operator.manifests.profile_pod import USER_ID, add_profile
-from meshwright_operator.profiles.profile import Profile
 
 RDMA_DEVICE = re.compile(r"^rdma/|/efa$|sriov|/hca|mellanox", re.IGNORECASE)
 """Extended resources that are devices of an RDMA network."""

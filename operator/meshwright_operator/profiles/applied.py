@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from meshwright.api.parsing import parse_known_fields
 from meshwright.api.status import ParallelTrainingJobStatus
-from meshwright_operator.profiles.document import Profiles
-from meshwright_operator.profiles.profile import Profile
+from meshwright.profiles.document import Profiles
+from meshwright.profiles.profile import Profile
 
 Seal = Callable[[str], str]
 """From a text to its seal, for one job."""

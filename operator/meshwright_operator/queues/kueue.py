@@ -82,11 +82,16 @@ class Kueue:
         found = self._watch.of(job["metadata"]["uid"])
         if found is None:
             return Admission(admitted=False, message=f"Waiting for queue {queue}")
+        missing = ""
         if state.may_run(found):
             for name in state.flavors_of(found):
-                await self._read_flavor(name)
+                missing = missing or await self._read_flavor(name)
         flavors = {name: flavor for name, (_, flavor) in self._flavors.items()}
-        return state.admission_of(found, queue, flavors, self._cache.nodes, _gpus_per_worker(job))
+        admission = state.admission_of(found, queue, flavors, self._cache.nodes, _gpus_per_worker(job))
+        if not missing:
+            return admission
+        # Without the flavor, nobody knows on which nodes the quota is. Pods that run stay.
+        return replace(admission, admitted=False, unavailable=True, message=f"Queue {queue} admitted the job {missing}")
 
     async def follow(self, key: JobKey, job: KubeObject, observed: Observed) -> Observed:
         """Makes the job's Workload, or brings it up to date. Returns the job as it may run now.
@@ -94,11 +99,10 @@ class Kueue:
         Raises:
             ApiError: A request failed.
         """
-        admission = observed.admission
-        if admission is None or admission.unavailable or lifecycle.finished(observed.status):
+        if not self._is_followed(observed.admission) or lifecycle.finished(observed.status):
             return observed
         found = self._watch.of(observed.uid)
-        if labels.KUEUE_PREBUILT in _labels(job):
+        if _prebuilt(job):
             return await self._follow_prebuilt(key, job, observed, found)
         demand = demand_of(job, observed)
         if found is None:
@@ -118,7 +122,7 @@ class Kueue:
             ApiError: A request failed.
         """
         observed = draft.observed
-        if observed.admission is None or observed.admission.unavailable:
+        if not self._is_followed(observed.admission):
             return
         found = self._watch.of(observed.uid)
         if found is None or state.is_true(found, state.FINISHED):
@@ -154,6 +158,10 @@ class Kueue:
         await self._post(key, uid, asked, await self._priority(job, asked.spec), suspended=asked.spec.suspend)
 
     # The parts of following a job.
+
+    def _is_followed(self, admission: Admission | None) -> bool:
+        """Whether the job has a queue, and its Workload can be read."""
+        return admission is not None and (not admission.unavailable or self._watch.want() is KueueState.WATCHED)
 
     async def _forget(self, job: KubeObject) -> None:
         """Deletes the Workload of a job that names no queue any more."""
@@ -213,7 +221,7 @@ class Kueue:
         self, key: JobKey, job: KubeObject, observed: Observed, found: KubeObject | None
     ) -> Observed:
         """A job that MultiKueue has sent here: its Workload is there, and becomes the job's own."""
-        name = _labels(job)[labels.KUEUE_PREBUILT]
+        name = _prebuilt(job)
         if found is not None:
             return observed
         waiting = replace(observed, admission=Admission(admitted=False, message=f"Waiting for Workload {name}"))
@@ -274,17 +282,32 @@ class Kueue:
             elif error.code != NOT_FOUND:
                 raise
 
-    async def _read_flavor(self, name: str) -> None:
+    async def _read_flavor(self, name: str) -> str:
+        """Read a resource flavor. Return why it cannot be used, and what to do; empty if it can.
+
+        Raises:
+            ApiError: The API server does not answer, and the flavor has never been read.
+        """
         known = self._flavors.get(name)
         if known is not None and time.monotonic() - known[0] < FLAVOR_SECONDS:
-            return
+            return ""
         try:
             flavor = await self._client.get(group_path(GROUP, self._watch.version, None, "resourceflavors", name))
         except ApiError as error:
-            if known is not None and error.code not in (NOT_FOUND, FORBIDDEN):
-                return
-            raise
+            if error.code == NOT_FOUND:
+                return (
+                    f"with ResourceFlavor {name}, which does not exist. Create it, or remove it from the ClusterQueue"
+                )
+            if error.code == FORBIDDEN:
+                return (
+                    f"with ResourceFlavor {name}, which the operator may not read. Set `queues.kueue.enabled` in the"
+                    " values of the operator's chart"
+                )
+            if known is None:
+                raise
+            return ""
         self._flavors[name] = time.monotonic(), flavor
+        return ""
 
     async def _priority(self, job: KubeObject, spec: ParallelTrainingJobSpec) -> Priority:
         """The priority of the Workload: of its class, of the pods' class, or `spec.priority`."""
@@ -361,6 +384,15 @@ def _gpus_per_worker(job: KubeObject) -> int:
 
 def _labels(job: KubeObject) -> Mapping[str, str]:
     return job["metadata"].get("labels") or {}
+
+
+def _prebuilt(job: KubeObject) -> str:
+    """The Workload with which MultiKueue has sent the job here; empty for a job of this cluster.
+
+    Kueue names it in an annotation since 0.18, and in a label before.
+    """
+    annotations = job["metadata"].get("annotations") or {}
+    return str(annotations.get(labels.KUEUE_PREBUILT) or _labels(job).get(labels.KUEUE_PREBUILT) or "")
 
 
 def _unavailable(queue: str, known: KueueState) -> str:

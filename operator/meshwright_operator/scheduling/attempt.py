@@ -10,6 +10,7 @@ from meshwright.planner.cluster.pod_resources import Resources
 from meshwright.planner.cost_model import Calibration
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement import Placement, with_spares
+from meshwright.planner.placement.stable_placement import spans_further
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.scheduling.assigned_domains import within_domains
 from meshwright_operator.scheduling.capacity_hint import Amounts, capacity_hint, occupants
@@ -181,9 +182,13 @@ def _choose(
 
 
 def may_fit(request: PlacementRequest, free: FreeNodes, changed: Mapping[str, Node]) -> bool:
-    """Whether the job may fit. Exact for a whole gang; a gang that keeps pods has to be placed to know."""
-    return bool(request.assigned_nodes or any(size.kept for size in request.sizes)) or any(
-        free.has_capacity(plan, changed) for plan in request.plans
+    """Whether the job may fit. Exact for a whole gang; a gang that keeps pods has to be placed to know, and so has one
+    whose tensor-parallel groups spanned more than those of a new job may.
+    """
+    if request.assigned_nodes or any(size.kept for size in request.sizes):
+        return True
+    return any(
+        free.has_capacity(plan, changed) or spans_further(plan, free.empty, request.previous) for plan in request.plans
     )
 
 

@@ -19,6 +19,7 @@ from meshwright.api.data import DataFormat
 from meshwright.api.objects import KubeObject
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
+from meshwright.api.status import PlacementStatus
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.layout import Layout
 from meshwright.models.presets import UnknownModelError, resolve
@@ -102,6 +103,8 @@ class CalibrationLoop:
         requirements = NodeRequirements.of(spec)
         if requirements not in inventories:
             inventories[requirements] = self._scheduler.inventory(spec)
+        if spec.workers.resource_claims and _depends_on_claims(status.placement, inventories[requirements]):
+            return None  # the claims' objects are not known here
         cost_model = cost_model_for(spec, resolve(spec.model), inventories[requirements])
         if cost_model is None:
             return None
@@ -131,6 +134,13 @@ class CalibrationLoop:
         )
         namespace = str(job["metadata"].get("namespace", ""))
         return StepMeasurement(cost_model, strategy, seconds, status.step, groups, namespace)
+
+
+def _depends_on_claims(placement: PlacementStatus | None, inventory: Inventory) -> bool:
+    """Whether NVLink joins the workers only if a claim does."""
+    nodes = [entry.node for entry in placement.workers] if placement is not None else []
+    cliques = any(inventory.nodes[name].separate_host for name in nodes if name in inventory.nodes)
+    return cliques or len(set(nodes)) < len(nodes)
 
 
 def _settled(used: Constants | None, fitted: Constants) -> Constants:

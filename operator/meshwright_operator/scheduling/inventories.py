@@ -40,6 +40,8 @@ class NodeRequirements:
     tolerations: tuple[str, ...]
     channel: bool = True
     """Whether pods have an IMEX channel, so that NVLink joins the nodes of a clique."""
+    pods_joined: bool = True
+    """Whether a claim joins the pods of one host."""
 
     @classmethod
     def of(cls, spec: ParallelTrainingJobSpec) -> NodeRequirements:
@@ -47,7 +49,7 @@ class NodeRequirements:
         workers = spec.workers
         tolerations = tuple(toleration.model_dump_json() for toleration in workers.tolerations)
         selector = tuple(sorted(workers.node_selector.items()))
-        return cls(workers.gpu_resource, selector, tolerations, spec.joins_hosts)
+        return cls(workers.gpu_resource, selector, tolerations, spec.has_channel, spec.joins_pods)
 
 
 class Inventories:
@@ -217,7 +219,7 @@ class _View:
         return _View(
             self.requirements,
             shared.version,
-            Inventory(nodes, warnings, shared.levels, shared.site, self.requirements.channel),
+            Inventory(nodes, warnings, shared.levels, shared.site, self.requirements.pods_joined),
             counted,
             # Without a usable node, hardware says why the others are excluded.
             {} if planned_with_others or not counted else dict(self.hardware_by_size),

@@ -22,6 +22,7 @@ from meshwright.planner.placement import Placement
 from meshwright.planner.placement.capacity import GangShape, name_at, why_too_small
 from meshwright.planner.placement.fit_error import fits
 from meshwright.planner.placement.group_levels import base_level
+from meshwright.planner.placement.stable_placement import spans_further
 from meshwright.planner.plan import Plan
 from meshwright.planner.plan_and_place import place_best, place_plan
 from meshwright.planner.topology.levels import DOMAIN
@@ -90,7 +91,8 @@ def _largest_that_fits(request: PlacementRequest, inventory: Inventory, calibrat
     """The placement of the first size that fits."""
     problem: DoesNotFitError | None = None
     for number, size in enumerate(request.sizes, start=1):
-        if number < len(request.sizes) and not fits(size.plan, inventory, size.kept):
+        further = spans_further(size.plan, inventory, request.previous)
+        if number < len(request.sizes) and not further and not fits(size.plan, inventory, size.kept):
             continue  # Only the smallest size explains why it does not fit, which takes longer than to find out.
         spec = _spec_of_size(request.spec, size)
         cost_model = cost_model_for(spec, size.plan.architecture, inventory, calibration)

@@ -38,7 +38,7 @@ def job(channel: bool | None = None, **spec: Any) -> ParallelTrainingJobSpec:
 
 
 def inventory(spec: ParallelTrainingJobSpec, nodes: list[dict[str, Any]] = NVL72) -> Inventory:
-    return Inventory.from_objects(nodes, [], channel=spec.joins_hosts)
+    return Inventory.from_objects(nodes, [], channel=spec.has_channel, pods_joined=spec.joins_pods)
 
 
 WIDE: dict[str, Any] = {"parallelism": {"tensor": 8, "pipeline": 1, "microBatches": 1}, "replicas": 9}

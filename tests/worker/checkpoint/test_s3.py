@@ -137,7 +137,8 @@ def test_a_store_that_stays_away_fails_the_save_and_leaves_the_one_before(server
     assert is_intact(opened(server), 10)
 
 
-KILLS = 100
+KILLS = 20
+"""Each process makes a new client, which takes a second: `test_killed_saves.py` kills more often."""
 
 
 def test_a_writer_that_is_killed_at_any_byte_leaves_the_newest_complete_checkpoint(server: str) -> None:

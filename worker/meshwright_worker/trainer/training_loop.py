@@ -45,6 +45,7 @@ from meshwright_worker.trainer.evaluation import Evaluation
 from meshwright_worker.trainer.loss_anomalies import DivergedError
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
 from meshwright_worker.trainer.repeated_steps import RepeatedSteps
+from meshwright_worker.trainer.step_garbage import StepGarbage
 from meshwright_worker.trainer.step_profiler import StepProfiler
 from meshwright_worker.trainer.step_times import simulated_bubble, step_times
 from meshwright_worker.trainer.trainer import StepResult, Trainer
@@ -126,12 +127,16 @@ class TrainingLoop:
         """The first step of this mesh generation."""
         self._simulated_bubble = simulated_bubble(run) if mesh.rank == 0 else None
         self._samples = Prefetcher(self._read_samples, mesh.device)
+        self._garbage = StepGarbage(self._training.garbage_collection_steps)
         self._profiler = StepProfiler(mesh.rank, synchronous=run.islands == 1 and isinstance(trainer, Trainer))
 
     def run(self, state: TrainingState) -> Outcome:
         """Train until the last step, or until any rank is asked to stop. On return the final state is durable."""
         try:
-            with timed_collectives(self._mesh, compiles=self._training.compile) as self._clock:
+            with (
+                timed_collectives(self._mesh, compiles=self._training.compile) as self._clock,
+                self._garbage.controlled(),
+            ):
                 return self._run(state)
         finally:
             self._samples.close()
@@ -150,6 +155,7 @@ class TrainingLoop:
             self._profiler.before(number)
             state, stopped = self._step(number, state)
             self._profiler.after(number)
+            self._garbage.after(number)
             if number == first:
                 self._events.phase("first-step", time.monotonic() - started_at)
                 set_collective_timeout(STEP_TIMEOUT)

@@ -13,8 +13,8 @@ from fractions import Fraction
 from typing import Any
 
 from meshwright.api.objects import KubeObject
+from meshwright.devices.selectors import selects, variables_of
 from meshwright.planner.cluster.quantities import parse_quantity
-from meshwright_operator.devices.selectors import selects, variables_of
 
 DeviceId = tuple[str, str, str]
 """Driver, pool and name."""

@@ -7,9 +7,10 @@ extended resources, and those of worker pods, whose annotation repeats their cla
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
-from meshwright_operator.devices.claims import AllocatedClaim, Wanted
-from meshwright_operator.devices.slices import DeviceId, NodeDevices
+from meshwright.devices.claims import AllocatedClaim, Wanted
+from meshwright.devices.slices import DeviceId, NodeDevices
 
 Amounts = dict[str, int]
 """Resource -> number of devices."""
@@ -55,3 +56,12 @@ def _taken(wanted: Wanted, claims: Iterable[AllocatedClaim], with_pods: Iterable
             counted = with_pod and wanted in claim.wanted
         if not counted:
             yield from claim.devices
+
+
+def with_amounts(allocatable: Mapping[str, Any], amounts: Mapping[str, int]) -> dict[str, Any]:
+    """A node's resources with its devices. A resource that the node itself offers is not replaced.
+
+    A device plugin that is gone leaves its resource behind with the value 0.
+    """
+    own = {key: value for key, value in allocatable.items() if str(value) != "0" or key not in amounts}
+    return {**{key: str(count) for key, count in amounts.items()}, **own}

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright_operator.devices.selectors import selectors_of
-from meshwright_operator.devices.slices import MALFORMED, DeviceId
+from meshwright.devices.selectors import selectors_of
+from meshwright.devices.slices import MALFORMED, DeviceId
 
 CLASS_PREFIX = "deviceclass.resource.kubernetes.io/"
 CHANNEL_CLASS = "compute-domain-default-channel.nvidia.com"

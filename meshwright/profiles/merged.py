@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from meshwright.api.labels import METRICS_PORT
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.pod_resources import Resources, pod_request
-from meshwright_operator.profiles.profile import Profile, ProfileContainer
+from meshwright.planner.plan import Plan
+from meshwright.profiles.profile import Profile, ProfileContainer
 
 CONFLICT = "ProfileConflict"
 """Reason of a job whose own fields contradict its profile."""
@@ -75,6 +79,22 @@ def extra_request(spec: ParallelTrainingJobSpec, request: Resources, profile: Pr
     container = {"resources": {"requests": worker}, "ports": [{"containerPort": METRICS_PORT}]}
     pod = {"containers": [container], "initContainers": containers, "hostNetwork": profile.host_network}
     return pod_request({"spec": pod}, resource) - request
+
+
+def with_extra_request(
+    spec: ParallelTrainingJobSpec, profile: Profile | None, devices: Mapping[str, int], plan: Plan
+) -> Plan:
+    """The plan, whose workers also request what their claims and the containers of the profile do.
+
+    Args:
+        spec: the job's spec.
+        profile: its profile, if it has one.
+        devices: what the claims of a pod request, by resource.
+        plan: the plan.
+    """
+    extra = extra_request(spec, plan.worker_request, profile) if profile is not None else Resources()
+    extra += Resources(others=tuple((k, v) for k, v in devices.items() if k != spec.workers.gpu_resource))
+    return replace(plan, worker_request=plan.worker_request + extra) if extra != Resources() else plan
 
 
 def container_resources(container: ProfileContainer) -> dict[str, dict[str, str]]:

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-import cel
-
 from meshwright.api.objects import KubeObject
 
 log = logging.getLogger(__name__)
@@ -53,6 +51,8 @@ def _evaluate(expression: str, variables: KubeObject) -> bool:
 
 @lru_cache(maxsize=MAX_CACHED)
 def _program(expression: str) -> Any:
+    import cel  # the operator and the command line have it; worker images evaluate no selectors
+
     try:
         return cel.compile(expression)
     except (ValueError, RuntimeError) as error:

@@ -6,8 +6,8 @@ import difflib
 
 from pydantic import TypeAdapter, ValidationError
 
-from meshwright_operator.documents import DocumentError, load_mapping, problems_of
-from meshwright_operator.profiles.profile import Name, Profile
+from meshwright.administrator import load_mapping, problems_of
+from meshwright.profiles.profile import Name, Profile
 
 NOT_ALLOWED = "ProfileNotAllowed"
 """Reason of a job whose profile does not exist, or is not for its namespace."""
@@ -15,7 +15,7 @@ NOT_ALLOWED = "ProfileNotAllowed"
 _DOCUMENT = TypeAdapter(dict[Name, Profile])
 
 
-class ProfilesError(DocumentError):
+class ProfilesError(ValueError):
     """The document of profiles is invalid. The message names the fields and what they must be."""
 
 
@@ -56,8 +56,9 @@ def parse_profiles(text: str) -> Profiles:
     Raises:
         ProfilesError: The document is invalid.
     """
-    document = load_mapping(text, "a mapping from names to profiles", ProfilesError)
     try:
-        return Profiles(_DOCUMENT.validate_python(document))
+        return Profiles(_DOCUMENT.validate_python(load_mapping(text, "a mapping from names to profiles")))
     except ValidationError as error:
         raise ProfilesError(problems_of(error)) from None
+    except ValueError as error:
+        raise ProfilesError(str(error)) from None
