@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from meshwright.api.checkpoint import Retention
 from meshwright.models.presets import PRESETS
 from meshwright_worker.checkpoint import async_save
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
@@ -87,7 +88,7 @@ def save_with_a_writer(task: RankTask, root: str, end: str) -> dict[str, Any]:
     warnings = Texts()
     try:
         with kept_mesh(task) as mesh, writer_of_this_rank(warnings) as writer:
-            saver = AsyncCheckpointer([Tier(CheckpointDirectory(Path(root)), 9)], mesh)
+            saver = AsyncCheckpointer([Tier(CheckpointDirectory(Path(root)), Retention(9))], mesh)
             for step in range(1, 5):
                 tensors = {"all": torch.full((70, 7), float(step)), f"of {task.rank}": torch.arange(9) + step}
                 if step == 4:
@@ -132,7 +133,7 @@ def fail_with_a_writer(task: RankTask, root: str) -> str:
     """Why a save fails whose directory one rank's writer cannot use."""
     with kept_mesh(task) as mesh, writer_of_this_rank():
         directory = (BelowAFile if task.rank == 1 else CheckpointDirectory)(Path(root))
-        saver = AsyncCheckpointer([Tier(directory, 9)], mesh)
+        saver = AsyncCheckpointer([Tier(directory, Retention(9))], mesh)
         saver.begin({f"of {task.rank}": torch.ones(3)}, manifest_of(1))
         try:
             saver.take_finished(wait=True)

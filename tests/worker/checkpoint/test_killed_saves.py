@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.api.checkpoint import Retention
 from meshwright.layout import Layout
 from meshwright_worker.checkpoint import save_plan
 from meshwright_worker.checkpoint.async_save import commit_checkpoint, write_file
@@ -71,7 +72,7 @@ def test_a_start_after_a_kill_at_any_byte_takes_the_newest_complete_checkpoint(
     roots = [name.replace("://", f"://{tmp_path}/") if "://" in name else str(tmp_path / name) for name in names]
 
     def tiers(generation: int) -> list[Tier]:
-        return [Tier(open_store(root, generation), 2) for root in roots]
+        return [Tier(open_store(root, generation), Retention(2)) for root in roots]
 
     def resumed(generation: int) -> int:
         """The step from which the next start goes on, whose tensors are as they were saved."""
@@ -121,7 +122,7 @@ def test_any_damage_to_any_file_is_found_and_named(
     saved, root = tmp_path / "saved", tmp_path / "root"
     location = f"file://{root}" if kind == "store" else str(root)
     for step in (10, 20):
-        save([Tier(open_store(location.replace(str(root), str(saved))), 2)], step)
+        save([Tier(open_store(location.replace(str(root), str(saved))), Retention(2))], step)
     newest = next(path.name for path in saved.iterdir() if "20" in path.name)
     for name in sorted(path.name for path in (saved / newest).iterdir()):
         shutil.copytree(saved, root)
@@ -145,7 +146,7 @@ def test_a_run_without_a_complete_checkpoint_says_so(
     location = f"file://{tmp_path}" if kind == "store" else str(tmp_path)
     assert newest_of_all([open_store(location)], mesh, Manifest) is None
     assert f"no complete checkpoint in {location}: starting at step 0" in caplog.text
-    save([Tier(open_store(location), 2)], 10)
+    save([Tier(open_store(location), Retention(2))], 10)
     for path in tmp_path.rglob("rank-00001.safetensors"):
         flip(path)
     caplog.clear()
