@@ -16,10 +16,10 @@ RUNS ?= 20
 DRAW = MESHWRIGHT_TEST_SEED=$(SEED) MESHWRIGHT_TEST_RUNS=$(RUNS) $(VENV)/bin/python -m pytest $(THREE) \
 	--hypothesis-seed=$(SEED) --timeout=$$((300 + 60 * $(RUNS)))
 
-.PHONY: help setup demo test test-fast test-long chaos fuzz parity gpu lint sizes generate docs-output clean
+.PHONY: help setup demo agent-bundle test test-fast test-long chaos fuzz parity gpu lint sizes generate docs-output clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## Create .venv and install everything, pinned by constraints.txt
 
@@ -54,6 +54,10 @@ parity: setup ## Compare every technique, in every layout, with a single-process
 gpu: setup ## On a machine with a GPU: run its tests, throughput and profiles; writes benchmarks/results/gpu-NAME.md
 	$(VENV)/bin/python -m benchmarks.gpu
 
+agent-bundle: setup ## Assemble the agent of `runtime.agent: Injected` in .agent, the root of its image
+	rm -rf .agent
+	$(VENV)/bin/python -m meshwright_worker.bundle .agent
+
 lint: setup ## Run ruff, mypy, import contracts, and a check for conflict markers
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -78,4 +82,4 @@ docs-output: setup ## Write the command output in README and docs; LONG=1 includ
 	$(VENV)/bin/python -m tests.docs $(if $(LONG),--long)
 
 clean: ## Remove the files that setup and tests created
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .demo
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .demo .agent

@@ -229,6 +229,7 @@ class LocalCluster:
             self._control_plane.kubelet,
             self._times.renew,
             self._restart_backoff_seconds,
+            images=self.directory / "images",
         )
         agent = NodeAgent(self.client, spec, self._network.part(network_part, self._max_nodes), settings)
         self._agents[spec.name] = agent

@@ -133,7 +133,10 @@ class CheckpointSpec(ApiModel):
     """Time between checkpoints instead of `everySteps`, such as `30m`. `Auto`: the interval that wastes the least time,
     from measured saves and the job's failures."""
     keep: Keep | None = None
-    """Number of complete checkpoints to retain. Defaults to 2. Not allowed with `runtime.command`."""
+    """Number of complete checkpoints to retain. Defaults to 2, and to all of those that `runtime.command` reports."""
+    verify: Annotated[list[Annotated[str, Field(max_length=4096)]], Field(min_length=1, max_length=64)] | None = None
+    """Command that checks each checkpoint that `runtime.command` reports, by its path in MESHWRIGHT_CHECKPOINT_PATH. It
+    counts if the exit code is 0."""
     keep_for: Age | None = None
     """Retain younger checkpoints too, such as `12h`."""
     keep_every_steps: Steps | None = None

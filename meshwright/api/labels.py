@@ -51,6 +51,8 @@ COORDINATOR_PORT = 9470
 CHECKPOINT_MOUNT = "/meshwright/checkpoints"
 DATA_MOUNT = "/meshwright/data"
 SCRIPTS_MOUNT = "/meshwright/scripts"
+AGENT_MOUNT = "/meshwright/agent"
+"""Where the agent of `runtime.agent: Injected` is in its image and in every pod."""
 
 # The environment variables of a worker pod that the operator sets and the agent reads.
 ENV_JOB_NAME = "MESHWRIGHT_JOB_NAME"
@@ -72,6 +74,12 @@ ENV_SCRIPTS_DIR = "MESHWRIGHT_SCRIPTS_DIR"
 ENV_GRACE_SECONDS = "MESHWRIGHT_GRACE_SECONDS"
 ENV_POD_NEEDS = "MESHWRIGHT_POD_NEEDS"
 ENV_REPORT_FILE = "MESHWRIGHT_REPORT_FILE"
+ENV_CHECKPOINT_PATH = "MESHWRIGHT_CHECKPOINT_PATH"
+ENV_CHECKPOINT_STEP = "MESHWRIGHT_CHECKPOINT_STEP"
+"""The checkpoint that `checkpoint.verify` is to check, and its step."""
+ENV_RESUME_PATH = "MESHWRIGHT_RESUME_PATH"
+ENV_RESUME_STEP = "MESHWRIGHT_RESUME_STEP"
+"""The newest checkpoint that a command has reported, and its step: the same for all ranks of a mesh generation."""
 ENV_SECRET_VARIABLES = "MESHWRIGHT_SECRET_VARIABLES"
 
 # Environment variables that the agent sets for each rank, in addition to torchrun's (RANK, WORLD_SIZE, ...).

@@ -4,24 +4,52 @@ from __future__ import annotations
 
 import re
 
-GROUPS = ("step", "loss", "tokens", "learning_rate", "total_steps")
-"""The named groups of a pattern."""
+GROUPS = ("step", "loss", "tokens", "learning_rate", "total_steps", "epoch")
+"""The named groups of a pattern. With `epoch`, which counts from 0, step and total are those of one epoch."""
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf"
+_LOSS, _RATE = rf"(?P<loss>{_NUMBER})", rf"(?P<learning_rate>{_NUMBER})"
 
-DEFAULT_PATTERNS = (
-    # Megatron: iteration   10/   100 | consumed samples: ... | learning rate: 1.5E-04 | ... | lm loss: 7.1E+00 | ...
-    r"\biteration\s+(?P<step>\d+)\s*/\s*(?P<total_steps>\d+)\s*\|"
-    rf"(?:.{{0,400}}?learning rate:\s*(?P<learning_rate>{_NUMBER}))?.{{0,400}}?\b(?:lm )?loss:\s*(?P<loss>{_NUMBER})",
-    # transformers: {'loss': 2.31, 'grad_norm': 0.9, 'learning_rate': 5e-05, 'epoch': 0.5}
-    rf"\{{'loss': '?(?P<loss>{_NUMBER})'?(?:.{{0,400}}?'learning_rate': '?(?P<learning_rate>{_NUMBER})'?)?",
-    # The progress bar of transformers:  12%|#         | 12/100 [00:10<01:20,  1.1it/s]
-    r"^\s*\d{1,3}%\|[^|]{0,200}\|\s*(?P<step>\d+)/(?P<total_steps>\d+) \[",
+FRAMEWORK_PATTERNS: dict[str, tuple[str, ...]] = {
+    # iteration   10/   100 | consumed samples: ... | learning rate: 1.5E-04 | ... | lm loss: 7.1E+00 | ...
+    "MegatronLM": (
+        r"\biteration\s+(?P<step>\d+)\s*/\s*(?P<total_steps>\d+)\s*\|"
+        rf"(?:.{{0,400}}?learning rate:\s*{_RATE})?.{{0,400}}?\b(?:lm )?loss:\s*{_LOSS}",
+    ),
+    # step: 10  loss:  7.1234  grad_norm:  1.2  memory: ...  tps: ...
+    "TorchTitan": (rf"\bstep:\s+(?P<step>\d+)\s+loss:\s+{_LOSS}\s",),
+    # steps: 10 loss: 7.1234 iter time (s): 0.5 samples/sec: 3.2 (of the pipeline engine)
+    # [Rank 0] step=10, skipped=0, lr=[0.001], mom=[(0.9, 0.999)]
+    "DeepSpeed": (
+        rf"\bsteps: (?P<step>\d+) loss: {_LOSS} ",
+        rf"\bstep=(?P<step>\d+), skipped=\d+, lr=\[?{_RATE}",
+    ),
+    # iteration: 10 / 100 | consumed_tokens: 1.3M | ... | lm_loss: 7.12 | lr: 0.0003 | ...
+    "Nanotron": (
+        r"\biteration: (?P<step>\d+) / (?P<total_steps>\d+) \|"
+        rf".{{0,400}}?\blm_loss: {_LOSS}(?: \| lr: {_RATE})?",
+    ),
+    # {'loss': 2.31, 'grad_norm': 0.9, 'learning_rate': 5e-05, 'epoch': 0.5}
+    #  12%|#         | 12/100 [00:10<01:20,  1.1it/s]
+    "Transformers": (
+        rf"\{{'loss': '?{_LOSS}'?(?:.{{0,400}}?'learning_rate': '?{_RATE}'?)?",
+        r"^\s*\d{1,3}%\|[^|]{0,200}\|\s*(?P<step>\d+)/(?P<total_steps>\d+) \[",
+    ),
+    # Epoch 2:  50%|#####     | 4/8 [00:01<00:01,  4.10it/s, v_num=0, train_loss=2.31]
+    "Lightning": (
+        r"\bEpoch (?P<epoch>\d+):\s+\d{1,3}%\|[^|]{0,200}\|\s*(?P<step>\d+)/(?P<total_steps>\d+) \["
+        rf"(?:[^\]]{{0,300}}?loss(?:_step)?={_LOSS})?",
+    ),
+}
+"""The lines of a framework. Accelerate writes none of its own: its scripts mostly use the bar of transformers."""
+
+COMMON_PATTERNS = (
     # step 12/100 loss=3.4, Step: 12, Loss: 3.4, iter 12: loss 3.4
     r"\b(?:step|iter|iteration)\b[ :=]{0,4}(?P<step>\d+)(?:\s*(?:/|of)\s*(?P<total_steps>\d+))?"
-    rf"\b.{{0,200}}?\b(?:train_|training |train/|train )?loss\b[ :=]{{0,4}}(?P<loss>{_NUMBER})",
+    rf"\b.{{0,200}}?\b(?:train_|training |train/|train )?loss\b[ :=]{{0,4}}{_LOSS}",
 )
-"""Used if the job sets none. The first one that matches a line counts."""
+DEFAULT_PATTERNS = (*(pattern for some in FRAMEWORK_PATTERNS.values() for pattern in some), *COMMON_PATTERNS)
+"""Used if the job sets none and names no framework. The first one that matches a line counts."""
 
 
 def pattern_problem(pattern: str) -> str:

@@ -30,8 +30,8 @@ class ProgressSpec(ApiModel):
 
     patterns: Annotated[list[Annotated[str, Field(min_length=1, max_length=512)]], Field(max_length=8)] | None = None
     """Regular expressions, searched in each line of rank 0's log without regard to case. Named groups say what they
-    find: `step`, `loss`, `tokens`, `learning_rate`, `total_steps`. They replace those for common lines; an empty list
-    turns the search off."""
+    find: `step`, `loss`, `tokens`, `learning_rate`, `total_steps`, `epoch`. They replace those for common lines and of
+    `framework`; an empty list turns the search off."""
     total_steps: Annotated[int, Field(ge=1, le=1000000000000)] | None = None
     """Steps of the run, for the estimated time that is left, if the command does not report it."""
 
@@ -52,6 +52,13 @@ class Framework(StrEnum):
     DEEP_SPEED = "DeepSpeed"
 
 
+class AgentSource(StrEnum):
+    """Where a worker pod's agent comes from."""
+
+    IMAGE = "Image"
+    INJECTED = "Injected"
+
+
 class RuntimeSpec(ApiModel):
     """What the ranks run: Meshwright's own runtime, or the user's command."""
 
@@ -69,6 +76,14 @@ class RuntimeSpec(ApiModel):
     """ConfigMap whose keys are mounted as files under `/meshwright/scripts`, for use in `command`."""
     progress: ProgressSpec | None = None
     """How step and loss are found in the log of `command`."""
+    agent: AgentSource | None = None
+    """`Image` (default): `workers.image` contains the agent. `Injected`: an init container adds it to any image. Needs
+    `command`."""
+
+    @property
+    def injects_agent(self) -> bool:
+        """Whether an init container brings the agent."""
+        return self.agent is AgentSource.INJECTED
 
 
 class CordonedNodes(StrEnum):

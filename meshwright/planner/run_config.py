@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule, StageBalance
-from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.progress_patterns import FRAMEWORK_PATTERNS
+from meshwright.api.spec import ParallelTrainingJobSpec, ProgressSpec
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.protocol.run_config import DEGREES, CommandRun, NativeRun, RunConfig
@@ -29,7 +30,7 @@ def run_config_of(spec: ParallelTrainingJobSpec, architecture: Architecture | No
             **_shared_fields(spec, strategy, strategy.schedule, {}),
             checkpoint=spec.checkpoint,
             command=command,
-            progress=spec.runtime.progress,
+            progress=_progress(spec),
         )
     if architecture is None or spec.data is None or spec.training is None:
         raise ValueError("`model`, `data` and `training` are required unless `runtime.command` is set")
@@ -45,6 +46,20 @@ def run_config_of(spec: ParallelTrainingJobSpec, architecture: Architecture | No
         data=spec.data,
         training=spec.training.model_copy(update={"activation_checkpointing": strategy.checkpointing}),
         checkpoint=checkpoint,
+    )
+
+
+def _progress(spec: ParallelTrainingJobSpec) -> ProgressSpec | None:
+    """How step and loss are found in the command's log: by the job's own patterns, else by those of its framework."""
+    stated, framework = spec.runtime.progress, spec.runtime.framework
+    if framework is None:
+        return stated
+    known = FRAMEWORK_PATTERNS.get(framework.value)
+    patterns = stated.patterns if stated is not None else None
+    total = stated.total_steps if stated is not None else None
+    return ProgressSpec(
+        patterns=patterns if patterns is not None or known is None else list(known),
+        total_steps=total if total is not None or spec.training is None else spec.training.steps,
     )
 
 

@@ -161,6 +161,17 @@ class MemoryCopies(OpenMessage):
     """Rank r has its copy on rank r + shift, modulo the number of ranks."""
 
 
+class CheckpointCommit(OpenMessage):
+    """A checkpoint became complete."""
+
+    step: Int64
+    """Step after which it was taken."""
+    time: Annotated[str, Field(max_length=64)]
+    """When, RFC 3339."""
+    path: Annotated[str, Field(max_length=4096)]
+    """Its directory, as the workers see it."""
+
+
 class FailureHistory(OpenMessage):
     """The failures of a job when a generation begins, from which `checkpoint.every: Auto` follows."""
 
@@ -197,6 +208,8 @@ class MeshDocument(OpenMessage):
     environment: dict[str, str] | None = None
     """Variables of communication libraries for every rank, such as `NCCL_IB_HCA`. A variable that the pod has already
     stays. Agents before 0.2 ignore it."""
+    resume: CheckpointCommit | None = None
+    """The newest checkpoint that a user's command has reported. Agents before 0.2 ignore it."""
     in_memory: bool | None = None
     """Whether ranks hold their state when their generation is interrupted, to recover in memory. None is no. Agents
     before 0.2 ignore it: their ranks are started again."""
@@ -338,17 +351,6 @@ class Evaluation(OpenMessage):
     """Step after which it was done."""
     loss: float
     """Mean loss per token."""
-
-
-class CheckpointCommit(OpenMessage):
-    """A checkpoint became complete."""
-
-    step: Int64
-    """Step after which it was taken."""
-    time: Annotated[str, Field(max_length=64)]
-    """When, RFC 3339."""
-    path: Annotated[str, Field(max_length=4096)]
-    """Its directory, as the workers see it."""
 
 
 class CheckpointTier(OpenMessage):

@@ -21,6 +21,13 @@ def _framework_has_all(facts: Facts) -> bool:
     return facts.runtime.framework is None or (is_complete and facts.data is None)
 
 
+def _can_inject(facts: Facts) -> bool:
+    is_free = (
+        all(volume.name != AGENT_VOLUME for volume in facts.workers.volumes) if facts.workers is not None else True
+    )
+    return not facts.runtime.injects_agent or (facts.runtime.command is not None and is_free)
+
+
 def _command_or_model(facts: Facts) -> bool:
     is_complete = facts.model is not None and facts.data is not None and facts.training is not None
     return facts.runtime.command is not None or is_complete
@@ -28,8 +35,15 @@ def _command_or_model(facts: Facts) -> bool:
 
 def _command_owns_checkpoints(facts: Facts) -> bool:
     checkpoint = facts.checkpoint
-    is_set = checkpoint is not None and (checkpoint.every_steps is not None or checkpoint.keep is not None)
+    is_set = checkpoint is not None and checkpoint.every_steps is not None
     return facts.runtime.command is None or facts.runtime.framework is not None or not is_set
+
+
+def _can_delete(facts: Facts) -> bool:
+    checkpoint = facts.checkpoint
+    is_set = checkpoint is not None and checkpoint.keep is not None
+    has_volume = checkpoint is not None and checkpoint.claim_name is not None
+    return facts.runtime.command is None or not is_set or has_volume
 
 
 def _command_owns_schedule(facts: Facts) -> bool:
@@ -39,6 +53,9 @@ def _command_owns_schedule(facts: Facts) -> bool:
     defaults_kept = defaults_kept and p.micro_batches is None and p.zero_stage_or_default == 0
     return facts.runtime.command is None or facts.runtime.framework is not None or defaults_kept
 
+
+AGENT_VOLUME = "meshwright-agent"
+"""The volume of an injected agent, and its init container."""
 
 RUNTIME_RULES: tuple[Rule[Facts], ...] = (
     Rule(
@@ -69,6 +86,13 @@ RUNTIME_RULES: tuple[Rule[Facts], ...] = (
         lambda facts: facts.runtime.scripts is None or facts.runtime.command is not None,
     ),
     Rule(
+        "runtime.agent",
+        f"`Injected` needs `runtime.command`, and no volume named `{AGENT_VOLUME}`: add a command, or rename it",
+        "!has(self.runtime.agent) || self.runtime.agent != 'Injected'"
+        f" || (has(self.runtime.command) && !self.workers.volumes.exists(v, v.name == '{AGENT_VOLUME}'))",
+        _can_inject,
+    ),
+    Rule(
         "runtime.progress",
         "needs `runtime.command`, whose log it is about: remove it, or add a command",
         "!has(self.runtime.progress) || has(self.runtime.command)",
@@ -76,11 +100,23 @@ RUNTIME_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "checkpoint",
-        "`checkpoint.everySteps` and `checkpoint.keep` are not supported with `runtime.command`, which saves "
-        "checkpoints itself: remove them",
+        "`checkpoint.everySteps` is not supported with `runtime.command`, which saves checkpoints itself: remove it",
         "!has(self.runtime.command) || has(self.runtime.framework) || !has(self.checkpoint)"
-        " || !(has(self.checkpoint.everySteps) || has(self.checkpoint.keep))",
+        " || !has(self.checkpoint.everySteps)",
         _command_owns_checkpoints,
+    ),
+    Rule(
+        "checkpoint.keep",
+        "needs `checkpoint.claimName` with `runtime.command`: set it, or remove this field",
+        "!has(self.runtime.command) || !has(self.checkpoint) || !has(self.checkpoint.keep)"
+        " || has(self.checkpoint.claimName)",
+        _can_delete,
+    ),
+    Rule(
+        "checkpoint.verify",
+        "needs `runtime.command`, whose checkpoints it checks: remove it, or add a command",
+        "!has(self.checkpoint) || !has(self.checkpoint.verify) || has(self.runtime.command)",
+        lambda facts: facts.checkpoint is None or facts.checkpoint.verify is None or facts.runtime.command is not None,
     ),
     Rule(
         "parallelism",

@@ -91,6 +91,8 @@ class Settings:
     """Which alpha and beta features are on."""
     job_network_policies: NetworkPolicyOptions | None = None
     """What the NetworkPolicies of jobs allow; none are created if None."""
+    agent_image: str = ""
+    """Image of the agent for jobs with `runtime.agent: Injected`; such jobs are rejected if empty."""
     profiles_file: Path | None = None
     """File with the administrator's profiles of worker pods; none if None."""
     unbound_seconds: float = 1800.0
@@ -239,6 +241,8 @@ def _add_options_of_jobs(add: Callable[..., None]) -> None:
     add("--partly-bound-seconds", "SECONDS", float, default.partly_bound_seconds, text)
     text = "Create a NetworkPolicy for each job, with these options. {} for the defaults. Default: no NetworkPolicies."
     add("--job-network-policies", "JSON", _checked(NetworkPolicyOptions.parse), None, text)
+    text = "Image of the agent for jobs with `runtime.agent: Injected`. Default: such jobs are rejected."
+    add("--agent-image", "IMAGE", str, default.agent_image, text)
     text = f"Turn alpha and beta features on or off: {', '.join(f'{name}=true|false' for name in GATES)}."
     add("--feature-gates", "NAME=true,...", _checked(FeatureGates.parse), default.feature_gates, text)
 

@@ -32,6 +32,7 @@ from tests.operator import role_rules
 from tests.patience import patient
 
 NAMESPACE = "default"
+AGENT_IMAGE = "meshwright-agent:0.1.0"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 T = TypeVar("T")
 Test = Callable[[ParallelTrainingJobStatus], bool]
@@ -229,7 +230,7 @@ async def operators_kubeconfig(client: ApiClient, directory: Path) -> Path:
 
 async def start_operator(programs: Programs, directory: Path, kubeconfig: Path, ports: setup.Ports) -> Program:
     """Start an operator that writes its log where a failed test reads it."""
-    return await setup.start_operator(programs, directory, kubeconfig, ports)
+    return await setup.start_operator(programs, directory, kubeconfig, ports, ["--agent-image", AGENT_IMAGE])
 
 
 def processes(job_uid: str) -> dict[int, str]:

@@ -182,6 +182,9 @@ def test_the_operator_understands_its_arguments():
     )
     more = parsed(render("coordinator.tls.names={mw.example,10.0.0.1}", "coordinator.tls.clusterDomain=corp"))
     assert more.tls_names[2:] == ("mw-meshwright.ops.svc.corp", "mw.example", "10.0.0.1")
+    assert read.agent_image == "meshwright-agent:0.1.0"
+    assert parsed(render("agentImage.tag=edge")).agent_image == "meshwright-agent:edge"
+    assert parsed(render("agentImage.repository=")).agent_image == ""
     plain = parsed(render("coordinator.tls.mode=disabled"))
     assert (plain.tls, plain.coordinator_url) == ("disabled", "http://mw-meshwright.ops.svc:9470")
 

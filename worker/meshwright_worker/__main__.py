@@ -12,9 +12,9 @@ import time
 from typing import NoReturn
 
 from meshwright.api import labels
-from meshwright_worker.agent.server_process import ServerProcess, process_environment
+from meshwright_worker.agent.server_process import ServerProcess, process_environment, runtime_installed
 
-if __name__ == "__main__":
+if __name__ == "__main__" and runtime_installed():
     # First of all, because nothing takes longer than the import of torch.
     SERVER: ServerProcess | None = ServerProcess.start(process_environment(os.environ))
 else:

@@ -33,6 +33,15 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 {{- end }}
 
+{{/* The image of injected agents; empty if there is none. */}}
+{{- define "meshwright.agentImage" -}}
+{{- with .Values.agentImage -}}
+{{- if .repository -}}
+{{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{- define "meshwright.coordinatorUrl" -}}
 {{- $scheme := ternary "http" "https" (eq .Values.coordinator.tls.mode "disabled") -}}
 {{- $service := printf "%s://%s.%s.svc:%v" $scheme (include "meshwright.name" .) .Release.Namespace .Values.coordinator.port -}}

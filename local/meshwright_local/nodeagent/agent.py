@@ -48,6 +48,8 @@ class AgentSettings:
     """Seconds before the second restart of a container, as in the kubelet."""
     isolate: bool = True
     """Give containers their own view of the file system if this process is permitted to; False: never."""
+    images: Path | None = None
+    """Directory of images (`runtime/images.py`)."""
 
 
 class NodeAgent:
@@ -86,6 +88,7 @@ class NodeAgent:
             restart_backoff_seconds=self._settings.restart_backoff_seconds,
             isolated=self.isolated,
             online=self._online,
+            images=self._settings.images,
         )
         await self._connect(self._host)
         self._serve(self._sweep())

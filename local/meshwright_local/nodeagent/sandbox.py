@@ -47,6 +47,8 @@ class Host:
     """Whether volumes are mounted in containers; else paths are rewritten."""
     online: asyncio.Event
     """Set while the node may send requests to the API server."""
+    images: Path | None = None
+    """Directory of the images that have their own root directory."""
 
 
 class Sandbox:

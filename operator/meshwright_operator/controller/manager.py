@@ -168,6 +168,7 @@ class Manager:
             coordinator_url=lambda: self._access.url,
             trust=lambda: self._access.trust,
             network_policies=settings.job_network_policies,
+            agent_image=settings.agent_image,
             binding=BindingLimits(settings.unbound_seconds, settings.partly_bound_seconds),
             kueue=Kueue(cluster, self._cache, self._kueue_watch),
             profiles=self._profiles,

@@ -1,4 +1,4 @@
-"""Checks a job against the administrator's policy before a decision is made about it.
+"""Checks a job against the administrator's policy and settings before a decision is made about it.
 
 The policy bounds what starts. A job that is about to start with a spec that exceeds a bound is rejected; an edit that
 exceeds a bound is blocked, and the job keeps running. What runs already is never stopped.
@@ -15,6 +15,25 @@ from meshwright_operator.decide.conditions import BlockedEdit
 from meshwright_operator.decide.observed import Observed, has_started
 from meshwright_operator.scheduling.policy import Bounds
 from meshwright_operator.scheduling.policy_admission import POLICY_EXCEEDED, spec_excess
+
+NO_AGENT_IMAGE = "NoAgentImage"
+"""Reason of a job that wants an agent of which the operator has no image."""
+
+
+def check_agent_image(observed: Observed, image: str) -> None:
+    """Check that the operator has the image of the agent that the job wants.
+
+    Raises:
+        JobRejectedError: It has none, and the job is about to start.
+    """
+    if image or not observed.spec.runtime.injects_agent or has_started(observed.status):
+        return
+    if not lifecycle.finished(observed.status) and not observed.spec.suspend:
+        raise JobRejectedError(
+            NO_AGENT_IMAGE,
+            "`spec.runtime.agent` is Injected, and the operator has no image of the agent: have the administrator set "
+            "`agentImage.repository` of the chart, or use an image with the agent and remove the field",
+        )
 
 
 def check_policy(observed: Observed, namespace: str, bounds: Bounds) -> Observed:

@@ -33,7 +33,7 @@ from meshwright_operator.controller.observe import (
 from meshwright_operator.controller.pod_control import PodControl, PodsRejectedError
 from meshwright_operator.controller.pod_deletions import PodDeletions
 from meshwright_operator.controller.pod_events import PodEvents
-from meshwright_operator.controller.policy_check import check_policy
+from meshwright_operator.controller.policy_check import check_agent_image, check_policy
 from meshwright_operator.controller.stale_retries import StaleRetries
 from meshwright_operator.controller.status_patch import ConflictError
 from meshwright_operator.coordinator.agent_registry import AgentRegistry
@@ -116,6 +116,7 @@ class Reconciler:
         now: Callable[[], datetime] = utc_now,
         trust: Callable[[], CoordinatorTrust] = CoordinatorTrust,
         network_policies: NetworkPolicyOptions | None = None,
+        agent_image: str = "",
         binding: BindingLimits = DEFAULT_LIMITS,
         kueue: Kueue | None = None,
         profiles: JobProfiles | None = None,
@@ -136,6 +137,7 @@ class Reconciler:
         self._now = now
         self._trust = trust
         self._network_policies = network_policies
+        self._agent_image = agent_image
         self._binding = binding
         self._kueue = kueue
         self._profiles = profiles or JobProfiles(tokens.seal)
@@ -255,6 +257,7 @@ class Reconciler:
             admission = await self._kueue.admission(job) if self._kueue is not None else None
             observed = self._observe(key, job, registry, admission)
             observed = await self._confirm_missing_pods(key, job, registry, observed)
+            check_agent_image(observed, self._agent_image)
             observed = check_policy(observed, key.namespace, self._scheduler.bounds(key.namespace))
             if self._kueue is not None:
                 observed = await self._kueue.follow(key, job, observed)
@@ -422,6 +425,7 @@ class Reconciler:
             trust=self._trust(),
             secret=secret["metadata"]["name"],
             network=self._inventories.site.network.kind or "",
+            agent_image=self._agent_image,
             several_workers=len(observed.plan.workers) > 1 or observed.elastic is not None,
             members=len(observed.workers),
             queue_labels=observed.admission.pod_labels if observed.admission is not None else {},

@@ -209,6 +209,8 @@ def _describe_crash(worker: Worker) -> str:
         )
     code = worker.pod.exit_code if worker.pod else None
     name = f"pod {worker.pod.name}" if worker.pod else f"the pod of worker {worker.index}"
+    if code is None and worker.pod is not None and worker.pod.init_failure:
+        return f"{name} failed: {worker.pod.init_failure}"
     return f"{name} exited with code {code}" if code is not None else f"{name} failed"
 
 

@@ -13,6 +13,7 @@ from meshwright.addresses import join_host_port, split_host_port
 from meshwright.api.status import FailureStatus, MeshStatus, parse_ranks
 from meshwright.protocol.messages import (
     MAX_GENERATION,
+    CheckpointCommit,
     FailureHistory,
     MemoryCopies,
     MemoryRecovery,
@@ -20,6 +21,7 @@ from meshwright.protocol.messages import (
     MeshMember,
     WorkerReport,
 )
+from meshwright.protocol.run_config import CommandRun
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.timestamps import format_time
 
@@ -140,6 +142,7 @@ def document(
         run=observed.run,
         numa_binding=None if observed.spec.preflight is None or observed.spec.preflight.numa_binding else False,
         environment=dict(observed.plan.environment) or None,
+        resume=_resume(observed),
         in_memory=bool(mesh.in_memory) or None,
         node_check=mesh.node_check or None,
         copies=_copies(mesh),
@@ -147,6 +150,14 @@ def document(
         history=history,
         image=_image(observed),
     )
+
+
+def _resume(observed: Observed) -> CheckpointCommit | None:
+    """The newest checkpoint that the user's command has reported. Meshwright's runtime finds its own."""
+    saved = observed.status.checkpoint
+    if saved is None or not isinstance(observed.run, CommandRun):
+        return None
+    return CheckpointCommit(step=saved.step, time=saved.time, path=saved.path)
 
 
 def _image(observed: Observed) -> str | None:

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator
 
 from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.rules.runtime import AGENT_VOLUME
 from meshwright_operator.decide.missing_claims import claims_of
+from meshwright_operator.kube.pod_info import INIT_CONTAINER
 
 PROBLEM_AFTER_SECONDS = 60.0
 """Age of a pod at which its problem is reported: most problems resolve by themselves."""
@@ -35,6 +37,10 @@ def problem_seconds(problem: str) -> float:
 def fix_for(problem: str, spec: ParallelTrainingJobSpec) -> str:
     """What to correct, as a sentence without a period. Empty if it is unknown."""
     reason = problem.partition(":")[0]
+    if reason in _IMAGE and f"{INIT_CONTAINER} {AGENT_VOLUME}" in problem:
+        return "Have the administrator check the value `agentImage` of the chart, or check `workers.imagePullSecrets`"
+    if reason in _IMAGE and INIT_CONTAINER in problem:
+        return "Have the administrator check the images of the profile"
     if reason in _IMAGE:
         secrets = " and `spec.workers.imagePullSecrets`" if reason in ("ErrImagePull", "ImagePullBackOff") else ""
         return f"Check `spec.workers.image`{secrets}"

@@ -34,6 +34,8 @@ SIGTERM_EXIT = 143
 # Reasons of a Failed pod without a container that do not come from the kubelet's admission.
 NOT_REJECTIONS = frozenset({"Evicted", "Preempting", "Preempted", "Terminated", "NodeLost", "NodeShutdown", "Shutdown"})
 
+INIT_CONTAINER = "init container"
+"""What precedes the name of an init container in a pod's problem."""
 REASON_LIMIT = 64
 IMAGE_LIMIT = 1024
 PROBLEM_LIMIT = 512
@@ -92,6 +94,8 @@ class Pod:
     """When its grace period ends; None if it is not being deleted."""
     out_of_memory: str = ""
     """Its memory limit, or `no limit`, if its container was killed because memory ran out. Empty otherwise."""
+    init_failure: str = ""
+    """Which init container has failed, and how."""
     image: str = ""
     """The image of its container with its digest, as the kubelet reports it; empty before that."""
     request_json: str = "{}"
@@ -154,6 +158,7 @@ def _read(obj: Mapping[str, Any]) -> Pod | None:
         rejection=_rejection(status),
         deletion_deadline=parse_time(metadata.get("deletionTimestamp")),
         out_of_memory=_out_of_memory(spec, status),
+        init_failure=_init_failure(status),
         image=_image(status),
         request_json=request_json_of(obj),
     )
@@ -164,6 +169,17 @@ def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
         if container.get("name") == WORKER_CONTAINER:
             return dict(container.get("state") or {})
     return {}
+
+
+def _init_failure(status: Mapping[str, Any]) -> str:
+    """Which init container has failed, and how. Empty if none has."""
+    for container in status.get("initContainerStatuses") or ():
+        terminated = (container.get("state") or {}).get("terminated") or {}
+        if code := terminated.get("exitCode"):
+            message = shortened(str(terminated.get("message") or ""), PROBLEM_LIMIT)
+            how = f"{INIT_CONTAINER} {container.get('name')} exited with code {code}"
+            return f"{how}: {message}" if message else how
+    return ""
 
 
 def _image(status: Mapping[str, Any]) -> str:
@@ -226,12 +242,16 @@ def _disruption(status: Mapping[str, Any]) -> str:
 
 
 def _problem(status: Mapping[str, Any]) -> str:
-    waiting = _container(status).get("waiting") or {}
-    reason = waiting.get("reason", "")
-    if reason and reason not in ("ContainerCreating", "PodInitializing"):
-        # The kubelet passes on what a registry or a volume answered, of any length.
-        message = str(waiting.get("message") or "the container does not start")
-        return f"{reason[:REASON_LIMIT]}: {shortened(message, PROBLEM_LIMIT)}"
+    waiting = [("", _container(status).get("waiting") or {})]
+    for container in status.get("initContainerStatuses") or ():
+        state = container.get("state") or {}
+        waiting.append((f"{INIT_CONTAINER} {container.get('name')}: ", state.get("waiting") or {}))
+    for where, state in waiting:
+        reason = state.get("reason", "")
+        if reason and reason not in ("ContainerCreating", "PodInitializing"):
+            # The kubelet passes on what a registry or a volume answered, of any length.
+            message = str(state.get("message") or "the container does not start")
+            return f"{reason[:REASON_LIMIT]}: {where}{shortened(message, PROBLEM_LIMIT)}"
     for condition in status.get("conditions") or ():
         kind = (condition.get("type"), condition.get("status"), condition.get("reason"))
         if kind == ("PodScheduled", "False", "Unschedulable"):

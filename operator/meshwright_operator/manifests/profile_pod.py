@@ -39,6 +39,7 @@ def add_profile(pod_spec: KubeObject, profile: Profile, workers: WorkersSpec) ->
     }
     optional: KubeObject = {
         "initContainers": [
+            *pod_spec.get("initContainers", ()),
             *(_container(one, root_pod=root) for one in profile.init_containers),
             *({**_container(one, root_pod=root), "restartPolicy": "Always"} for one in profile.sidecars),
         ],

@@ -23,11 +23,14 @@ from meshwright.checkpoint_places import checkpoint_directory, checkpoint_uri, s
 from meshwright.planner.cluster.pod_resources import worker_requests
 from meshwright.profiles.profile import Profile
 from meshwright.protocol.preflight import PodNeeds
+from meshwright.rules.runtime import AGENT_VOLUME
 from meshwright.rules.workers import CHANNEL_CLAIM
 from meshwright_operator.manifests import pod_group
 from meshwright_operator.manifests.owned_objects import TOKEN_KEY, job_labels, owner_reference
 from meshwright_operator.manifests.profile_pod import USER_ID, add_profile
 
+AGENT_SIZE = "512Mi"
+"""Limit of the volume with an injected agent, which has about 100 MiB."""
 RDMA_DEVICE = re.compile(r"^rdma/|/efa$|sriov|/hca|mellanox", re.IGNORECASE)
 """Extended resources that are devices of an RDMA network."""
 
@@ -57,6 +60,8 @@ class PodContext:
     trust: CoordinatorTrust = CoordinatorTrust()
     network: str = ""
     """Kind of the network of the site, if it is stated."""
+    agent_image: str = ""
+    """Image of the agent for `runtime.agent: Injected`."""
     several_workers: bool = False
     """Whether the job has several workers, or may have."""
     members: int = 0
@@ -125,6 +130,7 @@ def _pod_spec(context: PodContext, placed: WorkerPlacement) -> KubeObject:
     optional = {
         "serviceAccountName": workers.service_account_name,
         "priorityClassName": context.spec.priority_class_name,
+        "initContainers": [_agent_container(context)] if context.spec.runtime.injects_agent else [],
         "resourceClaims": [claim for claim, _ in _claims(context)],
         "imagePullSecrets": [secret.wire() for secret in workers.image_pull_secrets],
     }
@@ -164,12 +170,44 @@ def _container(context: PodContext, placed: WorkerPlacement) -> KubeObject:
         "name": labels.WORKER_CONTAINER,
         "image": context.spec.workers.image,
         **({"imagePullPolicy": policy.value} if policy is not None else {}),
-        "command": ["python", "-m", "meshwright_worker"],
+        "command": _agent_command(context.spec),
         "env": _environment(context, placed),
         "ports": [{"name": "metrics", "containerPort": labels.METRICS_PORT, "protocol": "TCP"}],
         "resources": _resources(context),
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "volumeMounts": [mount for _, mount in _volumes(context.spec)],
+    }
+
+
+def _agent_command(spec: ParallelTrainingJobSpec) -> list[str]:
+    """The agent of the image, or the injected one, which ignores the image's variables for Python."""
+    if spec.runtime.injects_agent:
+        return [f"{labels.AGENT_MOUNT}/bin/python", "-I", "-u", "-m", "meshwright_worker"]
+    return ["python", "-m", "meshwright_worker"]
+
+
+def _agent_container(context: PodContext) -> KubeObject:
+    """The init container that copies the agent to a volume. It requests no more than the worker's container does."""
+    resources = _resources(context)
+    kinds = ("cpu", "memory")
+    target = "/meshwright/copy"
+    return {
+        "name": AGENT_VOLUME,
+        "image": context.agent_image,
+        "command": [
+            *(f"{labels.AGENT_MOUNT}/bin/python", "-I", "-m", "meshwright_worker.bundle.install"),
+            target,
+        ],
+        "resources": {
+            part: {kind: value for kind, value in resources[part].items() if kind in kinds}
+            for part in ("requests", "limits")
+        },
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [{"name": AGENT_VOLUME, "mountPath": target}],
     }
 
 
@@ -311,4 +349,7 @@ def _operator_volumes(spec: ParallelTrainingJobSpec) -> list[tuple[KubeObject, K
     if spec.runtime.scripts:
         scripts_mount = {"name": "scripts", "mountPath": labels.SCRIPTS_MOUNT, "readOnly": True}
         volumes.append(({"name": "scripts", "configMap": {"name": spec.runtime.scripts}}, scripts_mount))
+    if spec.runtime.injects_agent:
+        agent_mount = {"name": AGENT_VOLUME, "mountPath": labels.AGENT_MOUNT, "readOnly": True}
+        volumes.append(({"name": AGENT_VOLUME, "emptyDir": {"sizeLimit": AGENT_SIZE}}, agent_mount))
     return volumes

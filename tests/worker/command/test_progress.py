@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from meshwright.api.progress_patterns import DEFAULT_PATTERNS, pattern_problem
+from meshwright.api.progress_patterns import DEFAULT_PATTERNS, FRAMEWORK_PATTERNS, pattern_problem
 from meshwright.api.spec import ProgressSpec
 from meshwright_worker.command.log_patterns import MAX_SEARCHED, LogPatterns
 from meshwright_worker.command.progress import CommandProgress
@@ -18,6 +18,24 @@ MEGATRON = (
     " [2026-01-01 10:00:00] iteration       10/     100 | consumed samples:         2560 | elapsed time per iteration "
     "(ms): 512.3 | learning rate: 1.500000E-04 | global batch size:   256 | lm loss: 7.123456E+00 | loss scale: 1.0 |"
 )
+
+
+RED, GREEN, ORANGE, BLUE, RESET = "\x1b[31m", "\x1b[32m", "\x1b[38;2;180;60;0m", "\x1b[34m", "\x1b[39m"
+TORCHTITAN = (
+    f"[titan] 2026-01-01 10:00:00,123 - root - INFO - {RED}step: 10  {GREEN}loss:  7.1234  {ORANGE}grad_norm:  1.2345  "
+    f"memory: 11.65GiB(12.27%)  {BLUE}tps: 6,300  tflops: 91.04  mfu: 9.21%{RESET}"
+)
+DEEPSPEED_PIPELINE = "steps: 10 loss: 4.1235 iter time (s): 0.512 samples/sec: 31.250"
+DEEPSPEED_ENGINE = (
+    "[2026-01-01 10:00:00,123] [INFO] [logging.py:107:log_dist] [Rank 0] step=10, skipped=0, lr=[0.001], "
+    "mom=[(0.9, 0.999)]"
+)
+NANOTRON = (
+    "01/01/2026 10:00:00 [INFO|DP=0|PP=0|TP=0]: iteration: 15 / 100 | consumed_tokens: 61.4K | "
+    "elapsed_time_per_iteration_ms: 73.2 | tokens_per_sec: 56K | tokens_per_sec_per_gpu: 14K | global_batch_size: 16 | "
+    "lm_loss: 10.8 | lr: 0.0003 | model_tflops_per_gpu: 0.41 | hardware_tflops_per_gpu: 0.41 | grad_norm: 0.51"
+)
+LIGHTNING = "Epoch 2:  50%|█████     | 4/8 [00:01<00:01,  4.10it/s, v_num=0, train_loss=2.310]"
 
 
 def test_a_report_may_have_only_a_step() -> None:
@@ -57,6 +75,12 @@ def test_a_report_that_is_invalid_names_its_field(line: bytes, message: str) -> 
         ("iter 250: loss 2.1034, time 120.1ms, mfu 30.2%", ReportedStep(250, 2.1034)),
         (MEGATRON, ReportedStep(10, 7.123456, learning_rate=1.5e-4, total_steps=100)),
         (" 12%|█▏        | 12/100 [00:10<01:20,  1.10it/s]", ReportedStep(12, total_steps=100)),
+        (TORCHTITAN, ReportedStep(10, 7.1234)),
+        (DEEPSPEED_PIPELINE, ReportedStep(10, 4.1235)),
+        (DEEPSPEED_ENGINE, ReportedStep(10, learning_rate=1e-3)),
+        (NANOTRON, ReportedStep(15, 10.8, learning_rate=3e-4, total_steps=100)),
+        (LIGHTNING, ReportedStep(2 * 8 + 4, 2.31)),
+        ("Epoch 0: 100%|██████████| 8/8 [00:00<00:00, 123.45it/s, v_num=0]", ReportedStep(8)),
     ],
 )
 def test_common_lines_are_read(line: str, expected: ReportedStep) -> None:
@@ -75,6 +99,31 @@ def test_common_lines_are_read(line: str, expected: ReportedStep) -> None:
 )
 def test_other_lines_are_left_alone(line: str) -> None:
     assert LogPatterns(None).read(line) is None
+
+
+@pytest.mark.parametrize(
+    ("framework", "line"),
+    [
+        ("MegatronLM", MEGATRON),
+        ("TorchTitan", TORCHTITAN),
+        ("DeepSpeed", DEEPSPEED_PIPELINE),
+        ("DeepSpeed", DEEPSPEED_ENGINE),
+        ("Nanotron", NANOTRON),
+        ("Transformers", " 12%|█▏        | 12/100 [00:10<01:20,  1.10it/s]"),
+        ("Lightning", LIGHTNING),
+    ],
+)
+def test_each_framework_has_its_patterns(framework: str, line: str) -> None:
+    own = LogPatterns(list(FRAMEWORK_PATTERNS[framework])).read(line)
+    assert own is not None
+    assert own == LogPatterns(None).read(line), "no other pattern takes the line first"
+    others = [pattern for name, some in FRAMEWORK_PATTERNS.items() if name != framework for pattern in some]
+    assert LogPatterns(others).read(line) is None
+
+
+def test_patterns_may_be_set_as_a_job_sets_them() -> None:
+    for some in FRAMEWORK_PATTERNS.values():
+        assert ProgressSpec(patterns=list(some)).patterns == list(some)
 
 
 def test_a_line_with_only_a_loss_belongs_to_the_step_before() -> None:
@@ -115,7 +164,10 @@ def test_common_patterns_take_little_time_on_long_lines() -> None:
     ("pattern", "problem"),
     [
         ("step (?P<step>[0-9]+", "is not a regular expression: missing )"),
-        ("(?P<epoch>[0-9]+)", "has the unknown group `epoch`: use step, loss, tokens, learning_rate or total_steps"),
+        (
+            "(?P<speed>[0-9]+)",
+            "has the unknown group `speed`: use step, loss, tokens, learning_rate, total_steps or epoch",
+        ),
         ("step [0-9]+", "has neither the group `step` nor `loss`"),
         (r"step (?P<step>\d+)", ""),
     ],

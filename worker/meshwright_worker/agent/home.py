@@ -56,11 +56,15 @@ def _is_writable(directory: str) -> bool:
     return Path(directory).is_dir() and os.access(directory, os.W_OK | os.X_OK)
 
 
+def temporary_directories(environment: Mapping[str, str]) -> list[str]:
+    """The directories for temporary files that this process may write to. An image may have none but `/dev/shm`."""
+    places = (environment.get("TMPDIR"), "/tmp", "/var/tmp", "/dev/shm")  # noqa: S108
+    return [place for place in places if place and _is_writable(place)]
+
+
 def _own_directory(environment: Mapping[str, str]) -> Path | None:
     """A directory of this user alone, always the same. None if there is no place for it."""
-    for parent in (environment.get("TMPDIR"), "/tmp", "/var/tmp", "/dev/shm"):  # noqa: S108
-        if not parent or not _is_writable(parent):
-            continue
+    for parent in temporary_directories(environment):
         own = Path(parent) / f"{USER}-home-{os.getuid()}"
         try:
             own.mkdir(mode=0o700, exist_ok=True)

@@ -15,10 +15,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from meshwright.api import labels
-from meshwright.protocol.run_config import NativeRun
+from meshwright.protocol.run_config import CommandRun, NativeRun
 from meshwright_worker.agent.command_stacks import ENABLE
 from meshwright_worker.agent.events import EventQueue
 from meshwright_worker.agent.fork_client import ForkServerClient, ForkServerError
+from meshwright_worker.agent.home import temporary_directories
 from meshwright_worker.agent.rank_environment import (
     communication_variables,
     rank_environment,
@@ -26,14 +27,17 @@ from meshwright_worker.agent.rank_environment import (
     resolve_script_paths,
 )
 from meshwright_worker.agent.rank_process import RankHandle, RankOutput, start_command, supervise
-from meshwright_worker.agent.server_process import ServerProcess, process_environment
+from meshwright_worker.agent.server_process import ServerProcess, process_environment, runtime_installed
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import StartRanks
 from meshwright_worker.command.log_patterns import LogPatterns
+from meshwright_worker.command.saved_checkpoints import SavedCheckpoints
 from meshwright_worker.preflight.host import Host
 from meshwright_worker.preflight.numa import cpus_of_rank
 from meshwright_worker.rank.commands import encode_leave, encode_resume
 
+TORCHRUN = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+"""What torchrun sets unless the environment does."""
 CLEAN_UP_SECONDS = 3.0
 SETTLE_SECONDS = 0.2
 """Ranks that write nothing more for this long have written their stacks."""
@@ -76,7 +80,8 @@ class Launcher:
 
     async def warm_up(self) -> None:
         """Start importing torch while the pod waits for its gang."""
-        await self._server.start()
+        if runtime_installed():
+            await self._server.start()
 
     @property
     def preparing(self) -> bool:
@@ -155,12 +160,14 @@ class Launcher:
                 handle = await self._server.fork(task, environment)
             else:
                 report = {labels.ENV_REPORT_FILE: self._report_file(start.document.generation, rank)}
-                full_environment = {**ENABLE, **self._environment, **environment, **report}
+                full_environment = {**ENABLE, **TORCHRUN, **self._environment, **environment, **report}
                 handle = await start_command(
                     rank, resolve_script_paths(run.command, full_environment), full_environment
                 )
-                patterns = run.progress.patterns if run.progress is not None else None
-                handle = replace(handle, patterns=LogPatterns(patterns) if rank == 0 else None)
+                if rank == 0:
+                    handle = replace(
+                        handle, patterns=_log_patterns(run), checkpoints=self._checkpoints(run, full_environment)
+                    )
         except (ForkServerError, OSError, ValueError) as error:
             raise LaunchError(f"rank {rank} cannot be started: {error}") from error
         self._handles[rank] = handle
@@ -172,10 +179,24 @@ class Launcher:
         supervisor.add_done_callback(self._supervisors.discard)
         return handle.pid
 
+    def _checkpoints(self, run: CommandRun, environment: Mapping[str, str]) -> SavedCheckpoints | None:
+        """What to do with the checkpoints that the command reports. None if they need no more than to be reported."""
+        spec = run.checkpoint
+        if spec is None or (spec.verify is None and spec.keep is None):
+            return None
+        directory = self._settings.checkpoint_dir
+        return SavedCheckpoints(
+            directory=Path(directory) if directory is not None else None,
+            verify=resolve_script_paths(spec.verify, environment) if spec.verify is not None else None,
+            keep=spec.keep,
+            environment=environment,
+        )
+
     def _report_file(self, generation: int, rank: int) -> str:
         """The path of the file to which a command reports its progress."""
         if self._directory is None:
-            self._directory = TemporaryDirectory(prefix="meshwright-")
+            places = temporary_directories(self._environment)
+            self._directory = TemporaryDirectory(prefix="meshwright-", dir=places[0] if places else None)
         return str(Path(self._directory.name) / f"report-{generation}-{rank}.jsonl")
 
     def remove(self, rank: int) -> None:
@@ -230,6 +251,10 @@ class Launcher:
         if self._directory is not None:
             self._directory.cleanup()
         self._port.release()
+
+
+def _log_patterns(run: CommandRun) -> LogPatterns:
+    return LogPatterns(run.progress.patterns if run.progress is not None else None)
 
 
 def bind_to_numa_node(pid: int, local_rank: int, local_ranks: int, host: Host | None = None) -> None:

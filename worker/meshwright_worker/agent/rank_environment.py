@@ -57,6 +57,9 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
         # Without it torch reuses a store across restarts and reads the previous generation's keys.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+    if document.resume is not None:
+        environment[labels.ENV_RESUME_PATH] = document.resume.path
+        environment[labels.ENV_RESUME_STEP] = str(document.resume.step)
     if settings.checkpoint_uri:
         environment[labels.ENV_CHECKPOINT_URI] = settings.checkpoint_uri
     if settings.checkpoint_dir:

@@ -21,6 +21,7 @@ from meshwright_worker.agent.events import EventQueue, OutputWritten, ProgressLo
 from meshwright_worker.command.log_patterns import LogPatterns
 from meshwright_worker.command.progress import CommandProgress
 from meshwright_worker.command.report_line import parse_report
+from meshwright_worker.command.saved_checkpoints import SavedCheckpoints
 from meshwright_worker.evidence.tail_buffer import TailBuffer
 from meshwright_worker.rank import messages
 
@@ -35,6 +36,8 @@ OUTPUT_EVENT_SECONDS = 1.0
 
 # A process that a rank left behind may keep its pipes open; the rank's last output arrives long before this.
 OUTPUT_DRAIN_SECONDS = 1.0
+VERIFY_SECONDS = 30.0
+"""Time for the verification of a checkpoint that a command has reported just before it exited."""
 REPORT_BYTES = MAX_LINE
 """Maximum size of a line of a report file."""
 EVENT_BYTES = 1 << 20
@@ -174,6 +177,8 @@ class RankHandle:
     """Ends `reports` once no process has it open for writing."""
     patterns: LogPatterns | None = None
     """Finds the progress of the user's command in its log. None if nothing is searched."""
+    checkpoints: SavedCheckpoints | None = None
+    """Verifies and retains the checkpoints that the user's command reports. None if each counts, and all stay."""
     written: RankOutput = field(default_factory=RankOutput)
     """The end of what it has written."""
     current: CurrentGeneration = field(default_factory=CurrentGeneration)
@@ -209,6 +214,8 @@ async def supervise(
         code = await handle.wait()
         handle.close_reports()
         await asyncio.wait(readers, timeout=OUTPUT_DRAIN_SECONDS)
+        if watched is not None:
+            await watched.verified(VERIFY_SECONDS)
     finally:
         for reader in readers:
             reader.cancel()
@@ -229,6 +236,9 @@ class _ProgressWatch:
         self._patterns = handle.patterns
         self._progress = CommandProgress()
         self._warned = False
+        self._checkpoints = handle.checkpoints
+        self._saved: messages.CheckpointSaved | None = None
+        self._verification: asyncio.Task[None] | None = None
 
     def on_line(self, line: str) -> None:
         """Search a line of the log, unless the command reports its progress in its file."""
@@ -251,7 +261,29 @@ class _ProgressWatch:
                 continue
             self._patterns = None
             for message in self._progress.messages(found, time.monotonic()):
+                if isinstance(message, messages.CheckpointSaved) and self._checkpoints is not None:
+                    self._verify(self._checkpoints, message)
+                else:
+                    self._event_queue.put_nowait(RankMessageReceived(self._generation, self._rank, message))
+
+    def _verify(self, checkpoints: SavedCheckpoints, message: messages.CheckpointSaved) -> None:
+        """Report a checkpoint once it is verified. While one is verified, only the newest other one waits."""
+        self._saved = message
+        if self._verification is None or self._verification.done():
+            self._verification = asyncio.create_task(self._verify_newest(checkpoints))
+
+    async def _verify_newest(self, checkpoints: SavedCheckpoints) -> None:
+        while (message := self._saved) is not None:
+            self._saved = None
+            if await checkpoints.accept(message.step, message.path):
                 self._event_queue.put_nowait(RankMessageReceived(self._generation, self._rank, message))
+
+    async def verified(self, seconds: float) -> None:
+        """Wait until no checkpoint is being verified; after `seconds`, stop the verification."""
+        if self._verification is None:
+            return
+        await asyncio.wait([self._verification], timeout=seconds)
+        self._verification.cancel()
 
 
 async def _read_events(
@@ -365,6 +397,8 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
     try:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            # An injected agent ignores what the user's image says to Python, and its guards do too.
+            *(("-I",) if sys.flags.isolated else ()),
             *("-m", "meshwright_worker.rank.command_guard", *command),
             stdin=lifeline_read,
             stdout=output_write,

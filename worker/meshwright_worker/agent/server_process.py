@@ -7,6 +7,7 @@ of after them.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import socket
 import subprocess
@@ -29,6 +30,11 @@ def process_environment(inherited: Mapping[str, str]) -> dict[str, str]:
     environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **inherited, **user_variables(inherited)}
     environment.pop(labels.ENV_TOKEN, None)
     return environment
+
+
+def runtime_installed() -> bool:
+    """Whether this agent can run Meshwright's runtime. One that was injected into the user's image cannot."""
+    return importlib.util.find_spec("torch") is not None
 
 
 class ServerProcess:

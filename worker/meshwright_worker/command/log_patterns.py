@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Sequence
 
 import regex
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 
 MAX_SEARCHED = 1024
 """Characters of a line that are searched."""
+_COLORS = re.compile(r"\x1b\[[0-9;]{0,16}m")
+"""Escape sequences of terminals: torchtitan colors its lines."""
 DEADLINE_SECONDS = 0.02
 MAX_TIMEOUTS = 3
 
@@ -37,6 +40,7 @@ class LogPatterns:
 
     def read(self, line: str) -> ReportedStep | None:
         """The progress that a line of the log reports, or None."""
+        line = _COLORS.sub("", line[: 2 * MAX_SEARCHED])
         for pattern in list(self._patterns):
             try:
                 match = pattern.search(line[:MAX_SEARCHED], timeout=DEADLINE_SECONDS)
@@ -49,6 +53,9 @@ class LogPatterns:
 
     def _progress(self, found: dict[str, str | None]) -> ReportedStep | None:
         step, total = _count(found.get("step")), _count(found.get("total_steps"))
+        epoch = _count(found.get("epoch"))
+        if epoch is not None and step is not None and total is not None:
+            step, total = epoch * total + step, None
         if self._fixes_total and total is not None:
             # The bars of evaluations and data sets look like that of the training, which comes first.
             self._total = self._total or total

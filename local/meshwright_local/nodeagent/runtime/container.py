@@ -16,6 +16,7 @@ from meshwright_local.kube import timestamps
 from meshwright_local.kube.quantities import integer_value
 from meshwright_local.nodeagent import volumes
 from meshwright_local.nodeagent.runtime import environment, probes
+from meshwright_local.nodeagent.runtime.images import find_image
 from meshwright_local.nodeagent.runtime.mount_namespace import FileSystemView, Mount
 from meshwright_local.nodeagent.runtime.process import Process, ProcessSpec, StartError
 from meshwright_local.nodeagent.sandbox import API_ERRORS, PodSpecError, Sandbox
@@ -177,24 +178,35 @@ class Container:
     async def _command(self) -> ProcessSpec:
         """Return the process to run. Everything that the spec refers to is read again for each run."""
         sandbox, spec, isolated = self._sandbox, self.spec, self._sandbox.host.isolated
+        image = find_image(sandbox.host.images, self.status["image"])
+        if image is not None and not isolated:
+            raise PodSpecError(
+                f"image {self.status['image']!r} has its own root directory, which needs a node agent with the "
+                "capability SYS_ADMIN: run the cluster as root",
+                "CreateContainerError",
+            )
         values = await environment.declared_environment(sandbox, spec)
-        command_line = environment.command(spec, values)
+        command_line = environment.command(spec, values, image)
         root = sandbox.directory / "root" / self.name
         for directory in (self.logs, self._message.parent, root):
             directory.mkdir(parents=True, exist_ok=True)
         self._message.write_bytes(b"")
         message = Mount(str(self._message), spec.get("terminationMessagePath") or "/dev/termination-log")
         self._mounts = [*volumes.mounts(sandbox, spec, values), message]
-        env = environment.base_environment(sandbox) | {name: self._path(value) for name, value in values.items()}
-        cwd = Path(self._path(spec.get("workingDir") or str(sandbox.home)))
+        env = environment.base_environment(sandbox, image) | {name: self._path(value) for name, value in values.items()}
+        default = str(sandbox.home) if image is None else image.working_directory
+        cwd = Path(self._path(spec.get("workingDir") or default))
         if not isolated and not cwd.is_dir():  # noqa: ASYNC240
             # A container runtime creates a missing working directory in the container's own file system.
             cwd = sandbox.home / str(cwd).lstrip("/")
             cwd.mkdir(parents=True, exist_ok=True)
         self._template = ProcessSpec([], env, cwd)
-        own = {sandbox.home: str(sandbox.home), sandbox.temporary: str(sandbox.temporary), sandbox.hosts: "/etc/hosts"}
+        own = {sandbox.hosts: "/etc/hosts"}
+        if image is None:
+            own |= {path: str(path) for path in (sandbox.home, sandbox.temporary)}
         mounts = [*self._mounts, *(Mount(str(path), target) for path, target in own.items())]
-        view = FileSystemView(str(root), sandbox.hostname, mounts) if isolated else None
+        root_of = str(image.root) if image is not None else ""
+        view = FileSystemView(str(root), sandbox.hostname, mounts, root_of) if isolated else None
         return self._spec(command_line, log=self.log, view=view)
 
     def _spec(self, command_line: Sequence[str], **more: Any) -> ProcessSpec:

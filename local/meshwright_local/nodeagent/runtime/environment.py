@@ -3,13 +3,14 @@
 Containers get the following here in addition to their spec:
 
 - `PATH` begins with the directory of this interpreter, so that `python` and `meshwright-worker` are those of this
-  installation, as they are the image's in a cluster. There are no images: a container without a command runs the
-  program on `PATH` with the name of its image, `meshwright-operator` for `registry/meshwright-operator:1.0`.
+  installation, as they are the image's in a cluster. A container without a command runs the program on `PATH` with the
+  name of its image, `meshwright-operator` for `registry/meshwright-operator:1.0`.
 - `HOME` and the working directory are a directory of the pod, and `TMPDIR` one with a short name, so that nothing is
   left behind.
 - `GLOO_SOCKET_IFNAME=lo`: pods have addresses of the loopback network. Otherwise Gloo uses the interface that the host
   name resolves to, which on a laptop may not exist or may be behind a firewall.
 - `CUDA_VISIBLE_DEVICES` is empty: GPUs of these nodes are simulated, even on a machine that has real ones.
+- A container whose image has its own root directory (`images.py`) gets only the last two, and what its image says.
 - With a service account, the address of the API server: the two variables that clients in a pod read, or `KUBECONFIG`
   if credentials cannot be mounted.
 """
@@ -27,6 +28,7 @@ from urllib.parse import urlsplit
 from meshwright.api.objects import KubeObject
 from meshwright_local.kube.quantities import milli_value
 from meshwright_local.kube.resources import CONFIG_MAPS, SECRETS
+from meshwright_local.nodeagent.runtime.images import PATH, Image
 from meshwright_local.nodeagent.sandbox import PodSpecError, Sandbox
 
 _EXPANSION = re.compile(r"\$\$|\$\(([A-Za-z_.-][A-Za-z0-9_.-]*)\)")
@@ -34,17 +36,13 @@ _ENTRY = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
 _PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '/usr/local/bin:/usr/bin:/bin')}"
 
 
-def base_environment(sandbox: Sandbox) -> dict[str, str]:
-    """Return the environment that every container of a pod has, regardless of its spec."""
-    result = {
-        "PATH": _PATH,
-        "HOME": str(sandbox.home),
-        "HOSTNAME": sandbox.hostname,
-        "LANG": "C.UTF-8",
-        "TMPDIR": str(sandbox.temporary),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+def base_environment(sandbox: Sandbox, image: Image | None = None) -> dict[str, str]:
+    """Return the environment that a container has, regardless of its spec; `image` has its own root directory."""
+    if image is None:
+        own = {"PATH": _PATH, "HOME": str(sandbox.home), "LANG": "C.UTF-8", "TMPDIR": str(sandbox.temporary)}
+    else:
+        own = {"PATH": PATH, "HOME": "/", **image.environment}
+    result = {**own, "HOSTNAME": sandbox.hostname, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     server = urlsplit(sandbox.host.client.connection.url)
     if sandbox.account is not None and sandbox.host.isolated:
         result |= {"KUBERNETES_SERVICE_HOST": str(server.hostname), "KUBERNETES_SERVICE_PORT": str(server.port)}
@@ -88,14 +86,19 @@ async def _value(sandbox: Sandbox, container: KubeObject, source: KubeObject) ->
     raise PodSpecError(f"couldn't find key {reference['key']} in {where}")
 
 
-def command(container: KubeObject, values: Mapping[str, str]) -> list[str]:
+def command(container: KubeObject, values: Mapping[str, str], image: Image | None = None) -> list[str]:
     """Return the argv of a container, with variables replaced.
 
     Raises:
-        PodSpecError: It has no command, and PATH has no program with the image's name.
+        PodSpecError: It has no command, and neither has its image; without an own root directory, PATH has no program
+            with the image's name.
     """
     command_line = [*(container.get("command") or ()), *(container.get("args") or ())]
-    if not container.get("command"):
+    if image is not None and not container.get("command"):
+        command_line = [*image.entrypoint, *(container.get("args") or image.command)]
+        if not command_line:
+            raise PodSpecError("no command specified: set spec.containers[].command", "CreateContainerError")
+    elif not container.get("command"):
         program = re.split("[:@]", container.get("image", "").rpartition("/")[2])[0]
         if not program or shutil.which(program, path=_PATH) is None:
             why = f"there are no images here, and no program {program!r} on PATH: set spec.containers[].command"

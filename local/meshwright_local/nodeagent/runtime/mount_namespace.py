@@ -2,14 +2,17 @@
 
 The view is an overlay: its lower layer is the machine's root, its upper layer a tmpfs, so mount points can be created
 anywhere and nothing stays on the machine. The machine's other file systems are mounted on it, then the container's
-volumes, each at its `mountPath`. Everything belongs to a mount namespace of the container's processes, which the kernel
-removes with the last of them. A UTS namespace gives the container its pod's host name. Files of the lower layer share
-the machine's page cache, so programs start as fast as outside. This requires CAP_SYS_ADMIN.
+volumes, each at its `mountPath`. If the container's image has its own root directory, that is the lower layer, and of
+the machine's file systems there are only /dev, /proc and /sys, as in a container. Everything belongs to a mount
+namespace of the container's processes, which the kernel removes with the last of them. A UTS namespace gives the
+container its pod's host name. Files of the lower layer share the machine's page cache, so programs start as fast as
+outside. This requires CAP_SYS_ADMIN.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import socket
 from collections.abc import Sequence
@@ -17,6 +20,7 @@ from typing import NamedTuple
 
 _NEWNS, _NEWUTS = 0x00020000, 0x04000000
 _RDONLY, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 1 << 5, 1 << 12, 1 << 14, 1 << 18
+_MOST_LINKS = 40
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -34,6 +38,13 @@ class FileSystemView(NamedTuple):
     root: str
     hostname: str
     mounts: Sequence[Mount]
+    image: str = ""
+    """Root directory of the image. Empty: that of the machine."""
+
+
+_SYSTEM = ("/dev", "/proc", "/sys")
+_SYSTEM_FILES = ("/etc/resolv.conf",)
+"""What container runtimes mount, whatever the image has."""
 
 
 def enter(view: FileSystemView) -> None:
@@ -45,24 +56,18 @@ def enter(view: FileSystemView) -> None:
     _check(_LIBC.unshare(_NEWNS | _NEWUTS), "unshare")
     socket.sethostname(view.hostname)
     _mount(None, "/", flags=_REC | _PRIVATE)
-    # Links such as /var/run must be resolved inside the view. The machine's root has the same ones.
-    mounts = [Mount(source, os.path.realpath(target), read_only) for source, target, read_only in view.mounts]
-    with open("/proc/self/mountinfo", encoding="utf-8") as file:
-        points = dict.fromkeys(line.split()[4].encode().decode("unicode_escape") for line in file)
+    # Links such as /var/run must be resolved inside the view.
+    mounts = [
+        Mount(source, _resolved(view.image or "/", target), read_only) for source, target, read_only in view.mounts
+    ]
+    points = _mount_points()
     _mount("tmpfs", view.root, "tmpfs", data="mode=755")
     merged = f"{view.root}/view"
     os.mkdir(merged)
-    for number, point in enumerate(points):
-        new = (mount.target for mount in mounts if not os.path.lexists(mount.target))
-        if point == "/" or any(target.startswith(point + "/") for target in new):
-            # The upper layer for mount points, copied on write.
-            upper, work = f"{view.root}/upper{number}", f"{view.root}/work{number}"
-            os.mkdir(upper)
-            os.mkdir(work)
-            _mount("overlay", merged + point, "overlay", data=f"lowerdir={point},upperdir={upper},workdir={work}")
-        else:
-            # A file system that is hidden below another cannot be mounted, and is not visible anyway.
-            _mount(point, merged + point, flags=_BIND, optional=True)
+    if view.image:
+        mounts += _mount_image(view, merged)
+    else:
+        _mount_machine(view, merged, mounts, points)
     for source, target, read_only in sorted(mounts, key=lambda mount: mount.target.count("/")):
         place = merged + target
         if os.path.isdir(source):
@@ -75,6 +80,61 @@ def enter(view: FileSystemView) -> None:
             _mount(None, place, flags=_BIND | _REMOUNT | _RDONLY)
     os.chroot(merged)
     os.chdir("/")
+
+
+def _mount_image(view: FileSystemView, merged: str) -> list[Mount]:
+    """Mount the image's root, and return what is to be mounted on it besides the container's volumes."""
+    lower, upper, work = (f"{view.root}/{name}" for name in ("lower", "upper", "work"))
+    for directory in (lower, upper, work):
+        os.mkdir(directory)
+    # The colon in the name of an image would separate two layers.
+    _mount(view.image, lower, flags=_BIND)
+    _mount("overlay", merged, "overlay", data=f"lowerdir={lower},upperdir={upper},workdir={work}")
+    files = (path for path in _SYSTEM_FILES if os.path.exists(path))
+    return [Mount(path, _resolved(view.image, path)) for path in (*_SYSTEM, *files)]
+
+
+def _mount_points() -> list[str]:
+    """The directories of the machine on which file systems are mounted, each once."""
+    with open("/proc/self/mountinfo", encoding="utf-8") as file:
+        return list(dict.fromkeys(line.split()[4].encode().decode("unicode_escape") for line in file))
+
+
+def _mount_machine(view: FileSystemView, merged: str, mounts: Sequence[Mount], points: Sequence[str]) -> None:
+    """Mount the machine's root and its other file systems."""
+    for number, point in enumerate(points):
+        new = (mount.target for mount in mounts if not os.path.lexists(mount.target))
+        if point == "/" or any(target.startswith(point + "/") for target in new):
+            # The upper layer for mount points, copied on write.
+            upper, work = f"{view.root}/upper{number}", f"{view.root}/work{number}"
+            os.mkdir(upper)
+            os.mkdir(work)
+            _mount("overlay", merged + point, "overlay", data=f"lowerdir={point},upperdir={upper},workdir={work}")
+        else:
+            # A file system that is hidden below another cannot be mounted, and is not visible anyway.
+            _mount(point, merged + point, flags=_BIND, optional=True)
+
+
+def _resolved(root: str, path: str) -> str:
+    """A path with its links followed as a process with this root does."""
+    if root == "/":
+        return os.path.realpath(path)
+    found, waiting = "/", path.split("/")
+    for _ in range(_MOST_LINKS):
+        while waiting:
+            part = waiting.pop(0)
+            if part == "..":
+                found = os.path.dirname(found)
+            elif part not in ("", "."):
+                found = os.path.join(found, part)
+                if os.path.islink(root + found):
+                    break
+        else:
+            return found
+        link = os.readlink(root + found)
+        waiting = [*link.split("/"), *waiting]
+        found = "/" if link.startswith("/") else os.path.dirname(found)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
 
 
 def join(pid: int) -> None:

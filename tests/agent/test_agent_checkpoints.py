@@ -1,0 +1,55 @@
+"""Real agents whose command reports checkpoints: only those that are verified are reported to the coordinator."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from meshwright.api.checkpoint import CheckpointSpec
+from meshwright.protocol.messages import AgentState, CheckpointCommit
+from tests.agent.support import Coordinator, mesh, until
+from tests.agent.test_agent_commands import StartAgent, python, reported
+from tests.runs import command_run
+
+SAVES = """
+import json, os, time
+print("resumes from", os.environ["MESHWRIGHT_RESUME_PATH"], "at", os.environ["MESHWRIGHT_RESUME_STEP"], flush=True)
+directory = DIRECTORY
+report = open(os.environ["MESHWRIGHT_REPORT_FILE"], "a", buffering=1)
+for step, text in ((1, "complete"), (2, "half")):
+    path = f"{directory}/step-{step}"
+    with open(path, "w") as file:
+        file.write(text)
+    report.write(json.dumps({"step": step, "loss": 2.5, "checkpoint": path}) + "\\n")
+    while step == 1 and not os.path.exists(f"{directory}/seen"):
+        time.sleep(0.05)
+"""
+VERIFY = "import os, sys; sys.exit(open(os.environ['MESHWRIGHT_CHECKPOINT_PATH']).read() != 'complete')"
+
+
+async def test_a_checkpoint_counts_once_it_is_verified(
+    coordinator: Coordinator, start_agent: StartAgent, tmp_path: Path
+) -> None:
+    agent = start_agent()
+    hellos = await coordinator.gang(1, above=0)
+    run = command_run(python(SAVES.replace("DIRECTORY", repr(str(tmp_path)))))
+    run.checkpoint = CheckpointSpec(claim_name="c", verify=[sys.executable, "-c", VERIFY])
+    document = mesh(1, run, hellos, 1)
+    document.resume = CheckpointCommit(step=7, time="2026-01-01T00:00:00Z", path="/c/step-7")
+    coordinator.announce(document)
+
+    def saved() -> bool:
+        report = coordinator.last(0)
+        return report is not None and report.checkpoint is not None
+
+    await until(saved, 30, lambda: agent.log)
+    (tmp_path / "seen").touch()
+    await reported(coordinator, AgentState.COMPLETE, 1)
+    report = coordinator.last(0)
+    assert report is not None
+    assert report.checkpoint is not None
+    assert (report.checkpoint.step, report.checkpoint.path) == (1, str(tmp_path / "step-1"))
+    assert report.progress is not None
+    assert report.progress.step == 2
+    assert "the checkpoint of step 2 at" in agent.log
+    assert "resumes from /c/step-7 at 7" in agent.log

@@ -1,0 +1,76 @@
+"""The environment of a command's ranks is that of torchrun in the same world."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.api import labels
+from meshwright.protocol.messages import MeshRequest
+from meshwright_local.nodeagent.network.addresses import free_port
+from meshwright_worker.agent.launcher import TORCHRUN
+from meshwright_worker.agent.rank_environment import rank_environment
+from tests.agent.support import mesh
+from tests.agent.test_parts import settings
+from tests.runs import command_run
+
+DUMP = """
+import json, os, sys
+names = {name: value for name, value in os.environ.items() if name not in json.loads(sys.argv[2])}
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    json.dump(names, file)
+"""
+NOT_OURS = {
+    "TORCHELASTIC_MAX_RESTARTS": "the operator counts restarts",
+    "OMP_NUM_THREADS": "the agent sets it for every process of the pod",
+    "TORCHELASTIC_ERROR_FILE": "where torchrun's own agent expects the error of a rank",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": "a setting of torchrun's own agent",
+}
+DIFFERENT = {
+    "MASTER_ADDR": "the pod of rank 0",
+    "MASTER_PORT": "a free port of that pod",
+    "ROLE_NAME": "",
+    "TORCHELASTIC_USE_AGENT_STORE": "rank 0 hosts the store here",
+}
+ADDED = {"NODE_RANK", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
+"""What we set in addition, apart from our own variables."""
+
+
+@pytest.mark.long
+def test_ranks_have_the_variables_that_torchrun_sets(tmp_path: Path) -> None:
+    nodes, each, restarts, run_id = 2, 2, 3, settings().uid
+    script = tmp_path / "dump.py"
+    script.write_text(DUMP)
+    before = json.dumps(sorted({*os.environ, "LC_CTYPE", "PWD", "SHLVL", "_"}))
+    port = free_port()
+    launchers = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={each}"),
+                *(f"--node-rank={node}", f"--max-restarts={restarts}", f"--rdzv-id={run_id}", "--rdzv-backend=static"),
+                *("--master-addr=127.0.0.1", f"--master-port={port}", str(script), str(tmp_path), before),
+            ]
+        )
+        for node in range(nodes)
+    ]
+    assert [launcher.wait() for launcher in launchers] == [0] * nodes
+    hellos = [
+        MeshRequest(worker=worker, incarnation=0, pod_uid="uid", address=f"10.0.0.{worker}", store_port=21000)
+        for worker in range(nodes)
+    ]
+    document = mesh(1, command_run(["x"], nodes * each), hellos, each)
+    for rank in range(nodes * each):
+        theirs = json.loads((tmp_path / str(rank)).read_text())
+        ours = {**TORCHRUN, **rank_environment(document, document.members[rank // each], rank, settings())}
+        missing = set(theirs) - set(ours) - set(NOT_OURS)
+        assert not missing, f"torchrun sets {missing} too"
+        for name in set(theirs) - set(NOT_OURS) - set(DIFFERENT):
+            assert ours[name] == theirs[name], name
+        own = {name for name in set(ours) - set(theirs) if not name.startswith("MESHWRIGHT_")}
+        assert own == ADDED
+    assert labels.ENV_GENERATION in ours

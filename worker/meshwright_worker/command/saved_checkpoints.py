@@ -1,0 +1,113 @@
+"""The checkpoints that a user's command reports: each is verified before it counts, and old ones are deleted.
+
+Paths that are not absolute are below the checkpoints' directory. Only what is below it is ever deleted. A file of that
+directory lists the checkpoints, because the pod that reports the next one may be another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.api import labels
+
+log = logging.getLogger(__name__)
+
+LIST_NAME = ".meshwright-checkpoints.json"
+MAX_LISTED = 1000
+LAST_CHARACTERS = 500
+"""Characters of the output of a verification that are logged if it fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoints:
+    """What to do with the checkpoints of one job."""
+
+    directory: Path | None
+    verify: Sequence[str] | None
+    """Command that exits with 0 if a checkpoint is complete. None: every one counts."""
+    keep: int | None
+    """Number of checkpoints to retain. None: all."""
+    environment: Mapping[str, str]
+
+    async def accept(self, step: int, path: str) -> bool:
+        """Whether a checkpoint counts. If it does, the oldest ones may be deleted."""
+        place = str(self.directory / path) if self.directory is not None else path
+        if self.verify is not None and not await self._is_valid(step, place):
+            return False
+        if self.keep is not None and self.directory is not None:
+            try:
+                await asyncio.to_thread(self._retain, self.directory, step, place, self.keep)
+            except OSError as error:
+                log.warning("old checkpoints cannot be deleted: %s", error)
+        return True
+
+    async def _is_valid(self, step: int, place: str) -> bool:
+        assert self.verify is not None
+        variables = {labels.ENV_CHECKPOINT_PATH: place, labels.ENV_CHECKPOINT_STEP: str(step)}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self.verify,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**self.environment, **variables},
+                start_new_session=True,
+            )
+        except OSError as error:
+            log.warning("`checkpoint.verify` cannot run, so step %d does not count: %s", step, error)
+            return False
+        try:
+            output, _ = await process.communicate()
+        except asyncio.CancelledError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            raise
+        if process.returncode:
+            text = output.decode(errors="replace").strip()[-LAST_CHARACTERS:]
+            log.warning(
+                "the checkpoint of step %d at %s is not valid (code %d): %s", step, place, process.returncode, text
+            )
+        return process.returncode == 0
+
+    def _retain(self, directory: Path, step: int, place: str, keep: int) -> None:
+        """List the checkpoint as the newest one, and delete those that are too many."""
+        listed = [entry for entry in _read(directory / LIST_NAME) if entry[1] != place]
+        listed.append((step, place))
+        kept = listed[-keep:]
+        for _, old in listed[:-keep]:
+            # One that contains a newer one is deleted with that.
+            if not any(Path(newer).is_relative_to(old) for _, newer in kept):
+                _delete(directory, Path(old))
+        temporary = directory / f"{LIST_NAME}.new"
+        temporary.write_text(json.dumps(kept[-MAX_LISTED:]))
+        os.replace(temporary, directory / LIST_NAME)
+
+
+def _read(path: Path) -> list[tuple[int, str]]:
+    """The checkpoints that are listed; none if the list is missing or damaged."""
+    try:
+        return [(int(step), str(place)) for step, place in json.loads(path.read_text())]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def _delete(directory: Path, path: Path) -> None:
+    inside, real = os.path.realpath(directory), os.path.realpath(path)
+    if real == inside or not Path(real).is_relative_to(inside):
+        log.warning("the checkpoint %s is not below %s, so it is not deleted", path, directory)
+        return
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("the checkpoint %s cannot be deleted: %s", path, error)
