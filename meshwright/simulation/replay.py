@@ -16,7 +16,7 @@ from meshwright.simulation.inputs import FaultKind, Inputs, Saves
 from meshwright.simulation.run import RESCALED
 from meshwright.simulation.setting import Policy, Setting
 
-PLANNED = frozenset({"NodeDrained", RESCALED, "SpecChanged", "JobPreempted"})
+PLANNED = frozenset({"NodeDrained", RESCALED, "Rebalanced", "SpecChanged", "JobPreempted"})
 """Causes of restarts that no failure has. The ranks save a checkpoint first."""
 NOT_SIMULATED = (TimeCause.QUEUED, TimeCause.SUSPENDED)
 """Time that depends on the cluster and the user, and not on the job."""

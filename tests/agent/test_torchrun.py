@@ -46,7 +46,7 @@ def test_ranks_have_the_variables_that_torchrun_sets(tmp_path: Path) -> None:
     nodes, each, restarts, run_id = 2, 2, 3, settings().uid
     script = tmp_path / "dump.py"
     script.write_text(DUMP)
-    before = json.dumps(sorted({*os.environ, "LC_CTYPE", "PWD", "SHLVL", "_"}))
+    before = json.dumps(sorted({*os.environ, "LC_CTYPE", "PWD", "SHLVL", "_", "LINES", "COLUMNS"}))
     port = free_port()
     launchers = [
         subprocess.Popen(

@@ -80,7 +80,8 @@ def test_a_run_from_start_to_end(pool: RankPool, tmp_path: Path, text: Path) -> 
     assert [report.samples for report in recorder.reports] == [8 * step for step in range(1, 9)]
     stalls = [report.checkpoint_stall_seconds for report in recorder.reports]
     assert stalls[:3] == [0.0] * 3, "nothing is saved before step 3"
-    assert 0 < stalls[3] == stalls[5] < stalls[6] == stalls[7], "steps 3 and 6 were saved"
+    # Step 6, after which another save is due, waits for the one of step 3.
+    assert 0 < stalls[3] <= stalls[5] < stalls[6] <= stalls[7], "steps 3 and 6 were saved"
     assert recorder.checkpoints == [3, 6, 8]
     assert [other.checkpoints for _, other in others] == [[]]
     assert recorder.reports[-1].loss < recorder.reports[0].loss

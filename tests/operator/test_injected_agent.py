@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from meshwright_operator.profiles.profile import Profile
 
 from meshwright.api.labels import AGENT_MOUNT
 from meshwright.api.parsing import parse_spec
 from meshwright.api.status import WorkerPlacement
 from meshwright.planner.cluster.pod_resources import pod_request
+from meshwright.profiles.profile import Profile
 from meshwright_operator.decide.pod_problems import fix_for
 from meshwright_operator.kube.pod_info import read_pod
 from meshwright_operator.manifests.worker_pod import PodContext, worker_pod

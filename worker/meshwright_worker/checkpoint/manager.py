@@ -208,6 +208,11 @@ class CheckpointManager:
         if wait and (failed := self.report(wait=True)) and self._durable != state.step:
             raise save_error(failed)
 
+    @property
+    def saves(self) -> bool:
+        """Whether a save is in progress on this rank."""
+        return self._saver.busy
+
     def wait_for_copy(self) -> None:
         """Wait until parameters and moments may change again. Not collective."""
         self._saver.wait_for_copy()

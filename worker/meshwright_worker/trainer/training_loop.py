@@ -191,7 +191,7 @@ class TrainingLoop:
 
     def _wait_for_save(self, number: int) -> None:
         """Let a save in progress end before a step after which another one is due, for a limited time."""
-        if self._checkpoint_manager is not None:
+        if self._checkpoint_manager is not None and self._checkpoint_manager.saves:
             started_at = time.monotonic()
             self._checkpoint_manager.wait_before(number)
             self._stall_seconds += time.monotonic() - started_at
@@ -218,7 +218,7 @@ class TrainingLoop:
 
     def _wait_for_copy(self) -> None:
         """An update waits for the copy that is being made of what it changes."""
-        if self._checkpoint_manager is not None:
+        if self._checkpoint_manager is not None and self._checkpoint_manager.saves:
             started_at = time.monotonic()
             self._checkpoint_manager.wait_for_copy()
             self._stall_seconds += time.monotonic() - started_at
