@@ -168,8 +168,7 @@ def test_training_resumes_from_a_checkpoint_as_if_it_had_not_stopped(pool: RankP
     pool.run(train_fully, run, -1, None, 12, checkpoint_dir=tmp_path / "cut", data_dir=text)
     again = pool.run(train_fully, run, checkpoint_dir=tmp_path / "cut", data_dir=text)
     assert again[0][0] is Outcome.COMPLETE
-    # The save of step 8 was perhaps not durable yet, or waited for that of step 4.
-    assert again[0][1].began_at in (4, 8, 9, 10, 11)
+    assert again[0][1].began_at in (4, 8)  # the save of step 8 was perhaps not durable yet
     assert again[0][1].reports[-1].loss == whole[0][1].reports[-1].loss
     assert [report.step for report in whole[0][1].reports] == list(range(1, 13))
     assert [report.samples for report in whole[0][1].reports] == [8 * step for step in range(1, 13)]

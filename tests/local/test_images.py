@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from os.path import exists
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,10 @@ async def test_a_container_sees_its_image_and_its_volumes_only(kit: Kit) -> None
     root = shell_image(directory, Env=["PATH=/bin", "STAGE=test"], WorkingDir="/work")
     needs_views(kit)
     mounts = [{"name": "a", "mountPath": "/var/run/a"}]
-    script = 'echo / /*; echo "$PATH $STAGE $PWD ${TMPDIR-unset} $HOME"; echo hello > /var/run/a/file; echo kept > /new'
+    script = (
+        'echo / /*; echo "$PATH $STAGE $PWD ${TMPDIR-unset} $HOME"; echo hello > /var/run/a/file; echo kept > /new; '
+    )
+    script += "echo bye > /dev/termination-log; echo nothing > /dev/null"
     volumes = {"volumes": [{"name": "a", "emptyDir": {}}]}
     await kit.pod("image", "sh", "-c", script, spec=volumes, image="team/shell:1", volumeMounts=mounts)
     pod = await kit.ended("image")
@@ -56,6 +60,8 @@ async def test_a_container_sees_its_image_and_its_volumes_only(kit: Kit) -> None
     assert set(first.split()) <= set(expected.split())
     assert second == "/bin test /work unset /"
     assert not (root / "new").exists(), "what containers write is not part of the image"
+    assert pod["status"]["containerStatuses"][0]["state"]["terminated"]["message"] == "bye\n"
+    assert not exists("/dev/termination-log"), "nor of the machine"  # noqa: ASYNC240
     volume = next(kit.cluster.directory.glob(f"nodes/*/pods/{pod['metadata']['uid']}/volumes/a/file"))
     assert volume.read_text() == "hello\n", "the link of the image was followed inside the image"
 

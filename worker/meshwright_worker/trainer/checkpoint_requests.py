@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from meshwright.protocol.run_config import NativeRun
+from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.schedule import BUSY, REQUEST, due_after, tier_bit
 from meshwright_worker.checkpoint.store import Tier
 from meshwright_worker.distributed.mesh import ISLAND, Mesh
@@ -24,6 +25,9 @@ class CheckpointRequests:
 
     def __init__(self, run: NativeRun, mesh: Mesh, events: RankEvents, tiers: Sequence[Tier] = ()) -> None:
         training = run.training
+        self.drains = run.pipeline > 1 and kind_of(run.parallelism.order).asynchronous
+        """Whether a save drains the pipeline, which changes how stale gradients are. Then saves after a number of steps
+        are never postponed: a resumed run would compute something else."""
         self._rounds = RoundSchedule(training.outer.every_steps, training.steps) if training.outer else None
         self._mesh, self._events, self._tiers = mesh, events, tiers
         self._asked = 0
@@ -54,7 +58,7 @@ class CheckpointRequests:
     def due(self, step: int) -> list[int]:
         """The tiers on which all ranks save now, after `step`. Call it once a step, and again after a drain."""
         self._postponed.update(due_after(self._tiers, step))
-        if self._busy or not self._agreed:
+        if not self._agreed or (self._busy and not self.drains):
             return []
         if self._asked & REQUEST:
             return list(range(len(self._tiers)))

@@ -167,6 +167,8 @@ class TrainingLoop:
                     state, stopped = self._drain(state)
                     # The results of a pipeline without flushes may say that the save before is still in progress.
                     if tiers := self._requests.due(number):
+                        if self._requests.drains:
+                            self._checkpoint_manager.report(wait=True)
                         self._save(state, wait=False, tiers=tiers)
                     if stopped:
                         break

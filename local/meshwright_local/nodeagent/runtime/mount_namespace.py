@@ -65,7 +65,7 @@ def enter(view: FileSystemView) -> None:
     merged = f"{view.root}/view"
     os.mkdir(merged)
     if view.image:
-        mounts += _mount_image(view, merged)
+        _mount_image(view, merged, mounts, points)
     else:
         _mount_machine(view, merged, mounts, points)
     for source, target, read_only in sorted(mounts, key=lambda mount: mount.target.count("/")):
@@ -82,16 +82,30 @@ def enter(view: FileSystemView) -> None:
     os.chdir("/")
 
 
-def _mount_image(view: FileSystemView, merged: str) -> list[Mount]:
-    """Mount the image's root, and return what is to be mounted on it besides the container's volumes."""
+def _mount_image(view: FileSystemView, merged: str, mounts: Sequence[Mount], points: Sequence[str]) -> None:
+    """Mount the image's root, and on it what every container has of the machine."""
     lower, upper, work = (f"{view.root}/{name}" for name in ("lower", "upper", "work"))
     for directory in (lower, upper, work):
         os.mkdir(directory)
     # The colon in the name of an image would separate two layers.
     _mount(view.image, lower, flags=_BIND)
     _mount("overlay", merged, "overlay", data=f"lowerdir={lower},upperdir={upper},workdir={work}")
-    files = (path for path in _SYSTEM_FILES if os.path.exists(path))
-    return [Mount(path, _resolved(view.image, path)) for path in (*_SYSTEM, *files)]
+    for path in _SYSTEM:
+        place = merged + _resolved(view.image, path)
+        os.makedirs(place, exist_ok=True)
+        if not _gets_new_paths(path, mounts):
+            _mount(path, place, flags=_BIND | _REC)
+            continue
+        # Mount points such as /dev/termination-log must not appear on the machine.
+        _mount_overlay(view, path, place)
+        for point in (point for point in points if point.startswith(path + "/")):
+            _mount(point, merged + point, flags=_BIND, optional=True)
+    for path in (path for path in _SYSTEM_FILES if os.path.exists(path)):
+        place = merged + _resolved(view.image, path)
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        if not os.path.lexists(place):
+            os.mknod(place)
+        _mount(path, place, flags=_BIND)
 
 
 def _mount_points() -> list[str]:
@@ -102,17 +116,27 @@ def _mount_points() -> list[str]:
 
 def _mount_machine(view: FileSystemView, merged: str, mounts: Sequence[Mount], points: Sequence[str]) -> None:
     """Mount the machine's root and its other file systems."""
-    for number, point in enumerate(points):
-        new = (mount.target for mount in mounts if not os.path.lexists(mount.target))
-        if point == "/" or any(target.startswith(point + "/") for target in new):
-            # The upper layer for mount points, copied on write.
-            upper, work = f"{view.root}/upper{number}", f"{view.root}/work{number}"
-            os.mkdir(upper)
-            os.mkdir(work)
-            _mount("overlay", merged + point, "overlay", data=f"lowerdir={point},upperdir={upper},workdir={work}")
+    for point in points:
+        if point == "/" or _gets_new_paths(point, mounts):
+            _mount_overlay(view, point, merged + point)
         else:
             # A file system that is hidden below another cannot be mounted, and is not visible anyway.
             _mount(point, merged + point, flags=_BIND, optional=True)
+
+
+def _gets_new_paths(directory: str, mounts: Sequence[Mount]) -> bool:
+    """Whether mount points have to be created below a directory of the machine."""
+    new = (mount.target for mount in mounts if not os.path.lexists(mount.target))
+    return any(target.startswith(directory + "/") for target in new)
+
+
+def _mount_overlay(view: FileSystemView, lower: str, place: str) -> None:
+    """Mount a directory of the machine with an upper layer for mount points, copied on write."""
+    number = len(os.listdir(view.root))
+    upper, work = f"{view.root}/upper{number}", f"{view.root}/work{number}"
+    os.mkdir(upper)
+    os.mkdir(work)
+    _mount("overlay", place, "overlay", data=f"lowerdir={lower},upperdir={upper},workdir={work}")
 
 
 def _resolved(root: str, path: str) -> str:
