@@ -2,7 +2,7 @@
 
 A thread of each rank agrees with the others, in a separate group. What needs no other rank, planning and writing, runs
 in the rank's writer process if it has one (`writer_process.py`), otherwise in the thread. At most one save is in
-progress. The next one waits for it on every rank, so that no rank decides by its own clock.
+progress: rank 0 says so to all ranks (`schedule.py`), and a save that begins nevertheless waits on every rank.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What it tells is one number: `REQUEST`, `BUSY`, and a bit for each tier with an interval in time that is due. Intervals
 in steps need no decision: every rank counts. While a save is in progress no other one begins (`BUSY`): a slow store
-delays checkpoints, and not training.
+delays checkpoints, and not training. Only a pipeline without flushes waits, see `CheckpointRequests.drains`.
 """
 
 from __future__ import annotations

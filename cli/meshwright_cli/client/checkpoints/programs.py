@@ -160,16 +160,24 @@ async def export_here(
     )  # fmt: skip
     await _check_exec(client, job)
     async with _start(client, tool_pod(job, tool, secrets.token_hex(4)), options, notify) as run:
-        lines = []
-        async for line in run.log():
-            if line == READY:
-                break
-            lines.append(line)
-        else:
-            raise await _failure(run, lines, tool.memory)
+        lines = await _until_ready(run, tool.memory)
         directory = PodDirectory(client.server, run.namespace, run.name, output)
         await directory.copy_to(target, lambda name, size: notify(f"{name}: {size:,} bytes"))
     return _summary(lines, str(target))
+
+
+async def _until_ready(run: PodRun, memory: str | None) -> list[str]:
+    """What a program has printed when its output is complete.
+
+    Raises:
+        RejectedError: it fails.
+    """
+    lines: list[str] = []
+    async for line in run.log():
+        if line == READY:
+            return lines
+        lines.append(line)
+    raise await _failure(run, lines, memory)
 
 
 def checkpoints_command(action: str, places: Sequence[str], step: int | None, target: str | None = None) -> list[str]:
@@ -227,13 +235,7 @@ async def copy_checkpoint_here(
     tool = Tool("checkpoint", command, memory=options.memory or CHECKPOINTS_MEMORY, has_output=True)
     await _check_exec(client, job)
     async with _start(client, tool_pod(job, tool, secrets.token_hex(4)), options, notify) as run:
-        lines = []
-        async for line in run.log():
-            if line == READY:
-                break
-            lines.append(line)
-        else:
-            raise await _failure(run, lines, tool.memory)
+        lines = await _until_ready(run, tool.memory)
         (copied,) = entries_of(lines)
         name = f"step-{int(copied['step']):08d}"
         if (target / name).exists():
