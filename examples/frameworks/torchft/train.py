@@ -16,8 +16,8 @@ from torchft.ddp import DistributedDataParallel
 
 STEPS = int(os.environ.get("STEPS", "40"))
 PAUSE = float(os.environ.get("PAUSE", "0"))  # seconds after each step, to watch the run
-GROUP = int(os.environ["REPLICA_GROUP"])
-LEAST = int(os.environ.get("LEAST_GROUPS", "1"))
+GROUP = int(os.environ["REPLICA_GROUP_ID"])
+LEAST = int(os.environ.get("TORCHFT_MIN_REPLICAS", "1"))
 
 
 def report(**fields):
