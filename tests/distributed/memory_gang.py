@@ -33,6 +33,8 @@ class Gang:
     checkpoints: Path
     text: Path
     copies: MemoryCopies | None = None
+    live: str = ""
+    """The directory in which ranks write how many bytes of copies they had."""
     generation: int = 0
     ranks: dict[int, RankHandle] = field(default_factory=dict)
     inbox: EventQueue = field(default_factory=asyncio.Queue)
@@ -71,6 +73,7 @@ class Gang:
         for task in tasks_of(self.run, str(self.checkpoints), str(self.text), port=port):
             task = replace(task, generation=self.generation, in_memory=True, memory=memory, copies=self.copies)
             environment = {"FATAL": (fatal or {}).get(task.rank, ""), "STALL": (stall or {}).get(task.rank, "")}
+            environment["LIVE"] = self.live
             if task.rank in kept:
                 handle = self.ranks[task.rank]
                 assert handle.commands is not None
