@@ -42,9 +42,9 @@ class Times:
 class OurLoop:
     """The worker's own step, as its training loop calls it."""
 
-    def __init__(self, run: NativeRun, mesh: Mesh) -> None:
+    def __init__(self, run: NativeRun, mesh: Mesh, *, draw: bool = True) -> None:
         self._data, self._device = run.data, mesh.device
-        self.trainer = Trainer(run, mesh)
+        self.trainer = Trainer(run, mesh, draw=draw)
         self._share = run.training.global_batch_size // mesh.layout.data
         self._first = self._share * mesh.coordinates.data
 

@@ -25,5 +25,5 @@ def test_ranks_on_a_gpu_train_as_on_the_cpu(pool: RankPool, name: str) -> None:
     run = small_run(**{"precision": Precision.FP64, "layers": 2, **LAYOUTS[name]})
     on_gpu, on_cpu = (pool.run(train_staged, run, 2, kind, timeout=300) for kind in ("cuda", "cpu"))
     for got, want in zip(on_gpu, on_cpu, strict=True):
-        # Cosines of the fp32 rotary table differ in the last digit.
-        assert got.value.difference(want.value) < 1e-6
+        # Cosines of the fp32 rotary table differ in the last digit, and Adam divides by the gradient's own size.
+        assert got.value.difference(want.value) < 1e-5
