@@ -3,6 +3,8 @@
 `FATAL=12:backward:2` kills it in the second backward pass of step 12. `STALL=12:agreed` makes a rank wait at a point
 until it leaves its generation: others then make the update of that step, and this one does not. The fork server
 preloads this module, so that every rank has the points.
+
+With `LIVE=DIRECTORY` a rank writes how many bytes of copies in host memory it had at most.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import signal
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from meshwright_worker.in_memory import supervisor
-from meshwright_worker.in_memory.copies import Copier, HostCopy
+from meshwright_worker.in_memory.copies import Copier, HostCopies, HostCopy
 from meshwright_worker.in_memory.gate import MemoryGate
 from meshwright_worker.in_memory.generation import Generation
 from meshwright_worker.models.decoder import DecoderStage
@@ -130,6 +133,23 @@ def _copying() -> None:
     Copier._run = run  # type: ignore[method-assign]
 
 
+def _live_copies() -> None:
+    original = HostCopies.put
+    most = 0
+
+    @functools.wraps(original)
+    def put(self: HostCopies, rank: int, step: int, copy: HostCopy) -> None:
+        nonlocal most
+        original(self, rank, step, copy)
+        live = sum(content.nbytes for content in {id(c.content): c.content for c in self._copies.values()}.values())
+        if os.environ.get("LIVE") and live > most:
+            most = live
+            (Path(os.environ["LIVE"]) / str(os.getpid())).write_text(str(live))
+
+    HostCopies.put = put  # type: ignore[method-assign]
+
+
+_live_copies()
 _around_reduce()
 _copying()
 _in_backward()

@@ -36,6 +36,8 @@ class Gang:
     copies: MemoryCopies | None = None
     image: str | None = None
     """The image that ranks of the next generation say they run."""
+    live: str = ""
+    """The directory in which ranks write how many bytes of copies they had."""
     generation: int = 0
     ranks: dict[int, RankHandle] = field(default_factory=dict)
     inbox: EventQueue = field(default_factory=asyncio.Queue)
@@ -75,6 +77,7 @@ class Gang:
             task = replace(task, generation=self.generation, in_memory=True, memory=memory, copies=self.copies)
             task = replace(task, job=JOB, image=self.image)
             environment = {"FATAL": (fatal or {}).get(task.rank, ""), "STALL": (stall or {}).get(task.rank, "")}
+            environment["LIVE"] = self.live
             if task.rank in kept:
                 handle = self.ranks[task.rank]
                 assert handle.commands is not None
