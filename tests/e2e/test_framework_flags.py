@@ -6,6 +6,7 @@ The scripts are those of examples/frameworks. `FRAMEWORKS_PYTHON` names an inter
 from __future__ import annotations
 
 import pytest
+import pytest_asyncio
 
 from meshwright.api.labels import API_VERSION, KIND
 from meshwright_local.kube.resources import NODES
@@ -46,7 +47,7 @@ def objects(name: str, example: str, framework: str, python: str, changes: dict)
     ]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def large_gpus(stage):
     """Nodes whose GPUs have the memory that these frameworks reserve on a real GPU."""
     nodes = (await stage.client.list(NODES)).items
