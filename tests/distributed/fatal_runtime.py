@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright_worker.in_memory import supervisor
-from meshwright_worker.in_memory.copies import HostCopies, HostCopy
+from meshwright_worker.in_memory.copies import Copier, HostCopies, HostCopy
 from meshwright_worker.in_memory.gate import MemoryGate
 from meshwright_worker.in_memory.generation import Generation
 from meshwright_worker.models.decoder import DecoderStage
@@ -27,12 +27,15 @@ from meshwright_worker.optimizers.adamw import AdamW
 from meshwright_worker.trainer.train import preload, train
 from meshwright_worker.trainer.trainer import StepGate, Trainer
 
-__all__ = ["PASSES", "POINTS", "preload", "supervisor", "train"]
+__all__ = ["COPYING", "JOINING", "PASSES", "POINTS", "preload", "supervisor", "train"]
 
 POINTS = ("forward", "backward", "reduction", "reduced", "agreed", "update", "updated")
 """Where in a step a rank can be killed, in order."""
 JOINING = "joining"
 """The point of a rank that has its groups, and not its state."""
+
+COPYING = "copying"
+"""The point of a rank that has copied its state, and not sent the copy: it may be in the next step by then."""
 
 PASSES = ("forward", "backward")
 """The points that a step of several micro-batches reaches several times."""
@@ -118,6 +121,18 @@ def _joining() -> None:
     Generation.restore = restore  # type: ignore[method-assign]
 
 
+def _copying() -> None:
+    original = Copier._run
+
+    @functools.wraps(original)
+    def run(self: Copier, step: int, own: HostCopy) -> None:
+        if os.environ.get("FATAL") == f"{step}:{COPYING}:1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, step, own)
+
+    Copier._run = run  # type: ignore[method-assign]
+
+
 def _live_copies() -> None:
     original = HostCopies.put
     most = 0
@@ -136,6 +151,7 @@ def _live_copies() -> None:
 
 _live_copies()
 _around_reduce()
+_copying()
 _in_backward()
 _joining()
 _around(Trainer, "_gradients", before="reduction", after="reduced")
