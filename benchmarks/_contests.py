@@ -18,7 +18,8 @@ from meshwright.api.training import OptimizerSpec, TrainingSpec
 from meshwright.data.tokenizers import BYTE_SEPARATOR
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.run_config import NativeRun
-from meshwright_worker.data.batch import make_batch
+from meshwright_worker.data.batch import Batch, make_batch
+from meshwright_worker.data.prefetch import pin_batch
 from meshwright_worker.distributed.mesh import Mesh, join_mesh
 from meshwright_worker.rank.task import RankTask
 from meshwright_worker.trainer.trainer import Trainer
@@ -41,17 +42,21 @@ class Times:
 class OurLoop:
     """The worker's own step, as its training loop calls it."""
 
-    def __init__(self, run: NativeRun, mesh: Mesh) -> None:
-        self._data = run.data
-        self.trainer = Trainer(run, mesh)
+    def __init__(self, run: NativeRun, mesh: Mesh, *, draw: bool = True) -> None:
+        self._data, self._device = run.data, mesh.device
+        self.trainer = Trainer(run, mesh, draw=draw)
         self._share = run.training.global_batch_size // mesh.layout.data
         self._first = self._share * mesh.coordinates.data
 
-    def step(self, number: int, samples: torch.Tensor) -> float:
-        """See `Loop.step`."""
+    def batch(self, samples: torch.Tensor) -> Batch:
+        """A step's batch, page-locked for a GPU, as the training loop's thread makes it during the step before."""
         own = samples[self._first :][: self._share]
         numbers = range(self._first, self._first + self._share)
-        return self.trainer.step(number, make_batch(own, self._data, BYTE_SEPARATOR, numbers)).loss
+        return pin_batch(make_batch(own, self._data, BYTE_SEPARATOR, numbers), self._device)
+
+    def step(self, number: int, samples: torch.Tensor) -> float:
+        """See `Loop.step`."""
+        return self.trainer.step(number, self.batch(samples)).loss
 
 
 class _Timed:

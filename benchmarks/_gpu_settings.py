@@ -26,7 +26,7 @@ class Setting:
     """`training.activationCheckpointing`."""
     master_weights: bool = True
     """fp32 parameters and moments; bf16 ones, rounded stochastically, without."""
-    loss_chunk: int | None = 4096
+    loss_chunk: int | None = 8192
     """`training.lossChunkTokens`."""
     fp8: str | None = None
     """`training.fp8.scaling`."""
@@ -89,6 +89,9 @@ def _bare(model: str, *settings: Setting) -> Entry:
 ENTRIES: tuple[Entry, ...] = (
     _bare("llama-3.2-1b", Setting(4, 2, loss_chunk=None), Setting(2, 4, loss_chunk=None)),
     *_both("llama-3.2-1b", "", Setting(8, 1), Setting(4, 2), Setting(4, 2, "Selective")),
+    Entry(
+        "llama-3.2-1b", "bf16, deterministic", (Setting(8, 1, deterministic=True), Setting(4, 2, deterministic=True))
+    ),
     _bare("llama-3.2-3b", Setting(2, 4, loss_chunk=None, gpu_memory=H200), Setting(1, 8, loss_chunk=None)),
     *_both(
         "llama-3.2-3b",
@@ -116,3 +119,6 @@ ENTRIES: tuple[Entry, ...] = (
     ),
 )
 """A bare loop keeps fp32 parameters under autocast; of 8B that leaves no room for its logits."""
+
+LABELS = tuple(dict.fromkeys(entry.label for entry in ENTRIES))
+"""Names of runs, of any model."""

@@ -8,7 +8,7 @@ torch's allocator held at a time in the measured steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -24,7 +24,7 @@ from benchmarks._report import table
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS
 from meshwright.protocol.run_config import NativeRun
-from meshwright_worker.distributed.mesh import join_mesh
+from meshwright_worker.distributed.mesh import Mesh, join_mesh
 from meshwright_worker.rank.task import RankTask
 from meshwright_worker.trainer.training_loop import step_flops
 
@@ -52,16 +52,15 @@ def train_for(task: RankTask, steps: int, plain: bool) -> Steps | None:
     model, training = task.run.architecture, task.run.training
     with join_mesh(task) as mesh:
         try:
-            loop = _bare(task.run, mesh.device) if plain else OurLoop(task.run, mesh)
-            texts = [random_tokens(model, training, seed) for seed in range(2)]
+            step = _stepper(task.run, mesh, plain=plain)
             for number in range(1, WARM_UP + 1):
-                loop.step(number, texts[number % 2])
+                step(number)
             if mesh.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             seconds, losses = [], []
             for number in range(WARM_UP + 1, WARM_UP + steps + 1):
                 began = time.perf_counter()
-                losses.append(loop.step(number, texts[number % 2]))
+                losses.append(step(number))
                 if mesh.device.type == "cuda":
                     torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - began)
@@ -73,11 +72,35 @@ def train_for(task: RankTask, steps: int, plain: bool) -> Steps | None:
         return Steps(seconds, losses, memory, mfu, work.hardware / typical / work.peak if work.peak else None)
 
 
+def _stepper(run: NativeRun, mesh: Mesh, *, plain: bool) -> Callable[[int], float]:
+    """Take the step of this number and return its loss. Batches are made before: in training, a thread makes them."""
+    texts = [random_tokens(run.architecture, run.training, seed) for seed in range(2)]
+    if plain:
+        bare = _bare(run, mesh.device)
+        return lambda number: bare.step(number, texts[number % 2])
+    ours = OurLoop(run, mesh, draw=False)
+    fill((shard.local for shard in ours.trainer.shards), run)
+    batches = [ours.batch(text) for text in texts]
+    return lambda number: ours.trainer.step(number, batches[number % 2]).loss
+
+
 def _bare(run: NativeRun, device: torch.device) -> Loop:
-    loop = plain_loop(run, 0, device)
-    if run.training.compile and isinstance(loop, PlainLoop):
+    loop = plain_loop(run, 0, device, draw=False)
+    if not isinstance(loop, PlainLoop):
+        raise TypeError("a bare loop on a GPU is one process")
+    fill((parameter.data for parameter in loop.module.parameters()), run)
+    if run.training.compile:
         _compile(loop.module)
     return loop
+
+
+@torch.no_grad()
+def fill(parameters: Iterable[torch.Tensor], run: NativeRun) -> None:
+    """Draw weights on the device: those that training begins with are drawn on the CPU, a minute for 8B."""
+    deviation = (2 / 5 / run.architecture.hidden_size) ** 0.5
+    torch.manual_seed(run.training.seed)
+    for parameter in parameters:
+        parameter.normal_(0, deviation) if parameter.ndim > 1 else parameter.fill_(1)
 
 
 def _compile(module: PlainLlama) -> None:
@@ -86,17 +109,23 @@ def _compile(module: PlainLlama) -> None:
 
 
 def measure_models(
-    models: Sequence[str], steps: int, *, quick: bool, save: Callable[[dict[str, Any]], None] = lambda _: None
+    models: Sequence[str],
+    steps: int,
+    *,
+    quick: bool,
+    runs: Sequence[str] = (),
+    save: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Every entry of the models: prints the table, gives the numbers. `quick` runs two layers of each model.
 
-    `save` gets the numbers after each entry: machines with GPUs are lent for a time.
+    `runs` are labels, of all entries if there are none. `save` gets the numbers after each entry: machines with GPUs
+    are lent for a time.
     """
     numbers: dict[str, Any] = {}
     rows = []
     bare: dict[str, float] = {}
     for entry in ENTRIES:
-        if entry.model not in models:
+        if entry.model not in models or (runs and entry.label not in runs):
             continue
         setting, taken, problem = _first_that_fits(entry, 2 if quick else max(steps, FEWEST_STEPS), quick=quick)
         if setting is None or taken is None:

@@ -34,8 +34,9 @@ class Loop(Protocol):
         """One optimizer step, from 1, on int64 [global batch, length + 1]; the loss, where it is known, or 0."""
 
 
-def plain_loop(run: NativeRun, rank: int, device: torch.device) -> Loop:
-    """The bare loop of a run's layout; torch's default process group has its ranks.
+def plain_loop(run: NativeRun, rank: int, device: torch.device, *, draw: bool = True) -> Loop:
+    """The bare loop of a run's layout; torch's default process group has its ranks. One process may leave its weights
+    without values.
 
     Raises:
         ValueError: there is no bare loop for the layout.
@@ -47,7 +48,8 @@ def plain_loop(run: NativeRun, rank: int, device: torch.device) -> Loop:
     module = PlainLlama(run.architecture).to(device)
     if run.data_parallel > 1:
         shard(module, run.data_parallel, device)
-    draw_weights(module, run.training.seed)
+    if draw:
+        draw_weights(module, run.training.seed)
     return PlainLoop(module, run.training, run.micro_batches, rank, run.data_parallel)
 
 

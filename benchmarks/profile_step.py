@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks._circumstances import circumstances
 from benchmarks._contests import OurLoop, random_tokens, run_of
 from benchmarks._gpu_settings import ENTRIES
-from benchmarks._gpu_throughput import MODELS, device_gibibytes
+from benchmarks._gpu_throughput import MODELS, device_gibibytes, fill
 from benchmarks._ranks import on_ranks
 from benchmarks._report import table, write_json
 from meshwright_worker.distributed.mesh import join_mesh
@@ -34,7 +34,7 @@ KINDS = (
     ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter"),
     ("attention", r"flash|fmha|attention|cudnn.*sdpa"),
     ("pageable copies", r"memcpy.*pageable"),
-    ("copies", r"memcpy|memset|copy_"),
+    ("copies", r"memcpy|memset|(?<!_to_)copy_"),
     ("products", r"gemm|cutlass|cublas|nvjet|::mm|addmm|bmm|matmul|scaled_mm|grouped_mm"),
     ("loss", r"softmax|nll_loss|cross_entropy|logsumexp"),
     ("optimizer", r"adam|multi_tensor|foreach"),
@@ -83,15 +83,16 @@ def summarize(kernels: Iterable[Kernel], step_seconds: float, steps: int) -> Pro
 def profile_steps(task: RankTask) -> Profile:
     """Profile some steps of a rank, after those that warm up."""
     with join_mesh(task) as mesh:
-        loop = OurLoop(task.run, mesh)
-        text = random_tokens(task.run.architecture, task.run.training, 0)
+        loop = OurLoop(task.run, mesh, draw=False)
+        fill((shard.local for shard in loop.trainer.shards), task.run)
+        batch = loop.batch(random_tokens(task.run.architecture, task.run.training, 0))
         for number in range(1, WARM_UP + 1):
-            loop.step(number, text)
+            loop.trainer.step(number, batch)
         cuda = mesh.device.type == "cuda"
         with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
             began = time.perf_counter()
             for number in range(WARM_UP + 1, WARM_UP + STEPS + 1):
-                loop.step(number, text)
+                loop.trainer.step(number, batch)
             if cuda:
                 torch.cuda.synchronize()
             seconds = (time.perf_counter() - began) / STEPS

@@ -22,6 +22,7 @@ import torch
 
 from benchmarks._circumstances import circumstances
 from benchmarks._contests import CLOCKS, contest, run_of
+from benchmarks._gpu_settings import LABELS
 from benchmarks._gpu_throughput import MODELS, measure_models
 from benchmarks._pairs import FEWEST, Ratio, ratio_of
 from benchmarks._ranks import on_ranks
@@ -93,6 +94,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="CPU: steps of each half of a pair; GPU: measured steps")
     parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall", help="CPU: `cpu` on a busy machine")
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), help="GPU: which shapes")
+    parser.add_argument(
+        "--runs", nargs="+", choices=LABELS, default=[], help="GPU: which runs of each, all if left out"
+    )
     args = parser.parse_args()
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     known = circumstances(device)
@@ -102,7 +106,7 @@ def main() -> None:
 
     slow: list[str] = []
     if device == "cuda":
-        measure_models(args.models, args.steps, quick=args.quick, save=save)
+        measure_models(args.models, args.steps, quick=args.quick, runs=args.runs, save=save)
     else:
         slow = on_cpu(args, save)
     if slow and not args.quick:

@@ -11,12 +11,12 @@ from meshwright.api.status import PlanStatus
 from meshwright.api.topology import FabricLevel, TopologySpec
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.layout import Layout
-from meshwright.memory_copies import copies_bytes
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import UnknownModelError, resolve
 from meshwright.planner.cluster.inventory import Inventory, separate_hosts_sentence
 from meshwright.planner.cluster.limits import ClusterLimits
 from meshwright.planner.cluster.pod_resources import Resources, parse_resources, worker_requests
+from meshwright.planner.copies import about_copies, worker_copies_bytes
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.memory import Memory
@@ -40,7 +40,6 @@ from meshwright.planner.search.errors import plan_error
 from meshwright.planner.search.explain_plan import reasons_of_plan
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.spec_request import pinned_request
-from meshwright.planner.units import GIB
 from meshwright.planner.workload import TrainingJob
 from meshwright.protocol.run_config import CommandRun, RunConfig
 from meshwright.rules.elastic import with_own_batch
@@ -82,6 +81,8 @@ class Plan:
     """Layers of each stage by measured times; None before there are any."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of NCCL and gloo for all ranks, from the fabric of the site."""
+    copies_bytes: int = 0
+    """Host memory in each worker for copies of its ranks' state (`recovery.copyEverySteps`)."""
 
     @property
     def layout(self) -> Layout:
@@ -112,6 +113,14 @@ class Plan:
             and spread
             and (batch is None or batch % (replicas * self.strategy.micro_batches) == 0)
         )
+
+    def with_copies(self, spec: ParallelTrainingJobSpec) -> Plan:
+        """Return the plan, whose workers request memory for their copies too, if the job states its memory."""
+        copies = worker_copies_bytes(spec, self.architecture, self.strategy, self.gpus_per_worker)
+        if copies == self.copies_bytes:
+            return self
+        more = copies - self.copies_bytes if spec.workers.resources.memory is not None else 0
+        return replace(self, copies_bytes=copies, worker_request=self.worker_request + Resources(memory_bytes=more))
 
     def to_status(self) -> PlanStatus:
         """The plan as `status.plan`."""
@@ -244,7 +253,7 @@ def new_plans(
         plan = _on_site(_with_estimate(_plan(spec, architecture, chosen, ()), cost_model), spec, hardware)
         reasons = reasons_of_plan(request, chosen, plan.estimate, spec.gpus)
         about_nvlink = (*_about_channels(plan, cluster_limits), *_about_pods(plan, cluster_limits, hardware.machine))
-        plans.append(replace(plan, reasons=(*reasons, *about_nvlink, *_about_copies(spec, plan))))
+        plans.append(replace(plan, reasons=(*reasons, *about_nvlink, *about_copies(spec, plan.copies_bytes))))
     return plans
 
 
@@ -474,21 +483,6 @@ def _about_pods(plan: Plan, limits: ClusterLimits, machine: Machine | None) -> t
     )
 
 
-def _about_copies(spec: ParallelTrainingJobSpec, plan: Plan) -> tuple[str, ...]:
-    """The host memory that copies of the ranks' state take in each worker pod."""
-    every, memory = spec.recovery.copy_every_steps, plan.memory
-    if every is None or memory is None:
-        return ()
-    adapters = spec.training is not None and spec.training.lora is not None
-    # AdamW's moments are twice as large as the parameters that a rank updates. A rank has frozen ones besides.
-    state = memory.optimizer + (memory.parameters + memory.master if adapters else memory.optimizer / 2)
-    size = copies_bytes(state) * plan.gpus_per_worker / GIB
-    return (
-        f"copies in host memory every {every} steps: {size:.3g} GiB in each worker, which `workers.resources.memory` "
-        "must have besides",
-    )
-
-
 def _check_nodes_known(spec: ParallelTrainingJobSpec, cluster_limits: ClusterLimits) -> None:
     """Raise PlanError if a degree is left out and there is no usable node to choose it for."""
     requested = spec.parallelism
@@ -543,7 +537,8 @@ def _plan(
     spec: ParallelTrainingJobSpec, architecture: Architecture, chosen: FittingLayout, reasons: tuple[str, ...]
 ) -> Plan:
     plan = _pods(spec, chosen.strategy)
-    return replace(plan, architecture=architecture, memory=chosen.memory, reasons=reasons)
+    plan = replace(plan, architecture=architecture, memory=chosen.memory, reasons=reasons)
+    return plan.with_copies(spec)
 
 
 def _pods(spec: ParallelTrainingJobSpec, strategy: Strategy) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshwright.api.precision import Precision
 
 GB = 1e9
+MIB = float(1 << 20)
 GIB = float(1 << 30)
 FP32_BYTES = Precision.FP32.bytes
 

@@ -24,13 +24,17 @@ RUNS: dict[str, dict[str, Any]] = {
     "dense": {},
     "mixture": {"mixture": "Mixtral"},
     "compiled": {"training": {"compile": True}},
+    "compiled, chunked loss": {"training": {"compile": True, "loss_chunk_tokens": 24}},
+    "fp8": {"training": {"fp8": {}}},
+    "compiled fp8": {"training": {"fp8": {}, "compile": True}},
     "bf16 without master weights": {"training": {"master_weights": False}},
     "offloaded activations": {"training": {"activation_offload": True}},
 }
 
 
-def run_of(name: str) -> NativeRun:
-    return small_run(micro_batches=2, precision=Precision.BF16, hidden_size=64, intermediate_size=96, **RUNS[name])
+def run_of(name: str, **changes: Any) -> NativeRun:
+    options = {**RUNS[name], **changes}
+    return small_run(micro_batches=2, precision=Precision.BF16, hidden_size=64, intermediate_size=96, **options)
 
 
 def losses_of(task: RankTask, steps: int) -> list[float]:
@@ -47,6 +51,15 @@ def test_the_same_steps_twice_give_the_same_bits(name: str) -> None:
     (first,), (second,) = (on_ranks(losses_of, run_of(name), 3) for _ in range(2))
     assert [loss.hex() for loss in first] == [loss.hex() for loss in second]
     assert first[-1] < first[0]
+
+
+@pytest.mark.parametrize("name", ["compiled", "compiled, chunked loss", "compiled fp8"])
+def test_compiled_steps_have_the_losses_of_others(name: str) -> None:
+    """Also of steps after the first: what is compiled has all gradients."""
+    training = {**RUNS[name]["training"], "compile": False}
+    run, plain = run_of(name), run_of(name, training=training)
+    (got,), (want,) = (on_ranks(losses_of, each, 5) for each in (run, plain))
+    assert got == pytest.approx(want, rel=5e-3)
 
 
 def test_a_step_waits_for_the_device_once() -> None:

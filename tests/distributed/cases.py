@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,6 +30,7 @@ from meshwright_worker.trainer.trainer import StepResult, Trainer
 from tests.distributed.comm_counter import Counting, Traffic
 from tests.distributed.mesh_cache import kept_mesh, uses_kept_mesh
 from tests.distributed.rank_pool import Last
+from tests.distributed.staged_backend import use_staged_backend
 
 
 @dataclass
@@ -163,7 +165,8 @@ class Training:
             optimizer = self.trainer.optimizer
             factor = optimizer.factor if isinstance(optimizer, MasterAdamW) else 1.0
             for shard, local in zip(self.trainer.shards, gradients, strict=True):
-                self._gradients[shard.name] = self._part(shard, local if factor == 1.0 else local.float() * factor)
+                scaled = local if factor == 1.0 else local.float() * factor
+                self._gradients[shard.name] = self._part(shard, scaled).cpu()
         self._update(gradients, rate)
 
     def catch(self, update: Callable[[Sequence[torch.Tensor], float], None]) -> None:
@@ -175,8 +178,8 @@ class Training:
         trainer = self.trainer
         self._results += trainer.drain()
         trainer.close()
-        parameters = {shard.name: self._part(shard, shard.local) for shard in trainer.shards}
-        parameters |= {name: buffer.clone() for name, buffer in trainer.buffers.items()}
+        parameters = {shard.name: self._part(shard, shard.local).cpu() for shard in trainer.shards}
+        parameters |= {name: buffer.clone().cpu() for name, buffer in trainer.buffers.items()}
         boxes = {shard.name: shard.box for shard in trainer.shards}
         elements = sum(shard.local.numel() for shard in trainer.shards)
         return Trained(self._results, self._gradients, parameters, elements, boxes)
@@ -188,6 +191,40 @@ def trained(run: NativeRun, mesh: Mesh, steps: int, part: Part = whole_of) -> Tr
     for number in range(1, steps + 1):
         training.step(number)
     return training.told()
+
+
+def train_staged(task: RankTask, steps: int, kind: str) -> Last:
+    """Steps on random tokens with all ranks on one device of this kind: see `Numbers`. The process ends, since it stays
+    so.
+    """
+    use_staged_backend(kind)
+    with join_mesh(task) as mesh:
+        return Last(Numbers.of(trained(task.run, mesh, steps)))
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a rank trained, as arrays: tensors would go with its process."""
+
+    losses: list[float]
+    arrays: dict[str, Any]
+
+    @classmethod
+    def of(cls, rank: Trained) -> Numbers:
+        parts = {"gradient": rank.gradients, "parameter": rank.parameters}
+        arrays = {f"{part} {name}": tensor.numpy() for part, told in parts.items() for name, tensor in told.items()}
+        return cls([result.loss for result in rank.results], arrays)
+
+    def difference(self, other: Numbers) -> float:
+        """The largest, relative to the largest element of each array; infinite if one has an array more."""
+        if self.arrays.keys() != other.arrays.keys():
+            return float("inf")
+        losses = [abs(own / theirs - 1) for own, theirs in zip(self.losses, other.losses, strict=True)]
+        arrays = [
+            float(abs(array - other.arrays[name]).max() / (abs(array).max() or 1.0))
+            for name, array in self.arrays.items()
+        ]
+        return max(losses + arrays)
 
 
 @uses_kept_mesh

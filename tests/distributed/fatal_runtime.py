@@ -3,6 +3,8 @@
 `FATAL=12:backward:2` kills it in the second backward pass of step 12. `STALL=12:agreed` makes a rank wait at a point
 until it leaves its generation: others then make the update of that step, and this one does not. The fork server
 preloads this module, so that every rank has the points.
+
+With `LIVE=DIRECTORY` a rank writes how many bytes of copies in host memory it had at most.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import signal
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from meshwright_worker.in_memory import supervisor
+from meshwright_worker.in_memory.copies import Copier, HostCopies, HostCopy
 from meshwright_worker.in_memory.gate import MemoryGate
 from meshwright_worker.in_memory.generation import Generation
 from meshwright_worker.models.decoder import DecoderStage
@@ -23,12 +27,15 @@ from meshwright_worker.optimizers.adamw import AdamW
 from meshwright_worker.trainer.train import preload, train
 from meshwright_worker.trainer.trainer import StepGate, Trainer
 
-__all__ = ["PASSES", "POINTS", "preload", "supervisor", "train"]
+__all__ = ["COPYING", "JOINING", "PASSES", "POINTS", "preload", "supervisor", "train"]
 
 POINTS = ("forward", "backward", "reduction", "reduced", "agreed", "update", "updated")
 """Where in a step a rank can be killed, in order."""
 JOINING = "joining"
 """The point of a rank that has its groups, and not its state."""
+
+COPYING = "copying"
+"""The point of a rank that has copied its state, and not sent the copy: it may be in the next step by then."""
 
 PASSES = ("forward", "backward")
 """The points that a step of several micro-batches reaches several times."""
@@ -114,7 +121,37 @@ def _joining() -> None:
     Generation.restore = restore  # type: ignore[method-assign]
 
 
+def _copying() -> None:
+    original = Copier._run
+
+    @functools.wraps(original)
+    def run(self: Copier, step: int, own: HostCopy) -> None:
+        if os.environ.get("FATAL") == f"{step}:{COPYING}:1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, step, own)
+
+    Copier._run = run  # type: ignore[method-assign]
+
+
+def _live_copies() -> None:
+    original = HostCopies.put
+    most = 0
+
+    @functools.wraps(original)
+    def put(self: HostCopies, rank: int, step: int, copy: HostCopy) -> None:
+        nonlocal most
+        original(self, rank, step, copy)
+        live = sum(content.nbytes for content in {id(c.content): c.content for c in self._copies.values()}.values())
+        if os.environ.get("LIVE") and live > most:
+            most = live
+            (Path(os.environ["LIVE"]) / str(os.getpid())).write_text(str(live))
+
+    HostCopies.put = put  # type: ignore[method-assign]
+
+
+_live_copies()
 _around_reduce()
+_copying()
 _in_backward()
 _joining()
 _around(Trainer, "_gradients", before="reduction", after="reduced")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,9 +13,9 @@ from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.local_sgd.async_sgd import AsynchronousSGD
 from meshwright_worker.local_sgd.bounded_staleness import Event
 from meshwright_worker.optimizers.adamw import AdamW
-from meshwright_worker.rank.task import RankTask
+from meshwright_worker.rank.task import Outcome, RankTask
 from meshwright_worker.trainer.trainer import Trainer
-from tests.distributed.cases import samples_of, whole_of
+from tests.distributed.cases import Recorder, samples_of, train_fully, whole_of
 
 Parameters = dict[str, torch.Tensor]
 
@@ -118,3 +119,20 @@ def replay(task: RankTask, islands: int, events: Sequence[Event]) -> Parameters:
                 optimizer.step(*taken.pop(event.island))
         assert steps == [training.steps] * islands
         return {name: value.clone() for name, value in server.parameters.items()}
+
+
+def train_with_a_late_rank(task: RankTask, late: int) -> tuple[Outcome | None, Recorder]:
+    """`train` where memory without values is not a number, and one rank gets the values of its parameters late."""
+    real = Trainer.on_parameters_loaded
+
+    def loaded_late(trainer: Trainer, step: int) -> None:
+        time.sleep(0.5 if task.rank == late else 0.0)
+        real(trainer, step)
+
+    Trainer.on_parameters_loaded = loaded_late  # type: ignore[method-assign]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return train_fully(task)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        Trainer.on_parameters_loaded = real  # type: ignore[method-assign]

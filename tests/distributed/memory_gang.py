@@ -22,6 +22,7 @@ from tests.distributed.rank_pool import free_port, tasks_of
 from tests.patience import patient
 
 MODULE = "tests.distributed.fatal_runtime"
+JOB = "team/lm"
 
 
 @dataclass
@@ -33,6 +34,10 @@ class Gang:
     checkpoints: Path
     text: Path
     copies: MemoryCopies | None = None
+    image: str | None = None
+    """The image that ranks of the next generation say they run."""
+    live: str = ""
+    """The directory in which ranks write how many bytes of copies they had."""
     generation: int = 0
     ranks: dict[int, RankHandle] = field(default_factory=dict)
     inbox: EventQueue = field(default_factory=asyncio.Queue)
@@ -70,7 +75,9 @@ class Gang:
         kept = keeping_ranks(memory) if memory is not None else frozenset()
         for task in tasks_of(self.run, str(self.checkpoints), str(self.text), port=port):
             task = replace(task, generation=self.generation, in_memory=True, memory=memory, copies=self.copies)
+            task = replace(task, job=JOB, image=self.image)
             environment = {"FATAL": (fatal or {}).get(task.rank, ""), "STALL": (stall or {}).get(task.rank, "")}
+            environment["LIVE"] = self.live
             if task.rank in kept:
                 handle = self.ranks[task.rank]
                 assert handle.commands is not None

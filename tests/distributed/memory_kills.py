@@ -90,7 +90,7 @@ def draw(kills: int, dice: random.Random) -> list[Kill]:
 
 
 def run_of(steps: int, **options: Any) -> NativeRun:
-    return small_run(steps=steps, every=100_000, micro_batches=MICRO_BATCHES, **options)
+    return small_run(**{"steps": steps, "every": 100_000, "micro_batches": MICRO_BATCHES, **options})
 
 
 async def undisturbed(run: NativeRun, root: Path, text: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank.task import RankTask
 from tests.distributed.mesh_cache import can_be_kept, forget_sharding, keeps_meshes, leave
+from tests.distributed.staged_backend import ASKED, use_staged_backend
 from tests.patience import patient
 
 
@@ -82,6 +83,8 @@ def tasks_of(
 
 
 def _serve(connection: Connection) -> None:
+    if ASKED:
+        use_staged_backend(ASKED)
     while True:
         try:
             function, arguments = connection.recv()

@@ -25,6 +25,7 @@ from tests.tiers import mostly_long
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2},
     "tensor without sequence": {"tensor": 2, "sequence": False},
+    "tensor, chunked loss": {"tensor": 2, "training": {"loss_chunk_tokens": 12}},
     "asynchronous tensor": {"tensor": 2, "parallelism": {"tensor_overlap": True}},
     "1F1B": {"pipeline": 2},
     "ZB-H1": {"pipeline": 2, "parallelism": {"schedule": "ZBH1"}},

@@ -18,7 +18,14 @@ from meshwright_worker.rank.task import Outcome, RankTask
 from meshwright_worker.trainer import train as training_loop
 from tests.distributed.cases import Recorder, train_fully
 from tests.distributed.configs import small_run
-from tests.distributed.local_sgd_cases import Island, Parameters, replay, simulate_rounds, train_islands
+from tests.distributed.local_sgd_cases import (
+    Island,
+    Parameters,
+    replay,
+    simulate_rounds,
+    train_islands,
+    train_with_a_late_rank,
+)
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_recovery import losses, tensors_of
 from tests.tiers import mostly_long
@@ -118,6 +125,14 @@ def test_a_run_of_islands_resumes_from_its_checkpoint(pool: RankPool, tmp_path: 
         assert all(torch.equal(value, again[name]) for name, value in straight.items())
     assert any(name.startswith("outer.") for name in straight) == (method == "DiLoCo")
     assert any(name.startswith("island-1.optimizer.") for name in straight) == (method != "AsyncSGD")
+
+
+def test_islands_begin_with_the_parameters_of_a_server_that_is_late(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    run = small_run(data=2, steps=2, every=2, outer={"method": "AsyncSGD", "every_steps": 2})
+    for steps in (2, 4):  # from drawn parameters, then from a checkpoint
+        longer = run.model_copy(update={"training": run.training.model_copy(update={"steps": steps})})
+        answers = pool.run(train_with_a_late_rank, longer, 0, checkpoint_dir=tmp_path, data_dir=text, timeout=60)
+        assert [(outcome, recorder.began_at) for outcome, recorder in answers] == [(Outcome.COMPLETE, steps - 2)] * 2
 
 
 def test_islands_become_plain_replicas_and_the_other_way_round(pool: RankPool, tmp_path: Path, text: Path) -> None:

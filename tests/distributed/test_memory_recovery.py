@@ -14,9 +14,11 @@ import pytest
 
 from meshwright.protocol.messages import MemoryCopies
 from meshwright_worker.agent.events import RankExited
+from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.manifest import MANIFEST, read_manifest
 from meshwright_worker.in_memory.generation import PATIENCE_SECONDS
-from tests.distributed.fatal_runtime import JOINING, POINTS
-from tests.distributed.memory_gang import Gang, gang_of
+from tests.distributed.fatal_runtime import COPYING, JOINING, POINTS
+from tests.distributed.memory_gang import JOB, Gang, gang_of
 from tests.distributed.memory_kills import (
     LAYOUTS,
     SHARDED,
@@ -76,6 +78,49 @@ async def test_sharded_state_comes_back_from_copies_in_host_memory(
     assert all(memory.holders for memory in gang.memories)
     for states, memory in zip(gang.states, gang.memories, strict=True):
         assert memory.step >= max(state.step for state in states.values()) - 2 * every, "the newest copies"
+
+
+async def test_between_two_copies_all_go_back_to_the_one_before(tmp_path: Path, text: Path) -> None:
+    # After the first kill each rank has its copy of step 6. At the second, rank 2 has that of step 10, and nobody else.
+    kills = [Kill(8, "backward", (1,)), Kill(10, COPYING, (2,))]
+    gang = await compare(kills, {"data": 4, "zero": 3}, tmp_path, text, MemoryCopies(every_steps=2, shift=2))
+    first, second = gang.memories
+    assert (first.step in (4, 6), first.ranks, first.holders) == (True, "0,2-3", "1:3")
+    assert max(state.step for state in gang.states[0].values()) == 7
+    assert (second.step, second.ranks, second.holders) == (8, "0-1,3", "2:0")
+    assert max(state.step for state in gang.states[1].values()) >= 10
+
+
+async def test_ranks_may_go_back_behind_the_newest_checkpoint(tmp_path: Path, text: Path) -> None:
+    options = {"data": 4, "zero": 3, "every": 1, "keep": 100}
+    gang = await compare([Kill(8, "backward", (1,))], options, tmp_path, text, MemoryCopies(every_steps=4, shift=2))
+    assert [memory.step for memory in gang.memories] == [4], "and checkpoints of steps 5 and 6 are complete"
+    assert CheckpointDirectory(tmp_path / "disturbed").steps() == [*range(11, -1, -1)]
+
+
+async def test_the_record_of_a_checkpoint_outlives_rank_0_and_a_damaged_checkpoint(tmp_path: Path, text: Path) -> None:
+    async with gang_of(run_of(2, data=2), tmp_path, text) as gang:
+        gang.image = "a"
+        await gang.start()
+        await gang.finish()
+    async with gang_of(run_of(9, data=2), tmp_path, text) as gang:
+        gang.image = "b"
+        await gang.start(fatal={0: "5:backward:1"})
+        await gang.trains()
+        # Nobody who goes on from memory needs it.
+        (CheckpointDirectory(tmp_path).path(2) / MANIFEST).write_text("not a manifest")
+        await gang.recover(fatal={1: "7:backward:1"})
+        gang.image = "c"
+        await gang.recover()
+        await gang.finish()
+    record = read_manifest(CheckpointDirectory(tmp_path).path(9)).provenance
+    assert record is not None
+    assert (record.job, record.image, record.parent) == (JOB, "c", None)
+    assert [(change.step, change.changes.get("image")) for change in record.history] == [
+        (2, ["a", "b"]),
+        (6, ["b", "c"]),
+    ]
+    assert record.history[0].changes.keys() == {"image", "spec.training.steps"}
 
 
 async def compare(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.api.status import ParallelTrainingJobStatus, WorkerPlacement
 from meshwright.planner.cost_model import Calibration
 from meshwright.planner.plan import Plan
 from meshwright_operator.controller.observe import JobRejectedError, managed_here, observe_job
@@ -15,6 +15,7 @@ from meshwright_operator.decide.applied_spec import encode_spec, revision_of
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.pod_info import Pod
+from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
 from meshwright_operator.planning.planner import Planner
 from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.scheduler import JobScheduler
@@ -48,6 +49,26 @@ def started(**changes: Any) -> ParallelTrainingJobStatus:
 def test_a_spec_that_runs_is_acted_on() -> None:
     seen = look(started())
     assert (seen.spec, seen.blocked_edit, seen.fallback) == (spec(), None, None)
+
+
+def test_pods_of_a_job_with_copies_in_host_memory_request_it() -> None:
+    workers = {"image": "i", "gpusPerWorker": 2, "resources": {"memory": "1Gi"}}
+    fields = {"workers": workers, "recovery": {"inMemory": True, "copyEverySteps": 5}}
+    runs = spec(**fields)
+    seen = look(
+        started(applied_spec=encode_spec(runs), plan=plan_status(revision=revision_of(runs))),
+        [pod(worker, revision=revision_of(runs)) for worker in range(4)],
+        **fields,
+    )
+    copies = seen.plan.copies_bytes
+    assert copies > 0
+    assert seen.plan.worker_request.memory_bytes == (1 << 30) + copies
+    assert seen.spec.workers.resources.memory == f"{1024 + -(-copies // (1 << 20))}Mi"
+    assert seen.own_workers == runs.workers, "the applied spec has only what the job states"
+    context = PodContext(JOB, "default", "job-uid", seen.spec, seen.revision, "http://coordinator:9470", "secret")
+    made = worker_pod(context, WorkerPlacement(worker=0, incarnation=0, pod=f"{JOB}-w0-0", node="n0", ranks="0-1"))
+    resources = made["spec"]["containers"][0]["resources"]
+    assert {resources[part]["memory"] for part in ("requests", "limits")} == {seen.spec.workers.resources.memory}
 
 
 def test_an_edit_that_restarts_the_gang_comes_with_what_runs() -> None:

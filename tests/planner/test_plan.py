@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ from meshwright.models.huggingface.reader import to_model_spec
 from meshwright.models.huggingface.registry import config_from_architecture
 from meshwright.models.presets import PRESETS, resolve
 from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.copies import rank_copies_bytes, with_copies_memory
+from meshwright.planner.cost.frameworks import FRAMEWORKS
+from meshwright.planner.cost.memory import memory_by_stage
+from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import make_plan
 from meshwright.planner.search.search_space import divisors, request_tiers
@@ -35,15 +40,59 @@ LARGE: dict[str, Any] = {
 }
 
 
-def test_the_plan_says_how_much_host_memory_copies_take() -> None:
-    recovery = {"inMemory": True, "copyEverySteps": 10}
-    plan = make_plan(spec_of(parallelism={"tensor": 2, "pipeline": 2, "zeroStage": 3}, recovery=recovery), DEMO)
+SHARDED = {"tensor": 2, "pipeline": 2, "zeroStage": 3}
+COPIES = {"inMemory": True, "copyEverySteps": 10}
+
+
+def with_memory(memory: str | None) -> dict[str, Any]:
+    return {"image": "worker", "gpusPerWorker": 2, **({"resources": {"memory": memory}} if memory else {})}
+
+
+def test_workers_request_the_host_memory_of_copies() -> None:
+    plain = make_plan(spec_of(parallelism=SHARDED, workers=with_memory("2Gi")), DEMO)
+    plan = make_plan(spec_of(parallelism=SHARDED, recovery=COPIES, workers=with_memory("2Gi")), DEMO)
     assert plan.memory is not None
     # Two steps of a rank's own state and of a peer's, of fp32 parameters and two moments each.
-    expected = 4 * 1.5 * plan.memory.optimizer * plan.gpus_per_worker / (1 << 30)
+    fullest = 4 * 1.5 * plan.memory.optimizer * plan.gpus_per_worker
+    assert plan.copies_bytes == pytest.approx(fullest, rel=0.01)
+    assert plain.worker_request.memory_bytes == 2 << 30
+    assert plan.worker_request.memory_bytes == (2 << 30) + plan.copies_bytes
+    assert replace(plan.worker_request, memory_bytes=2 << 30) == plain.worker_request
     (reason,) = (reason for reason in plan.reasons if "copies in host memory" in reason)
-    assert f"every 10 steps: {expected:.3g} GiB in each worker" in reason
-    assert not any("copies in host" in reason for reason in make_plan(spec_of(), DEMO).reasons)
+    gib = plan.copies_bytes / (1 << 30)
+    assert f"every 10 steps: {gib:.3g} GiB in each worker, which pods request besides" in reason
+    assert f"{2 + gib:.3g} GiB together" in reason
+    assert plain.copies_bytes == 0
+    assert not any("copies in host" in reason for reason in plain.reasons)
+
+
+def test_without_a_stated_memory_workers_request_none_for_copies() -> None:
+    plan = make_plan(spec_of(parallelism=SHARDED, recovery=COPIES, workers=with_memory(None)), DEMO)
+    assert plan.copies_bytes > 0
+    assert plan.worker_request.memory_bytes == 0
+    assert any("which pods do not request, because `workers.resources.memory` is left out" in r for r in plan.reasons)
+
+
+def test_copies_are_counted_on_the_stage_with_the_most_state() -> None:
+    # The first and the last stage have the tables, and the first stores most activations: copies have none of these.
+    work, both = Workload(PRESETS["llama-3-8b"], 4096, 64), Strategy(pipeline=4, data=8, zero_stage=1, micro_batches=8)
+    runtime = FRAMEWORKS["meshwright"]
+    each = [memory.optimizer for memory in memory_by_stage(work, both, runtime)]
+    assert rank_copies_bytes(work.model, both, runtime) == pytest.approx(4 * 1.5 * max(each))
+    assert min(each) < max(each)
+
+
+def test_an_elastic_job_requests_what_copies_take_with_the_fewest_replicas() -> None:
+    fields = {"parallelism": SHARDED, "recovery": COPIES, "workers": with_memory("2Gi"), "replicas": 2}
+    elastic = spec_of(**fields, elastic={"minReplicas": 1}, checkpoint={"claimName": "c"})
+    plan = make_plan(spec_of(**fields), DEMO)
+    adapted = plan.with_copies(elastic)
+    assert adapted.copies_bytes == pytest.approx(2 * plan.copies_bytes, rel=0.01)
+    assert adapted.with_copies(elastic) == adapted
+    assert adapted.worker_request.memory_bytes == (2 << 30) + adapted.copies_bytes
+    assert with_copies_memory(elastic, adapted.copies_bytes).workers.resources.memory == (
+        f"{-(-adapted.worker_request.memory_bytes // (1 << 20))}Mi"
+    )
 
 
 def test_what_the_spec_says_is_what_runs() -> None:

@@ -12,6 +12,7 @@ from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.planner.copies import with_copies_memory
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan
 from meshwright.profiles.merged import with_extra_request, with_profile
@@ -180,6 +181,10 @@ class _JobObserver:
             found = self._elastic_plans(spec, revision, pods, limit)
             taken_by = str(limit[1]) if limit is not None else ""
             spec, plan, others, sizes, full = found.spec, found.plan, [], found.sizes, found.full
+        if elastic is not None:
+            plan, sizes = plan.with_copies(elastic), [size.with_copies(elastic) for size in sizes]
+            elastic = with_copies_memory(elastic, plan.copies_bytes)
+        spec = with_copies_memory(spec, plan.copies_bytes)
         devices = self.devices.requests(self.key.namespace, spec) if self.devices is not None else {}
         if profile is not None or devices:
             extended = partial(with_extra_request, spec, profile.profile if profile is not None else None, devices)
@@ -215,7 +220,7 @@ class _JobObserver:
             binding=self.binding,
             admission=self.admission,
             checkpoint_request=(metadata.get("annotations") or {}).get(ANNOTATION_CHECKPOINT, ""),
-            own_workers=own_workers if profile is not None else None,
+            own_workers=own_workers if profile is not None or plan.copies_bytes else None,
             profile=profile,
             devices=devices,
         )

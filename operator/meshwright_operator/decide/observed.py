@@ -151,7 +151,7 @@ class Observed:
     """The API server's rejection of the last attempt to create pods, if no decision has handled it yet."""
 
     own_workers: WorkersSpec | None = None
-    """With a profile: `spec.workers` of the job itself. In `spec`, the profile's additions are merged into it."""
+    """`spec.workers` of the job itself, if `spec` has more: what a profile adds, or the memory of copies."""
     profile: AppliedProfile | None = None
     """The administrator's profile for the job's pods."""
     checkpoint_request: str = ""

@@ -20,13 +20,17 @@ from meshwright.api.training import ActivationCheckpointing, OptimizerSpec, Trai
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.activations import layer_activations
 from meshwright.planner.cost.frameworks import FRAMEWORKS
-from meshwright_worker.data.batch import Batch, TokenMetadata
+from meshwright_worker.data.batch import IGNORED, Batch, TokenMetadata
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import init_weights
+from meshwright_worker.models.layers import Linear
 from meshwright_worker.optimizers.bf16_adamw import BF16AdamW, _update_rows
 from meshwright_worker.parallel.parallelize import apply_memory_options, compile_layers
 from meshwright_worker.parallel.shards import ParameterShard
+from meshwright_worker.parallel.tensor.cross_entropy import ChunkedLoss, _compiled_pass
+from meshwright_worker.precision.fp8 import linear
 from meshwright_worker.precision.fp8.linear import convert_to_fp8
+from meshwright_worker.precision.fp8.quantize import QuantizedTensor, scaled_mm
 from meshwright_worker.rank.failures import InvalidRunError
 from meshwright_worker.trainer.micro_batches import COMPILED_LENGTHS, TrimLengths
 from meshwright_worker.trainer.train import validate_run
@@ -34,6 +38,7 @@ from tests.distributed.configs import small_run
 from tests.distributed.moe_models import MIXTURES
 
 MODEL = Architecture(layers=2, hidden_size=16, intermediate_size=24, heads=4, kv_heads=2, vocab_size=64)
+FP8_MODEL = MODEL.model_copy(update={"hidden_size": 64, "intermediate_size": 96, "head_size": 16, "value_size": 16})
 
 
 def run(*, compiled: bool) -> list[torch.Tensor]:
@@ -237,3 +242,73 @@ def test_one_graph_serves_the_updates_of_all_matrices(graphs: Graphs) -> None:
             one.step([gradient.clone() for gradient in gradients], 1e-2 / step)
     assert all(torch.equal(mine.local, other.local) for mine, other in zip(ours, theirs, strict=True))
     assert graphs.count == 1
+
+
+def chunked(dtype: torch.dtype, backend: object = None) -> list[torch.Tensor]:
+    """Loss and gradients of a loss in chunks of 5 tokens, the last of 3, some without a target."""
+    generator = torch.Generator().manual_seed(4)
+    hidden = (torch.randn(2, 14, 8, generator=generator) * 4).to(dtype).requires_grad_()
+    output = Linear(8, 48)
+    with torch.no_grad():
+        output.weight.copy_(torch.randn(48, 8, generator=generator))
+    output = output.double() if dtype is torch.float64 else output
+    targets = torch.randint(0, 48, (2, 14), generator=generator)
+    targets[0, 3:6] = IGNORED
+    loss = ChunkedLoss(5)
+    if backend is not None:
+        loss.compile_passes(backend)  # type: ignore[arg-type]
+    value = loss(hidden, output, targets)
+    value.backward()
+    assert hidden.grad is not None
+    assert output.weight.grad is not None
+    return [value.detach(), hidden.grad, output.weight.grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_compiled_passes_of_a_chunked_loss_compute_the_same(graphs: Graphs, dtype: torch.dtype) -> None:
+    for got, want in zip(chunked(dtype, graphs), chunked(dtype), strict=True):
+        torch.testing.assert_close(got, want)
+    assert graphs.count == 2, "one graph for whole chunks, one for the last"
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_inductor_stores_no_wide_copy_of_a_chunks_logits() -> None:
+    """It fuses every pass over them: only the gradient is allocated, in the format of the logits."""
+    torch.compiler.reset()
+    passes = _compiled_pass("inductor")
+    logits, targets = torch.randn(64, 1000).to(torch.bfloat16), torch.randint(0, 1000, (64,))
+    passes(logits, targets, 0, None)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        _, gradient = passes(logits, targets, 0, None)
+    assert gradient.dtype is torch.bfloat16
+    assert max(event.cpu_memory_usage for event in profiled.events()) < 1.5 * gradient.nbytes
+
+
+def test_a_compiled_layer_learns_through_the_hardwares_fp8_product(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients of compiled layers, as on a GPU with such products."""
+    monkeypatch.setattr(linear, "product", hardware_product)
+    gradients = {}
+    for compiled in (False, True):
+        with torch.device("meta"):
+            stage = DecoderStage(FP8_MODEL, torch.bfloat16)
+        init_weights(stage, FP8_MODEL, 0, torch.device("cpu"))
+        convert_to_fp8(stage, Fp8Spec(), None)
+        if compiled:
+            compile_layers(stage, graphs)
+        tokens = torch.arange(32).view(2, 16)
+        stage(tokens, targets=tokens + 1).backward()
+        gradients[compiled] = {name: parameter.grad for name, parameter in stage.named_parameters()}
+    for name, want in gradients[False].items():
+        got = gradients[True][name]
+        assert got is not None, name
+        assert want is not None, name
+        assert float((got - want).norm() / want.norm()) < 0.05, name
+
+
+def hardware_product(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, *, native: bool = False, fast: bool = False
+) -> torch.Tensor:
+    return scaled_mm(a, b, dtype)

@@ -30,6 +30,7 @@ from meshwright_worker.agent.rank_process import RankHandle, RankOutput, start_c
 from meshwright_worker.agent.server_process import ServerProcess, process_environment, runtime_installed
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import StartRanks
+from meshwright_worker.command import error_file
 from meshwright_worker.command.log_patterns import LogPatterns
 from meshwright_worker.command.saved_checkpoints import SavedCheckpoints
 from meshwright_worker.preflight.host import Host
@@ -159,8 +160,11 @@ class Launcher:
                 task = rank_task(start.document, run, start.member, rank, self._settings)
                 handle = await self._server.fork(task, environment)
             else:
-                report = {labels.ENV_REPORT_FILE: self._report_file(start.document.generation, rank)}
-                full_environment = {**ENABLE, **TORCHRUN, **self._environment, **environment, **report}
+                files = {
+                    labels.ENV_REPORT_FILE: self._file(f"report-{start.document.generation}-{rank}.jsonl"),
+                    error_file.VARIABLE: self._file(f"error-{start.document.generation}-{rank}.json"),
+                }
+                full_environment = {**ENABLE, **TORCHRUN, **self._environment, **environment, **files}
                 handle = await start_command(
                     rank, resolve_script_paths(run.command, full_environment), full_environment
                 )
@@ -192,12 +196,12 @@ class Launcher:
             environment=environment,
         )
 
-    def _report_file(self, generation: int, rank: int) -> str:
-        """The path of the file to which a command reports its progress."""
+    def _file(self, name: str) -> str:
+        """The path of a file in which a command reports its progress, or records its error."""
         if self._directory is None:
             places = temporary_directories(self._environment)
             self._directory = TemporaryDirectory(prefix="meshwright-", dir=places[0] if places else None)
-        return str(Path(self._directory.name) / f"report-{generation}-{rank}.jsonl")
+        return str(Path(self._directory.name) / name)
 
     def remove(self, rank: int) -> None:
         """Forget the exited process of `rank`."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from meshwright.api import labels
 from meshwright_worker.agent.command_stacks import abort_with_stacks
 from meshwright_worker.agent.events import EventQueue, OutputWritten, ProgressLogged, RankExited, RankMessageReceived
+from meshwright_worker.command import error_file
 from meshwright_worker.command.log_patterns import LogPatterns
 from meshwright_worker.command.progress import CommandProgress
 from meshwright_worker.command.report_line import parse_report
@@ -179,6 +180,8 @@ class RankHandle:
     """Finds the progress of the user's command in its log. None if nothing is searched."""
     checkpoints: SavedCheckpoints | None = None
     """Verifies and retains the checkpoints that the user's command reports. None if each counts, and all stay."""
+    error_file: Path | None = None
+    """Where the user's command records why it fails, if it uses torch's `@record`."""
     written: RankOutput = field(default_factory=RankOutput)
     """The end of what it has written."""
     current: CurrentGeneration = field(default_factory=CurrentGeneration)
@@ -225,7 +228,8 @@ async def supervise(
     if handle.commands is not None:
         handle.commands.close()
     pump.close()
-    event_queue.put_nowait(RankExited(current.number, handle.rank, code, tuple(pump.tail)))
+    tail = error_file.with_recorded_error(pump.tail, handle.error_file if code else None)
+    event_queue.put_nowait(RankExited(current.number, handle.rank, code, tail))
 
 
 class _ProgressWatch:
@@ -418,6 +422,7 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
         os.close(output_write)
     # The guard then kills every process of the command, and exits.
     kill_guard = _closer(lifeline)
+    recorded = environment.get(error_file.VARIABLE)
 
     async def wait() -> int:
         code = await process.wait()
@@ -439,5 +444,6 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
         events=None,
         reports=reports,
         close_reports=close_reports,
+        error_file=Path(recorded) if recorded else None,
         dump_stacks=lambda: abort_with_stacks(process.pid),
     )

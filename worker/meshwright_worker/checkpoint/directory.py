@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from meshwright.api.checkpoint import Retention
-from meshwright_worker.checkpoint.errors import CheckpointError
+from meshwright_worker.checkpoint.errors import NewerCheckpointsError
 from meshwright_worker.checkpoint.files import LocalFiles
 from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest, FileRecord, encode_manifest
 from meshwright_worker.checkpoint.retention import removable
@@ -77,11 +77,11 @@ class CheckpointDirectory:
         """Create an empty hidden directory for a checkpoint that is about to be written.
 
         Raises:
-            CheckpointError: there are checkpoints of later steps, so `retain` would remove this one first.
+            NewerCheckpointsError: there are checkpoints of later steps, so `retain` would remove this one first.
         """
         newer_steps = [found for found in self.steps() if found > step]
         if newer_steps:
-            raise CheckpointError(
+            raise NewerCheckpointsError(
                 f"{self.root} has checkpoints of later steps than {step}, up to {newer_steps[0]}: load the newest "
                 "before "
                 "training, or save to an empty directory"

@@ -10,6 +10,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written."""
 
 
+class NewerCheckpointsError(CheckpointError):
+    """There are checkpoints of later steps, so the one to write would be removed first."""
+
+
 class FailedSaveError(CheckpointError):
     """Some ranks could not write their part."""
 

@@ -15,7 +15,7 @@ from meshwright.protocol.messages import FailureHistory
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer, FailedSave, SavedCheckpoint, save_error
 from meshwright_worker.checkpoint.collective_errors import on_first_rank
-from meshwright_worker.checkpoint.errors import describe_failed_save, is_storage_failure
+from meshwright_worker.checkpoint.errors import NewerCheckpointsError, describe_failed_save, is_storage_failure
 from meshwright_worker.checkpoint.loader import (
     allocate_tensors,
     check_same_run,
@@ -23,8 +23,8 @@ from meshwright_worker.checkpoint.loader import (
     newest_of_all,
     tensor_names,
 )
-from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState, read_manifest
-from meshwright_worker.checkpoint.provenance import continued
+from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState
+from meshwright_worker.checkpoint.provenance import Provenance, continued
 from meshwright_worker.checkpoint.schedule import CheckpointSchedule
 from meshwright_worker.checkpoint.state_dict import checkpoint_tensors, copy_to_duplicates
 from meshwright_worker.checkpoint.store import Tier, open_store
@@ -63,6 +63,8 @@ class CheckpointManager:
         """The newest step that is complete on a tier."""
         self._reported = -1
         self._loaded: Manifest | None = None
+        self._from_memory = False
+        """Whether the state is not that of a checkpoint: there may be checkpoints of later steps."""
 
     def load(
         self,
@@ -132,26 +134,22 @@ class CheckpointManager:
         """Where checkpoints are saved."""
         return self._tiers
 
-    def resumed(self, step: int) -> None:
-        """Training goes on after `step`. Not collective."""
+    def resumed(self, step: int, held: Provenance | None = None) -> None:
+        """Training goes on after `step`, from what was loaded, or from memory: then `held` is the record that the ranks
+        hold. Not collective.
+        """
+        self._from_memory = self._loaded is None and step > 0
         if self._mesh.rank != 0:
             return
         self._schedule.resumed(step)
         own = self._template.provenance
         if own is not None and step > 0:
-            before = self._loaded or self._newest_manifest()
-            record = continued(before.provenance if before is not None else None, own, step)
+            record = continued(self._loaded.provenance if self._loaded is not None else held, own, step)
             self._template = self._template.model_copy(update={"provenance": record})
 
-    def _newest_manifest(self) -> Manifest | None:
-        """The manifest of the newest checkpoint, of which nobody has loaded the tensors. None if it cannot be read."""
-        try:
-            found = [(step, tier) for tier in self._tiers for step in tier.store.steps()[:1]]
-            newest = max(found, key=lambda entry: entry[0], default=None)
-            return read_manifest(newest[1].store.files(newest[0])) if newest is not None else None
-        except (OSError, ValueError) as error:
-            log.warning("the record of the newest checkpoint cannot be read: %s", error)
-            return None
+    def provenance(self) -> Provenance | None:
+        """The record of the checkpoints to come, on every rank, so that it outlives rank 0. Collective."""
+        return on_first_rank(lambda: self._template.provenance, self._mesh)
 
     def wait_before(self, step: int) -> None:
         """On rank 0: let a save in progress end before a step after which another one is due. Not collective."""
@@ -226,10 +224,11 @@ class CheckpointManager:
         Raises:
             CheckpointError: a save failed for another reason.
         """
-        saved, failed = self._saver.take_outcomes(wait=wait)
+        saved, unsaved = self._saver.take_outcomes(wait=wait)
         for one in saved:
             self._durable = max(self._durable, one.step)
             self._report_saved(one)
+        failed = [one for one in unsaved if not self._is_needless(one)]
         if any(not is_storage_failure(one.error) for one in failed):
             raise save_error(failed)
         for missed in failed:
@@ -241,6 +240,15 @@ class CheckpointManager:
                 where = missed.tier.store
                 log.warning("no checkpoint of step %d in %s; training goes on: %s", missed.step, where, text)
         return failed
+
+    def _is_needless(self, unsaved: FailedSave) -> bool:
+        """Whether ranks that went back in memory have come past a step of which there is a later checkpoint."""
+        if not self._from_memory or not isinstance(unsaved.error, NewerCheckpointsError):
+            return False
+        self._schedule.not_needed()
+        if self._mesh.rank == 0:
+            log.info("no checkpoint of step %d in %s, which has later ones", unsaved.step, unsaved.tier.store)
+        return True
 
     def _report_saved(self, saved: SavedCheckpoint) -> None:
         self._schedule.saved(saved.tier, saved.step, saved.seconds)

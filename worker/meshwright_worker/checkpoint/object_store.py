@@ -19,7 +19,7 @@ import torch
 
 from meshwright.api.checkpoint import Retention
 from meshwright_worker.checkpoint.directory import DAMAGED, INCOMPLETE
-from meshwright_worker.checkpoint.errors import CheckpointError
+from meshwright_worker.checkpoint.errors import NewerCheckpointsError
 from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest, FileRecord, encode_manifest
 from meshwright_worker.checkpoint.retention import removable
 from meshwright_worker.checkpoint.retry import RetryPolicy, retry
@@ -183,7 +183,7 @@ class ObjectDirectory:
         """See `CheckpointStore.prepare`."""
         newer_steps = [complete for complete in self.steps() if complete > step]
         if newer_steps:
-            raise CheckpointError(
+            raise NewerCheckpointsError(
                 f"{self._uri} has checkpoints of later steps than {step}, up to {newer_steps[0]}: load the newest "
                 "before training, or save to an empty prefix"
             )

@@ -158,6 +158,10 @@ class CheckpointSchedule:
         )
         self._ended()
 
+    def not_needed(self) -> None:
+        """A save has ended without a checkpoint, because there are later ones."""
+        self._ended()
+
     def _ended(self) -> None:
         self._impatient = False
         self._update_intervals()

@@ -74,7 +74,7 @@ class CheckpointStore(Protocol):
         """Make an empty place for a checkpoint that is about to be written.
 
         Raises:
-            CheckpointError: there are checkpoints of later steps, so `retain` would remove this one first.
+            NewerCheckpointsError: there are checkpoints of later steps, so `retain` would remove this one first.
         """
 
     def make_place(self, step: int) -> object:

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from meshwright.protocol.messages import MemoryCopies
+from meshwright.memory_copies import find_copies
+from meshwright.protocol.messages import HeldCopy, HeldState, MemoryCopies
 from meshwright_worker.checkpoint.manifest import TrainingState
 
 _ALIGNMENT = 16
 _PIECE_BYTES = 1 << 28
 """gloo sends at most 2 GiB at once."""
+MAX_COPIES = 16
+"""Maximum number of copies that a rank says it has, as in `HeldState`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +57,11 @@ class HostCopies:
         with self._lock:
             return tuple(sorted(self._copies))
 
-    def keep(self, before: int, ranks: Iterable[int], newest: int) -> None:
-        """Keep only the `newest` copies of these ranks, of steps until `before`, which is the step to copy next."""
+    def keep(self, step: int | None, ranks: Iterable[int]) -> None:
+        """Keep only the copies of these ranks of this step."""
         with self._lock:
-            for rank in {rank for rank, _ in self._copies}:
-                steps = sorted(step for owner, step in self._copies if owner == rank)
-                kept = [step for step in steps if step <= before][-newest:] if rank in ranks else []
-                for step in set(steps) - set(kept):
-                    del self._copies[rank, step]
+            for rank, of_step in set(self._copies) - {(rank, step) for rank in ranks}:
+                del self._copies[rank, of_step]
 
 
 class Copier:
@@ -72,7 +72,8 @@ class Copier:
         self._copies, self._every, self._group = copies, spec.every_steps, group
         self._rank, world = dist.get_rank(), dist.get_world_size()
         self._holder, self._source = (self._rank + spec.shift) % world, (self._rank - spec.shift) % world
-        self._first = True
+        self._complete: int | None = None
+        """The step of the copies that this generation made last."""
         self._error: BaseException | None = None
         self.thread: threading.Thread | None = None
         """Exchanges copies. It may be inside a collective that it cannot leave."""
@@ -91,14 +92,37 @@ class Copier:
             self.thread.join()
         if self._error is not None:
             raise self._error
-        dist.barrier(group=self._group)
-        # Before the first barrier of a generation, ranks may have different copies of the generation before.
-        self._copies.keep(state.step, (self._rank, self._source), newest=2 if self._first else 1)
-        self._first = False
+        if self._complete is None:
+            complete = self._newest_complete(state.step)
+        else:
+            dist.barrier(group=self._group)
+            complete = self._complete
+        self._copies.keep(complete, (self._rank, self._source))
+        self._complete = state.step
         own = HostCopy(pack(tensors), state)
         self._copies.put(self._rank, state.step, own)
         self.thread = threading.Thread(target=self._run, args=(state.step, own), name="copies", daemon=True)
         self.thread.start()
+
+    def _newest_complete(self, now: int) -> int | None:
+        """The newest step until `now` of which copies of all states are left from the generation before. Collective.
+
+        Ranks may have copies of different steps, and each step that they keep takes memory.
+        """
+        ranks = self._rank, self._source
+        own = [(of, step) for of, step in self._copies.complete() if of in ranks and step <= now][-MAX_COPIES:]
+        table = torch.full((MAX_COPIES, 2), -1, dtype=torch.int64)
+        if own:
+            table[: len(own)] = torch.tensor(own)
+        world = dist.get_world_size()
+        tables = [torch.empty_like(table) for _ in range(world)]
+        dist.all_gather(tables, table, group=self._group)
+        held = {
+            rank: HeldState(step=0, copies=[HeldCopy(rank=of, step=step) for of, step in one.tolist() if step >= 0])
+            for rank, one in enumerate(tables)
+        }
+        found = find_copies(world, held)
+        return found[0] if found is not None else None
 
     def _run(self, step: int, own: HostCopy) -> None:
         try:

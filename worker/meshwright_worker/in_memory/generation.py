@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.manifest import TrainingState
+from meshwright_worker.checkpoint.provenance import Provenance
 from meshwright_worker.distributed.mesh import STEP_TIMEOUT, Mesh, build_mesh, connect, new_host_group
 from meshwright_worker.in_memory.copies import Copier, HostCopies
 from meshwright_worker.in_memory.gate import Held, MemoryGate
@@ -126,6 +127,11 @@ class Generation(threading.Thread):
         self._connections.close()
         self._formed = True
 
+    @property
+    def provenance(self) -> Provenance | None:
+        """See `Memory.provenance`."""
+        return self._restored.provenance if self._restored is not None else None
+
     def restore(self, trainer: Trainer, mesh: Mesh) -> TrainingState | None:
         """See `Memory.restore`."""
         if self.task.memory is None:
@@ -133,13 +139,14 @@ class Generation(threading.Thread):
         self._restored = restore(self.task, trainer, mesh, self.memory_gate, self._copies)
         return self._restored.state
 
-    def begin(self, trainer: Trainer, state: TrainingState) -> None:
+    def begin(self, trainer: Trainer, state: TrainingState, provenance: Provenance | None) -> None:
         """See `Memory.begin`."""
         if dist.get_backend() != "gloo":
             return  # its collectives cannot be left
         samples = self.task.run.training.global_batch_size
-        self.memory_gate.hold(self._restored or Held(trainer, state, samples))
-        self._restored = None
+        held, self._restored = self._restored or Held(trainer, state, samples), None
+        held.provenance = provenance
+        self.memory_gate.hold(held)
         # The modules of the generation before are cycles, which keep its groups alive, whose threads spin.
         gc.collect()
         if self.memory_gate.copier is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from meshwright.memory_recovery import keeping_ranks, transfers
 from meshwright.protocol.messages import MemoryRecovery
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.manifest import TrainingState
+from meshwright_worker.checkpoint.provenance import Provenance
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.in_memory.copies import HostCopies, HostCopy, pack, pieces, unpack
 from meshwright_worker.in_memory.gate import Held, MemoryGate
@@ -21,6 +23,18 @@ from meshwright_worker.trainer.trainer import StepSums, Trainer
 
 class StateMissingError(Exception):
     """A rank does not hold the state from which it was to go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the leader knows of the step."""
+
+    state: TrainingState
+    """The state outside of tensors."""
+    provenance: Provenance | None
+    """The record of its checkpoints."""
+    sums: StepSums | None = None
+    """The sums of its update."""
 
 
 def restore(task: RankTask[NativeRun], trainer: Trainer, mesh: Mesh, gate: MemoryGate, copies: HostCopies) -> Held:
@@ -34,26 +48,33 @@ def restore(task: RankTask[NativeRun], trainer: Trainer, mesh: Mesh, gate: Memor
     memory, held = task.memory, gate.held
     assert memory is not None
     if memory.holders is not None:
-        return _restore_copies(task.run, memory, trainer, mesh, copies)
+        return _restore_copies(task.run, memory, trainer, mesh, held, copies)
     keeps = mesh.rank in keeping_ranks(memory)
     if keeps and (held is None or held.state.step > memory.step):
         raise StateMissingError(f"rank {mesh.rank} does not hold the state of step {memory.step}")
-    state, sums = _announce(memory, held.state if held else None, held.sums if held else None, mesh)
+    known = _announce(memory, _Known(held.state, held.provenance, held.sums) if held else None, mesh)
+    state = known.state
     if keeps and held is not None:
-        _catch_up(held, memory, sums, gate)
+        _catch_up(held, memory, known.sums, gate)
         _copy(held.trainer, trainer)
     _transfer(task.run, memory, trainer, mesh)
     trainer.optimizer.set_step_count(state.step - state.skipped)
     trainer.restore_state(state)
-    return Held(trainer, state, task.run.training.global_batch_size, sums=sums)
+    return Held(trainer, state, task.run.training.global_batch_size, provenance=known.provenance, sums=known.sums)
 
 
-def _restore_copies(run: NativeRun, memory: MemoryRecovery, trainer: Trainer, mesh: Mesh, copies: HostCopies) -> Held:
+def _restore_copies(
+    run: NativeRun, memory: MemoryRecovery, trainer: Trainer, mesh: Mesh, held: Held | None, copies: HostCopies
+) -> Held:
     """Go back to the copies of the step: a rank's own, or that which a peer has of it."""
     own = copies.get(mesh.rank, memory.step) if mesh.rank in keeping_ranks(memory) else None
     if mesh.rank in keeping_ranks(memory) and own is None:
         raise StateMissingError(f"rank {mesh.rank} has no copy of step {memory.step}")
-    state, _ = _announce(memory, own.state if own is not None else None, None, mesh)
+    provenance = held.provenance if held is not None else None
+    known = _announce(
+        memory, _Known(own.state, provenance) if own is not None and own.state is not None else None, mesh
+    )
+    state = known.state
     tensors = trainer.inventory()
     for rank, holder in transfers(run, memory).items():
         if holder is None:
@@ -74,20 +95,20 @@ def _restore_copies(run: NativeRun, memory: MemoryRecovery, trainer: Trainer, me
     unpack(own.content, tensors)
     trainer.optimizer.set_step_count(state.step - state.skipped)
     trainer.restore_state(state)
-    return Held(trainer, state, run.training.global_batch_size)
+    return Held(trainer, state, run.training.global_batch_size, provenance=known.provenance)
 
 
-def _announce(
-    memory: MemoryRecovery, state: TrainingState | None, sums: StepSums | None, mesh: Mesh
-) -> tuple[TrainingState, StepSums | None]:
-    """Broadcast what the leader knows of the step: the state outside of tensors, and the sums of its update."""
+def _announce(memory: MemoryRecovery, known: _Known | None, mesh: Mesh) -> _Known:
+    """Broadcast what the leader knows of the step."""
     content = b""
     if mesh.rank == memory.leader:
-        assert state is not None
-        known: dict[str, Any] = {"state": state.model_dump(), "sums": None, "digest": 0}
-        if sums is not None:
-            known |= {"sums": sums.results.tolist(), "digest": sums.digest}
-        content = json.dumps(known).encode()
+        assert known is not None
+        fields: dict[str, Any] = {"state": known.state.model_dump(), "sums": None, "digest": 0, "provenance": None}
+        if known.sums is not None:
+            fields |= {"sums": known.sums.results.tolist(), "digest": known.sums.digest}
+        if known.provenance is not None:
+            fields["provenance"] = known.provenance.model_dump(mode="json")
+        content = json.dumps(fields).encode()
     length = torch.tensor([len(content)])
     dist.broadcast(length, memory.leader, group=mesh.checkpoint_group)
     payload = torch.zeros(int(length), dtype=torch.uint8)
@@ -95,9 +116,13 @@ def _announce(
         payload = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     dist.broadcast(payload, memory.leader, group=mesh.checkpoint_group)
     told = json.loads(bytes(payload.tolist()))
-    values = told["sums"]
+    values, record = told["sums"], told["provenance"]
     results = torch.tensor(values, dtype=torch.float64, device=mesh.device) if values is not None else None
-    return TrainingState(**told["state"]), StepSums(results, told["digest"]) if results is not None else None
+    return _Known(
+        TrainingState(**told["state"]),
+        Provenance.model_validate(record) if record is not None else None,
+        StepSums(results, told["digest"]) if results is not None else None,
+    )
 
 
 def _catch_up(held: Held, memory: MemoryRecovery, sums: StepSums | None, gate: MemoryGate) -> None:

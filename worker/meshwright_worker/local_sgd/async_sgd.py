@@ -1,9 +1,9 @@
 """Asynchronous SGD with a bound on staleness (Hogwild!, arXiv 1106.5730; bounded as in arXiv 1312.7869).
 
 In a step, an island reads the parameters from the server, computes gradients, and sends them. The server applies each
-island's gradients as they arrive, with the step's learning rate. An island waits for others only because of the bound
-and at the end of a round. Messages use gloo, point to point: a header of four numbers, then one tensor of all the
-rank's parts.
+island's gradients as they arrive, with the step's learning rate. An island waits for others only because of the bound,
+at the end of a round, and until island 0 begins the next one. Messages use gloo, point to point: a header of two
+numbers, then one tensor of all the rank's parts.
 """
 
 from __future__ import annotations

@@ -2,13 +2,16 @@
 
 Each rank serves its parts of the parameters to the ranks at the same coordinates of other islands. Rank 0 decides the
 order of reads and writes and sends it to the other ranks of its island, so that all parts use the same order.
+
+Between rounds nothing changes: another island's first read of a round waits until island 0 begins the round. Until then
+the server's rank may fill parameters and moments from a checkpoint, or copy them into one.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -19,9 +22,23 @@ from meshwright_worker.local_sgd.bounded_staleness import Event, ReplayOrder, St
 from meshwright_worker.optimizers.adamw import AdamW
 from meshwright_worker.parallel.shards import ParameterShard
 
+_OWN_ISLAND = 0
+
 
 class ServerFailedError(RuntimeError):
     """A thread that serves another island failed; the cause is chained."""
+
+
+@dataclass(slots=True)
+class _Synchronization:
+    """The end of a round."""
+
+    arrived: int = 0
+    """Number of islands."""
+    stop: bool = False
+    """Whether any of them is asked to stop."""
+    parameters: torch.Tensor | None = None
+    """[elements], once all islands have arrived."""
 
 
 class ParameterServer:
@@ -54,15 +71,18 @@ class ParameterServer:
         self._on_event = on_event
         self._change = threading.Condition()
         self._failure: BaseException | None = None
-        self._arrived = 0
-        self._stop = False
-        self._stop_by_round: list[bool] = []
-        """For every synchronization, whether any island was asked to stop."""
+        self._in_round = False
+        """Whether island 0 has begun the round."""
+        self._synchronization = _Synchronization()
+        """That of the current round."""
 
     def read(self, island: int) -> torch.Tensor:
-        """Return the parameters, [elements], when it is the island's turn."""
+        """Return the parameters, [elements], when it is the island's turn. Island 0's first read begins the round."""
         with self._change:
-            self._wait(lambda: self.order.may_read(island))
+            if island == _OWN_ISLAND and not self._in_round:
+                self._in_round = True
+                self._change.notify_all()
+            self._wait(lambda: self._in_round and self.order.may_read(island))
             self._on_event(self.order.read(island))
             self._change.notify_all()
             return flatten_tensors(self._parameters)
@@ -80,18 +100,20 @@ class ParameterServer:
     def synchronize(self, *, stop: bool) -> tuple[torch.Tensor, bool]:
         """Wait for all islands; return the parameters, and whether any island is asked to stop."""
         with self._change:
-            self._arrived += 1
-            self._stop |= stop
-            round_index = len(self._stop_by_round)
-            if self._arrived == self._islands:
-                self._stop_by_round.append(self._stop)
-                self._arrived, self._stop = 0, False
+            # A reference: islands that wake up late must not get what others write in the next round.
+            own = self._synchronization
+            own.arrived += 1
+            own.stop |= stop
+            if own.arrived == self._islands:
+                own.parameters = flatten_tensors(self._parameters)
+                self._synchronization, self._in_round = _Synchronization(), False
                 self._change.notify_all()
-            self._wait(lambda: len(self._stop_by_round) > round_index)
-            return flatten_tensors(self._parameters), self._stop_by_round[round_index]
+            self._wait(lambda: own.parameters is not None)
+            assert own.parameters is not None
+            return own.parameters, own.stop
 
     def load(self, parameters: Sequence[torch.Tensor], updates: int) -> None:
-        """Start from these parameters, after this number of updates."""
+        """Start from these parameters, after this number of updates. Call it before island 0 reads."""
         with self._change:
             torch._foreach_copy_(self._parameters, list(parameters))
             self.optimizer.set_step_count(updates)

@@ -49,7 +49,7 @@ from meshwright_worker.parallel.expert.expert_parallel import (
     expert_nodes,
 )
 from meshwright_worker.parallel.tensor.async_tensor_parallel import ring_matmuls
-from meshwright_worker.parallel.tensor.cross_entropy import use_chunked_loss
+from meshwright_worker.parallel.tensor.cross_entropy import ChunkedLoss, use_chunked_loss
 from meshwright_worker.parallel.tensor.tensor_parallel import apply_tensor_parallel, use_local_parameters
 from meshwright_worker.precision.dtypes import compute_dtype, stored_dtype
 from meshwright_worker.precision.fp8.grouped_linear import convert_experts_to_fp8
@@ -157,7 +157,7 @@ def compile_layers(
 
     Layers are compiled one by one: one graph serves all identical layers and is compiled once. A layer's hooks, above
     all the gathering of its parameters, stay outside of the graph. Collectives inside a block break the graph into
-    pieces; each matrix product is still fused with its neighbors.
+    pieces; each matrix product is still fused with its neighbors. A chunked loss is compiled, too.
 
     With `selective`, what the blocks save is decided inside their graphs, see `selective_checkpoint`. A block that
     breaks its graph then raises `torch._dynamo.exc.Unsupported` in its first pass.
@@ -166,6 +166,8 @@ def compile_layers(
         product.compile()
     for ring in ring_matmuls(stage):
         ring.compile()
+    if isinstance(stage.chunked_loss, ChunkedLoss):
+        stage.chunked_loss.compile_passes(backend)
     for block in stage.layers.values():
         run = selective_checkpoint(block.forward) if selective else block.forward
         block.forward = torch.compile(run, backend=backend, fullgraph=selective)

@@ -31,7 +31,7 @@ from meshwright.rules.validation import run_problems
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.manager import CheckpointManager, manifest_template
 from meshwright_worker.checkpoint.manifest import TokenizerRecord, TrainingState
-from meshwright_worker.checkpoint.provenance import provenance_of
+from meshwright_worker.checkpoint.provenance import Provenance, provenance_of
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.mixture import open_stream
 from meshwright_worker.data.sample_assignment import combined_identity, island_data_dir
@@ -102,11 +102,15 @@ class Memory(Protocol):
     def formed(self) -> None:
         """All groups of the generation exist."""
 
+    @property
+    def provenance(self) -> Provenance | None:
+        """The record of the state that was restored."""
+
     def restore(self, trainer: Trainer, mesh: Mesh) -> TrainingState | None:
         """Fill the trainer with a state that ranks hold, if the generation goes on from one. Collective."""
 
-    def begin(self, trainer: Trainer, state: TrainingState) -> None:
-        """The trainer has its state, which is held from now on."""
+    def begin(self, trainer: Trainer, state: TrainingState, provenance: Provenance | None) -> None:
+        """The trainer has its state, which is held from now on, with the record of its checkpoints."""
 
 
 def open_run(task: RankTask[NativeRun], events: RankEvents) -> OpenedRun:
@@ -145,10 +149,10 @@ def train_on_mesh(
         trainer.on_parameters_loaded(state.step)
     trainer.restore_state(state)
     if manager is not None:
-        manager.resumed(state.step)
+        manager.resumed(state.step, memory.provenance if memory is not None else None)
     warm_up(run, mesh)
     if memory is not None and isinstance(trainer, Trainer):
-        memory.begin(trainer, state)
+        memory.begin(trainer, state, manager.provenance() if manager is not None else None)
     events.running(state.step)
     with tracked(task, events, state.step) as tracked_events:
         loop = TrainingLoop(

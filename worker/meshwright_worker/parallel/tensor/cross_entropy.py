@@ -5,11 +5,14 @@ exchange three numbers per token: the largest logit, then the sum of exponential
 
 `ChunkedLoss` also fuses the output projection, over chunks of tokens, so that full logits are never stored. The
 gradient of a chunk's logits is known as soon as its loss is. It is therefore multiplied into the gradients of hidden
-states and matrix at once (Liger kernel, arXiv 2410.10989), and the backward pass only scales them.
+states and matrix at once (Liger kernel, arXiv 2410.10989), and the backward pass only scales them. Compiled, a chunk's
+logits stay in the format of the hidden states: no copy of them in fp32 is stored.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -118,6 +121,11 @@ class ChunkedLoss(nn.Module):
         self._chunk = chunk
         self._group = group
         self._sequence = sequence
+        self._pass: _ChunkPass = _loss_and_gradient
+
+    def compile_passes(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Compile what lies between a chunk's products and collectives; `backend` is torch.compile's."""
+        self._pass = _compiled_pass(backend)
 
     def forward(self, hidden: torch.Tensor, output: Linear, targets: torch.Tensor) -> torch.Tensor:
         """Hidden states [batch, positions, width] and targets [batch, positions] -> [], the sum over targets."""
@@ -126,7 +134,14 @@ class ChunkedLoss(nn.Module):
             hidden = enter_tensor_parallel(hidden, self._group, sequence=self._sequence)
             first = self._group.rank() * weight.shape[0]
         loss: torch.Tensor = _ChunkedLinearLoss.apply(  # type: ignore[no-untyped-call]
-            hidden.flatten(0, 1), weight, targets.flatten(), self._chunk, first, self._group, torch.is_grad_enabled()
+            hidden.flatten(0, 1),
+            weight,
+            targets.flatten(),
+            self._chunk,
+            first,
+            self._group,
+            torch.is_grad_enabled(),
+            self._pass,
         )
         return loss
 
@@ -148,6 +163,7 @@ class _ChunkedLinearLoss(torch.autograd.Function):
         first: int,
         group: dist.ProcessGroup | None,
         needed: bool,
+        loss_and_gradient: _ChunkPass,
     ) -> torch.Tensor:
         matrix = weight.to(hidden.dtype)
         hidden_gradient = torch.empty_like(hidden) if needed else None
@@ -156,12 +172,11 @@ class _ChunkedLinearLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=accumulated, device=hidden.device)
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            loss, gradient = _loss_and_gradient(upcast(hidden[part] @ matrix.T), targets[part], first, group)
+            loss, gradient = loss_and_gradient(hidden[part] @ matrix.T, targets[part], first, group)
             total += loss
             if hidden_gradient is not None and weight_gradient is not None:
-                small = gradient.to(hidden.dtype)
-                hidden_gradient[part] = small @ matrix
-                weight_gradient += small.T @ hidden[part]
+                hidden_gradient[part] = gradient @ matrix
+                weight_gradient += gradient.T @ hidden[part]
         ctx.save_for_backward(hidden_gradient, weight_gradient)
         ctx.formats = hidden.dtype, weight.dtype
         return total
@@ -172,14 +187,76 @@ class _ChunkedLinearLoss(torch.autograd.Function):
             (saved * gradients[0]).to(dtype) if needed else None
             for saved, dtype, needed in zip(ctx.saved_tensors, ctx.formats, ctx.needs_input_grad, strict=False)
         ]
-        return (*parts, None, None, None, None, None)
+        return (*parts, None, None, None, None, None, None)
+
+
+_ChunkPass = Callable[[torch.Tensor, torch.Tensor, int, dist.ProcessGroup | None], tuple[torch.Tensor, torch.Tensor]]
+"""The summed loss, [], of logits [tokens, own part of the vocabulary] and targets [tokens], and its gradient, which is
+like the logits. Further arguments as for `_cross_entropy`.
+"""
 
 
 def _loss_and_gradient(
     logits: torch.Tensor, targets: torch.Tensor, first: int, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss, [], and its gradient in the memory of `logits`, [tokens, own part of the vocabulary]."""
-    part = _cross_entropy(logits, targets, first, group, overwrite=True)
-    ones = part.counts.unsqueeze(-1).to(logits.dtype)
+    """See `_ChunkPass`; computed in the memory of `logits`, if these are wide."""
+    dtype, wide = logits.dtype, upcast(logits)
+    del logits  # its memory is needed
+    part = _cross_entropy(wide, targets, first, group, overwrite=True)
+    ones = part.counts.unsqueeze(-1).to(part.exponentials.dtype)
     probabilities = part.exponentials.mul_(ones / part.denominator.unsqueeze(-1))
-    return part.loss, probabilities.scatter_add_(-1, part.column, -ones.masked_fill(part.outside, 0.0))
+    gradient = probabilities.scatter_add_(-1, part.column, -ones.masked_fill(part.outside, 0.0))
+    return part.loss, gradient.to(dtype)
+
+
+def _compiled_pass(backend: str | Callable[..., Any]) -> _ChunkPass:
+    """Return `_loss_and_gradient` compiled: one graph, or one before, between and after the collectives of a group."""
+    compiled = partial(torch.compile, backend=backend, dynamic=False)
+    whole, largest_of = compiled(_whole_pass), compiled(_largest_logits)
+    sums_of, gradient_of = compiled(_exponential_sums), compiled(_loss_gradient)
+
+    def run(
+        logits: torch.Tensor, targets: torch.Tensor, first: int, group: dist.ProcessGroup | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        columns, counts = targets - first, targets != IGNORED
+        result: tuple[torch.Tensor, torch.Tensor]
+        if group is None:
+            result = whole(logits, columns, counts)
+            return result
+        largest = largest_of(logits)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        sums = sums_of(logits, columns, largest)
+        dist.all_reduce(sums, group=group)
+        result = gradient_of(logits, columns, counts, largest, sums)
+        return result
+
+    return run
+
+
+def _whole_pass(logits: torch.Tensor, columns: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    largest = _largest_logits(logits)
+    return _loss_gradient(logits, columns, counts, largest, _exponential_sums(logits, columns, largest))
+
+
+def _largest_logits(logits: torch.Tensor) -> torch.Tensor:
+    return upcast(logits).amax(dim=-1)
+
+
+def _exponential_sums(logits: torch.Tensor, columns: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """Return the sum of exponentials and the target's logit less the largest, [2, tokens]; `columns` are the targets'
+    in this part of the vocabulary, or outside of it.
+    """
+    shifted = upcast(logits) - largest.unsqueeze(-1)
+    outside = (columns < 0) | (columns >= logits.shape[-1])
+    target_logits = shifted.gather(-1, columns.masked_fill(outside, 0).unsqueeze(-1)).squeeze(-1)
+    return torch.stack([shifted.exp().sum(dim=-1), target_logits.masked_fill(outside, 0.0)])
+
+
+def _loss_gradient(
+    logits: torch.Tensor, columns: torch.Tensor, counts: torch.Tensor, largest: torch.Tensor, sums: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the summed loss and its gradient, from the sums over the full vocabulary."""
+    loss = (sums[0].log() - sums[1]).masked_fill(~counts, 0.0).sum()
+    probabilities = (upcast(logits) - largest.unsqueeze(-1)).exp() / sums[0].unsqueeze(-1)
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == columns.unsqueeze(-1)
+    return loss, ((probabilities - is_target.to(probabilities.dtype)) * counts.unsqueeze(-1)).to(logits.dtype)

@@ -44,22 +44,39 @@ def quantize(x: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype) -> Quantiz
     return QuantizedTensor((x.float() / scale).clamp(-limit, limit).to(dtype), scale)
 
 
-def product(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, *, native: bool = False) -> torch.Tensor:
+def product(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, *, native: bool = False, fast: bool = False
+) -> torch.Tensor:
     """Multiply a [m, k] with the rows of b [n, k] -> [m, n] in `dtype`, with the hardware's product if it supports the
-    sizes.
+    sizes; for `fast` see `scaled_mm`.
     """
     if native and a.values.is_cuda and is_fp8_aligned(*a.values.shape, b.values.shape[0]):
-        return scaled_mm(a, b, dtype)
-    return ((a.values.float() * a.scale) @ (b.values.float() * b.scale).t()).to(dtype)
+        return scaled_mm(a, b, dtype, fast=fast)
+    return _cast((a.values.float() * a.scale) @ (b.values.float() * b.scale).t(), dtype)
 
 
-def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """`product` by the hardware."""
+def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, *, fast: bool = False) -> torch.Tensor:
+    """`product` by the hardware.
+
+    Hopper adds up fp8 products with about 14 bits. Unless it is `fast`, partial sums go into fp32 registers every 128
+    products (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). Gradients need that, forward passes do not.
+    """
     out = dtype if dtype in (torch.bfloat16, torch.float32) and not a.scale.ndim else torch.bfloat16
     result: torch.Tensor = torch._scaled_mm(
-        a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t() if b.scale.ndim else b.scale, out_dtype=out
+        a.values,
+        b.values.t(),
+        scale_a=a.scale,
+        scale_b=b.scale.t() if b.scale.ndim else b.scale,
+        out_dtype=out,
+        use_fast_accum=fast,
     )
-    return result.to(dtype)
+    return _cast(result, dtype)
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # With a cast that changes nothing at the end of an autograd function, compiled code of torch 2.11 takes its result
+    # for a constant: nothing behind it gets a gradient.
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def is_fp8_aligned(*sizes: int) -> bool:
