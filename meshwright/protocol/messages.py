@@ -210,6 +210,8 @@ class MeshDocument(OpenMessage):
     stays. Agents before 0.2 ignore it."""
     resume: CheckpointCommit | None = None
     """The newest checkpoint that a user's command has reported. Agents before 0.2 ignore it."""
+    max_restarts: int | None = None
+    """`recovery.maxRestarts`, which torchrun's variables have, for a user's command. Agents before 0.2 ignore it."""
     in_memory: bool | None = None
     """Whether ranks hold their state when their generation is interrupted, to recover in memory. None is no. Agents
     before 0.2 ignore it: their ranks are started again."""

@@ -93,6 +93,27 @@ async def test_the_message_is_the_exception(coordinator: Coordinator, start_agen
     assert report.message == "rank 0 exited with code 1: KeyError: 'weights'"
 
 
+@pytest.mark.slow
+async def test_the_message_is_the_error_that_the_script_records(
+    coordinator: Coordinator, start_agent: StartAgent
+) -> None:
+    source = """
+import os, sys
+from torch.distributed.elastic.multiprocessing.errors import record
+sys.excepthook = lambda *_: None
+@record
+def main():
+    raise KeyError("rank " + os.environ["RANK"])
+main()
+"""
+    start_agent()
+    await start_generation(coordinator, 1, source, ranks_each=1)
+    await reported(coordinator, AgentState.FAILED, 1)
+    report = coordinator.last(0)
+    assert report is not None
+    assert report.message == "rank 0 exited with code 1: KeyError: 'rank 0'"
+
+
 async def test_a_command_that_does_not_exist_is_reported(coordinator: Coordinator, start_agent: StartAgent) -> None:
     start_agent()
     hellos = await coordinator.gang(1)

@@ -99,7 +99,7 @@ def test_the_environment_of_a_rank() -> None:
         MeshRequest(worker=w, incarnation=w, pod_uid="uid", address=f"10.0.0.{w}", store_port=21000) for w in range(2)
     ]
     run = command_run(["x"], 1).model_copy(update={"tensor": 2, "pipeline": 2})
-    document = mesh(3, run, hellos, 2)
+    document = mesh(3, run, hellos, 2).model_copy(update={"max_restarts": 10})
     got = rank_environment(document, document.members[1], 3, settings())
     assert got == {
         "RANK": "3",
@@ -115,6 +115,7 @@ def test_the_environment_of_a_rank() -> None:
         "MASTER_ADDR": "10.0.0.0",
         "MASTER_PORT": "21000",
         "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "10",
         "TORCHELASTIC_RUN_ID": "0f3c",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

@@ -26,9 +26,8 @@ with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
     json.dump(names, file)
 """
 NOT_OURS = {
-    "TORCHELASTIC_MAX_RESTARTS": "the operator counts restarts",
     "OMP_NUM_THREADS": "the agent sets it for every process of the pod",
-    "TORCHELASTIC_ERROR_FILE": "where torchrun's own agent expects the error of a rank",
+    "TORCHELASTIC_ERROR_FILE": "the launcher sets it: each process has another",
     "TORCHELASTIC_SIGNALS_TO_HANDLE": "a setting of torchrun's own agent",
 }
 DIFFERENT = {
@@ -64,6 +63,7 @@ def test_ranks_have_the_variables_that_torchrun_sets(tmp_path: Path) -> None:
         for worker in range(nodes)
     ]
     document = mesh(1, command_run(["x"], nodes * each), hellos, each)
+    document = document.model_copy(update={"max_restarts": restarts})
     for rank in range(nodes * each):
         theirs = json.loads((tmp_path / str(rank)).read_text())
         ours = {**TORCHRUN, **rank_environment(document, document.members[rank // each], rank, settings())}

@@ -76,7 +76,7 @@ def printed_steps(output: str) -> list[list[Printed]]:
     for line in (text.removeprefix(RANK_ZERO) for text in output.splitlines()):
         if "resumed after step" in line:
             starts.append([])
-        elif line.startswith("{") and starts and "total_steps" in (fields := json.loads(line)):
+        elif line.startswith('{"') and starts and "total_steps" in (fields := json.loads(line)):
             chosen = {name: fields[name] for name in Printed.__dataclass_fields__}
             starts[-1].append(Printed(**chosen))
     return starts

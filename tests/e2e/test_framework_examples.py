@@ -37,7 +37,7 @@ async def test_an_example_loses_a_pod_and_resumes(stage, case, tmp_path):
     python, name = interpreter(case.example), case.name
     undisturbed = await runs.undisturbed(case, python, tmp_path)
     expected = runs.final_loss(undisturbed)
-    await stage.apply(runs.objects(case, python, pause=0.4))
+    await stage.apply(runs.objects(case, python, pause=1.0))
     async with numbers.History(stage, name) as history:
         await stage.trained(name, SAVED + 2, seconds=600)
         await stage.until(name, lambda status: (status.tokens_per_second or 0) > 0, "measuring its throughput")

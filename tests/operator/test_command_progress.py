@@ -13,6 +13,7 @@ from meshwright.protocol.run_config import CommandRun
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.hang_detection import seconds_until_hung
+from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.progress import update_progress
 from tests.operator.builders import observed, plan_status, pod, revision_of, running_status, spec
@@ -89,3 +90,18 @@ def test_a_command_that_ends_early_completes_without_a_number_of_steps() -> None
     done = find(decide(observed(pods, status, received=trained(), **fields)).status.conditions, COMPLETE)
     assert done is not None
     assert (done.status, done.message) == ("True", "All ranks completed training in generation 1")
+
+
+@pytest.mark.parametrize(("recovery", "restarts"), [(None, 10), ({"maxRestarts": 3}, 3)])
+def test_ranks_learn_how_often_the_job_restarts(recovery: dict[str, Any] | None, restarts: int) -> None:
+    seen = command(trained(), **({"recovery": recovery} if recovery else {}))
+    told = document(seen, seen.mesh)
+    assert told is not None
+    assert told.max_restarts == restarts
+
+
+def test_ranks_of_the_built_in_runtime_have_no_such_variable() -> None:
+    seen = observed()
+    told = document(seen, seen.mesh)
+    assert told is not None
+    assert told.max_restarts is None

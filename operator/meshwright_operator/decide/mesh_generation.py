@@ -143,6 +143,7 @@ def document(
         numa_binding=None if observed.spec.preflight is None or observed.spec.preflight.numa_binding else False,
         environment=dict(observed.plan.environment) or None,
         resume=_resume(observed),
+        max_restarts=observed.spec.recovery.max_restarts if isinstance(observed.run, CommandRun) else None,
         in_memory=bool(mesh.in_memory) or None,
         node_check=mesh.node_check or None,
         copies=_copies(mesh),

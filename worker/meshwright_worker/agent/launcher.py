@@ -30,6 +30,7 @@ from meshwright_worker.agent.rank_process import RankHandle, RankOutput, start_c
 from meshwright_worker.agent.server_process import ServerProcess, process_environment, runtime_installed
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import StartRanks
+from meshwright_worker.command import error_file
 from meshwright_worker.command.log_patterns import LogPatterns
 from meshwright_worker.command.saved_checkpoints import SavedCheckpoints
 from meshwright_worker.preflight.host import Host
@@ -124,6 +125,13 @@ class Launcher:
         for rank in ranks:
             self._command(rank, encode_leave(generation))
 
+    def renumber(self, shift: int) -> None:
+        """Count the processes that go on as other ranks: as those of another worker, of which each has `shift` more."""
+        self._handles = {rank + shift: handle for rank, handle in self._handles.items()}
+        self._written = {rank + shift: output for rank, output in self._written.items()}
+        for rank, handle in self._handles.items():
+            handle.current.rank = rank
+
     def resume(self, start: StartRanks, rank: int) -> int:
         """Let the process of `rank`, which holds its state, go on in another generation. Return its process id.
 
@@ -159,8 +167,11 @@ class Launcher:
                 task = rank_task(start.document, run, start.member, rank, self._settings)
                 handle = await self._server.fork(task, environment)
             else:
-                report = {labels.ENV_REPORT_FILE: self._report_file(start.document.generation, rank)}
-                full_environment = {**ENABLE, **TORCHRUN, **self._environment, **environment, **report}
+                files = {
+                    labels.ENV_REPORT_FILE: self._file(f"report-{start.document.generation}-{rank}.jsonl"),
+                    error_file.VARIABLE: self._file(f"error-{start.document.generation}-{rank}.json"),
+                }
+                full_environment = {**ENABLE, **TORCHRUN, **self._environment, **environment, **files}
                 handle = await start_command(
                     rank, resolve_script_paths(run.command, full_environment), full_environment
                 )
@@ -192,16 +203,18 @@ class Launcher:
             environment=environment,
         )
 
-    def _report_file(self, generation: int, rank: int) -> str:
-        """The path of the file to which a command reports its progress."""
+    def _file(self, name: str) -> str:
+        """The path of a file in which a command reports its progress, or records its error."""
         if self._directory is None:
             places = temporary_directories(self._environment)
             self._directory = TemporaryDirectory(prefix="meshwright-", dir=places[0] if places else None)
-        return str(Path(self._directory.name) / f"report-{generation}-{rank}.jsonl")
+        return str(Path(self._directory.name) / name)
 
-    def remove(self, rank: int) -> None:
-        """Forget the exited process of `rank`."""
-        self._handles.pop(rank, None)
+    def remove(self, rank: int, generation: int) -> None:
+        """Forget the process of `rank` that has exited in a generation."""
+        handle = self._handles.get(rank)
+        if handle is not None and handle.current.number == generation:
+            del self._handles[rank]
 
     def written(self, rank: int) -> RankOutput:
         """The end of what the newest process of `rank` has written."""

@@ -57,6 +57,8 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
         # Without it torch reuses a store across restarts and reads the previous generation's keys.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+    if document.max_restarts is not None:
+        environment["TORCHELASTIC_MAX_RESTARTS"] = str(document.max_restarts)
     if document.resume is not None:
         environment[labels.ENV_RESUME_PATH] = document.resume.path
         environment[labels.ENV_RESUME_STEP] = str(document.resume.step)

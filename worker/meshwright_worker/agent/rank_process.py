@@ -18,6 +18,7 @@ from pathlib import Path
 from meshwright.api import labels
 from meshwright_worker.agent.command_stacks import abort_with_stacks
 from meshwright_worker.agent.events import EventQueue, OutputWritten, ProgressLogged, RankExited, RankMessageReceived
+from meshwright_worker.command import error_file
 from meshwright_worker.command.log_patterns import LogPatterns
 from meshwright_worker.command.progress import CommandProgress
 from meshwright_worker.command.report_line import parse_report
@@ -61,6 +62,14 @@ class RankOutput:
         return self.log.written + self.stacks.written
 
 
+@dataclass(slots=True)
+class CurrentGeneration:
+    """The generation of a process, and its rank there. Both change only while it holds its state and sends nothing."""
+
+    number: int = 0
+    rank: int = 0
+
+
 class OutputPump:
     """Reads one rank's output until its end, and writes it to the pod's log with the rank as a prefix.
 
@@ -69,7 +78,7 @@ class OutputPump:
 
     def __init__(
         self,
-        rank: int,
+        rank: int | CurrentGeneration,
         write_line: Callable[[str], None],
         on_output: Callable[[], None] = lambda: None,
         buffer: TailBuffer | None = None,
@@ -83,7 +92,7 @@ class OutputPump:
         self._fatal = False
         self._on_output = on_output
         self._output_reported_at = float("-inf")
-        self._prefix = f"[rank {rank}] "
+        self._current = rank if isinstance(rank, CurrentGeneration) else CurrentGeneration(rank=rank)
         self._write_line = write_line
         self._partial_line = b""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -123,7 +132,7 @@ class OutputPump:
                 self.tail.append(text)
             if self._on_line is not None:
                 self._on_line(text)
-            self._write_line(self._prefix + text)
+            self._write_line(f"[rank {self._current.rank}] {text}")
 
 
 log = logging.getLogger(__name__)
@@ -141,18 +150,12 @@ class Pipe:
         self.transport.close()
 
 
-@dataclass(slots=True)
-class CurrentGeneration:
-    """The generation of a process. It changes only while the process holds its state and sends nothing."""
-
-    number: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class RankHandle:
     """A started process and the functions to control it."""
 
     rank: int
+    """The rank with which it started. In a later generation, `current` may have another."""
     pid: int
     wait: Callable[[], Awaitable[int]]
     """Waits until it exits; returns the exit code (negative: the signal that killed it)."""
@@ -179,10 +182,12 @@ class RankHandle:
     """Finds the progress of the user's command in its log. None if nothing is searched."""
     checkpoints: SavedCheckpoints | None = None
     """Verifies and retains the checkpoints that the user's command reports. None if each counts, and all stay."""
+    error_file: Path | None = None
+    """Where the user's command records why it fails, if it uses torch's `@record`."""
     written: RankOutput = field(default_factory=RankOutput)
     """The end of what it has written."""
     current: CurrentGeneration = field(default_factory=CurrentGeneration)
-    """The generation to which its messages belong."""
+    """The generation to which its messages belong, and its rank there."""
 
 
 async def supervise(
@@ -193,23 +198,23 @@ async def supervise(
     They belong to `generation` until the handle's changes.
     """
     current = handle.current
-    current.number = generation
+    current.number, current.rank = generation, handle.rank
     watched = _ProgressWatch(handle, generation, event_queue) if handle.events is None else None
 
     def on_output() -> None:
         # The built-in runtime reports steps: its output is not progress.
         if handle.events is None:
-            event_queue.put_nowait(OutputWritten(current.number, handle.rank))
+            event_queue.put_nowait(OutputWritten(current.number, current.rank))
 
-    pump = OutputPump(handle.rank, write_line, on_output, handle.written.log, watched.on_line if watched else None)
+    pump = OutputPump(current, write_line, on_output, handle.written.log, watched.on_line if watched else None)
     readers = [asyncio.create_task(pump.run(handle.output.reader))]
     if handle.stacks is not None:
-        stacks = OutputPump(handle.rank, write_line, buffer=handle.written.stacks)
+        stacks = OutputPump(current, write_line, buffer=handle.written.stacks)
         readers.append(asyncio.create_task(stacks.run(handle.stacks.reader)))
     if watched is not None and handle.reports is not None:
         readers.append(asyncio.create_task(watched.read(handle.reports.reader)))
     if handle.events is not None:
-        readers.append(asyncio.create_task(_read_events(handle.events.reader, handle.rank, current, event_queue)))
+        readers.append(asyncio.create_task(_read_events(handle.events.reader, current, event_queue)))
     try:
         code = await handle.wait()
         handle.close_reports()
@@ -225,7 +230,8 @@ async def supervise(
     if handle.commands is not None:
         handle.commands.close()
     pump.close()
-    event_queue.put_nowait(RankExited(current.number, handle.rank, code, tuple(pump.tail)))
+    tail = error_file.with_recorded_error(pump.tail, handle.error_file if code else None)
+    event_queue.put_nowait(RankExited(current.number, current.rank, code, tail))
 
 
 class _ProgressWatch:
@@ -286,9 +292,7 @@ class _ProgressWatch:
         self._verification.cancel()
 
 
-async def _read_events(
-    reader: asyncio.StreamReader, rank: int, current: CurrentGeneration, event_queue: EventQueue
-) -> None:
+async def _read_events(reader: asyncio.StreamReader, current: CurrentGeneration, event_queue: EventQueue) -> None:
     line = b""
     while True:
         try:
@@ -297,9 +301,9 @@ async def _read_events(
                 return
             message = messages.decode(line)
         except ValueError:  # also raised for a line that is too long
-            log.warning("rank %d wrote an event that cannot be read: %.200r", rank, line)
+            log.warning("rank %d wrote an event that cannot be read: %.200r", current.rank, line)
             continue
-        event_queue.put_nowait(RankMessageReceived(current.number, rank, message))
+        event_queue.put_nowait(RankMessageReceived(current.number, current.rank, message))
 
 
 async def open_command_pipe() -> tuple[asyncio.WriteTransport, int]:
@@ -418,6 +422,7 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
         os.close(output_write)
     # The guard then kills every process of the command, and exits.
     kill_guard = _closer(lifeline)
+    recorded = environment.get(error_file.VARIABLE)
 
     async def wait() -> int:
         code = await process.wait()
@@ -439,5 +444,6 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
         events=None,
         reports=reports,
         close_reports=close_reports,
+        error_file=Path(recorded) if recorded else None,
         dump_stacks=lambda: abort_with_stacks(process.pid),
     )

@@ -1,0 +1,35 @@
+"""The error that a rank of the user's command records with torch's `@record`, in the file that torchrun names too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+VARIABLE = "TORCHELASTIC_ERROR_FILE"
+MAX_BYTES = 1 << 20
+MAX_LINES = 20
+
+
+def recorded_error(path: Path) -> list[str]:
+    """The lines of the error in a file, without its stack. Empty if there is none, or if it is not valid."""
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(MAX_BYTES))
+    except (OSError, ValueError):
+        return []
+    message = found.get("message") if isinstance(found, dict) else None
+    if isinstance(message, dict):
+        message = message.get("message")
+    return message.splitlines()[:MAX_LINES] if isinstance(message, str) else []
+
+
+def with_recorded_error(tail: Sequence[str], path: Path | None) -> tuple[str, ...]:
+    """The last lines of a rank's output, with the error that it has recorded unless they have it already.
+
+    A rank that logs much while it exits, or whose logging swallows exceptions, does not end with its error.
+    """
+    error = recorded_error(path) if path is not None else []
+    if not error or any(line.rstrip().endswith(error[0]) for line in tail):
+        return tuple(tail)
+    return (*tail, *error)
