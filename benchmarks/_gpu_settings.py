@@ -26,7 +26,7 @@ class Setting:
     """`training.activationCheckpointing`."""
     master_weights: bool = True
     """fp32 parameters and moments; bf16 ones, rounded stochastically, without."""
-    loss_chunk: int | None = 8192
+    loss_chunk: int | None = 16384
     """`training.lossChunkTokens`."""
     fp8: str | None = None
     """`training.fp8.scaling`."""

@@ -64,7 +64,9 @@ class Case:
     seconds: float | None = None
     """Measured seconds of one step."""
     memory: float | None = None
-    """Measured bytes of the fullest rank."""
+    """Measured bytes of the fullest rank, or of one of `stage`."""
+    stage: int | None = None
+    """The stage whose rank was measured. None if it was the fullest."""
     certain: bool = False
     """Whether the unit of `memory` is certain."""
     rivals: str | None = None

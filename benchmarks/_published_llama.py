@@ -77,8 +77,33 @@ def runtime_of(variant: str) -> str:
     return "torchtitan-async" if "async" in variant else "torchtitan"
 
 
+NANOTRON_TIED = 10_000
+"""Width of feed-forward layers below which nanotron's benchmark ties embeddings (`scripts/scaling_benchmarks.py`)."""
+
+
+def nanotron_split(model: Architecture, stages: int) -> tuple[int, ...] | None:
+    """The layers of each stage: nanotron fills a stage until its products exceed an equal part, the head's included.
+
+    The layer that exceeds it still belongs to the stage (`build_model` in `src/nanotron/models/base.py`).
+    """
+    if stages == 1:
+        return None
+    layer = (4 * model.hidden_size + 3 * model.intermediate_size) * model.hidden_size
+    total = model.layers * layer + model.vocab_size * model.hidden_size
+    split, stage = [0] * stages, 0
+    for count in range(1, model.layers + 1):
+        split[stage] += 1
+        if count * layer * stages > total * (stage + 1):
+            stage += 1
+    return tuple(split)
+
+
 def nanotron(row: Row) -> Case:
-    """Best configurations; multi-head attention; model FLOPs over the peak give the seconds."""
+    """Best configurations; multi-head attention; model FLOPs over the peak give the seconds.
+
+    The memory is that of global rank 0, on the first stage: only it writes the table (`log_throughput` in
+    `src/nanotron/helpers.py`).
+    """
     gpu, sequence = gpu_of(row), int(row["seq"])
     heads = int(row["heads"])
     model = Architecture(
@@ -88,12 +113,14 @@ def nanotron(row: Row) -> Case:
         heads=heads,
         kv_heads=heads,
         vocab_size=int(row["vocab"]),
+        tie_embeddings=int(row["ffn"]) < NANOTRON_TIED,
     )
     batch = int(row["gbs_seqs"])
     strategy = Strategy(
         tensor=int(row["tp"]),
         pipeline=int(row["pp"]),
         data=int(row["dp"]),
+        layer_split=nanotron_split(model, int(row["pp"])),
         zero_stage=int(row["zero"]),
         micro_batch_size=int(row["mbs"]),
         micro_batches=int(row["grad_accum"]),
@@ -111,6 +138,7 @@ def nanotron(row: Row) -> Case:
         strategy=strategy,
         seconds=seconds,
         memory=float(row["mem_gb"]) * GIB if row.get("mem_gb") else None,
+        stage=0,
     )
 
 

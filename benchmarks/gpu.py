@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -34,6 +35,8 @@ class Part:
     command: tuple[str, ...]
     limit: float
     """Seconds."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables that it gets in addition."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,11 @@ def parts(output: Path, *, quick: bool) -> list[Part]:
     """The parts in order: what is right first, then how fast it is."""
     small = ("--quick",) if quick else ()
     python, throughput = sys.executable, str(output / "throughput-cuda.json")
+    # With `-k`, no page is written. The rows take turns on the GPU, and there are more than a thousand.
+    rows = ("-k", "=", "--seconds", "60" if quick else "600", "--json", str(output / "parity-cuda.json"))
     return [
-        Part("Tests", (python, "-m", "pytest", "-q", "-m", "cuda", "tests/cuda"), 900),
+        Part("Tests", (python, "-m", "pytest", "-q", "-n", "4", "-m", "cuda", "tests/cuda"), 900),
+        Part("Parity", (python, "-m", "tests.parity", *rows), 900, (("MESHWRIGHT_TEST_DEVICE", "cuda"),)),
         Part(
             "Throughput",
             (python, "-m", "benchmarks.throughput", "--device", "cuda", "--json", throughput, *small),
@@ -72,7 +78,13 @@ def run_part(part: Part) -> Ran:
     began = time.monotonic()
     try:
         done = subprocess.run(
-            part.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=part.limit, check=False
+            part.command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=part.limit,
+            check=False,
+            env={**os.environ, **dict(part.environment)},
         )
         text = done.stdout
         outcome = "succeeded" if done.returncode == 0 else f"failed with exit status {done.returncode}"

@@ -33,7 +33,7 @@ from meshwright.planner.cost.comm_groups import group_spans
 from meshwright.planner.cost.constants import FITTED, Constants, calibrate, constants_for
 from meshwright.planner.cost.frameworks import FRAMEWORKS
 from meshwright.planner.cost.machine import Machine
-from meshwright.planner.cost.memory import worst_stage
+from meshwright.planner.cost.memory import memory_by_stage, worst_stage
 from meshwright.planner.cost.step_time import step_time
 
 HERE = Path(__file__).resolve().parent
@@ -59,8 +59,11 @@ def seconds_of(case: Case, constants: Constants) -> float:
 
 
 def memory_of(case: Case) -> float:
-    """The estimate of the fullest rank's bytes."""
-    return worst_stage(case.work, case.strategy, FRAMEWORKS[case.runtime]).total
+    """The estimate of the measured rank's bytes: of the fullest, if its stage is not known."""
+    runtime = FRAMEWORKS[case.runtime]
+    if case.stage is not None:
+        return memory_by_stage(case.work, case.strategy, runtime)[case.stage].total
+    return worst_stage(case.work, case.strategy, runtime).total
 
 
 def roofline_seconds(case: Case) -> float:

@@ -34,7 +34,7 @@ KINDS = (
     ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter"),
     ("attention", r"flash|fmha|attention|cudnn.*sdpa"),
     ("pageable copies", r"memcpy.*pageable"),
-    ("copies", r"memcpy|memset|copy_"),
+    ("copies", r"memcpy|memset|(?<!_to_)copy_"),
     ("products", r"gemm|cutlass|cublas|nvjet|::mm|addmm|bmm|matmul|scaled_mm|grouped_mm"),
     ("loss", r"softmax|nll_loss|cross_entropy|logsumexp"),
     ("optimizer", r"adam|multi_tensor|foreach"),

@@ -144,17 +144,22 @@ def layer_split(parallelism: ParallelismSpec, ranks: int, model: Architecture, l
     return tuple(len(layers) for layers in layers_of_stages(parallelism, ranks, model, length))
 
 
-@lru_cache(maxsize=8)
-def _framework_variant(*, scores: bool, keeps_fp8: bool, once_per_node: bool) -> FrameworkAccount:
+@lru_cache(maxsize=16)
+def _framework_variant(*, scores: bool, keeps_fp8: bool, once_per_node: bool, compiled: bool) -> FrameworkAccount:
     own = FRAMEWORKS["meshwright"]
-    return replace(own, flash=not scores, keeps_fp8=keeps_fp8, sends_once_per_node=once_per_node)
+    return replace(own, flash=not scores, keeps_fp8=keeps_fp8, sends_once_per_node=once_per_node, compiled=compiled)
 
 
 def _framework(training: TrainingSpec, parallelism: ParallelismSpec) -> FrameworkAccount:
     """The properties of Meshwright's runtime with the job's options."""
     rowwise = training.fp8 is not None and training.fp8.scaling is Fp8Scaling.ROWWISE
     once = parallelism.expert_dispatch is ExpertDispatch.ONCE_PER_NODE
-    return _framework_variant(scores=training.attention_dropout > 0, keeps_fp8=not rowwise, once_per_node=once)
+    return _framework_variant(
+        scores=training.attention_dropout > 0,
+        keeps_fp8=not rowwise,
+        once_per_node=once,
+        compiled=training.compile,
+    )
 
 
 def _settings(

@@ -1,4 +1,7 @@
-"""Tests of kernels on a GPU. Where there is none they are skipped, and `make gpu` reports them."""
+"""Tests of kernels on a GPU. Where there is none they are skipped, and `make gpu` reports them.
+
+With `MESHWRIGHT_TEST_DEVICE=cpu`, those of training (`test_resume.py`) run on a CPU: whether the tests themselves work.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.distributed.staged_backend import ASKED
 
 HERE = Path(__file__).parent
 
@@ -15,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.cuda)
-            if not torch.cuda.is_available():
+            if not torch.cuda.is_available() and not ASKED:
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 

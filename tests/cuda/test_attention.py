@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright_worker.data.batch import TokenMetadata
-from meshwright_worker.models.attention import AttentionCore
+from meshwright_worker.models.attention import AttentionCore, needs_equal_head_sizes
 from meshwright_worker.parallel.context.attention_kernels import attend, attend_backward
 
 BF16 = 2e-2
@@ -34,7 +34,11 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def with_gradients(inputs: list[torch.Tensor], dtype: torch.dtype, metadata: TokenMetadata) -> list[torch.Tensor]:
     leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in inputs[:3]]
-    attended = AttentionCore()(*leaves, metadata)
+    core = AttentionCore()
+    core.pads_values = needs_equal_head_sizes(
+        inputs[0].device, deterministic=torch.are_deterministic_algorithms_enabled()
+    )
+    attended = core(*leaves, metadata)
     attended.backward(inputs[3].to(dtype))
     return [attended.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 

@@ -202,6 +202,13 @@ def train_staged(task: RankTask, steps: int, kind: str) -> Last:
         return Last(Numbers.of(trained(task.run, mesh, steps)))
 
 
+def train_fully_staged(task: RankTask, kind: str, stop_after: int | None) -> Last:
+    """`train` with all ranks on one device of this kind: how it ended, where it began, and the losses from there."""
+    use_staged_backend(kind)
+    outcome, recorder = train_fully(task, stop_rank=0 if stop_after is not None else -1, stop_after=stop_after)
+    return Last((outcome, recorder.began_at, [report.loss for report in recorder.reports]))
+
+
 @dataclass(frozen=True)
 class Numbers:
     """What a rank trained, as arrays: tensors would go with its process."""

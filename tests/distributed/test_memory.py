@@ -82,3 +82,14 @@ def test_inside_a_step_zero_3_has_few_layers_gathered_however_many_there_are(poo
     # Were more layers gathered at the peak, they would take half as much again as what is kept of them.
     states = plans[1].states - plans[0].states
     assert [most - least for least, most in zip(few, many, strict=True)] == pytest.approx([states] * 2, rel=0.05)
+
+
+@pytest.mark.parametrize("length", [8, 64])
+def test_gradients_of_a_lone_rank_take_memory_that_activations_leave(pool: RankPool, length: int) -> None:
+    """One micro-batch begins without gradients, and makes them while it frees activations: fewer than them, or more."""
+    wide = {"hidden_size": 128, "intermediate_size": 256, "kv_heads": 4, "layers": 8}
+    one, two = (small_run(micro_batches=count, length=length, batch=2, **wide) for count in (1, 2))
+    assert planned(one).reused > 0.0 == planned(two).reused
+    for run in (one, two):
+        (measured,) = pool.run(most_in_a_step, run)
+        assert measured == pytest.approx(planned(run).counted, rel=0.05)

@@ -37,7 +37,7 @@ class Case:
     def parts(self) -> tuple[float, ...]:
         """Bytes in the order of `KINDS`. Master copies count as parameters."""
         memory = self.memory
-        known = (memory.parameters + memory.master, memory.gradients, memory.optimizer, memory.activations)
+        known = (memory.parameters + memory.master, memory.peak_gradients, memory.optimizer, memory.activations)
         return (*known, memory.total - sum(known))
 
 

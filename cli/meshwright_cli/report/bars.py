@@ -194,6 +194,7 @@ def _without_repetitions(stages: Sequence[Memory]) -> list[tuple[int, int, Memor
 def _memory_parts(memory: Memory, longest: float) -> list[Part]:
     values = {name: float(getattr(memory, name)) for name in MEMORY_LABELS}
     values["working"] = max(memory.working, memory.logits)
+    values["gradients"] = memory.peak_gradients
     return [
         Part(label, values[name], format_bytes(values[name]), 100 * values[name] / longest, number)
         for number, (name, label) in enumerate(MEMORY_LABELS.items())

@@ -58,13 +58,16 @@ def layer_activations(
     stored = 1.0 if fp8 and runtime.keeps_fp8 else element
     mask = 1.0 if runtime.dropout else 0.0
     matmul_inputs = 2 * stored * model.hidden_size
-    unsplit = 2 * _norm(model, element, runtime) + 2 * mask * model.hidden_size
+    # Routing and collectives break a layer's graph: what the parts store is counted as without compilation.
+    compiled = runtime.compiled and not mixture and tensor == 1
+    unsplit = 2 * _norm(model, element, runtime, compiled=compiled) + 2 * mask * model.hidden_size
     if sequence_parallel:
         unsplit /= tensor
         matmul_inputs /= 1 if runtime.keeps_gathered else tensor
     core = 0.0 if runtime.flash else model.heads * sequence * (2 * element + mask) / tensor
     attention = _attention(model, element, runtime)
-    split = (attention + _feed_forward(model, mixture, stored, element, runtime)) / tensor
+    fused = runtime.fused or compiled
+    split = (attention + _feed_forward(model, mixture, stored, element, fused=fused)) / tensor
     routed_bytes = _routed(model, stored, element, runtime) if mixture else 0.0
     if not runtime.copies_routed or (spread and sequence_parallel):
         routed_bytes /= tensor
@@ -91,8 +94,13 @@ def output_bytes(
     return _norm(model, precision.bytes, runtime) / split + precision.bytes * model.hidden_size / gathered
 
 
-def _norm(model: Architecture, element: float, runtime: Framework) -> float:
-    """Bytes that one norm stores: its input in at least fp32, its output, and one statistic per token."""
+def _norm(model: Architecture, element: float, runtime: Framework, *, compiled: bool = False) -> float:
+    """Bytes that one norm stores: its input in at least fp32, its output, and one statistic per token.
+
+    A compiled one stores the input as it came, and computes the rest again.
+    """
+    if compiled:
+        return model.hidden_size * element + FP32_BYTES
     if not runtime.keeps_normed:
         return model.hidden_size * runtime.norm_input
     return model.hidden_size * (max(element, runtime.norm_input) + element) + FP32_BYTES
@@ -127,10 +135,10 @@ def _attention(model: Architecture, element: float, runtime: Framework) -> float
     return expanded + compressed + output + statistics
 
 
-def _feed_forward(model: Architecture, mixture: bool, stored: float, element: float, runtime: Framework) -> float:
+def _feed_forward(model: Architecture, mixture: bool, stored: float, element: float, *, fused: bool) -> float:
     """Inputs of the activation function and of the second product."""
     per_width = (2 * element if model.gated else element) + stored
-    if model.gated and not runtime.fused:
+    if model.gated and not fused:
         per_width += element
     moe = model.mixture
     if not mixture or moe is None:

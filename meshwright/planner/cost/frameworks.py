@@ -42,6 +42,9 @@ class Framework:
     """Whether dropout masks are stored."""
     fused: bool = True
     """Whether element-wise operations are fused with their neighbors."""
+    compiled: bool = False
+    """Whether torch.compile compiles layers. It fuses element-wise operations, and computes again what norms and
+    activation functions would store in addition to their inputs and the inputs of products."""
     norm_input: float = 2.0
     """Bytes per element of the input that a norm stores."""
     selective_part: float = 1.0
@@ -56,6 +59,8 @@ class Framework:
     """Bytes per logit: its copies in the loss."""
     split_loss_bytes: float = 12.0
     """The same if tensor parallelism splits the vocabulary."""
+    loss_passes: float = 24.0
+    """Bytes of memory traffic per logit: what the loss and its gradient read and write in passes of their own."""
     keeps_gathered: bool = False
     """Whether sequence parallelism stores gathered inputs for the backward pass instead of gathering them again."""
     gathers_stage_once: bool = False
@@ -81,6 +86,12 @@ class Framework:
     accumulation: float = 0.0
     """Bytes of memory traffic by which adding the gradient of an expert's weight to its accumulator exceeds writing it
     once, for each micro-batch."""
+    adds_gradients: float = 0.0
+    """Bytes of memory traffic per parameter of a pass of its own that adds a micro-batch's gradients to the accumulated
+    ones. 0 if the backward pass's products add them, or do so in its shadow."""
+    gathered_tensors: int = 0
+    """Tensors of a layer whose parts ZeRO copies one by one, for each replica, after it gathered the updated ones. 0 if
+    it gathers into the parameters or moves large parts."""
     overlap_gradients: float = 0.8
     """Fraction of the gradient reduction that a long enough backward pass hides."""
     overlap_tensor: float = 0.0
@@ -116,6 +127,8 @@ _FRAMEWORKS = (
         order=RankOrder.PIPELINE_INNER,
         norm_input=FP32_BYTES,
         fused=False,
+        # Cast to fp32 (2 + 4), largest (4), difference (8), exponential (8), sum (4), division (8), cast back (4 + 2).
+        loss_passes=44.0,
         keeps_gathered=True,
         stores_masters=True,
         keeps_normed=True,
@@ -164,6 +177,8 @@ _FRAMEWORKS = (
     Framework(
         "nanotron",
         gradients=6.0,
+        adds_gradients=10.0,
+        gathered_tensors=6,
         keeps_gathered=True,
         overlap_gradients=0.5,
         context=0.5 * GIB,

@@ -59,6 +59,13 @@ class Memory:
     context: float
     """CUDA context, libraries and communicators."""
     fragmentation: float
+    reused: float = 0.0
+    """Of `gradients`, those that take memory which activations leave: they are not there when memory is fullest."""
+
+    @property
+    def peak_gradients(self) -> float:
+        """Gradients when memory is fullest."""
+        return self.gradients - self.reused
 
     @property
     def states(self) -> float:
@@ -69,9 +76,8 @@ class Memory:
     def total(self) -> float:
         """Peak bytes."""
         working = max(self.working, self.logits)
-        return (
-            self.states + self.activations + working + self.gathered + self.buffers + self.context + self.fragmentation
-        )
+        needed = self.states - self.reused + self.activations + working + self.gathered + self.buffers
+        return needed + self.context + self.fragmentation
 
     @property
     def counted(self) -> float:
@@ -79,7 +85,7 @@ class Memory:
         return self.total - self.context - self.fragmentation
 
 
-_Parts = tuple[int, float, float, float, float, float, float, float, float, float, float, float]
+_Parts = tuple[int, float, float, float, float, float, float, float, float, float, float, float, float]
 
 
 class _Common(NamedTuple):
@@ -234,7 +240,8 @@ def _parts(work: Workload, strategy: Strategy, runtime: Framework, stage: Stage,
     if strategy.fp8:
         buffers += runtime.fp8_weights * stage_params.total
     transient = working if working > logits else logits
-    allocated = parameters + states.master + states.gradients + states.optimizer + activations + transient
+    reused = min(states.gradients, activations + transient) if _makes_gradients_anew(strategy, runtime) else 0.0
+    allocated = parameters + states.master + states.gradients - reused + states.optimizer + activations + transient
     allocated += states.gathered + buffers
     return (
         stage.rank,
@@ -249,12 +256,22 @@ def _parts(work: Workload, strategy: Strategy, runtime: Framework, stage: Stage,
         buffers,
         runtime.context,
         runtime.fragmentation * allocated,
+        reused,
     )
+
+
+def _makes_gradients_anew(strategy: Strategy, runtime: Framework) -> bool:
+    """Whether a step begins without gradients, and its only backward pass makes them while it frees activations.
+
+    Ranks that share gradients with others have buckets for them.
+    """
+    alone = strategy.micro_batches == 1 and strategy.pipeline == 1 and strategy.shard_ranks == 1
+    return alone and runtime.stores_masters
 
 
 def _total(parts: _Parts) -> float:
     working, logits = parts[6], parts[7]
-    return sum(parts) - parts[0] - (logits if working > logits else working)
+    return sum(parts) - parts[0] - (logits if working > logits else working) - 2.0 * parts[12]
 
 
 def _saved_after_layers(work: Workload, strategy: Strategy, runtime: Framework, common: _Common) -> float:

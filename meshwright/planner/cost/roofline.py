@@ -210,10 +210,13 @@ def _matmul_seconds(
     return count * (flops / (gpu.peak(precision, fp8=fp8) * gpu.sustained) + moved / (gpu.bandwidth * MEMORY_PART))
 
 
-def logits_time(tokens: int, model: Architecture, tensor: int, gpu: Accelerator, precision: Precision) -> float:
-    """Seconds of the output projection and its loss, forward, on one rank. Never in fp8."""
+def logits_time(
+    tokens: int, model: Architecture, tensor: int, gpu: Accelerator, precision: Precision, runtime: Framework
+) -> float:
+    """Seconds of the output projection and a third of its loss on one rank: of one of three passes. Never in fp8."""
     product = _matmul_seconds(tokens, model.vocab_size / tensor, model.hidden_size, 1, tokens, precision, False, gpu)
-    return product + 8.0 * tokens * model.vocab_size / tensor / (gpu.bandwidth * MEMORY_PART)
+    moved = runtime.loss_passes / 3.0 * tokens * model.vocab_size / tensor
+    return product + moved / (gpu.bandwidth * MEMORY_PART)
 
 
 def _attention_core_seconds(shape: LayerShape, gpu: Accelerator, runtime: Framework) -> tuple[float, float]:
@@ -253,4 +256,5 @@ def elementwise_bytes(shape: LayerShape, runtime: Framework) -> float:
         residual += 8.0 * model.hidden_size * shape.tokens * moe.per_token
     inner = (6.0 if model.gated else 4.0) * width * shape.tokens / shape.tensor
     heads = 4.0 * (model.heads + 2 * model.kv_heads) * model.head_size * shape.tokens / shape.tensor
-    return (residual + inner + heads) * (1.0 if runtime.fused else 2.0)
+    fused = runtime.fused or (runtime.compiled and not shape.mixture)
+    return (residual + inner + heads) * (1.0 if fused else 2.0)

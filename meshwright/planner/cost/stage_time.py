@@ -24,7 +24,7 @@ from meshwright.planner.cost.comm_time import (
     recomputed_tensor_part,
     tensor_comm_time,
 )
-from meshwright.planner.cost.constants import HOST_PER_LAYER, SYNCHRONISE
+from meshwright.planner.cost.constants import HOST_PER_LAYER, jitter
 from meshwright.planner.cost.fabric import Span
 from meshwright.planner.cost.frameworks import ASYNC_TENSOR_OVERLAP
 from meshwright.planner.cost.machine import Machine
@@ -193,7 +193,7 @@ def _edge_times(work: Workload, layout: LayerStrategy, machine: Machine) -> _Edg
     Each depth of multi-token prediction has a layer of its own and separate logits (arXiv 2412.19437, section 2.2).
     """
     model, tokens = work.model, -(-work.sequence_length * layout.micro_batch_size // layout.context)
-    forward = logits_time(tokens, model, layout.tensor, machine.gpu, layout.precision)
+    forward = logits_time(tokens, model, layout.tensor, machine.gpu, layout.precision, machine.runtime)
     moved = 6.0 * tokens * model.hidden_size
     return _EdgeTimes(
         (1 + model.prediction_layers) * machine.constants.compute * forward,
@@ -282,8 +282,13 @@ def _layer_time(
         expert = expert_comm_time(tokens, model, chosen, expert_span, fabric, runtime)
         gather = expert_gather_time(tokens, model, chosen, tensor_span, fabric)
         tensor_seconds += _with_recomputation(gather, repeated)
-    parts = ((tensor, tensor_repeated), (context, context_repeated), (expert, repeated), (gather, repeated))
-    blocking = sum(part.blocking_forward * (1 + again_part) + part.blocking_backward for part, again_part in parts)
+    # While ranks wait for each other, the host launches ahead, as it does behind kernels.
+    wait = constants.host * (
+        _waits(tensor, tensor_repeated, tensor_span)
+        + _waits(context, context_repeated, context_span)
+        + _waits(expert, repeated, expert_span)
+        + _waits(gather, repeated, tensor_span)
+    )
     one = MicroBatchTime(
         forward=constants.compute * time.forward,
         backward_input=constants.compute * time.backward_input,
@@ -296,8 +301,13 @@ def _layer_time(
     )
     one = one._replace(paired=_hidden_by_pairs(one, expert, repeated, constants.communication))
     launches = 3.0 if recompute_method in _FEW_LAUNCHES else 4.0
-    launch_seconds = exposed_host(launches * HOST_PER_LAYER * constants.host, one.total)
-    return one._replace(host=launch_seconds + blocking * SYNCHRONISE * constants.host)
+    launch_seconds = exposed_host(launches * HOST_PER_LAYER * constants.host, one.total + wait)
+    return one._replace(host=launch_seconds + wait)
+
+
+def _waits(part: LayerCommTime, repeated: float, span: Span) -> float:
+    """Seconds that a layer's blocking collectives over one group wait for the slowest of its ranks."""
+    return (part.blocking_forward * (1 + repeated) + part.blocking_backward) * jitter(span.size)
 
 
 def _hidden_by_pairs(one: MicroBatchTime, expert: LayerCommTime, recomputed: float, factor: float) -> float:

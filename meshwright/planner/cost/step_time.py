@@ -17,7 +17,13 @@ from meshwright.planner.cost.schedule_cost import bubble_seconds, paired_passes
 from meshwright.planner.cost.stage_time import MicroBatchTime, bottleneck_of, forward_and_backward_parts
 from meshwright.planner.cost.stages import stages_of
 from meshwright.planner.cost.strategy import Strategy, Workload
-from meshwright.planner.cost.update_time import gradient_sync_seconds, offload_seconds, optimizer_seconds
+from meshwright.planner.cost.update_time import (
+    accumulation_seconds,
+    gradient_sync_seconds,
+    offload_seconds,
+    optimizer_seconds,
+    part_copies_seconds,
+)
 from meshwright.schedules.schedule import StageTimes
 
 
@@ -77,6 +83,7 @@ def step_time(
     paired = paired_passes(strategy) if paired is None else paired
     slowdown = 1.0 / machine.slowest
     compute = worst.forward + worst.backward_input + worst.backward_weight
+    compute += accumulation_seconds(work, strategy, machine, slowest)
     return StepTime(
         compute=count * compute * slowdown,
         recompute=count * worst.recompute * slowdown,
@@ -88,7 +95,7 @@ def step_time(
         data=gradient_sync_seconds(work, strategy, machine, groups, stages, _overlappable_seconds(worst)),
         optimizer=optimizer_seconds(work, strategy, machine, slowest),
         offload=offload_seconds(work, strategy, machine, slowest, longest),
-        host=count * worst.host + PER_STEP * machine.constants.host,
+        host=count * worst.host + part_copies_seconds(strategy, machine, slowest) + PER_STEP * machine.constants.host,
     )
 
 

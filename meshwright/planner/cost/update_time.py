@@ -15,6 +15,8 @@ from meshwright.planner.cost.strategy import Strategy, Workload, matmul_bytes
 
 OPTIMIZER_BYTES = 34.0
 """Bytes that Adam reads and writes per parameter, with the gradient's norm."""
+HOST_PER_COPY = 13e-6
+"""Seconds of the host to slice and copy one small tensor: those of a kernel in a layer of 60 (`HOST_PER_LAYER`)."""
 HOST_ADAM = 0.5
 """Fraction of the rate to host memory that an optimizer on the CPU reaches."""
 
@@ -92,6 +94,27 @@ def _parameter_gather_seconds(
     size = matmul_bytes(strategy)
     dense = all_gather(stage_params.dense * size, groups.shard_ranks, fabric)
     return dense + all_gather(stage_params.experts * size, groups.expert_shard_ranks, fabric)
+
+
+def accumulation_seconds(work: Workload, strategy: Strategy, machine: Machine, stage: Stage) -> float:
+    """Seconds after each micro-batch in which a framework adds its gradients to the accumulated ones.
+
+    nanotron reads 2 + 4 bytes and writes 4 (`FP32GradientAccumulator` in its `optim/gradient_accumulator.py`).
+    """
+    stage_params = stage_parameters(work.model, stage, strategy.tensor, strategy.expert_parts)
+    moved = stage_params.total * machine.runtime.adds_gradients
+    return moved / (machine.gpu.bandwidth * MEMORY_PART) * machine.constants.compute
+
+
+def part_copies_seconds(strategy: Strategy, machine: Machine, stage: Stage) -> float:
+    """Seconds in which the host copies gathered parameters part by part: each replica's part of each tensor is one.
+
+    nanotron's `all_gather_coalesced` (its `distributed.py`) slices, flattens and copies them in Python.
+    """
+    if strategy.zero_stage not in (1, 2) or strategy.shard_ranks == 1:
+        return 0.0
+    parts = strategy.shard_ranks * machine.runtime.gathered_tensors * (stage.dense + stage.mixtures)
+    return parts * HOST_PER_COPY * machine.constants.host
 
 
 def _optimizer_parameters(work: Workload, strategy: Strategy, stage: Stage) -> float:

@@ -72,7 +72,7 @@ def memory_text(memory: Memory) -> str:
     parts = (
         ("parameters", memory.parameters),
         ("master weights", memory.master),
-        ("gradients", memory.gradients),
+        ("gradients", memory.peak_gradients),
         ("optimizer", memory.optimizer),
         ("activations", memory.activations),
         ("recomputed", memory.working) if recomputing else ("logits", memory.logits),

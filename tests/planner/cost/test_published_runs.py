@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,6 +63,28 @@ TITAN = {
     "variant": "bf16 compile",
     "tok_s_per_gpu": 6667,
     "mem_gib": 77.0,
+}
+
+
+NANOTRON = {
+    "gpu": "H100-SXM5-80GB",
+    "model": "1.34B",
+    "gpus": 512,
+    "seq": 4096,
+    "vocab": 131072,
+    "layers": 16,
+    "hidden": 2048,
+    "heads": 32,
+    "ffn": 8192,
+    "dp": 128,
+    "tp": 2,
+    "pp": 2,
+    "mbs": 2,
+    "grad_accum": 1,
+    "gbs_seqs": 256,
+    "zero": 1,
+    "mfu_pct": 5.25,
+    "mem_gb": 8.4,
 }
 
 
@@ -152,3 +175,25 @@ def test_regret_is_measured_time_of_the_pick(accuracy: ModuleType) -> None:
     cases = [published.vtrain_multi(row) for row in rows]
     guesses = {id(case): guess for case, guess in zip(cases, (1.0, 2.0, 3.0), strict=True)}
     assert accuracy._regret(cases, guesses) == {"regret": pytest.approx(0.2), "choices": 1.0}
+
+
+def test_nanotron_gives_a_stage_the_layer_that_exceeds_its_part(accuracy: ModuleType) -> None:
+    # A head of 131,072 x 2,048 weighs as much as four layers: ten would be half, and the eleventh still belongs to it.
+    published = importlib.import_module("_published_llama")
+    case = published.nanotron(NANOTRON)
+    assert case.strategy.layer_split == (11, 5)
+    assert case.work.model.tie_embeddings
+    wide = {**NANOTRON, "layers": 32, "hidden": 4096, "ffn": 14336, "dp": 2, "tp": 1, "pp": 4}
+    case = published.nanotron(wide)
+    assert case.strategy.layer_split == (9, 9, 8, 6)
+    assert not case.work.model.tie_embeddings
+    assert published.nanotron({**NANOTRON, "pp": 1, "dp": 256}).strategy.layer_split is None
+
+
+def test_memory_is_that_of_the_stage_that_was_measured(accuracy: ModuleType) -> None:
+    # The last stage would need its logits too; only the first one's memory was written down.
+    published = importlib.import_module("_published_llama")
+    case = published.nanotron(NANOTRON)
+    assert case.stage == 0
+    assert accuracy.memory_of(case) == pytest.approx(case.memory, rel=0.02)
+    assert accuracy.memory_of(replace(case, stage=None)) > 1.2 * case.memory

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import fields, replace
+from statistics import mean
 
 import pytest
 from hypothesis import given
@@ -16,7 +18,18 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS, published
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 from meshwright.planner.cost.comm_groups import group_spans
-from meshwright.planner.cost.constants import DEFAULT, FITTED, Constants, calibrate, constants_for
+from meshwright.planner.cost.constants import (
+    DEFAULT,
+    FITTED,
+    HOST_PER_LAYER,
+    JITTER_RANKS,
+    PER_STEP,
+    SYNCHRONISE,
+    Constants,
+    calibrate,
+    constants_for,
+    jitter,
+)
 from meshwright.planner.cost.estimate import estimate, fits, machine_for, memory_of
 from meshwright.planner.cost.fabric import Fabric
 from meshwright.planner.cost.frameworks import FRAMEWORKS
@@ -25,6 +38,7 @@ from meshwright.planner.cost.roofline import LayerShape, layer_time
 from meshwright.planner.cost.stage_time import exposed_host
 from meshwright.planner.cost.strategy import MemoryOptions, Strategy, Workload
 from meshwright.planner.cost.timeline import simulate_pipeline
+from meshwright.planner.cost.update_time import HOST_PER_COPY
 
 A100, H100 = ACCELERATORS["A100-SXM4-80GB"], ACCELERATORS["H100-SXM5-80GB"]
 LLAMA = PRESETS["llama-3.1-70b"]
@@ -394,6 +408,45 @@ def test_calibration_refuses_nonsense(measured: list[float]) -> None:
 def test_launching_shows_only_where_kernels_are_shorter(launching: float, busy: float) -> None:
     shown = exposed_host(launching, busy)
     assert max(0.0, launching - busy) - 1e-9 <= shown <= launching + 1e-9
+
+
+def test_a_collective_waits_for_the_slowest_of_its_ranks() -> None:
+    # The largest of n exponential delays with mean 1 is H_n in the mean: 1.5 of 2 ranks, 11/6 of 3. All wait for it.
+    assert jitter(1) == 0.0
+    assert jitter(JITTER_RANKS) == pytest.approx(SYNCHRONISE)
+    assert jitter(3) / jitter(2) == pytest.approx((11 / 6 - 1) / 0.5)
+    drawn = random.Random(4)
+    slowest = [max(drawn.expovariate(1.0) for _ in range(64)) for _ in range(4000)]
+    assert jitter(64) / jitter(2) == pytest.approx((mean(slowest) - 1.0) / 0.5, rel=0.03)
+
+
+def test_the_host_launches_ahead_while_ranks_wait_for_each_other() -> None:
+    # Where launches are longer than everything else, a wait fits in between: only longer kernels leave it exposed.
+    split, model = Strategy(tensor=8, sequence_parallel=False), published("llama-3.2-1b")
+    short, long = (estimate(Workload(model, length, 1), split, H100S).time for length in (64, 65536))
+    waits = 4 * model.layers * SYNCHRONISE * H100S.constants.host
+    launches = 3 * model.layers * HOST_PER_LAYER * H100S.constants.host
+    shown = short.total - short.optimizer
+    assert shown == pytest.approx(launches + PER_STEP * H100S.constants.host, rel=0.05)
+    assert long.host - PER_STEP * H100S.constants.host == pytest.approx(waits, rel=0.05)
+
+
+def test_nanotron_adds_gradients_and_copies_gathered_parts_outside_the_passes() -> None:
+    # 10 bytes of each parameter for each micro-batch; 6 tensors of 16 layers, from 8 replicas, once per step.
+    runtime = FRAMEWORKS["nanotron"]
+    other = replace(runtime, name="without", adds_gradients=0.0, gathered_tensors=0)
+    model = published("llama-3.2-1b")
+    work, strategy = Workload(model, 4096, 32), Strategy(data=8, zero_stage=1, micro_batches=4)
+    times = [
+        estimate(work, strategy, replace(H100S, runtime=each, constants=DEFAULT)).time for each in (runtime, other)
+    ]
+    added = 4 * 10 * model.parameters / (3.35e12 * 0.8)
+    assert times[0].compute - times[1].compute == pytest.approx(added, rel=0.01)
+    assert times[0].host - times[1].host == pytest.approx(8 * 6 * 16 * HOST_PER_COPY)
+    alone = replace(strategy, zero_stage=0)
+    assert estimate(work, alone, replace(H100S, runtime=runtime)).time.host == pytest.approx(
+        estimate(work, alone, replace(H100S, runtime=other)).time.host
+    )
 
 
 def test_gpus_of_labels_have_machines() -> None:

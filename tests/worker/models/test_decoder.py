@@ -7,6 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from meshwright.layout import split_layers
+from meshwright_worker.data.batch import TokenMetadata
+from meshwright_worker.models.attention import AttentionCore
 from meshwright_worker.models.layers import RMSNorm, TokenLoss
 from meshwright_worker.models.rotary import RotaryEmbedding
 from tests.worker.stages import MODEL, built
@@ -70,3 +72,19 @@ def test_the_loss_is_a_sum_over_tokens() -> None:
     logits, targets = torch.randn(2, 3, 5), torch.randint(0, 5, (2, 3))
     want = -F.log_softmax(logits, -1).gather(-1, targets.unsqueeze(-1)).sum()
     torch.testing.assert_close(TokenLoss()(logits, targets), want)
+
+
+def test_values_padded_to_the_size_of_keys_change_nothing() -> None:
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(4, 24), (2, 24), (2, 16), (4, 16)]
+    tensors = [torch.randn(2, 9, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    gradients = []
+    for pads in (False, True):
+        core = AttentionCore()
+        core.pads_values = pads
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+        attended = core(*leaves, TokenMetadata())
+        attended.backward(tensors[3])
+        gradients.append([attended, *(leaf.grad for leaf in leaves)])
+    for padded, plain in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(padded, plain, rtol=1e-12, atol=1e-12)

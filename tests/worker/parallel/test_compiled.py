@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from torch._dynamo.exc import Unsupported
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.api.data import Packing
-from meshwright.api.precision import Fp8Spec, Fp8Update
+from meshwright.api.precision import Fp8Spec, Fp8Update, Precision
 from meshwright.api.training import ActivationCheckpointing, OptimizerSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
-from meshwright_worker.data.batch import IGNORED, Batch
+from meshwright.planner.cost.activations import layer_activations
+from meshwright.planner.cost.frameworks import FRAMEWORKS
+from meshwright_worker.data.batch import IGNORED, Batch, TokenMetadata
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import init_weights
 from meshwright_worker.models.layers import Linear
@@ -112,6 +115,41 @@ def test_compiled_layers_give_the_same_gradients() -> None:
     for got, want in zip(run(compiled=True), run(compiled=False), strict=True):
         # Compiled cosines of the fp32 rotary table differ in the last digit.
         assert float((got - want).abs().max() / want.abs().max()) < 1e-6
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_layers_store_what_the_planner_counts(compiled: bool) -> None:
+    """A compiled norm and activation function compute again what others store: torch decides, and bytes are counted."""
+    model = Architecture(layers=2, hidden_size=256, intermediate_size=1024, heads=8, kv_heads=2, vocab_size=64)
+    torch.compiler.reset()
+    with torch.device("meta"):
+        stage = DecoderStage(model, torch.bfloat16).float()
+    init_weights(stage, model, 0, torch.device("cpu"))
+    if compiled:
+        # Decides as inductor does, and runs operators as they are.
+        compile_layers(stage, "aot_eager_decomp_partition")
+    tokens = torch.arange(256).remainder(64).view(1, 256)
+    stage(tokens, targets=tokens).backward()
+    masters = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def remember(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in masters:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    x = torch.randn(1, 256, 256, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        kept_alive = stage.run_layers([*stage.layers.values()], x, TokenMetadata())
+    stored = sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / model.layers
+    account = replace(FRAMEWORKS["meshwright"], compiled=compiled)
+    layer = layer_activations(model, False, 256, 1, False, Precision.BF16, False, account)
+    cast_weights = 2 * model.layer_parameters
+    assert stored - cast_weights == pytest.approx(256 * layer.kept, rel=0.02)
+    assert kept_alive.requires_grad
+    torch.compiler.reset()
 
 
 class Graphs:

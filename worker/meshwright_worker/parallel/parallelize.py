@@ -32,6 +32,7 @@ from meshwright_worker.distributed.mesh import CONTEXT, EXPERT, TENSOR, Mesh
 from meshwright_worker.memory.activation_checkpointing import checkpoint_activations, group_size, selective_checkpoint
 from meshwright_worker.memory.activation_offload import offload_activations
 from meshwright_worker.memory.parameter_offload import offload_parameters_to_files
+from meshwright_worker.models.attention import AttentionCore, needs_equal_head_sizes
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.dropout import TensorSlice, apply_dropout
 from meshwright_worker.models.init_weights import allocate, init_weights
@@ -133,8 +134,12 @@ def _build_stage(
 def _apply_local_features(
     stage: DecoderStage, training: TrainingSpec, model: Architecture, mesh: Mesh, *, sequence: bool
 ) -> None:
-    """Install the modules that know which part of a layer this rank has."""
+    """Install the modules that know which part of a layer this rank has, and what its device can do."""
     tensor = mesh.layout.tensor
+    pads_values = needs_equal_head_sizes(mesh.device, deterministic=training.deterministic)
+    for module in stage.modules():
+        if isinstance(module, AttentionCore):
+            module.pads_values = pads_values
     group = mesh.group(TENSOR) if tensor > 1 else None
     if training.fp8 is not None:
         context = mesh.group(CONTEXT) if mesh.layout.context > 1 else None

@@ -168,15 +168,18 @@ class _ChunkedLinearLoss(torch.autograd.Function):
         matrix = weight.to(hidden.dtype)
         hidden_gradient = torch.empty_like(hidden) if needed else None
         accumulated = torch.promote_types(weight.dtype, torch.float32)
-        weight_gradient = torch.zeros(weight.shape, dtype=accumulated, device=weight.device) if needed else None
+        weight_gradient: torch.Tensor | None = None
         total = torch.zeros((), dtype=accumulated, device=hidden.device)
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             loss, gradient = loss_and_gradient(hidden[part] @ matrix.T, targets[part], first, group)
             total += loss
-            if hidden_gradient is not None and weight_gradient is not None:
+            if hidden_gradient is not None:
                 hidden_gradient[part] = gradient @ matrix
-                weight_gradient += gradient.T @ hidden[part]
+                of_chunk = gradient.T @ hidden[part]
+                weight_gradient = (
+                    of_chunk.to(accumulated) if weight_gradient is None else weight_gradient.add_(of_chunk)
+                )
         ctx.save_for_backward(hidden_gradient, weight_gradient)
         ctx.formats = hidden.dtype, weight.dtype
         return total
@@ -256,7 +259,9 @@ def _loss_gradient(
     logits: torch.Tensor, columns: torch.Tensor, counts: torch.Tensor, largest: torch.Tensor, sums: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed loss and its gradient, from the sums over the full vocabulary."""
-    loss = (sums[0].log() - sums[1]).masked_fill(~counts, 0.0).sum()
-    probabilities = (upcast(logits) - largest.unsqueeze(-1)).exp() / sums[0].unsqueeze(-1)
-    is_target = torch.arange(logits.shape[-1], device=logits.device) == columns.unsqueeze(-1)
+    log_sum = sums[0].log()
+    loss = (log_sum - sums[1]).masked_fill(~counts, 0.0).sum()
+    # One exponential and no division per logit: on a GPU these limit the pass, not its memory.
+    probabilities = (upcast(logits) - (largest + log_sum).unsqueeze(-1)).exp()
+    is_target = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32) == columns.int().unsqueeze(-1)
     return loss, ((probabilities - is_target.to(probabilities.dtype)) * counts.unsqueeze(-1)).to(logits.dtype)

@@ -52,7 +52,7 @@ def product(
     """
     if native and a.values.is_cuda and is_fp8_aligned(*a.values.shape, b.values.shape[0]):
         return scaled_mm(a, b, dtype, fast=fast)
-    return ((a.values.float() * a.scale) @ (b.values.float() * b.scale).t()).to(dtype)
+    return _cast((a.values.float() * a.scale) @ (b.values.float() * b.scale).t(), dtype)
 
 
 def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, *, fast: bool = False) -> torch.Tensor:
@@ -70,8 +70,13 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, *, fas
         out_dtype=out,
         use_fast_accum=fast,
     )
-    # Compiled code of torch 2.11 takes the result itself for a constant: nothing behind it would get a gradient.
-    return result.view(a.values.shape[0], b.values.shape[0]).to(dtype)
+    return _cast(result, dtype)
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # With a cast that changes nothing at the end of an autograd function, compiled code of torch 2.11 takes its result
+    # for a constant: nothing behind it gets a gradient.
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def is_fp8_aligned(*sizes: int) -> bool:
