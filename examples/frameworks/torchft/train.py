@@ -60,7 +60,8 @@ def main():
     manager = Manager(
         pg=(ProcessGroupNCCL if cuda else ProcessGroupGloo)(timeout=minute), min_replica_size=LEAST,
         load_state_dict=load, state_dict=state, replica_id=f"group-{GROUP}", timeout=minute,
-        checkpoint_transport=Transport(minute, 0), quorum_timeout=minute, connect_timeout=minute, hostname=os.environ["MASTER_ADDR"], use_async_quorum=False,
+        checkpoint_transport=Transport(minute, 0), quorum_timeout=minute, connect_timeout=minute,
+        hostname=os.environ["MASTER_ADDR"], use_async_quorum=False,
     )  # fmt: skip
     wrapped = DistributedDataParallel(manager, model)
     announced = False
