@@ -23,11 +23,15 @@ STEPS = 14
 BATCH = 12
 
 
-def run_of(data: int, *, every: int = 100_000, **options: Any) -> NativeRun:
-    """So many replicas with the same batch, of 1 sequence a micro-batch."""
-    return small_run(
-        data=data, batch=BATCH, micro_batches=BATCH // data, steps=STEPS, every=every, keep=STEPS, **options
+def run_of(data: int, *, every: int = 100_000, scaled: bool = False, **options: Any) -> NativeRun:
+    """So many replicas with the same batch, of 1 sequence a micro-batch. `scaled`: with 3 sequences in each, and
+    documents for evaluations.
+    """
+    batch = 3 * data if scaled else BATCH
+    run = small_run(
+        data=data, batch=batch, micro_batches=batch // data, steps=STEPS, every=every, keep=STEPS, **options
     )
+    return run.model_copy(update={"data": run.data.model_copy(update={"held_out": 0.2})}) if scaled else run
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,21 @@ async def test_the_last_replica_continues_alone_and_another_joins_it(tmp_path: P
         await gang.finish()
     shrunk, grown = gang.memories
     await compare(gang, [Part(2, shrunk.step), Part(1, grown.step), Part(2, STEPS)], tmp_path, text, {})
+
+
+async def test_a_batch_that_follows_the_replicas_continues_with_the_next_sample(tmp_path: Path, text: Path) -> None:
+    """Also the evaluation, whose samples are divided over the replicas."""
+    options = {"scaled": True, "training": {"evaluation": {"every_steps": 2, "samples": 9}}}
+    async with gang_of(run_of(4, **options), tmp_path / "run", text) as gang:
+        await gang.start(fatal=Kill(4, "backward", (3,)).fatal(1))
+        await gang.trains()
+        pids = dict(gang.pids)
+        await gang.until_lost()
+        await gang.resize(run_of(3, **options), {0: 0, 1: 1, 2: 2})
+        assert gang.pids.items() < pids.items()
+        await gang.finish()
+    (shrunk,) = gang.memories
+    await compare(gang, [Part(4, shrunk.step), Part(3, STEPS)], tmp_path, text, options)
 
 
 async def test_a_replica_of_a_pipeline_fills_the_gap_of_another(tmp_path: Path, text: Path) -> None:

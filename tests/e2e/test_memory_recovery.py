@@ -108,9 +108,10 @@ async def test_a_lost_pod_of_sharded_state_gets_it_from_copies_in_host_memory(st
     await stage.delete(name)
 
 
-async def test_a_replica_trains_on_without_a_lost_one_which_joins_it_again(stage: Stage) -> None:
+@pytest.mark.parametrize("grace", [0, None], ids=["killed at once", "deleted"])
+async def test_a_replica_trains_on_without_a_lost_one_which_joins_it_again(stage: Stage, grace: int | None) -> None:
     """With `onReplicaLoss: Continue`. The replica that is left takes over the numbers of the lost one's ranks."""
-    name = "continues"
+    name = f"continues{grace}".lower()
     claim, job = elastic(name, 2, replacementSeconds=600)
     job["spec"]["recovery"] = {"inMemory": True, "onReplicaLoss": "Continue"}
     job["spec"]["checkpoint"]["everySteps"] = 1_000_000
@@ -119,7 +120,7 @@ async def test_a_replica_trains_on_without_a_lost_one_which_joins_it_again(stage
     await runs(stage, name, 2)
     first = await trains_in(stage, f"{name}-w1-0", 1)
     survivor = await uids(stage, name)
-    del survivor[await stage.delete_pod(name, 0, grace_seconds=0)]
+    del survivor[await stage.delete_pod(name, 0, grace)]
 
     def half(status: ParallelTrainingJobStatus) -> bool:
         return (status.replicas, status.ready_ranks) == (1, "2/2")  # it has begun to grow again
@@ -140,5 +141,6 @@ async def test_a_replica_trains_on_without_a_lost_one_which_joins_it_again(stage
     told = await events_of(stage, uid)
     assert len(told["RecoveringInMemory"]) == 2
     assert not {"MemoryLost", "RestartingFromCheckpoint"} & told.keys()
-    assert status.checkpoint is None, "nothing was saved, so nothing was read"
+    if grace == 0:
+        assert status.checkpoint is None, "nothing was saved, so nothing was read"
     await same_run(stage, await finish(stage, name))
