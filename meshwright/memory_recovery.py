@@ -4,6 +4,9 @@ When ranks are lost, the others keep their processes and their state. They go on
 has completed. Before an update every rank has the step's reduced gradients, so a rank that is one step behind makes the
 update itself. A new rank receives its state from a rank that has the same. If none has, all ranks go back to copies in
 host memory, if there are any (`meshwright.memory_copies`).
+
+With `recovery.onReplicaLoss: Continue` the next generation may have another number of replicas: those that are left go
+on, and a replica joins them again. A rank then keeps its place in its replica, and gets another number.
 """
 
 from __future__ import annotations
@@ -22,8 +25,14 @@ MAX_NAMED = 4
 """Maximum number of ranks in a message."""
 
 
-def unsupported(run: Run, *, copies: bool = False) -> str:
-    """Why the ranks of a run cannot recover in memory; empty if they can. `copies`: whether they make copies."""
+def unsupported(run: Run, *, copies: bool = False, continues: bool = False) -> str:
+    """Why the ranks of a run cannot recover in memory; empty if they can.
+
+    Args:
+        run: What the ranks run.
+        copies: Whether they make copies.
+        continues: Whether replicas come and go. The last one that is left then holds its state for those that join.
+    """
     if not isinstance(run, NativeRun):
         return "`runtime.command` has its own state"
     training = run.training
@@ -41,11 +50,25 @@ def unsupported(run: Run, *, copies: bool = False) -> str:
     }
     found = next((reason for reason, applies in reasons.items() if applies), "")
     world = run.layout.world_size
-    if not found and world > 1 and copies:
+    if not found and ((world > 1 and copies) or (continues and not cannot_continue(run))):
         return ""
     if not found and len({state_of(run, rank) for rank in range(world)}) == world:
         found = "every rank has state that no other rank has: set `recovery.copyEverySteps`, or use more replicas"
     return found
+
+
+def cannot_continue(run: Run) -> str:
+    """Why ranks cannot keep their state when the number of replicas changes; empty if they can."""
+    if run.parallelism.data_parallel_engine is not DataParallelEngine.ALL_REDUCE:
+        return "ZeRO divides the state by the number of replicas"
+    return "expert parallelism divides experts by the number of replicas" if run.layout.expert > 1 else ""
+
+
+def keeps_place(run: Run, before: int, rank: int) -> bool:
+    """Whether rank `before` of a generation with another number of replicas has the same place in its replica as `rank`
+    of this run: the ranks of a replica are consecutive.
+    """
+    return (before - rank) % run.layout.replica_size == 0
 
 
 def state_of(run: Run, rank: int) -> tuple[int, ...]:

@@ -132,6 +132,13 @@ class SuspectNodesSpec(ApiModel):
     matrix products, and all-gathers between pairs of workers. A node that fails the check is suspect at once."""
 
 
+class ReplicaLossAction(StrEnum):
+    """What the other replicas do when one is lost."""
+
+    WAIT = "Wait"
+    CONTINUE = "Continue"
+
+
 class RecoverySpec(ApiModel):
     """What to do when ranks fail."""
 
@@ -170,6 +177,9 @@ class RecoverySpec(ApiModel):
     copy_every_steps: Annotated[int, Field(ge=1, le=1000000)] | None = None
     """With `inMemory`: steps between two copies of each rank's state in its own and a peer's host memory. Needed if no
     rank has the same state as another. `status.mesh.copies` says which losses they survive."""
+    on_replica_loss: ReplicaLossAction | None = None
+    """Experimental, with `inMemory` and `elastic`. `Continue`: the other replicas train on at the next step, and the
+    lost one joins again once its pods are back; no rank restarts. Defaults to `Wait`."""
     suspect_nodes: SuspectNodesSpec | None = None
     """Avoid nodes on which workers fail again and again. By default ranks restart in the same pods after every failure.
     Not allowed with `workers.schedulerName`."""

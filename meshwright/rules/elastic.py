@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from math import sqrt
 
-from meshwright.api.elastic import RateScaling, ScaledBatch
+from meshwright.api.elastic import LossAction, RateScaling, ScaledBatch
 from meshwright.api.parallelism import StageBalance
 from meshwright.api.spec import ParallelTrainingJobSpec as Spec
+from meshwright.api.spec import ReplicaLossAction
 from meshwright.api.status import PlanStatus
 from meshwright.api.training import TrainingSpec
 from meshwright.rules.replan import REPLAN_RULES, replanned_spec
@@ -47,6 +48,21 @@ def _scaled(spec: Spec) -> ScaledBatch | None:
     return spec.elastic.scaled_batch if spec.elastic is not None else None
 
 
+def _continues(spec: Spec) -> bool:
+    return spec.recovery.on_replica_loss is ReplicaLossAction.CONTINUE
+
+
+def continues_on_loss(spec: Spec) -> bool:
+    """Whether an elastic job goes on at once with the replicas that are left when others are lost."""
+    shrinks = spec.elastic is not None and spec.elastic.on_loss is LossAction.SHRINK
+    return shrinks or (spec.elastic is not None and _continues(spec))
+
+
+def _can_continue(spec: Spec) -> bool:
+    asked = spec.parallelism
+    return not _continues(spec) or not (asked.zero_stage or (asked.expert or 1) > 1)
+
+
 def _runs_stages_twice(kind: PipelineScheduleKind) -> bool:
     return kind.bidirectional
 
@@ -59,7 +75,32 @@ def _can_measure_stages(spec: Spec) -> bool:
     return spec.checkpoint is not None and spec.elastic is None and not fixed
 
 
+_CONTINUES = "!has(self.recovery.onReplicaLoss) || self.recovery.onReplicaLoss != 'Continue'"
+
 ELASTIC_RULES: tuple[Rule[Spec], ...] = (
+    Rule(
+        "recovery.onReplicaLoss",
+        "`Continue` needs `recovery.inMemory: true` and `elastic`: set them, without `elastic.replan` and "
+        "`recovery.copyEverySteps`",
+        f"{_CONTINUES} || has(self.recovery.inMemory) && self.recovery.inMemory && has(self.elastic)"
+        " && !self.elastic.replan && !has(self.recovery.copyEverySteps)",
+        lambda spec: (
+            not _continues(spec)
+            or (
+                bool(spec.recovery.in_memory)
+                and spec.elastic is not None
+                and not spec.elastic.replan
+                and spec.recovery.copy_every_steps is None
+            )
+        ),
+    ),
+    Rule(
+        "recovery.onReplicaLoss",
+        "`Continue` needs the whole state in each replica: set `parallelism.zeroStage: 0`, and `parallelism.expert: 1`",
+        f"{_CONTINUES} || (!has(self.parallelism.zeroStage) || self.parallelism.zeroStage == 0)"
+        " && (!has(self.parallelism.expert) || self.parallelism.expert == 1)",
+        _can_continue,
+    ),
     Rule(
         "elastic.minReplicas",
         "must not be above `replicas`: lower it, or raise `replicas`",
@@ -186,6 +227,8 @@ def fixed_size(spec: Spec, replicas: int, micro_batches: int | None = None) -> S
         micro_batches: Micro-batches of a replica in one step. By default those of the spec.
     """
     changes: dict[str, object] = {"replicas": replicas, "elastic": None}
+    if _continues(spec):  # which only a job with `elastic` may say
+        changes["recovery"] = spec.recovery.model_copy(update={"on_replica_loss": None})
     if (scaled := _scaled(spec)) is not None and spec.training is not None:
         changes["training"] = _scaled_training(spec.training, scaled, replicas)
     if micro_batches is not None:

@@ -199,7 +199,7 @@ def ladder(setting: Setting, spares: int) -> list[tuple[str, str, Policy]]:
     rungs.append(("ranks that survive keep their state", "recovery.inMemory: true", last))
     if setting.units > 1:
         last = replace(last, continues=True)
-        rungs.append(("other replicas continue at once", "", last))
+        rungs.append(("other replicas continue at once", "onReplicaLoss: Continue", last))
     return rungs
 
 

@@ -83,6 +83,43 @@ def test_a_rank_that_does_not_leave_is_killed_and_another_starts(training: Drive
     assert start.resumed == (0,)
 
 
+def test_ranks_go_on_as_those_of_a_lost_worker() -> None:
+    """Replicas continue without worker 0: the processes of worker 1 become ranks 0 and 1, and later 2 and 3 again."""
+    driver = Driver(worker=1)
+    driver.start(document(1, workers=2).model_copy(update={"in_memory": True}))
+    for rank in (2, 3):
+        driver.tell(rank, Running(0), step(1))
+    driver.state_machine.on_leave(1, driver.now)
+    for rank in (2, 3):
+        driver.tell(rank, Held(1, None, 0.001))
+    smaller = document(2, workers=2)
+    member = smaller.members[1].model_copy(update={"first_rank": 0})
+    smaller = smaller.model_copy(
+        update={"in_memory": True, "memory": recovery(1, "0-1"), "members": [member], "world_size": 2}
+    )
+    (start,) = driver.state_machine.on_mesh(smaller, driver.now)
+    assert isinstance(start, StartRanks)
+    assert (start.resumed, start.shift) == ((0, 1), -2)
+    for rank in (0, 1):
+        driver.state_machine.on_spawned(2, rank, 100 + rank, driver.now)
+        driver.tell(rank, Running(1), step(2), generation=2)
+    driver.exit(1, KILLED, generation=2)
+    driver.tell(0, Held(2, None, 0.001), generation=2)
+    larger = document(3, workers=2).model_copy(update={"in_memory": True, "memory": recovery(2, "2")})
+    (start,) = driver.state_machine.on_mesh(larger, driver.now)
+    assert isinstance(start, StartRanks)
+    assert (start.resumed, start.shift) == ((2,), 2), "rank 3 has died meanwhile, and starts anew"
+
+
+def test_ranks_of_a_worker_of_another_size_start_anew(training: Driver) -> None:
+    training.state_machine.on_leave(1, training.now)
+    for rank in (0, 1):
+        training.tell(rank, Held(1, None, 0.001))
+    other = in_memory(2, recovery(1, "0"))
+    other = other.model_copy(update={"members": [other.members[0].model_copy(update={"ranks": 1})]})
+    assert training.state_machine.on_mesh(other, training.now) == [KillRanks((0, 1))]
+
+
 @pytest.mark.parametrize("memory", [None, recovery(0, "0-1"), recovery(1, "5")])
 def test_a_document_that_keeps_no_rank_ends_all_processes(training: Driver, memory: MemoryRecovery | None) -> None:
     state_machine = training.state_machine

@@ -24,6 +24,7 @@ from meshwright_worker.in_memory.gate import MemoryGate
 from meshwright_worker.in_memory.generation import Generation
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.optimizers.adamw import AdamW
+from meshwright_worker.optimizers.master_adamw import MasterAdamW
 from meshwright_worker.trainer.train import preload, train
 from meshwright_worker.trainer.trainer import StepGate, Trainer
 
@@ -156,4 +157,5 @@ _in_backward()
 _joining()
 _around(Trainer, "_gradients", before="reduction", after="reduced")
 _around(Trainer, "_agree", after="agreed")
-_around(AdamW, "step", before="update", after="updated")
+for _optimizer in (AdamW, MasterAdamW):
+    _around(_optimizer, "step", before="update", after="updated")

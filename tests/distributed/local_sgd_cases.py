@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.utils import deterministic
 
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import join_mesh
@@ -123,16 +125,19 @@ def replay(task: RankTask, islands: int, events: Sequence[Event]) -> Parameters:
 
 def train_with_a_late_rank(task: RankTask, late: int) -> tuple[Outcome | None, Recorder]:
     """`train` where memory without values is not a number, and one rank gets the values of its parameters late."""
-    real = Trainer.on_parameters_loaded
+    build, loaded = Trainer.__init__, Trainer.on_parameters_loaded
+
+    def build_on_nan(trainer: Trainer, *arguments: Any, **options: Any) -> None:
+        deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+        build(trainer, *arguments, **options)
 
     def loaded_late(trainer: Trainer, step: int) -> None:
         time.sleep(0.5 if task.rank == late else 0.0)
-        real(trainer, step)
+        loaded(trainer, step)
 
-    Trainer.on_parameters_loaded = loaded_late  # type: ignore[method-assign]
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    Trainer.__init__, Trainer.on_parameters_loaded = build_on_nan, loaded_late  # type: ignore[method-assign]
     try:
         return train_fully(task)
     finally:
-        torch.use_deterministic_algorithms(False)
-        Trainer.on_parameters_loaded = real  # type: ignore[method-assign]
+        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        Trainer.__init__, Trainer.on_parameters_loaded = build, loaded  # type: ignore[method-assign]

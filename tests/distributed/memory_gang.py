@@ -50,6 +50,8 @@ class Gang:
     memories: list[MemoryRecovery] = field(default_factory=list)
     states: list[dict[int, HeldState]] = field(default_factory=list)
     """What the ranks held before each recovery."""
+    losses: dict[int, str] = field(default_factory=dict)
+    """Step -> its loss, exactly, as rank 0 has told it last."""
     exited: set[int] = field(default_factory=set)
     lost: bool = False
     """Whether a rank of the current generation has exited: its exit may arrive before other ranks' first messages."""
@@ -108,6 +110,8 @@ class Gang:
                 self.held.pop(rank, None)
                 self.exited.add(rank)
                 self.lost = True
+            case RankMessageReceived(rank=0, message=messages.StepDone(report=report)):
+                self.losses[report.step] = report.loss.hex()
             case RankMessageReceived(rank=rank, message=messages.Finished(outcome=outcome)):
                 self.outcomes[rank] = outcome
             case RankMessageReceived(rank=rank, message=messages.Held() as held):
@@ -138,8 +142,7 @@ class Gang:
 
     async def recover(self, fatal: dict[int, str] | None = None, stall: dict[int, str] | None = None) -> None:
         """Wait for a rank to die, and go on without it."""
-        while not self.lost:
-            self._note(await self.next_event())
+        await self.until_lost()
         states = await self.leave()
         self.states.append(states)
         memory = plan_recovery(self.run, self.generation, states)
@@ -150,6 +153,45 @@ class Gang:
             self.ranks[rank].kill()
             await self.until(lambda event, rank=rank: isinstance(event, RankExited) and event.rank == rank)  # type: ignore[misc]
         await self.start(memory, fatal, stall)
+
+    async def resize(self, run: NativeRun, goes_on: dict[int, int], fatal: dict[int, str] | None = None) -> None:
+        """Let all ranks leave, and go on with another number of replicas.
+
+        Args:
+            run: The run with that number.
+            goes_on: Rank -> its number in the next generation, of those that go on if they live.
+            fatal: Where ranks die next.
+        """
+        states = await self.leave()
+        self.states.append(states)
+        memory = plan_recovery(
+            run, self.generation, {goes_on[rank]: states[rank] for rank in states if rank in goes_on}
+        )
+        assert isinstance(memory, MemoryRecovery), memory
+        self.memories.append(memory)
+        for rank in set(self.ranks) - set(goes_on):
+            self.ranks[rank].kill()
+            await self.until(lambda event, rank=rank: isinstance(event, RankExited) and event.rank == rank)  # type: ignore[misc]
+        self.ranks = {goes_on[rank]: handle for rank, handle in self.ranks.items()}
+        for rank, handle in self.ranks.items():
+            handle.current.rank = rank
+        assert set(self.ranks) == keeping_ranks(memory)
+        self.run = run
+        await self.start(memory, fatal)
+
+    async def until_lost(self) -> None:
+        """Wait until a rank has died."""
+        while not self.lost:
+            self._note(await self.next_event())
+
+    async def until_step(self, step: int) -> None:
+        """Wait until rank 0 has completed a step."""
+
+        def done(event: Event) -> bool:
+            message = event.message if isinstance(event, RankMessageReceived) and event.rank == 0 else None
+            return isinstance(message, messages.StepDone) and message.report.step >= step
+
+        await self.until(done)
 
     async def finish(self) -> None:
         """Wait until every rank has completed the run."""

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_local.kube.resources import EVENTS
 from tests.e2e.local_stack import NAMESPACE, Stage, eventually, tiny
+from tests.e2e.test_elastic import elastic, finish, runs, same_run, uids
 from tests.e2e.test_recovery import same, uid_of
 
 NAME = "inmemory"
@@ -104,3 +106,41 @@ async def test_a_lost_pod_of_sharded_state_gets_it_from_copies_in_host_memory(st
     assert "RestartingFromCheckpoint" not in told
     assert "MemoryLost" not in told
     await stage.delete(name)
+
+
+@pytest.mark.parametrize("grace", [0, None], ids=["killed at once", "deleted"])
+async def test_a_replica_trains_on_without_a_lost_one_which_joins_it_again(stage: Stage, grace: int | None) -> None:
+    """With `onReplicaLoss: Continue`. The replica that is left takes over the numbers of the lost one's ranks."""
+    name = f"continues{grace}".lower()
+    claim, job = elastic(name, 2, replacementSeconds=600)
+    job["spec"]["recovery"] = {"inMemory": True, "onReplicaLoss": "Continue"}
+    job["spec"]["checkpoint"]["everySteps"] = 1_000_000
+    await stage.apply([claim, job])
+    uid = await uid_of(stage, name)
+    await runs(stage, name, 2)
+    first = await trains_in(stage, f"{name}-w1-0", 1)
+    survivor = await uids(stage, name)
+    del survivor[await stage.delete_pod(name, 0, grace)]
+
+    def half(status: ParallelTrainingJobStatus) -> bool:
+        return (status.replicas, status.ready_ranks) == (1, "2/2")  # it has begun to grow again
+
+    status = await stage.until(name, half, "training with the replica that is left")
+    assert status.mesh is not None
+    assert status.mesh.recovery is not None
+    assert (status.mesh.generation, status.mesh.cause, status.mesh.recovery.ranks) == (2, "PodLost", "0-1")
+    alone = await trains_in(stage, f"{name}-w1-0", 2)
+    assert alone == {rank - 2: pid for rank, pid in first.items()}, "its processes go on as ranks 0 and 1"
+
+    status = await runs(stage, name, 2)
+    assert status.mesh is not None
+    assert status.mesh.recovery is not None
+    assert (status.mesh.generation, status.mesh.cause, status.mesh.recovery.ranks) == (3, "Rescaled", "0-1")
+    assert await trains_in(stage, f"{name}-w1-0", 3) == alone
+    assert survivor.items() < (await uids(stage, name)).items()
+    told = await events_of(stage, uid)
+    assert len(told["RecoveringInMemory"]) == 2
+    assert not {"MemoryLost", "RestartingFromCheckpoint"} & told.keys()
+    if grace == 0:
+        assert status.checkpoint is None, "nothing was saved, so nothing was read"
+    await same_run(stage, await finish(stage, name))

@@ -79,6 +79,11 @@ def elastic(**fields: Any) -> dict[str, Any]:
     return {"elastic": fields, "checkpoint": {"claimName": "c"}}
 
 
+def continuing(**fields: Any) -> dict[str, Any]:
+    """An elastic job with these fields of `elastic`, whose replicas continue without lost ones."""
+    return {**elastic(**fields), "recovery.inMemory": True, "recovery.onReplicaLoss": "Continue"}
+
+
 BUDGET = {"gpus": 8, "replicas": None}
 """A number of GPUs instead of replicas, of which each has four."""
 ISLANDS = {"training.outer": {"method": "DiLoCo"}}
@@ -348,6 +353,12 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("training.tracking", {"training.tracking": {}}),
     ("recovery.copyEverySteps", {"recovery.copyEverySteps": 10}),
     ("recovery.copyEverySteps", {"recovery.copyEverySteps": 10, "recovery.inMemory": False}),
+    ("recovery.onReplicaLoss", {**continuing(), "recovery.inMemory": None}),
+    ("recovery.onReplicaLoss", {**continuing(), "elastic": None}),
+    ("recovery.onReplicaLoss", continuing(replan=True)),
+    ("recovery.onReplicaLoss", {**continuing(), "recovery.copyEverySteps": 10}),
+    ("recovery.onReplicaLoss", {**continuing(), "parallelism.zeroStage": 1}),
+    ("recovery.onReplicaLoss", {**continuing(), "model": {"preset": "tiny-mixture"}, "parallelism.expert": 2}),
     ("recovery.suspectNodes", {"recovery.suspectNodes": {}, "workers.schedulerName": "volcano"}),
     ("training.anomalies", {"training.anomalies": {"nonFinite": "GoBack"}}),
     ("training.anomalies", {"training.anomalies": {"spike": "GoBack"}}),
@@ -582,6 +593,9 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"training.anomalies": {"spike": "Skip"}}),
     (GOOD, {"training.anomalies": {"repeatEverySteps": 100}}),
     (GOOD, {"recovery.copyEverySteps": 10, "recovery.inMemory": True}),
+    (GOOD, continuing()),
+    (GOOD, {**continuing(), "parallelism.zeroStage": 0}),
+    (GOOD, {"recovery.onReplicaLoss": "Wait"}),
     (GOOD, {"parallelism.stageBalance": "Measured", "checkpoint": {"claimName": "c"}}),
     (GOOD, {"recovery.suspectNodes": {"failures": 3}}),
     (GOOD, {**LATENT, "training.lora": {}}),

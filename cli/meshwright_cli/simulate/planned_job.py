@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.api.elastic import LossAction
 from meshwright.api.parsing import parse_spec
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan, make_plans
-from meshwright.rules.elastic import resized, sizes, wanted_replicas, with_own_batch
+from meshwright.rules.elastic import continues_on_loss, resized, sizes, wanted_replicas, with_own_batch
 from meshwright.simulation.setting import Policy
 
 
@@ -50,7 +49,7 @@ class PlannedJob:
         return Policy(
             spares=spares,
             shrinks=self.min_units < self.units,
-            at_once=elastic.on_loss is LossAction.SHRINK,
+            at_once=continues_on_loss(self.spec),
             min_units=self.min_units,
             replacement_seconds=float(elastic.replacement_seconds),
             pause_seconds=float(elastic.pause_seconds),

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.api.elastic import LossAction
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import LayoutStatus, ParallelTrainingJobStatus, PlanStatus
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan
-from meshwright.rules.elastic import resized, sizes, smallest_size, spec_of_plan, wanted_replicas
+from meshwright.rules.elastic import continues_on_loss, resized, sizes, smallest_size, spec_of_plan, wanted_replicas
 from meshwright.rules.replan import budgets, open_specs
 from meshwright_operator.decide.observed import has_started
 from meshwright_operator.kube.cache import JobKey
@@ -209,7 +208,7 @@ class _Sizing:
     @property
     def _shrinks_on_loss(self) -> bool:
         """Whether the decision that ends a generation needs the smaller sizes."""
-        return self.spec.elastic is not None and self.spec.elastic.on_loss is LossAction.SHRINK
+        return continues_on_loss(self.spec)
 
     @property
     def _batch(self) -> int:

@@ -66,7 +66,7 @@ from meshwright_operator.decide.observed import (
 )
 from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS
 from meshwright_operator.decide.profile_use import record_profile
-from meshwright_operator.decide.restart_policy import SPEC_CHANGED, cause_named
+from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.decide.stuck_pods import seconds_until_stuck
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
@@ -461,7 +461,7 @@ class Reconciler:
             generation=mesh.generation,
             closed=closed,
             pods=pods,
-            pause=not over and cause_named(mesh.pending_cause).pauses,
+            pause=not over and in_memory.pauses(observed, mesh.pending_cause),
             leave=not over and in_memory.leaves(observed, mesh),
             checkpoint_request=checkpoint_request.request_to_send(observed, draft.status.checkpoint_request),
         )

@@ -446,6 +446,9 @@ def _announce(decision: Decision, recovery: MemoryRecovery | str | None) -> None
     if decision.observed.spec.recovery.in_memory and not mesh.in_memory:
         text = f"`recovery.inMemory` has no effect: {in_memory.unavailable(decision.observed)}"
         decision.add_event("InMemoryUnavailable", text, WARNING)
+    elif mesh.in_memory and (why := in_memory.cannot_continue_why(decision.observed)):
+        text = f"`recovery.onReplicaLoss: Continue` has no effect: {why}"
+        decision.add_event("InMemoryUnavailable", text, WARNING)
     if checkpoint is not None and number > 1:
         text = f"Restarting from the checkpoint of step {checkpoint.step} (generation {number})"
         decision.add_event("RestartingFromCheckpoint", text)

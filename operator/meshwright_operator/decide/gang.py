@@ -144,7 +144,7 @@ def _wait_for_agents(observed: Observed, pending_cause: str) -> GangAction:
         )
     if absent:
         return _absent_agents(observed, absent) or Wait(f"{total - len(absent)} of {total} agents are ready")
-    if restart_policy.cause_named(pending_cause).pauses and (saving := saving_agents(observed)):
+    if in_memory.pauses(observed, pending_cause) and (saving := saving_agents(observed)):
         return Wait(f"{counted(saving, 'worker')} still {'saves' if saving == 1 else 'save'} a checkpoint")
     if (obstacle := preflight.obstacle(observed)) is not None:
         return obstacle

@@ -6,11 +6,14 @@ every agent gets the same document, also after a restart of the operator.
 
 from __future__ import annotations
 
+import re
+
 from meshwright.api.base import MAX_SAFE_INTEGER
+from meshwright.api.spec import ReplicaLossAction
 from meshwright.api.status import MAX_SUCCEEDED_WORKERS, MemoryCopiesStatus, MemoryRecoveryStatus, MeshStatus
 from meshwright.memory_copies import RankPlace, choose_shift, describe_survived
-from meshwright.memory_recovery import plan_recovery, unsupported
-from meshwright.protocol.messages import AgentState, HeldState, MemoryRecovery
+from meshwright.memory_recovery import cannot_continue, keeps_place, plan_recovery, unsupported
+from meshwright.protocol.messages import AgentState, HeldState, MemoryRecovery, WorkerReport
 from meshwright_operator.decide import restart_policy
 from meshwright_operator.decide.mesh_generation import plan_workers
 from meshwright_operator.decide.observed import Observed, PodState, Worker
@@ -30,11 +33,31 @@ CAUSES = frozenset(
     )
 )
 """The causes after which ranks go on. All others change what they run, or concern all of them."""
+_REPLICAS = re.compile(r"\bDP \d+")
+"""The only part of a layout that changes with the number of replicas."""
+
+
+def continues(observed: Observed) -> bool:
+    """Whether ranks keep their state while replicas come and go (`recovery.onReplicaLoss: Continue`)."""
+    if observed.elastic is None or not observed.elastic.recovery.in_memory:
+        return False
+    return observed.elastic.recovery.on_replica_loss is ReplicaLossAction.CONTINUE
+
+
+def cannot_continue_why(observed: Observed) -> str:
+    """Why replicas cannot continue without a lost one although the job asks for it; empty if they can."""
+    return cannot_continue(observed.run) if continues(observed) else ""
+
+
+def goes_on(observed: Observed, cause: str) -> bool:
+    """Whether ranks go on after this cause: others are lost, or replicas come and go."""
+    return cause in CAUSES or (cause == restart_policy.RESCALED.name and continues(observed))
 
 
 def unavailable(observed: Observed) -> str:
     """Why the ranks of the next generation cannot hold their state although the job asks for it; empty if they can."""
-    if reason := unsupported(observed.run, copies=observed.spec.recovery.copy_every_steps is not None):
+    copied = observed.spec.recovery.copy_every_steps is not None
+    if reason := unsupported(observed.run, copies=copied, continues=continues(observed)):
         return reason
     agents = observed.agents.waiting_agents
     if any(worker.index in agents and not agents[worker.index].holds_state for worker in observed.workers):
@@ -75,12 +98,18 @@ def leaves(observed: Observed, mesh: MeshStatus) -> bool:
     While a pod terminates, all ranks stop after the same step and save a checkpoint, as without recovery in memory.
     """
     ending = any(worker.state is PodState.ENDING for worker in observed.workers)
-    return bool(mesh.in_memory) and mesh.pending_cause in CAUSES and not ending
+    return bool(mesh.in_memory) and goes_on(observed, mesh.pending_cause) and not ending
+
+
+def pauses(observed: Observed, pending_cause: str) -> bool:
+    """Whether the ranks of the generation save a checkpoint and stop, and do not hold their state."""
+    in_memory = bool(observed.mesh.in_memory) and goes_on(observed, pending_cause)
+    return restart_policy.cause_named(pending_cause).pauses and not in_memory
 
 
 def leaving(observed: Observed, pending_cause: str) -> int:
     """The number of workers whose ranks have not left the interrupted generation yet, as long as they may take."""
-    if not observed.mesh.in_memory or pending_cause not in CAUSES:
+    if not observed.mesh.in_memory or not goes_on(observed, pending_cause):
         return 0
     if seconds_since(observed.mesh.pending_since, observed.now) >= HOLD_SECONDS:
         return 0
@@ -102,13 +131,24 @@ def holding(observed: Observed) -> dict[int, HeldState]:
         received = observed.agents.reports.get(worker.index)
         if received is None or worker.index not in known or not _is_current(worker, observed):
             continue
-        own = ranks_by_worker[known[worker.index]]
+        numbers = _numbers(observed, received.report, ranks_by_worker[known[worker.index]])
         held |= {
-            rank.rank: rank.held
+            numbers[rank.rank]: rank.held
             for rank in received.report.ranks
-            if rank.held is not None and rank.rank in own and 0 <= rank.held.step <= MAX_SAFE_INTEGER
+            if rank.held is not None and rank.rank in numbers and 0 <= rank.held.step <= MAX_SAFE_INTEGER
         }
     return held
+
+
+def _numbers(observed: Observed, report: WorkerReport, own: range) -> dict[int, int]:
+    """The ranks of a worker in the interrupted generation -> those in the next one, `own`, for which it has the state.
+
+    They differ if replicas came or went. The processes of a worker go on in their order.
+    """
+    before = sorted(rank.rank for rank in report.ranks)
+    if not continues(observed) or len(before) != len(own):
+        return {rank: rank for rank in own}
+    return {old: new for old, new in zip(before, own, strict=True) if keeps_place(observed.run, old, new)}
 
 
 def _is_current(worker: Worker, observed: Observed) -> bool:
@@ -120,14 +160,23 @@ def _is_current(worker: Worker, observed: Observed) -> bool:
 def plan(observed: Observed, pending_cause: str) -> MemoryRecovery | str | None:
     """How the next generation goes on from states in memory; why it cannot; None if its ranks start anyway."""
     mesh = observed.mesh
-    if not mesh.in_memory or pending_cause not in CAUSES or not observed.spec.recovery.in_memory:
+    if not mesh.in_memory or not goes_on(observed, pending_cause) or not observed.spec.recovery.in_memory:
         return None
-    if layout(observed) != mesh.in_memory:
-        return f"the layout changes from {mesh.in_memory} to {observed.plan.summary}"
+    if not _has_layout(observed, mesh.in_memory):
+        why = cannot_continue_why(observed)
+        return f"the layout changes from {mesh.in_memory} to {observed.plan.summary}{f', and {why}' if why else ''}"
     recovery = plan_recovery(observed.run, mesh.generation, holding(observed))
     if isinstance(recovery, MemoryRecovery) and _is_long(recovery):
         return "too many separate ranks are lost"
     return recovery
+
+
+def _has_layout(observed: Observed, before: str) -> bool:
+    """Whether ranks of a generation with the layout `before` can go on in the next one."""
+    following = layout(observed)
+    if following is None or following == before or not continues(observed) or cannot_continue(observed.run):
+        return following == before
+    return _REPLICAS.sub("", following) == _REPLICAS.sub("", before)
 
 
 def _is_long(recovery: MemoryRecovery) -> bool:

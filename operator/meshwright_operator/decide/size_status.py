@@ -15,7 +15,7 @@ from meshwright.api.status import (
 )
 from meshwright.planner.placement import Placement
 from meshwright.planner.plan import Plan
-from meshwright_operator.decide import restart_policy, sizing
+from meshwright_operator.decide import in_memory, restart_policy, sizing
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.gang_actions import Size
 from meshwright_operator.decide.observed import Observed, has_started
@@ -52,7 +52,8 @@ def apply_size(decision: Decision, plan: Plan, placement: PlacementStatus, why: 
         decision.mesh.pending_cause = restart_policy.RESCALED.name
         decision.mesh.pending_since = format_time(observed.now)
     text = layout_text(plan) if plan.replanned or observed.plan.replanned else counted(new, "replica")
-    decision.starting(f"Saving a checkpoint, then continuing with {text}")
+    how = "Continuing" if in_memory.continues(observed) else "Saving a checkpoint, then continuing"
+    decision.starting(f"{how} with {text}")
 
 
 def apply_move(decision: Decision, placement: PlacementStatus, leaving: str) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from meshwright.api.elastic import ElasticSpec, LossAction
+from meshwright.api.elastic import ElasticSpec
 from meshwright.api.status import ElasticStatus
 from meshwright.planner.placement.resize import workers_on_resize
 from meshwright.planner.plan import Plan
-from meshwright.rules.elastic import spec_of_plan, wanted_replicas
+from meshwright.rules.elastic import continues_on_loss, spec_of_plan, wanted_replicas
 from meshwright_operator.decide.gang_actions import Size
 from meshwright_operator.decide.mesh_generation import plan_workers
 from meshwright_operator.decide.observed import LIVE, Observed, Worker, has_started
@@ -134,7 +134,7 @@ def sizes_to_place(observed: Observed) -> tuple[Size, ...]:
     """The sizes to try while no generation runs, the preferred one first.
 
     A job that lost some workers first waits for nodes to replace them, for `elastic.replacementSeconds`. With
-    `elastic.onLoss: Shrink` it continues without them if it can.
+    `elastic.onLoss: Shrink` or `recovery.onReplicaLoss: Continue` it continues without them if it can.
     """
     live = [worker for worker in observed.workers if worker.state in LIVE]
     if shrinks_on_loss(observed) and (sizes := _sizes_of(observed, live)):
@@ -157,7 +157,8 @@ def sizes_to_place(observed: Observed) -> tuple[Size, ...]:
 
 def shrinks_on_loss(observed: Observed) -> bool:
     """Whether a loss of workers makes the job continue at once with fewer replicas."""
-    return observed.mesh.generation > 0 and elastic_of(observed).on_loss is LossAction.SHRINK
+    assert observed.elastic is not None
+    return observed.mesh.generation > 0 and continues_on_loss(observed.elastic)
 
 
 def _sizes_of(observed: Observed, live: list[Worker]) -> tuple[Size, ...]:

@@ -312,7 +312,7 @@ class Agent:
                 return actions
             case RankExited(generation=generation, rank=rank, code=code, tail=tail):
                 log.info("rank exited rank=%d generation=%d code=%d", rank, generation, code)
-                self._launcher.remove(rank)
+                self._launcher.remove(rank, generation)
                 self._metrics.rank_up(rank, up=False)
                 self._timelines.write(self._metrics.timelines.get(rank))
                 actions = self._state_machine.on_exit(generation, rank, code, tail, now)
@@ -372,6 +372,8 @@ class Agent:
             log.error("%s", error)
             return self._state_machine.on_spawn_failed(document.generation, ranks[0], str(error), time.monotonic())
         actions: list[decisions.Action] = []
+        if start.shift:
+            self._launcher.renumber(start.shift)
         for rank in ranks:
             try:
                 resumes = rank in start.resumed

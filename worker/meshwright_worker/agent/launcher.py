@@ -125,6 +125,13 @@ class Launcher:
         for rank in ranks:
             self._command(rank, encode_leave(generation))
 
+    def renumber(self, shift: int) -> None:
+        """Count the processes that go on as other ranks: as those of another worker, of which each has `shift` more."""
+        self._handles = {rank + shift: handle for rank, handle in self._handles.items()}
+        self._written = {rank + shift: output for rank, output in self._written.items()}
+        for rank, handle in self._handles.items():
+            handle.current.rank = rank
+
     def resume(self, start: StartRanks, rank: int) -> int:
         """Let the process of `rank`, which holds its state, go on in another generation. Return its process id.
 
@@ -203,9 +210,11 @@ class Launcher:
             self._directory = TemporaryDirectory(prefix="meshwright-", dir=places[0] if places else None)
         return str(Path(self._directory.name) / name)
 
-    def remove(self, rank: int) -> None:
-        """Forget the exited process of `rank`."""
-        self._handles.pop(rank, None)
+    def remove(self, rank: int, generation: int) -> None:
+        """Forget the process of `rank` that has exited in a generation."""
+        handle = self._handles.get(rank)
+        if handle is not None and handle.current.number == generation:
+            del self._handles[rank]
 
     def written(self, rank: int) -> RankOutput:
         """The end of what the newest process of `rank` has written."""

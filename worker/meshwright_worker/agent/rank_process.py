@@ -62,6 +62,14 @@ class RankOutput:
         return self.log.written + self.stacks.written
 
 
+@dataclass(slots=True)
+class CurrentGeneration:
+    """The generation of a process, and its rank there. Both change only while it holds its state and sends nothing."""
+
+    number: int = 0
+    rank: int = 0
+
+
 class OutputPump:
     """Reads one rank's output until its end, and writes it to the pod's log with the rank as a prefix.
 
@@ -70,7 +78,7 @@ class OutputPump:
 
     def __init__(
         self,
-        rank: int,
+        rank: int | CurrentGeneration,
         write_line: Callable[[str], None],
         on_output: Callable[[], None] = lambda: None,
         buffer: TailBuffer | None = None,
@@ -84,7 +92,7 @@ class OutputPump:
         self._fatal = False
         self._on_output = on_output
         self._output_reported_at = float("-inf")
-        self._prefix = f"[rank {rank}] "
+        self._current = rank if isinstance(rank, CurrentGeneration) else CurrentGeneration(rank=rank)
         self._write_line = write_line
         self._partial_line = b""
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -124,7 +132,7 @@ class OutputPump:
                 self.tail.append(text)
             if self._on_line is not None:
                 self._on_line(text)
-            self._write_line(self._prefix + text)
+            self._write_line(f"[rank {self._current.rank}] {text}")
 
 
 log = logging.getLogger(__name__)
@@ -142,18 +150,12 @@ class Pipe:
         self.transport.close()
 
 
-@dataclass(slots=True)
-class CurrentGeneration:
-    """The generation of a process. It changes only while the process holds its state and sends nothing."""
-
-    number: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class RankHandle:
     """A started process and the functions to control it."""
 
     rank: int
+    """The rank with which it started. In a later generation, `current` may have another."""
     pid: int
     wait: Callable[[], Awaitable[int]]
     """Waits until it exits; returns the exit code (negative: the signal that killed it)."""
@@ -185,7 +187,7 @@ class RankHandle:
     written: RankOutput = field(default_factory=RankOutput)
     """The end of what it has written."""
     current: CurrentGeneration = field(default_factory=CurrentGeneration)
-    """The generation to which its messages belong."""
+    """The generation to which its messages belong, and its rank there."""
 
 
 async def supervise(
@@ -196,23 +198,23 @@ async def supervise(
     They belong to `generation` until the handle's changes.
     """
     current = handle.current
-    current.number = generation
+    current.number, current.rank = generation, handle.rank
     watched = _ProgressWatch(handle, generation, event_queue) if handle.events is None else None
 
     def on_output() -> None:
         # The built-in runtime reports steps: its output is not progress.
         if handle.events is None:
-            event_queue.put_nowait(OutputWritten(current.number, handle.rank))
+            event_queue.put_nowait(OutputWritten(current.number, current.rank))
 
-    pump = OutputPump(handle.rank, write_line, on_output, handle.written.log, watched.on_line if watched else None)
+    pump = OutputPump(current, write_line, on_output, handle.written.log, watched.on_line if watched else None)
     readers = [asyncio.create_task(pump.run(handle.output.reader))]
     if handle.stacks is not None:
-        stacks = OutputPump(handle.rank, write_line, buffer=handle.written.stacks)
+        stacks = OutputPump(current, write_line, buffer=handle.written.stacks)
         readers.append(asyncio.create_task(stacks.run(handle.stacks.reader)))
     if watched is not None and handle.reports is not None:
         readers.append(asyncio.create_task(watched.read(handle.reports.reader)))
     if handle.events is not None:
-        readers.append(asyncio.create_task(_read_events(handle.events.reader, handle.rank, current, event_queue)))
+        readers.append(asyncio.create_task(_read_events(handle.events.reader, current, event_queue)))
     try:
         code = await handle.wait()
         handle.close_reports()
@@ -229,7 +231,7 @@ async def supervise(
         handle.commands.close()
     pump.close()
     tail = error_file.with_recorded_error(pump.tail, handle.error_file if code else None)
-    event_queue.put_nowait(RankExited(current.number, handle.rank, code, tail))
+    event_queue.put_nowait(RankExited(current.number, current.rank, code, tail))
 
 
 class _ProgressWatch:
@@ -290,9 +292,7 @@ class _ProgressWatch:
         self._verification.cancel()
 
 
-async def _read_events(
-    reader: asyncio.StreamReader, rank: int, current: CurrentGeneration, event_queue: EventQueue
-) -> None:
+async def _read_events(reader: asyncio.StreamReader, current: CurrentGeneration, event_queue: EventQueue) -> None:
     line = b""
     while True:
         try:
@@ -301,9 +301,9 @@ async def _read_events(
                 return
             message = messages.decode(line)
         except ValueError:  # also raised for a line that is too long
-            log.warning("rank %d wrote an event that cannot be read: %.200r", rank, line)
+            log.warning("rank %d wrote an event that cannot be read: %.200r", current.rank, line)
             continue
-        event_queue.put_nowait(RankMessageReceived(current.number, rank, message))
+        event_queue.put_nowait(RankMessageReceived(current.number, current.rank, message))
 
 
 async def open_command_pipe() -> tuple[asyncio.WriteTransport, int]:

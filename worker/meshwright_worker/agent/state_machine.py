@@ -59,6 +59,8 @@ class StartRanks:
     member: MeshMember
     resumed: tuple[int, ...] = ()
     """The ranks whose processes go on with the state that they hold."""
+    shift: int = 0
+    """How much larger their numbers are than before: after a resize they are the ranks of another worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +144,10 @@ class AgentStateMachine:
         self.generation = document.generation
         ours = member is not None and member.incarnation == self.incarnation
         self._pending = StartRanks(document, member) if member is not None and ours else None
-        if self._pending is not None and (kept := self._kept(document)):
-            self._pending = replace(self._pending, resumed=kept)
-            others = tuple(rank for rank in self.current.live if rank not in kept) if self.current is not None else ()
+        if self._pending is not None and self.current is not None and (kept := self._kept(self._pending)):
+            shift = self._pending.member.first_rank - self.current.first_rank
+            self._pending = replace(self._pending, resumed=kept, shift=shift)
+            others = tuple(rank for rank in self.current.live if rank + shift not in kept)
             return [*([KillRanks(others)] if others else []), *self.on_tick(now)]
         hung: list[Action] = []
         if self.current is not None:
@@ -245,7 +248,7 @@ class AgentStateMachine:
         """Return the actions that are due now. Call at `deadline` if no other event arrives before."""
         current = self.current
         if current is not None and current.live:
-            if self._pending is not None and set(current.live) <= set(self._pending.resumed):
+            if self._pending is not None and self._goes_on(current, self._pending):
                 return [self._start(now)]
             if self._leaves(current):
                 return self._leave(current, now)
@@ -288,13 +291,20 @@ class AgentStateMachine:
     def _matching_generation(self, generation: int) -> MeshGeneration | None:
         return self.current if self.current is not None and self.current.number == generation else None
 
-    def _kept(self, document: MeshDocument) -> tuple[int, ...]:
-        """The ranks whose processes go on in the document's generation, with the state that they hold."""
-        memory, current = document.memory, self.current
+    def _kept(self, start: StartRanks) -> tuple[int, ...]:
+        """The ranks of the next generation whose processes go on in it, with the state that they hold."""
+        memory, current, member = start.document.memory, self.current, start.member
         if memory is None or current is None or memory.generation != current.number or self._kill_at is not None:
             return ()
-        keeping = keeping_ranks(memory)
-        return tuple(rank for rank, view in current.ranks.items() if view.live and view.held and rank in keeping)
+        if member.ranks != current.count:
+            return ()
+        keeping, shift = keeping_ranks(memory), member.first_rank - current.first_rank
+        held = (rank + shift for rank, view in current.ranks.items() if view.live and view.held)
+        return tuple(rank for rank in held if rank in keeping)
+
+    def _goes_on(self, current: MeshGeneration, start: StartRanks) -> bool:
+        """Whether only processes are left that go on in the next generation."""
+        return bool(start.resumed) and {rank + start.shift for rank in current.live} <= set(start.resumed)
 
     def _leaves(self, current: MeshGeneration) -> bool:
         """Whether ranks leave the generation, or have left it, to hold their state."""
@@ -313,7 +323,7 @@ class AgentStateMachine:
     def _start(self, now: float) -> StartRanks:
         start = self._pending
         assert start is not None
-        live = set(self.current.live) if self.current is not None else set()
+        live = {rank + start.shift for rank in self.current.live} if self.current is not None else set()
         start = replace(start, resumed=tuple(rank for rank in start.resumed if rank in live))
         self._pending = None
         self._leave_asked, self._leave_ends_at = False, None

@@ -91,6 +91,10 @@ class Supervisor:
                     self._leave(self._generation)
             case commands.Resume(task, environment):
                 os.environ.update(environment)
+                if task.run.training != self._task.run.training:
+                    # Another number of replicas may have another batch, by which inputs are divided.
+                    self._opened = open_run(task, self._events)
+                self._task = task
                 self._begin(task)
 
     def _end(self, generation: Generation) -> Outcome | None:
