@@ -236,9 +236,9 @@ def _fsdp_sharded(stage_params: StageParameters, key: StateKey, sizes: _Sizes) -
     """FSDP shards parameters, gradients and optimizer state.
 
     Stage 2 stores gathered parameters until the backward pass. Stage 3 stores a layer, the next one, and the parameters
-    outside layers. Full gradients accumulate over micro-batches, and are reduced in the last; or only shards accumulate,
-    and one layer's gradients, or those outside layers, wait for their reduction. A split backward pass has both, as it
-    computes those of look-ups at once.
+    outside layers. Full gradients accumulate over micro-batches, and are reduced in the last. Or only shards
+    accumulate, and the gradients of one layer, or those outside layers, wait for their reduction. A split backward pass
+    has both, as it computes those of look-ups at once.
     """
     settings = key.settings
     gathered = sizes.element * sizes.whole

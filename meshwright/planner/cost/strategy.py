@@ -141,7 +141,7 @@ class Strategy(Layout):
 
     @property
     def gradient_reductions(self) -> int:
-        """Number of times that replicas reduce their gradients in a step: with FSDP, up to once for each micro-batch."""
+        """Number of times that replicas reduce their gradients in a step: once, or with FSDP in each micro-batch."""
         return self.micro_batches if self.settings.reduces_each and self.zero_stage >= 2 else 1
 
     @property

@@ -45,7 +45,7 @@ class WeightGradStore:
 
     @torch.no_grad()
     def run(self, added: Callable[[nn.Parameter], None] | None = None) -> None:
-        """Add the gradients to the weights, last layer first, and call `added` after each; uses no collective itself."""
+        """Add the gradients to the weights, last layer first, and call `added` after each; has no collective itself."""
         while self._pending:
             weight, compute_grad = self._pending.popleft()
             _accumulate(weight, compute_grad())
