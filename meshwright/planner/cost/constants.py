@@ -62,7 +62,7 @@ FITTED: Mapping[tuple[str, str], Constants] = MappingProxyType(
         ("A100-SXM4-80GB", "vtrain-single"): Constants(0.864, 0.871, 1.056),
         ("A100-SXM4-80GB", "zero-bubble"): Constants(0.970, 1.003, 1.029),
         ("GH200-96GB", "megatron-deepspeed"): Constants(1.728, 1.706, 0.988),
-        ("H100-SXM5-80GB", "nanotron"): Constants(1.022, 1.638, 1.258),
+        ("H100-SXM5-80GB", "nanotron"): Constants(1.018, 1.649, 1.253),
         ("H100-SXM5-96GB-HBM2E", "torchtitan"): Constants(1.066, 0.953, 1.015),
     }
 )

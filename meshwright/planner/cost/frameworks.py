@@ -61,6 +61,9 @@ class Framework:
     """The same if tensor parallelism splits the vocabulary."""
     loss_passes: float = 24.0
     """Bytes of memory traffic per logit: what the loss and its gradient read and write in passes of their own."""
+    softmax_width: float = 0.0
+    """Width of a head at which the softmax of flash attention takes as long as its products. Where nobody has measured
+    it, 0: attention then has one rate for all widths."""
     keeps_gathered: bool = False
     """Whether sequence parallelism stores gathered inputs for the backward pass instead of gathering them again."""
     gathers_stage_once: bool = False
@@ -129,6 +132,7 @@ _FRAMEWORKS = (
         fused=False,
         # Cast to fp32 (2 + 4), largest (4), difference (8), exponential (8), sum (4), division (8), cast back (4 + 2).
         loss_passes=44.0,
+        softmax_width=89.0,
         keeps_gathered=True,
         stores_masters=True,
         keeps_normed=True,

@@ -205,10 +205,17 @@ def _logits(work: Workload, strategy: LayerStrategy, chunk: int | None, runtime:
     per_logit = runtime.loss_bytes if strategy.tensor == 1 else runtime.split_loss_bytes
     if strategy.precision is Precision.FP64:
         per_logit *= 2.0
-    if chunk is None or chunk >= tokens:
+    element, matrix = strategy.precision.bytes, width * work.model.hidden_size
+    if chunk is None or (chunk >= tokens and not runtime.compiled):
         return tokens * width * per_logit
-    gradients = max(FP32_BYTES, strategy.precision.bytes) * width * work.model.hidden_size
-    return chunk * width * per_logit + gradients + strategy.precision.bytes * tokens * work.model.hidden_size
+    gradients = max(FP32_BYTES, element) * matrix
+    if runtime.compiled:
+        # Logits and their gradient stay in the compute format, the gradient of the chunk before is still there, and the
+        # chunk's gradient of the matrix is added to the sum.
+        per_logit = (3.0 if chunk < tokens else 2.0) * element
+        gradients += element * matrix
+        chunk = min(chunk, tokens)
+    return chunk * width * per_logit + gradients + element * tokens * work.model.hidden_size
 
 
 def _parts(work: Workload, strategy: Strategy, runtime: Framework, stage: Stage, common: _Common) -> _Parts:

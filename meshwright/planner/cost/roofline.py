@@ -25,6 +25,11 @@ FLASH_PART = 0.56
 """Fraction of large products' rate that flash attention reaches, forward and backward together."""
 BATCHED_PART = 0.6
 """The same for the batched products around a stored score matrix."""
+COMPILED_LOSS_PASSES = 14.0
+"""Bytes of memory traffic per logit that take as long as a compiled loss in chunks, which reads 2 + 2 and writes 2.
+
+Its exponentials take longer than that: 15.2 ms for 32,768 tokens and 128,256 logits (`benchmarks/results`, one H200).
+"""
 TILE_ROWS = 128
 """Rows of one tile of a grouped product on tensor cores (CUTLASS, and DeepGEMM in DeepSeek-V3)."""
 QUANTIZED_FORWARD = 5.0
@@ -128,8 +133,8 @@ def expert_weights(shape: LayerShape) -> float:
     """Weights of the experts of one rank in a layer.
 
     What a micro-batch does with each weight takes no more time with more rows. For dense weights it is a small part of
-    their products, and of the constants that were fitted to dense models. Experts have as many more weights as rows
-    have experts to choose from.
+    their products (`stage_time.weight_pass_bytes`). Experts have as many more weights as rows have experts to choose
+    from.
     """
     moe = shape.model.mixture
     if not shape.mixture or moe is None:
@@ -211,11 +216,19 @@ def _matmul_seconds(
 
 
 def logits_time(
-    tokens: int, model: Architecture, tensor: int, gpu: Accelerator, precision: Precision, runtime: Framework
+    tokens: int,
+    model: Architecture,
+    tensor: int,
+    gpu: Accelerator,
+    precision: Precision,
+    runtime: Framework,
+    *,
+    chunked: bool = False,
 ) -> float:
     """Seconds of the output projection and a third of its loss on one rank: of one of three passes. Never in fp8."""
     product = _matmul_seconds(tokens, model.vocab_size / tensor, model.hidden_size, 1, tokens, precision, False, gpu)
-    moved = runtime.loss_passes / 3.0 * tokens * model.vocab_size / tensor
+    passes = COMPILED_LOSS_PASSES if chunked and runtime.compiled else runtime.loss_passes
+    moved = passes / 3.0 * tokens * model.vocab_size / tensor
     return product + moved / (gpu.bandwidth * MEMORY_PART)
 
 
@@ -234,7 +247,7 @@ def _attention_core_seconds(shape: LayerShape, gpu: Accelerator, runtime: Framew
         half = gpu.peak(shape.precision)
         if shape.causal and shape.context > 1 and not (runtime.balances_context and shape.balanced):
             flops *= 2.0 * shape.context / (shape.context + 1)
-        forward = flops / (half * gpu.sustained * FLASH_PART)
+        forward = flops / (half * gpu.sustained * flash_part((key_size + model.value_size) / 2.0, runtime))
         return forward, 2.5 * forward
     scores = shape.tokens * heads * shape.sequence
     flops = 2.0 * scores * (key_size + model.value_size)
@@ -242,6 +255,16 @@ def _attention_core_seconds(shape: LayerShape, gpu: Accelerator, runtime: Framew
     passes = 13.0 if runtime.dropout else 8.0
     moved = passes * scores / (gpu.bandwidth * MEMORY_PART)
     return multiplied + moved, 2.0 * multiplied + 1.2 * moved
+
+
+def flash_part(width: float, runtime: Framework) -> float:
+    """Fraction of large products' rate that flash attention with heads of this width reaches in both passes.
+
+    Products take longer for wide heads, the softmax of a score does not. On one H200, cuDNN took 1.50 and 4.39 ms for
+    the passes over 2.15e9 scores of heads of 64, and 0.54 and 1.51 ms for 0.54e9 of heads of 128. At the rate of large
+    products 0.37 and 1.21 ps remain for each score in both: as much as the products of 89 numbers.
+    """
+    return width / (width + runtime.softmax_width) if runtime.softmax_width else FLASH_PART
 
 
 def elementwise_bytes(shape: LayerShape, runtime: Framework) -> float:

@@ -26,11 +26,12 @@ from meshwright.planner.cost.comm_time import (
 )
 from meshwright.planner.cost.constants import HOST_PER_LAYER, jitter
 from meshwright.planner.cost.fabric import Span
-from meshwright.planner.cost.frameworks import ASYNC_TENSOR_OVERLAP
+from meshwright.planner.cost.frameworks import ASYNC_TENSOR_OVERLAP, Framework
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.roofline import MEMORY_PART, LayerShape, layer_time, logits_time
-from meshwright.planner.cost.stages import Stage, Stages
+from meshwright.planner.cost.stages import Stage, Stages, stage_parameters
 from meshwright.planner.cost.strategy import LayerStrategy, Strategy, Workload
+from meshwright.planner.units import FP32_BYTES
 
 
 class MicroBatchTime(NamedTuple):
@@ -81,15 +82,20 @@ class _LayerKey(NamedTuple):
     """Number of layers of a stage that recompute. None for every layer."""
     spans: tuple[Span, Span, Span]
     """Spans of the tensor, the context and the expert group."""
+    chunked_loss: bool
+    weight_bytes: float
+    """Of `weight_pass_bytes`."""
 
     @classmethod
-    def of(cls, strategy: Strategy, groups: GroupSpans) -> _LayerKey:
+    def of(cls, strategy: Strategy, groups: GroupSpans, runtime: Framework) -> _LayerKey:
         recompute_method = ActivationCheckpointing.FULL if strategy.settings.rematerialize else strategy.checkpointing
         return cls(
             LayerStrategy.of(strategy),
             recompute_method,
             strategy.checkpoint_layers,
             (groups.tensor, groups.context, groups.expert),
+            strategy.settings.loss_chunk is not None,
+            weight_pass_bytes(strategy, runtime),
         )
 
 
@@ -97,12 +103,15 @@ def bottleneck_of(
     work: Workload, strategy: Strategy, machine: Machine, groups: GroupSpans, stages: Stages
 ) -> Bottleneck:
     """The slowest rank of a layout. Equal for all schedules and ZeRO stages with the same layers on the same ranks."""
-    return _bottleneck(work, _LayerKey.of(strategy, groups), machine, stages)
+    return _bottleneck(work, _LayerKey.of(strategy, groups, machine.runtime), machine, stages)
 
 
 @lru_cache(maxsize=65536)
 def _bottleneck(work: Workload, layers: _LayerKey, machine: Machine, stages: Stages) -> Bottleneck:
-    layer_times, edges = _units(work, layers, machine), _edge_times(work, layers.layout, machine)
+    layer_times, edges = (
+        _units(work, layers, machine),
+        _edge_times(work, layers, machine),
+    )
     sizes = [(unit.recomputed_part_time.total, unit.plain_time.total) for unit in layer_times]
     totals = [_total(layers, stage, sizes, edges) for stage in stages.distinct]
     if stages.mirrored:
@@ -131,8 +140,8 @@ def stage_times(
     work: Workload, strategy: Strategy, machine: Machine, groups: GroupSpans, stage: Stage
 ) -> tuple[float, float, float]:
     """Seconds of one micro-batch on a rank of `stage`: forward, backward for inputs, backward for weights."""
-    layers = _LayerKey.of(strategy, groups)
-    edges = _edge_times(work, layers.layout, machine)
+    layers = _LayerKey.of(strategy, groups, machine.runtime)
+    edges = _edge_times(work, layers, machine)
     return forward_and_backward_parts(_stage_time(layers, stage, _units(work, layers, machine), edges))
 
 
@@ -155,7 +164,12 @@ def _units(work: Workload, layers: _LayerKey, machine: Machine) -> list[_LayerTi
 
     def one(mixture: bool, recompute_method: ActivationCheckpointing) -> MicroBatchTime:
         chosen = (mixture, recompute_method, layers.layout, machine, *layers.spans)
-        return _layer_time(model, work.sequence_length, work.causal, *chosen)
+        time = _layer_time(model, work.sequence_length, work.causal, *chosen)
+        weights = stage_parameters(
+            model, Stage(0, 1, int(mixture), embedding=False, output=False), layers.layout.tensor, 1
+        ).dense
+        passes = weights * layers.weight_bytes / (machine.gpu.bandwidth * MEMORY_PART)
+        return time._replace(backward_weight=time.backward_weight + machine.constants.compute * passes)
 
     found = []
     for mixture in (False, True) if model.mixture is not None else (False,):
@@ -176,6 +190,28 @@ def _counts(layers: _LayerKey, stage: Stage, edges: _EdgeTimes) -> tuple[tuple[i
     return (dense, dense_count - dense), (mixed, mixture_count - mixed)
 
 
+def weight_pass_bytes(strategy: Strategy, runtime: Framework) -> float:
+    """Bytes of memory traffic per dense parameter that a micro-batch's passes over weights and gradients move, outside
+    products. Those over experts are part of `roofline`.
+
+    This runtime casts weights to the compute format and their gradients to that of the sum, and adds all but the only
+    micro-batch's. FSDP copies weights out of its buffer in both passes instead, and casts while it adds: about as much.
+    nanotron reads 2 + 4 bytes and writes 4 to add a gradient (`FP32GradientAccumulator` in its
+    `optim/gradient_accumulator.py`).
+    """
+    if not runtime.stores_masters:
+        return runtime.adds_gradients
+    settings, element = strategy.settings, strategy.precision.bytes
+    stored = gradient = max(FP32_BYTES, element) if settings.master_weights else element
+    if settings.master_gradient is not None:
+        stored, gradient = element, settings.master_gradient
+    moved = element + stored if stored > element else 0.0
+    if settings.adapters is None:
+        moved += element + gradient if gradient > element else 0.0
+        moved += 3.0 * gradient if strategy.micro_batches > 1 else 0.0
+    return moved
+
+
 class _EdgeTimes(NamedTuple):
     """Seconds of a micro-batch outside layers."""
 
@@ -187,17 +223,22 @@ class _EdgeTimes(NamedTuple):
     """Layers of multi-token prediction after the last layer: (dense, mixtures)."""
 
 
-def _edge_times(work: Workload, layout: LayerStrategy, machine: Machine) -> _EdgeTimes:
+def _edge_times(work: Workload, layers: _LayerKey, machine: Machine) -> _EdgeTimes:
     """Times of the last and the first stage.
 
     Each depth of multi-token prediction has a layer of its own and separate logits (arXiv 2412.19437, section 2.2).
     """
-    model, tokens = work.model, -(-work.sequence_length * layout.micro_batch_size // layout.context)
-    forward = logits_time(tokens, model, layout.tensor, machine.gpu, layout.precision, machine.runtime)
-    moved = 6.0 * tokens * model.hidden_size
+    model, layout, gpu = work.model, layers.layout, machine.gpu
+    tokens = -(-work.sequence_length * layout.micro_batch_size // layout.context)
+    forward = logits_time(
+        tokens, model, layout.tensor, gpu, layout.precision, machine.runtime, chunked=layers.chunked_loss
+    )
+    # Passes over a table of weights are a third of each pass of the output, and all of the embedding's.
+    table = layers.weight_bytes * model.vocab_size * model.hidden_size / layout.tensor
+    memory_rate = gpu.bandwidth * MEMORY_PART
     return _EdgeTimes(
-        (1 + model.prediction_layers) * machine.constants.compute * forward,
-        moved / (machine.gpu.bandwidth * MEMORY_PART) * machine.constants.compute,
+        machine.constants.compute * ((1 + model.prediction_layers) * forward + table / 3.0 / memory_rate),
+        machine.constants.compute * (6.0 * tokens * model.hidden_size + table) / memory_rate,
         (0, model.prediction_layers) if model.mixture is not None else (model.prediction_layers, 0),
     )
 

@@ -18,7 +18,6 @@ from meshwright.planner.cost.stage_time import MicroBatchTime, bottleneck_of, fo
 from meshwright.planner.cost.stages import stages_of
 from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.cost.update_time import (
-    accumulation_seconds,
     gradient_sync_seconds,
     offload_seconds,
     optimizer_seconds,
@@ -83,7 +82,6 @@ def step_time(
     paired = paired_passes(strategy) if paired is None else paired
     slowdown = 1.0 / machine.slowest
     compute = worst.forward + worst.backward_input + worst.backward_weight
-    compute += accumulation_seconds(work, strategy, machine, slowest)
     return StepTime(
         compute=count * compute * slowdown,
         recompute=count * worst.recompute * slowdown,

@@ -98,16 +98,6 @@ def _parameter_gather_seconds(
     return dense + all_gather(stage_params.experts * size, groups.expert_shard_ranks, fabric)
 
 
-def accumulation_seconds(work: Workload, strategy: Strategy, machine: Machine, stage: Stage) -> float:
-    """Seconds after each micro-batch in which a framework adds its gradients to the accumulated ones.
-
-    nanotron reads 2 + 4 bytes and writes 4 (`FP32GradientAccumulator` in its `optim/gradient_accumulator.py`).
-    """
-    stage_params = stage_parameters(work.model, stage, strategy.tensor, strategy.expert_parts)
-    moved = stage_params.total * machine.runtime.adds_gradients
-    return moved / (machine.gpu.bandwidth * MEMORY_PART) * machine.constants.compute
-
-
 def part_copies_seconds(strategy: Strategy, machine: Machine, stage: Stage) -> float:
     """Seconds in which the host copies gathered parameters part by part: each replica's part of each tensor is one.
 

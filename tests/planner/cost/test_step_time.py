@@ -34,8 +34,8 @@ from meshwright.planner.cost.estimate import estimate, fits, machine_for, memory
 from meshwright.planner.cost.fabric import Fabric
 from meshwright.planner.cost.frameworks import FRAMEWORKS
 from meshwright.planner.cost.machine import Machine
-from meshwright.planner.cost.roofline import LayerShape, layer_time
-from meshwright.planner.cost.stage_time import exposed_host
+from meshwright.planner.cost.roofline import LayerShape, flash_part, layer_time
+from meshwright.planner.cost.stage_time import exposed_host, weight_pass_bytes
 from meshwright.planner.cost.strategy import MemoryOptions, Strategy, Workload
 from meshwright.planner.cost.timeline import simulate_pipeline
 from meshwright.planner.cost.update_time import HOST_PER_COPY
@@ -432,21 +432,41 @@ def test_the_host_launches_ahead_while_ranks_wait_for_each_other() -> None:
 
 
 def test_nanotron_adds_gradients_and_copies_gathered_parts_outside_the_passes() -> None:
-    # 10 bytes of each parameter for each micro-batch; 6 tensors of 16 layers, from 8 replicas, once per step.
+    # 10 bytes of each parameter for each micro-batch; 6 tensors of 32 layers, from 8 replicas, once per step.
     runtime = FRAMEWORKS["nanotron"]
     other = replace(runtime, name="without", adds_gradients=0.0, gathered_tensors=0)
-    model = published("llama-3.2-1b")
+    model = published("llama-3-8b")
     work, strategy = Workload(model, 4096, 32), Strategy(data=8, zero_stage=1, micro_batches=4)
     times = [
         estimate(work, strategy, replace(H100S, runtime=each, constants=DEFAULT)).time for each in (runtime, other)
     ]
     added = 4 * 10 * model.parameters / (3.35e12 * 0.8)
     assert times[0].compute - times[1].compute == pytest.approx(added, rel=0.01)
-    assert times[0].host - times[1].host == pytest.approx(8 * 6 * 16 * HOST_PER_COPY)
+    assert times[0].host - times[1].host == pytest.approx(8 * 6 * 32 * HOST_PER_COPY)
     alone = replace(strategy, zero_stage=0)
     assert estimate(work, alone, replace(H100S, runtime=runtime)).time.host == pytest.approx(
         estimate(work, alone, replace(H100S, runtime=other)).time.host
     )
+
+
+def test_weights_pass_through_memory_with_every_micro_batch() -> None:
+    # Cast 4 + 2 bytes, the gradient cast 2 + 4, added 4 + 4 + 4; none is cast without fp32 masters of its own.
+    runtime = FRAMEWORKS["meshwright"]
+    alone, several = Strategy(), Strategy(micro_batches=2)
+    assert weight_pass_bytes(alone, runtime) == 6 + 6
+    assert weight_pass_bytes(several, runtime) == 6 + 6 + 12
+    assert weight_pass_bytes(replace(several, settings=MemoryOptions(master_gradient=2.0)), runtime) == 6
+    assert weight_pass_bytes(replace(several, settings=MemoryOptions(master_weights=False)), runtime) == 6
+    assert weight_pass_bytes(replace(several, precision=Precision.FP32), runtime) == 12
+    assert weight_pass_bytes(replace(several, settings=MemoryOptions(adapters=(1, 1))), runtime) == 6
+    assert weight_pass_bytes(several, FRAMEWORKS["megatron-lm"]) == 0
+
+
+def test_narrow_heads_spend_more_on_the_softmax() -> None:
+    # On one H200 the products of 64 numbers take less than the softmax of their score, those of 128 more.
+    own, other = FRAMEWORKS["meshwright"], FRAMEWORKS["torchtitan"]
+    assert flash_part(64, own) < 0.5 < flash_part(128, own)
+    assert flash_part(64, other) == flash_part(128, other)
 
 
 def test_gpus_of_labels_have_machines() -> None:
