@@ -45,11 +45,12 @@ class ProgressSpec(ApiModel):
 
 
 class Framework(StrEnum):
-    """A framework whose flags a plan is written in."""
+    """What a command starts: a framework whose flags a plan is written in, or replica groups of torchft."""
 
     MEGATRON_LM = "MegatronLM"
     TORCH_TITAN = "TorchTitan"
     DEEP_SPEED = "DeepSpeed"
+    TORCH_FT = "TorchFT"
 
 
 class AgentSource(StrEnum):
@@ -68,10 +69,11 @@ class RuntimeSpec(ApiModel):
     it can be resumed, any other code is a failure. Excludes `model`, `data` and `training`, unless `framework` is
     set."""
     framework: Framework | None = None
-    """What `command` starts. Experimental. `model` and `training` are then required: the planner chooses the layout
-    with this framework's memory and techniques, and appends its flags to `command`. `MegatronLM`: flags of
-    `pretrain_gpt.py`. `TorchTitan`: flags of `torchtitan.train`. `DeepSpeed`: `--deepspeed_config` with the
-    configuration. Data and tokenizer are named in `command`."""
+    """What `command` starts. Experimental. `TorchFT`: each worker, or as many as the degrees need, is a replica group
+    with its own world; only groups that lose ranks restart. Others need `model` and `training`: the planner chooses the
+    layout with the framework's memory and techniques, and appends its flags to `command`, which names data and
+    tokenizer. `MegatronLM`: flags of `pretrain_gpt.py`. `TorchTitan`: of `torchtitan.train`. `DeepSpeed`:
+    `--deepspeed_config`."""
     scripts: ShortText | None = None
     """ConfigMap whose keys are mounted as files under `/meshwright/scripts`, for use in `command`."""
     progress: ProgressSpec | None = None
@@ -79,6 +81,16 @@ class RuntimeSpec(ApiModel):
     agent: AgentSource | None = None
     """`Image` (default): `workers.image` contains the agent. `Injected`: an init container adds it to any image. Needs
     `command`."""
+
+    @property
+    def planned(self) -> bool:
+        """Whether the planner chooses the layout for the command, in the framework's flags."""
+        return self.framework is not None and not self.has_replica_groups
+
+    @property
+    def has_replica_groups(self) -> bool:
+        """Whether ranks form replica groups of torchft instead of one world."""
+        return self.framework is Framework.TORCH_FT
 
     @property
     def injects_agent(self) -> bool:

@@ -206,6 +206,24 @@ class MemoryCopiesStatus(ApiModel):
     """Which losses they survive, such as `the loss of any rank, worker, node or rack`."""
 
 
+class ReplicaGroupStatus(ApiModel):
+    """A replica group of torchft."""
+
+    master: Annotated[str, Field(max_length=128)]
+    """Its store."""
+    since: Count
+    """Generation in which its ranks started."""
+
+
+class ReplicaGroupsStatus(ApiModel):
+    """The replica groups of torchft."""
+
+    lighthouse: Annotated[str, Field(max_length=128)] = ""
+    """Address of the job's lighthouse."""
+    groups: Annotated[list[ReplicaGroupStatus], Field(max_length=1024)]
+    """All groups."""
+
+
 class MeshStatus(ApiModel):
     """The mesh generation: a new one each time the set of worker processes changes."""
 
@@ -241,6 +259,8 @@ class MeshStatus(ApiModel):
     """Whether the generation began with a check of its nodes (`recovery.suspectNodes.checkNodes`)."""
     recovery: MemoryRecoveryStatus | None = None
     """How the generation went on from state in memory. Missing if its ranks started from a checkpoint or anew."""
+    replica_groups: ReplicaGroupsStatus | None = None
+    """Replica groups of `TorchFT`."""
     agent_replacements: Count = 0
     """Number of pods that were replaced since the gang last ran, because their agents did not reach the operator."""
 

@@ -31,6 +31,7 @@ def run_config_of(spec: ParallelTrainingJobSpec, architecture: Architecture | No
             checkpoint=spec.checkpoint,
             command=command,
             progress=_progress(spec),
+            replica_group_ranks=_replica_group_ranks(spec, strategy),
         )
     if architecture is None or spec.data is None or spec.training is None:
         raise ValueError("`model`, `data` and `training` are required unless `runtime.command` is set")
@@ -47,6 +48,12 @@ def run_config_of(spec: ParallelTrainingJobSpec, architecture: Architecture | No
         training=spec.training.model_copy(update={"activation_checkpointing": strategy.checkpointing}),
         checkpoint=checkpoint,
     )
+
+
+def _replica_group_ranks(spec: ParallelTrainingJobSpec, strategy: Strategy) -> int | None:
+    """Ranks of a replica group: those of a worker, or of as many workers as a replica needs."""
+    replica = strategy.tensor * strategy.pipeline * strategy.context
+    return max(replica, spec.workers.gpus_per_worker) if spec.runtime.has_replica_groups else None
 
 
 def _progress(spec: ParallelTrainingJobSpec) -> ProgressSpec | None:

@@ -57,7 +57,7 @@ class TrainingJob:
             raise ValueError("`training` is required")
         job = cls.from_parts(architecture, spec.training, spec.parallelism, spec.replicas)
         framework = spec.runtime.framework
-        return job if framework is None else replace(job, runtime=FRAMEWORKS[ACCOUNTS[framework]])
+        return replace(job, runtime=FRAMEWORKS[ACCOUNTS[framework]]) if framework in ACCOUNTS else job
 
     @classmethod
     def from_parts(

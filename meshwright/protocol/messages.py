@@ -32,8 +32,8 @@ from meshwright.protocol.preflight import PreflightReport
 from meshwright.protocol.run_config import RunConfig, RunMessage, UnsupportedRun
 from meshwright.protocol.trust import MAX_BUNDLE_BYTES
 
-RUN_VERSION = 1
-"""The newest `run_version` that this release executes."""
+RUN_VERSION = 2
+"""The newest `run_version` that this release executes. Version 2 has replica groups."""
 
 MAX_GENERATION = 1 << 31
 DEFAULT_REPORT_SECONDS = 2.0
@@ -113,6 +113,8 @@ class MeshRequest(OpenMessage):
     preparing: bool = False
     """Whether the agent still imports the training runtime. It can take part in a generation anyway, but a job that
     trains grows only once its new workers are prepared. Agents before 0.2 never set it."""
+    lighthouse_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port on which this agent would run, or runs, torchft's lighthouse. Agents before 0.2 send none."""
     holds_state: bool = False
     """Whether the agent's ranks can hold their state when a generation is interrupted (`MeshDocument.inMemory`): not
     with GPUs. Agents before 0.2 never set it."""
@@ -159,6 +161,28 @@ class MemoryCopies(OpenMessage):
     """Steps between two copies."""
     shift: int
     """Rank r has its copy on rank r + shift, modulo the number of ranks."""
+
+
+class ReplicaGroup(OpenMessage):
+    """A replica group of torchft: a world of its own."""
+
+    master_address: str
+    """Address of the pod of its first rank."""
+    master_port: int
+    """Port of its store there."""
+    since: Generation
+    """The generation in which its ranks were started. Agents that run them since then let them go on."""
+
+
+class ReplicaGroups(OpenMessage):
+    """The replica groups of a generation, in the order of their ranks."""
+
+    ranks: Annotated[int, Field(ge=1)]
+    """Ranks of each group."""
+    groups: list[ReplicaGroup]
+    """All groups."""
+    lighthouse: str = ""
+    """`address:port` of the lighthouse, which the agent of rank 0 runs. Empty if `workers.env` names another one."""
 
 
 class CheckpointCommit(OpenMessage):
@@ -210,6 +234,8 @@ class MeshDocument(OpenMessage):
     stays. Agents before 0.2 ignore it."""
     resume: CheckpointCommit | None = None
     """The newest checkpoint that a user's command has reported. Agents before 0.2 ignore it."""
+    replica_groups: ReplicaGroups | None = None
+    """The worlds of ranks that do not form one world. A document with groups has `runVersion` 2."""
     max_restarts: int | None = None
     """`recovery.maxRestarts`, which torchrun's variables have, for a user's command. Agents before 0.2 ignore it."""
     in_memory: bool | None = None

@@ -134,6 +134,8 @@ class CommandRun(Run):
     """The user's own command, run once per rank."""
     progress: ProgressSpec | None = None
     """How step and loss are found in the command's log. Agents before 0.2 ignore it."""
+    replica_group_ranks: int | None = None
+    """Ranks of each replica group, if these are worlds of their own (`runtime.framework: TorchFT`)."""
 
 
 class UnsupportedRun(CommandRun):

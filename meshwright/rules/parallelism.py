@@ -9,28 +9,37 @@ MAX_WORLD_SIZE = 65536
 MAX_WORKERS = 1024
 """Limited because `status.placement.workers` lists each worker, and an object must stay small."""
 
-LEAST_WORLD_SIZE = (
+RANKS_OF_REPLICA = (
     "(has(self.parallelism.tensor) ? self.parallelism.tensor : 1)"
-    " * (has(self.parallelism.pipeline) ? self.parallelism.pipeline : 1) * self.parallelism.context * self.replicas"
+    " * (has(self.parallelism.pipeline) ? self.parallelism.pipeline : 1) * self.parallelism.context"
 )
+"""In CEL, the number of ranks of a replica. A degree that is left out counts as 1."""
+LEAST_WORLD_SIZE = f"{RANKS_OF_REPLICA} * self.replicas"
 """In CEL, the number of ranks. A degree that is left out counts as 1."""
+PLANNED = "(has(self.runtime.framework) && self.runtime.framework != 'TorchFT')"
+"""In CEL, whether the planner chooses the layout for a command."""
 _WORLD_SIZE_KNOWN = (
     "(!has(self.gpus)"
-    " && ((has(self.runtime.command) && !has(self.runtime.framework))"
+    f" && ((has(self.runtime.command) && !{PLANNED})"
     " || (has(self.parallelism.tensor) && has(self.parallelism.pipeline))))"
 )
 
 
 def least_world_size(facts: Facts) -> int:
     """The number of ranks. A degree that is left out counts as 1."""
+    return ranks_of_replica(facts) * facts.replicas
+
+
+def ranks_of_replica(facts: Facts) -> int:
+    """The number of ranks of a replica. A degree that is left out counts as 1."""
     p = facts.parallelism
-    return (p.tensor or 1) * (p.pipeline or 1) * p.context_or_default * facts.replicas
+    return (p.tensor or 1) * (p.pipeline or 1) * p.context_or_default
 
 
 def _world_size(facts: Facts) -> int | None:
     """The number of ranks, or None if the planner determines it."""
     p = facts.parallelism
-    own_degrees = facts.runtime.command is not None and facts.runtime.framework is None
+    own_degrees = facts.runtime.command is not None and not facts.runtime.planned
     known = own_degrees or (p.tensor is not None and p.pipeline is not None)
     return least_world_size(facts) if known and facts.gpus is None else None
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from meshwright.api.parallelism import ContextMethod
 from meshwright.rules.facts import Facts
-from meshwright.rules.rule import Rule
+from meshwright.rules.parallelism import PLANNED, RANKS_OF_REPLICA, ranks_of_replica
+from meshwright.rules.rule import Rule, divides
+
+REPLICA_GROUPS = "(has(self.runtime.framework) && self.runtime.framework == 'TorchFT')"
+"""In CEL, whether ranks form replica groups of torchft."""
 
 
 def _command_excludes_model(facts: Facts) -> bool:
-    has_framework = facts.runtime.framework is not None
-    return facts.runtime.command is None or has_framework or not _states_model(facts)
+    return facts.runtime.command is None or facts.runtime.planned or not _states_model(facts)
 
 
 def _states_model(facts: Facts) -> bool:
@@ -18,7 +21,12 @@ def _states_model(facts: Facts) -> bool:
 
 def _framework_has_all(facts: Facts) -> bool:
     is_complete = facts.runtime.command is not None and facts.model is not None and facts.training is not None
-    return facts.runtime.framework is None or (is_complete and facts.data is None)
+    return not facts.runtime.planned or (is_complete and facts.data is None)
+
+
+def _groups_are_whole_workers(facts: Facts) -> bool:
+    ranks, gpus = ranks_of_replica(facts), facts.workers.gpus_per_worker if facts.workers is not None else None
+    return not facts.runtime.has_replica_groups or divides(gpus, ranks) or divides(ranks, gpus)
 
 
 def _can_inject(facts: Facts) -> bool:
@@ -36,7 +44,7 @@ def _command_or_model(facts: Facts) -> bool:
 def _command_owns_checkpoints(facts: Facts) -> bool:
     checkpoint = facts.checkpoint
     is_set = checkpoint is not None and checkpoint.every_steps is not None
-    return facts.runtime.command is None or facts.runtime.framework is not None or not is_set
+    return facts.runtime.command is None or facts.runtime.planned or not is_set
 
 
 def _can_delete(facts: Facts) -> bool:
@@ -51,7 +59,7 @@ def _command_owns_schedule(facts: Facts) -> bool:
     defaults_kept = p.context_method_or_default is ContextMethod.RING_ZIG_ZAG and p.ulysses is None
     defaults_kept = defaults_kept and p.sequence and p.expert_tensor and not p.tensor_overlap
     defaults_kept = defaults_kept and p.micro_batches is None and p.zero_stage_or_default == 0
-    return facts.runtime.command is None or facts.runtime.framework is not None or defaults_kept
+    return facts.runtime.command is None or facts.runtime.planned or defaults_kept
 
 
 AGENT_VOLUME = "meshwright-agent"
@@ -61,8 +69,7 @@ RUNTIME_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "runtime.command",
         "is not supported with `model`, `data` and `training`: remove them, or remove the command",
-        "!has(self.runtime.command) || has(self.runtime.framework)"
-        " || !(has(self.model) || has(self.data) || has(self.training))",
+        f"!has(self.runtime.command) || {PLANNED} || !(has(self.model) || has(self.data) || has(self.training))",
         _command_excludes_model,
     ),
     Rule(
@@ -75,9 +82,22 @@ RUNTIME_RULES: tuple[Rule[Facts], ...] = (
         "runtime.framework",
         "needs `runtime.command`, `model` and `training`, and no `data`, which the command names: add what is missing, "
         "and remove `data`",
-        "!has(self.runtime.framework)"
-        " || (has(self.runtime.command) && has(self.model) && has(self.training) && !has(self.data))",
+        f"!{PLANNED} || (has(self.runtime.command) && has(self.model) && has(self.training) && !has(self.data))",
         _framework_has_all,
+    ),
+    Rule(
+        "runtime.framework",
+        "`TorchFT` needs `runtime.command`, which it starts: add a command",
+        f"!{REPLICA_GROUPS} || has(self.runtime.command)",
+        lambda facts: not facts.runtime.has_replica_groups or facts.runtime.command is not None,
+    ),
+    Rule(
+        "runtime.framework",
+        "with `TorchFT`, `parallelism.tensor` times `pipeline` and `context` must be a multiple or divisor of "
+        "`workers.gpusPerWorker`",
+        f"!{REPLICA_GROUPS} || [{RANKS_OF_REPLICA}].exists(r, r % self.workers.gpusPerWorker == 0"
+        " || self.workers.gpusPerWorker % r == 0)",
+        _groups_are_whole_workers,
     ),
     Rule(
         "runtime.scripts",
@@ -101,8 +121,7 @@ RUNTIME_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         "checkpoint",
         "`checkpoint.everySteps` is not supported with `runtime.command`, which saves checkpoints itself: remove it",
-        "!has(self.runtime.command) || has(self.runtime.framework) || !has(self.checkpoint)"
-        " || !has(self.checkpoint.everySteps)",
+        f"!has(self.runtime.command) || {PLANNED} || !has(self.checkpoint) || !has(self.checkpoint.everySteps)",
         _command_owns_checkpoints,
     ),
     Rule(
@@ -122,7 +141,7 @@ RUNTIME_RULES: tuple[Rule[Facts], ...] = (
         "parallelism",
         "`parallelism.microBatches`, `zeroStage`, `sequence`, `expertTensor`, `tensorOverlap`, `contextMethod` and "
         "`ulysses` are not supported with `runtime.command`, which implements these itself: remove them",
-        "!has(self.runtime.command) || has(self.runtime.framework) || (!has(self.parallelism.microBatches)"
+        f"!has(self.runtime.command) || {PLANNED} || (!has(self.parallelism.microBatches)"
         " && self.parallelism.zeroStage == 0 && self.parallelism.sequence && self.parallelism.expertTensor"
         " && !self.parallelism.tensorOverlap"
         " && self.parallelism.contextMethod == 'RingZigZag' && !has(self.parallelism.ulysses))",

@@ -17,8 +17,8 @@ from meshwright.api import labels
 from meshwright.protocol.messages import FailureKind, MeshRequest
 from meshwright.rules.workers import VARIABLE_NAMES, VARIABLE_PREFIXES
 from meshwright_worker.agent.agent import TrainingLog
-from meshwright_worker.agent.launcher import FIRST_PORT, LAST_PORT, ReservedPort
 from meshwright_worker.agent.metrics import WorkerMetrics
+from meshwright_worker.agent.ports import FIRST_PORT, LAST_PORT, ReservedPort
 from meshwright_worker.agent.rank_environment import (
     rank_environment,
     rank_task,

@@ -30,7 +30,8 @@ def test_an_example_is_complete(name: str) -> None:
     assert jobs
     for job in jobs:
         assert not check_manifest(job)
-        assert job["spec"]["runtime"] == {"command": ["python", f"{SCRIPTS_MOUNT}/train.py"], "scripts": name}
+        runtime = {"command": ["python", f"{SCRIPTS_MOUNT}/train.py"], "scripts": name}
+        assert job["spec"]["runtime"] == {**runtime, **({"framework": "TorchFT"} if name == "torchft" else {})}
         assert claims == ([job["spec"]["checkpoint"]["claimName"]] if "checkpoint" in job["spec"] else [])
     assert customization["configMapGenerator"] == [{"name": name, "files": ["train.py"]}]
     tree = ast.parse((DIRECTORY / name / "train.py").read_text())

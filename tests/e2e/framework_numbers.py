@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import statistics
 from dataclasses import dataclass
 
@@ -13,8 +14,8 @@ from tests.e2e.local_stack import Stage
 
 WINDOW = 20
 """Steps whose mean time the status has."""
-RANK_ZERO = "[rank 0] "
-"""What the log of a pod has before each line of rank 0."""
+RANK = re.compile(r"^\[rank \d+\] ")
+"""What the log of a pod has before each line of a rank."""
 CLOCKS = 0.2
 """How much the median of throughputs may differ between the script's clock and the agent's, on a busy machine."""
 
@@ -73,7 +74,7 @@ class History:
 def printed_steps(output: str) -> list[list[Printed]]:
     """The lines of steps, of each start of the script."""
     starts: list[list[Printed]] = []
-    for line in (text.removeprefix(RANK_ZERO) for text in output.splitlines()):
+    for line in (RANK.sub("", text) for text in output.splitlines()):
         if "resumed after step" in line:
             starts.append([])
         elif line.startswith('{"') and starts and "total_steps" in (fields := json.loads(line)):

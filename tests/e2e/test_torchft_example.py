@@ -1,4 +1,4 @@
-"""Replica groups of torchft, each a job: one loses its pod, restarts alone, and copies its state from the other one."""
+"""Replica groups of torchft in one job: one loses its pod, restarts alone, and copies its state from the other one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 import yaml
 
 from meshwright.api.labels import KIND
-from meshwright_local.kube.resources import PODS
 from tests.e2e import framework_numbers as numbers
 from tests.e2e import framework_runs as runs
-from tests.e2e.local_stack import NAMESPACE, eventually
 from tests.e2e.test_framework_examples import STEPS, interpreter
 from tests.patience import patient
 
@@ -24,26 +22,16 @@ SECONDS = 300
 """How long groups wait for each other, on a busy machine."""
 
 
-def objects(python: str, address: str) -> list[dict]:
-    """The jobs of the example and its script, which find the lighthouse at an address: there is no DNS here."""
-    items = [item for item in yaml.safe_load_all((runs.DIRECTORY / EXAMPLE / "job.yaml").read_text())]
-    jobs = [item for item in items if item["kind"] == KIND]
-    for job in jobs:
-        wanted = {**runs.ENVIRONMENT, "TORCHFT_LIGHTHOUSE": address, "PAUSE": "0.4", "TORCHFT_PATIENCE": str(SECONDS)}
-        own = [one for one in job["spec"]["workers"]["env"] if one["name"] not in wanted]
-        job["spec"]["workers"]["env"] = own + [{"name": key, "value": value} for key, value in wanted.items()]
-        job["spec"]["runtime"]["command"][0] = python
+def objects(python: str) -> list[dict]:
+    """The job of the example and its script. The agent of rank 0 runs the lighthouse."""
+    (job,) = yaml.safe_load_all((runs.DIRECTORY / EXAMPLE / "job.yaml").read_text())
+    assert (job["kind"], job["spec"]["runtime"]["framework"]) == (KIND, "TorchFT")
+    wanted = {**runs.ENVIRONMENT, "PAUSE": "1.0", "TORCHFT_PATIENCE": str(SECONDS)}
+    own = [one for one in job["spec"]["workers"]["env"] if one["name"] not in wanted]
+    job["spec"]["workers"]["env"] = own + [{"name": key, "value": value} for key, value in wanted.items()]
+    job["spec"]["runtime"]["command"][0] = python
     script = {"train.py": (runs.DIRECTORY / EXAMPLE / "train.py").read_text()}
-    return [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": EXAMPLE}, "data": script}, *jobs]
-
-
-def lighthouse(python: str, port: int) -> dict:
-    """The example's Deployment, with the program of the interpreter's environment."""
-    items = yaml.safe_load_all((runs.DIRECTORY / EXAMPLE / "job.yaml").read_text())
-    deployment = next(item for item in items if item["kind"] == "Deployment")
-    command = deployment["spec"]["template"]["spec"]["containers"][0]["command"]
-    command[0], command[-1] = str(Path(python).parent / command[0]), f"[::]:{port}"
-    return deployment
+    return [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": EXAMPLE}, "data": script}, job]
 
 
 async def undisturbed(python: str) -> str:
@@ -61,7 +49,7 @@ async def undisturbed(python: str) -> str:
         **runs.ENVIRONMENT,
         **{"STEPS": str(STEPS), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
         **{"MASTER_ADDR": "127.0.0.1", "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{light}"},
-        **{"LEAST_GROUPS": str(GROUPS), "TORCHFT_PATIENCE": str(SECONDS)},
+        **{"TORCHFT_MIN_REPLICAS": str(GROUPS), "TORCHFT_PATIENCE": str(SECONDS)},
     }
     try:
         for group, port in enumerate(ports):
@@ -69,7 +57,7 @@ async def undisturbed(python: str) -> str:
                 await asyncio.create_subprocess_exec(
                     python,
                     str(runs.DIRECTORY / EXAMPLE / "train.py"),
-                    env={**shared, "REPLICA_GROUP": str(group), "MASTER_PORT": str(port)},
+                    env={**shared, "REPLICA_GROUP_ID": str(group), "MASTER_PORT": str(port)},
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,
                 )
@@ -87,28 +75,23 @@ async def undisturbed(python: str) -> str:
 async def test_a_replica_group_loses_its_pod_and_copies_the_state_of_the_other(stage):
     python = interpreter(EXAMPLE)
     expected = await undisturbed(python)
-    port = random.randint(20000, 29000)
-    await stage.apply([lighthouse(python, port)])
-
-    async def address():
-        pods = (await stage.client.list(PODS, NAMESPACE, label_selector="app=torchft-lighthouse")).items
-        return next((pod["status"]["podIP"] for pod in pods if pod.get("status", {}).get("phase") == "Running"), None)
-
-    await stage.apply(objects(python, f"http://{await eventually('the lighthouse runs', address)}:{port}"))
-    async with numbers.History(stage, "torchft-0") as history:
-        await stage.trained("torchft-1", LOST_AFTER, seconds=600)
-        await stage.delete_pod("torchft-1", 0, grace_seconds=0)
-        stayed, came_back = [await stage.complete(f"torchft-{group}", seconds=900) for group in range(GROUPS)]
-    first, second = [
-        await stage.log((await stage.pod(f"torchft-{group}", 0))["metadata"]["name"]) for group in range(GROUPS)
-    ]
-    assert not stayed.restarts, "the other group trained on in its processes"
-    assert {restart.cause for restart in came_back.restarts} == {"PodLost"}
+    await stage.apply(objects(python))
+    async with numbers.History(stage, EXAMPLE) as history:
+        await stage.trained(EXAMPLE, LOST_AFTER, seconds=600)
+        await stage.delete_pod(EXAMPLE, 1, grace_seconds=0)
+        status = await stage.complete(EXAMPLE, seconds=900)
+    pods = [(await stage.pod(EXAMPLE, worker))["metadata"]["name"] for worker in range(GROUPS)]
+    first, second = [await stage.log(pod) for pod in pods]
+    assert [restart.cause for restart in status.restarts] == ["PodLost"]
+    assert [group.since for group in status.mesh.replica_groups.groups] == [1, 2]
+    assert first.count("resumed after step") == 1, "the other group trained on in its processes"
+    assert "lighthouse of the replica groups started" in first
     assert runs.resumed_after(second) >= LOST_AFTER, "it copied the state: there is no checkpoint"
     assert numbers.losses(first) == numbers.losses(expected), "the loss of every step is exact"
     later = {step: loss for step, loss in numbers.losses(first).items() if step > runs.resumed_after(second)}
     assert numbers.losses(second) == later
-    assert first.split("final loss")[1] == second.split("final loss")[1], "both groups have the same parameters"
+    digests = [log.split("final loss")[1].splitlines()[0] for log in (first, second)]
+    assert digests[0] == digests[1], "both groups have the same parameters"
     numbers.compare(history.shown, first)
     runs.record(
         runs.Result(

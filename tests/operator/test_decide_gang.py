@@ -192,7 +192,7 @@ def test_forming_a_generation_persists_master_and_cause() -> None:
         "generation": 2, "master": "10.0.0.0:2000", "started_time": ago(0), "cause": "PodLost",
         "pending_cause": "", "pending_since": None, "attempts": 0, "retry_time": None, "failures": 0,
             "succeeded_workers": "", "completed_time": None, "agent_replacements": 0,
-            "in_memory": None, "node_check": None, "copies": None, "recovery": None,
+            "in_memory": None, "node_check": None, "copies": None, "recovery": None, "replica_groups": None,
     }  # fmt: skip
     told = document(decision.observed, decision.mesh)
     assert told is not None

@@ -105,6 +105,7 @@ CONFIG = '{"model_type": "llama", "hidden_size": 64}'
 
 # (field that is blamed, changes to GOOD)
 BAD: list[tuple[str, dict[str, Any]]] = [
+    ("runtime.framework", {"runtime": {"framework": "TorchFT"}}),
     ("training.parameterOffloadPath", {"training.parameterOffloadPath": "/scratch"}),
     ("training.shardedMasters", {**MASTERS, "training.precision": "fp32"}),
     ("training.shardedMasters", {**MASTERS, "training.masterWeights": False}),
@@ -479,6 +480,11 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("runtime.framework", {"runtime.framework": "TorchTitan"}),
     (
+        "runtime.command",
+        {"runtime.framework": "TorchFT", "training": {"steps": 1, "globalBatchSize": 4, "sequenceLength": 8}},
+    ),
+    ("runtime.framework", {"runtime.framework": "TorchFT", "parallelism": {"tensor": 1, "pipeline": 3}, "replicas": 4}),
+    (
         "runtime.agent",
         {"runtime.agent": "Injected", **volumes({"name": "meshwright-agent", "mountPath": "/agent"})},
     ),
@@ -566,6 +572,8 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (COMMAND, {"runtime.scripts": "scripts", "checkpoint": {"claimName": "c"}}),
     (COMMAND, {"runtime.progress": {"patterns": ["at (?P<step>[0-9]+)"], "totalSteps": 10}}),
     (COMMAND, {"parallelism": {"tensor": 2}}),
+    (COMMAND, {"runtime.framework": "TorchFT"}),
+    (COMMAND, {"runtime.framework": "TorchFT", "parallelism": {"tensor": 2, "context": 2}}),
     (COMMAND, {"successPolicy": "FirstWorker"}),
     (GOOD, {"workers.env": [{"name": "A", "valueFrom": SECRET_KEY}, {"name": "B", "valueFrom": CONFIG_KEY}]}),
     (GOOD, volumes({}, {"name": "more", "mountPath": "/developer"}, {"name": "b", "mountPath": "/extra/..b"})),

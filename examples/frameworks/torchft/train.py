@@ -5,6 +5,7 @@ Each group is a world of its own, started as by torchrun: RANK and WORLD_SIZE co
 
 import json
 import os
+import socket
 import time
 from datetime import timedelta
 
@@ -12,12 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
+from torchft.checkpointing import HTTPTransport
 from torchft.ddp import DistributedDataParallel
 
 STEPS = int(os.environ.get("STEPS", "40"))
 PAUSE = float(os.environ.get("PAUSE", "0"))  # seconds after each step, to watch the run
-GROUP = int(os.environ["REPLICA_GROUP"])
-LEAST = int(os.environ.get("LEAST_GROUPS", "1"))
+GROUP = int(os.environ["REPLICA_GROUP_ID"])
+LEAST = int(os.environ.get("TORCHFT_MIN_REPLICAS", "1"))
+
+
+class Transport(HTTPTransport):
+    """Serves the state of this group to others by the pod's address: its host name is unknown in other pods."""
+
+    def address(self):
+        address = os.environ.get("MESHWRIGHT_POD_IP", os.environ["MASTER_ADDR"])
+        host = f"[{address}]" if ":" in address else address
+        return super().address().replace(socket.gethostname(), host)
 
 
 def report(**fields):
@@ -49,7 +60,8 @@ def main():
     manager = Manager(
         pg=(ProcessGroupNCCL if cuda else ProcessGroupGloo)(timeout=minute), min_replica_size=LEAST,
         load_state_dict=load, state_dict=state, replica_id=f"group-{GROUP}", timeout=minute,
-        quorum_timeout=minute, connect_timeout=minute, hostname=os.environ["MASTER_ADDR"], use_async_quorum=False,
+        checkpoint_transport=Transport(minute, 0), quorum_timeout=minute, connect_timeout=minute,
+        hostname=os.environ["MASTER_ADDR"], use_async_quorum=False,
     )  # fmt: skip
     wrapped = DistributedDataParallel(manager, model)
     announced = False

@@ -95,7 +95,9 @@ def _config(run: FrameworkRun) -> dict[str, Any]:
             "type": "WarmupCosineLR",
             "params": {
                 "total_num_steps": training.steps,
-                "warmup_num_steps": optimizer.warmup_steps,
+                # DeepSpeed rejects 0. Warm-up from the full rate is none.
+                "warmup_num_steps": max(1, optimizer.warmup_steps),
+                **({} if optimizer.warmup_steps else {"warmup_min_ratio": 1.0}),
                 "cos_min_ratio": optimizer.min_learning_rate / optimizer.learning_rate,
             },
         },

@@ -16,6 +16,6 @@ _OF_FRAMEWORK = {
 
 
 def target_of(spec: ParallelTrainingJobSpec) -> Target | None:
-    """The framework that a job's command starts, by `runtime.framework`. None if that is left out."""
+    """The framework that a job's command starts, by `runtime.framework`. None if the planner chooses nothing for it."""
     framework = spec.runtime.framework
-    return None if framework is None else _OF_FRAMEWORK[framework]
+    return _OF_FRAMEWORK[framework] if framework is not None and spec.runtime.planned else None

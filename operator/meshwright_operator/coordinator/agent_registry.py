@@ -342,6 +342,7 @@ class AgentRegistry:
                 p.request.store_port,
                 p.request.preparing,
                 p.request.holds_state,
+                p.request.lighthouse_port,
             )
             for worker, p in self._presences.items()
             if p.polls > 0 or now - p.seen <= ABSENT_SECONDS

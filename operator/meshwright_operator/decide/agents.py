@@ -21,6 +21,8 @@ class WaitingAgent:
     """Whether it still imports the training runtime: its ranks would start later than those of the others."""
     holds_state: bool = False
     """Whether its ranks can hold their state when a generation is interrupted."""
+    lighthouse_port: int | None = None
+    """Port on which it would run, or runs, the lighthouse of replica groups."""
 
 
 @dataclass(frozen=True, slots=True)

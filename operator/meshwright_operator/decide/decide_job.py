@@ -27,6 +27,7 @@ from meshwright_operator.decide import (
     preempted_job,
     preflight,
     progress,
+    replica_groups,
     resize,
     restart_policy,
     size_status,
@@ -435,8 +436,12 @@ def _take(decision: Decision, action: gang_actions.GangAction) -> None:
 
 def _announce(decision: Decision, recovery: MemoryRecovery | str | None) -> None:
     mesh, checkpoint = decision.mesh, decision.status.checkpoint
+    going_on = replica_groups.going_on(mesh)
     number, layout = mesh.generation, decision.observed.plan.summary
     decision.add_event("MeshFormed", f"Formed generation {number} ({mesh.cause}): {layout}, master {mesh.master}")
+    if going_on:
+        decision.add_event("ReplicaGroupsRestarting", replica_groups.describe(mesh))
+        return
     if isinstance(recovery, MemoryRecovery):
         decision.add_event("RecoveringInMemory", describe(decision.observed.run, recovery))
         return

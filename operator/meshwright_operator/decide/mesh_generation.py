@@ -22,6 +22,7 @@ from meshwright.protocol.messages import (
     WorkerReport,
 )
 from meshwright.protocol.run_config import CommandRun
+from meshwright_operator.decide import replica_groups
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.timestamps import format_time
 
@@ -90,9 +91,12 @@ def next_generation(observed: Observed, cause: str, failures: int) -> MeshStatus
     waiting_agent = observed.agents.waiting_agents[first]
     assert master is not None
     numbers = (observed.mesh.generation, observed.agents.newest_generation)
+    number = max((number for number in numbers if number < MAX_GENERATION), default=0) + 1
+    groups = replica_groups.next_groups(observed, plan_workers(observed), number, cause)
     return MeshStatus(
-        generation=max((number for number in numbers if number < MAX_GENERATION), default=0) + 1,
-        master=join_host_port(master.address, waiting_agent.store_port),
+        generation=number,
+        master=join_host_port(master.address, waiting_agent.store_port) if groups is None else groups.groups[0].master,
+        replica_groups=groups,
         started_time=format_time(observed.now),
         cause=cause,
         failures=failures,
@@ -116,6 +120,7 @@ def document(
         return None
     try:
         address, port = split_host_port(mesh.master)
+        groups = replica_groups.groups_of(observed, mesh)
     except ValueError:
         return None
     members, known, ranks_by_worker = [], plan_workers(observed), observed.plan.workers
@@ -143,6 +148,8 @@ def document(
         numa_binding=None if observed.spec.preflight is None or observed.spec.preflight.numa_binding else False,
         environment=dict(observed.plan.environment) or None,
         resume=_resume(observed),
+        run_version=1 if groups is None else 2,
+        replica_groups=groups,
         max_restarts=observed.spec.recovery.max_restarts if isinstance(observed.run, CommandRun) else None,
         in_memory=bool(mesh.in_memory) or None,
         node_check=mesh.node_check or None,

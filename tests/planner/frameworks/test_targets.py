@@ -20,7 +20,7 @@ from meshwright.planner.frameworks.planning import launch_of
 from meshwright.planner.frameworks.registry import TARGETS
 from meshwright.planner.frameworks.target import Launch
 from meshwright.planner.plan import Plan, make_plan, make_plans
-from meshwright.planner.workload import TrainingJob
+from meshwright.planner.workload import ACCOUNTS, TrainingJob
 from meshwright.protocol.run_config import CommandRun
 from meshwright.rules.validation import check_spec
 from tests.planner.frameworks.plans import cluster, job, planned
@@ -126,7 +126,7 @@ def framework_job(framework: str, command: list[str], parallelism: dict[str, Any
     return raw
 
 
-@pytest.mark.parametrize("framework", Framework)
+@pytest.mark.parametrize("framework", ACCOUNTS)
 def test_a_job_of_a_framework_is_planned_with_its_account_and_its_command_gets_the_flags(framework: Framework) -> None:
     command = ["python", "train.py", "--mine"]
     spec = parse_spec(framework_job(framework, command, {"tensor": 2, "zeroStage": 0}, replicas=8))
@@ -173,3 +173,18 @@ def test_fields_that_a_framework_needs() -> None:
     del raw["spec"]["training"]
     (problem,) = [one for one in check_spec(parse_spec(raw)) if one.field == "runtime.framework"]
     assert "needs `runtime.command`, `model` and `training`" in problem.message
+
+
+@pytest.mark.parametrize(("parallelism", "ranks"), [({}, 4), ({"tensor": 2}, 4), ({"tensor": 4, "pipeline": 2}, 8)])
+def test_a_replica_group_has_whole_workers(parallelism: dict[str, int], ranks: int) -> None:
+    fields: dict[str, Any] = {
+        "replicas": 8,
+        "parallelism": parallelism,
+        "workers": {"image": "x", "gpusPerWorker": 4},
+        "runtime": {"framework": "TorchFT", "command": ["python", "train.py"]},
+    }
+    spec = parse_spec({"metadata": {"name": "x"}, "spec": fields})
+    assert not check_spec(spec)
+    run = make_plan(spec, cluster()).run_config(spec)
+    assert isinstance(run, CommandRun)
+    assert (run.replica_group_ranks, run.command) == (ranks, ["python", "train.py"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from meshwright_worker.agent.launcher import ReservedPort
+from meshwright_worker.agent.ports import ReservedPort
 from meshwright_worker.distributed.mesh import await_listener, find_interface
 from meshwright_worker.rank.torchrun import _own_address
 

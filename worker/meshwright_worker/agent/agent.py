@@ -157,6 +157,7 @@ class Agent:
             generation=self._state_machine.generation,
             address=self._settings.pod_address,
             store_port=self._launcher.store_port,
+            lighthouse_port=self._launcher.lighthouse_port,
             preparing=self._launcher.preparing,
             holds_state=self._holds_state,
         )
@@ -340,7 +341,7 @@ class Agent:
 
     def _record_failure(self, generation: int, rank: int, now: float) -> None:
         current = self._state_machine.current
-        if current is not None and current.number == generation:
+        if current is not None and current.has_ranks_of(generation):
             self._evidence.rank_failed(current, rank, self._launcher.written(rank), now)
 
     def _pause(self, generation: int, now: float) -> list[decisions.Action]:
@@ -405,7 +406,7 @@ class Agent:
     def _record_message(self, generation: int, rank: int, message: messages.RankMessage, now: float) -> None:
         """Log and count a message from a rank of the current generation."""
         current = self._state_machine.current
-        if current is None or current.number != generation:
+        if current is None or not current.has_ranks_of(generation):
             return
         match message:
             case messages.StepDone(report=report):
@@ -429,7 +430,7 @@ class Agent:
 
     def _record_step(self, generation: int, rank: int, report: StepReport, now: float) -> None:
         current = self._state_machine.current
-        if current is None or current.number != generation:
+        if current is None or not current.has_ranks_of(generation):
             return
         self._metrics.step(rank, report)
         if rank == 0 and current.uses_builtin_runtime:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,13 +13,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from meshwright.api import labels
+from meshwright.protocol.messages import ReplicaGroup
 from meshwright.protocol.run_config import CommandRun, NativeRun
 from meshwright_worker.agent.command_stacks import ENABLE
 from meshwright_worker.agent.events import EventQueue
 from meshwright_worker.agent.fork_client import ForkServerClient, ForkServerError
 from meshwright_worker.agent.home import temporary_directories
+from meshwright_worker.agent.lighthouse import Lighthouse, LighthouseError
+from meshwright_worker.agent.ports import ReservedPort
 from meshwright_worker.agent.rank_environment import (
     communication_variables,
+    own_group,
     rank_environment,
     rank_task,
     resolve_script_paths,
@@ -42,10 +44,6 @@ TORCHRUN = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 CLEAN_UP_SECONDS = 3.0
 SETTLE_SECONDS = 0.2
 """Ranks that write nothing more for this long have written their stacks."""
-
-FIRST_PORT = 20000
-LAST_PORT = 32767
-PORT_TRIES = 64
 
 
 class LaunchError(Exception):
@@ -68,6 +66,7 @@ class Launcher:
         self._environment = process_environment(environment)
         self._server = ForkServerClient(self._environment, started=server)
         self._port = ReservedPort()
+        self._lighthouse = Lighthouse()
         self._handles: dict[int, RankHandle] = {}
         self._directory: TemporaryDirectory[str] | None = None
         self._written: dict[int, RankOutput] = {}
@@ -78,6 +77,11 @@ class Launcher:
     def store_port(self) -> int:
         """The port to announce to the coordinator."""
         return self._port.number
+
+    @property
+    def lighthouse_port(self) -> int:
+        """The port of the lighthouse of replica groups, if this pod runs it."""
+        return self._lighthouse.port
 
     async def warm_up(self) -> None:
         """Start importing torch while the pod waits for its gang."""
@@ -97,7 +101,7 @@ class Launcher:
         """Prepare to start the ranks of a generation; then release the port, if rank 0's store is about to use it.
 
         Raises:
-            LaunchError: the fork server cannot be started.
+            LaunchError: the fork server or the lighthouse of replica groups cannot be started.
         """
         if isinstance(start.document.run, NativeRun):
             try:
@@ -106,11 +110,26 @@ class Launcher:
                 raise LaunchError(f"the fork server did not start: {error}") from error
         else:
             await self._server.stop()
-        if start.member.first_rank == 0 and start.document.master_port == self._port.number:
+        if (group := own_group(start.document, start.member.first_rank)) is not None:
+            await self._prepare_group(start, group)
+        elif start.member.first_rank == 0 and start.document.master_port == self._port.number:
             self._port.release()
             if start.document.in_memory and isinstance(start.document.run, NativeRun):
                 await self._keep_store(start.document.master_port, start.document.world_size)
             self._port = ReservedPort()
+
+    async def _prepare_group(self, start: StartRanks, group: ReplicaGroup) -> None:
+        """Release the port for the store of a replica group, and start the lighthouse of all groups in rank 0's pod."""
+        groups, run = start.document.replica_groups, start.document.run
+        first_of_group = groups is not None and start.member.first_rank % groups.ranks == 0
+        if first_of_group and group.master_port == self._port.number:
+            self._port.release()
+            self._port = ReservedPort()
+        if groups is not None and groups.lighthouse and start.member.first_rank == 0 and isinstance(run, CommandRun):
+            try:
+                await self._lighthouse.start(run.command, self._environment)
+            except LighthouseError as error:
+                raise LaunchError(str(error)) from error
 
     async def _keep_store(self, port: int, ranks: int) -> None:
         """Keep the store of a generation in a process that is no rank, so that it is not lost with one."""
@@ -261,6 +280,7 @@ class Launcher:
         if self._supervisors:
             await asyncio.wait(self._supervisors, timeout=CLEAN_UP_SECONDS)
         await self._server.stop()
+        self._lighthouse.stop()
         if self._directory is not None:
             self._directory.cleanup()
         self._port.release()
@@ -286,37 +306,3 @@ def write_line(line: str) -> None:
     with contextlib.suppress(OSError):
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
-
-
-class ReservedPort:
-    """The free port on which this pod would host the rendezvous store of the next generation, reserved until `release`.
-
-    The port must be announced before rank 0 is chosen, and be free when rank 0 listens on it later. Until then a socket
-    that is bound but does not listen reserves it. The port lies below the kernel's range for outgoing connections, so
-    that none of these can take it between release and use. It is reserved on every address, because the store listens
-    on every address.
-    """
-
-    def __init__(self) -> None:
-        self._socket = _bind()
-        self.number: int = self._socket.getsockname()[1]
-
-    def release(self) -> None:
-        """Free the port for rank 0's store."""
-        self._socket.close()
-
-
-def _bind() -> socket.socket:
-    # The store listens on `::`, for IPv4 too, unless the machine has no IPv6.
-    dual_stack = socket.has_dualstack_ipv6()
-    for _ in range(PORT_TRIES):
-        candidate = socket.socket(socket.AF_INET6 if dual_stack else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            if dual_stack:
-                candidate.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            candidate.bind(("", random.randint(FIRST_PORT, LAST_PORT)))  # noqa: S311 - spreading, not secrecy
-        except OSError:
-            candidate.close()
-            continue
-        return candidate
-    raise OSError(f"no free port between {FIRST_PORT} and {LAST_PORT} in {PORT_TRIES} tries")

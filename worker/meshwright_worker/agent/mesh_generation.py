@@ -141,6 +141,8 @@ class MeshGeneration:
     uses_builtin_runtime: bool
     """Whether ranks run the built-in runtime, which reports events. The user's command only starts and exits."""
     started: float
+    since: int = field(init=False)
+    """The generation in which its ranks were started. Ranks of a replica group go on in later ones."""
     in_memory: bool = False
     """Whether its ranks hold their state when it is interrupted."""
     ranks: dict[int, RankStatus] = field(init=False)
@@ -164,7 +166,18 @@ class MeshGeneration:
     phases: list[Phase] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.since = self.number
         self.ranks = {rank: RankStatus(rank) for rank in range(self.first_rank, self.first_rank + self.count)}
+
+    def has_ranks_of(self, generation: int) -> bool:
+        """Whether its ranks are those of a generation: they were started in it, or went on in it."""
+        return self.since <= generation <= self.number
+
+    def go_on(self, generation: int, now: float) -> None:
+        """Let its ranks go on in another generation. A rank may have waited for those that restart."""
+        self.number = generation
+        for view in self.ranks.values():
+            view.last_message_at = now
 
     def record_spawn(self, rank: int, pid: int, now: float) -> None:
         """Record that the process of `rank` runs. A command counts as training from now on, since it sends no

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from meshwright.api import labels
 from meshwright.layout import Layout
-from meshwright.protocol.messages import MeshDocument, MeshMember
+from meshwright.protocol.messages import MeshDocument, MeshMember, ReplicaGroup, ReplicaGroups
 from meshwright.protocol.run_config import NativeRun, Run
+from meshwright_worker.agent.lighthouse import VARIABLE as LIGHTHOUSE
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.rank.task import RankTask
 
@@ -24,18 +26,19 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
     """
     layout = _layout(document.run, document.world_size)
     where = layout.coordinates(rank)
-    group = document.members.index(member)
+    world = _world(document, rank)
+    pod = world.members.index(member)
     numbers = {
-        "RANK": rank,
-        "WORLD_SIZE": document.world_size,
+        "RANK": rank - world.first_rank,
+        "WORLD_SIZE": world.size,
         "LOCAL_RANK": rank - member.first_rank,
         "LOCAL_WORLD_SIZE": member.ranks,
-        "GROUP_RANK": group,
-        "NODE_RANK": group,
-        "GROUP_WORLD_SIZE": len(document.members),
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": document.world_size,
-        "MASTER_PORT": document.master_port,
+        "GROUP_RANK": pod,
+        "NODE_RANK": pod,
+        "GROUP_WORLD_SIZE": len(world.members),
+        "ROLE_RANK": rank - world.first_rank,
+        "ROLE_WORLD_SIZE": world.size,
+        "MASTER_PORT": world.port,
         "TORCHELASTIC_RESTART_COUNT": document.generation - 1,
         labels.ENV_GENERATION: document.generation,
         labels.ENV_TENSOR_SIZE: layout.tensor,
@@ -49,7 +52,7 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
     }
     environment = {name: str(value) for name, value in numbers.items()}
     environment |= {
-        "MASTER_ADDR": document.master_address,
+        "MASTER_ADDR": world.address,
         "ROLE_NAME": "default",
         "TORCHELASTIC_RUN_ID": settings.uid,
         # Rank 0 hosts the store, as with torchrun when no agent does.
@@ -59,6 +62,8 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
     }
     if document.max_restarts is not None:
         environment["TORCHELASTIC_MAX_RESTARTS"] = str(document.max_restarts)
+    if document.replica_groups is not None:
+        environment |= _replica_group_variables(document.replica_groups, rank)
     if document.resume is not None:
         environment[labels.ENV_RESUME_PATH] = document.resume.path
         environment[labels.ENV_RESUME_STEP] = str(document.resume.step)
@@ -69,6 +74,39 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
     if settings.data_dir:
         environment[labels.ENV_DATA_DIR] = settings.data_dir
     return environment
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks that form one world: all of a generation, or those of a replica group."""
+
+    first_rank: int
+    size: int
+    members: list[MeshMember]
+    """The workers that have them."""
+    address: str
+    port: int
+
+
+def _world(document: MeshDocument, rank: int) -> World:
+    group, groups = own_group(document, rank), document.replica_groups
+    if group is None or groups is None:
+        return World(0, document.world_size, document.members, document.master_address, document.master_port)
+    first = rank - rank % groups.ranks
+    members = [member for member in document.members if first <= member.first_rank < first + groups.ranks]
+    return World(first, groups.ranks, members, group.master_address, group.master_port)
+
+
+def own_group(document: MeshDocument, rank: int) -> ReplicaGroup | None:
+    """The replica group of a rank. None if all ranks form one world."""
+    groups = document.replica_groups
+    return None if groups is None else groups.groups[rank // groups.ranks]
+
+
+def _replica_group_variables(groups: ReplicaGroups, rank: int) -> dict[str, str]:
+    """What scripts with torchft read. `workers.env` has the lighthouse's address if no agent runs it."""
+    variables = {"REPLICA_GROUP_ID": str(rank // groups.ranks), "NUM_REPLICA_GROUPS": str(len(groups.groups))}
+    return {**variables, **({LIGHTHOUSE: f"http://{groups.lighthouse}"} if groups.lighthouse else {})}
 
 
 def communication_variables(document: MeshDocument, pod: Mapping[str, str]) -> dict[str, str]:

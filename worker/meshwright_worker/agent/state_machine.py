@@ -13,6 +13,7 @@ Every input method returns the resulting actions; the agent executes them in ord
   ranks of the built-in runtime have not stopped when the time to save is over.
 - Ranks that recover in memory are not killed when one of them or of their peers is lost: they leave the generation and
   hold their state. The next generation's document says which of them go on with it; the others are killed.
+- Ranks of a replica group that no failure concerns go on in the next generation, whatever else it has.
 - A pod that stops (SIGTERM, or superseded) lets its ranks save and stop within the grace period, then exits.
 """
 
@@ -143,6 +144,10 @@ class AgentStateMachine:
         member = next((m for m in document.members if m.worker == self.worker), None)
         self.generation = document.generation
         ours = member is not None and member.incarnation == self.incarnation
+        if member is not None and ours and (group := self._replica_group(document, member)) is not None:
+            self._pending = None
+            group.go_on(document.generation, now)
+            return self.on_tick(now)
         self._pending = StartRanks(document, member) if member is not None and ours else None
         if self._pending is not None and self.current is not None and (kept := self._kept(self._pending)):
             shift = self._pending.member.first_rank - self.current.first_rank
@@ -289,7 +294,14 @@ class AgentStateMachine:
         return state
 
     def _matching_generation(self, generation: int) -> MeshGeneration | None:
-        return self.current if self.current is not None and self.current.number == generation else None
+        return self.current if self.current is not None and self.current.has_ranks_of(generation) else None
+
+    def _replica_group(self, document: MeshDocument, member: MeshMember) -> MeshGeneration | None:
+        """The local ranks, if they are those of a replica group that goes on. If one has failed, that is reported."""
+        groups, current = document.replica_groups, self.current
+        if groups is None or current is None or current.first_rank != member.first_rank:
+            return None
+        return current if groups.groups[member.first_rank // groups.ranks].since == current.since else None
 
     def _kept(self, start: StartRanks) -> tuple[int, ...]:
         """The ranks of the next generation whose processes go on in it, with the state that they hold."""
