@@ -77,6 +77,9 @@ class DataParallelSpec(ApiModel):
     overlap: bool = True
     """Whether `DDP` and `ZeRO` stage 1 sum a bucket as soon as the last backward pass has computed it, or after all
     backward passes. `ZeRO` stage 2 always sums after each micro-batch, `FSDP` layer by layer."""
+    reduce_every_micro_batch: bool | None = None
+    """Experimental: `FSDP` reduces gradients in each micro-batch, not only in a step's last one. Ranks store shards of
+    gradients, and send more. Defaults to false."""
     shard_size: Degree | None = None
     """Number of neighboring replicas that share one set of shards. Each set is a copy of the others (HSDP), and
     gathering stays on fast links. Must divide `replicas`. Defaults to all replicas. Needs `zeroStage` 1 or more."""

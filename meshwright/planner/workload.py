@@ -173,6 +173,7 @@ def _settings(
         flat=data.strategy is DataParallelStrategy.ZERO,
         shard_size=data.shard_size,
         reshard_size=data.reshard_size,
+        reduces_each=bool(data.reduce_every_micro_batch),
         bucket=data.bucket_elements,
         # If a step is skipped, the previous error feedback is restored: a second copy.
         feedback=(1 + training.may_skip_updates) * (data.compression in _ERROR_FEEDBACK),

@@ -22,6 +22,7 @@ _ISLANDS = (
 )
 _IS_ZERO = f"(has({_DATA}.strategy) && {_DATA}.strategy == 'ZeRO')"
 _FLAT_SHARDS = f"(({_STAGE} == 1 || {_IS_ZERO}) && self.replicas * self.parallelism.context > 1)"
+_NOT_EACH = f"!has({_DATA}.reduceEveryMicroBatch) || !{_DATA}.reduceEveryMicroBatch"
 _HAS_PIPELINE = "has(self.parallelism.pipeline) && self.parallelism.pipeline > 1"
 
 
@@ -102,9 +103,30 @@ def _compressed(facts: Facts) -> bool:
     return compression is GradientCompression.NONE or _may_be(facts, 0)
 
 
+def _reduces_shards(facts: Facts) -> bool:
+    data = facts.parallelism.data_parallel
+    fsdp = data.strategy is not DataParallelStrategy.ZERO and _may_be(facts, 2, 3)
+    return not data.reduce_every_micro_batch or fsdp
+
+
+def _mixes_backward(kind: PipelineScheduleKind) -> bool:
+    return kind.mixes_backward
+
+
+def _reduces_as_hooks_run(facts: Facts) -> bool:
+    p = facts.parallelism
+    mixes = (p.pipeline or 1) > 1 and _mixes_backward(kind_of(p.order))
+    return not p.data_parallel.reduce_every_micro_batch or not mixes
+
+
+def _reduces_masters(facts: Facts) -> bool:
+    rounds = facts.training is not None and not facts.training.master_weights
+    return not facts.parallelism.data_parallel.reduce_every_micro_batch or not rounds
+
+
 def _command_owns_replicas(facts: Facts) -> bool:
     data = facts.parallelism.data_parallel
-    set_here = data.strategy or data.shard_size or data.reshard_size
+    set_here = data.strategy or data.shard_size or data.reshard_size or data.reduce_every_micro_batch
     return facts.runtime.command is None or (not set_here and data.compression is GradientCompression.NONE)
 
 
@@ -246,11 +268,34 @@ REPLICA_RULES: tuple[Rule[Facts], ...] = (
         _compressed,
     ),
     Rule(
+        "parallelism.dataParallel.reduceEveryMicroBatch",
+        "needs FSDP, because other strategies have their own way: set `parallelism.zeroStage: 3`, or `2` without "
+        "`dataParallel.strategy: ZeRO`, or remove this field",
+        f"{_NOT_EACH} || ({zero_stage_may_be(2, 3)} && !{_IS_ZERO})",
+        _reduces_shards,
+    ),
+    Rule(
+        "parallelism.dataParallel.reduceEveryMicroBatch",
+        lambda: (
+            f"is not supported with the schedule {schedule_names(_mixes_backward, 'or')}, whose whole backward passes "
+            "run between the halves of others: use another schedule, or remove this field"
+        ),
+        None,
+        _reduces_as_hooks_run,
+    ),
+    Rule(
+        "parallelism.dataParallel.reduceEveryMicroBatch",
+        "needs `training.masterWeights: true`, because sums of micro-batches would be rounded: set it, or remove this "
+        "field",
+        None,
+        _reduces_masters,
+    ),
+    Rule(
         "parallelism.dataParallel",
         "is not supported with `runtime.command`, which keeps replicas equal itself: remove `strategy`, "
-        "`shardSize`, `reshardSize` and `compression`",
+        "`shardSize`, `reshardSize`, `reduceEveryMicroBatch` and `compression`",
         f"!has(self.runtime.command) || (!has({_DATA}.strategy) && !has({_DATA}.shardSize)"
-        f" && !has({_DATA}.reshardSize) && {_DATA}.compression == 'None')",
+        f" && !has({_DATA}.reshardSize) && {_DATA}.compression == 'None' && ({_NOT_EACH}))",
         _command_owns_replicas,
     ),
     Rule(

@@ -159,6 +159,7 @@ class DualPipe(PipelineScheduleKind):
     short_name = "dualpipe"
     bidirectional = True
     splits_backward = True
+    mixes_backward = True
     micro_batches_per_rank = 2
     even = True
     candidate_order = 6
@@ -186,6 +187,7 @@ class DualPipeV(PipelineScheduleKind):
     short_name = "dualpipe-v"
     v_shaped = True
     splits_backward = True
+    mixes_backward = True
     micro_batches_per_rank = 2
     candidate_order = 5
 

@@ -64,6 +64,8 @@ class PipelineScheduleKind(ABC):
     """Whether micro-batches enter at both ends, so that two ranks have each stage."""
     splits_backward: ClassVar[bool] = False
     """Whether some backward passes come in two halves, gradients of inputs and gradients of weights."""
+    mixes_backward: ClassVar[bool] = False
+    """Whether a stage also has whole backward passes, between the halves of others."""
     splits_at_peak: ClassVar[bool] = False
     """Whether they do when a rank's memory is at its peak."""
     defers_weights_at_peak: ClassVar[bool] = False

@@ -78,7 +78,7 @@ def test_numbers_for_which_a_schedule_does_not_exist_are_named(name: str):
 
 
 def test_memory_is_that_of_the_cost_model():
-    zero, published, saved = memory_cases(PRESETS["llama-3-8b"], 8, 8192, H100)
+    zero, published, reduced, saved = memory_cases(PRESETS["llama-3-8b"], 8, 8192, H100)
     work, machine = Workload(PRESETS["llama-3-8b"], 8192, 8), machine_for(H100)
     for stage, case in enumerate(zero[1]):
         expected = memory_of(work, Strategy(data=8, zero_stage=stage), machine).total
@@ -87,6 +87,9 @@ def test_memory_is_that_of_the_cost_model():
     for without, case in zip(zero[1][1:], published[1], strict=False):
         assert case.name == without.name
         assert sum(case.parts) < sum(without.parts)
+    once, each = reduced[1]
+    assert each.memory.total < once.memory.total
+    assert each.memory.gradients == once.memory.gradients / 8
     totals = [sum(case.parts) for case in saved[1]]
     assert totals == sorted(totals, reverse=True)
 
@@ -94,7 +97,7 @@ def test_memory_is_that_of_the_cost_model():
 def test_memory_fits_80_columns_and_marks_the_gpu():
     drawing = run("memory", "--model", "llama-3-70b", "--ranks", 64).output.splitlines()
     assert max(map(len, drawing)) <= 80
-    assert sum("|" in line for line in drawing) == 9 + 1
+    assert sum("|" in line for line in drawing) == 11 + 1
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])

@@ -68,7 +68,8 @@ def measure_memory(task: RankTask) -> Held:
             update(gradients, rate)
 
         trainer.optimizer.step = watched  # type: ignore[method-assign]
-        module.register_forward_pre_hook(entered)
+        # Before those of FSDP, which gather.
+        module.register_forward_pre_hook(entered, prepend=True)
         trainer.step(2, batch)
         return held
 

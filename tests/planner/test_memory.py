@@ -103,6 +103,21 @@ def test_accumulating_gradients_are_whole_until_the_last_micro_batch() -> None:
     assert late.gradients == first(layout=Layout(pipeline=2, data=8), micro_batches=4).gradients
 
 
+def test_gradients_reduced_every_micro_batch_are_shards() -> None:
+    layout, each = Layout(data=8), {"zero_stage": 3, "data_parallel": {"reduce_every_micro_batch": True}}
+    reduced = first(layout=layout, micro_batches=4, parallelism=each)
+    alone = first(layout=layout, micro_batches=1, parallelism={"zero_stage": 3})
+    assert reduced.gradients == 4 * SEVEN.parameters / 8
+    # With one micro-batch nothing accumulates anyway.
+    assert (reduced.gradients, reduced.buffers) == (alone.gradients, alone.buffers)
+    split = Layout(pipeline=2, data=8)
+    late = first(layout=split, micro_batches=4, parallelism={**each, "schedule": "ZBH1"})
+    whole = first(layout=split, micro_batches=4, parallelism={**each, "schedule": "1F1B"})
+    # The first half computes gradients of the embedding, which wait as the second half reduces layers.
+    assert late.gradients == whole.gradients
+    assert late.buffers > whole.buffers
+
+
 def test_shards_of_some_replicas_are_larger_than_of_all() -> None:
     layout = Layout(data=8)
     whole = first(layout=layout, parallelism={"zero_stage": 3})

@@ -24,6 +24,7 @@ from meshwright_cli.figures.svg import Element
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations", "everything else")
 SYMBOLS = "PGOA."
+_MICRO_BATCHES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ def memory(model: str, ranks: int, sequence_length: int, gpu: str, svg: Path | N
     """Draw the memory of one rank by kind, from the planner's cost model.
 
     First with ZeRO stages 0 to 3, which divide states over the ranks, also with `training.shardedMasters`; then with
-    activation checkpointing, which stores less for the backward pass. One sequence per rank, bf16, AdamW.
+    four micro-batches, whose gradients accumulate; then with activation checkpointing, which stores less for the
+    backward pass. One sequence per rank and micro-batch, bf16, AdamW.
     """
     architecture, product = _model(model), _gpu(gpu)
     groups = memory_cases(architecture, ranks, sequence_length, product)
@@ -65,7 +67,7 @@ def memory(model: str, ranks: int, sequence_length: int, gpu: str, svg: Path | N
 def memory_cases(
     architecture: Architecture, ranks: int, sequence_length: int, gpu: Accelerator
 ) -> list[tuple[str, list[Case]]]:
-    """Return (heading, cases): ZeRO stages without recomputation, and recomputation with ZeRO stage 3."""
+    """Return (heading, cases): ZeRO stages without recomputation; accumulation and recomputation with ZeRO stage 3."""
     machine = machine_for(gpu)
     work = Workload(architecture, sequence_length, ranks)
     base = Strategy(data=ranks)
@@ -78,11 +80,18 @@ def memory_cases(
         Case(f"ZeRO {stage}", memory_of(work, replace(masters, zero_stage=stage), machine)) for stage in (1, 2)
     ]
     sharded = replace(base, zero_stage=3)
+    accumulating = replace(sharded, micro_batches=_MICRO_BATCHES)
+    each = replace(accumulating, settings=replace(base.settings, reduces_each=True))
+    steps = Workload(architecture, sequence_length, ranks * _MICRO_BATCHES)
+    reduced = [
+        Case(name, memory_of(steps, strategy, machine)) for name, strategy in (("once", accumulating), ("each", each))
+    ]
     kinds = (ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE, ActivationCheckpointing.FULL)
     saved = [Case(kind.value, memory_of(work, replace(sharded, checkpointing=kind), machine)) for kind in kinds]
     return [
         ("ZeRO stage, without activation checkpointing", zero),
         ("The same with `training.shardedMasters`", published),
+        ("Reduction of 4 micro-batches, with ZeRO 3 (`reduceEveryMicroBatch`: each)", reduced),
         ("Activation checkpointing, with ZeRO 3", saved),
     ]
 

@@ -236,7 +236,9 @@ def _fsdp_sharded(stage_params: StageParameters, key: StateKey, sizes: _Sizes) -
     """FSDP shards parameters, gradients and optimizer state.
 
     Stage 2 stores gathered parameters until the backward pass. Stage 3 stores a layer, the next one, and the parameters
-    outside layers. Full gradients accumulate over micro-batches, and are reduced in the last.
+    outside layers. Full gradients accumulate over micro-batches, and are reduced in the last. Or only shards
+    accumulate, and the gradients of one layer, or those outside layers, wait for their reduction. A split backward pass
+    has both, as it computes those of look-ups at once.
     """
     settings = key.settings
     gathered = sizes.element * sizes.whole
@@ -245,8 +247,11 @@ def _fsdp_sharded(stage_params: StageParameters, key: StateKey, sizes: _Sizes) -
         if settings.reshard_size is not None:
             gathered += sizes.element * sizes.whole / settings.reshard_size
     reduced = max(sizes.stored, FP32_BYTES)
-    unreduced_bytes = reduced * min(sizes.trained, max(stage_params.tables, stage_params.layer))
-    accumulates = key.accumulates
+    accumulates = key.accumulates and not settings.reduces_each
+    largest = max(stage_params.tables, stage_params.layer)
+    if settings.reduces_each and key.accumulates and key.pipeline > 1 and kind_of(key.schedule).splits_backward:
+        largest = stage_params.tables + stage_params.layer
+    unreduced_bytes = reduced * min(sizes.trained, largest)
     gradients = reduced * sizes.trained if accumulates else sizes.gradient * sizes.trained_shard
     parameters, master = _parameters_and_masters(sizes.stored, sizes.element, sizes.shard)
     moments = _optimizer_bytes(stage_params, key, sizes, sizes.trained_shard)

@@ -32,6 +32,8 @@ class MemoryOptions:
     """Number of replicas that share one set of shards (HSDP). None for all replicas."""
     reshard_size: int | None = None
     """Number of ranks that share a gathered copy between the forward and the backward pass (hpZ)."""
+    reduces_each: bool = False
+    """Whether FSDP reduces gradients in each micro-batch (`dataParallel.reduceEveryMicroBatch`)."""
     bucket: int = 16777216
     """Number of gradient elements that one collective sums."""
     feedback: int = 0
@@ -136,6 +138,11 @@ class Strategy(Layout):
     def shards_masters(self) -> bool:
         """Whether parameters are bf16, and ranks have fp32 master weights of only their rows."""
         return self.settings.master_gradient is not None and self.zero_stage > 0 and self.shard_ranks > 1
+
+    @property
+    def gradient_reductions(self) -> int:
+        """Number of times that replicas reduce their gradients in a step: once, or with FSDP in each micro-batch."""
+        return self.micro_batches if self.settings.reduces_each and self.zero_stage >= 2 else 1
 
     @property
     def schedule_kind(self) -> PipelineScheduleKind:

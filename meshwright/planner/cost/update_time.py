@@ -37,8 +37,8 @@ def gradient_sync_seconds(
         machine: the hardware and framework.
         groups: shapes of the communication groups.
         stages: the pipeline's ranks.
-        overlappable: seconds of one micro-batch's (backward pass, both passes). The reduction hides behind the last
-            backward pass; ZeRO-3's traffic behind all of every pass.
+        overlappable: seconds of one micro-batch's (backward pass, both passes). A reduction hides behind the backward
+            pass that computes its gradients; ZeRO-3's traffic behind all of every pass.
     """
     runtime, fabric = machine.runtime, machine.fabric
     stage_params = fullest_stage(work.model, stages, strategy.tensor, strategy.expert_parts)
@@ -50,7 +50,7 @@ def gradient_sync_seconds(
         comm_seconds += _reduction_seconds(count, strategy, runtime, span, fabric)
     if strategy.tensor > 1 and not strategy.expert_tensor:
         comm_seconds += all_reduce(stage_params.experts * runtime.reduced, groups.tensor, fabric)
-    overlap_seconds = overlappable[0]
+    overlap_seconds = overlappable[0] * strategy.gradient_reductions
     if strategy.zero_stage == 3:
         comm_seconds += 2.0 * strategy.micro_batches * _parameter_gather_seconds(stage_params, strategy, groups, fabric)
         overlap_seconds = overlappable[1] * strategy.micro_batches
@@ -63,7 +63,8 @@ def gradient_sync_bytes(work: Workload, strategy: Strategy, runtime: Framework, 
     """Bytes that the rank with the most parameters sends in one step to reduce gradients and gather parameters."""
     stage_params = fullest_stage(work.model, stages, strategy.tensor, strategy.expert_parts)
     # In a ring an all-reduce is a scatter and a gather.
-    sent = stage_params.total * sum(_scattered_and_gathered(strategy, runtime))
+    scattered, gathered = _scattered_and_gathered(strategy, runtime)
+    sent = stage_params.total * (strategy.gradient_reductions * scattered + gathered)
     if strategy.zero_stage == 3:
         size = matmul_bytes(strategy)
         sent += 2.0 * strategy.micro_batches * stage_params.total * size
@@ -75,7 +76,8 @@ def _reduction_seconds(parameters: float, strategy: Strategy, runtime: Framework
     if strategy.zero_stage == 0:
         return all_reduce(parameters * runtime.reduced, span, fabric)
     scattered, gathered = _scattered_and_gathered(strategy, runtime)
-    return all_gather(parameters * scattered, span, fabric) + all_gather(parameters * gathered, span, fabric)
+    scatter_seconds = strategy.gradient_reductions * all_gather(parameters * scattered, span, fabric)
+    return scatter_seconds + all_gather(parameters * gathered, span, fabric)
 
 
 def _scattered_and_gathered(strategy: Strategy, runtime: Framework) -> tuple[float, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshwright.planner.cost.memory import Memory, worst_stage
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.errors import PlanError
@@ -93,10 +95,25 @@ def plan_error(request: SearchRequest) -> PlanError:
         f"the model does not fit: TP {used.tensor} x PP {used.pipeline} with {used.micro_batches} micro-batches needs "
         f"the least memory, {format_bytes(memory.total)} per GPU ({memory_text(memory)}), "
         f"and GPUs have {format_bytes(request.memory_limit(1))} usable. "
-        f"Raise {_fields_to_raise(request)}, shorten `training.sequenceLength`, or add larger GPUs",
+        f"Raise {_fields_to_raise(request)}, shorten `training.sequenceLength`, or add larger GPUs"
+        f"{_sharded_gradients_hint(request, used)}",
         "OutOfMemory",
         depends_on_cluster=True,
     )
+
+
+def _sharded_gradients_hint(request: SearchRequest, used: Strategy) -> str:
+    """A hint, if only the full gradients that accumulate over micro-batches do not fit."""
+    settings = used.settings
+    accumulates = used.zero_stage >= 2 and used.micro_batches > 1 and request.runtime.stores_masters
+    if not accumulates or settings.flat or settings.reduces_each or not settings.master_weights:
+        return ""
+    if used.pipeline > 1 and used.schedule_kind.mixes_backward:
+        return ""
+    reducing = replace(used, settings=replace(settings, reduces_each=True))
+    if worst_stage(request.work, reducing, request.runtime).total > request.memory_limit(1):
+        return ""
+    return ". It fits with `parallelism.dataParallel.reduceEveryMicroBatch: true` (Experimental)"
 
 
 def _fields_to_raise(request: SearchRequest) -> str:

@@ -57,6 +57,7 @@ def search_request(
                 flat=False,
                 shard_size=None,
                 reshard_size=None,
+                reduces_each=False,
                 feedback=0,
                 rematerialize=False,
                 activation_limit=None,

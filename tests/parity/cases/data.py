@@ -53,6 +53,57 @@ def _sharded_masters(zero: int, gradients: str) -> list[Case]:
     ]
 
 
+def _reducing_each() -> list[Case]:
+    """Gradients of each micro-batch reduced: accumulated, in flight, split, over copies of shards, and of experts."""
+    uneven = {**_UNEVEN, "batch": 12}
+    layouts: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"data": 2, "zero": 3, "micro_batches": 4}, {}),
+        ({"data": 3, "zero": 2, "micro_batches": 2}, uneven),
+        ({"data": 4, "zero": 3, "replicas": {"shard_size": 2}, "micro_batches": 2}, _UNEVEN),
+        ({"data": 2, "pipeline": 2, "zero": 3, "tensor": 2, "micro_batches": 4}, {}),
+        ({"data": 2, "pipeline": 2, "zero": 2, "micro_batches": 4}, {}),
+        ({"data": 2, "pipeline": 2, "zero": 3, "micro_batches": 4, "parallelism": {"schedule": "ZBH1"}}, {}),
+        ({"data": 2, "pipeline": 2, "zero": 2, "micro_batches": 4, "parallelism": {"schedule": "ZBV"}}, {"layers": 4}),
+        (
+            {
+                **{"data": 4, "pipeline": 2, "zero": 3, "replicas": {"shard_size": 2}},
+                **{"micro_batches": 2, "parallelism": {"schedule": "ZBH1"}},
+            },
+            _UNEVEN,
+        ),
+        ({"data": 4, "expert": 2, "zero": 3}, {"mixture": "Mixtral"}),
+        (
+            {"data": 2, "expert": 2, "pipeline": 2, "zero": 3, "parallelism": {"schedule": "ZBH1"}},
+            {"mixture": "Mixtral"},
+        ),
+        ({"data": 2, "pipeline": 2, "zero": 3, "micro_batches": 4, "parallelism": {"schedule": "Automatic"}}, {}),
+        ({"data": 2, "zero": 3, "training": {"parameter_offload": True}}, {}),
+    ]
+    technique, option = "FSDP2, gradients reduced every micro-batch", {"reduce_every_micro_batch": True}
+    pipelined: dict[str, Any] = {"data": 2, "pipeline": 2, "zero": 3, "micro_batches": 4, "replicas": option}
+    return [
+        *(
+            Case(
+                technique,
+                {**layout, "replicas": {**layout.get("replicas", {}), **option}},
+                common,
+                smoke=number < 2,
+            )
+            for number, (layout, common) in enumerate(layouts)
+        ),
+        *(
+            Case(
+                f"{technique}, in bf16",
+                {**pipelined, "parallelism": {"schedule": schedule}},
+                {"precision": Precision.BF16},
+                exact=False,
+                tolerance=5e-2,
+            )
+            for schedule in ("1F1B", "ZBH1")
+        ),
+    ]
+
+
 CASES = [
     *_of("DDP with buckets and overlap", 0),
     *_of("DDP without overlap", 0, smoke=False, overlap=False),
@@ -69,6 +120,7 @@ CASES = [
     *_hybrid("HSDP (ZeRO-2)", 2, strategy="ZeRO"),
     *_hybrid("HSDP (FSDP2, HYBRID_SHARD)", 3, strategy="HYBRID_SHARD"),
     *_hybrid("HSDP (FSDP2, HYBRID_SHARD_ZERO2)", 2, strategy="HYBRID_SHARD_ZERO2"),
+    *_reducing_each(),
     Case("hpZ", {"data": 4, "zero": 3, "replicas": {"reshard_size": 2}}, smoke=True),
     Case("hpZ", {"data": 4, "zero": 3, "micro_batches": 1, "replicas": {"reshard_size": 2}}, _UNEVEN),
 ]
@@ -126,6 +178,27 @@ _REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "hpZ that does not divide",
         {"data": 4, "zero": 3, "replicas": {"reshard_size": 3}},
         "`parallelism.dataParallel.reshardSize: 3` must divide",
+    ),
+    (
+        "reductions every micro-batch without FSDP",
+        {"data": 2, "zero": 1, "replicas": {"reduce_every_micro_batch": True}},
+        "`parallelism.dataParallel.reduceEveryMicroBatch: true` needs FSDP",
+    ),
+    (
+        "reductions every micro-batch with DualPipe",
+        {
+            **{"data": 2, "pipeline": 2, "zero": 3, "micro_batches": 4, "parallelism": {"schedule": "DualPipe"}},
+            "replicas": {"reduce_every_micro_batch": True},
+        },
+        "is not supported with the schedule `DualPipe`",
+    ),
+    (
+        "reductions every micro-batch without master weights",
+        {
+            **{"data": 2, "zero": 3, "replicas": {"reduce_every_micro_batch": True}},
+            **{"precision": "bf16", "training": {"master_weights": False}},
+        },
+        "reduceEveryMicroBatch: true` needs `training.masterWeights: true`",
     ),
     (
         "compression of shards",

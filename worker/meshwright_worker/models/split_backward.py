@@ -38,12 +38,19 @@ class WeightGradStore:
         """Store the function that computes the gradient of this rank's part of `weight`, and its operands."""
         self._pending.append((weight, compute_grad))
 
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The weights of the deferred gradients, one for each gradient."""
+        return [weight for weight, _ in self._pending]
+
     @torch.no_grad()
-    def run(self) -> None:
-        """Add the gradients to the weights, last layer first; uses no collective."""
+    def run(self, added: Callable[[nn.Parameter], None] | None = None) -> None:
+        """Add the gradients to the weights, last layer first, and call `added` after each; has no collective itself."""
         while self._pending:
             weight, compute_grad = self._pending.popleft()
             _accumulate(weight, compute_grad())
+            if added is not None:
+                added(weight)
 
 
 # Not thread-local: autograd runs the backward pass of a device in a separate thread.

@@ -1,8 +1,9 @@
 """Sharding over replicas, layer by layer: ZeRO stages 2 and 3 (arXiv 1910.02054) by FSDP2, with HSDP and hpZ.
 
-Gradients are reduced once per step, after the stage's last action. A full backward pass reduces layer by layer through
-FSDP's hooks. Weight gradients that are computed separately, after the hooks ran, are reduced by calling what the hooks
-call; torch.distributed.pipelining does the same. Only this module uses FSDP's private attributes.
+Gradients are reduced once per step, after the stage's last action, or with `dataParallel.reduceEveryMicroBatch` in
+every micro-batch: then only shards accumulate. A full backward pass reduces layer by layer through FSDP's hooks. Weight
+gradients that are computed separately, after the hooks ran, are reduced by calling what the hooks call;
+torch.distributed.pipelining does the same. Only this module uses FSDP's private attributes.
 
 FSDP1's strategies correspond to these: FULL_SHARD is stage 3, SHARD_GRAD_OP is stage 2. In their HYBRID forms a set of
 shards has `shardSize` replicas.
@@ -10,9 +11,11 @@ shards has `shardSize` replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
@@ -37,8 +40,7 @@ def apply_fsdp(
     """Shard every parameter of a stage, layer by layer, in place.
 
     Stage 2 keeps a layer's gathered parameters from its forward to its backward pass. Stage 3 frees them in between and
-    gathers twice, the second time only from `reshard_size` neighbors if that is set. Gradients are summed over replicas
-    once per step, after the last micro-batch.
+    gathers twice, the second time only from `reshard_size` neighbors if that is set.
 
     Args:
         stage: built on the meta device.
@@ -82,9 +84,14 @@ def disable_gradient_sync(module: nn.Module) -> None:
     _set(module, reduce=False)
 
 
-def enable_gradient_sync(module: nn.Module) -> None:
-    """Make the next backward pass, the last one, reduce the accumulated gradients."""
+def enable_gradient_sync(module: nn.Module, *, last: bool = True) -> None:
+    """Make the next backward pass reduce the accumulated gradients to shards, which add up.
+
+    Copies of a set of shards (HSDP) add theirs in a step's last pass.
+    """
     _set(module, reduce=True)
+    if isinstance(module, FSDPModule):
+        module.set_requires_all_reduce(last)
 
 
 def reduce_gradients(module: nn.Module) -> None:
@@ -103,6 +110,69 @@ def reduce_gradients(module: nn.Module) -> None:
     root._root_post_backward_final_callback()
 
 
+class UnitReduction:
+    """Reduces one micro-batch's separately computed weight gradients: each FSDP unit as soon as it has all of its own.
+
+    Between two reductions, gradients accumulate that backward passes compute at once, such as those of vectors.
+
+    Args:
+        module: a stage; nothing is reduced if FSDP does not shard it.
+        weights: whose gradients will be added, each as often as that happens.
+        last: whether this is the step's last reduction, in which copies of a set of shards (HSDP) add theirs.
+    """
+
+    def __init__(self, module: nn.Module, weights: Iterable[nn.Parameter], *, last: bool) -> None:
+        self._module = module if isinstance(module, FSDPModule) else None
+        self._units: dict[int, Any] = {}
+        if self._module is None:
+            return
+        self._root: Any = self._module._get_fsdp_state()
+        self._groups = [
+            group for state in self._root._state_ctx.all_states for group in _parameter_groups(state, _WITHOUT_FSDP)
+        ]
+        for group in self._groups:
+            self._units.update((id(parameter._unsharded_param), group) for parameter in group.fsdp_params)
+        self._reduced: set[int] = set()
+        self._missing = Counter(id(self._units[id(weight)]) for weight in weights)
+        enable_gradient_sync(module, last=last)
+        # Another micro-batch may be between its passes, and would have to gather parameters again.
+        self._module.set_reshard_after_backward(last)
+
+    def added(self, weight: nn.Parameter) -> None:
+        """Tell that a gradient of this weight was added."""
+        if self._module is None:
+            return
+        group = self._units[id(weight)]
+        _upcast(group)
+        self._missing[id(group)] -= 1
+        if not self._missing[id(group)]:
+            self._reduce(group)
+
+    def finish(self) -> None:
+        """Reduce the units without such weights, and wait for all reductions."""
+        if self._module is None:
+            return
+        for group in self._groups:
+            if id(group) not in self._reduced:
+                _upcast(group)
+                self._reduce(group)
+        self._root._root_post_backward_final_callback()
+        self._module.set_reshard_after_backward(True)
+        disable_gradient_sync(self._module)
+
+    def _reduce(self, group: Any) -> None:
+        self._reduced.add(id(group))
+        if group._is_hsdp:
+            # Sums that wait for the copies are flat, so they need the same parameters every time.
+            for parameter in group.fsdp_params:
+                unsharded = parameter._unsharded_param
+                missing = parameter.unsharded_accumulated_grad is None and unsharded.grad is None
+                if unsharded.requires_grad and missing:
+                    dtype = parameter.reduce_dtype or unsharded.dtype
+                    parameter.unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=dtype)
+        group.post_backward()
+
+
 def reshard(module: nn.Module) -> None:
     """Free the parameters that a pass without a backward pass gathered; does nothing without FSDP."""
     for part in module.modules():
@@ -117,9 +187,13 @@ def upcast_gradients(module: nn.Module) -> None:
     root: Any = module._get_fsdp_state()
     for state in root._state_ctx.all_states:
         for group in _parameter_groups(state, _WITHOUT_FSDP):
-            for parameter in group.fsdp_params:
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
+            _upcast(group)
+
+
+def _upcast(group: Any) -> None:
+    for parameter in group.fsdp_params:
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
 
 
 def _set(module: nn.Module, *, reduce: bool) -> None:
@@ -153,3 +227,8 @@ def _parameter_groups(state: Any, workaround: str) -> list[Any]:
 def uses_fsdp(run: Run) -> bool:
     """Return whether FSDP shards parameters over replicas; with a single replica it does not."""
     return run.parallelism.data_parallel_engine is DataParallelEngine.FSDP and run.layout.shard_ranks > run.islands
+
+
+def reduces_every_micro_batch(run: Run) -> bool:
+    """Return whether FSDP reduces gradients in each micro-batch."""
+    return uses_fsdp(run) and bool(run.parallelism.data_parallel.reduce_every_micro_batch)

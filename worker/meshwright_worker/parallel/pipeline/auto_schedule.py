@@ -124,10 +124,10 @@ class TimedStage(PipelineStage):
         with self._watch.of(ActionKind.INPUT):
             return super().backward(micro_batch, gradient)
 
-    def weight(self, micro_batch: int) -> None:
+    def weight(self, micro_batch: int, *, reduce: bool = False, last: bool = False) -> None:
         """See `PipelineStage.weight`."""
         with self._watch.of(ActionKind.WEIGHT):
-            super().weight(micro_batch)
+            super().weight(micro_batch, reduce=reduce, last=last)
 
 
 class AutoScheduleExecutor(ScheduleExecutor):
@@ -143,6 +143,7 @@ class AutoScheduleExecutor(ScheduleExecutor):
         limit: maximum number of micro-batches whose activations a rank may store.
         width: of the hidden states.
         slices: number of parts that the positions of hidden states are split into over a tensor group.
+        reduces_each: whether FSDP reduces gradients in each micro-batch.
         recorder: times the slots of some steps.
     """
 
@@ -158,11 +159,12 @@ class AutoScheduleExecutor(ScheduleExecutor):
         limit: int,
         width: int,
         slices: int,
+        reduces_each: bool = False,
         recorder: SlotRecorder | None = None,
     ) -> None:
         super().__init__(
             [pipeline_stage], schedule, mesh.coordinates.pipeline, channels, width=width, slices=slices,
-            recorder=recorder,
+            reduces_each=reduces_each, recorder=recorder,
         )  # fmt: skip
         self._kind, self._stage = kind, pipeline_stage.stage
         self._mesh, self._watch, self._limit = mesh, watch, limit

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from meshwright.api.training import TrainingSpec
 from meshwright.protocol.run_config import NativeRun
@@ -20,7 +19,12 @@ from meshwright.schedules.registry import kind_of
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.models.decoder import DecoderStage
-from meshwright_worker.parallel.data.fsdp import reshard
+from meshwright_worker.parallel.data.fsdp import (
+    disable_gradient_sync,
+    enable_gradient_sync,
+    reduces_every_micro_batch,
+    reshard,
+)
 from meshwright_worker.parallel.parallelize import LocalStage, pipeline_layout_of
 from meshwright_worker.parallel.pipeline.auto_schedule import AutoScheduleExecutor, Stopwatch, TimedStage
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels
@@ -69,19 +73,21 @@ def tokens_of_step(training: TrainingSpec) -> int:
 class GradientAccumulation:
     """Runs micro-batches one after the other, for a model that is not split into stages.
 
-    Sums their gradients; FSDP reduces them only with the last one.
+    Sums their gradients. FSDP reduces them only with the last one, or each of them.
 
     Args:
         stage: the entire model.
         tokens: the divisor of the summed loss, `tokens_of_step`.
+        reduces_each: whether FSDP reduces gradients in each micro-batch.
     """
 
     bubble: float | None = None
     recorder: SlotRecorder | None = None
 
-    def __init__(self, stage: DecoderStage, tokens: int) -> None:
+    def __init__(self, stage: DecoderStage, tokens: int, *, reduces_each: bool = False) -> None:
         self._stage = stage
         self._tokens = tokens
+        self._reduces_each = reduces_each
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
@@ -96,10 +102,11 @@ class GradientAccumulation:
         """See `Executor.run`."""
         total = torch.zeros((), device=micro_batches[0].tokens.device)
         for number, part in enumerate(micro_batches, start=1):
-            if isinstance(self._stage, FSDPModule):
-                last = number == len(micro_batches)
-                self._stage.set_requires_gradient_sync(last)
-                self._stage.set_is_last_backward(last)
+            last = number == len(micro_batches)
+            if last or self._reduces_each:
+                enable_gradient_sync(self._stage, last=last)
+            else:
+                disable_gradient_sync(self._stage)
             loss = self._stage(part.tokens, targets=part.targets, token_metadata=part.token_metadata) / self._tokens
             loss.backward()
             total = total + loss.detach()
@@ -119,7 +126,7 @@ def build_executor(stages: Sequence[LocalStage], run: NativeRun, mesh: Mesh) -> 
     pipeline, rank, tied = pipeline_layout_of(run), mesh.coordinates.pipeline, run.architecture.tie_embeddings
     tokens = tokens_of_step(run.training)
     if run.pipeline == 1 and len(stages) == 1 and not run.parallelism.rematerialize:
-        executor = GradientAccumulation(stages[0].module, tokens)
+        executor = GradientAccumulation(stages[0].module, tokens, reduces_each=reduces_every_micro_batch(run))
         return Pipeline(executor, SharedWeights(pipeline, rank, None, tied=tied))
     p2p_channels = P2PChannels(mesh, p2p_pairs(pipeline.schedule) | shared_weight_pairs(pipeline, tied=tied))
     return Pipeline(
@@ -138,14 +145,24 @@ def _build_schedule_executor(
 ) -> ScheduleExecutor:
     kind = kind_of(run.parallelism.order)
     width, again = run.architecture.hidden_size, run.parallelism.rematerialize
-    slices = run.tensor if run.parallelism.sequence else 1
+    slices, each = run.tensor if run.parallelism.sequence else 1, reduces_every_micro_batch(run)
     recorder = slot_recorder(mesh, max(len(slots) for slots in schedule.ranks))
     if kind.measures_costs and run.pipeline > 1:
         watch = Stopwatch(mesh.device)
         timed = TimedStage(stages[0], tokens, rematerialize=again, watch=watch)
         limit = activation_limit(run.parallelism, run.pipeline)
         return AutoScheduleExecutor(
-            kind, timed, schedule, p2p_channels, mesh, watch, limit=limit, width=width, slices=slices, recorder=recorder
+            kind,
+            timed,
+            schedule,
+            p2p_channels,
+            mesh,
+            watch,
+            limit=limit,
+            width=width,
+            slices=slices,
+            reduces_each=each,
+            recorder=recorder,
         )
     pipeline_stages = [PipelineStage(stage, tokens, rematerialize=again) for stage in stages]
     return ScheduleExecutor(
@@ -155,5 +172,6 @@ def _build_schedule_executor(
         p2p_channels,
         width=width,
         slices=slices,
+        reduces_each=each,
         recorder=recorder,
     )

@@ -42,6 +42,7 @@ class ScheduleExecutor:
         channels: to the other ranks.
         width: of the hidden states.
         slices: number of parts that the positions of hidden states are split into over a tensor group.
+        reduces_each: whether FSDP reduces gradients in each micro-batch, not only in the last one.
         recorder: times the slots of some steps.
     """
 
@@ -56,9 +57,11 @@ class ScheduleExecutor:
         *,
         width: int,
         slices: int,
+        reduces_each: bool = False,
         recorder: SlotRecorder | None = None,
     ) -> None:
         self.recorder = recorder
+        self._reduces_each = reduces_each
         self._pipeline_stages: Mapping[int, PipelineStage] = {
             pipeline_stage.stage.index: pipeline_stage for pipeline_stage in pipeline_stages
         }
@@ -164,13 +167,15 @@ class _Step:
                 pipeline_stage, pipeline_stage.forward(m, self._parts[m], self._receive(False, index, m), split=split)
             )
         if kind is ActionKind.WEIGHT:
-            pipeline_stage.weight(m)
+            pipeline_stage.weight(m, reduce=executor._reduces_each, last=last)
+            if executor._reduces_each:
+                return None
             upcast_gradients(pipeline_stage.stage.module)
             if last:
                 reduce_gradients(pipeline_stage.stage.module)
             return None
-        if last:
-            enable_gradient_sync(pipeline_stage.stage.module)
+        if last or (executor._reduces_each and kind is ActionKind.BACKWARD):
+            enable_gradient_sync(pipeline_stage.stage.module, last=last)
         return pipeline_stage.backward(m, self._receive(True, index, m))
 
     def _evaluate(self, action: Action) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.models.split_backward import WeightGradStore, deferring_weight_grads
+from meshwright_worker.parallel.data.fsdp import UnitReduction
 from meshwright_worker.parallel.parallelize import LocalStage
 
 
@@ -95,9 +96,21 @@ class PipelineStage:
         received: torch.Tensor | None = saved.input.grad
         return received
 
-    def weight(self, micro_batch: int) -> None:
-        """Run the second half of the backward pass: the weight gradients."""
-        self._stores.pop(micro_batch).run()
+    def weight(self, micro_batch: int, *, reduce: bool = False, last: bool = False) -> None:
+        """Run the second half of the backward pass: the weight gradients.
+
+        Args:
+            micro_batch: its index.
+            reduce: whether FSDP reduces each of its units as soon as it has its gradients.
+            last: whether this is the last half of a step.
+        """
+        store = self._stores.pop(micro_batch)
+        if not reduce:
+            store.run()
+            return
+        reduction = UnitReduction(self.stage.module, store.weights, last=last)
+        store.run(reduction.added)
+        reduction.finish()
 
     def discard(self) -> None:
         """Drop the state of passes that did not finish."""
