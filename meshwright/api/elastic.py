@@ -57,9 +57,9 @@ class ElasticSpec(ApiModel):
     """Growth of less than this part of the current replicas is not worth a restart of the ranks. An edit of `replicas`
     takes effect in any case."""
     replan: bool = False
-    """Whether the job is planned anew if fewer than `minReplicas` fit on the nodes that are left: with other tensor,
-    pipeline, context and expert degrees and another ZeRO stage, for the GPUs that are left. It continues from the
-    resharded checkpoint, and returns to its full layout when nodes are free. Not supported with `runtime.command`."""
+    """Whether the job is planned anew, for the GPUs that are left, if fewer than `minReplicas` fit on the nodes: with
+    other degrees and another ZeRO stage. It continues from the resharded checkpoint, and returns to its full layout
+    when nodes are free. Not with `runtime.command`."""
     min_gpus: Annotated[int, Field(ge=1, le=65536)] | None = None
     """Smallest number of GPUs that the job is planned anew for. Needs `replan: true`. Defaults to one worker."""
     scaled_batch: ScaledBatch | None = None

@@ -126,31 +126,28 @@ class ParallelismSpec(ApiModel):
     """How tokens get to their experts. Experimental, except for the default `PerExpert`. `Padded`: rows for the full
     capacity, so that the host does not wait for sizes. `OncePerNode`: a token crosses the network once per node."""
     tensor_overlap: bool = False
-    """Asynchronous tensor parallelism (ASPLOS 2023, 10.1145/3567955.3567959): the collectives of `sequence` are split
-    into sends between neighbors, which run during the adjacent matrix products. Needs `tensor` of at least 2,
-    `sequence: true`, and no `training.fp8` and `training.lora`."""
+    """Asynchronous tensor parallelism (10.1145/3567955.3567959): the collectives of `sequence` are split into sends
+    between neighbors, which run during matrix products. Needs `tensor` of at least 2, `sequence: true`, and no
+    `training.fp8` and `training.lora`."""
     context: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Context-parallel degree: number of GPUs that share the tokens of each sequence. Multiplies the GPUs of a replica.
-    Defaults to 1, or the smallest degree with which a layout fits. Rules assume 1 until it is chosen.
-    `training.sequenceLength` must be at least twice `context` times `tensor`; with `Ring` and `Ulysses` once."""
+    """Context-parallel degree: number of GPUs that share the tokens of each sequence. Defaults to 1, or the smallest
+    degree with which a layout fits. `training.sequenceLength` must be at least twice `context` times `tensor`; with
+    `Ring` and `Ulysses` once."""
     context_method: ContextMethod | None = None
     """How the GPUs of a context group compute attention. Defaults to `RingZigZag`, or to `Ulysses` or `AllGather` if
-    that fits and is estimated to be more than 1 % faster. Rules assume `RingZigZag` until it is chosen. `RingZigZag`:
-    keys and values move around the ring of GPUs, with even work for causal attention. `Ring`: the same with consecutive
-    tokens. `Ulysses`: GPUs exchange tokens for heads; `context` times `tensor` must divide `model.heads`. `AllGather`:
-    keys and values are gathered. `RingUlysses`: groups of `ulysses` GPUs exchange heads, with a ring across the
-    groups."""
+    that fits and is estimated to be more than 1 % faster. `RingZigZag`: keys and values move around the ring of GPUs,
+    with even work for causal attention. `Ring`: the same with consecutive tokens. `Ulysses`: GPUs exchange tokens for
+    heads; `context` times `tensor` must divide `model.heads`. `AllGather`: keys and values are gathered. `RingUlysses`:
+    groups of `ulysses` GPUs exchange heads, in a ring."""
     ulysses: Degree | None = None
     """Number of neighbors that exchange heads. Required with `contextMethod: RingUlysses`, and only allowed then. Must
     divide `context`; times `tensor` it must divide `model.heads`."""
     schedule: PipelineSchedule | None = None
     """Order in which a pipeline runs its micro-batches. Defaults to `1F1B`, or to a synchronous schedule that fits and
-    is estimated to be more than 1 % faster. Rules assume `1F1B` until it is chosen. `Naive`: one micro-batch at a time.
-    `GPipe` (arXiv 1811.06965), `1F1B` (PipeDream-Flush, arXiv 2006.09503), `Interleaved1F1B` (arXiv 2104.04473),
-    `LoopedBFS` (arXiv 2211.05953). With a split backward pass: `ZBH1`, `ZBH2`, `Automatic` (arXiv 2401.10241; searched
-    for the times of the job's own stages, which its first steps measure), `ZBV` (arXiv 2405.15362). With overlapping
-    forward and backward passes: `DualPipe`, `DualPipeV` (arXiv 2412.19437). Without a flush, and therefore with stale
-    weights: `PipeDream` (arXiv 1806.03377), `PipeDream2BW` (arXiv 2006.09503)."""
+    is estimated to be more than 1 % faster. `Naive`: one micro-batch at a time. `GPipe`, `1F1B` (PipeDream-Flush),
+    `Interleaved1F1B`, `LoopedBFS`. With a split backward pass: `ZBH1`, `ZBH2`, `ZBV`, and `Automatic`, searched for the
+    measured times of the job's own stages. With overlapping forward and backward passes: `DualPipe`, `DualPipeV`.
+    Without a flush, and so with stale weights: `PipeDream`, `PipeDream2BW`. docs/pipelines.md names the papers."""
     virtual_stages: Annotated[int, Field(ge=2, le=64)] | None = None
     """Number of stages of one rank. Only allowed with `Interleaved1F1B` and `LoopedBFS`. Defaults to 2, or to 4 if
     that fits and is estimated to be more than 1 % faster. Rules assume 2 until it is chosen."""
@@ -160,10 +157,9 @@ class ParallelismSpec(ApiModel):
     """Number of layers of each stage, in the model's order. Must add up to `model.layers`. Defaults to a split by
     `stageBalance`. There are `pipeline` stages, times `virtualStages`, or times 2 with `ZBV` and `DualPipeV`."""
     stage_balance: StageBalance = StageBalance.LAYERS
-    """What is distributed evenly over the stages. `Layers`: the number of layers; the first stages take the remainder.
-    `Flops`: the work, counted separately for dense layers, mixtures and the last stage's output projection.
-    `Measured` (Experimental): the same, and once the first steps are timed, their times: if that makes the slowest rank
-    at least 3 % faster, the ranks restart once, from a checkpoint, with other layers."""
+    """What is distributed evenly over the stages. `Layers`: the number of layers. `Flops`: the work, with the last
+    stage's output projection. `Measured` (Experimental): the same, and once the first steps are timed, their times: if
+    that makes the slowest rank at least 3 % faster, the ranks restart once, from a checkpoint, with other layers."""
     rematerialize: bool = False
     """Store only the input of each stage for a micro-batch, and recompute the stage before its backward pass (GPipe,
     arXiv 1811.06965, section 2.3)."""

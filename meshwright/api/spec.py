@@ -158,34 +158,31 @@ class RecoverySpec(ApiModel):
     """Number of restarts after failures of the job's processes before the job fails. Lost and deleted pods do not
     count."""
     hang_timeout_seconds: Annotated[int, Field(ge=1, le=604800)] | None = None
-    """Time without a completed step after which a rank of Meshwright's runtime counts as hanging: all ranks are killed
-    and restarted. Defaults to ten times the recent step time, and at least 300 seconds. Before the first step of a
-    generation it is at least 900 seconds. The same holds for a `runtime.command` whose ranks report their steps
-    in MESHWRIGHT_REPORT_FILE. For another command it is the time in which no rank writes to its standard output or
-    error, and there is no default: without this field, it does not count as hanging."""
+    """Time without a completed step after which a rank counts as hanging: all ranks are killed and restarted. Defaults
+    to ten times the recent step time, and at least 300 seconds, or 900 before the first step. A `runtime.command`
+    reports its steps in MESHWRIGHT_REPORT_FILE. For one that does not, it is the time in which no rank writes to its
+    standard output or error, without a default."""
     cordoned_nodes: CordonedNodes = CordonedNodes.MOVE
     """What happens to workers on a node that is cordoned, or has a taint that they do not tolerate. `Move`: they save a
     checkpoint and move as soon as they fit on another node. `Stay`: they keep running until they are evicted."""
     spare_nodes: Annotated[int, Field(ge=0, le=64)] = 0
     """Number of nodes to reserve for replacements while the job runs, close to the workers that they would replace; at
-    most one for each worker. Other jobs of this operator do not get them; other pods may use them. Fewer are reserved
-    if fewer are free when workers are placed. `status.placement.spares` lists them. An edit takes effect at the next
-    placement."""
+    most one for each worker. Other jobs of this operator do not get them. `status.placement.spares` lists them. An edit
+    takes effect at the next placement."""
     restart_window_seconds: Annotated[int, Field(ge=60, le=2592000)] | None = None
     """Time window in which restarts count toward `maxRestarts`, which may then be at most 100. Defaults to the whole
     run."""
     unbound_seconds: Annotated[int, Field(ge=0, le=31536000)] | None = None
     """With `workers.schedulerName`: time in which that scheduler must bind the first pod, before the pods are deleted
-    and created again later. 0 means no limit, for a queue or a cluster autoscaler. Defaults to the operator's setting,
-    1800. Time in which pods have the scheduling gate of another controller does not count."""
+    and created again later. 0 means no limit. Defaults to the operator's setting, 1800. Time with a scheduling gate of
+    another controller does not count."""
     partly_bound_seconds: Annotated[int, Field(ge=0, le=31536000)] | None = None
     """The same for the other pods, after the first one was bound. 0 means no limit. Defaults to the operator's setting,
     300."""
     in_memory: bool | None = None
-    """Experimental, for ranks without GPUs; off by default. When ranks are lost, the others keep their processes and
-    state, and new ranks get theirs from a rank that has the same, instead of all from the latest checkpoint. If no rank
-    has the same, or for techniques with more state of their own, all ranks restart from the checkpoint, and an event
-    says why. An edit takes effect when the next mesh generation starts."""
+    """Experimental, for ranks without GPUs. When ranks are lost, the others keep their processes and state, and new
+    ranks get theirs from a rank that has the same, not from the checkpoint. If none has, all ranks restart from the
+    checkpoint, and an event says why. An edit takes effect when the next mesh generation starts."""
     copy_every_steps: Annotated[int, Field(ge=1, le=1000000)] | None = None
     """With `inMemory`: steps between two copies of each rank's state in its own and a peer's host memory. Needed if no
     rank has the same state as another. `status.mesh.copies` says which losses they survive."""
@@ -225,8 +222,8 @@ class ParallelTrainingJobSpec(ApiModel):
     """How the number of replicas follows the cluster. Without it, the job always runs with `replicas`."""
     gpus: Annotated[int, Field(ge=1, le=65536)] | None = None
     """Largest number of GPUs to train on, instead of `replicas`. The planner chooses every degree that is left out for
-    the shortest step, also the number of replicas. It uses fewer GPUs if workers or the batch do not divide evenly:
-    `status.plan.reasons` says why. The number does not depend on how many GPUs are free."""
+    the shortest step, also the number of replicas. If it uses fewer, `status.plan.reasons` says why. The number does
+    not depend on how many GPUs are free."""
     model: ModelSpec | None = None
     """The model. Required unless `runtime.command` is set."""
     data: DataSpec | None = None

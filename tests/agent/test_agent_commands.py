@@ -301,10 +301,10 @@ async def test_a_command_reports_its_progress_in_its_file(coordinator: Coordinat
 
 async def test_progress_is_found_in_the_log_of_a_command(coordinator: Coordinator, start_agent: StartAgent) -> None:
     agent = start_agent()
-    await start_generation(coordinator, 1, "print('step 12/100 loss 3.4'); print('step 13/100')")
+    await start_generation(coordinator, 1, "print('step 12/100 loss 3.6'); print('step 13/100 loss 3.4')")
     assert await agent.exit_code() == 0
     report = coordinator.last(0)
     assert report is not None
     assert report.progress is not None
-    assert (report.progress.step, report.progress.loss, report.progress.total_steps) == (12, 3.4, 100)
+    assert (report.progress.step, report.progress.loss, report.progress.total_steps) == (13, 3.4, 100)
     assert [process.step for process in report.ranks] == [None, None], "the log is no proof of progress"

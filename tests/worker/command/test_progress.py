@@ -202,6 +202,20 @@ def test_repetitions_and_floods_are_left_out() -> None:
     assert again.report.loss == 1.5
 
 
+def test_the_last_step_of_a_flood_is_reported_at_the_end() -> None:
+    progress = CommandProgress()
+    assert progress.rest(0.5) == []
+    progress.messages(ReportedStep(1, 3.0), 1.0)
+    progress.messages(ReportedStep(2, 2.0), 1.001)
+    progress.messages(ReportedStep(3, 1.0), 1.002)
+    (last,) = progress.rest(1.004)
+    assert isinstance(last, StepDone)
+    assert (last.report.step, last.report.loss, last.report.seconds) == (3, 1.0, pytest.approx(0.002))
+    assert progress.rest(2.0) == []
+    progress.messages(ReportedStep(4, 0.5), 3.0)
+    assert progress.rest(3.1) == [], "it was reported"
+
+
 def test_a_checkpoint_is_reported_once() -> None:
     progress = CommandProgress()
     _, saved = progress.messages(ReportedStep(10, checkpoint="/c/10"), 1.0)

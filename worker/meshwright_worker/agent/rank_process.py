@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -220,6 +220,7 @@ async def supervise(
         handle.close_reports()
         await asyncio.wait(readers, timeout=OUTPUT_DRAIN_SECONDS)
         if watched is not None:
+            watched.end()
             await watched.verified(VERIFY_SECONDS)
     finally:
         for reader in readers:
@@ -249,7 +250,11 @@ class _ProgressWatch:
     def on_line(self, line: str) -> None:
         """Search a line of the log, unless the command reports its progress in its file."""
         found = self._patterns.read(line) if self._patterns is not None else None
-        for message in self._progress.messages(found, time.monotonic()) if found is not None else ():
+        if found is not None:
+            self._tell_logged(self._progress.messages(found, time.monotonic()))
+
+    def _tell_logged(self, found: Iterable[messages.RankMessage]) -> None:
+        for message in found:
             if isinstance(message, messages.StepDone):
                 self._event_queue.put_nowait(ProgressLogged(self._generation, self._rank, message.report))
 
@@ -271,6 +276,15 @@ class _ProgressWatch:
                     self._verify(self._checkpoints, message)
                 else:
                     self._event_queue.put_nowait(RankMessageReceived(self._generation, self._rank, message))
+
+    def end(self) -> None:
+        """Report the last step, also if it came too soon after the one before."""
+        rest = self._progress.rest(time.monotonic())
+        if self._patterns is not None:
+            self._tell_logged(rest)
+            return
+        for message in rest:
+            self._event_queue.put_nowait(RankMessageReceived(self._generation, self._rank, message))
 
     def _verify(self, checkpoints: SavedCheckpoints, message: messages.CheckpointSaved) -> None:
         """Report a checkpoint once it is verified. While one is verified, only the newest other one waits."""

@@ -18,7 +18,17 @@ class CommandProgress:
     def __init__(self) -> None:
         self._last: ReportedStep | None = None
         self._last_at = 0.0
+        self._left_out: ReportedStep | None = None
+        """The newest step, if too little time had passed to report it."""
         self._checkpoint: tuple[int, str] | None = None
+
+    def rest(self, now: float) -> list[messages.RankMessage]:
+        """The message about the last step, if `messages` left it out; called when the command has ended."""
+        last, found, self._left_out = self._last, self._left_out, None
+        if found is None or last is None:
+            return []
+        steps = found.step - last.step
+        return [messages.StepDone(_report(found, (now - self._last_at) / steps if steps > 0 else 0.0))]
 
     def messages(self, found: ReportedStep, now: float) -> list[messages.RankMessage]:
         """The messages about a report; `now` is monotonic seconds."""
@@ -31,7 +41,9 @@ class CommandProgress:
             sent.append(messages.StepDone(_report(found, seconds)))
             if last is None or steps != 0:
                 self._last_at = now
-            self._last = found
+            self._last, self._left_out = found, None
+        elif not repeated:
+            self._left_out = found
         if found.checkpoint is not None and self._checkpoint != (found.step, found.checkpoint):
             self._checkpoint = found.step, found.checkpoint
             sent.append(messages.CheckpointSaved(found.step, found.checkpoint, 0.0))
