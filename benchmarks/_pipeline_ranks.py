@@ -62,7 +62,7 @@ class SleepingChunk(PipelineStage):
         self._compute(self._costs.backward_input + whole)
         return torch.zeros(1, 1, WIDTH)
 
-    def weight(self, micro_batch: int) -> None:
+    def weight(self, micro_batch: int, *, reduce: bool = False, last: bool = False) -> None:
         self._compute(self._costs.backward_weight)
 
 

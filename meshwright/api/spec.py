@@ -159,9 +159,9 @@ class RecoverySpec(ApiModel):
     count."""
     hang_timeout_seconds: Annotated[int, Field(ge=1, le=604800)] | None = None
     """Time without a completed step after which a rank counts as hanging: all ranks are killed and restarted. Defaults
-    to ten times the recent step time, and at least 300 seconds, or 900 before the first step. A `runtime.command`
-    reports its steps in MESHWRIGHT_REPORT_FILE. For one that does not, it is the time in which no rank writes to its
-    standard output or error, without a default."""
+    to ten times the recent step time, and at least 300 seconds; before the first step it is at least 900 seconds. A
+    `runtime.command` reports its steps in MESHWRIGHT_REPORT_FILE. For one that does not, it is the time in which no
+    rank writes to its standard output or error, without a default."""
     cordoned_nodes: CordonedNodes = CordonedNodes.MOVE
     """What happens to workers on a node that is cordoned, or has a taint that they do not tolerate. `Move`: they save a
     checkpoint and move as soon as they fit on another node. `Stay`: they keep running until they are evicted."""

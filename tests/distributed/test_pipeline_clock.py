@@ -60,7 +60,7 @@ class ClockedChunk:
         weights = 0.0 if micro_batch in self._split else COSTS.backward_weight
         return self._clock.take(gradient, COSTS.backward_input + weights)
 
-    def weight(self, micro_batch: int) -> None:
+    def weight(self, micro_batch: int, *, reduce: bool = False, last: bool = False) -> None:
         self._clock.take(None, COSTS.backward_weight)
 
 

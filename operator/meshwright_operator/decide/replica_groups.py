@@ -48,7 +48,8 @@ def next_groups(observed: Observed, assigned: Mapping[int, int], number: int, ca
         first_rank = observed.plan.workers[assigned[worker.index]].start
         members.setdefault(first_rank // ranks, []).append(worker)
     lighthouse, before = _lighthouse(observed, members[0][0]), observed.mesh.replica_groups
-    may_go_on = before is not None and cause in CAUSES and before.lighthouse == lighthouse
+    same = before is not None and (before.lighthouse, len(before.groups)) == (lighthouse, len(members))
+    may_go_on = same and cause in CAUSES
     groups = []
     for group, workers in sorted(members.items()):
         if may_go_on and before is not None and all(_runs(worker, observed) for worker in workers):

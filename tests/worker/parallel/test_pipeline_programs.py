@@ -220,7 +220,7 @@ class NotedChunk:
     def backward(self, micro_batch: int, gradient: torch.Tensor | None) -> torch.Tensor:
         return self._pass()
 
-    def weight(self, micro_batch: int) -> None:
+    def weight(self, micro_batch: int, *, reduce: bool = False, last: bool = False) -> None:
         self._pass()
 
     def _pass(self) -> torch.Tensor:
