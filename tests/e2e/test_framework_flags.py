@@ -64,7 +64,7 @@ async def finished(stage, name, items):
     await stage.apply(items)
     status = await stage.complete(name, seconds=900)
     output = await stage.log((await stage.pod(name, 0))["metadata"]["name"])
-    assert status.total_steps == STEPS
+    assert (status.step, status.total_steps) == (STEPS, STEPS)
     assert max(numbers.losses(output)) == STEPS
     return status, output
 
