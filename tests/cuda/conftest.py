@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed.conftest import pool, text
 from tests.distributed.staged_backend import ASKED
+
+__all__ = ["pool", "text"]
 
 HERE = Path(__file__).parent
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from meshwright.api.precision import Precision
@@ -11,13 +9,6 @@ from tests.distributed.cases import train_staged
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_compiled_layouts import LAYOUTS
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool()
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,8 @@ from meshwright.api.precision import Precision
 from meshwright_worker.rank.task import Outcome
 from tests.distributed.cases import train_fully_staged
 from tests.distributed.configs import small_run
-from tests.distributed.conftest import text
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_recovery import tensors_of
-
-__all__ = ["text"]
 
 DEVICE = os.environ.get("MESHWRIGHT_TEST_DEVICE", "cuda")
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -30,13 +26,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"data": 2, "zero": 3},
     "tensor, 1F1B": {"tensor": 2, "pipeline": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool()
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("staging", Staging)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
-from torch.utils import deterministic
 
 from meshwright_worker.distributed import device, mesh
 
@@ -121,14 +120,12 @@ for _name, _of_gloo in _METHODS.items():
 def use_staged_backend(kind: str) -> None:
     """Make ranks of this process use one device of this kind together."""
 
+    usual = device.init_device
+
     def init_device(local_rank: int, *, reproducible: bool = True) -> device.Device:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(reproducible)
-        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        first = usual(0, reproducible=reproducible).torch
         torch.set_num_threads(1)
-        where = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-        device.use_device(where)
-        return device.Device(where, BACKEND)
+        return device.Device(first if first.type == kind else torch.device(kind), BACKEND)
 
     dist.Backend.register_backend(BACKEND, _create, devices=["cuda", "cpu"])
     mesh.init_device = init_device  # type: ignore[attr-defined]

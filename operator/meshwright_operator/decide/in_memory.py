@@ -21,18 +21,6 @@ from meshwright_operator.timestamps import seconds_since
 
 HOLD_SECONDS = 4.0
 """Time that ranks have to leave an interrupted generation; agents kill those that are in it for longer."""
-CAUSES = frozenset(
-    cause.name
-    for cause in (
-        restart_policy.NODE_LOST,
-        restart_policy.PREEMPTED,
-        restart_policy.EVICTED,
-        restart_policy.POD_LOST,
-        restart_policy.POD_FAILED,
-        restart_policy.RANK_FAILURE,
-    )
-)
-"""The causes after which ranks go on. All others change what they run, or concern all of them."""
 _REPLICAS = re.compile(r"\bDP \d+")
 """The only part of a layout that changes with the number of replicas."""
 
@@ -51,7 +39,7 @@ def cannot_continue_why(observed: Observed) -> str:
 
 def goes_on(observed: Observed, cause: str) -> bool:
     """Whether ranks go on after this cause: others are lost, or replicas come and go."""
-    return cause in CAUSES or (cause == restart_policy.RESCALED.name and continues(observed))
+    return cause in restart_policy.LOSSES or (cause == restart_policy.RESCALED.name and continues(observed))
 
 
 def unavailable(observed: Observed) -> str:

@@ -17,18 +17,6 @@ from meshwright_operator.decide import restart_policy
 from meshwright_operator.decide.observed import Observed, PodState, Worker
 
 LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
-CAUSES = frozenset(
-    cause.name
-    for cause in (
-        restart_policy.NODE_LOST,
-        restart_policy.PREEMPTED,
-        restart_policy.EVICTED,
-        restart_policy.POD_LOST,
-        restart_policy.POD_FAILED,
-        restart_policy.RANK_FAILURE,
-    )
-)
-"""The causes after which groups go on. All others concern all ranks, or change what they run."""
 
 SHOWN = 4
 """Groups that an event names."""
@@ -49,7 +37,7 @@ def next_groups(observed: Observed, assigned: Mapping[int, int], number: int, ca
         members.setdefault(first_rank // ranks, []).append(worker)
     lighthouse, before = _lighthouse(observed, members[0][0]), observed.mesh.replica_groups
     same = before is not None and (before.lighthouse, len(before.groups)) == (lighthouse, len(members))
-    may_go_on = same and cause in CAUSES
+    may_go_on = same and cause in restart_policy.LOSSES
     groups = []
     for group, workers in sorted(members.items()):
         if may_go_on and before is not None and all(_runs(worker, observed) for worker in workers):
