@@ -65,10 +65,11 @@ def test_compiled_steps_have_the_losses_of_others(pool: RankPool, name: str) -> 
 def test_a_step_waits_for_the_device_once(pool: RankPool) -> None:
     """When the sums of its results are read."""
     (waits,) = pool.run(waits_of_a_step, run_of("dense"), timeout=300)
-    assert waits == 1
+    assert len(waits) == 1, waits
 
 
-def waits_of_a_step(task: RankTask) -> int:
+def waits_of_a_step(task: RankTask) -> list[str]:
+    """What waited: file and line. To ask for such warnings gives one, too, which is not counted."""
     with join_mesh(task) as mesh:
         warm_up(task.run, mesh)
         trainer = OurLoop(task.run, mesh).trainer
@@ -81,4 +82,4 @@ def waits_of_a_step(task: RankTask) -> int:
             torch.cuda.set_sync_debug_mode("warn")
             trainer.step(2, batches[1])
             torch.cuda.set_sync_debug_mode("default")
-        return sum("synchronizing" in str(warning.message) for warning in caught)
+        return [f"{each.filename}:{each.lineno}" for each in caught if "called a synchronizing" in str(each.message)]
