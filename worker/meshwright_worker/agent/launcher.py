@@ -144,12 +144,16 @@ class Launcher:
         for rank in ranks:
             self._command(rank, encode_leave(generation))
 
-    def renumber(self, shift: int) -> None:
-        """Count the processes that go on as other ranks: as those of another worker, of which each has `shift` more."""
-        self._handles = {rank + shift: handle for rank, handle in self._handles.items()}
-        self._written = {rank + shift: output for rank, output in self._written.items()}
+    def take_over(self, start: StartRanks) -> None:
+        """Count the processes that go on as those of the next generation, also before they are told to go on. After a
+        resize they are other ranks: those of another worker, of which each has `shift` more.
+        """
+        self._handles = {rank + start.shift: handle for rank, handle in self._handles.items()}
+        self._written = {rank + start.shift: output for rank, output in self._written.items()}
         for rank, handle in self._handles.items():
             handle.current.rank = rank
+            if rank in start.resumed:
+                handle.current.number = start.document.generation
 
     def resume(self, start: StartRanks, rank: int) -> int:
         """Let the process of `rank`, which holds its state, go on in another generation. Return its process id.
@@ -160,7 +164,6 @@ class Launcher:
         document, handle = start.document, self._handles.get(rank)
         if handle is None or not isinstance(document.run, NativeRun):
             raise LaunchError(f"rank {rank} cannot go on: its process has ended")
-        handle.current.number = document.generation
         environment = rank_environment(document, start.member, rank, self._settings)
         self._command(
             rank, encode_resume(rank_task(document, document.run, start.member, rank, self._settings), environment)
@@ -229,11 +232,9 @@ class Launcher:
             self._directory = TemporaryDirectory(prefix="meshwright-", dir=places[0] if places else None)
         return str(Path(self._directory.name) / name)
 
-    def remove(self, rank: int, generation: int) -> None:
-        """Forget the process of `rank` that has exited in a generation."""
-        handle = self._handles.get(rank)
-        if handle is not None and handle.current.number == generation:
-            del self._handles[rank]
+    def remove(self, pid: int) -> None:
+        """Forget a process that has exited."""
+        self._handles = {rank: handle for rank, handle in self._handles.items() if handle.pid != pid}
 
     def written(self, rank: int) -> RankOutput:
         """The end of what the newest process of `rank` has written."""
