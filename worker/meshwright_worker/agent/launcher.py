@@ -110,6 +110,9 @@ class Launcher:
                 raise LaunchError(f"the fork server did not start: {error}") from error
         else:
             await self._server.stop()
+        # The store of an earlier generation: another pod may keep that of this one.
+        self._end_store()
+        self._end_store = lambda: None
         if (group := own_group(start.document, start.member.first_rank)) is not None:
             await self._prepare_group(start, group)
         elif start.member.first_rank == 0 and start.document.master_port == self._port.number:
@@ -133,7 +136,6 @@ class Launcher:
 
     async def _keep_store(self, port: int, ranks: int) -> None:
         """Keep the store of a generation in a process that is no rank, so that it is not lost with one."""
-        self._end_store()
         try:
             self._end_store = await self._server.fork_store(port, ranks)
         except (ForkServerError, OSError) as error:
