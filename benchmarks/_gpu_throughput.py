@@ -1,4 +1,4 @@
-"""Tokens a second of Llama shapes on one GPU: the worker's step and a bare, compiled loop, each in its own process.
+"""Tokens a second of Llama shapes on one GPU: the worker's step and a bare, compiled loop, one after the other.
 
 MFU is 6·N + 12·L·d·s FLOPs a token (PaLM, arXiv 2204.02311, appendix B; N without the embedding's look-up) over the
 GPU's dense bf16 peak, also for fp8; HFU adds what activation checkpointing computes again. Memory is the most that
@@ -7,6 +7,7 @@ torch's allocator held at a time in the measured steps.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from benchmarks._contests import OurLoop, random_tokens, run_of
 from benchmarks._gpu_settings import ENTRIES, GOALS, Entry, Setting
 from benchmarks._plain_llama import PlainLlama
 from benchmarks._plain_loops import Loop, PlainLoop, plain_loop
-from benchmarks._ranks import RankError, on_ranks
 from benchmarks._report import table
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS
@@ -27,6 +27,7 @@ from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.distributed.mesh import Mesh, join_mesh
 from meshwright_worker.rank.task import RankTask
 from meshwright_worker.trainer.training_loop import step_flops
+from tests.distributed.rank_pool import free_port, tasks_of
 
 MODELS: dict[str, Architecture] = {name: PRESETS[name] for name in GOALS}
 FEWEST_STEPS = 5
@@ -166,14 +167,25 @@ def _first_that_fits(entry: Entry, steps: int, *, quick: bool) -> tuple[Setting 
             setting.training(),
             micro_batches=setting.micro_batches,
         )
+        (task,) = tasks_of(run, port=free_port())
         try:
-            (taken,) = on_ranks(train_for, run, steps, entry.plain)
-        except RankError as error:
+            taken = train_for(task, steps, entry.plain)
+        except Exception as error:
             # One setting that this version of torch cannot run must not cost the others' numbers.
             return None, None, str(error).strip().splitlines()[-1]
+        finally:
+            _release()
         if taken is not None:
             return setting, taken, ""
     return None, None, problem
+
+
+def _release() -> None:
+    """Give back what a run left on the device: the next one may need all of it."""
+    gc.collect()
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def device_gibibytes() -> float | None:

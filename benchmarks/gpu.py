@@ -1,6 +1,6 @@
 """Everything that only a GPU can show, in one run: tests, throughput and profiles, and one report of them.
 
-    python -m benchmarks.gpu [--quick] [--output DIRECTORY]
+    python -m benchmarks.gpu [--quick] [--parity-seconds SECONDS] [--output DIRECTORY]
 
 `make gpu` runs it. Each part has a limit of time, and the report is written anew after each, because machines with GPUs
 are lent for a time.
@@ -25,6 +25,9 @@ from benchmarks._circumstances import circumstances
 
 OUTPUT = Path(__file__).parent / "results"
 _LAST_LINES = 40
+_PROCESSES = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""That run tests: importing torch and compiling take more of their time than the GPU."""
+_ALLOCATOR = (("PYTORCH_ALLOC_CONF", "expandable_segments:True"),)
 
 
 @dataclass(frozen=True)
@@ -49,19 +52,22 @@ class Ran:
     text: str
 
 
-def parts(output: Path, *, quick: bool) -> list[Part]:
+def parts(output: Path, *, quick: bool, parity_seconds: float) -> list[Part]:
     """The parts in order: what is right first, then how fast it is."""
     small = ("--quick",) if quick else ()
     python, throughput = sys.executable, str(output / "throughput-cuda.json")
     # With `-k`, no page is written. The rows take turns on the GPU, and there are more than a thousand.
-    rows = ("-k", "=", "--seconds", "60" if quick else "600", "--json", str(output / "parity-cuda.json"))
+    rows = ("-k", "=", "--seconds", f"{parity_seconds:g}", "--json", str(output / "parity-cuda.json"))
     return [
-        Part("Tests", (python, "-m", "pytest", "-q", "-n", "4", "-m", "cuda", "tests/cuda"), 900),
-        Part("Parity", (python, "-m", "tests.parity", *rows), 900, (("MESHWRIGHT_TEST_DEVICE", "cuda"),)),
+        Part("Tests", (python, "-m", "pytest", "-q", "-n", str(_PROCESSES), "-m", "cuda", "tests/cuda"), 900),
+        Part(
+            "Parity", (python, "-m", "tests.parity", *rows), parity_seconds + 300, (("MESHWRIGHT_TEST_DEVICE", "cuda"),)
+        ),
         Part(
             "Throughput",
             (python, "-m", "benchmarks.throughput", "--device", "cuda", "--json", throughput, *small),
             2400,
+            _ALLOCATOR,
         ),
         *(_profile(output, name, (*flags, *small)) for name, flags in (("bf16", ()), ("fp8", ("--fp8",)))),
     ]
@@ -70,7 +76,7 @@ def parts(output: Path, *, quick: bool) -> list[Part]:
 def _profile(output: Path, name: str, flags: tuple[str, ...]) -> Part:
     file = str(output / f"profile-{name}.json")
     command = (sys.executable, "-m", "benchmarks.profile_step", "--json", file, *flags)
-    return Part(f"Profile of 1B in {name}", command, 600)
+    return Part(f"Profile of 1B in {name}", command, 600, _ALLOCATOR)
 
 
 def run_part(part: Part) -> Ran:
@@ -109,6 +115,9 @@ def main() -> None:
     """Run all parts; exit status 1 if one failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two layers of each model: whether it runs, not how fast")
+    parser.add_argument(
+        "--parity-seconds", type=float, default=600, help="start no row of the parity matrix after this time"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT, help="directory of the report")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -118,7 +127,7 @@ def main() -> None:
     known = circumstances("cuda")
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
     ran: list[Ran] = []
-    for part in parts(args.output, quick=args.quick):
+    for part in parts(args.output, quick=args.quick, parity_seconds=60 if args.quick else args.parity_seconds):
         print(f"{part.title}: {' '.join(part.command[1:])}", flush=True)
         ran.append(run_part(part))
         print(f"{part.title}: {ran[-1].outcome} after {ran[-1].seconds:.0f} s", flush=True)

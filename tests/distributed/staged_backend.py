@@ -7,7 +7,9 @@ tensors, which tests the backend itself without a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from meshwright_worker.distributed import device, mesh
+from meshwright_worker.trainer import train
 
 BACKEND = "staged"
 ASKED = os.environ.get("MESHWRIGHT_TEST_DEVICE", "")
@@ -127,8 +130,14 @@ def use_staged_backend(kind: str) -> None:
         torch.set_num_threads(1)
         return device.Device(first if first.type == kind else torch.device(kind), BACKEND)
 
+    properties = train.device_properties
+
+    def of_the_first(_: int) -> device.DeviceProperties:
+        return dataclasses.replace(properties(0), count=sys.maxsize)
+
     dist.Backend.register_backend(BACKEND, _create, devices=["cuda", "cpu"])
     mesh.init_device = init_device  # type: ignore[attr-defined]
+    train.device_properties = of_the_first
     # `DTensor.full_tensor` uses torch's own operator, which looks for a backend in C++.
     for name in ("all_gather_single", "all_gather_tensor"):
         if hasattr(functional, name):

@@ -244,8 +244,8 @@ def test_one_graph_serves_the_updates_of_all_matrices(graphs: Graphs) -> None:
     assert graphs.count == 1
 
 
-def chunked(dtype: torch.dtype, backend: object = None) -> list[torch.Tensor]:
-    """Loss and gradients of a loss in chunks of 5 tokens, the last of 3, some without a target."""
+def chunked(dtype: torch.dtype, backend: object = None, chunk: int = 5) -> list[torch.Tensor]:
+    """Loss and gradients of a loss on 28 tokens in chunks, some without a target."""
     generator = torch.Generator().manual_seed(4)
     hidden = (torch.randn(2, 14, 8, generator=generator) * 4).to(dtype).requires_grad_()
     output = Linear(8, 48)
@@ -254,7 +254,7 @@ def chunked(dtype: torch.dtype, backend: object = None) -> list[torch.Tensor]:
     output = output.double() if dtype is torch.float64 else output
     targets = torch.randint(0, 48, (2, 14), generator=generator)
     targets[0, 3:6] = IGNORED
-    loss = ChunkedLoss(5)
+    loss = ChunkedLoss(chunk)
     if backend is not None:
         loss.compile_passes(backend)  # type: ignore[arg-type]
     value = loss(hidden, output, targets)
@@ -268,7 +268,18 @@ def chunked(dtype: torch.dtype, backend: object = None) -> list[torch.Tensor]:
 def test_the_compiled_passes_of_a_chunked_loss_compute_the_same(graphs: Graphs, dtype: torch.dtype) -> None:
     for got, want in zip(chunked(dtype, graphs), chunked(dtype), strict=True):
         torch.testing.assert_close(got, want)
-    assert graphs.count == 2, "one graph for whole chunks, one for the last"
+    assert graphs.count == 3, "of whole chunks, of the last, and of what scales the gradient of the matrix"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_one_chunk_computes_the_same_as_several(graphs: Graphs, dtype: torch.dtype) -> None:
+    """Its gradient of the matrix stays in the format of the product until the backward pass."""
+    want = chunked(dtype)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {}
+    for got in (chunked(dtype, chunk=28), chunked(dtype, graphs, chunk=99)):
+        torch.testing.assert_close(got, want, **tolerance)
+        assert got[2].dtype is want[2].dtype
+    assert graphs.count == 2
 
 
 @pytest.mark.long

@@ -142,12 +142,16 @@ class BF16AdamW:
         betas = (spec.beta1, spec.beta2)
         for matrix in matrices(box, shape):
             views = [_matrix(tensor, matrix) for tensor in (*stored, gradient.contiguous())]
+            stride = matrix.stride
+            if self._compiled and stride == views[0].shape[1]:
+                # An element's index is its place in memory: a kernel that finds its row divides two numbers for it.
+                views, stride = [view.view(1, -1) for view in views], 1
             rows, columns = views[0].shape
             step = rows if self._compiled else max(1, _ELEMENTS // columns)
             for first in range(0, rows, step):
                 *state, gradient_rows = (view[first : first + step] for view in views)
-                offset = torch.tensor(matrix.offset + first * matrix.stride)
-                self._update_rows(state, gradient_rows, matrix.stride, offset, salt, rule, betas)
+                offset = torch.tensor(matrix.offset + first * stride)
+                self._update_rows(state, gradient_rows, stride, offset, salt, rule, betas)
 
 
 def _matrix(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:

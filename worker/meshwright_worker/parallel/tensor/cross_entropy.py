@@ -122,10 +122,12 @@ class ChunkedLoss(nn.Module):
         self._group = group
         self._sequence = sequence
         self._pass: _ChunkPass = _loss_and_gradient
+        self._scale: _Scale = _scaled
 
     def compile_passes(self, backend: str | Callable[..., Any] = "inductor") -> None:
         """Compile what lies between a chunk's products and collectives; `backend` is torch.compile's."""
         self._pass = _compiled_pass(backend)
+        self._scale = torch.compile(_scaled, backend=backend, dynamic=False)
 
     def forward(self, hidden: torch.Tensor, output: Linear, targets: torch.Tensor) -> torch.Tensor:
         """Hidden states [batch, positions, width] and targets [batch, positions] -> [], the sum over targets."""
@@ -142,6 +144,7 @@ class ChunkedLoss(nn.Module):
             self._group,
             torch.is_grad_enabled(),
             self._pass,
+            self._scale,
         )
         return loss
 
@@ -164,6 +167,7 @@ class _ChunkedLinearLoss(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         needed: bool,
         loss_and_gradient: _ChunkPass,
+        scale: _Scale,
     ) -> torch.Tensor:
         matrix = weight.to(hidden.dtype)
         hidden_gradient = torch.empty_like(hidden) if needed else None
@@ -177,20 +181,35 @@ class _ChunkedLinearLoss(torch.autograd.Function):
             if hidden_gradient is not None:
                 hidden_gradient[part] = gradient @ matrix
                 of_chunk = gradient.T @ hidden[part]
-                weight_gradient = (
-                    of_chunk.to(accumulated) if weight_gradient is None else weight_gradient.add_(of_chunk)
-                )
+                if weight_gradient is None:
+                    # The only chunk's is not added to anything: it keeps its format until the backward pass.
+                    weight_gradient = of_chunk if chunk >= len(targets) else of_chunk.to(accumulated)
+                else:
+                    weight_gradient.add_(of_chunk)
         ctx.save_for_backward(hidden_gradient, weight_gradient)
         ctx.formats = hidden.dtype, weight.dtype
+        ctx.scale = scale
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        parts = [
-            (saved * gradients[0]).to(dtype) if needed else None
-            for saved, dtype, needed in zip(ctx.saved_tensors, ctx.formats, ctx.needs_input_grad, strict=False)
-        ]
-        return (*parts, None, None, None, None, None, None)
+        of_hidden, of_weight = ctx.saved_tensors
+        hidden_format, weight_format = ctx.formats
+        hidden_needed, weight_needed, *_ = ctx.needs_input_grad
+        return (
+            (of_hidden * gradients[0]).to(hidden_format) if hidden_needed else None,
+            ctx.scale(of_weight, gradients[0], weight_format) if weight_needed else None,
+            *[None] * 7,
+        )
+
+
+_Scale = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
+"""A gradient times a number, [], computed in at least fp32, in a format."""
+
+
+def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """See `_Scale`."""
+    return (upcast(gradient) * factor).to(dtype)
 
 
 _ChunkPass = Callable[[torch.Tensor, torch.Tensor, int, dist.ProcessGroup | None], tuple[torch.Tensor, torch.Tensor]]
