@@ -33,6 +33,13 @@ def runs(pid: int) -> bool:
         return False
 
 
+def ends(pid: int) -> bool:
+    deadline = time.monotonic() + patient(10)
+    while runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not runs(pid)
+
+
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("step-*"))
 
@@ -66,10 +73,7 @@ async def test_a_verification_that_does_not_end_is_killed_with_what_it_started(
     saved = checkpoints(tmp_path, verify=["sh", "-c", f"trap '' TERM; sleep 600 & echo $! > {child}; wait"])
     assert not await saved.accept(1, save(tmp_path, 1))
     assert "`checkpoint.verify` took over" in caplog.text
-    deadline = time.monotonic() + patient(10)
-    while runs(int(child.read_text())) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not runs(int(child.read_text()))
+    assert ends(int(child.read_text()))
 
 
 async def test_the_newest_are_retained_also_by_another_pod(tmp_path: Path) -> None:
