@@ -222,3 +222,34 @@ def test_plan_for_a_framework_as_json_and_what_it_cannot_express(tmp_path: Path)
     result = CliRunner().invoke(main, ["plan", "-f", str(path), "--for", "torchtitan"])
     assert result.exit_code == 1
     assert "torchtitan: `llama-2-7b` has no configuration in torchtitan" in result.output
+
+
+def test_values_that_the_script_decides_are_left_out_and_named(tmp_path: Path) -> None:
+    text = json.dumps(
+        {
+            "bf16": {"enabled": "auto"},
+            "gradient_clipping": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "zero_optimization": {"stage": 3},
+        }
+    )
+    comments, spec = imported(tmp_path / "ds.json", text, "--gpus", 4)
+    assert not {"precision", "globalBatchSize"} & set(spec.get("training", {}))
+    assert "gradientClip" not in str(spec)
+    (named,) = [comment for comment in comments if "auto" in comment]
+    assert named.endswith(": bf16.enabled, gradient_clipping, train_micro_batch_size_per_gpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.toml", TITAN),
+        ("a.sh", "torchrun pretrain_gpt.py --num-layers 2 --tensor-model-parallel-size 4"),
+        ("a.json", json.dumps({"zero_optimization": {"stage": 1}, "pipeline": {"stages": 4}})),
+    ],
+)
+def test_gpus_that_replicas_do_not_divide_are_an_error(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    result = CliRunner().invoke(main, ["import", str(tmp_path / name), "--gpus", "6"])
+    assert result.exit_code == 1
+    assert "the number of GPUs (6) must be a multiple of 4 (" in result.output

@@ -7,7 +7,14 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright_cli.importing.settings import Imported, ImportFileError, Settings, micro_batches, without_none
+from meshwright_cli.importing.settings import (
+    Imported,
+    ImportFileError,
+    Settings,
+    micro_batches,
+    replicas_of,
+    without_none,
+)
 
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=([^\s(].*?)?\s*$")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}|([A-Za-z_][A-Za-z0-9_]*))")
@@ -114,7 +121,7 @@ def read(text: str, gpus: int | None) -> Imported:
     pipeline = found.integer("pipeline-model-parallel-size", 1) or 1
     context = found.integer("context-parallel-size", 1) or 1
     world = gpus or _world(found)
-    replicas = max(1, world // (tensor * pipeline * context)) if world else None
+    replicas = replicas_of(world, tensor=tensor, pipeline=pipeline, context=context) if world else None
     if replicas is None:
         notes.append("the number of replicas is unknown: use --gpus")
     batch = found.integer("global-batch-size")
