@@ -6,14 +6,14 @@ VENV := .venv
 STAMP := $(VENV)/.setup-done
 # The directories of all packages except the core.
 PACKAGES := cli local operator worker
-# One pytest process runs the tests of ranks one after another, a second one those of clusters, a third one all others.
-# Tests of clusters mostly wait.
-THREE := -n 3 --no-loadscope-reorder
+# One pytest process runs the tests of ranks one after another, two run those of clusters, each on a cluster of its own,
+# and a fourth one all others. Tests of clusters mostly wait: two cores are enough.
+FOUR := -n 4 --no-loadscope-reorder
 
 # Seed of `make chaos` and `make fuzz`, and number of runs of each test. The same values give the same draws.
 SEED := $(or $(SEED),$(shell date +%s))
 RUNS ?= 20
-DRAW = MESHWRIGHT_TEST_SEED=$(SEED) MESHWRIGHT_TEST_RUNS=$(RUNS) $(VENV)/bin/python -m pytest $(THREE) \
+DRAW = MESHWRIGHT_TEST_SEED=$(SEED) MESHWRIGHT_TEST_RUNS=$(RUNS) $(VENV)/bin/python -m pytest $(FOUR) \
 	--hypothesis-seed=$(SEED) --timeout=$$((300 + 60 * $(RUNS)))
 
 .PHONY: help setup demo agent-bundle test test-fast test-long chaos fuzz parity gpu lint sizes generate docs-output clean
@@ -33,13 +33,13 @@ demo: setup ## Train a language model on the embedded cluster, lose a worker mid
 	@exec $(VENV)/bin/meshwright demo
 
 test: setup ## Run all tests except the long ones
-	$(VENV)/bin/python -m pytest $(THREE)
+	$(VENV)/bin/python -m pytest $(FOUR)
 
 test-fast: setup ## Run only tests that take seconds
 	$(VENV)/bin/python -m pytest -m "not slow and not long"
 
 test-long: setup ## Run the tests that `make test` leaves out: at most 90 minutes
-	$(VENV)/bin/python -m pytest $(THREE) -m long
+	$(VENV)/bin/python -m pytest $(FOUR) -m long
 
 chaos: setup ## Test with random histories and faults: make chaos SEED=7 RUNS=100 (default: a new seed)
 	$(DRAW) -m chaos

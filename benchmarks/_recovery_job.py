@@ -14,6 +14,8 @@ import signal
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,8 @@ REPEAT_SECONDS = 12
 RANKS_OF_WORKER = 2
 POLL_SECONDS = 0.05
 """Interval of reading status and metrics: how exact the moments are."""
+REAP_POLL_SECONDS = 0.002
+REAP_LIMIT_SECONDS = 30.0
 HANG_LIMIT = 8
 SPEC: dict[str, Any] = {
     "replicas": 2,
@@ -82,6 +86,19 @@ URGENT_SPEC: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A rank's process that was killed."""
+
+    pod: str
+    rank: int
+    pid: int
+    moment: float
+    """Monotonic seconds."""
+    time: float
+    """The same moment in seconds since 1970."""
+
+
 class Job:
     """The job, and what is done to it."""
 
@@ -98,6 +115,8 @@ class Job:
         """Moments (monotonic seconds) at which another step of rank 0 was observed."""
         self.observed: list[float] = []
         """The steps that were observed then."""
+        self.kill: Kill | None = None
+        """The last process that was killed."""
 
     async def start(self) -> int:
         """Apply the job and wait until it trains; its mesh generation."""
@@ -184,16 +203,44 @@ class Job:
         """How long ranks took to leave the collectives of an interrupted generation, from the logs of all pods."""
         found: list[float] = []
         for pod in await self.pods():
-            path = PODS.path(NAMESPACE, pod["metadata"]["name"], "log")
-            log = "\n".join([line.decode() async for line in self.client.lines(path)])
+            log = await self.log(pod["metadata"]["name"])
             found += [float(value) for value in re.findall(r"rank holds its state .*left-in=([0-9.]+) s", log)]
         return found
 
+    async def log(self, pod: str, timestamps: bool = False) -> str:
+        """The log of a pod, on request with the time of each line."""
+        lines = self.client.lines(PODS.path(NAMESPACE, pod, "log"), {"timestamps": "true"} if timestamps else None)
+        return "\n".join([line.decode() async for line in lines])
+
     async def signal_rank(self, number: signal.Signals) -> None:
         """Send a signal to the last rank's process."""
-        path = PODS.path(NAMESPACE, (await self.last_pod())["metadata"]["name"], "log")
-        log = "\n".join([line.decode() async for line in self.client.lines(path)])
-        os.kill(int(re.findall(r"rank started rank=\d+ generation=\d+ pid=(\d+)", log)[-1]), number)
+        pod = (await self.last_pod())["metadata"]["name"]
+        started = re.findall(r"rank started rank=(\d+) generation=\d+ pid=(\d+)", await self.log(pod))
+        rank, pid = (int(value) for value in started[-1])
+        if number is signal.SIGKILL:
+            self.kill = Kill(pod, rank, pid, time.monotonic(), time.time())
+        os.kill(pid, number)
+
+    async def reaped(self) -> float | None:
+        """Seconds from the kill until its agent had collected the exit status of the process; None if none was killed.
+
+        Every commit's agent forks its ranks in a server that reaps them and reports their exit at once.
+        """
+        kill = self.kill
+        while kill is not None and time.monotonic() < kill.moment + REAP_LIMIT_SECONDS:
+            if not _known_to_kernel(kill.pid):
+                return round(time.monotonic() - kill.moment, 3)
+            await asyncio.sleep(REAP_POLL_SECONDS)
+        return None
+
+    async def logged(self) -> float | None:
+        """Seconds from the kill until the agent wrote the exit of the process to its log."""
+        if self.kill is None:
+            return None
+        exit_of_rank = rf"(?m)^(\S+) .*rank (?:exited|ended) rank={self.kill.rank} "
+        log = await self.log(self.kill.pod, timestamps=True)
+        stamps = (datetime.fromisoformat(stamp).timestamp() for stamp in re.findall(exit_of_rank, log))
+        return next((round(stamp - self.kill.time, 3) for stamp in stamps if stamp >= self.kill.time), None)
 
     async def delete_pod(self) -> None:
         """Delete the last worker's pod at once, without time to save."""
@@ -266,6 +313,11 @@ class Job:
         return {}
 
 
+def _known_to_kernel(pid: int) -> bool:
+    """Whether a process runs, or has exited and is not reaped."""
+    return Path(f"/proc/{pid}").exists()
+
+
 async def _nothing(job: Job) -> None:
     """Nothing needs preparation."""
 
@@ -334,25 +386,33 @@ async def measure(faults: list[str], on_loss: str, ranks: int, repeats: int) -> 
     return found
 
 
+EACH = ("reaped", "logged", "stepAfter")
+"""Of every repetition: seconds until the agent had reaped the process, until its log had that, and until a new step."""
+
+
 async def _measure_fault(job: Job, fault: str, result: dict[str, Any], repeats: int) -> None:
-    """Let a fault strike some times. The result is that of the first, with `stepAfter` of each."""
+    """Let a fault strike some times. The result is that of the first, with the moments of EACH of all."""
     await FAULTS[fault][0](job)
-    each: list[float] = []
+    each: dict[str, list[float | None]] = {name: [] for name in EACH}
     for index in range(repeats):
         await asyncio.sleep(REPEAT_SECONDS if index else 4)  # some steps, so that there is something to repeat
         one: dict[str, Any] = {}
         await _strike(job, fault, one)
-        each.append(one["stepAfter"])
+        for name, values in each.items():
+            values.append(one[name])
         result |= one if not index else {}
     await _restore(job, fault, result)
-    result["stepAfter"] = each
+    result |= each
 
 
 async def _strike(job: Job, fault: str, result: dict[str, Any]) -> None:
     generation = await job.generation()
     began = time.monotonic()
     load = os.getloadavg()[0]
+    job.kill = None
     await FAULTS[fault][1](job)
+    reaped = asyncio.create_task(job.reaped())
+    began = job.kill.moment if job.kill is not None else began
     seen = await job.trains(generation)
     await first_step_after(job, seen["trains"])
     gap, stepped = _longest_gap(job.changes, began - 1)
@@ -361,6 +421,8 @@ async def _strike(job: Job, fault: str, result: dict[str, Any]) -> None:
         "detected": round(seen["detected"] - began, 2),
         "started": round(seen["started"] - began, 2),
         "withoutSteps": round(gap, 2),
+        "reaped": await reaped,
+        "logged": await job.logged(),
         "stepAfter": round(stepped - began, 2),
         "phases": await job.phases(int(seen["generation"])),
         "load": round(load, 1),

@@ -9,9 +9,12 @@ A baseline without `spec.elastic` restarts the gang to resize, as its user had t
 time that "restart / this" divides by that of each recovery. For a hang both wait for the limit of the job, which the
 ratios leave out.
 
-A second table has the time from the fault to the first new step, of every repetition: an agent notices a killed
-process within milliseconds. It compares faults in memory with the restart of the baseline after the same fault, and
-says how long survivors took to leave their collectives.
+A second table has the time from the fault to the first new step, of every repetition. It compares faults in memory
+with the restart of the baseline after the same fault, and says how long survivors took to leave their collectives.
+
+A third table has the time from when an agent noticed that the process of its rank had exited. "reaped" is the moment
+at which it had collected the exit status: the process has left /proc. "logged" is that of its line in the pod's log,
+which follows when the agent has read what the rank wrote last.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from _report import table, write_json
 QUICK = ("process", "resize down", "resize up")
 RESTART = "resize down"
 """The fault for which a baseline without `spec.elastic` restarts its gang."""
+MOMENTS = ("reaped", "logged")
+"""When an agent noticed that a process exited."""
 
 
 def measure_with(python: Path, faults: list[str], job: list[str]) -> dict[str, dict[str, Any]]:
@@ -63,6 +68,22 @@ def to_first_step(runs: list[dict[str, dict[str, Any]]], fault: str) -> list[flo
     return sorted(seconds for run in runs for seconds in run.get(fault, {}).get("stepAfter", []))
 
 
+def from_noticing(runs: list[dict[str, dict[str, Any]]], fault: str, moment: str) -> list[float]:
+    """Seconds from when the agent noticed the exit to the first new step, of every repetition in all runs."""
+    found = []
+    for run in runs:
+        one = run.get(fault, {})
+        pairs = zip(one.get(moment, []), one.get("stepAfter", []), strict=True)
+        found += [step - noticed for noticed, step in pairs if noticed is not None]
+    return sorted(found)
+
+
+def noticed_after(runs: list[dict[str, dict[str, Any]]], fault: str, moment: str) -> list[float]:
+    """Seconds from the kill until the agent noticed the exit, of every repetition in all runs."""
+    found = (seconds for run in runs for seconds in run.get(fault, {}).get(moment, []))
+    return sorted(seconds for seconds in found if seconds is not None)
+
+
 def percentile(values: list[float], share: float) -> float:
     """The smallest value that at least this share of the values do not exceed."""
     return values[min(len(values) - 1, int(share * len(values)))]
@@ -77,6 +98,41 @@ def repetition_row(fault: str, runs: dict[str, list[dict[str, dict[str, Any]]]])
         cells += [len(values), statistics.median(values), percentile(values, 0.95)] if values else [0, "-", "-"]
     ratio = statistics.median(baseline) / statistics.median(this) if baseline and this else None
     return [*cells, round(ratio, 1) if ratio is not None else "-"]
+
+
+def noticing(runs: dict[str, list[dict[str, dict[str, Any]]]], faults: list[str]) -> dict[str, dict[str, Any]]:
+    """The third table: fault -> moment -> medians of each commit, and their ratio. Only faults that kill a process."""
+    rows: dict[str, dict[str, Any]] = {}
+    for fault in faults:
+        for moment in MOMENTS:
+            one: dict[str, Any] = {}
+            for name, found in runs.items():
+                struck = RESTARTED.get(fault, fault) if name == "baseline" else fault
+                noticed, rest = noticed_after(found, struck, moment), from_noticing(found, struck, moment)
+                if rest:
+                    one[name] = {
+                        "repetitions": len(rest),
+                        "noticed": round(statistics.median(noticed), 3),
+                        "median": round(statistics.median(rest), 3),
+                        "p95": round(percentile(rest, 0.95), 3),
+                    }
+            if "this" in one:
+                both = "baseline" in one
+                one["ratio"] = round(one["baseline"]["median"] / one["this"]["median"], 1) if both else None
+                rows.setdefault(fault, {})[moment] = one
+    return rows
+
+
+def noticing_rows(found: dict[str, dict[str, Any]]) -> list[list[object]]:
+    """Rows of the third table."""
+    rows = []
+    for fault, moments in found.items():
+        for moment, one in moments.items():
+            cells: list[object] = [f"{fault}, {moment}"]
+            for name in ("baseline", "this"):
+                cells += list(one[name].values()) if name in one else [0, "-", "-", "-"]
+            rows.append([*cells, one["ratio"] if one["ratio"] is not None else "-"])
+    return rows
 
 
 def leaving(runs: list[dict[str, dict[str, Any]]]) -> dict[str, float] | None:
@@ -150,13 +206,16 @@ def main(
     table("Seconds", [*columns, "phases of the baseline", "phases"], [row(fault, best) for fault in chosen])
     columns = ["", "baseline", "median", "p95", "this", "median", "p95", "baseline / this"]
     table("Seconds from the fault to the first new step", columns, [repetition_row(fault, results) for fault in chosen])
+    noticed = noticing(results, chosen)
+    columns = ["", "baseline", "noticed", "median", "p95", "this", "noticed", "median", "p95", "baseline / this"]
+    table("Seconds from noticing to the first new step", columns, noticing_rows(noticed))
     left = leaving(results["this"])
     if left is not None:
         print(
             f"{left['ranks']} times a survivor left its collectives: {left['medianMilliseconds']} ms median,", end=" "
         )
         print(f"{left['p95Milliseconds']} ms p95")
-    facts = {"circumstances": circumstances("cpu"), "onLoss": on_loss, "ranks": ranks, "left": left}
+    facts = {"circumstances": circumstances("cpu"), "onLoss": on_loss, "ranks": ranks, "left": left, "noticed": noticed}
     write_json(file, {**facts, "best": best, "runs": results})
 
 

@@ -33,12 +33,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 TOGETHER = {"distributed": "ranks", "golden/checkpoint": "ranks", "parity": "ranks", "e2e": "clusters"}
 """Directories whose tests start many processes, by what two of them at once would wait for each other's share of."""
-FIRST = ("ranks", "clusters")
-"""What takes longest."""
+SECOND_CLUSTER = "test_g"
+"""The name from which on files of `clusters` run on a second cluster: these tests mostly wait, so two wait at once."""
+FIRST = ("ranks", "clusters", "clusters 2", "tests/test_static.py", "tests/docs/test_pages.py")
+"""What takes longest, so that nothing long is left for the end, when the other processes have nothing to do."""
 
 
 class Kinds(LoadScopeScheduling):
-    """Tests of ranks are one piece of work, those of whole clusters another, and those of any other file one each."""
+    """Tests of ranks are one piece of work, those of whole clusters two, and those of any other file one each."""
 
     def _split_scope(self, nodeid: str) -> str:
         return kind_of(nodeid.partition("::")[0])
@@ -46,8 +48,9 @@ class Kinds(LoadScopeScheduling):
 
 def kind_of(path: str) -> str:
     """What the tests of a file, relative to the root, run together with."""
-    directory = path.partition("/")[2].rpartition("/")[0]
-    return TOGETHER.get(directory, path)
+    directory, _, file = path.partition("/")[2].rpartition("/")
+    kind = TOGETHER.get(directory, path)
+    return "clusters 2" if kind == "clusters" and file >= SECOND_CLUSTER else kind
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Kinds:

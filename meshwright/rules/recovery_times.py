@@ -1,9 +1,14 @@
-"""When a rank counts as hung, and how long the next start waits after failures. Operator and simulations apply it."""
+"""When a rank counts as hung, after what ranks keep their state, and how long the next start waits after failures.
+
+Operator and simulations apply it.
+"""
 
 from __future__ import annotations
 
 from meshwright.api.spec import RecoverySpec
 
+LOSSES = frozenset({"NodeLost", "Preempted", "Evicted", "PodLost", "PodFailed", "RankFailure"})
+"""The causes after which ranks that are left may go on. All others change what they run, or concern all of them."""
 CAUSE_WAIT_SECONDS = 2.0
 """How long to wait after a failed rank or a crashed pod for others to fail too: the first pause of the backoff."""
 LONGEST_BACKOFF_SECONDS = 60.0

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from meshwright.api.goodput import TimeCause
-from meshwright.rules.recovery_times import FAILURE_RESET_SECONDS, backoff_seconds
+from meshwright.rules.recovery_times import FAILURE_RESET_SECONDS, LOSSES, backoff_seconds
 from meshwright.simulation.inputs import Duration, FaultKind, sample
 from meshwright.simulation.running import Stretch
 from meshwright.simulation.setting import Setting
@@ -25,6 +25,8 @@ LIMITED = frozenset({"RankFailure", "Hang", "PodFailed"})
 """Causes that count toward `recovery.maxRestarts`."""
 BACKS_OFF = frozenset({"RankFailure", "Hang"})
 """Causes after which the next start waits longer after each failure."""
+_TOLERANCE = 1e-6
+"""Rounding of a position, in seconds."""
 RESCALED = "Rescaled"
 """The cause of a resize, whose time the ledger books as `Rescaling`."""
 
@@ -157,6 +159,8 @@ class _Run:
         self._join_seconds = 0.0
         """Time that the pods of the next growth need."""
         self._failed_in_a_row = 0
+        self._went_on = -math.inf
+        """Position from which ranks went on last with the state that they had in memory."""
         self._limited: deque[float] = deque()
         self._out = Outcome(fewest_units=setting.units)
 
@@ -193,9 +197,9 @@ class _Run:
     # Training.
 
     def _stretch(self) -> Stretch:
-        setting, memory = self._setting, self._inputs.memory
-        copies = self._policy.memory or self._policy.in_memory
-        rate = setting.rate(self._units) * (1.0 - memory.overhead / memory.every_steps if copies else 1.0)
+        setting, memory, policy = self._setting, self._inputs.memory, self._policy
+        every = memory.every_steps if policy.memory else policy.copy_steps if policy.in_memory else None
+        rate = setting.rate(self._units) * (1.0 - memory.overhead / every if every is not None else 1.0)
         return Stretch(self._position, rate, setting.interval, self._inputs.saves.stall)
 
     def _train(self) -> None:
@@ -257,25 +261,52 @@ class _Run:
             self._saved, detection = good, 0.0
         else:
             self._advance(stretch, seconds)
-        self._position = self._restored(kind)
         self._recover(name, detection)
 
-    def _restored(self, kind: FaultKind) -> float:
-        """The position from which the job continues."""
+    def _restored(self, kind: FaultKind, kept: int | None) -> float:
+        """The position from which the job continues; `kept` as of `_keeps`."""
         if kind.planned:
             self._saved = max(self._saved, self._position)
             return self._position
-        if not self._survives(kind):
-            return self._saved
-        step = self._setting.step * (1 if self._policy.in_memory else self._inputs.memory.every_steps)
         lag = self._inputs.memory.durable * self._setting.rate(self._units)
-        copied = math.floor(max(0.0, self._position - lag) / step) * step
-        return max(self._saved, min(copied, self._position))
+        if kept is not None:
+            return self._newest(kept, lag if kept > 1 else 0.0)
+        if not self._is_copied(kind):
+            return self._saved
+        return max(self._saved, self._newest(self._inputs.memory.every_steps, lag))
 
-    def _survives(self, kind: FaultKind) -> bool:
+    def _newest(self, steps: int, lag: float) -> float:
+        """The newest position that is a multiple of so many steps, and complete after `lag`."""
+        size = self._setting.step * steps
+        done = math.floor((max(0.0, self._position - lag) + _TOLERANCE) / size) * size
+        return min(done, self._position)
+
+    def _is_copied(self, kind: FaultKind) -> bool:
         """Whether a copy in memory outlives the failure: it is in another unit, or in the pods that stay."""
-        copied = self._policy.memory or self._policy.in_memory
-        return copied and not kind.silent and kind.nodes <= min(self._setting.nodes_per_unit, self._setting.nodes - 1)
+        return self._policy.memory and not kind.silent and self._leaves_peer(kind)
+
+    def _leaves_peer(self, kind: FaultKind) -> bool:
+        return kind.nodes <= min(self._setting.nodes_per_unit, self._setting.nodes - 1)
+
+    def _has_peers(self, kind: FaultKind) -> bool:
+        """Whether ranks that are left have all the state: the nodes that are lost are neighbors."""
+        size = self._policy.state_units
+        if size is None:
+            return False
+        units = -(-kind.nodes // self._setting.nodes_per_unit)
+        return -(-units // size) < max(1, self._units // size)
+
+    def _keeps(self, kind: FaultKind) -> int | None:
+        """Steps to whose multiples ranks go back that keep their processes and state after the failure, while the
+        others get theirs. None if all ranks restart.
+        """
+        policy = self._policy
+        if not policy.in_memory or kind.cause not in LOSSES or kind.silent:
+            return None
+        if self._has_peers(kind):
+            return 1
+        every = self._inputs.memory.every_steps if policy.memory else policy.copy_steps
+        return every if self._leaves_peer(kind) else None
 
     def _recover(self, name: str, detection: float) -> None:
         """From a failure to the next step. A failure while the state is loaded begins again."""
@@ -292,8 +323,6 @@ class _Run:
             name = self._failures.take()
             kind = self._inputs.faults[name]
             detection = 0.0 if kind.silent else self._sample(self._setting.detection(kind))
-            if not kind.planned and not self._survives(kind):
-                self._position = self._saved
 
     def _count(self, name: str, kind: FaultKind) -> None:
         self._out.failures[name] += 1
@@ -318,27 +347,33 @@ class _Run:
         cause = TimeCause.RESCALING if kind.cause == RESCALED else TimeCause.RESTARTING
         if kind.planned:
             self._book(cause, self._sample(self._inputs.save_before_stop))
-        units = self._units
+        units, kept = self._units, self._keeps(kind)
         new_pods = self._replace(kind) if kind.nodes else kind.pods
+        # With another number of units ranks keep their state only if the job asks for it.
+        shrunk = self._units < units
+        if shrunk and not policy.continues:
+            kept = None
+        self._position = self._restored(kind, kept)
         if kind.restart is not None:
             self._book(cause, self._sample(kind.restart))
             return cause, 0.0
-        if kind.cause in BACKS_OFF:
+        # A recovery in memory that goes on from a later step than the one before does not wait.
+        if kind.cause in BACKS_OFF and (kept is None or self._position <= self._went_on):
             self._book(cause, backoff_seconds(self._failed_in_a_row))
         if policy.restarts_gang:
             self._book(cause, self._sample(phases.place) + self._sample(phases.all_pods))
         elif new_pods:
             self._book(cause, self._sample(phases.place) + self._sample(phases.pod))
-        if policy.in_memory and self._survives(kind):
-            shrunk = self._units < units
-            self._book(cause, self._sample(phases.regroup) + (0.0 if shrunk else self._sample(phases.spawn)))
+        if kept is not None:
+            self._went_on = self._position
+            self._book(cause, self._sample(self._setting.regroup) + (0.0 if shrunk else self._sample(phases.spawn)))
             return cause, 0.0 if shrunk else self._sample(phases.load_from_memory)
         self._book(cause, self._sample(phases.spawn) + self._sample(self._setting.rendezvous))
         return cause, self._load(kind) + self._sample(phases.first_step)
 
     def _load(self, kind: FaultKind) -> float:
         phases = self._inputs.phases
-        from_memory = self._survives(kind) and self._position > self._saved
+        from_memory = self._is_copied(kind) and self._position > self._saved
         return self._sample(phases.load_from_memory if from_memory else phases.load)
 
     def _replace(self, kind: FaultKind) -> bool:
@@ -385,8 +420,7 @@ class _Run:
         self._resized = self._now
         self._join_seconds = self._sample(self._inputs.phases.place) + self._sample(self._inputs.phases.pod)
         if self._policy.continues:
-            phases = self._inputs.phases
-            self._join_seconds += self._sample(phases.spawn) + self._sample(phases.load_from_memory)
+            self._join_seconds += self._sample(self._inputs.phases.spawn)
 
     # Growth.
 
@@ -412,7 +446,7 @@ class _Run:
         self._resized = self._now
         phases, cause = self._inputs.phases, TimeCause.RESCALING
         if self._policy.continues:
-            self._book(cause, self._sample(phases.regroup))
+            self._book(cause, self._sample(self._setting.regroup) + self._sample(phases.load_from_memory))
             return
         self._book(cause, self._sample(self._inputs.save_before_stop))
         self._saved = max(self._saved, self._position)

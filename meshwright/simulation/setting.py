@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 
 from meshwright.api.spec import RecoverySpec
 from meshwright.rules.recovery_times import hang_timeout
-from meshwright.simulation.inputs import Duration, FaultKind, Inputs
+from meshwright.simulation.inputs import Duration, FaultKind, Inputs, mean
+
+LEAVE_SECONDS = 0.012
+"""95 % of the ranks that survive a loss leave their collectives within this time
+(`benchmarks/results/recovery-4.json`).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +32,15 @@ class Policy:
     replacement_seconds: float = 30.0
     pause_seconds: float = 300.0
     memory: bool = False
-    """Whether the state is copied to the memory of other nodes."""
+    """Whether the state is copied to the memory of other nodes, which has it after any failure of few nodes."""
     in_memory: bool = False
-    """Whether ranks that survive keep their processes and state: only what was lost is restored."""
+    """Whether ranks that are left after a loss keep their processes and state: only what was lost is restored."""
+    state_units: int | None = 1
+    """With `in_memory`: units that together have the whole state, of which there are several such sets. None if no rank
+    has the state of another.
+    """
+    copy_steps: int | None = None
+    """With `in_memory`: steps between the copies that ranks hold for each other. They are lost if all ranks restart."""
     continues: bool = False
     """Whether the other units continue at the next step while a lost one is restored (`in_memory` and `shrinks`)."""
 
@@ -72,6 +83,12 @@ class Setting:
         """Seconds to form the process groups."""
         chosen = self.inputs.phases.rendezvous
         return 0.5 + 0.001 * self.gpus if chosen is None else chosen
+
+    @property
+    def regroup(self) -> Duration:
+        """Seconds for ranks that stay to leave their process groups and form new ones."""
+        chosen = self.inputs.phases.regroup
+        return LEAVE_SECONDS + mean(self.rendezvous) if chosen is None else chosen
 
     def detection(self, kind: FaultKind) -> Duration:
         """Seconds until the operator acts on a failure."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from meshwright.api.goodput import TimeCause
 from meshwright.rules.checkpoint_interval import best_interval_seconds
-from meshwright.simulation.run import Outcome, simulate
+from meshwright.simulation.inputs import mean
+from meshwright.simulation.run import Failure, Outcome, TracedFailures, simulate
 from meshwright.simulation.setting import Policy, Setting
 
 NEGLIGIBLE = 0.001
@@ -21,6 +22,12 @@ NEGLIGIBLE = 0.001
 SPARES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of spare nodes to try, up to the most that `recovery.spareNodes` may be."""
 _CONFIDENCE = 1.96
+_TIMES = ("detection", "repair", "restart")
+"""Fields of a kind of failure."""
+_PLACES = 8
+"""Places between two checkpoints at which a failure is tried."""
+_MOST_SECONDS = 14 * 86400.0
+"""Time after a failure and its repair in which all that it costs has passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +168,75 @@ def tier_rows(setting: Setting, runs: int, seed: int = 0) -> list[Row]:
         memory = inputs.memory.model_copy(update={"every_steps": max(1, steps)})
         variant = replace(setting, policy=policy, inputs=inputs.model_copy(update={"memory": memory}))
         own = bool(steps) == setting.policy.memory and (not steps or steps == inputs.memory.every_steps)
+        own = own and not setting.policy.in_memory
         name = f"storage and memory, every {steps} steps" if steps > 1 else "storage and memory, every step"
         rows.append(Row(name if steps else "storage only", study(variant, runs, seed), "", own))
+    if setting.policy.in_memory:
+        rows.append(Row("storage, and state in ranks that are left", study(setting, runs, seed), "", True))
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one failure costs the job, on average over where it strikes between two checkpoints."""
+
+    kind: str
+    detecting: float
+    """Seconds until the operator decides."""
+    waiting: float
+    """Seconds until there are enough nodes."""
+    restarting: float
+    """Seconds from the decision to the next step, without `waiting`, and of the resize back to full size."""
+    redone: float
+    """Seconds of training that are repeated."""
+
+
+def costs(setting: Setting) -> list[Cost]:
+    """What one failure of each kind costs, if nothing else fails and all times are mean ones."""
+    faults = {
+        name: kind.model_copy(
+            update={field: mean(value) for field in _TIMES if (value := getattr(kind, field)) is not None}
+        )
+        for name, kind in setting.inputs.faults.items()
+    }
+    phases = setting.inputs.phases
+    phases = phases.model_copy(
+        update={name: mean(value) for name in type(phases).model_fields if (value := getattr(phases, name)) is not None}
+    )
+    inputs = setting.inputs
+    inputs = inputs.model_copy(
+        update={
+            "faults": faults,
+            "phases": phases,
+            "start": 0.0,
+            "save_before_stop": mean(inputs.save_before_stop),
+        }
+    )
+    return [_cost(replace(setting, inputs=inputs), name) for name in faults]
+
+
+def _cost(setting: Setting, kind: str) -> Cost:
+    saves = setting.inputs.saves
+    period = setting.interval if math.isfinite(setting.interval) else setting.step
+    begin = saves.stall + saves.durable + 2.0 * period
+    each = []
+    for place in range(_PLACES):
+        at = begin + (place + 0.5) / _PLACES * (period + (saves.stall if math.isfinite(setting.interval) else 0.0))
+        kinds = setting.inputs.faults[kind]
+        span = at + _MOST_SECONDS + mean(kinds.repair)
+        failures = TracedFailures([Failure(at, kind)])
+        each.append(simulate(replace(setting, work=math.inf, horizon=span), 0, failures).seconds)
+
+    def average(*causes: TimeCause) -> float:
+        return statistics.fmean(sum(seconds[cause] for cause in causes) for seconds in each)
+
+    return Cost(
+        kind,
+        average(TimeCause.DETECTING),
+        average(TimeCause.QUEUED),
+        average(TimeCause.RESTARTING, TimeCause.RESCALING),
+        average(TimeCause.REDONE_STEPS),
+    )
 
 
 def enough(rows: list[Row], value: Callable[[Result], float]) -> Row:
@@ -196,6 +269,8 @@ def ladder(setting: Setting, spares: int) -> list[tuple[str, str, Policy]]:
     last = replace(last, memory=True)
     rungs.append(("copies of the state in memory", "", last))
     last = replace(last, in_memory=True)
+    if own.in_memory:  # the job's own way to keep it
+        last = replace(last, memory=own.memory, state_units=own.state_units, copy_steps=own.copy_steps)
     rungs.append(("ranks that survive keep their state", "recovery.inMemory: true", last))
     if setting.units > 1:
         last = replace(last, continues=True)

@@ -70,7 +70,7 @@ async def test_events_come_in_order_and_the_end_comes_last(server: ForkServerCli
     *told, end = await life.events()
     kinds = [event.message.kind for event in told if isinstance(event, RankMessageReceived)]
     assert kinds == ["phase", "running", *["step"] * 200, "finished"]
-    assert end == RankExited(1, 0, 0, ("printed by 0 preloaded by parent True",))
+    assert end == RankExited(1, 0, 0, ("printed by 0 preloaded by parent True",), end.pid)
     assert life.lines == ["[rank 0] printed by 0 preloaded by parent True"]
 
 

@@ -155,6 +155,61 @@ def test_a_kept_rank_that_dies_meanwhile_starts_anew(training: Driver) -> None:
     assert start.resumed == (1,)
 
 
+def holding(training: Driver) -> None:
+    training.state_machine.on_leave(1, training.now)
+    for rank in (0, 1):
+        training.tell(rank, Held(1, None, 0.001))
+
+
+def test_ranks_hold_their_state_for_another_generation_if_one_beside_them_cannot_start(training: Driver) -> None:
+    """Such as if the store of the generation does not start: nobody was told to go on."""
+    state_machine = training.state_machine
+    holding(training)
+    (start,) = state_machine.on_mesh(in_memory(2, recovery(1, "0-1")), training.now)
+    assert isinstance(start, StartRanks)
+    report = build_report(state_machine, training.now)
+    assert report.state is AgentState.STARTING
+    assert [(rank.pid, rank.held) for rank in report.ranks] == [(100, None), (101, None)]
+    state_machine.on_spawned(2, 0, 100, training.now)
+    assert state_machine.on_spawn_failed(2, 1, "no store", training.now) == [LeaveRanks(2, (0,))]
+    training.tell(0, Held(1, None, 0.001), generation=2)
+    report = build_report(state_machine, training.now)
+    assert (report.generation, report.state, report.message) == (2, AgentState.FAILED, "no store")
+    assert [rank.held for rank in report.ranks] == [HeldState(step=1)] * 2
+    (start,) = state_machine.on_mesh(in_memory(3, recovery(2, "0-1")), training.now)
+    assert isinstance(start, StartRanks)
+    assert start.resumed == (0, 1)
+
+
+def test_ranks_that_hold_their_state_end_before_others_start_in_their_place(training: Driver) -> None:
+    state_machine = training.state_machine
+    holding(training)
+    state_machine.on_mesh(in_memory(2, recovery(1, "0-1")), training.now)
+    state_machine.on_spawn_failed(2, 0, "no store", training.now)
+    assert state_machine.on_mesh(in_memory(3), training.now) == [KillRanks((0, 1))]
+    assert training.exit(0, KILLED, generation=2) == []
+    (start,) = training.exit(1, KILLED, generation=2)
+    assert isinstance(start, StartRanks)
+    assert start.resumed == ()
+
+
+def test_a_rank_that_dies_just_before_it_is_told_to_go_on_is_lost(training: Driver) -> None:
+    """Its exit still has the number of the generation before."""
+    state_machine = training.state_machine
+    holding(training)
+    state_machine.on_mesh(in_memory(2, recovery(1, "0-1")), training.now)
+    for rank in (0, 1):
+        state_machine.on_spawned(2, rank, 100 + rank, training.now)
+    assert state_machine.on_exit(1, 1, KILLED, (), training.now, 101) == [LeaveRanks(2, (0,))]
+    training.tell(0, Held(1, None, 0.001), generation=2)
+    report = build_report(state_machine, training.now)
+    assert (report.state, report.failure) == (AgentState.FAILED, FailureKind.ERROR)
+    assert [rank.held for rank in report.ranks] == [HeldState(step=1), None]
+    (start,) = state_machine.on_mesh(in_memory(3, recovery(2, "0")), training.now)
+    assert isinstance(start, StartRanks)
+    assert start.resumed == (0,)
+
+
 def test_a_pod_that_stops_ends_ranks_that_hold_their_state(training: Driver) -> None:
     state_machine = training.state_machine
     state_machine.on_leave(1, training.now)

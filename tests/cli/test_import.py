@@ -48,6 +48,19 @@ torchrun --nproc_per_node $GPUS_PER_NODE --nnodes 2 pretrain_gpt.py ${MODEL_ARGS
     --micro-batch-size 1 --global-batch-size 32 --train-iters 100 --lr 3e-4 --bf16 \\
     --tokenizer-model $TOKENIZER --save $CHECKPOINTS --save-interval 10 --moe-grouped-gemm
 """
+QUOTED = """#!/bin/bash
+# It doesn't matter where flags are.
+LAYERS=24
+MODEL_ARGS="
+    --num-layers $LAYERS --hidden-size 1024  # don't change
+    --num-attention-heads 16
+"
+PRECISION="--bf16"
+DATA_ARGS="--data-path '0.5 a 0.5 b' --seq-length 2048"
+torchrun --nproc_per_node 8 pretrain_gpt.py $MODEL_ARGS "${DATA_ARGS}" $PRECISION --train-iters 50 \\
+    --recompute-activations \\
+    --fp8-format hybrid --fp8-amax-history-len 32 --save "/a b"
+"""
 TITAN = """
 [model]
 name = "llama3"
@@ -105,6 +118,31 @@ def test_arguments_of_megatron_are_read_back(tmp_path: Path) -> None:
     assert spec["training"]["activationCheckpointing"] == "Full"
     assert spec["checkpoint"]["everySteps"] == 50
     assert "no equivalent: --tokenizer-type" in comments
+
+
+def test_flags_in_quotes_and_over_several_lines_are_read(tmp_path: Path) -> None:
+    comments, spec = imported(tmp_path / "train.sh", QUOTED)
+    assert [spec["model"][name] for name in ("layers", "hiddenSize", "heads")] == [24, 1024, 16]
+    training = spec["training"]
+    assert (training["steps"], training["sequenceLength"], training["precision"]) == (50, 2048, "bf16")
+    assert training["activationCheckpointing"] == "Selective"
+    assert training["fp8"] == {"scaling": "Tensorwise", "update": "Delayed", "history": 32}
+    assert spec["replicas"] == 8
+    assert not any("fp8" in comment or "recompute" in comment for comment in comments)
+
+
+def test_a_recipe_of_fp8_that_a_job_does_not_have_is_named(tmp_path: Path) -> None:
+    comments, spec = imported(tmp_path / "train.sh", f"{QUOTED.rstrip()} --fp8-recipe blockwise\n")
+    assert "fp8" not in spec["training"]
+    assert "no equivalent: --fp8-recipe" in comments
+
+
+def test_a_quote_that_nothing_closes_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f'{QUOTED}echo "--num-layers\n')
+    result = CliRunner().invoke(main, ["import", str(path)])
+    assert result.exit_code == 1
+    assert "quotes do not match" in result.output
 
 
 def test_a_job_that_only_lacks_its_data_is_valid_with_it(tmp_path: Path) -> None:
@@ -184,3 +222,34 @@ def test_plan_for_a_framework_as_json_and_what_it_cannot_express(tmp_path: Path)
     result = CliRunner().invoke(main, ["plan", "-f", str(path), "--for", "torchtitan"])
     assert result.exit_code == 1
     assert "torchtitan: `llama-2-7b` has no configuration in torchtitan" in result.output
+
+
+def test_values_that_the_script_decides_are_left_out_and_named(tmp_path: Path) -> None:
+    text = json.dumps(
+        {
+            "bf16": {"enabled": "auto"},
+            "gradient_clipping": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "zero_optimization": {"stage": 3},
+        }
+    )
+    comments, spec = imported(tmp_path / "ds.json", text, "--gpus", 4)
+    assert not {"precision", "globalBatchSize"} & set(spec.get("training", {}))
+    assert "gradientClip" not in str(spec)
+    (named,) = [comment for comment in comments if "auto" in comment]
+    assert named.endswith(": bf16.enabled, gradient_clipping, train_micro_batch_size_per_gpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.toml", TITAN),
+        ("a.sh", "torchrun pretrain_gpt.py --num-layers 2 --tensor-model-parallel-size 4"),
+        ("a.json", json.dumps({"zero_optimization": {"stage": 1}, "pipeline": {"stages": 4}})),
+    ],
+)
+def test_gpus_that_replicas_do_not_divide_are_an_error(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    result = CliRunner().invoke(main, ["import", str(tmp_path / name), "--gpus", "6"])
+    assert result.exit_code == 1
+    assert "the number of GPUs (6) must be a multiple of 4 (" in result.output

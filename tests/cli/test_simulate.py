@@ -75,6 +75,45 @@ def test_an_elastic_job_shrinks_as_its_spec_says() -> None:
     assert found["result"]["secondsByCause"]["Rescaling"] > 0
 
 
+def test_ranks_that_keep_their_state_lose_what_the_settings_say(tmp_path: Path) -> None:
+    words = ("--mtbf", "12h", "--days", "5", "--repair", "1h")
+    layout = {"tensor": 2, "microBatches": 2, "zeroStage": 0}
+    kept = {}
+    for action in ("Wait", "Continue"):
+        recovery = {"inMemory": True, "onReplicaLoss": action}
+        found = simulated("-f", changed(ELASTIC, tmp_path, recovery=recovery, parallelism=layout), *words)
+        kept[action] = found["recovery"]
+        assert any("ranks on GPUs restart" in note for note in found["notes"])
+    step = found["job"]["stepSeconds"]
+    assert [one["inMemory"] for one in kept.values()] == [True, True]
+    assert [one["continues"] for one in kept.values()] == [False, True]
+    assert all(one["secondsLostByKind"]["process"]["redoneSteps"] <= step for one in kept.values())
+    assert kept["Continue"]["secondsLostByKind"]["node"]["redoneSteps"] <= 2 * step
+    restarted = simulated("-f", changed(ELASTIC, tmp_path, parallelism=layout), *words)["recovery"]
+    assert not restarted["inMemory"]
+    for kind in ("process", "hang"):
+        assert restarted["secondsLostByKind"][kind]["redoneSteps"] > 20 * step, "half of 200 steps"
+    assert kept["Wait"]["secondsLostByKind"]["hang"] == restarted["secondsLostByKind"]["hang"]
+
+
+def test_the_text_says_how_the_job_recovers_or_why_it_does_not(tmp_path: Path) -> None:
+    words = ("--mtbf", "12h", "--days", "2", "--runs", 2)
+    recovery = {"inMemory": True, "copyEverySteps": 10}
+    sharded = changed(ELASTIC, tmp_path, recovery=recovery, parallelism={"tensor": 2, "zeroStage": 3})
+    text = " ".join(run("-f", sharded, *words).stdout.split())
+    assert (
+        "Lost by one failure, after which ranks that are left keep their state, of which peers have copies every 10"
+        " steps" in text
+    )
+    assert "after which all ranks restart" in " ".join(run("-f", ELASTIC, *words).stdout.split())
+    command = changed(EXAMPLES / "torch-ddp.yaml", tmp_path, recovery={"inMemory": True})
+    told = run("-f", command, "--interval", "10m", *words)
+    assert told.exit_code == 0, told.output
+    assert "`recovery.inMemory` has no effect, and all ranks restart: `runtime.command` has its own state" in " ".join(
+        told.stdout.split()
+    )
+
+
 def test_measured_times_replace_the_defaults(tmp_path: Path) -> None:
     inputs = tmp_path / "inputs.yaml"
     inputs.write_text(yaml.safe_dump({"faults": {"stop": {"share": 1, "cause": "PodLost", "detection": 600}}}))

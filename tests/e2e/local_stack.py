@@ -34,6 +34,8 @@ from tests.patience import patient
 NAMESPACE = "default"
 AGENT_IMAGE = "meshwright-agent:0.1.0"
 EXAMPLES = Path(__file__).parents[2] / "examples"
+ENDLESS = 100_000
+"""Steps that no test waits for."""
 T = TypeVar("T")
 Test = Callable[[ParallelTrainingJobStatus], bool]
 
@@ -73,6 +75,15 @@ def tiny(name: str, **changes: Any) -> list[KubeObject]:
         "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
     }
     return [claim, {"apiVersion": labels.API_VERSION, "kind": labels.KIND, "metadata": {"name": name}, "spec": spec}]
+
+
+def endless(name: str, **changes: Any) -> list[KubeObject]:
+    """A job as `tiny` makes it that trains until it is deleted or told its last step, 20 steps a second at most.
+
+    Its ranks leave the machine to what the test waits for.
+    """
+    slow_data = {"env": [{"name": "PYTHONPATH", "value": str(Path(__file__).parent / "slow_data")}]}
+    return tiny(name, **merged({"training": {"steps": ENDLESS}, "workers": slow_data}, changes))
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

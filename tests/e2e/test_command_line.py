@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.local_stack import eventually, tiny
+from tests.e2e.local_stack import endless, eventually, tiny
 from tests.patience import patient
 
 SCRIPTS = Path(sys.executable).parent
@@ -50,13 +50,13 @@ async def run(stage, *words, code=0):
     return done
 
 
-def manifest(path, name, **changes):
-    path.write_text(yaml.safe_dump_all(tiny(name, **changes)))
+def manifest(path, name, make=tiny, **changes):
+    path.write_text(yaml.safe_dump_all(make(name, **changes)))
     return str(path)
 
 
 async def test_the_life_of_a_job_in_every_verb(stage, tmp_path):
-    file = manifest(tmp_path / "job.yaml", "verbs", training={"steps": 100000}, elastic={"minReplicas": 1})
+    file = manifest(tmp_path / "job.yaml", "verbs", endless, elastic={"minReplicas": 1})
     submitted = await run(stage, "submit", file)
     assert "paralleltrainingjob.meshwright.dev/verbs submitted to namespace default" in submitted.out
     follower = await started(stage, "meshwright", "logs", "verbs", "-f")
@@ -111,7 +111,7 @@ async def test_submit_and_follow_exits_with_the_result(stage, tmp_path):
 
 async def test_a_failed_job_exits_with_1_and_its_first_failure_is_shown(stage, tmp_path):
     script = "import os, sys, time; print('rank', os.environ['RANK'], 'of the command', flush=True);"
-    script += "time.sleep(5); os.environ['RANK'] == '2' and sys.exit(7); time.sleep(600)"
+    script += "time.sleep(1); os.environ['RANK'] == '2' and sys.exit(7); time.sleep(600)"
     body = {
         "model": None, "data": None, "training": None, "checkpoint": None, "parallelism": {"microBatches": None},
         "runtime": {"command": ["python", "-c", script]}, "recovery": {"maxRestarts": 0},
@@ -135,7 +135,7 @@ async def test_a_failed_job_exits_with_1_and_its_first_failure_is_shown(stage, t
 
 
 async def test_a_job_that_waits_is_explained(stage, tmp_path):
-    first = manifest(tmp_path / "first.yaml", "holder", training={"steps": 100000})
+    first = manifest(tmp_path / "first.yaml", "holder", endless)
     await run(stage, "submit", first)
     await run(stage, "wait", "holder", "--for", "condition=Placed", "--timeout", "5m")
     changes = {"replicas": 4, "training": {"globalBatchSize": 16}}

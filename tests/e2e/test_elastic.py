@@ -12,7 +12,7 @@ from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright_local.cluster import LEAF_LABEL
 from meshwright_local.control_socket import send
 from meshwright_local.kube.resources import JOBS
-from tests.e2e.local_stack import NAMESPACE, Stage, Test, tiny
+from tests.e2e.local_stack import NAMESPACE, Stage, Test, endless, tiny
 
 RACK = {LEAF_LABEL: "rack1"}
 """Two nodes, each of which takes one replica."""
@@ -23,12 +23,12 @@ LAST_STEPS = 20
 
 def elastic(name: str, replicas: int, **fields: Any) -> list[dict[str, Any]]:
     """A job that trains until `finish`, at a constant learning rate: its losses do not depend on its length."""
-    return tiny(
+    return endless(
         name,
         replicas=replicas,
         elastic={"maxReplicas": 2, "replacementSeconds": 5, "pauseSeconds": 10, **fields},
         workers={"nodeSelector": RACK},
-        training={"steps": 100_000, "optimizer": CONSTANT},
+        training={"optimizer": CONSTANT},
     )
 
 

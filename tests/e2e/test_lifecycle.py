@@ -10,7 +10,7 @@ from meshwright.api.conditions import find, is_true
 from meshwright.api.labels import LABEL_JOB_UID
 from meshwright.api.objects import service_name
 from meshwright_local.kube.resources import JOBS, SECRETS, SERVICES
-from tests.e2e.local_stack import NAMESPACE, eventually, holds, processes, tiny
+from tests.e2e.local_stack import NAMESPACE, endless, eventually, holds, processes, tiny
 
 
 async def test_apply_to_complete(stage, reference):
@@ -101,7 +101,7 @@ async def test_two_jobs_train_side_by_side(stage, reference):
 
 
 async def test_deletion_leaves_no_pod_service_secret_or_process(stage):
-    await stage.apply(tiny("brief", training={"steps": 100000}))
+    await stage.apply(endless("brief"))
     uid = (await stage.client.get(JOBS, "brief", NAMESPACE))["metadata"]["uid"]
     await stage.trained("brief", 2)
     assert len(processes(uid)) >= 6  # an agent and two ranks in each of two pods
@@ -120,11 +120,11 @@ async def test_deletion_leaves_no_pod_service_secret_or_process(stage):
 
 @pytest.mark.slow
 async def test_a_job_applied_at_once_after_its_deletion_trains(stage):
-    await stage.apply(tiny("twice", training={"steps": 100000}))
+    await stage.apply(endless("twice"))
     old = (await stage.client.get(JOBS, "twice", NAMESPACE))["metadata"]["uid"]
     await stage.trained("twice", 2)
     await stage.client.delete(JOBS, "twice", NAMESPACE)
-    await stage.apply(tiny("twice", training={"steps": 100000}))
+    await stage.apply(endless("twice"))
     assert (await stage.client.get(JOBS, "twice", NAMESPACE))["metadata"]["uid"] != old
     await stage.until("twice", lambda status: is_true(status.conditions, conditions.READY), "trains")
     assert not processes(old)

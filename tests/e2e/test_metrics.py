@@ -4,7 +4,7 @@ import re
 
 from meshwright.api import labels
 from meshwright_local.kube.resources import JOBS
-from tests.e2e.local_stack import NAMESPACE, eventually, tiny
+from tests.e2e.local_stack import NAMESPACE, endless, eventually
 
 
 def series(text, name, *pairs):
@@ -14,7 +14,7 @@ def series(text, name, *pairs):
 
 
 async def test_operator_and_workers_export_the_job(stage):
-    await stage.apply(tiny("metered", training={"steps": 100000}))
+    await stage.apply(endless("metered"))
     await stage.trained("metered", 5)
     mine = 'job_name="metered"'
     await stage.until("metered", lambda s: s.ready_ranks == "4/4", "4/4 ranks")

@@ -19,7 +19,7 @@ from meshwright.data.tokenizers import ByteTokenizer
 from meshwright_cli import manifest
 from meshwright_local.kube.resources import CLAIMS, JOBS
 from meshwright_local.nodeagent.volumes import claim_directory
-from tests.e2e.local_stack import NAMESPACE, Stage, eventually, tiny
+from tests.e2e.local_stack import NAMESPACE, Stage, endless, eventually, tiny
 
 SECONDS = 60
 TEXTS = {"source": "Files", "claimName": "texts"}
@@ -164,7 +164,7 @@ async def test_what_ranks_find_stalls_the_job_at_once(
 
 async def test_a_job_that_is_deleted_and_applied_again_starts_with_the_documented_names(stage: Stage) -> None:
     """The object is gone before its pods are. The new job waits for them, and its first pod is `NAME-w0-0`."""
-    items = tiny("again", training={"steps": 100000})
+    items = endless("again")
     await stage.apply(items)
     for _ in range(2):
         await stage.until("again", lambda status: status.ready_ranks == "4/4", "4/4 ranks")

@@ -9,7 +9,7 @@ import pytest
 from meshwright.api import conditions
 from meshwright.api.labels import LABEL_INCARNATION
 from meshwright_local.kube.resources import JOBS
-from tests.e2e.local_stack import NAMESPACE, eventually, holds, processes, tiny
+from tests.e2e.local_stack import NAMESPACE, endless, eventually, holds, processes, tiny
 
 SAME = ("step", "samples", "digest", "loss")
 
@@ -44,6 +44,21 @@ async def test_a_lost_pod_is_replaced_and_the_run_ends_bitwise_the_same(stage, r
     await stage.delete(name)
 
 
+async def test_an_elastic_job_that_keeps_its_size_ends_bitwise_the_same(stage, reference):
+    """A lost pod is replaced before the job would shrink, and edits of how it resizes change nothing that runs."""
+    await stage.apply(tiny("same", elastic={"maxReplicas": 2, "replacementSeconds": 60}))
+    await stage.trained("same", 10)
+    await stage.client.patch(JOBS, "same", {"spec": {"elastic": {"pauseSeconds": 60, "fill": True}}}, NAMESPACE)
+    await stage.trained("same", 30)
+    assert (await stage.status("same")).restart_count == 0
+    await stage.delete_pod("same", 1, 0)
+    status = await stage.complete("same")
+    assert [(r.cause, r.count) for r in status.restarts] == [("PodLost", 1)]
+    assert status.replicas == 2
+    same(await stage.saved("same"), reference)
+    await stage.delete("same")
+
+
 async def test_a_killed_rank_restarts_in_place(stage, reference):
     await stage.apply(tiny("rank"))
     uid = await uid_of(stage, "rank")
@@ -61,7 +76,7 @@ async def test_a_killed_rank_restarts_in_place(stage, reference):
 
 
 async def test_an_operator_killed_midway_touches_no_worker(stage):
-    await stage.apply(tiny("steady", training={"steps": 100_000}))
+    await stage.apply(endless("steady"))
     uid = await uid_of(stage, "steady")
     before = await stage.trained("steady", 10)
     pids = set(processes(uid))

@@ -1,19 +1,23 @@
 """A simulated run: against the exact model of Daly and Aupy et al., against sums by hand, and what always holds."""
 
+import json
 import math
 import random
+import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from meshwright.api.goodput import TimeCause
 from meshwright.api.spec import RecoverySpec
 from meshwright.rules.checkpoint_interval import best_interval_seconds, useful_share
-from meshwright.simulation.inputs import FaultKind, Inputs, MemoryTier, Phases, Saves, Spread
+from meshwright.simulation.inputs import FaultKind, Inputs, MemoryTier, Phases, Saves, Spread, mean
 from meshwright.simulation.run import Failure, TracedFailures, simulate
 from meshwright.simulation.setting import Policy, Setting
 from tests.tiers import mostly_long
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 NO_PHASES = Phases(place=0.0, pod=0.0, all_pods=0.0, spawn=0.0, rendezvous=0.0, load=0.0, load_from_memory=0.0)
 
 
@@ -129,6 +133,76 @@ def test_copies_in_memory_lose_at_most_the_step_in_flight() -> None:
     # A single node takes its copies with it.
     alone = replace(setting, units=1, policy=spare)
     assert traced(alone, (100.0, "fault"))[TimeCause.REDONE_STEPS] == 100.0
+
+
+IN_MEMORY = Setting(
+    mtbf=1e9,
+    interval=1000.0,
+    step=3.0,
+    work=500.0,
+    units=4,
+    policy=Policy(spares=1, in_memory=True),
+    inputs=one_kind(NODE, phases=NO_PHASES.model_copy(update={"regroup": 1.0, "load": 50.0, "load_from_memory": 8.0})),
+)
+
+
+def test_ranks_that_are_left_after_a_loss_go_on_from_the_newest_step() -> None:
+    found = traced(IN_MEMORY, (100.0, "fault"))
+    assert found[TimeCause.REDONE_STEPS] == 1.0
+    assert found[TimeCause.RESTARTING] == 1.0 + 8.0
+
+
+@pytest.mark.parametrize("cause", ["Hang", "NodeDrained", "LossAnomaly"])
+def test_after_all_other_causes_ranks_restart_from_the_checkpoint(cause: str) -> None:
+    kind = FaultKind(share=1.0, cause=cause, detection=0.0)
+    inputs = IN_MEMORY.inputs.model_copy(update={"faults": {"fault": kind}})
+    found = traced(replace(IN_MEMORY, inputs=inputs), (100.0, "fault"))
+    assert (found[TimeCause.REDONE_STEPS], found[TimeCause.RESTARTING]) == (100.0, 50.0)
+
+
+def test_ranks_without_peers_go_back_to_the_copy_and_those_that_are_all_lost_to_the_checkpoint() -> None:
+    copies = replace(IN_MEMORY, policy=Policy(spares=4, in_memory=True, state_units=None, copy_steps=10))
+    costly = replace(copies, inputs=copies.inputs.model_copy(update={"memory": MemoryTier(overhead=0.5)}))
+    assert traced(copies, (100.0, "fault"))[TimeCause.REDONE_STEPS] == pytest.approx(10.0, abs=0.2)
+    assert sum(traced(costly).values()) == pytest.approx(500.0)
+    assert simulate(costly, 0, TracedFailures([])).elapsed == pytest.approx(500.0 / 0.95)
+    two_sets = Policy(spares=4, in_memory=True, state_units=2)
+    for nodes, redone in ((1, 1.0), (2, 1.0), (3, 100.0)):
+        kind = NODE.model_copy(update={"nodes": nodes})
+        inputs = IN_MEMORY.inputs.model_copy(update={"faults": {"fault": kind}})
+        found = traced(replace(IN_MEMORY, policy=two_sets, inputs=inputs), (100.0, "fault"))
+        assert found[TimeCause.REDONE_STEPS] == redone, nodes
+
+
+def test_fewer_replicas_have_their_state_only_if_they_continue() -> None:
+    at_once = Policy(shrinks=True, at_once=True, in_memory=True, pause_seconds=0.0)
+    shrinks = traced(replace(IN_MEMORY, policy=at_once), (100.0, "fault"))
+    assert shrinks[TimeCause.REDONE_STEPS] == pytest.approx(100.0 / 0.75)
+    continues = traced(replace(IN_MEMORY, policy=replace(at_once, continues=True)), (100.0, "fault"))
+    assert continues[TimeCause.REDONE_STEPS] == pytest.approx(1.0 / 0.75)
+    assert continues[TimeCause.RESTARTING] == 1.0
+    long = replace(IN_MEMORY, work=2000.0, policy=replace(at_once, continues=True))
+    # All ranks wait while the replica that joins gets its state.
+    assert traced(long, (100.0, "fault"))[TimeCause.RESCALING] == 1.0 + 8.0
+
+
+def test_a_recovery_in_memory_from_a_later_step_does_not_wait() -> None:
+    kind = FaultKind(share=1.0, cause="RankFailure", detection=0.0)
+    inputs = IN_MEMORY.inputs.model_copy(update={"faults": {"fault": kind}})
+    found = traced(replace(IN_MEMORY, inputs=inputs), (100.0, "fault"), (120.0, "fault"))
+    assert found[TimeCause.RESTARTING] == 2 * 9.0
+    # The second comes while the state of the first is still being sent.
+    found = traced(replace(IN_MEMORY, inputs=inputs), (100.0, "fault"), (105.0, "fault"))
+    assert found[TimeCause.RESTARTING] == 5.0 + 2.0 + 9.0
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_the_default_times_in_memory_are_those_measured(ranks: int) -> None:
+    """Beside the process of the new rank, whose start depends on the job."""
+    runs = json.loads((RESULTS / f"recovery-{ranks}.json").read_text())["runs"]["this"]
+    faults = [run["process in memory"] for run in runs]
+    measured = statistics.median(seconds - one["detected"] for one in faults for seconds in one["stepAfter"])
+    assert mean(Setting(mtbf=1.0, interval=1.0, gpus=ranks).regroup) == pytest.approx(measured, abs=0.25)
 
 
 def test_silent_corruption_repeats_what_was_trained_until_it_was_detected() -> None:

@@ -6,9 +6,19 @@ from dataclasses import replace
 import pytest
 
 from meshwright.rules.checkpoint_interval import best_interval_seconds, useful_share
-from meshwright.simulation.inputs import FaultKind, Inputs, Phases, Saves
+from meshwright.simulation.inputs import FaultKind, Inputs, Phases, Saves, mean
 from meshwright.simulation.setting import Policy, Setting, up_time
-from meshwright.simulation.study import best, enough, interval_rows, ladder, minimum_rows, rung_rows, spare_rows, study
+from meshwright.simulation.study import (
+    best,
+    costs,
+    enough,
+    interval_rows,
+    ladder,
+    minimum_rows,
+    rung_rows,
+    spare_rows,
+    study,
+)
 from meshwright.simulation.study import tier_rows as tiers
 
 RIGID = Setting(
@@ -86,6 +96,31 @@ def test_each_rung_is_worth_something_or_costs_only_its_copies() -> None:
 def test_the_rung_of_the_job_is_marked() -> None:
     rows = rung_rows(replace(CLUSTER, policy=Policy(spares=2)), 2, 2)
     assert [row.name for row in rows if row.is_job] == ["2 spare nodes"]
+
+
+def test_the_job_that_keeps_state_in_memory_is_among_rungs_and_checkpoints() -> None:
+    own = Policy(spares=2, shrinks=True, at_once=True, in_memory=True, continues=True, state_units=2)
+    setting = replace(CLUSTER, policy=own)
+    assert [row.name for row in rung_rows(setting, 2, 2) if row.is_job] == ["other replicas continue at once"]
+    assert [row.name for row in tiers(setting, 2) if row.is_job] == ["storage, and state in ranks that are left"]
+    copies = replace(own, state_units=None, copy_steps=10, continues=False)
+    assert [row.fields for row in rung_rows(replace(CLUSTER, policy=copies), 2, 2) if row.is_job] == [
+        "recovery.inMemory: true"
+    ]
+
+
+def test_costs_of_a_failure_follow_from_the_policy() -> None:
+    found = {cost.kind: cost for cost in costs(CLUSTER)}
+    # On average half an interval, and the time until a checkpoint is complete.
+    assert found["process"].redone == pytest.approx(1200.0 / 2 + 60.0, abs=1.0)
+    assert (found["process"].detecting, found["process"].waiting) == (3.0, 0.0)
+    assert found["node"].waiting == pytest.approx(mean(CLUSTER.inputs.faults["node"].repair), rel=0.01)
+    kept = {cost.kind: cost for cost in costs(replace(CLUSTER, policy=Policy(spares=2, in_memory=True)))}
+    assert kept["process"].redone < CLUSTER.step
+    assert kept["process"].restarting == pytest.approx(found["process"].restarting - 120.0 + 15.0, abs=0.1)
+    assert kept["node"].waiting == 0.0
+    assert kept["hang"] == found["hang"]
+    assert [cost.redone for cost in costs(replace(CLUSTER, interval=math.inf)) if cost.kind == "process"] > [20.0]
 
 
 def test_copies_in_memory_are_rows_with_their_interval() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -52,13 +53,26 @@ def test_a_part_that_fails_or_takes_too_long_is_reported() -> None:
     assert "\n10\n" not in text  # the last lines only
 
 
-def test_every_part_is_a_command_of_this_repository(tmp_path: Path) -> None:
+def help_of(module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `python -m module --help` prints. Our modules run in this process, which has imported torch."""
+    if module == "pytest":
+        command = [sys.executable, "-m", module, "--help"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert ended.value.code in (None, 0), module
+    return capsys.readouterr().out
+
+
+def test_every_part_is_a_command_of_this_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     helped: dict[str, str] = {}
     for part in parts(tmp_path, quick=True, parity_seconds=60):
         module = part.command[2]
         if module not in helped:
-            command = [sys.executable, "-m", module, "--help"]
-            helped[module] = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            helped[module] = help_of(module, monkeypatch, capsys)
         for flag in (word for word in part.command[3:] if word.startswith("--")):
             assert flag in helped[module], (module, flag)
 

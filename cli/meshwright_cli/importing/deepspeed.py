@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright_cli.importing.settings import Imported, Settings, flat, without_none
+from meshwright_cli.importing.settings import Imported, Settings, flat, replicas_of, without_none
 
 _OFFLOAD = {"cpu": "CPU", "nvme": "File"}
 
@@ -24,16 +24,18 @@ def read(values: Mapping[str, Any], gpus: int | None) -> Imported:
         gpus: number of GPUs of the run, if known.
 
     Raises:
-        ImportFileError: a value has the wrong type.
+        ImportFileError: a value has the wrong type, or the GPUs do not divide.
     """
-    found = Settings(dict(flat(values)))
+    given = dict(flat(values))
+    automatic = {name for name, value in given.items() if value == "auto"}
+    found = Settings({name: value for name, value in given.items() if name not in automatic})
     batch, micro = found.integer("train_batch_size"), found.integer("train_micro_batch_size_per_gpu")
     accumulation = found.integer("gradient_accumulation_steps", 1)
     tensor = found.integer("tensor_parallel.autotp_size", 1) or 1
     pipeline, context = found.integer("pipeline.stages", 1) or 1, found.integer("sequence_parallel_size", 1) or 1
     replicas = batch // (micro * accumulation) if batch and micro and accumulation else None
     if replicas is None and gpus:
-        replicas = max(1, gpus // (tensor * pipeline * context))
+        replicas = replicas_of(gpus, tensor=tensor, pipeline=pipeline, context=context)
     if batch is None and micro and accumulation and replicas:
         batch = micro * accumulation * replicas
     spec = without_none(
@@ -48,10 +50,12 @@ def read(values: Mapping[str, Any], gpus: int | None) -> Imported:
                 "microBatches": accumulation,
                 "zeroStage": found.integer("zero_optimization.stage", 0),
             },
-            "training": _training(found, batch),
+            "training": _training(found, batch, automatic),
         }
     )
     notes = ["the model, the data and the length of sequences are in the script, not in this file"]
+    if automatic:
+        notes.append(f"the script's arguments set what is `auto`: {', '.join(sorted(automatic))}")
     if found.get("zero_optimization.offload_param.device") not in (None, "none"):
         spec["training"]["parameterOffload"] = True
     if replicas is None:
@@ -59,13 +63,14 @@ def read(values: Mapping[str, Any], gpus: int | None) -> Imported:
     return Imported("DeepSpeed", spec, found.unread, notes)
 
 
-def _training(found: Settings, batch: int | None) -> dict[str, Any]:
+def _training(found: Settings, batch: int | None, automatic: set[str]) -> dict[str, Any]:
     betas = found.get("optimizer.params.betas")
     kind = str(found.get("optimizer.type", "AdamW"))
     offload = _OFFLOAD.get(str(found.get("zero_optimization.offload_optimizer.device")))
     if kind.lower() not in ("adam", "adamw"):
         found.read.discard("optimizer.type")
-    precision = "bf16" if found.flag("bf16.enabled") else "fp16" if found.flag("fp16.enabled") else "fp32"
+    otherwise = None if automatic & {"bf16.enabled", "fp16.enabled"} else "fp32"
+    precision = "bf16" if found.flag("bf16.enabled") else "fp16" if found.flag("fp16.enabled") else otherwise
     ratio, rate = found.number("scheduler.params.cos_min_ratio"), found.number("optimizer.params.lr")
     if found.get("scheduler.type") not in (None, "WarmupCosineLR"):
         found.read.discard("scheduler.type")
@@ -80,7 +85,7 @@ def _training(found: Settings, batch: int | None) -> dict[str, Any]:
             "weightDecay": found.number("optimizer.params.weight_decay"),
             "beta1": betas[0] if isinstance(betas, list) and len(betas) == 2 else None,
             "beta2": betas[1] if isinstance(betas, list) and len(betas) == 2 else None,
-            "gradientClip": found.number("gradient_clipping", 0.0),
+            "gradientClip": None if "gradient_clipping" in automatic else found.number("gradient_clipping", 0.0),
             "offload": offload,
             "offloadPath": found.get("zero_optimization.offload_optimizer.nvme_path") if offload == "File" else None,
         },

@@ -7,10 +7,21 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright_cli.importing.settings import Imported, ImportFileError, Settings, micro_batches, without_none
+from meshwright_cli.importing.settings import (
+    Imported,
+    ImportFileError,
+    Settings,
+    micro_batches,
+    replicas_of,
+    without_none,
+)
 
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=([^\s(].*?)?\s*$")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}|([A-Za-z_][A-Za-z0-9_]*))")
+_FLAGS_OF_VARIABLE = re.compile(r"([A-Za-z_]\w*)\+?=((?:.*\s)?--[a-zA-Z].*)", re.DOTALL)
+"""A word that assigns flags to a variable."""
+_QUOTED_FLAGS = re.compile(r"(?:.*\s)?--[a-zA-Z].*\s.*", re.DOTALL)
+"""A word that has several words itself, with flags."""
 _CONTEXT = {"p2p": "RingZigZag", "a2a": "Ulysses", "all_gather": "AllGather"}
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
@@ -26,17 +37,42 @@ def arguments(text: str) -> dict[str, Any]:
     Raises:
         ImportFileError: quotes do not match.
     """
-    lines = text.replace("\\\n", " ").splitlines()
     variables: dict[str, str] = {}
     found: dict[str, Any] = {}
-    for line in lines:
-        line = _replaced(line, variables)
+    begun = ""
+    for part in text.replace("\\\n", " ").splitlines():
+        line = begun + _replaced(part, variables)
+        try:
+            words = _words(line, variables)
+        except ValueError:
+            begun = f"{line}\n"  # a quote that a later line closes
+            continue
+        begun = ""
         assignment = _ASSIGNMENT.match(line)
         if assignment and "--" not in line:
             variables[assignment[1]] = (assignment[2] or "").strip("\"'")
             continue
-        for flag, values in _flags(line):
+        for flag, values in _flags(words):
             found[flag] = True if not values else values[0] if len(values) == 1 else values
+    if begun:
+        raise ImportFileError(f"quotes do not match: {begun.strip():.80}")
+    return found
+
+
+def _words(line: str, variables: dict[str, str]) -> list[str]:
+    """Words of a shell, those of quoted flags too (`ARGS="--num-layers 24 --bf16"`). Their variable is then empty.
+
+    Raises:
+        ValueError: quotes do not match.
+    """
+    found = []
+    for word in shlex.split(line, comments=True):
+        assigned = _FLAGS_OF_VARIABLE.fullmatch(word)
+        if assigned:
+            found += _words(assigned[2], variables)
+            variables[assigned[1]] = ""
+        else:
+            found += _words(word, variables) if _QUOTED_FLAGS.fullmatch(word) else [word]
     return found
 
 
@@ -48,11 +84,7 @@ def _replaced(line: str, variables: dict[str, str]) -> str:
     return _VARIABLE.sub(value, line)
 
 
-def _flags(line: str) -> Iterator[tuple[str, list[str]]]:
-    try:
-        words = shlex.split(line, comments=True)
-    except ValueError as error:
-        raise ImportFileError(f"quotes do not match: {error}: {line.strip():.80}") from None
+def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
     flag, values = "", list[str]()
     for word in words:
         word = word.strip("()") if word in ("(", ")") else word
@@ -89,7 +121,7 @@ def read(text: str, gpus: int | None) -> Imported:
     pipeline = found.integer("pipeline-model-parallel-size", 1) or 1
     context = found.integer("context-parallel-size", 1) or 1
     world = gpus or _world(found)
-    replicas = max(1, world // (tensor * pipeline * context)) if world else None
+    replicas = replicas_of(world, tensor=tensor, pipeline=pipeline, context=context) if world else None
     if replicas is None:
         notes.append("the number of replicas is unknown: use --gpus")
     batch = found.integer("global-batch-size")
@@ -191,8 +223,20 @@ def _model(found: Settings, tensor: int, notes: list[str]) -> dict[str, Any]:
     }
 
 
+def _fp8(found: Settings) -> dict[str, Any] | None:
+    """Products in fp8: formats and recipes of Transformer Engine that a job has too."""
+    recipe = found.values.get("fp8-recipe", "delayed")
+    if found.values.get("fp8-format") != "hybrid" or recipe not in ("delayed", "tensorwise"):
+        return None
+    found.read |= {"fp8-format", "fp8-recipe"}
+    if recipe == "tensorwise":
+        return {"scaling": "Tensorwise", "update": "Dynamic"}
+    return {"scaling": "Tensorwise", "update": "Delayed", "history": found.integer("fp8-amax-history-len", 1)}
+
+
 def _training(found: Settings, batch: int | None) -> dict[str, Any]:
     granularity, grouped = found.get("recompute-granularity"), found.integer("recompute-num-layers", 1) or 1
+    granularity = "selective" if found.flag("recompute-activations") else granularity
     uniform = found.get("recompute-method", "uniform") == "uniform"
     recomputation = {"selective": "Selective", "full": "Full"}.get(str(granularity), "None")
     if recomputation == "Full" and grouped > 1 and uniform:
@@ -205,6 +249,7 @@ def _training(found: Settings, batch: int | None) -> dict[str, Any]:
         "sequenceLength": found.integer("seq-length"),
         "seed": found.integer("seed"),
         "precision": "bf16" if found.flag("bf16") else "fp16" if found.flag("fp16") else "fp32",
+        "fp8": _fp8(found),
         "dropout": found.number("hidden-dropout", 0.1),
         "attentionDropout": found.number("attention-dropout", 0.1),
         "activationCheckpointing": recomputation,

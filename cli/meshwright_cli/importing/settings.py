@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 
@@ -87,6 +88,19 @@ def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that are known, also of nested dictionaries; empty ones are left out."""
     cleaned = {name: without_none(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     return {name: value for name, value in cleaned.items() if value is not None and value != {}}
+
+
+def replicas_of(gpus: int, **degrees: int) -> int:
+    """Replicas on this number of GPUs; `degrees` are those of a replica.
+
+    Raises:
+        ImportFileError: a part of a replica would be left.
+    """
+    ranks = prod(degrees.values())
+    if gpus < ranks or gpus % ranks:
+        text = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+        raise ImportFileError(f"the number of GPUs ({gpus}) must be a multiple of {ranks} ({text})")
+    return gpus // ranks
 
 
 def micro_batches(global_batch: int | None, micro_batch: int | None, replicas: int | None) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright_cli.importing.settings import Imported, Settings, flat, micro_batches, without_none
+from meshwright_cli.importing.settings import Imported, Settings, flat, micro_batches, replicas_of, without_none
 
 _PRESETS = {
     ("llama3", "8b"): "llama-3.1-8b",
@@ -54,7 +54,8 @@ def read(values: Mapping[str, Any], gpus: int | None) -> Imported:
     copies = found.integer("parallelism.data_parallel_replicate_degree", 1) or 1
     shards = found.integer("parallelism.data_parallel_shard_degree", -1) or -1
     if shards < 0:
-        shards = max(1, gpus // (tensor * pipeline * context * copies)) if gpus else 1
+        degrees = {"tensor": tensor, "pipeline": pipeline, "context": context, "data_parallel_replicate_degree": copies}
+        shards = replicas_of(gpus, **degrees) if gpus else 1
         if not gpus:
             notes.append("data_parallel_shard_degree is -1, the remaining GPUs: use --gpus")
     replicas = copies * shards

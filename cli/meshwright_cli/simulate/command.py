@@ -98,6 +98,7 @@ def simulate(filename: Path, output: str, runs: int, seed: int, **options: Any) 
     except (InvalidSpecError, PlanError) as error:
         raise click.ClickException(f"{filename}: {error}") from error
     setting, source, notes = _setting(planned, options)
+    notes = (*notes, *planned.notes)
     replayed: Replay | None = None
     if options["replays"]:
         replayed = _replayed(filename, job, planned, setting)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.api.parsing import parse_spec
-from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.api.spec import ParallelTrainingJobSpec, ReplicaLossAction
+from meshwright.memory_recovery import cannot_continue, state_of, unsupported
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan, make_plans
@@ -43,17 +44,54 @@ class PlannedJob:
 
     def policy(self, spares: int) -> Policy:
         """How the job recovers as its spec says, with so many nodes beside its own."""
-        elastic = self.spec.elastic
-        if elastic is None:
-            return Policy(spares=spares)
-        return Policy(
-            spares=spares,
-            shrinks=self.min_units < self.units,
-            at_once=continues_on_loss(self.spec),
-            min_units=self.min_units,
-            replacement_seconds=float(elastic.replacement_seconds),
-            pause_seconds=float(elastic.pause_seconds),
+        elastic, policy = self.spec.elastic, Policy(spares=spares)
+        if elastic is not None:
+            policy = replace(
+                policy,
+                shrinks=self.min_units < self.units,
+                at_once=continues_on_loss(self.spec),
+                min_units=self.min_units,
+                replacement_seconds=float(elastic.replacement_seconds),
+                pause_seconds=float(elastic.pause_seconds),
+            )
+        return self._in_memory(policy) if self.spec.recovery.in_memory and not self.restarts_why else policy
+
+    def _in_memory(self, policy: Policy) -> Policy:
+        recovery, run = self.spec.recovery, self.plan.run_config(self.spec)
+        world = run.layout.world_size
+        ranks_of_state = len({state_of(run, rank) for rank in range(world)})
+        return replace(
+            policy,
+            in_memory=True,
+            state_units=-(-ranks_of_state * self.units // world) if ranks_of_state < world else None,
+            copy_steps=recovery.copy_every_steps,
+            continues=policy.shrinks and self._asks_to_continue and not cannot_continue(run),
         )
+
+    @property
+    def _asks_to_continue(self) -> bool:
+        return self.spec.recovery.on_replica_loss is ReplicaLossAction.CONTINUE
+
+    @property
+    def restarts_why(self) -> str:
+        """Why all ranks restart although the job has `recovery.inMemory`; empty if they do not."""
+        recovery, run = self.spec.recovery, self.plan.run_config(self.spec)
+        copied = recovery.copy_every_steps is not None
+        return unsupported(run, copies=copied, continues=self._asks_to_continue) if recovery.in_memory else ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is assumed of the job's recovery."""
+        if not self.spec.recovery.in_memory:
+            return ()
+        if self.restarts_why:
+            return (f"`recovery.inMemory` has no effect, and all ranks restart: {self.restarts_why}",)
+        found = (
+            "`recovery.inMemory` is simulated as for ranks without GPUs, the only ones that keep their state in this"
+            " version: ranks on GPUs restart from the latest checkpoint",
+        )
+        why = cannot_continue(self.plan.run_config(self.spec)) if self._asks_to_continue else ""
+        return (*found, f"`recovery.onReplicaLoss: Continue` has no effect: {why}") if why else found
 
 
 def planned_job(job: dict[str, Any], nodes: Sequence[dict[str, Any]], pods: Sequence[dict[str, Any]]) -> PlannedJob:

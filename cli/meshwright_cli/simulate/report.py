@@ -10,9 +10,11 @@ from meshwright.simulation.replay import Replay
 from meshwright.simulation.setting import Setting
 from meshwright.simulation.study import (
     NEGLIGIBLE,
+    Cost,
     Result,
     Row,
     best,
+    costs,
     enough,
     interval_rows,
     minimum_rows,
@@ -42,6 +44,8 @@ class SimulationReport:
     minimum: list[Row] = field(default_factory=list)
     tiers: list[Row] = field(default_factory=list)
     rungs: list[Row] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+    """What one failure of each kind costs the job."""
     replay: Replay | None = None
     notes: tuple[str, ...] = ()
 
@@ -149,5 +153,6 @@ def simulation_report(
         minimum_rows(setting, few, seed) if setting.units > 1 else [],
         tier_rows(tiered, few, seed) if tiered is not None and guess > setting.step else [],
         rung_rows(setting, max(1, chosen, setting.policy.spares), few, seed),
+        costs(setting),
         notes=notes,
     )

@@ -37,12 +37,32 @@ def document(report: SimulationReport) -> dict[str, Any]:
         ],
         "checkpointTiers": _rows(report.tiers),
         "rungs": _rows(report.rungs),
+        "recovery": _recovery(report),
         "advice": report.advice(),
         "notes": list(report.notes),
     }
     if replay is not None:
         found["ledger"] = {"goodput": replay.goodput, "seconds": dict(replay.seconds)}
     return found
+
+
+def _recovery(report: SimulationReport) -> dict[str, Any]:
+    """How the job recovers, and what one failure of each kind costs it."""
+    policy = report.setting.policy
+    return {
+        "inMemory": policy.in_memory,
+        "copyEverySteps": policy.copy_steps,
+        "continues": policy.continues,
+        "secondsLostByKind": {
+            cost.kind: {
+                "detecting": cost.detecting,
+                "waitingForNodes": cost.waiting,
+                "restarting": cost.restarting,
+                "redoneSteps": cost.redone,
+            }
+            for cost in report.costs
+        },
+    }
 
 
 def _finite(value: float) -> float | None:

@@ -11,6 +11,7 @@ from meshwright.api.goodput import TimeCause
 from meshwright.simulation.inputs import mean
 from meshwright.simulation.replay import NOT_SIMULATED
 from meshwright.simulation.run import Outcome
+from meshwright.simulation.setting import Policy
 from meshwright.simulation.study import NEGLIGIBLE, Result, Row
 from meshwright_cli.simulate.report import SimulationReport
 from meshwright_cli.text import duration, plural
@@ -28,6 +29,7 @@ def lines(report: SimulationReport) -> Iterator[str]:
         yield from _replay(report)
     else:
         yield from _causes(report.result)
+    yield from _costs(report)
     yield from _intervals(report)
     yield from _spares(report.spares)
     yield from _minimum(report)
@@ -118,6 +120,30 @@ def _causes(result: Result) -> Iterator[str]:
     for cause in TimeCause:
         if share := result.share(cause):
             yield f"  {cause.value:<16} {share:7.2%}  {duration(share * result.days * 86400):>8}"
+
+
+def _costs(report: SimulationReport) -> Iterator[str]:
+    """What one failure of each kind costs."""
+    if not report.costs:
+        return
+    width = max(len(cost.kind) for cost in report.costs)
+    title = f"Lost by one failure, {_recovery(report.setting.policy)}"
+    yield ""
+    yield from textwrap.wrap(title, WIDTH)
+    yield f"  {'':<{width}}  {'detecting':>9}  {'waiting':>9}  {'restart':>9}  {'redone':>9}"
+    for cost in report.costs:
+        times = (cost.detecting, cost.waiting, cost.restarting, cost.redone)
+        yield f"  {cost.kind:<{width}}  {'  '.join(f'{seconds(time):>9}' for time in times)}"
+
+
+def _recovery(policy: Policy) -> str:
+    """How a job recovers, in words."""
+    if not policy.in_memory:
+        return "after which all ranks restart"
+    text = "after which ranks that are left keep their state"
+    if policy.copy_steps is not None:
+        text += f", of which peers have copies every {plural(policy.copy_steps, 'step')}"
+    return f"{text}, and other replicas continue at once" if policy.continues else text
 
 
 def _replay(report: SimulationReport) -> Iterator[str]:

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
+from typing import NamedTuple
 
 from meshwright.api.labels import ANNOTATION_CHECKPOINT, MANAGER, MULTIKUEUE
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.api.status import ParallelTrainingJobStatus, PlanStatus
+from meshwright.api.workers import WorkersSpec
 from meshwright.planner.copies import with_copies_memory
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan
@@ -135,6 +137,22 @@ def _spec_field(job: KubeObject, field: str) -> object:
     return spec.get(field) if isinstance(spec, dict) else None
 
 
+class _Planned(NamedTuple):
+    """What a job's pods are made from; see `Observed`."""
+
+    spec: ParallelTrainingJobSpec
+    plan: Plan
+    others: list[Plan]
+    elastic: ParallelTrainingJobSpec | None
+    sizes: list[Plan]
+    full: PlanStatus | None
+    taken_by: str
+    preempted_by: str
+    own_workers: WorkersSpec
+    profile: AppliedProfile | None
+    devices: Mapping[str, int]
+
+
 @dataclass(frozen=True, slots=True)
 class _JobObserver:
     """Observes a job with a given spec."""
@@ -161,69 +179,72 @@ class _JobObserver:
             JobRejectedError: No plan fits the spec.
             PlanPendingError: The plan is being made.
         """
-        metadata = self.job["metadata"]
-        if self.devices is not None:
-            spec = self.devices.joined(self.key.namespace, spec)
-        own_workers, profile = spec.workers, self._profile(spec, revision)
-        if profile is not None:
-            spec = with_profile(spec, profile.profile)
-        elastic = spec if spec.elastic is not None else None
-        sizes: Sequence[Plan] = ()
-        taken_by, preempted_by, full = "", "", None
-        limit = self.scheduler.replica_limit(metadata["uid"])
-        if limit is not None and not limit[0]:
-            preempted_by = str(limit[1])
-            limit = None
-        pods = self.deletions.as_seen(self.cache.pods(self.key, metadata["uid"]), self.now)
-        if elastic is None:
-            plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
-        else:
-            found = self._elastic_plans(spec, revision, pods, limit)
-            taken_by = str(limit[1]) if limit is not None else ""
-            spec, plan, others, sizes, full = found.spec, found.plan, [], found.sizes, found.full
-        if elastic is not None:
-            plan, sizes = plan.with_copies(elastic), [size.with_copies(elastic) for size in sizes]
-            elastic = with_copies_memory(elastic, plan.copies_bytes)
-        spec = with_copies_memory(spec, plan.copies_bytes)
-        devices = self.devices.requests(self.key.namespace, spec) if self.devices is not None else {}
-        if profile is not None or devices:
-            extended = partial(with_extra_request, spec, profile.profile if profile is not None else None, devices)
-            plan, others, sizes = extended(plan), list(map(extended, others)), list(map(extended, sizes))
+        uid = self.job["metadata"]["uid"]
+        pods = self.deletions.as_seen(self.cache.pods(self.key, uid), self.now)
+        made = self._planned(spec, revision, pods)
+        plan, spec = made.plan, made.spec
         down = _down_nodes(self.status, pods, self.cache)
         rejecting, draining = _rejecting_nodes(self._placed(spec), pods, self.cache, self.scheduler)
-        indices, joining = _workers(plan, self.status, revision, elastic=elastic is not None)
+        indices, joining = _workers(plan, self.status, revision, elastic=made.elastic is not None)
         workers, excess_pods = observe_workers(
             [*indices, *joining], self.status, pods, down, rejecting, draining, self.agents, self.now
         )
         return Observed(
             now=self.now,
             name=self.key.name,
-            uid=metadata["uid"],
-            generation=int(metadata.get("generation", 0)),
+            uid=uid,
+            generation=int(self.job["metadata"].get("generation", 0)),
             spec=spec,
             revision=revision,
             status=self.status,
             plan=plan,
             workers=workers[: len(indices)],
-            other_plans=others,
-            elastic=elastic,
-            size_plans=sizes,
-            full_plan=full,
-            taken_by=taken_by,
-            preempted_by=preempted_by,
+            other_plans=made.others,
+            elastic=made.elastic,
+            size_plans=made.sizes,
+            full_plan=made.full,
+            taken_by=made.taken_by,
+            preempted_by=made.preempted_by,
             joining=workers[len(indices) :],
             excess_pods=excess_pods,
             stuck_pods=stuck_pods(pods, down, self.now),
-            namesakes=self.cache.namesakes(self.key, metadata["uid"]),
+            namesakes=self.cache.namesakes(self.key, uid),
             agents=self.agents,
             rejection=self.rejection,
             binding=self.binding,
             admission=self.admission,
-            checkpoint_request=(metadata.get("annotations") or {}).get(ANNOTATION_CHECKPOINT, ""),
-            own_workers=own_workers if profile is not None or plan.copies_bytes else None,
-            profile=profile,
-            devices=devices,
+            checkpoint_request=(self.job["metadata"].get("annotations") or {}).get(ANNOTATION_CHECKPOINT, ""),
+            own_workers=made.own_workers if made.profile is not None or plan.copies_bytes else None,
+            profile=made.profile,
+            devices=made.devices,
         )
+
+    def _planned(self, spec: ParallelTrainingJobSpec, revision: str, pods: Sequence[Pod]) -> _Planned:
+        """The job's plans, with what its profile, its devices and the copies of its ranks' state add to its pods."""
+        if self.devices is not None:
+            spec = self.devices.joined(self.key.namespace, spec)
+        own_workers, profile = spec.workers, self._profile(spec, revision)
+        if profile is not None:
+            spec = with_profile(spec, profile.profile)
+        elastic = spec if spec.elastic is not None else None
+        limit = self.scheduler.replica_limit(self.job["metadata"]["uid"])
+        preempted_by = str(limit[1]) if limit is not None and not limit[0] else ""
+        taken_by, sizes, full = "", list[Plan](), None
+        if elastic is None:
+            plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
+        else:
+            limit = None if preempted_by else limit
+            found = self._elastic_plans(spec, revision, pods, limit)
+            taken_by = str(limit[1]) if limit is not None else ""
+            spec, others, full = found.spec, [], found.full
+            plan, sizes = found.plan.with_copies(elastic), [size.with_copies(elastic) for size in found.sizes]
+            elastic = with_copies_memory(elastic, plan.copies_bytes)
+        spec = with_copies_memory(spec, plan.copies_bytes)
+        devices = self.devices.requests(self.key.namespace, spec) if self.devices is not None else {}
+        if profile is not None or devices:
+            extended = partial(with_extra_request, spec, profile.profile if profile is not None else None, devices)
+            plan, others, sizes = extended(plan), list(map(extended, others)), list(map(extended, sizes))
+        return _Planned(spec, plan, others, elastic, sizes, full, taken_by, preempted_by, own_workers, profile, devices)
 
     def _elastic_plans(
         self, spec: ParallelTrainingJobSpec, revision: str, pods: Sequence[Pod], limit: tuple[int, JobKey] | None

@@ -14,6 +14,7 @@ from meshwright.api.status import MAX_SUCCEEDED_WORKERS, MemoryCopiesStatus, Mem
 from meshwright.memory_copies import RankPlace, choose_shift, describe_survived
 from meshwright.memory_recovery import cannot_continue, keeps_place, plan_recovery, unsupported
 from meshwright.protocol.messages import AgentState, HeldState, MemoryRecovery, WorkerReport
+from meshwright.rules.recovery_times import LOSSES
 from meshwright_operator.decide import restart_policy
 from meshwright_operator.decide.mesh_generation import plan_workers
 from meshwright_operator.decide.observed import Observed, PodState, Worker
@@ -39,7 +40,7 @@ def cannot_continue_why(observed: Observed) -> str:
 
 def goes_on(observed: Observed, cause: str) -> bool:
     """Whether ranks go on after this cause: others are lost, or replicas come and go."""
-    return cause in restart_policy.LOSSES or (cause == restart_policy.RESCALED.name and continues(observed))
+    return cause in LOSSES or (cause == restart_policy.RESCALED.name and continues(observed))
 
 
 def unavailable(observed: Observed) -> str:

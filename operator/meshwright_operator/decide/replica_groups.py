@@ -13,7 +13,7 @@ from meshwright.addresses import join_host_port, split_host_port
 from meshwright.api.status import MeshStatus, ReplicaGroupsStatus, ReplicaGroupStatus
 from meshwright.protocol.messages import AgentState, ReplicaGroup, ReplicaGroups
 from meshwright.protocol.run_config import CommandRun
-from meshwright_operator.decide import restart_policy
+from meshwright.rules.recovery_times import LOSSES
 from meshwright_operator.decide.observed import Observed, PodState, Worker
 
 LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
@@ -37,7 +37,7 @@ def next_groups(observed: Observed, assigned: Mapping[int, int], number: int, ca
         members.setdefault(first_rank // ranks, []).append(worker)
     lighthouse, before = _lighthouse(observed, members[0][0]), observed.mesh.replica_groups
     same = before is not None and (before.lighthouse, len(before.groups)) == (lighthouse, len(members))
-    may_go_on = same and cause in restart_policy.LOSSES
+    may_go_on = same and cause in LOSSES
     groups = []
     for group, workers in sorted(members.items()):
         if may_go_on and before is not None and all(_runs(worker, observed) for worker in workers):

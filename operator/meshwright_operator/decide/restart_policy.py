@@ -150,8 +150,6 @@ POD_FAILED = declare(RestartCause("PodFailed", limited=True, exit_codes=crashed_
 RANK_FAILURE = declare(
     RestartCause("RankFailure", limited=True, backs_off=True, exit_codes=rank_exit_codes, event="RankFailed")
 )
-LOSSES = frozenset(cause.name for cause in (NODE_LOST, PREEMPTED, EVICTED, POD_LOST, POD_FAILED, RANK_FAILURE))
-"""The causes after which ranks that are left may go on. All others change what they run, or concern all of them."""
 WENT_BACK = declare(RestartCause("LossAnomaly", limited=True, exit_codes=rank_exit_codes))
 HANG = declare(RestartCause("Hang", limited=True, backs_off=True))
 

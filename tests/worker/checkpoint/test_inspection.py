@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright_worker import checkpoints
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from meshwright_worker.checkpoint.files import files_of
@@ -132,12 +133,16 @@ def test_a_manifest_of_a_later_or_an_earlier_version_is_listed_verified_and_copi
     assert listed(str(tmp_path / "later"))[0].state == "complete"
 
 
-def test_the_program_prints_json_and_names_errors(tmp_path: Path) -> None:
+def test_the_program_prints_json_and_names_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_steps(str(tmp_path / "run"), 10)
     command = [sys.executable, "-m", "meshwright_worker.checkpoints"]
     done = subprocess.run([*command, "list", "--at", f"{tmp_path}/run"], capture_output=True, text=True, check=True)
     (entry,) = map(json.loads, done.stdout.splitlines())
     assert (entry["step"], entry["state"], entry["place"]) == (10, "complete", f"{tmp_path}/run")
-    failed = subprocess.run([*command, "list", "--at", f"{tmp_path}/none"], capture_output=True, text=True)
-    assert failed.returncode == 2
-    assert f": error: `{tmp_path}/none` is not a directory" in failed.stderr
+    monkeypatch.setattr(sys, "argv", [*command[2:], "list", "--at", f"{tmp_path}/none"])
+    with pytest.raises(SystemExit) as failed:
+        checkpoints.main()
+    assert failed.value.code == 2
+    assert f": error: `{tmp_path}/none` is not a directory" in capsys.readouterr().err

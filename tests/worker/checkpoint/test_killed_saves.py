@@ -23,10 +23,14 @@ from meshwright_worker.checkpoint.loader import newest_of_all
 from meshwright_worker.checkpoint.manifest import MANIFEST, Manifest
 from meshwright_worker.checkpoint.store import Tier, open_store
 from meshwright_worker.distributed.mesh import Mesh
+from tests.tiers import mostly_long
 from tests.worker.checkpoint.dying_writer import Units, count_files, save_and_die
 from tests.worker.checkpoint.test_checkpoint_files import manifest_at
 
-RANKS, KILLS = 2, 100
+RANKS = 2
+TIERS = (("volume",), ("file://store",), ("volume", "file://store"))
+FEW, MANY = 25, 100
+"""Kills at random bytes: in `make test`, and in the long tier."""
 EVERYTHING = 1 << 60
 
 
@@ -64,10 +68,10 @@ def is_intact(files: Any, step: int) -> bool:
     return set(reader.names) == set(wanted) and all(torch.equal(reader.read(n), t) for n, t in wanted.items())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("names", [("volume",), ("file://store",), ("volume", "file://store")], ids="+".join)
+@pytest.mark.parametrize("kills", mostly_long([FEW, MANY], FEW.__eq__))
+@pytest.mark.parametrize("names", TIERS, ids="+".join)
 def test_a_start_after_a_kill_at_any_byte_takes_the_newest_complete_checkpoint(
-    tmp_path: Path, mesh: Mesh, names: tuple[str, ...]
+    tmp_path: Path, mesh: Mesh, names: tuple[str, ...], kills: int
 ) -> None:
     roots = [name.replace("://", f"://{tmp_path}/") if "://" in name else str(tmp_path / name) for name in names]
 
@@ -88,7 +92,7 @@ def test_a_start_after_a_kill_at_any_byte_takes_the_newest_complete_checkpoint(
     assert total is not None
     assert total > 2 * 160_000 * len(names)
     outcomes = []
-    for number, limit in enumerate(sorted(random.Random(17).sample(range(total), KILLS)), 2):
+    for number, limit in enumerate(sorted(random.Random(17).sample(range(total), kills)), 2):
         for tier in tiers(number):
             tier.store.remove_newer(10)
         assert save_and_die(lambda now=number: save(tiers(now), 20), limit, count_files) is None  # type: ignore[misc]

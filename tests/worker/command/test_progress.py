@@ -46,6 +46,15 @@ def test_a_report_may_have_only_a_step() -> None:
 
 
 @pytest.mark.parametrize(
+    ("number", "loss"),
+    [(b"9" * 400, math.nan), (b"-" + b"9" * 400, math.nan), (b"1e400", math.inf), (b"1e300", math.nan), (b"7", 7.0)],
+)
+def test_a_number_may_be_larger_than_a_float(number: bytes, loss: float) -> None:
+    found = parse_report(b'{"step": 1, "loss": ' + number + b"}").loss
+    assert found == pytest.approx(loss, nan_ok=True)
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         (b"step 3", "must be a JSON object"),

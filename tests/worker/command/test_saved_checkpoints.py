@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from meshwright_worker.command import saved_checkpoints
 from meshwright_worker.command.saved_checkpoints import LIST_NAME, SavedCheckpoints
+from tests.patience import patient
 
 VERIFY = "import os, sys; sys.exit(open(os.environ['MESHWRIGHT_CHECKPOINT_PATH']).read() != os.environ['GOOD'])"
 
@@ -21,6 +24,20 @@ def checkpoints(directory: Path, keep: int | None = None, verify: list[str] | No
 def save(directory: Path, step: int, text: str = "complete") -> str:
     (directory / f"step-{step}").write_text(text)
     return f"step-{step}"
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ends(pid: int) -> bool:
+    deadline = time.monotonic() + patient(10)
+    while runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not runs(pid)
 
 
 def names(directory: Path) -> list[str]:
@@ -46,6 +63,17 @@ async def test_a_verification_that_cannot_run_says_why(tmp_path: Path, caplog: p
     saved = checkpoints(tmp_path, verify=["/no/such/program"])
     assert not await saved.accept(1, save(tmp_path, 1))
     assert "`checkpoint.verify` cannot run, so step 1 does not count" in caplog.text
+
+
+async def test_a_verification_that_does_not_end_is_killed_with_what_it_started(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_checkpoints, "VERIFY_SECONDS", 0.5)
+    child = tmp_path / "child"
+    saved = checkpoints(tmp_path, verify=["sh", "-c", f"trap '' TERM; sleep 600 & echo $! > {child}; wait"])
+    assert not await saved.accept(1, save(tmp_path, 1))
+    assert "`checkpoint.verify` took over" in caplog.text
+    assert ends(int(child.read_text()))
 
 
 async def test_the_newest_are_retained_also_by_another_pod(tmp_path: Path) -> None:

@@ -311,12 +311,12 @@ class Agent:
                 actions = self._state_machine.on_logged(generation, rank, report, now)
                 self._record_step(generation, rank, report, now)
                 return actions
-            case RankExited(generation=generation, rank=rank, code=code, tail=tail):
+            case RankExited(generation=generation, rank=rank, code=code, tail=tail, pid=pid):
                 log.info("rank exited rank=%d generation=%d code=%d", rank, generation, code)
-                self._launcher.remove(rank, generation)
+                self._launcher.remove(pid)
                 self._metrics.rank_up(rank, up=False)
                 self._timelines.write(self._metrics.timelines.get(rank))
-                actions = self._state_machine.on_exit(generation, rank, code, tail, now)
+                actions = self._state_machine.on_exit(generation, rank, code, tail, now, pid)
                 self._record_failure(generation, rank, now)
                 return actions
             case PauseRequested() | LeaveRequested() | CheckpointRequested():
@@ -357,6 +357,7 @@ class Agent:
         document, member = start.document, start.member
         ranks = range(member.first_rank, member.first_rank + member.ranks)
         master = join_host_port(document.master_address, document.master_port)
+        self._launcher.take_over(start)
         log.info(
             "generation %d: ranks %s of %d, store %s", document.generation, list(ranks), document.world_size, master
         )
@@ -373,8 +374,6 @@ class Agent:
             log.error("%s", error)
             return self._state_machine.on_spawn_failed(document.generation, ranks[0], str(error), time.monotonic())
         actions: list[decisions.Action] = []
-        if start.shift:
-            self._launcher.renumber(start.shift)
         for rank in ranks:
             try:
                 resumes = rank in start.resumed

@@ -51,6 +51,8 @@ class RankExited:
     rank: int
     code: int
     tail: tuple[str, ...]
+    pid: int = 0
+    """Its process id: a process that goes on in another generation may have another rank there."""
 
 
 @dataclass(frozen=True, slots=True)

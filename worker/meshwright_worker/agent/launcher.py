@@ -110,6 +110,9 @@ class Launcher:
                 raise LaunchError(f"the fork server did not start: {error}") from error
         else:
             await self._server.stop()
+        # The store of an earlier generation: another pod may keep that of this one.
+        self._end_store()
+        self._end_store = lambda: None
         if (group := own_group(start.document, start.member.first_rank)) is not None:
             await self._prepare_group(start, group)
         elif start.member.first_rank == 0 and start.document.master_port == self._port.number:
@@ -133,7 +136,6 @@ class Launcher:
 
     async def _keep_store(self, port: int, ranks: int) -> None:
         """Keep the store of a generation in a process that is no rank, so that it is not lost with one."""
-        self._end_store()
         try:
             self._end_store = await self._server.fork_store(port, ranks)
         except (ForkServerError, OSError) as error:
@@ -144,12 +146,16 @@ class Launcher:
         for rank in ranks:
             self._command(rank, encode_leave(generation))
 
-    def renumber(self, shift: int) -> None:
-        """Count the processes that go on as other ranks: as those of another worker, of which each has `shift` more."""
-        self._handles = {rank + shift: handle for rank, handle in self._handles.items()}
-        self._written = {rank + shift: output for rank, output in self._written.items()}
+    def take_over(self, start: StartRanks) -> None:
+        """Count the processes that go on as those of the next generation, also before they are told to go on. After a
+        resize they are other ranks: those of another worker, of which each has `shift` more.
+        """
+        self._handles = {rank + start.shift: handle for rank, handle in self._handles.items()}
+        self._written = {rank + start.shift: output for rank, output in self._written.items()}
         for rank, handle in self._handles.items():
             handle.current.rank = rank
+            if rank in start.resumed:
+                handle.current.number = start.document.generation
 
     def resume(self, start: StartRanks, rank: int) -> int:
         """Let the process of `rank`, which holds its state, go on in another generation. Return its process id.
@@ -160,7 +166,6 @@ class Launcher:
         document, handle = start.document, self._handles.get(rank)
         if handle is None or not isinstance(document.run, NativeRun):
             raise LaunchError(f"rank {rank} cannot go on: its process has ended")
-        handle.current.number = document.generation
         environment = rank_environment(document, start.member, rank, self._settings)
         self._command(
             rank, encode_resume(rank_task(document, document.run, start.member, rank, self._settings), environment)
@@ -229,11 +234,9 @@ class Launcher:
             self._directory = TemporaryDirectory(prefix="meshwright-", dir=places[0] if places else None)
         return str(Path(self._directory.name) / name)
 
-    def remove(self, rank: int, generation: int) -> None:
-        """Forget the process of `rank` that has exited in a generation."""
-        handle = self._handles.get(rank)
-        if handle is not None and handle.current.number == generation:
-            del self._handles[rank]
+    def remove(self, pid: int) -> None:
+        """Forget a process that has exited."""
+        self._handles = {rank: handle for rank, handle in self._handles.items() if handle.pid != pid}
 
     def written(self, rank: int) -> RankOutput:
         """The end of what the newest process of `rank` has written."""

@@ -91,7 +91,9 @@ class RankStatus:
     phases: list[tuple[str, float]] = field(default_factory=list)
     """Name and seconds of each phase of its start."""
     held: HeldState | None = None
-    """The state that its process holds since it has left the generation."""
+    """The state that its process holds since it has left the generation, or the one before if it waits."""
+    waits_to_go_on: bool = False
+    """Whether its process is that of the generation before, and has not been told to go on."""
     process_state: str = ""
     """State letter of its process when it was last read."""
     compute: deque[float] = field(default_factory=lambda: deque(maxlen=THROUGHPUT_STEPS))
@@ -185,10 +187,22 @@ class MeshGeneration:
         """
         view = self.ranks[rank]
         view.pid = pid
+        view.held, view.waits_to_go_on = None, False
         view.last_message_at = now
         view.running = not self.uses_builtin_runtime
-        if all(other.pid is not None for other in self.ranks.values()):
+        if all(other.pid is not None and not other.waits_to_go_on for other in self.ranks.values()):
             self.phases.append(Phase(name="spawn", seconds=now - self.started))
+
+    def take_over(self, rank: int, before: RankStatus, now: float) -> None:
+        """Count the process that held its state as `before` as this rank's. If a rank of this worker cannot be started,
+        it holds its state for the next generation.
+        """
+        view = self.ranks[rank]
+        view.pid, view.held, view.waits_to_go_on, view.last_message_at = before.pid, before.held, True, now
+
+    def rank_of_process(self, pid: int) -> int | None:
+        """The rank whose process has this id; None if no rank that runs has it."""
+        return next((view.rank for view in self.ranks.values() if view.live and view.pid == pid), None)
 
     def record_spawn_failure(self, rank: int, message: str, now: float) -> None:
         """Record that the process of `rank` could not be started."""
@@ -340,7 +354,7 @@ class MeshGeneration:
             return AgentState.FAILED
         if all(view.outcome is Outcome.COMPLETE for view in views):
             return AgentState.COMPLETE
-        if any(view.pid is None for view in views):
+        if any(view.pid is None or view.waits_to_go_on for view in views):
             return AgentState.STARTING
         return AgentState.IDLE
 
@@ -362,7 +376,7 @@ class MeshGeneration:
                     idle_seconds=round(idle, 3),
                     state=view.process_state,
                     compute_seconds=view.compute_seconds,
-                    held=view.held if view.live else None,
+                    held=view.held if view.live and (self.failures or not view.waits_to_go_on) else None,
                     data_seconds=view.data_seconds,
                     waits=view.waits,
                 )

@@ -232,7 +232,7 @@ async def supervise(
         handle.commands.close()
     pump.close()
     tail = error_file.with_recorded_error(pump.tail, handle.error_file if code else None)
-    event_queue.put_nowait(RankExited(current.number, current.rank, code, tail))
+    event_queue.put_nowait(RankExited(current.number, current.rank, code, tail, handle.pid))
 
 
 class _ProgressWatch:

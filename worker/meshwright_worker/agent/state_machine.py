@@ -202,10 +202,16 @@ class AgentStateMachine:
             current.record_logged(rank, report)
         return self.on_tick(now)
 
-    def on_exit(self, generation: int, rank: int, code: int, tail: Sequence[str], now: float) -> list[Action]:
-        """Handle the exit of a rank's process."""
+    def on_exit(
+        self, generation: int, rank: int, code: int, tail: Sequence[str], now: float, pid: int = 0
+    ) -> list[Action]:
+        """Handle the exit of a rank's process: also if it ended before it was counted in the generation in which it was
+        to go on.
+        """
         if (current := self._matching_generation(generation)) is not None:
             current.record_exit(rank, code, tail, now)
+        elif self.current is not None and (taken_over := self.current.rank_of_process(pid)) is not None:
+            self.current.record_exit(taken_over, code, tail, now)
         return self.on_tick(now)
 
     def on_leave(self, generation: int, now: float) -> list[Action]:
@@ -335,7 +341,8 @@ class AgentStateMachine:
     def _start(self, now: float) -> StartRanks:
         start = self._pending
         assert start is not None
-        live = {rank + start.shift for rank in self.current.live} if self.current is not None else set()
+        before = self.current
+        live = {rank + start.shift for rank in before.live} if before is not None else set()
         start = replace(start, resumed=tuple(rank for rank in start.resumed if rank in live))
         self._pending = None
         self._leave_asked, self._leave_ends_at = False, None
@@ -348,6 +355,9 @@ class AgentStateMachine:
             started=now,
             in_memory=bool(start.document.in_memory),
         )
+        if before is not None:
+            for rank in start.resumed:
+                self.current.take_over(rank, before.ranks[rank - start.shift], now)
         return start
 
     def _schedule_kill_after_failure(self, current: MeshGeneration, now: float) -> None:

@@ -1,6 +1,6 @@
 """The lines that a user's command writes to its report file: one JSON object per line. Pure.
 
-`step` or `checkpoint` is required, everything else is optional. Unknown fields are ignored.
+`step` is required, everything else is optional. Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def _number(found: dict[str, Any], name: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ReportLineError(f"`{name}` must be a number, got {value!r:.100}")
-    return float(value) if abs(value) <= MAX_NUMBER or math.isinf(value) or math.isnan(value) else math.nan
+    # Compared before it is converted: JSON has integers that no float can hold.
+    return float(value) if abs(value) <= MAX_NUMBER or value in (math.inf, -math.inf) else math.nan
 
 
 def _count(found: dict[str, Any], name: str) -> int | None:

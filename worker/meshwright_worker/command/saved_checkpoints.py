@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 LIST_NAME = ".meshwright-checkpoints.json"
 MAX_LISTED = 1000
+VERIFY_SECONDS = 3600.0
+"""Longest time that a verification may take: while it runs, no other checkpoint counts."""
 LAST_CHARACTERS = 500
 """Characters of the output of a verification that are logged if it fails."""
 
@@ -65,10 +68,13 @@ class SavedCheckpoints:
             log.warning("`checkpoint.verify` cannot run, so step %d does not count: %s", step, error)
             return False
         try:
-            output, _ = await process.communicate()
+            output, _ = await asyncio.wait_for(process.communicate(), VERIFY_SECONDS)
+        except TimeoutError:
+            _kill_group(process.pid)
+            log.warning("`checkpoint.verify` took over %.0f s, so step %d does not count", VERIFY_SECONDS, step)
+            return False
         except asyncio.CancelledError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            _kill_group(process.pid)
             raise
         if process.returncode:
             text = output.decode(errors="replace").strip()[-LAST_CHARACTERS:]
@@ -89,6 +95,12 @@ class SavedCheckpoints:
         temporary = directory / f"{LIST_NAME}.new"
         temporary.write_text(json.dumps(kept[-MAX_LISTED:]))
         os.replace(temporary, directory / LIST_NAME)
+
+
+def _kill_group(leader: int) -> None:
+    """Kill a command and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _read(path: Path) -> list[tuple[int, str]]:
