@@ -137,8 +137,8 @@ class ParallelismSpec(ApiModel):
     """How the GPUs of a context group compute attention. Defaults to `RingZigZag`, or to `Ulysses` or `AllGather` if
     that fits and is estimated to be more than 1 % faster. `RingZigZag`: keys and values move around the ring of GPUs,
     with even work for causal attention. `Ring`: the same with consecutive tokens. `Ulysses`: GPUs exchange tokens for
-    heads; `context` times `tensor` must divide `model.heads`. `AllGather`: keys and values are gathered. `RingUlysses`:
-    groups of `ulysses` GPUs exchange heads, in a ring."""
+    heads. `AllGather`: keys and values are gathered. `RingUlysses`: groups of `ulysses` GPUs exchange heads, in a ring.
+    """
     ulysses: Degree | None = None
     """Number of neighbors that exchange heads. Required with `contextMethod: RingUlysses`, and only allowed then. Must
     divide `context`; times `tensor` it must divide `model.heads`."""

@@ -79,11 +79,10 @@ class OuterSpec(ApiModel):
     """Islands of replicas that train separately and synchronize once per round, for slow links."""
 
     method: OuterMethod
-    """`LocalSGD`: parameters are averaged every round (arXiv 1805.09767). `DiLoCo`: the mean change of a round is the
-    gradient of a Nesterov step (arXiv 2311.08105). `FedAvg`: each island trains only on its own files, `island-0`,
-    `island-1`, ... of the data volume, and is weighted by its number of samples (arXiv 1602.05629). `AsyncSGD`:
-    islands send gradients to a parameter server, which applies each at once (arXiv 1106.5730, with a bound on
-    staleness)."""
+    """`LocalSGD`: parameters are averaged every round. `DiLoCo`: the mean change of a round is the gradient of a
+    Nesterov step. `FedAvg`: each island trains only on its own files, `island-0`, `island-1`, ... of the data volume,
+    and is weighted by its number of samples. `AsyncSGD`: islands send gradients to a parameter server, which applies
+    each at once. docs/data-parallelism.md names the papers."""
     islands: Annotated[int, Field(ge=2, le=4096)] | None = None
     """Number of islands. Must divide `replicas`. By default every replica is an island."""
     every_steps: Annotated[int, Field(ge=1, le=1000000)] = 50
@@ -173,9 +172,11 @@ class TrainingSpec(ApiModel):
     `seed`, the token's position in the run and the layer: it is the same in every layout."""
     attention_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout rate of the attention probabilities, which are then stored in memory. Needs `parallelism.context: 1`."""
+    varlen_attention: bool | None = None
+    """Experimental. Whether one kernel computes attention of all documents of a micro-batch. Needs `data.packing:
+    Documents`. Defaults to false."""
     loss_chunk_tokens: Annotated[int, Field(ge=1, le=16777216)] | None = None
-    """Number of tokens whose logits exist at a time. Output projection, loss and their gradients are computed in chunks
-    of this size (arXiv 2410.10989). Defaults to the entire micro-batch."""
+    """Number of tokens whose logits exist at a time (arXiv 2410.10989). Defaults to the entire micro-batch."""
     activation_checkpointing: ActivationCheckpointing | None = None
     """What the backward pass recomputes to save memory; gradients are the same. By default the planner chooses among
     `None`, `Selective`, `Full` and `Sqrt`. `Full`: recompute each layer from its input. `Selective`: recompute all
@@ -186,12 +187,11 @@ class TrainingSpec(ApiModel):
     activation_offload: bool = False
     """Whether activations for the backward pass are stored in main memory. Copies overlap with computation."""
     parameter_offload: bool = False
-    """Whether each rank's shards of parameters, gradients and optimizer state are in main memory, and the update runs
-    there. The GPU gathers one layer at a time. Needs `parallelism.zeroStage` 2 or 3."""
+    """Whether shards of parameters, gradients and optimizer state are in main memory, and the update runs there. Needs
+    `parallelism.zeroStage` 2 or 3."""
     parameter_offload_path: Annotated[str, Field(min_length=2, max_length=1024, pattern="^/")] | None = None
     """Directory in the worker container for files with the parameter shards of `parameterOffload: true`, ideally on a
-    local disk (`workers.volumes`). Main memory contains only the pages in use. By default the shards are in main
-    memory."""
+    local disk (`workers.volumes`). By default the shards are in main memory."""
     compile: bool = False
     """Whether torch.compile compiles the layers: faster steps, after a first step that takes minutes. Needs a C++
     compiler in the image."""

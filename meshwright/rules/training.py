@@ -99,6 +99,13 @@ def _rowwise_is_dynamic(facts: Facts) -> bool:
     return fp8 is None or fp8.scaling is Fp8Scaling.TENSORWISE or fp8.update is Fp8Update.DYNAMIC
 
 
+def _varlen_has_documents(facts: Facts) -> bool:
+    training = facts.training
+    if training is None or not training.varlen_attention:
+        return True
+    return facts.data is not None and facts.data.packing is Packing.DOCUMENTS and training.attention_dropout == 0
+
+
 def _has_volume(facts: Facts) -> bool:
     return facts.checkpoint is not None and facts.checkpoint.claim_name is not None
 
@@ -306,5 +313,12 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
         "or `compile: false`",
         _selective_layers_are_whole_cel,
         _selective_layers_are_whole,
+    ),
+    Rule(
+        "training.varlenAttention",
+        "needs `data.packing: Documents`, and `training.attentionDropout: 0`: change those, or remove this field",
+        "!has(self.training) || !has(self.training.varlenAttention) || !self.training.varlenAttention"
+        " || (has(self.data) && self.data.packing == 'Documents' && self.training.attentionDropout == 0.0)",
+        _varlen_has_documents,
     ),
 )

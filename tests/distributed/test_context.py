@@ -17,6 +17,7 @@ from meshwright_worker.checkpoint.manifest import read_manifest
 from meshwright_worker.data.batch import TokenMetadata
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.models.attention import AttentionCore
+from meshwright_worker.parallel.context import online_softmax
 from meshwright_worker.parallel.context.context_parallel import build_context_groups, install_context_attention
 from meshwright_worker.rank.task import Outcome, RankTask
 from tests.distributed.cases import train_fully
@@ -40,11 +41,13 @@ class _Model(torch.nn.Module):
         self.core = core
 
 
-def _numbers(length: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+def _numbers(
+    length: int, batch: int = BATCH, value_size: int = VALUE_SIZE
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(length)
-    sizes = ((HEADS, SIZE), (KV_HEADS, SIZE), (KV_HEADS, VALUE_SIZE), (HEADS, VALUE_SIZE))
-    drawn = [torch.randn(BATCH, length, *size, generator=generator, dtype=torch.float64) for size in sizes]
-    documents = (torch.rand(BATCH, length, generator=generator) < 0.15).cumsum(1)
+    sizes = ((HEADS, SIZE), (KV_HEADS, SIZE), (KV_HEADS, value_size), (HEADS, value_size))
+    drawn = [torch.randn(batch, length, *size, generator=generator, dtype=torch.float64) for size in sizes]
+    documents = (torch.rand(batch, length, generator=generator) < 0.15).cumsum(1)
     return drawn[:3], drawn[3], documents
 
 
@@ -68,6 +71,51 @@ def attention_errors(task: RankTask, length: int) -> list[float]:
                 got = _outputs(shared.core, own[:3], own[3], places)
                 errors += [float((a - b[:, held]).abs().max()) for a, b in zip(got, want, strict=True)]
     return errors
+
+
+def varlen_errors(task: RankTask, documents: list[list[int]], value_size: int) -> tuple[list[float], list[int]]:
+    """Errors of output and gradients with a varlen kernel against a mask in one process, relative to the largest
+    element: in fp64, then in fp32. And the number of scores that this rank computes, causal and full.
+    """
+    errors, scores = [], []
+    whole = torch.tensor(documents)
+    with join_mesh(task) as mesh:
+        deal, rank = SequenceSharding.of(task.run), mesh.coordinates.context
+        held = torch.cat([torch.arange(part.start, part.stop) for part in deal.slices(whole.shape[1])[rank]])
+        groups = build_context_groups(deal, mesh)
+        for dtype in (torch.float64, torch.float32):
+            inputs, weights, _ = _numbers(whole.shape[1], len(whole), value_size)
+            tensors = [x.to(dtype) for x in (*inputs, weights)]
+            for causal in (True, False):
+                want = _outputs(AttentionCore(causal=causal), tensors[:3], tensors[3], TokenMetadata(documents=whole))
+                shared = _Model(AttentionCore(causal=causal))
+                install_context_attention(shared, deal, groups, varlen=True)
+                places = TokenMetadata(None, whole[:, held], whole.shape[1], whole)
+                own = [x[:, held] for x in tensors]
+                with CountedScores() as counted:
+                    got = _outputs(shared.core, own[:3], own[3], places)
+                errors += [float((a - b[:, held]).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True)]
+                scores.append(counted.scores)
+    return errors, scores[:2]
+
+
+class CountedScores:
+    """Counts the scores that kernels compute in the forward pass."""
+
+    def __enter__(self) -> CountedScores:
+        self.scores = 0
+        self._attend = online_softmax.attend
+        online_softmax.attend = self._count  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        online_softmax.attend = self._attend
+
+    def _count(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
+        queries, keys = query.shape[2], key.shape[2]
+        scores = queries * (queries + 1) // 2 if options["causal"] else queries * keys
+        self.scores += query.shape[0] * query.shape[1] * scores
+        return self._attend(query, key, value, **options)
 
 
 def _outputs(
@@ -117,6 +165,31 @@ def test_attention_over_ranks_equals_one_rank(
     run = small_run(context=ranks, method=method, ulysses=inner)
     for errors in pool.run(attention_errors, run, 27, timeout=240):
         assert max(errors) < 1e-13
+
+
+DOCUMENTS = {
+    "across ranks": [[0] * 5 + [1] * 13 + [2] * 9, [0] * 1 + [4] * 20 + [9] * 6],
+    "one": [[0] * 27, [0] * 27],
+    "of one token": [list(range(27)), [0] * 26 + [1]],
+}
+"""Of rows of 27 tokens; numbers that no token has are empty documents."""
+
+
+@pytest.mark.parametrize("value_size", [SIZE, VALUE_SIZE])
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize(("method", "ranks", "inner"), METHODS, ids=[str(method) for method, _, _ in METHODS])
+def test_varlen_attention_over_ranks_equals_a_mask(
+    pool: RankPool, method: ContextMethod, ranks: int, inner: int | None, name: str, value_size: int
+) -> None:
+    """And computes no score of two documents: with all ranks together, those of each document by itself."""
+    run = small_run(context=ranks, method=method, ulysses=inner)
+    results = pool.run(varlen_errors, run, DOCUMENTS[name], value_size, timeout=240)
+    for errors, _ in results:
+        assert max(errors[:8]) < 1e-12
+        assert max(errors[8:]) < 1e-5
+    lengths = [n for row in DOCUMENTS[name] for n in Counter(row).values()]
+    want = [HEADS * sum(n * (n + 1) // 2 for n in lengths), HEADS * sum(n * n for n in lengths)]
+    assert [sum(of_rank) for of_rank in zip(*(scores for _, scores in results), strict=True)] == want
 
 
 def test_what_each_method_sends(pool: RankPool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from meshwright.api.data import Packing
 from meshwright.api.parallelism import ContextMethod
 from tests.parity.case import Case
+from tests.parity.cases.models import LATENT, LATENT_QUERIES
 
 _NAMES = {
     ContextMethod.RING: "ring attention (contiguous)",
@@ -15,6 +16,8 @@ _NAMES = {
     ContextMethod.ALL_GATHER: "all-gather context parallelism",
 }
 _PACKED: dict[str, Any] = {"packing": Packing.DOCUMENTS}
+_VARLEN: dict[str, Any] = {"training": {"varlen_attention": True}}
+"""In the layout only: one process computes block by block."""
 _UNEVEN: dict[str, Any] = {"length": 21}
 _UNEVEN_PAIRS: dict[str, Any] = {"length": 22}
 """Of 11 pairs of tokens: sequence parallelism over 2 ranks splits what a rank holds."""
@@ -51,6 +54,18 @@ CASES += [
     Case("packed documents", {"tensor": 2, "pipeline": 2, "data": 2, "zero": 3}, _PACKED),
 ]
 CASES += [
+    Case("varlen attention", {**_VARLEN, **layout}, {**_PACKED, **common}, smoke=smoke)
+    for layout, common, smoke in [
+        ({"data": 2}, {}, True),
+        ({"tensor": 2, "pipeline": 2, "data": 2, "zero": 3}, {}, False),
+        ({"pipeline": 2, "parallelism": {"rematerialize": True}}, LATENT, False),
+        *(({"context": 2, "method": method}, _UNEVEN, method is ContextMethod.RING_ZIG_ZAG) for method in _NAMES),
+        *(({"context": 4, "method": method}, LATENT_QUERIES, False) for method in _NAMES),
+        (_MIXED, {}, False),
+        ({"context": 2, "tensor": 2, "data": 2, "zero": 3}, _UNEVEN_PAIRS, False),
+    ]
+]
+CASES += [
     Case(
         f"{_NAMES[method]} x experts",
         {"context": 2, "method": method, **beside},
@@ -83,5 +98,6 @@ CASES += [
         {"context": 4, "method": ContextMethod.RING_ULYSSES, "ulysses": 3},
         refused="and must divide `parallelism.context: 4`; nearest: 2, 4",
     ),
+    Case("varlen attention without documents", {**_VARLEN, "data": 2}, refused="`data.packing: Documents`"),
     Case("balance without documents", {"data": 2, "balance": True}, refused="`data.packing: Documents`"),
 ]

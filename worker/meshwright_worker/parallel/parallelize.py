@@ -106,7 +106,8 @@ def _build_stage(
     if run.training.lora is not None:
         apply_lora(stage, run.training.lora)
     if run.context > 1 or run.packs_documents:
-        install_context_attention(stage, SequenceSharding.of(run), context_groups)
+        varlen = bool(run.training.varlen_attention)
+        install_context_attention(stage, SequenceSharding.of(run), context_groups, varlen=varlen)
     apply_expert_parallel(stage, mesh, run.parallelism, nodes)
     if mesh.layout.tensor > 1:
         asked = run.parallelism

@@ -19,10 +19,7 @@ from torch.nn import functional as F
 
 from meshwright.sequence_sharding import TokenSlice, size
 from meshwright_worker.distributed.collectives import all_gather_sequence, reduce_scatter_sequence
-from meshwright_worker.parallel.context.attention_blocks import AttentionBlock
-from meshwright_worker.parallel.context.online_softmax import AttentionGradients, OnlineSoftmax
-
-_TOKENS = 2
+from meshwright_worker.parallel.context.online_softmax import BLOCK_KERNELS, PartKernels
 
 
 @dataclass(frozen=True)
@@ -33,9 +30,10 @@ class AllGatherPlan:
     """None if one rank has full rows."""
     slices: Sequence[TokenSlice]
     """The slice of a row that each rank has."""
-    blocks: Sequence[AttentionBlock]
-    """Of this rank's queries against the keys of the full row, in row order."""
+    blocks: Sequence[Any]
+    """What `kernels` take, of this rank's queries against the keys of the full row, in row order."""
     scale: float
+    kernels: PartKernels = BLOCK_KERNELS
 
     @property
     def longest(self) -> int:
@@ -46,18 +44,20 @@ class AllGatherPlan:
         """[batch, heads, own tokens, size] of each rank -> [batch, heads, tokens of the row, size], in row order."""
         if self.group is None:
             return x
-        padded = F.pad(x, (0, 0, 0, self.longest - x.shape[_TOKENS])).transpose(1, _TOKENS)
+        x = x.transpose(1, self.kernels.tokens)
+        padded = F.pad(x, (0, 0, 0, 0, 0, self.longest - x.shape[1]))
         order = _order(tuple(self.slices), self.longest, x.device)
-        return all_gather_sequence(padded, self.group)[:, order].transpose(1, _TOKENS)
+        return all_gather_sequence(padded, self.group)[:, order].transpose(1, self.kernels.tokens)
 
     def scatter_sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum [batch, heads, tokens of the row, size] over ranks; each rank gets its own tokens."""
         if self.group is None:
             return x
         own = size(self.slices[self.group.rank()])
-        by_rank = x.new_zeros((x.shape[0], len(self.slices) * self.longest, x.shape[1], x.shape[3]))
-        by_rank[:, _order(tuple(self.slices), self.longest, x.device)] = x.transpose(1, _TOKENS)
-        return reduce_scatter_sequence(by_rank, self.group)[:, :own].transpose(1, _TOKENS)
+        x = x.transpose(1, self.kernels.tokens)
+        by_rank = x.new_zeros((x.shape[0], len(self.slices) * self.longest, *x.shape[2:]))
+        by_rank[:, _order(tuple(self.slices), self.longest, x.device)] = x
+        return reduce_scatter_sequence(by_rank, self.group)[:, :own].transpose(1, self.kernels.tokens)
 
 
 @lru_cache(maxsize=8)
@@ -80,7 +80,7 @@ class _GatheredAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AllGatherPlan
     ) -> torch.Tensor:
-        online_softmax = OnlineSoftmax(query, value.shape[-1], plan.scale)
+        online_softmax = plan.kernels.softmax(query, value.shape[-1], plan.scale)
         online_softmax.add(*_gather_key_value(key, value, plan), plan.blocks)
         attended, lse = online_softmax.result()
         ctx.save_for_backward(query, key, value, attended, lse)
@@ -91,7 +91,7 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         query, key, value, attended, lse = ctx.saved_tensors
         plan: AllGatherPlan = ctx.plan
-        grads = AttentionGradients(gradients[0], query, attended, lse, plan.scale)
+        grads = plan.kernels.gradients(gradients[0], query, attended, lse, plan.scale)
         both = torch.cat(grads.add(*_gather_key_value(key, value, plan), plan.blocks), dim=-1)
         sizes = [key.shape[-1], value.shape[-1]]
         key_grad, value_grad = torch.split(plan.scatter_sum(both), sizes, dim=-1)
@@ -110,7 +110,8 @@ def gathered_attention(
     """Compute attention of this rank's queries to the keys of full rows. Collective, unless one rank has full rows.
 
     Args:
-        query: [batch, heads, own tokens, head size].
+        query: [batch, heads, own tokens, head size], or [batch, own tokens, heads, head size] if `plan.kernels` take
+            tokens first; so with the others.
         key: [batch, key and value heads, own tokens, head size].
         value: [batch, key and value heads, own tokens, value size].
         plan: the group and its blocks.

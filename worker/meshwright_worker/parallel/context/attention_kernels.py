@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from meshwright_worker.precision.dtypes import upcast
 
 _aten = torch.ops.aten
-_CUDA_HEAD_MULTIPLE = 8
+CUDA_HEAD_MULTIPLE = 8
+"""What flash kernels on CUDA need head sizes to be a multiple of."""
 
 
 def attend(
@@ -39,7 +40,7 @@ def attend(
     key, value = _repeat_kv_heads(key, query), _repeat_kv_heads(value, query)
     if _needs_fallback(query, value):
         return _attend_fallback(query, key, value, causal, scale)
-    query, key, value = _same_sizes(query, key, value)
+    query, key, value = pad_to_one_size(query, key, value, CUDA_HEAD_MULTIPLE if query.is_cuda else 1)
     if query.is_cuda:
         attended, lse = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[:2]
     else:
@@ -68,9 +69,9 @@ def attend_backward(
     if _needs_fallback(query, value):
         parts = _backward_fallback(_BlockBackward(gradient, query, key, value, attended, lse, causal, scale))
     else:
-        padded = _same_sizes(query, key, value)
+        padded = pad_to_one_size(query, key, value, CUDA_HEAD_MULTIPLE if query.is_cuda else 1)
         width = padded[0].shape[-1]
-        gradient, attended = _pad_heads(gradient, width), _pad_heads(attended, width)
+        gradient, attended = pad_heads(gradient, width), pad_heads(attended, width)
         kernel = _cuda_backward if query.is_cuda else _cpu_backward
         parts = kernel(_BlockBackward(gradient, *padded, attended, lse, causal, scale))
     query_grad, key_grad, value_grad = parts[0][..., :head_size], parts[1][..., :head_size], parts[2][..., :size]
@@ -162,13 +163,13 @@ def _sum_over_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
     return torch.unflatten(gradient, 1, (heads, groups)).sum(dim=2) if groups > 1 else gradient
 
 
-def _same_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Gradients:
-    """Pad all heads to one size, on CUDA to a multiple of 8: zeros change neither scores nor outputs."""
+def pad_to_one_size(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, multiple: int) -> _Gradients:
+    """Pad all heads to one size, a multiple of `multiple`: zeros change neither scores nor outputs."""
     width = max(query.shape[-1], value.shape[-1])
-    if query.is_cuda:
-        width += -width % _CUDA_HEAD_MULTIPLE
-    return _pad_heads(query, width), _pad_heads(key, width), _pad_heads(value, width)
+    width += -width % multiple
+    return pad_heads(query, width), pad_heads(key, width), pad_heads(value, width)
 
 
-def _pad_heads(x: torch.Tensor, width: int) -> torch.Tensor:
+def pad_heads(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Pad [..., size] with zeros to [..., width]."""
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x

@@ -25,6 +25,9 @@ from meshwright_worker.parallel.context.all_gather_attention import AllGatherPla
 from meshwright_worker.parallel.context.attention_blocks import AttentionBlock, blocks_of
 from meshwright_worker.parallel.context.ring_attention import RingPlan, ring_attention
 from meshwright_worker.parallel.context.ulysses import exchange_heads, return_tokens
+from meshwright_worker.parallel.context.varlen_attention import VARLEN_KERNELS, varlen_attention
+from meshwright_worker.parallel.context.varlen_kernels import VarlenCall
+from meshwright_worker.parallel.context.varlen_segments import varlen_blocks
 
 
 def context_slice(batch: Batch, deal: SequenceSharding, rank: int) -> Batch:
@@ -42,10 +45,13 @@ def context_slice(batch: Batch, deal: SequenceSharding, rank: int) -> Batch:
     return replace(part_of_rank, positions=positions, row_length=length, row_documents=batch.documents)
 
 
-def install_context_attention(model: nn.Module, deal: SequenceSharding, groups: ContextGroups) -> None:
+def install_context_attention(
+    model: nn.Module, deal: SequenceSharding, groups: ContextGroups, *, varlen: bool = False
+) -> None:
     """Make every attention layer of a model work over the ranks of the context group.
 
-    A single rank gets attention that skips scores between documents of a row.
+    A single rank gets attention that skips scores between documents of a row. With `varlen`, all documents of a
+    micro-batch are computed in one call.
     """
     cores = {name: module for name, module in model.named_modules() if isinstance(module, AttentionCore)}
     # Layers with equal attention share a core, which computes a micro-batch's blocks once for all of them.
@@ -53,7 +59,7 @@ def install_context_attention(model: nn.Module, deal: SequenceSharding, groups: 
     for name, core in cores.items():
         kind = (core.causal, core.scale)
         if kind not in shared:
-            shared[kind] = _build_core(deal, groups, core)
+            shared[kind] = _build_core(deal, groups, core, varlen=varlen)
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, shared[kind])
 
@@ -85,24 +91,35 @@ def build_context_groups(deal: SequenceSharding, mesh: Mesh) -> ContextGroups:
     return ContextGroups(both.get_group("heads"), both.get_group("ring"))
 
 
-def _build_core(deal: SequenceSharding, groups: ContextGroups, template: AttentionCore) -> AttentionCore:
+def _build_core(
+    deal: SequenceSharding, groups: ContextGroups, template: AttentionCore, *, varlen: bool
+) -> AttentionCore:
     if deal.ranks == 1 or deal.method is ContextMethod.ALL_GATHER:
-        return AllGatherAttentionCore(deal, groups.tokens, template)
+        return AllGatherAttentionCore(deal, groups.tokens, template, varlen=varlen)
     if deal.method is ContextMethod.ULYSSES:
         assert groups.heads is not None
-        return UlyssesAttentionCore(AllGatherAttentionCore(SequenceSharding(), None, template), deal, groups.heads)
+        inner = AllGatherAttentionCore(SequenceSharding(), None, template, varlen=varlen)
+        return UlyssesAttentionCore(inner, deal, groups.heads)
     assert groups.tokens is not None
-    ring = RingAttentionCore(deal, groups.tokens, template)
+    ring = RingAttentionCore(deal, groups.tokens, template, varlen=varlen)
     return ring if groups.heads is None else UlyssesAttentionCore(ring, deal, groups.heads)
 
 
 class AllGatherAttentionCore(AttentionCore):
     """Attention of a rank's tokens to full rows, gathered over a group or already on this rank."""
 
-    def __init__(self, deal: SequenceSharding, group: dist.ProcessGroup | None, template: AttentionCore) -> None:
+    def __init__(
+        self,
+        deal: SequenceSharding,
+        group: dist.ProcessGroup | None,
+        template: AttentionCore,
+        *,
+        varlen: bool = False,
+    ) -> None:
         super().__init__(causal=template.causal, scale=template.scale)
         self._deal = deal
         self._group = group
+        self._varlen = varlen
         self._blocks = _BlockCache()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -116,8 +133,16 @@ class AllGatherAttentionCore(AttentionCore):
         slices = self._deal.slices(length)
         own = slices[self._group.rank() if self._group else 0]
         _check(query, own)
+        scale = self.scale or query.shape[-1] ** -0.5
         (blocks,) = self._blocks.of(own, [(range(length),)], token_metadata, causal=self.causal)
-        plan = AllGatherPlan(self._group, slices, blocks, self.scale or query.shape[-1] ** -0.5)
+        if self._varlen and token_metadata.row_documents is not None:
+            (calls,) = self._blocks.calls(query.device)
+            if self._group is None:
+                (call,) = calls
+                return varlen_attention(query, key, value, call, scale)
+            plan = AllGatherPlan(self._group, slices, calls, scale, VARLEN_KERNELS)
+            return gathered_attention(query, key, value, plan)
+        plan = AllGatherPlan(self._group, slices, blocks, scale)
         attended = gathered_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), plan)
         return attended.transpose(1, 2)
 
@@ -125,10 +150,13 @@ class AllGatherAttentionCore(AttentionCore):
 class RingAttentionCore(AttentionCore):
     """Attention of a rank's tokens to keys and values that are passed around a group."""
 
-    def __init__(self, deal: SequenceSharding, group: dist.ProcessGroup, template: AttentionCore) -> None:
+    def __init__(
+        self, deal: SequenceSharding, group: dist.ProcessGroup, template: AttentionCore, *, varlen: bool = False
+    ) -> None:
         super().__init__(causal=template.causal, scale=template.scale)
         self._deal = deal
         self._group = group
+        self._varlen = varlen
         self._blocks = _BlockCache()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -139,8 +167,12 @@ class RingAttentionCore(AttentionCore):
         slices = self._deal.ring(_row_length(token_metadata))
         own = slices[self._group.rank()]
         _check(query, own)
+        lengths, scale = [size(part) for part in slices], self.scale or query.shape[-1] ** -0.5
         blocks = self._blocks.of(own, slices, token_metadata, causal=self.causal)
-        ring = RingPlan(self._group, blocks, [size(part) for part in slices], self.scale or query.shape[-1] ** -0.5)
+        if self._varlen and token_metadata.row_documents is not None:
+            calls = self._blocks.calls(query.device)
+            return ring_attention(query, key, value, RingPlan(self._group, calls, lengths, scale, VARLEN_KERNELS))
+        ring = RingPlan(self._group, blocks, lengths, scale)
         attended = ring_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), ring)
         return attended.transpose(1, 2)
 
@@ -195,9 +227,10 @@ class _BlockCache:
     """Caches the blocks of the last micro-batch: every layer needs the same."""
 
     def __init__(self) -> None:
-        self._key: tuple[object, ...] = ()
+        self._key: tuple[TokenSlice, Sequence[TokenSlice]] = ((), ())
         self._documents: torch.Tensor | None = None
         self._blocks: list[list[AttentionBlock]] = []
+        self._calls: list[list[VarlenCall]] = []
 
     def of(
         self, own: TokenSlice, others: Sequence[TokenSlice], token_metadata: TokenMetadata, *, causal: bool
@@ -207,5 +240,15 @@ class _BlockCache:
         if key != self._key or token_metadata.row_documents is not self._documents or not self._blocks:
             documents = None if token_metadata.row_documents is None else token_metadata.row_documents.numpy()
             self._blocks = [blocks_of(own, part, causal=causal, documents=documents) for part in others]
-            self._key, self._documents = key, token_metadata.row_documents
+            self._key, self._documents, self._calls = key, token_metadata.row_documents, []
         return self._blocks
+
+    def calls(self, device: torch.device) -> list[list[VarlenCall]]:
+        """Return the calls of a varlen kernel that compute what `of` returned last, on a device."""
+        if not self._calls:
+            own, others = self._key
+            self._calls = [
+                [VarlenCall.of(part, device) for part in varlen_blocks(blocks, size(own), size(other))]
+                for blocks, other in zip(self._blocks, others, strict=True)
+            ]
+        return self._calls

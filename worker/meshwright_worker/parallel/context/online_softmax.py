@@ -6,13 +6,48 @@ Block outputs are merged in at least fp32 using their log-sum-exps (online softm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from meshwright_worker.parallel.context.attention_blocks import AttentionBlock
 from meshwright_worker.parallel.context.attention_kernels import attend, attend_backward
 from meshwright_worker.precision.dtypes import upcast
+
+
+class PartSoftmax(Protocol):
+    """The output of a rank's queries to the keys so far."""
+
+    def add(self, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[Any], /) -> None:
+        """Add more keys; `blocks` says which queries attend to them."""
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output in the queries' format, and the log-sum-exps, which only the same kernels read."""
+
+
+class PartGradients(Protocol):
+    """The gradients of a rank's queries, and of each part of the keys and values as it arrives."""
+
+    query_grad: torch.Tensor
+
+    def add(
+        self, key: torch.Tensor, value: torch.Tensor, blocks: Sequence[Any], /
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's part of the gradients of keys and values, with their shapes, in at least fp32."""
+
+
+@dataclass(frozen=True)
+class PartKernels:
+    """How attention over keys that arrive in parts is computed."""
+
+    softmax: Callable[[torch.Tensor, int, float], PartSoftmax]
+    """Takes the queries, the size of a value's head and the factor of the scores."""
+    gradients: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], PartGradients]
+    """Takes the output's gradient, the queries, what `PartSoftmax.result` returned, and the factor of the scores."""
+    tokens: int
+    """The dimension of tokens: 2 if tensors are [batch, heads, tokens, size], 1 if [batch, tokens, heads, size]."""
 
 
 class OnlineSoftmax:
@@ -95,3 +130,7 @@ class AttentionGradients:
             key_grad[rows, :, block.keys] += key_part
             value_grad[rows, :, block.keys] += value_part
         return key_grad, value_grad
+
+
+BLOCK_KERNELS = PartKernels(OnlineSoftmax, AttentionGradients, tokens=2)
+"""One kernel for each block."""

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright_worker.distributed.collectives import RingTransfer
-from meshwright_worker.parallel.context.attention_blocks import AttentionBlock
-from meshwright_worker.parallel.context.online_softmax import AttentionGradients, OnlineSoftmax
+from meshwright_worker.parallel.context.online_softmax import BLOCK_KERNELS, PartKernels
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,11 +28,12 @@ class RingPlan:
     """The group and the attention blocks for one micro-batch."""
 
     group: dist.ProcessGroup
-    blocks: Sequence[Sequence[AttentionBlock]]
-    """Of this rank's queries against each rank's keys, by rank."""
+    blocks: Sequence[Sequence[Any]]
+    """What `kernels` take, of this rank's queries against each rank's keys, by rank."""
     lengths: Sequence[int]
     """Number of keys of each rank."""
     scale: float
+    kernels: PartKernels = BLOCK_KERNELS
 
     @property
     def rank(self) -> int:
@@ -52,14 +52,15 @@ class RingPlan:
     def pass_on(self, tensors: Pair, turn: int) -> RingTransfer:
         """Send tensors to the next rank, and receive those of the next turn."""
         length = self.lengths[self.source(turn + 1)]
-        received = [x.new_empty((*x.shape[:2], length, x.shape[3])) for x in tensors]
+        before = self.kernels.tokens
+        received = [x.new_empty((*x.shape[:before], length, *x.shape[before + 1 :])) for x in tensors]
         return RingTransfer(tensors, received, self.group)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: RingPlan) -> torch.Tensor:
-        online_softmax = OnlineSoftmax(query, value.shape[-1], ring.scale)
+        online_softmax = ring.kernels.softmax(query, value.shape[-1], ring.scale)
         key_value = own = (key.contiguous(), value.contiguous())
         for turn in range(ring.ranks):
             transfer = ring.pass_on(key_value, turn) if turn < ring.ranks - 1 else None
@@ -76,7 +77,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         ring: RingPlan = ctx.ring
         query, key, value, attended, lse = ctx.saved_tensors
-        grads = AttentionGradients(gradients[0], query, attended, lse, ring.scale)
+        grads = ring.kernels.gradients(gradients[0], query, attended, lse, ring.scale)
         key_value: Pair = (key, value)
         gradient_transfer: RingTransfer | None = None
         for turn in range(ring.ranks):
@@ -98,7 +99,8 @@ def ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     """Compute attention of this rank's queries to every rank's keys. Collective.
 
     Args:
-        query: [batch, heads, own tokens, head size].
+        query: [batch, heads, own tokens, head size], or [batch, own tokens, heads, head size] if `ring.kernels` take
+            tokens first; so with the others.
         key: [batch, key and value heads, own tokens, head size].
         value: [batch, key and value heads, own tokens, value size].
         ring: the group and its blocks.
