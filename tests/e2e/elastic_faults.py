@@ -45,6 +45,8 @@ class Faults:
     chance: random.Random
     ranks: RankWatch
     wanted: int
+    least: int = 1
+    """Nodes that always stay usable."""
     away: dict[str, str] = field(default_factory=dict)
     """Node -> the command that brings it back."""
     drained: set[str] = field(default_factory=set)
@@ -140,13 +142,13 @@ class Faults:
         await self.stage.client.request("POST", PODS.path(NAMESPACE, pod, "eviction"), body=body)
 
     async def remove_node(self) -> None:
-        node = self._node(self.usable() if len(self.usable()) > 1 else [])
+        node = self._node(self.usable() if len(self.usable()) > self.least else [])
         await self._control(action="remove", node=node)
         self.away[node] = "add"
 
     async def remove_most_nodes(self) -> None:
         usable = self.usable()
-        if len(usable) < 3:
+        if len(usable) < 3 or self.least > 1:
             raise NotNow
         for node in self.chance.sample(usable, len(usable) - 1):
             await self._control(action="remove", node=node)
@@ -154,7 +156,7 @@ class Faults:
 
     async def lose_node(self) -> None:
         """Power off, and delete the Node as a cloud's controller does."""
-        node = self._node(self.usable() if len(self.usable()) > 1 else [])
+        node = self._node(self.usable() if len(self.usable()) > self.least else [])
         await self._control(action="power-off", node=node)
         self.away[node] = "recover"
         await self.stage.client.delete(NODES, node)
