@@ -8,7 +8,7 @@ from functools import lru_cache
 from meshwright.api.data_parallel import DataParallelStrategy, GradientCompression
 from meshwright.api.lora import LoraSpec
 from meshwright.api.parallelism import ContextMethod, ExpertDispatch, ParallelismSpec, PipelineSchedule, StageBalance
-from meshwright.api.precision import Fp8Scaling, Precision
+from meshwright.api.precision import Fp8Scaling, Fp8Update, Precision
 from meshwright.api.spec import Framework, ParallelTrainingJobSpec
 from meshwright.api.training import ActivationCheckpointing, OptimizerName, OuterMethod, TrainingSpec
 from meshwright.layout import Layout
@@ -145,20 +145,32 @@ def layer_split(parallelism: ParallelismSpec, ranks: int, model: Architecture, l
 
 
 @lru_cache(maxsize=16)
-def _framework_variant(*, scores: bool, keeps_fp8: bool, once_per_node: bool, compiled: bool) -> FrameworkAccount:
-    own = FRAMEWORKS["meshwright"]
-    return replace(own, flash=not scores, keeps_fp8=keeps_fp8, sends_once_per_node=once_per_node, compiled=compiled)
+def _framework_variant(
+    *, scores: bool, keeps_fp8: bool, once_per_node: bool, compiled: bool, fp8_in_graph: bool
+) -> FrameworkAccount:
+    return replace(
+        FRAMEWORKS["meshwright"],
+        flash=not scores,
+        keeps_fp8=keeps_fp8,
+        sends_once_per_node=once_per_node,
+        compiled=compiled,
+        fp8_in_graph=fp8_in_graph,
+    )
 
 
 def _framework(training: TrainingSpec, parallelism: ParallelismSpec) -> FrameworkAccount:
     """The properties of Meshwright's runtime with the job's options."""
-    rowwise = training.fp8 is not None and training.fp8.scaling is Fp8Scaling.ROWWISE
+    fp8 = training.fp8
+    rowwise = fp8 is not None and fp8.scaling is Fp8Scaling.ROWWISE
+    delayed = fp8 is not None and fp8.update is Fp8Update.DELAYED
     once = parallelism.expert_dispatch is ExpertDispatch.ONCE_PER_NODE
     return _framework_variant(
         scores=training.attention_dropout > 0,
         keeps_fp8=not rowwise,
         once_per_node=once,
         compiled=training.compile,
+        # Compiled code cannot store the maxima of delayed scaling.
+        fp8_in_graph=training.compile and fp8 is not None and not delayed,
     )
 
 

@@ -18,7 +18,7 @@ from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
 from meshwright.models.lora import adapter_parameters
 from meshwright.models.presets import PRESETS
-from meshwright.planner.cost.activations import layer_activations
+from meshwright.planner.cost.activations import layer_activations, requantizes
 from meshwright.planner.cost.memory import Memory, memory_by_stage
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import make_plan
@@ -139,6 +139,40 @@ def test_shards_of_some_replicas_are_larger_than_of_all() -> None:
     assert half.optimizer == pytest.approx(2 * whole.optimizer)
     second = first(layout=layout, parallelism={"zero_stage": 3, "data_parallel": {"reshard_size": 4}})
     assert second.gathered - whole.gathered == pytest.approx(SEVEN.parameters)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "again"),
+    [
+        (Layout(), {}, True),
+        (Layout(), {"fp8": {"scaling": "Rowwise"}}, True),
+        (Layout(), {"fp8": {"update": "Delayed"}}, False),
+        (Layout(), {"compile": False}, False),
+        (Layout(tensor=2), {}, False),
+        (Layout(context=2), {}, False),
+        (Layout(pipeline=2), {}, True),
+        (Layout(pipeline=2), {"parallelism": {"schedule": "ZBH1"}}, False),
+    ],
+)
+def test_compiled_layers_quantize_again_what_others_store(layout: Layout, changes: dict[str, Any], again: bool) -> None:
+    changes = {"precision": "bf16", "compile": True, "fp8": {}, "activation_checkpointing": "None", **changes}
+    counted, half = (first(layout=layout, **{**changes, "fp8": fp8}) for fp8 in (changes["fp8"], None))
+    asked = job(layout=layout, **changes)
+    assert requantizes(asked.strategy(layout, 1), asked.runtime) is again
+    # Of the copies of weights in bf16, only those of the tables stay.
+    tables = 2 * SEVEN.vocab_size * SEVEN.hidden_size * (1 if layout.pipeline > 1 else 2)
+    assert (counted.parameters == pytest.approx(tables)) is again
+    assert (counted.parameters == half.parameters) is not again
+    assert not again or counted.activations < half.activations
+
+
+def test_one_chunk_of_a_compiled_loss_has_its_gradient_when_the_logits_are_gone() -> None:
+    model, tokens = SEVEN, 2048
+    changes = {"precision": "bf16", "compile": True, "sequence_length": tokens}
+    one, two = (first(loss_chunk_tokens=chunk, **changes).logits for chunk in (tokens, tokens // 2))
+    matrix, hidden = model.vocab_size * model.hidden_size, 2 * tokens * model.hidden_size
+    assert one == pytest.approx(max(4 * tokens * model.vocab_size, 6 * matrix + hidden) + hidden)
+    assert two == pytest.approx(3 * tokens * model.vocab_size + 6 * matrix + hidden)
 
 
 def test_activations_are_the_published_form_with_the_decoders_own_terms() -> None:

@@ -52,14 +52,30 @@ def layer_activations(
     fp8: bool,
     runtime: Framework,
     spread: bool = True,
+    requantizes: bool = False,
 ) -> LayerActivations:
-    """The count for one kind of layer. `spread`: whether a mixture's experts are distributed over ranks."""
+    """The count for one kind of layer.
+
+    Args:
+        model: the architecture.
+        mixture: whether the layer has a mixture of experts.
+        sequence: length of a sequence.
+        tensor: ranks of the tensor group.
+        sequence_parallel: whether they split what is outside of products by tokens.
+        precision: the compute format.
+        fp8: whether products are in fp8.
+        runtime: the framework.
+        spread: whether a mixture's experts are distributed over ranks.
+        requantizes: as the function `requantizes`.
+    """
     element = precision.bytes
-    stored = 1.0 if fp8 and runtime.keeps_fp8 else element
     mask = 1.0 if runtime.dropout else 0.0
-    matmul_inputs = 2 * stored * model.hidden_size
     # Routing and collectives break a layer's graph: what the parts store is counted as without compilation.
     compiled = runtime.compiled and not mixture and tensor == 1
+    quantized = fp8 and runtime.keeps_fp8
+    stored = 0.0 if requantizes and compiled else 1.0 if quantized else element
+    copies, split_copies = _quantized_inputs(model, mixture) if quantized and runtime.quantizes_each else (2, 0)
+    matmul_inputs = copies * stored * model.hidden_size
     unsplit = 2 * _norm(model, element, runtime, compiled=compiled) + 2 * mask * model.hidden_size
     if sequence_parallel:
         unsplit /= tensor
@@ -67,7 +83,8 @@ def layer_activations(
     core = 0.0 if runtime.flash else model.heads * sequence * (2 * element + mask) / tensor
     attention = _attention(model, element, runtime)
     fused = runtime.fused or compiled
-    split = (attention + _feed_forward(model, mixture, stored, element, fused=fused)) / tensor
+    feed_forward = _feed_forward(model, mixture, stored, element, fused=fused)
+    split = (attention + stored * split_copies + feed_forward) / tensor
     routed_bytes = _routed(model, stored, element, runtime) if mixture else 0.0
     if not runtime.copies_routed or (spread and sequence_parallel):
         routed_bytes /= tensor
@@ -81,6 +98,29 @@ def layer_activations(
         + 2 * element * model.hidden_size
     )
     return LayerActivations(kept, core, boundary, min(kept, boundary + attention / tensor + matmul_outputs + core))
+
+
+def requantizes(strategy: Strategy, runtime: Framework) -> bool:
+    """Whether compiled dense layers quantize the operands of fp8 products again instead of storing them.
+
+    What breaks a layer's graph at each product prevents that: maxima over a tensor or context group, and gradients of
+    weights that are deferred.
+    """
+    if not (strategy.fp8 and runtime.fp8_in_graph) or strategy.tensor > 1 or strategy.context > 1:
+        return False
+    return strategy.pipeline == 1 or not strategy.schedule_kind.splits_backward
+
+
+def _quantized_inputs(model: Architecture, mixture: bool) -> tuple[int, int]:
+    """Inputs of products if each quantizes its own: (copies of the norms' outputs, width of other inputs), except those
+    of the feed-forward layer's second product and of experts.
+    """
+    shared = not mixture or (model.mixture is not None and model.mixture.shared_intermediate_size > 0)
+    feed_forward = 2 if model.gated and shared else 1
+    output, latent = model.heads * model.value_size, model.latent
+    if latent is None:
+        return 3 + feed_forward, output
+    return 2 + feed_forward, output + latent.query_rank + latent.kv_rank
 
 
 def output_bytes(

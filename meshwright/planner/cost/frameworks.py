@@ -86,6 +86,11 @@ class Framework:
     """Bytes of a parameter's fp8 copies, as it is and transposed, if a step quantizes weights once."""
     keeps_fp8: bool = True
     """Whether fp8 products store their inputs in fp8 for the backward pass."""
+    quantizes_each: bool = False
+    """Whether every fp8 product stores its own quantized input, also if several products have the same input."""
+    fp8_in_graph: bool = False
+    """Whether the graphs of compiled layers contain their fp8 products. The compiler then stores neither quantized
+    inputs nor copies of weights: it quantizes both again, in the kernels that lay them out for the backward pass."""
     accumulation: float = 0.0
     """Bytes of memory traffic by which adding the gradient of an expert's weight to its accumulator exceeds writing it
     once, for each micro-batch."""
@@ -143,6 +148,7 @@ _FRAMEWORKS = (
         accumulation=10.0,
         ring_gradients=FP32_BYTES,
         fp8_weights=0.0,
+        quantizes_each=True,
     ),
     Framework("megatron-lm", flash=False, dropout=True, kernels=60, overlap_gradients=0.0),
     Framework(

@@ -18,6 +18,7 @@ from meshwright.planner.cost.activations import (
     layer_activations,
     output_bytes,
     recompute_bytes,
+    requantizes,
     saved_bytes,
     weight_half_bytes_of_stage,
 )
@@ -112,7 +113,7 @@ def worst_stage(work: Workload, strategy: Strategy, runtime: Framework) -> Memor
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
     """
-    common = _common(work, LayerStrategy.of(strategy), strategy.settings.loss_chunk, runtime)
+    common = _common(work, strategy, runtime)
     stage_parts = [_parts(work, strategy, runtime, stage, common) for stage in _candidates(work, strategy)]
     return Memory(*max(stage_parts, key=_total))
 
@@ -125,7 +126,7 @@ def memory_within(work: Workload, strategy: Strategy, runtime: Framework, limit:
     Raises:
         ValueError: the layers cannot be split over the pipeline's ranks.
     """
-    common = _common(work, LayerStrategy.of(strategy), strategy.settings.loss_chunk, runtime)
+    common = _common(work, strategy, runtime)
     fullest_parts, largest_total = None, -1.0
     for stage in _candidates(work, strategy):
         parts = _parts(work, strategy, runtime, stage, common)
@@ -150,7 +151,7 @@ def model_states_fit(work: Workload, strategy: Strategy, runtime: Framework, lim
 
 def memory_by_stage(work: Workload, strategy: Strategy, runtime: Framework) -> list[Memory]:
     """Return the memory of all stages, in order."""
-    common = _common(work, LayerStrategy.of(strategy), strategy.settings.loss_chunk, runtime)
+    common = _common(work, strategy, runtime)
     return [Memory(*_parts(work, strategy, runtime, stage, common)) for stage in stages_of(work.model, strategy).every]
 
 
@@ -163,8 +164,15 @@ def _candidates(work: Workload, strategy: Strategy) -> tuple[Stage, ...]:
     return stages.every if strategy.schedule_kind.defers_weights_at_peak else stages.heaviest
 
 
+def _common(work: Workload, strategy: Strategy, runtime: Framework) -> _Common:
+    loss_chunk = strategy.settings.loss_chunk
+    return _common_of(work, LayerStrategy.of(strategy), loss_chunk, runtime, requantizes(strategy, runtime))
+
+
 @lru_cache(maxsize=65536)
-def _common(work: Workload, strategy: LayerStrategy, loss_chunk: int | None, runtime: Framework) -> _Common:
+def _common_of(
+    work: Workload, strategy: LayerStrategy, loss_chunk: int | None, runtime: Framework, quantizes_again: bool
+) -> _Common:
     model, tensor, precision = work.model, strategy.tensor, strategy.precision
     layer_arguments = (
         work.sequence_length,
@@ -174,6 +182,7 @@ def _common(work: Workload, strategy: LayerStrategy, loss_chunk: int | None, run
         strategy.fp8,
         runtime,
         strategy.expert > 1 or not strategy.expert_tensor,
+        quantizes_again,
     )
     dense = layer_activations(model, False, *layer_arguments)
     mixed = layer_activations(model, True, *layer_arguments) if model.mixture is not None else dense
@@ -208,14 +217,17 @@ def _logits(work: Workload, strategy: LayerStrategy, chunk: int | None, runtime:
     element, matrix = strategy.precision.bytes, width * work.model.hidden_size
     if chunk is None or (chunk >= tokens and not runtime.compiled):
         return tokens * width * per_logit
-    gradients = max(FP32_BYTES, element) * matrix
-    if runtime.compiled:
-        # Logits and their gradient stay in the compute format, the gradient of the chunk before is still there, and the
-        # chunk's gradient of the matrix is added to the sum.
-        per_logit = (3.0 if chunk < tokens else 2.0) * element
-        gradients += element * matrix
-        chunk = min(chunk, tokens)
-    return chunk * width * per_logit + gradients + element * tokens * work.model.hidden_size
+    gradients, hidden = max(FP32_BYTES, element) * matrix, element * tokens * work.model.hidden_size
+    if not runtime.compiled:
+        return chunk * width * per_logit + gradients + hidden
+    # Logits and their gradient stay in the compute format.
+    if chunk < tokens:
+        # The gradient of the chunk before is still there, and the chunk's gradient of the matrix is added to the sum.
+        return 3.0 * chunk * width * element + gradients + element * matrix + hidden
+    # The gradient of the only chunk's logits is multiplied into those of matrix and hidden states when the logits are
+    # gone. That of the matrix keeps the compute format until the backward pass makes one in fp32 of it.
+    logits = tokens * width * element
+    return hidden + max(2.0 * logits, logits + element * matrix + hidden, gradients + element * matrix + hidden)
 
 
 def _parts(work: Workload, strategy: Strategy, runtime: Framework, stage: Stage, common: _Common) -> _Parts:
@@ -231,7 +243,7 @@ def _parts(work: Workload, strategy: Strategy, runtime: Framework, stage: Stage,
         activations += _saved_after_layers(work, strategy, runtime, common)
     parameters = states.parameters
     if states.cast:
-        copies, recomputed_cast = _cast_copies(stage_params, strategy, states, stage)
+        copies, recomputed_cast = _cast_copies(stage_params, strategy, states, stage, runtime)
         not_halfway = micro_batches_in_flight(strategy, stage.rank) - pending_weight_gradients(strategy, stage.rank)
         parameters, working = parameters + not_halfway * copies, working + recomputed_cast
     if strategy.activation_offload:
@@ -296,16 +308,18 @@ def _saved_after_layers(work: Workload, strategy: Strategy, runtime: Framework, 
 
 
 def _cast_copies(
-    stage_params: StageParameters, strategy: Strategy, states: States, stage: Stage
+    stage_params: StageParameters, strategy: Strategy, states: States, stage: Stage, runtime: Framework
 ) -> tuple[float, float]:
     """Bytes of copies in the compute format: (stored by each micro-batch in flight, created during recomputation)."""
-    if strategy.checkpointing is ActivationCheckpointing.NONE and not strategy.settings.rematerialize:
-        return states.cast, 0.0
     tables = states.cast * min(1.0, stage_params.tables / max(1.0, stage_params.total))
+    # Without experts, whose weights stay outside of a layer's graph, only the tables have copies.
+    cast = tables if requantizes(strategy, runtime) and not stage.mixtures else states.cast
+    if strategy.checkpointing is ActivationCheckpointing.NONE and not strategy.settings.rematerialize:
+        return cast, 0.0
     if strategy.settings.rematerialize:
-        return 0.0, states.cast
+        return 0.0, cast
     group = 1 if strategy.checkpointing is ActivationCheckpointing.SELECTIVE else strategy.recompute_group(stage.layers)
-    return tables, (states.cast - tables) * min(1.0, group / max(1, stage.layers))
+    return tables, (cast - tables) * min(1.0, group / max(1, stage.layers))
 
 
 def _activations(

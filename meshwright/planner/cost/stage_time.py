@@ -163,7 +163,7 @@ def _units(work: Workload, layers: _LayerKey, machine: Machine) -> list[_LayerTi
     model = work.model
 
     def one(mixture: bool, recompute_method: ActivationCheckpointing) -> MicroBatchTime:
-        chosen = (mixture, recompute_method, layers.layout, machine, *layers.spans)
+        chosen = (mixture, recompute_method, layers.layout, machine, layers.spans)
         time = _layer_time(model, work.sequence_length, work.causal, *chosen)
         weights = stage_parameters(
             model, Stage(0, 1, int(mixture), embedding=False, output=False), layers.layout.tensor, 1
@@ -277,6 +277,21 @@ _FEW_LAUNCHES = (ActivationCheckpointing.NONE, ActivationCheckpointing.SELECTIVE
 """Recomputations that launch few kernels again."""
 
 
+class _LayerComm(NamedTuple):
+    """Collectives of one micro-batch in one layer, before the fitted factors."""
+
+    tensor_seconds: float
+    """Of the tensor group, with what recomputation repeats and without what products hide."""
+    context: LayerCommTime
+    expert: LayerCommTime
+    repeated: float
+    """Part of the forward pass's exchanges of experts that recomputation repeats."""
+    context_repeated: float
+    """The same for the context group."""
+    waits: float
+    """Seconds in which ranks wait for the slowest of their groups."""
+
+
 @lru_cache(maxsize=65536)
 def _layer_time(
     model: Architecture,
@@ -286,17 +301,36 @@ def _layer_time(
     recompute_method: ActivationCheckpointing,
     chosen: LayerStrategy,
     machine: Machine,
-    tensor_span: Span,
-    context_span: Span,
-    expert_span: Span,
+    spans: tuple[Span, Span, Span],
 ) -> MicroBatchTime:
-    """Time of one micro-batch in one layer: kernels, collectives and launches."""
-    fabric, runtime, constants = machine.fabric, machine.runtime, machine.constants
-    tokens = -(-sequence * chosen.micro_batch_size // chosen.context)
-    shape = LayerShape(
+    """Time of one micro-batch in one layer: kernels, collectives and launches. `spans` are as in `_LayerKey`."""
+    runtime, constants = machine.runtime, machine.constants
+    shape = _layer_shape(model, sequence, causal, mixture, chosen)
+    kernels = layer_time(shape, machine.gpu, runtime)
+    comm = _layer_comm(shape, recompute_method, chosen, machine, spans, kernels.core)
+    one = MicroBatchTime(
+        forward=constants.compute * kernels.forward,
+        backward_input=constants.compute * kernels.backward_input,
+        backward_weight=constants.compute * kernels.backward_weight,
+        recompute=constants.compute * kernels.recomputed(recompute_method, runtime),
+        tensor=constants.communication * comm.tensor_seconds,
+        context=constants.communication * _with_recomputation(comm.context, comm.context_repeated),
+        expert=constants.communication * _with_recomputation(comm.expert, comm.repeated),
+        host=0.0,
+    )
+    one = one._replace(paired=_hidden_by_pairs(one, comm.expert, comm.repeated, constants.communication))
+    # While ranks wait for each other, the host launches ahead, as it does behind kernels.
+    wait = constants.host * comm.waits
+    launches = 3.0 if recompute_method in _FEW_LAUNCHES else 4.0
+    launch_seconds = exposed_host(launches * HOST_PER_LAYER * constants.host, one.total + wait)
+    return one._replace(host=launch_seconds + wait)
+
+
+def _layer_shape(model: Architecture, sequence: int, causal: bool, mixture: bool, chosen: LayerStrategy) -> LayerShape:
+    return LayerShape(
         model,
         mixture,
-        tokens,
+        -(-sequence * chosen.micro_batch_size // chosen.context),
         sequence,
         chosen.context,
         chosen.tensor,
@@ -308,42 +342,40 @@ def _layer_time(
         chosen.context_method is not ContextMethod.RING,
         chosen.expert_tensor,
     )
-    time = layer_time(shape, machine.gpu, runtime)
+
+
+def _layer_comm(
+    shape: LayerShape,
+    recompute_method: ActivationCheckpointing,
+    chosen: LayerStrategy,
+    machine: Machine,
+    spans: tuple[Span, Span, Span],
+    core: float,
+) -> _LayerComm:
+    """Return a layer's collectives. `core` is the seconds of attention's core, which ring attention hides behind."""
+    model, tokens, fabric, runtime = shape.model, shape.tokens, machine.fabric, machine.runtime
+    tensor_span, context_span, expert_span = spans
     repeated = recomputed_part(recompute_method, runtime)
     tensor_repeated = recomputed_tensor_part(recompute_method, runtime, chosen.sequence_parallel)
-    tensor = tensor_comm_time(tokens, model, chosen, mixture, tensor_span, fabric)
+    tensor = tensor_comm_time(tokens, model, chosen, shape.mixture, tensor_span, fabric)
     hidden = ASYNC_TENSOR_OVERLAP if chosen.tensor_overlap else runtime.overlap_tensor
     tensor_seconds = (1.0 - hidden) * _with_recomputation(tensor, tensor_repeated)
     if runtime.partitioned_checkpoints and repeated and chosen.tensor > 1:
         tensor_seconds += all_gather(tokens * model.hidden_size * chosen.precision.bytes, tensor_span, fabric)
-    context = context_comm_time(tokens, model, chosen, context_span, fabric, time.core * constants.compute)
+    context = context_comm_time(tokens, model, chosen, context_span, fabric, core * machine.constants.compute)
     context_repeated = 0.0 if recompute_method is ActivationCheckpointing.SELECTIVE else repeated
     expert, gather = NO_COMM, NO_COMM
-    if mixture:
+    if shape.mixture:
         expert = expert_comm_time(tokens, model, chosen, expert_span, fabric, runtime)
         gather = expert_gather_time(tokens, model, chosen, tensor_span, fabric)
         tensor_seconds += _with_recomputation(gather, repeated)
-    # While ranks wait for each other, the host launches ahead, as it does behind kernels.
-    wait = constants.host * (
+    waits = (
         _waits(tensor, tensor_repeated, tensor_span)
         + _waits(context, context_repeated, context_span)
         + _waits(expert, repeated, expert_span)
         + _waits(gather, repeated, tensor_span)
     )
-    one = MicroBatchTime(
-        forward=constants.compute * time.forward,
-        backward_input=constants.compute * time.backward_input,
-        backward_weight=constants.compute * time.backward_weight,
-        recompute=constants.compute * time.recomputed(recompute_method, runtime),
-        tensor=constants.communication * tensor_seconds,
-        context=constants.communication * _with_recomputation(context, context_repeated),
-        expert=constants.communication * _with_recomputation(expert, repeated),
-        host=0.0,
-    )
-    one = one._replace(paired=_hidden_by_pairs(one, expert, repeated, constants.communication))
-    launches = 3.0 if recompute_method in _FEW_LAUNCHES else 4.0
-    launch_seconds = exposed_host(launches * HOST_PER_LAYER * constants.host, one.total + wait)
-    return one._replace(host=launch_seconds + wait)
+    return _LayerComm(tensor_seconds, context, expert, repeated, context_repeated, waits)
 
 
 def _waits(part: LayerCommTime, repeated: float, span: Span) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.api.training import OptimizerOffload
-from meshwright.planner.cost.activations import layer_activations, saved_bytes
+from meshwright.planner.cost.activations import layer_activations, requantizes, saved_bytes
 from meshwright.planner.cost.collectives import all_gather, all_reduce
 from meshwright.planner.cost.comm_groups import GroupSpans
 from meshwright.planner.cost.fabric import Fabric, Span
@@ -168,6 +168,7 @@ def _activation_bytes(work: Workload, strategy: Strategy, machine: Machine, stag
         strategy.fp8,
         machine.runtime,
         strategy.expert > 1,
+        requantizes(strategy, machine.runtime),
     )
     kinds = ((False, stage.dense), (True, stage.mixtures))
     return tokens * sum(

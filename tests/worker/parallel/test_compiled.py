@@ -5,25 +5,30 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.exc import Unsupported
+from torch._inductor.compile_fx import compile_fx
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.api.data import Packing
-from meshwright.api.precision import Fp8Spec, Fp8Update, Precision
+from meshwright.api.parallelism import ParallelismSpec
+from meshwright.api.precision import Fp8Spec, Fp8Update
 from meshwright.api.training import ActivationCheckpointing, OptimizerSpec, TrainingSpec
+from meshwright.layout import Layout
 from meshwright.models.architecture import Architecture
-from meshwright.planner.cost.activations import layer_activations
-from meshwright.planner.cost.frameworks import FRAMEWORKS
-from meshwright_worker.data.batch import IGNORED, Batch, TokenMetadata
+from meshwright.planner.cost.activations import layer_activations, requantizes, saved_bytes
+from meshwright.planner.cost.memory import memory_by_stage
+from meshwright.planner.workload import TrainingJob
+from meshwright_worker.data.batch import IGNORED, Batch
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import init_weights
 from meshwright_worker.models.layers import Linear
+from meshwright_worker.models.split_backward import WeightGradStore, deferring_weight_grads
 from meshwright_worker.optimizers.bf16_adamw import BF16AdamW, _update_rows
 from meshwright_worker.parallel.parallelize import apply_memory_options, compile_layers
 from meshwright_worker.parallel.shards import ParameterShard
@@ -117,39 +122,86 @@ def test_compiled_layers_give_the_same_gradients() -> None:
         assert float((got - want).abs().max() / want.abs().max()) < 1e-6
 
 
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_layers_store_what_the_planner_counts(compiled: bool) -> None:
-    """A compiled norm and activation function compute again what others store: torch decides, and bytes are counted."""
-    model = Architecture(layers=2, hidden_size=256, intermediate_size=1024, heads=8, kv_heads=2, vocab_size=64)
-    torch.compiler.reset()
+def as_inductor_partitions(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+    """A back end that decides what to store as inductor does, and runs operators as they are."""
+    return compile_fx(graph, inputs, inner_compile=lambda part, *_, **__: make_boxed_func(part.forward))  # type: ignore[arg-type,return-value]
+
+
+def stored_by_a_layer(job: TrainingJob, tokens: int, *, deferred: bool) -> float:
+    """Bytes that a layer of a stage stores for its backward pass, parameters excepted."""
+    model, spec = job.architecture, job.training
     with torch.device("meta"):
         stage = DecoderStage(model, torch.bfloat16).float()
     init_weights(stage, model, 0, torch.device("cpu"))
-    if compiled:
-        # Decides as inductor does, and runs operators as they are.
-        compile_layers(stage, "aot_eager_decomp_partition")
-    tokens = torch.arange(256).remainder(64).view(1, 256)
-    stage(tokens, targets=tokens).backward()
+    if spec.fp8 is not None:
+        convert_to_fp8(stage, spec.fp8, None)
+    if spec.compile:
+        selective = spec.checkpointing is ActivationCheckpointing.SELECTIVE
+        compile_layers(stage, as_inductor_partitions, selective=selective)
+    batch = Batch.of(torch.arange(tokens + 1).remainder(model.vocab_size).unsqueeze(0))
     masters = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters()}
     saved: dict[int, torch.Tensor] = {}
 
+    @torch.compiler.disable
     def remember(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage().data_ptr() not in masters:
             saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    x = torch.randn(1, 256, 256, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-        kept_alive = stage.run_layers([*stage.layers.values()], x, TokenMetadata())
-    stored = sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / model.layers
-    account = replace(FRAMEWORKS["meshwright"], compiled=compiled)
-    layer = layer_activations(model, False, 256, 1, False, Precision.BF16, False, account)
-    cast_weights = 2 * model.layer_parameters
-    assert stored - cast_weights == pytest.approx(256 * layer.kept, rel=0.02)
+    x = torch.randn(1, tokens, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    assert stage.rotary is not None
+    stage.rotary.table(tokens, x)  # which all layers share
+    store = WeightGradStore() if deferred else None
+    with deferring_weight_grads(store), torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        kept_alive = stage.run_layers([*stage.layers.values()], x, batch.token_metadata)
     assert kept_alive.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / model.layers
+
+
+FP8 = {"scaling": "Tensorwise"}
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("training", "schedule"),
+    [
+        ({"compile": False}, None),
+        ({"compile": False, "fp8": FP8}, None),
+        ({"compile": False, "fp8": {"scaling": "Rowwise"}}, None),
+        ({"compile": True}, None),
+        ({"compile": True, "fp8": FP8}, None),
+        ({"compile": True, "fp8": FP8, "activation_checkpointing": "Selective"}, None),
+        ({"compile": True, "fp8": {"scaling": "Rowwise"}}, None),
+        ({"compile": True, "fp8": FP8}, "ZBH1"),
+    ],
+    ids=["eager", "fp8", "rowwise", "compiled", "compiled fp8", "selective fp8", "compiled rowwise", "deferred fp8"],
+)
+def test_layers_store_what_the_planner_counts(
+    training: dict[str, Any], schedule: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a compiled layer computes again instead of storing it: torch decides, and bytes are counted."""
+    if training.get("fp8") == FP8:
+        monkeypatch.setattr(linear, "product", hardware_product)
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "heads": 8, "kv_heads": 2, "vocab_size": 64}
+    model, tokens = Architecture(layers=2, head_size=24, value_size=24, **sizes), 256
+    settings = {"activation_checkpointing": "None", **training}
+    spec = TrainingSpec(steps=1, global_batch_size=1, sequence_length=tokens, precision="bf16", **settings)
+    parallelism = ParallelismSpec() if schedule is None else ParallelismSpec(schedule=schedule)
+    job = TrainingJob.from_parts(model, spec, parallelism, 1)
+    strategy = job.strategy(Layout(pipeline=1 if schedule is None else 2), 1)
     torch.compiler.reset()
+    stored = stored_by_a_layer(job, tokens, deferred=schedule is not None)
+    torch.compiler.reset()
+    again = requantizes(strategy, job.runtime)
+    layer = layer_activations(
+        model, False, tokens, 1, False, job.training.precision, strategy.fp8, job.runtime, requantizes=again
+    )
+    # The first stage's copies of weights, without those of embedding and output matrix.
+    tables = 2 * (2 * model.vocab_size * model.hidden_size) / strategy.pipeline
+    weights = memory_by_stage(job.work, strategy, job.runtime)[0].parameters - tables
+    per_layer = weights / (model.layers / strategy.pipeline) + tokens * saved_bytes(layer, 1, strategy)
+    assert stored == pytest.approx(per_layer, rel=0.02)
 
 
 class Graphs:

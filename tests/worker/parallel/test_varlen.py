@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.sequence_sharding import SequenceSharding, size
 from meshwright_worker.data.batch import TokenMetadata
+from meshwright_worker.memory.activation_checkpointing import selective_checkpoint
 from meshwright_worker.models.attention import AttentionCore
-from meshwright_worker.parallel.context import online_softmax, varlen_kernels
+from meshwright_worker.parallel.context import online_softmax, varlen_attention, varlen_kernels
 from meshwright_worker.parallel.context.attention_blocks import blocks_of
 from meshwright_worker.parallel.context.context_parallel import AllGatherAttentionCore
 from meshwright_worker.parallel.context.varlen_kernels import KernelFacts, VarlenCall, has_varlen_kernel
@@ -273,3 +275,70 @@ def test_torchs_operators_take_these_arguments_and_return_these_shapes(monkeypat
     assert (attended.shape, lse.shape, lse.dtype) == (gradient.shape, (4, documents.size), torch.float32)
     parts = varlen_kernels.attend_varlen_backward(gradient, query, key, value, attended, lse, call, 0.3)
     assert [part.shape for part in parts] == [query.shape, key.shape, value.shape]
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that compute or move something, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def without_memory(documents: torch.Tensor) -> tuple[list[torch.Tensor], TokenMetadata]:
+    """Query, key, value and the output's gradient in bf16, of grouped heads, and the metadata."""
+    inputs = [x.to("meta") for x in drawn("grouped heads", torch.bfloat16, documents)]
+    return inputs, TokenMetadata(documents=documents, row_documents=documents)
+
+
+def test_operators_do_not_grow_with_the_number_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen_kernels, "has_varlen_kernel", lambda facts: True)
+
+    def operators(count: int, *, one_call: bool) -> Counter[str]:
+        inputs, metadata = without_memory(torch.arange(64).expand(2, -1) * count // 64)
+        core = AllGatherAttentionCore(SequenceSharding(), None, AttentionCore(), varlen=one_call)
+        with Operators() as watched:
+            with_gradients(core, inputs, metadata)
+        return watched.counts
+
+    few, many = operators(2, one_call=True), operators(32, one_call=True)
+    assert few == many
+    assert many["_flash_attention_forward"] == many["_flash_attention_backward"] == 1
+    assert operators(32, one_call=False).total() > 10 * many.total()
+
+
+def test_selective_checkpointing_keeps_the_kernels_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen_kernels, "has_varlen_kernel", lambda facts: True)
+    inputs, metadata = without_memory(torch.tensor(DOCUMENTS["several"]))
+    core = varlen(AttentionCore())
+    run = selective_checkpoint(lambda query, places: core(query, *inputs[1:3], places))
+    leaf = inputs[0].clone().requires_grad_()
+    with Operators() as watched:
+        run(leaf, metadata).backward(inputs[3])
+    assert watched.counts["_flash_attention_forward"] == watched.counts["_flash_attention_backward"] == 1
+
+
+def test_merging_leaves_the_kernels_results_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be kept by checkpointing for the backward pass, which merges them again."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keeping(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        results = varlen_kernels.attend_varlen(*args)
+        kept.extend((x, x.clone()) for x in results)
+        return results
+
+    monkeypatch.setattr(varlen_attention, "attend_varlen", keeping)
+    documents = torch.tensor(DOCUMENTS["one"])
+    query, key, value, _ = drawn("grouped heads", torch.bfloat16, documents)
+    own, other = (range(8, LENGTH),), (range(8),)
+    softmax = varlen_attention.VARLEN_KERNELS.softmax(query[:, 8:], value.shape[-1], 0.3)
+    for part, held in ((own, slice(8, LENGTH)), (other, slice(0, 8))):
+        blocks = blocks_of(own, part, causal=True, documents=documents.numpy())
+        calls = [VarlenCall.of(call, query.device) for call in varlen_blocks(blocks, 8, 8)]
+        softmax.add(key[:, held], value[:, held], calls)
+    assert len(kept) == 4
+    assert all(torch.equal(now, before) for now, before in kept)

@@ -28,6 +28,7 @@ _SAVED_OPS = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
+    "_flash_attention_forward",
 )
 """Operators whose outputs `Selective` saves: matrix products and attention, which have the most FLOPs per byte. Not
 `bmm`: attention without a fused kernel would save its scores.

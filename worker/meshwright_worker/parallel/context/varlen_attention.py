@@ -78,7 +78,8 @@ class VarlenSoftmax:
                 _take(self._query, call.queries), _take(keys, call.keys), _take(values, call.keys), call, self._scale
             )
             if self._is_empty and lse.shape == self._lse.shape:
-                self._attended, self._lse = attended, lse
+                # Copied, since sums are merged in place and activation checkpointing may keep those of the kernel.
+                self._attended, self._lse = attended, lse.clone()
             else:
                 self._merge(upcast(attended), upcast(lse), call.queries)
             self._is_empty = False
