@@ -13,11 +13,15 @@ import functools
 import os
 import signal
 import time
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
+from meshwright_worker.checkpoint.manifest import BaseManifest
+from meshwright_worker.checkpoint.store import Tier
 from meshwright_worker.in_memory import supervisor
 from meshwright_worker.in_memory.copies import Copier, HostCopies, HostCopy
 from meshwright_worker.in_memory.gate import MemoryGate
@@ -28,7 +32,7 @@ from meshwright_worker.optimizers.master_adamw import MasterAdamW
 from meshwright_worker.trainer.train import preload, train
 from meshwright_worker.trainer.trainer import StepGate, Trainer
 
-__all__ = ["COPYING", "JOINING", "PASSES", "POINTS", "preload", "supervisor", "train"]
+__all__ = ["COPYING", "JOINING", "PASSES", "POINTS", "SAVING", "preload", "supervisor", "train"]
 
 POINTS = ("forward", "backward", "reduction", "reduced", "agreed", "update", "updated")
 """Where in a step a rank can be killed, in order."""
@@ -37,6 +41,9 @@ JOINING = "joining"
 
 COPYING = "copying"
 """The point of a rank that has copied its state, and not sent the copy: it may be in the next step by then."""
+
+SAVING = "saving"
+"""The point of a rank whose thread begins to write its part of a checkpoint: it may be in a later step by then."""
 
 PASSES = ("forward", "backward")
 """The points that a step of several micro-batches reaches several times."""
@@ -48,13 +55,15 @@ class _Now:
     """The step under way."""
 
     step: int = 0
-    gate: StepGate | None = None
+    gate: weakref.ref[StepGate] | None = None
+    """Weak: a gate has its generation's state, whose groups would stay for another generation."""
     reached: Counter[str] = field(default_factory=Counter)
 
     @property
     def left(self) -> bool:
         """Whether the rank has left the step's generation: its thread may come here later."""
-        return isinstance(self.gate, MemoryGate) and self.gate.left
+        gate = self.gate() if self.gate is not None else None
+        return isinstance(gate, MemoryGate) and gate.left
 
 
 _now = _Now()
@@ -89,7 +98,7 @@ def _around_reduce() -> None:
 
     @functools.wraps(original)
     def reduce(self: Trainer, number: int, *args: Any, **options: Any) -> Any:
-        _now.step, _now.gate = number, self._gate
+        _now.step, _now.gate = number, weakref.ref(self._gate)
         _now.reached.clear()
         return original(self, number, *args, **options)
 
@@ -134,6 +143,18 @@ def _copying() -> None:
     Copier._run = run  # type: ignore[method-assign]
 
 
+def _saving() -> None:
+    original = AsyncCheckpointer._write
+
+    @functools.wraps(original)
+    def write(self: AsyncCheckpointer, tensors: Any, manifest: BaseManifest, tier: Tier) -> None:
+        if os.environ.get("FATAL") == f"{manifest.state.step}:{SAVING}:1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, tensors, manifest, tier)
+
+    AsyncCheckpointer._write = write  # type: ignore[method-assign]
+
+
 def _live_copies() -> None:
     original = HostCopies.put
     most = 0
@@ -151,6 +172,7 @@ def _live_copies() -> None:
 
 
 _live_copies()
+_saving()
 _around_reduce()
 _copying()
 _in_backward()

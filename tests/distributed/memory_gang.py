@@ -25,6 +25,10 @@ MODULE = "tests.distributed.fatal_runtime"
 JOB = "team/lm"
 
 
+Places = dict[int, str] | Callable[[int], dict[int, str]] | None
+"""Rank -> where it dies or waits in the next generation; or that, given the step from which the generation goes on."""
+
+
 @dataclass
 class Gang:
     """The ranks of one run, and what they have told."""
@@ -140,7 +144,7 @@ class Gang:
             for rank, one in self.held.items()
         }
 
-    async def recover(self, fatal: dict[int, str] | None = None, stall: dict[int, str] | None = None) -> None:
+    async def recover(self, fatal: Places = None, stall: Places = None) -> None:
         """Wait for a rank to die, and go on without it."""
         await self.until_lost()
         states = await self.leave()
@@ -152,15 +156,16 @@ class Gang:
         for rank in set(self.ranks) - kept:
             self.ranks[rank].kill()
             await self.until(lambda event, rank=rank: isinstance(event, RankExited) and event.rank == rank)  # type: ignore[misc]
-        await self.start(memory, fatal, stall)
+        await self.start(memory, _from(memory, fatal), _from(memory, stall))
 
-    async def resize(self, run: NativeRun, goes_on: dict[int, int], fatal: dict[int, str] | None = None) -> None:
+    async def resize(self, run: NativeRun, goes_on: dict[int, int], fatal: Places = None, stall: Places = None) -> None:
         """Let all ranks leave, and go on with another number of replicas.
 
         Args:
             run: The run with that number.
             goes_on: Rank -> its number in the next generation, of those that go on if they live.
             fatal: Where ranks die next.
+            stall: Where ranks wait next.
         """
         states = await self.leave()
         self.states.append(states)
@@ -177,7 +182,7 @@ class Gang:
             handle.current.rank = rank
         assert set(self.ranks) == keeping_ranks(memory)
         self.run = run
-        await self.start(memory, fatal)
+        await self.start(memory, _from(memory, fatal), _from(memory, stall))
 
     async def until_lost(self) -> None:
         """Wait until a rank has died."""
@@ -193,6 +198,15 @@ class Gang:
 
         await self.until(done)
 
+    async def until_saved(self, step: int) -> None:
+        """Wait until the checkpoint of a step is complete."""
+
+        def done(event: Event) -> bool:
+            message = event.message if isinstance(event, RankMessageReceived) else None
+            return isinstance(message, messages.CheckpointSaved) and message.step == step
+
+        await self.until(done)
+
     async def finish(self) -> None:
         """Wait until every rank has completed the run."""
         while self.ranks:
@@ -200,9 +214,21 @@ class Gang:
             assert isinstance(event, RankExited)
             assert event.code == 0, (event, self.lines[-40:])
 
+    def end(self) -> None:
+        """End what is left of it."""
+        self._end_store()
+        for handle in self.ranks.values():
+            handle.kill()
+        for task in self._supervisors:
+            task.cancel()
+
     @property
     def pids(self) -> dict[int, int]:
         return {rank: handle.pid for rank, handle in self.ranks.items()}
+
+
+def _from(memory: MemoryRecovery, places: Places) -> dict[int, str] | None:
+    return places(memory.step) if callable(places) else places
 
 
 @asynccontextmanager
@@ -210,13 +236,21 @@ async def gang_of(
     run: NativeRun, checkpoints: Path, text: Path, copies: MemoryCopies | None = None
 ) -> AsyncIterator[Gang]:
     """A gang that is started already; its processes end with the block."""
+    async with rank_server() as server:
+        gang = Gang(server, run, checkpoints, text, copies)
+        try:
+            yield gang
+        finally:
+            gang.end()
+
+
+@asynccontextmanager
+async def rank_server() -> AsyncIterator[ForkServerClient]:
+    """A fork server of ranks, for one gang after the other. Its processes end with the block."""
     environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
     server = ForkServerClient({**environment, "TORCH_CPP_LOG_LEVEL": "FATAL"}, MODULE)
     await server.start()
-    gang = Gang(server, run, checkpoints, text, copies)
     try:
-        yield gang
+        yield server
     finally:
         await server.stop()
-        for task in gang._supervisors:
-            task.cancel()

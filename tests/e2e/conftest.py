@@ -22,6 +22,9 @@ from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.resources import JOBS, NODES
 from meshwright_local.providers.existing import KubeconfigProvider
 from tests.e2e.local_stack import NAMESPACE, Stage, operators_kubeconfig, start_operator, tiny
+from tests.patience import patient
+
+setup.READY_SECONDS = patient(setup.READY_SECONDS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

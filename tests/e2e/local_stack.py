@@ -86,6 +86,15 @@ def endless(name: str, **changes: Any) -> list[KubeObject]:
     return tiny(name, **merged({"training": {"steps": ENDLESS}, "workers": slow_data}, changes))
 
 
+def command(name: str, *words: str, **changes: Any) -> list[KubeObject]:
+    """A job of two pods with two ranks each that run a command: for what does not depend on training.
+
+    Its ranks start at once, without torch.
+    """
+    trains = {"model": None, "data": None, "training": None, "checkpoint": None, "parallelism": {"microBatches": None}}
+    return tiny(name, **merged({"runtime": {"command": list(words)}}, changes), **trains)
+
+
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """`base` with `changes` laid over it, as a JSON merge patch does: None removes."""
     out = copy.deepcopy(base)

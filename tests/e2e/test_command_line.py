@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.local_stack import endless, eventually, tiny
+from tests.e2e.local_stack import command, endless, eventually, tiny
 from tests.patience import patient
 
 SCRIPTS = Path(sys.executable).parent
@@ -102,7 +102,7 @@ async def _ranks(stage, wanted):
 
 
 async def test_submit_and_follow_exits_with_the_result(stage, tmp_path):
-    file = manifest(tmp_path / "good.yaml", "followed", training={"steps": 20})
+    file = manifest(tmp_path / "good.yaml", "followed", replicas=1, training={"steps": 20})
     done = await run(stage, "submit", file, "--follow", "--timeout", "10m")
     assert "step 20/20" in done.out
     await run(stage, "wait", "followed")
@@ -112,17 +112,17 @@ async def test_submit_and_follow_exits_with_the_result(stage, tmp_path):
 async def test_a_failed_job_exits_with_1_and_its_first_failure_is_shown(stage, tmp_path):
     script = "import os, sys, time; print('rank', os.environ['RANK'], 'of the command', flush=True);"
     script += "time.sleep(1); os.environ['RANK'] == '2' and sys.exit(7); time.sleep(600)"
-    body = {
-        "model": None, "data": None, "training": None, "checkpoint": None, "parallelism": {"microBatches": None},
-        "runtime": {"command": ["python", "-c", script]}, "recovery": {"maxRestarts": 0},
-    }  # fmt: skip
-    file = manifest(tmp_path / "bad.yaml", "fails", **body)
+
+    def failing(name, **recovery):
+        return command(name, "python", "-c", script, recovery=recovery)
+
+    file = manifest(tmp_path / "bad.yaml", "fails", failing, maxRestarts=0)
     done = await run(stage, "submit", file, "--wait", "--timeout", "10m", code=1)
     assert "Worker 1: rank 2 exited with code 7" in done.err
     recorded = (await run(stage, "logs", "fails", "--failed-first")).out
     assert "Worker 1: rank 2 exited with code 7: rank 2 of the command" in recorded
     await run(stage, "delete", "fails", "--wait")
-    file = manifest(tmp_path / "retries.yaml", "retries", **{**body, "recovery": {"maxRestarts": 50}})
+    file = manifest(tmp_path / "retries.yaml", "retries", failing, maxRestarts=50)
     await run(stage, "submit", file)
 
     async def failed():
@@ -135,7 +135,7 @@ async def test_a_failed_job_exits_with_1_and_its_first_failure_is_shown(stage, t
 
 
 async def test_a_job_that_waits_is_explained(stage, tmp_path):
-    first = manifest(tmp_path / "first.yaml", "holder", endless)
+    first = manifest(tmp_path / "first.yaml", "holder", lambda name: command(name, "sleep", "600"))
     await run(stage, "submit", first)
     await run(stage, "wait", "holder", "--for", "condition=Placed", "--timeout", "5m")
     changes = {"replicas": 4, "training": {"globalBatchSize": 16}}
@@ -161,7 +161,7 @@ async def test_doctor_finds_nothing_that_stops_jobs(stage):
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on the PATH")
 async def test_kubectl_runs_the_same_commands_as_a_plugin(stage, tmp_path):
-    file = manifest(tmp_path / "job.yaml", "plugged", training={"steps": 20})
+    file = manifest(tmp_path / "job.yaml", "plugged", replicas=1, training={"steps": 20})
     assert "plugged submitted" in (await run(stage, "kubectl", "ptj", "submit", file)).out
     assert "plugged" in (await run(stage, "kubectl", "ptj", "list", "-o", "name")).out
     assert (

@@ -82,7 +82,7 @@ async def test_a_job_too_large_says_what_is_missing_and_starts_when_it_fits(stag
     assert condition is not None
     assert "6 workers" in condition.message, condition.message
     assert await stage.pods("large") == []
-    await stage.client.patch(JOBS, "large", {"spec": {"replicas": 2}}, NAMESPACE)
+    await stage.client.patch(JOBS, "large", {"spec": {"replicas": 1}}, NAMESPACE)
     await stage.complete("large")
     await stage.delete("large")
 
@@ -120,11 +120,11 @@ async def test_deletion_leaves_no_pod_service_secret_or_process(stage):
 
 @pytest.mark.slow
 async def test_a_job_applied_at_once_after_its_deletion_trains(stage):
-    await stage.apply(endless("twice"))
+    await stage.apply(endless("twice", replicas=1))
     old = (await stage.client.get(JOBS, "twice", NAMESPACE))["metadata"]["uid"]
     await stage.trained("twice", 2)
     await stage.client.delete(JOBS, "twice", NAMESPACE)
-    await stage.apply(endless("twice"))
+    await stage.apply(endless("twice", replicas=1))
     assert (await stage.client.get(JOBS, "twice", NAMESPACE))["metadata"]["uid"] != old
     await stage.until("twice", lambda status: is_true(status.conditions, conditions.READY), "trains")
     assert not processes(old)

@@ -19,7 +19,8 @@ from meshwright.data.tokenizers import ByteTokenizer
 from meshwright_cli import manifest
 from meshwright_local.kube.resources import CLAIMS, JOBS
 from meshwright_local.nodeagent.volumes import claim_directory
-from tests.e2e.local_stack import NAMESPACE, Stage, endless, eventually, tiny
+from tests.e2e.local_stack import NAMESPACE, Stage, command, eventually, tiny
+from tests.tiers import mostly_long
 
 SECONDS = 60
 TEXTS = {"source": "Files", "claimName": "texts"}
@@ -99,6 +100,10 @@ RANKS: list[tuple[KubeObject, str, tuple[str, ...]]] = [
 ]
 
 
+OFTEN = ("pattern", "weights")
+"""What is run by default. `tests/worker/trainer/test_run_inputs.py` has the others without a cluster."""
+
+
 @pytest.mark.parametrize(("job", "field"), ADMISSION, ids=[job["metadata"]["name"][:20] for job, _ in ADMISSION])
 async def test_admission_names_the_field(stage: Stage, job: KubeObject, field: str) -> None:
     with pytest.raises(manifest.ManifestError) as caught:
@@ -152,7 +157,11 @@ async def test_the_operator_names_field_and_fix(
     assert status.restart_count == 0
 
 
-@pytest.mark.parametrize(("job", "reason", "parts"), RANKS, ids=[job["metadata"]["name"] for job, _, _ in RANKS])
+@pytest.mark.parametrize(
+    ("job", "reason", "parts"),
+    mostly_long(RANKS, lambda case: case[0]["metadata"]["name"] in OFTEN),
+    ids=[job["metadata"]["name"] for job, _, _ in RANKS],
+)
 async def test_what_ranks_find_stalls_the_job_at_once(
     stage: Stage, claims: dict[str, dict[str, str]], job: KubeObject, reason: str, parts: tuple[str, ...]
 ) -> None:
@@ -164,7 +173,7 @@ async def test_what_ranks_find_stalls_the_job_at_once(
 
 async def test_a_job_that_is_deleted_and_applied_again_starts_with_the_documented_names(stage: Stage) -> None:
     """The object is gone before its pods are. The new job waits for them, and its first pod is `NAME-w0-0`."""
-    items = endless("again")
+    items = command("again", "sleep", "600")
     await stage.apply(items)
     for _ in range(2):
         await stage.until("again", lambda status: status.ready_ranks == "4/4", "4/4 ranks")

@@ -44,6 +44,7 @@ async def test_a_lost_pod_is_replaced_and_the_run_ends_bitwise_the_same(stage, r
     await stage.delete(name)
 
 
+@pytest.mark.long
 async def test_an_elastic_job_that_keeps_its_size_ends_bitwise_the_same(stage, reference):
     """A lost pod is replaced before the job would shrink, and edits of how it resizes change nothing that runs."""
     await stage.apply(tiny("same", elastic={"maxReplicas": 2, "replacementSeconds": 60}))

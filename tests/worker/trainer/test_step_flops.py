@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,6 +22,7 @@ from meshwright_worker.parallel.pipeline.stage import PipelineStage
 from meshwright_worker.precision.loss_scale import LossScale
 from meshwright_worker.rank.task import StepReport
 from meshwright_worker.trainer.training_loop import step_flops
+from tests.tiers import mostly_long
 
 CPU = torch.device("cpu")
 
@@ -74,9 +77,12 @@ MODEL = Architecture(layers=4, hidden_size=64, intermediate_size=128, heads=4, k
 LORA = {"rank": 8, "targets": ["Query", "Value", "Down"]}
 
 
-@pytest.mark.parametrize("checkpointing", ["None", "Selective", "Full", "Sqrt"])
-@pytest.mark.parametrize("rematerializes", [False, True])
-@pytest.mark.parametrize("lora", [None, LORA])
+COMBINATIONS = list(product(["None", "Selective", "Full", "Sqrt"], [False, True], [None, LORA]))
+OFTEN = [("None", False, None), ("Selective", True, LORA), ("Full", False, LORA), ("Sqrt", True, None)]
+"""Each option, and recomputed stages with and without adapters. To count operations takes seconds."""
+
+
+@pytest.mark.parametrize(("checkpointing", "rematerializes", "lora"), mostly_long(COMBINATIONS, OFTEN.__contains__))
 def test_hardware_flops_are_those_of_the_matrix_products(
     checkpointing: str, rematerializes: bool, lora: dict[str, object] | None
 ) -> None:

@@ -160,6 +160,9 @@ class Generation(threading.Thread):
             StuckError: the thread forms groups, and does not come out.
         """
         held = self.memory_gate.leave()
+        # Also if training has ended by itself: threads that write a checkpoint or exchange copies wait for peers that
+        # live, and would for the time limit of their collective.
+        self._connections.cut()
         end = time.monotonic() + PATIENCE_SECONDS
         while self.is_alive() and time.monotonic() < end:
             self._connections.cut()
