@@ -95,13 +95,11 @@ class DataSpec(ApiModel):
     tokenizer_file: RelativePath | None = None
     """The tokenizer's file, relative to the volume's root or to `uri`. Required unless `tokenizer` is `Byte`."""
     packing: Packing = Packing.TEXT
-    """What a row of tokens consists of. `Text`: a piece of the text, across documents. `Documents`: the same piece as
-    separate documents, each with positions from 0 and attention only to itself. A document does not predict the next
-    one."""
+    """What a row of tokens is. `Text`: a piece of the text, across documents. `Documents`: the same piece as separate
+    documents, each with positions from 0 and attention only to itself. None predicts the next one."""
     balance: bool = False
     """Whether the rows of a step are distributed over replicas and micro-batches by the cost of their documents, so
-    that no replica waits for one with longer documents. The step's samples stay the same. Needs `packing:
-    Documents`."""
+    that no replica waits for one with longer ones. Needs `packing: Documents`."""
     on_corrupt_record: OnCorrupt = OnCorrupt.FAIL
     """What happens to a record that cannot be read. `Fail`: the job fails, with the file and line. `Skip`: the record
     is counted, logged and left out. `format: Text` with `tokenizer: Byte` can read every file, UTF-8 or not."""

@@ -75,22 +75,21 @@ class DataParallelSpec(ApiModel):
     bucket_elements: Annotated[int, Field(ge=1, le=4294967296)] = 16777216
     """Number of gradients that one collective of `DDP` and `ZeRO` sums. A larger tensor is a bucket of its own."""
     overlap: bool = True
-    """Whether `DDP` and `ZeRO` stage 1 sum a bucket as soon as the last backward pass has computed it, or after all
-    backward passes. `ZeRO` stage 2 always sums after each micro-batch, `FSDP` layer by layer."""
+    """Whether `DDP` and `ZeRO` stage 1 sum a bucket as soon as the last backward pass has computed it, not after all
+    of them. `ZeRO` stage 2 always sums after each micro-batch, `FSDP` layer by layer."""
     reduce_every_micro_batch: bool | None = None
     """Experimental: `FSDP` reduces gradients in each micro-batch, not only in a step's last one. Ranks store shards of
     gradients, and send more. Defaults to false."""
     shard_size: Degree | None = None
-    """Number of neighboring replicas that share one set of shards. Each set is a copy of the others (HSDP), and
-    gathering stays on fast links. Must divide `replicas`. Defaults to all replicas. Needs `zeroStage` 1 or more."""
+    """Number of neighboring replicas that share one set of shards; sets are copies (HSDP), and gathering stays on fast
+    links. Must divide `replicas`. Defaults to all. Needs `zeroStage` 1 or more."""
     reshard_size: Annotated[int, Field(ge=2, le=65536)] | None = None
-    """Number of neighbors over which a layer's parameters stay sharded between the forward and the backward pass, with
-    `zeroStage: 3`: a second copy that the backward pass gathers from (hpZ of ZeRO++, arXiv 2306.10209). Must divide
-    `replicas`. Needs `tensor: 1` and `pipeline: 1`."""
+    """Number of neighbors that share a second copy of a layer's shards, from which the backward pass gathers, with
+    `zeroStage: 3` (hpZ of ZeRO++, arXiv 2306.10209). Must divide `replicas`. Needs `tensor: 1` and `pipeline: 1`."""
     compression: GradientCompression = GradientCompression.NONE
     """What `DDP` sends for a gradient. `FP16`, `BF16`: that format. `Int8`: 8 bits per element and a scale per
     bucket. `TopK`: only the largest elements. `PowerSGD`: two thin factors of each matrix (arXiv 1905.13727). The last
-    three add what was left out to the next step's gradient (error feedback)."""
+    three add what was left out to the next gradient (error feedback)."""
     compression_rank: Annotated[int, Field(ge=1, le=1024)] = 4
     """Columns of the factors of `compression: PowerSGD`."""
     compression_density: Annotated[float, Field(gt=0, le=1)] = 0.01

@@ -51,18 +51,17 @@ class MixtureSpec(ApiModel):
     scaling: Annotated[float, Field(gt=0, le=1000)] = 1.0
     """Factor of the weights of routed experts: 2.5 in DeepSeek-V3."""
     groups: Annotated[int, Field(ge=1, le=256)] = 1
-    """Number of equal groups of consecutive experts, of which a token uses `groupsPerToken`. With one group per node, a
-    token is sent to at most that many nodes. The score of a group is its best score, with `Sigmoid` the sum of its two
-    best."""
+    """Number of equal groups of consecutive experts, of which a token uses `groupsPerToken`: with one per node, at most
+    that many nodes. The score of a group is its best score, with `Sigmoid` the sum of its two best."""
     groups_per_token: Annotated[int, Field(ge=1, le=256)] = 1
     """Number of groups that a token may use. Must be at most `groups`."""
     capacity_factor: Annotated[float, Field(gt=0, le=4096)] | None = None
     """An expert takes at most this times `sequenceLength` times `perToken` / `experts` tokens of a sequence, the first
-    ones in order. It drops the others, and the residual connection passes them on. By default no token is dropped."""
+    ones in order, and drops the others. By default no token is dropped."""
     balancing: Balancing = Balancing.AUXILIARY
     """`Auxiliary`: a loss on the product of load and mean score of each expert, over each sequence (Switch;
-    DeepSeek-V3, section 2.1.2). `Bias`: each expert has a bias that is added to its scores for the choice only, and
-    moves against the load after each step (arXiv 2408.15664). `None`: neither."""
+    DeepSeek-V3, section 2.1.2). `Bias`: a bias of each expert's scores, for the choice only, moves against its load
+    after each step (arXiv 2408.15664). `None`: neither."""
     auxiliary_weight: Annotated[float, Field(ge=0, le=1000)] | None = None
     """Weight of each mixture's auxiliary loss. Defaults to 0.01 with `balancing: Auxiliary` and to 0 with `Bias`, where
     DeepSeek-V3 uses 0.0001. Not allowed with `None`."""

@@ -119,16 +119,16 @@ class ParallelismSpec(ApiModel):
     sequence: bool = True
     """Megatron sequence parallelism: norms and residuals split along the sequence inside a tensor-parallel group."""
     expert_tensor: bool = True
-    """Whether `tensor` splits the experts of a mixture too. If false, each GPU of a tensor-parallel group has full
-    experts and routes its own positions. This saves collectives, and narrow experts have larger matrix products. False
-    needs `sequence: true` and no `training.fp8`."""
+    """Whether `tensor` splits experts too. If false, each GPU of a tensor group has full experts and routes its own
+    positions: fewer collectives, and larger matrix products of narrow experts. False needs `sequence: true` and no
+    `training.fp8`."""
     expert_dispatch: ExpertDispatch | None = None
     """How tokens get to their experts. Experimental, except for the default `PerExpert`. `Padded`: rows for the full
     capacity, so that the host does not wait for sizes. `OncePerNode`: a token crosses the network once per node."""
     tensor_overlap: bool = False
-    """Asynchronous tensor parallelism (10.1145/3567955.3567959): the collectives of `sequence` are split into sends
-    between neighbors, which run during matrix products. Needs `tensor` of at least 2, `sequence: true`, and no
-    `training.fp8` and `training.lora`."""
+    """Asynchronous tensor parallelism (10.1145/3567955.3567959): sends between neighbors, during matrix products,
+    replace the collectives of `sequence`. Needs `tensor` of at least 2, `sequence: true`, and no `training.fp8` and
+    `training.lora`."""
     context: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Context-parallel degree: number of GPUs that share the tokens of each sequence. Defaults to 1, or the smallest
     degree with which a layout fits. `training.sequenceLength` must be at least twice `context` times `tensor`; with
@@ -171,8 +171,8 @@ class ParallelismSpec(ApiModel):
     divisible by `replicas` times this."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """Sharding over replicas (ZeRO, arXiv 1910.02054): 0 none, 1 optimizer state, 2 gradients too, 3 parameters too.
-    Defaults to the fastest stage that fits, and to the lowest of those that are about as fast. Rules assume 0 until it
-    is chosen, or a stage of `dataParallel.strategy`."""
+    Defaults to the lowest of the fastest stages that fit. Rules assume 0 until it is chosen, or a stage of
+    `dataParallel.strategy`."""
     data_parallel: DataParallelSpec = DataParallelSpec()
     """How replicas stay equal."""
 

@@ -83,3 +83,5 @@ class Fp8Spec(ApiModel):
     """Largest weight that `update: Static` represents."""
     gradient_amax: Annotated[float, Field(gt=0, le=1000000000000)] = 1.0
     """Largest gradient of an output that `update: Static` represents."""
+    all_gather: bool | None = None
+    """Experimental: FSDP gathers the weights of these products in fp8: half of bf16's bytes, the same numbers."""

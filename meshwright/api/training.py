@@ -161,15 +161,15 @@ class TrainingSpec(ApiModel):
     """Experimental: store parameters in bf16 and shard their fp32 master weights over replicas. Needs `precision: bf16`
     and `dataParallel.strategy: ZeRO`. By default every rank has all parameters in fp32."""
     fp8: Fp8Spec | None = None
-    """Compute the matrix products of the layers in fp8, and the rest in `precision` (bf16 or fp32). Off by default. A
-    run on GPUs without fp8 is rejected; a CPU emulates fp8 with the same numbers."""
+    """Matrix products of the layers in fp8, the rest in `precision` (bf16 or fp32). GPUs without fp8 are rejected; a
+    CPU emulates the same numbers."""
     loss_scale: LossScaleSpec = LossScaleSpec()
     """Loss scaling of `precision: fp16`."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Optimizer and learning-rate schedule."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout rate after the embedding and after each attention and feed-forward layer. A token's mask is a function of
-    `seed`, the token's position in the run and the layer: it is the same in every layout."""
+    """Dropout rate after the embedding and after each attention and feed-forward layer. A token's mask is the same in
+    every layout."""
     attention_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout rate of the attention probabilities, which are then stored in memory. Needs `parallelism.context: 1`."""
     varlen_attention: bool | None = None
@@ -179,13 +179,13 @@ class TrainingSpec(ApiModel):
     """Number of tokens whose logits exist at a time (arXiv 2410.10989). Defaults to the entire micro-batch."""
     activation_checkpointing: ActivationCheckpointing | None = None
     """What the backward pass recomputes to save memory; gradients are the same. By default the planner chooses among
-    `None`, `Selective`, `Full` and `Sqrt`. `Full`: recompute each layer from its input. `Selective`: recompute all
-    except matrix products and attention. `EveryK`: recompute groups of `checkpointEvery` layers from their input.
-    `Sqrt`: the same with groups of the square root of a stage's layers (arXiv 1604.06174)."""
+    `None`, `Selective`, `Full` and `Sqrt`. `Full`: each layer from its input. `Selective`: all except matrix products
+    and attention. `EveryK`: groups of `checkpointEvery` layers from their input. `Sqrt`: groups of the square root of a
+    stage's layers (arXiv 1604.06174)."""
     checkpoint_every: Annotated[int, Field(ge=1, le=1024)] = 2
     """Number of layers of a group with `activationCheckpointing: EveryK`."""
     activation_offload: bool = False
-    """Whether activations for the backward pass are stored in main memory. Copies overlap with computation."""
+    """Whether activations for the backward pass are in main memory. Copies overlap with computation."""
     parameter_offload: bool = False
     """Whether shards of parameters, gradients and optimizer state are in main memory, and the update runs there. Needs
     `parallelism.zeroStage` 2 or 3."""
@@ -199,8 +199,8 @@ class TrainingSpec(ApiModel):
     """Experimental. Number of steps after which all ranks collect Python's garbage, and at no other time. By default
     each rank does when Python chooses, and others wait for it."""
     deterministic: bool = True
-    """Whether GPUs use deterministic kernels, so that a resumed run repeats an uninterrupted one bit by bit. This makes
-    attention's backward pass slower. CPU kernels are deterministic anyway."""
+    """Whether GPUs use deterministic kernels, so that a resumed run repeats an uninterrupted one bit by bit.
+    Attention's backward pass is then slower. CPU kernels always are."""
     outer: OuterSpec | None = None
     """Islands of replicas that synchronize once per round. By default all replicas synchronize in every step."""
     initial_weights: Annotated[str, Field(min_length=2, max_length=1024, pattern="^/")] | None = None

@@ -185,6 +185,7 @@ def _settings(
         flat=data.strategy is DataParallelStrategy.ZERO,
         shard_size=data.shard_size,
         reshard_size=data.reshard_size,
+        gathers_fp8=training.fp8 is not None and bool(training.fp8.all_gather) and training.precision is Precision.BF16,
         reduces_each=bool(data.reduce_every_micro_batch),
         bucket=data.bucket_elements,
         # If a step is skipped, the previous error feedback is restored: a second copy.

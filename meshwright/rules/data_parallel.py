@@ -109,6 +109,14 @@ def _reduces_shards(facts: Facts) -> bool:
     return not data.reduce_every_micro_batch or fsdp
 
 
+def _gathers_fp8_by_fsdp(facts: Facts) -> bool:
+    training, data = facts.training, facts.parallelism.data_parallel
+    if training is None or training.fp8 is None or not training.fp8.all_gather:
+        return True
+    fsdp = data.strategy is not DataParallelStrategy.ZERO and _may_be(facts, 2, 3)
+    return fsdp and data.reshard_size is None and not training.parameter_offload
+
+
 def _mixes_backward(kind: PipelineScheduleKind) -> bool:
     return kind.mixes_backward
 
@@ -289,6 +297,15 @@ REPLICA_RULES: tuple[Rule[Facts], ...] = (
         "field",
         None,
         _reduces_masters,
+    ),
+    Rule(
+        "training.fp8.allGather",
+        "needs FSDP without `dataParallel.reshardSize` and `training.parameterOffload`: set `parallelism.zeroStage: 3` "
+        "and remove those, or remove this field",
+        "!has(self.training) || !has(self.training.fp8) || !has(self.training.fp8.allGather)"
+        f" || !self.training.fp8.allGather || ({zero_stage_may_be(2, 3)} && !{_IS_ZERO}"
+        f" && !has({_DATA}.reshardSize) && !self.training.parameterOffload)",
+        _gathers_fp8_by_fsdp,
     ),
     Rule(
         "parallelism.dataParallel",

@@ -99,6 +99,13 @@ def _rowwise_is_dynamic(facts: Facts) -> bool:
     return fp8 is None or fp8.scaling is Fp8Scaling.TENSORWISE or fp8.update is Fp8Update.DYNAMIC
 
 
+def _gather_has_one_known_scale(facts: Facts) -> bool:
+    fp8 = facts.training.fp8 if facts.training is not None else None
+    if fp8 is None or not fp8.all_gather:
+        return True
+    return fp8.scaling is Fp8Scaling.TENSORWISE and fp8.update is not Fp8Update.DELAYED
+
+
 def _varlen_has_documents(facts: Facts) -> bool:
     training = facts.training
     if training is None or not training.varlen_attention:
@@ -268,6 +275,14 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
         "!has(self.training) || !has(self.training.fp8) || self.training.fp8.scaling == 'Tensorwise'"
         " || self.training.fp8.update == 'Dynamic'",
         _rowwise_is_dynamic,
+    ),
+    Rule(
+        "training.fp8.allGather",
+        "needs `scaling: Tensorwise`, and `update: Dynamic` or `Static`: change these, or remove this field",
+        "!has(self.training) || !has(self.training.fp8) || !has(self.training.fp8.allGather)"
+        " || !self.training.fp8.allGather"
+        " || (self.training.fp8.scaling == 'Tensorwise' && self.training.fp8.update != 'Delayed')",
+        _gather_has_one_known_scale,
     ),
     Rule(
         "training.tracking",

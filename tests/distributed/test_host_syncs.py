@@ -36,6 +36,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "fp8 with delayed scales": {"training": {"fp8": {"update": "Delayed"}}, **BF16},
     "fp8, tensor 2": {**FP8, "tensor": 2},
     "fp8, ZeRO-3 on 2": {**FP8, "data": 2, "zero": 3},
+    "fp8, gathered in fp8": {"training": {"fp8": {"all_gather": True}}, **BF16, "data": 2, "zero": 3},
     "capacity": {"mixture": "ST-MoE", **PADDED},
     "capacity, one expert per token": {"mixture": "Switch", **PADDED},
     "capacity, experts on 2": {"mixture": "ST-MoE", "data": 2, "expert": 2, **PADDED},

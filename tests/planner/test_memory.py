@@ -118,6 +118,20 @@ def test_gradients_reduced_every_micro_batch_are_shards() -> None:
     assert late.buffers > whole.buffers
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gather_in_fp8_halves_what_is_gathered_of_layers(stage: int) -> None:
+    layout, tables = Layout(data=8), 2 * SEVEN.vocab_size * SEVEN.hidden_size
+    eight, small = (
+        first(layout=layout, parallelism={"zero_stage": stage}, precision="bf16", fp8=fp8)
+        for fp8 in ({}, {"all_gather": True})
+    )
+    weights = SEVEN.parameters - tables
+    of_layers = weights if stage == 2 else 2 * SEVEN.layer_parameters
+    assert eight.gathered == pytest.approx(2 * (tables + of_layers), rel=1e-3)
+    # This rank's quantized rows stay.
+    assert small.gathered == pytest.approx(2 * tables + of_layers + weights / 8, rel=1e-3)
+
+
 def test_shards_of_some_replicas_are_larger_than_of_all() -> None:
     layout = Layout(data=8)
     whole = first(layout=layout, parallelism={"zero_stage": 3})

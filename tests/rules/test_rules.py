@@ -93,6 +93,7 @@ MASTERS = {
     "parallelism.zeroStage": 1,
     "parallelism.dataParallel.strategy": "ZeRO",
 }
+GATHERED = {"training.fp8": {"allGather": True}, "parallelism.zeroStage": 3}
 ONE_STAGE = {"parallelism.tensor": 1, "parallelism.pipeline": 1}
 ROUNDED = {"training.precision": "bf16", "training.masterWeights": False}
 SELECTIVE = {"training.activationCheckpointing": "Selective", "training.compile": True}
@@ -387,6 +388,12 @@ BAD: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("training.fp8.update", {"training.fp8": {"scaling": "Rowwise", "update": "Delayed"}}),
+    ("training.fp8.allGather", {**GATHERED, "training.fp8": {"scaling": "Rowwise", "allGather": True}}),
+    ("training.fp8.allGather", {**GATHERED, "training.fp8": {"update": "Delayed", "allGather": True}}),
+    ("training.fp8.allGather", {**GATHERED, "parallelism.zeroStage": 1}),
+    ("training.fp8.allGather", {**GATHERED, **shards(strategy="ZeRO"), "parallelism.zeroStage": 2}),
+    ("training.fp8.allGather", {**GATHERED, **ONE_STAGE, **shards(reshardSize=2)}),
+    ("training.fp8.allGather", {**GATHERED, "training.parameterOffload": True}),
     ("training.optimizer.offload", {"training.optimizer": {"name": "Muon", "offload": "CPU"}}),
     ("training.optimizer.offloadPath", {"training.optimizer.offload": "File"}),
     ("training.optimizer.offloadPath", {"training.optimizer.offloadPath": "/scratch"}),
@@ -559,6 +566,9 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"parallelism.context": 64, "parallelism.contextMethod": "Ring"}),
     (GOOD, {"parallelism.dataParallel.strategy": "ZeRO", "parallelism.zeroStage": 2}),
     (GOOD, {"parallelism.zeroStage": 2, **shards(reduceEveryMicroBatch=True)}),
+    (GOOD, GATHERED),
+    (GOOD, {**GATHERED, "training.fp8": {"update": "Static", "allGather": True}, "parallelism.zeroStage": None}),
+    (GOOD, {"training.fp8": {"allGather": False, "scaling": "Rowwise"}, "parallelism.zeroStage": 0}),
     (GOOD, shards(reduceEveryMicroBatch=True)),
     (GOOD, shards(reduceEveryMicroBatch=False, strategy="DDP")),
     (GOOD, {"parallelism.schedule": "ZBH1", "parallelism.zeroStage": 3, **shards(reduceEveryMicroBatch=True)}),

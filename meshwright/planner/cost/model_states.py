@@ -232,6 +232,28 @@ def _flat_gradient_bytes(key: StateKey, sizes: _Sizes, bucket: float) -> float:
     return gradients
 
 
+def _gathered_bytes(stage_params: StageParameters, key: StateKey, sizes: _Sizes) -> float:
+    """Parameters that FSDP has gathered at a time. With a gather in fp8 those of products, and a shard of them more.
+
+    Experts are gathered in the compute format, so a layer with them is counted in it.
+    """
+    if not key.settings.gathers_fp8:
+        parameters = sizes.whole
+        if key.zero_stage == 3:
+            parameters = min(parameters, stage_params.tables + 2 * stage_params.layer)
+        return sizes.element * parameters
+    products = stage_params.dense - stage_params.tables
+    shard = products * sizes.shard / sizes.whole
+    if key.zero_stage == 3:
+        layer = stage_params.layer * (sizes.element if stage_params.experts else 1.0)
+        return (
+            shard
+            + sizes.element * stage_params.tables
+            + min(2 * layer, products + sizes.element * stage_params.experts)
+        )
+    return shard + sizes.element * (sizes.whole - products) + products
+
+
 def _fsdp_sharded(stage_params: StageParameters, key: StateKey, sizes: _Sizes) -> States:
     """FSDP shards parameters, gradients and optimizer state.
 
@@ -241,11 +263,9 @@ def _fsdp_sharded(stage_params: StageParameters, key: StateKey, sizes: _Sizes) -
     has both, as it computes those of look-ups at once.
     """
     settings = key.settings
-    gathered = sizes.element * sizes.whole
-    if key.zero_stage == 3:
-        gathered = sizes.element * min(sizes.whole, stage_params.tables + 2 * stage_params.layer)
-        if settings.reshard_size is not None:
-            gathered += sizes.element * sizes.whole / settings.reshard_size
+    gathered = _gathered_bytes(stage_params, key, sizes)
+    if key.zero_stage == 3 and settings.reshard_size is not None:
+        gathered += sizes.element * sizes.whole / settings.reshard_size
     reduced = max(sizes.stored, FP32_BYTES)
     accumulates = key.accumulates and not settings.reduces_each
     largest = max(stage_params.tables, stage_params.layer)

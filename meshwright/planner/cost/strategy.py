@@ -32,6 +32,8 @@ class MemoryOptions:
     """Number of replicas that share one set of shards (HSDP). None for all replicas."""
     reshard_size: int | None = None
     """Number of ranks that share a gathered copy between the forward and the backward pass (hpZ)."""
+    gathers_fp8: bool = False
+    """Whether FSDP gathers the weights of fp8 products in fp8 (`training.fp8.allGather`)."""
     reduces_each: bool = False
     """Whether FSDP reduces gradients in each micro-batch (`dataParallel.reduceEveryMicroBatch`)."""
     bucket: int = 16777216

@@ -52,7 +52,8 @@ def gradient_sync_seconds(
         comm_seconds += all_reduce(stage_params.experts * runtime.reduced, groups.tensor, fabric)
     overlap_seconds = overlappable[0] * strategy.gradient_reductions
     if strategy.zero_stage == 3:
-        comm_seconds += 2.0 * strategy.micro_batches * _parameter_gather_seconds(stage_params, strategy, groups, fabric)
+        gather_seconds = _parameter_gather_seconds(stage_params, strategy, runtime, groups, fabric)
+        comm_seconds += 2.0 * strategy.micro_batches * gather_seconds
         overlap_seconds = overlappable[1] * strategy.micro_batches
     comm_seconds *= machine.constants.communication
     overlap = runtime.overlap_gradients
@@ -66,8 +67,7 @@ def gradient_sync_bytes(work: Workload, strategy: Strategy, runtime: Framework, 
     scattered, gathered = _scattered_and_gathered(strategy, runtime)
     sent = stage_params.total * (strategy.gradient_reductions * scattered + gathered)
     if strategy.zero_stage == 3:
-        size = matmul_bytes(strategy)
-        sent += 2.0 * strategy.micro_batches * stage_params.total * size
+        sent += 2.0 * strategy.micro_batches * sum(_gathered_bytes(stage_params, strategy, runtime))
     return sent * (strategy.shard_ranks - 1) / strategy.shard_ranks
 
 
@@ -91,11 +91,24 @@ def _scattered_and_gathered(strategy: Strategy, runtime: Framework) -> tuple[flo
 
 
 def _parameter_gather_seconds(
-    stage_params: StageParameters, strategy: Strategy, groups: GroupSpans, fabric: Fabric
+    stage_params: StageParameters, strategy: Strategy, runtime: Framework, groups: GroupSpans, fabric: Fabric
 ) -> float:
-    size = matmul_bytes(strategy)
-    dense = all_gather(stage_params.dense * size, groups.shard_ranks, fabric)
-    return dense + all_gather(stage_params.experts * size, groups.expert_shard_ranks, fabric)
+    dense, experts = _gathered_bytes(stage_params, strategy, runtime)
+    return all_gather(dense, groups.shard_ranks, fabric) + all_gather(experts, groups.expert_shard_ranks, fabric)
+
+
+def _gathered_bytes(stage_params: StageParameters, strategy: Strategy, runtime: Framework) -> tuple[float, float]:
+    """Bytes of the dense parameters and of the experts that one pass gathers.
+
+    This runtime gathers in the compute format, or the dense weights of products in fp8. Others gather in the format of
+    products.
+    """
+    if not runtime.stores_masters:
+        size = matmul_bytes(strategy)
+        return stage_params.dense * size, stage_params.experts * size
+    element = strategy.precision.bytes
+    small = stage_params.dense - stage_params.tables if strategy.settings.gathers_fp8 else 0.0
+    return element * (stage_params.dense - small) + small, element * stage_params.experts
 
 
 def part_copies_seconds(strategy: Strategy, machine: Machine, stage: Stage) -> float:

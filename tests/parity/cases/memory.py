@@ -125,5 +125,31 @@ CASES += [
     for index, (technique, fp8) in enumerate(_FP8)
     for number, layout in enumerate(_FP8_LAYOUTS)
 ]
+_GATHERED: list[dict[str, Any]] = [
+    {"data": 2, "zero": 3, "micro_batches": 1},
+    {"data": 2, "tensor": 2, "zero": 3, "micro_batches": 1},
+    {"data": 2, "pipeline": 2, "zero": 2, "micro_batches": 1},
+]
+CASES += [
+    Case(
+        "fp8, gathered in fp8",
+        {**layout, "training": {"fp8": {"all_gather": True}}},
+        {"training": {"fp8": {}}},
+        smoke=number == 0,
+        exact=False,
+        tolerance=2e-2,
+    )
+    for number, layout in enumerate(_GATHERED)
+]
+CASES += [
+    Case(f"fp8, gathered in fp8, {name}", layout, refused="`training.fp8.allGather: true`")
+    for name, layout in {
+        "rows": {"data": 2, "zero": 3, "training": {"fp8": {"scaling": "Rowwise", "all_gather": True}}},
+        "delayed": {"data": 2, "zero": 3, "training": {"fp8": {"update": "Delayed", "all_gather": True}}},
+        "no FSDP": {"data": 2, "zero": 1, "training": {"fp8": {"all_gather": True}}},
+        "hpZ": {"data": 4, "zero": 3, "replicas": {"reshard_size": 2}, "training": {"fp8": {"all_gather": True}}},
+        "offload": {"data": 2, "zero": 3, "training": {"fp8": {"all_gather": True}, "parameter_offload": True}},
+    }.items()
+]
 for _number, (_technique, _training) in enumerate(_SAVED):
     CASES += _exact(_technique, _training, {1 + _number % 5})

@@ -13,6 +13,7 @@ from meshwright.planner.cost.accelerators import accelerator
 from meshwright.planner.cost.comm_groups import group_spans
 from meshwright.planner.cost.estimate import machine_for
 from meshwright.planner.cost.fabric import Span
+from meshwright.planner.cost.frameworks import FRAMEWORKS
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.cost.traffic import peer_shares, ring_shares, step_traffic
@@ -103,6 +104,18 @@ def test_tokens_travel_to_their_experts_and_back():
     found = {one.dimension: one.by_level for one in step_traffic(work, strategy, MACHINE, groups)}
     one_way = 4096 * 2 * 4096 * 2 * (7 / 8)  # two experts for each token, in 16 bits
     assert found["expert"][0] == pytest.approx(8 * 32 * 4 * one_way)
+
+
+def test_zero_3_gathers_in_fp8_only_if_asked():
+    half = Strategy(data=8, micro_batches=8, zero_stage=3)
+    eight = replace(half, fp8=True)
+    asked = replace(eight, settings=replace(eight.settings, gathers_fp8=True))
+    (plain,), (products,), (gathered,) = (traffic(one).values() for one in (half, eight, asked))
+    assert products == plain
+    weights = MODEL.parameters - 2 * MODEL.vocab_size * MODEL.hidden_size
+    assert sum(plain) - sum(gathered) == pytest.approx(2 * 8 * weights * 7 / 8)
+    other = replace(MACHINE, runtime=FRAMEWORKS["torchtitan"])
+    assert sum(*traffic(eight, other).values()) < sum(*traffic(half, other).values())
 
 
 def test_a_scattered_ring_moves_its_bytes_to_the_network():

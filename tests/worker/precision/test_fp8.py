@@ -11,6 +11,7 @@ from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.grouped_mm import grouped_linear
 from meshwright_worker.models.layers import Linear
 from meshwright_worker.precision.fp8 import linear
+from meshwright_worker.precision.fp8.gathered_weight import GatheredWeight
 from meshwright_worker.precision.fp8.grouped_linear import Fp8GroupedProduct, Sharing, scaled_grouped_mm
 from meshwright_worker.precision.fp8.linear import Fp8Product
 from meshwright_worker.precision.fp8.quantize import (
@@ -74,6 +75,34 @@ def test_a_layer_stays_near_the_exact_one(name: str) -> None:
         assert got is not None
         error = float((got - want).norm() / want.norm())
         assert 1e-3 < error < 0.1, "not rounded, or too much"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_gathered_in_fp8_gives_the_same_bits(compiled: bool) -> None:
+    """Output and gradients; the gradient is plain, in the format of the weight that it stands for."""
+    torch.manual_seed(0)
+    eight = Fp8Product(Fp8Spec(), None, inputs=False)
+    multiply = torch.compile(eight, backend="aot_eager", fullgraph=True) if compiled else eight
+    plain = torch.randn(48, 64, dtype=torch.bfloat16).requires_grad_()
+    values, scale = quantize(plain.detach(), absolute_max(plain.detach(), rowwise=False), FORWARD)
+    gathered = torch.nn.Parameter(GatheredWeight(values, scale, torch.bfloat16))
+    results = []
+    for weight, run in ((plain, eight), (gathered, multiply)):
+        x = torch.linspace(-1, 2, 32 * 64).view(32, 64).to(torch.bfloat16).requires_grad_()
+        result = run(x, weight)
+        result.backward(result.detach().roll(1, 0))
+        assert type(weight.grad) is torch.Tensor
+        results.append((result.detach(), x.grad, weight.grad))
+    assert all(torch.equal(want, got) for want, got in zip(*results, strict=True))
+    torch.compiler.reset()
+
+
+def test_only_fp8_products_read_a_gathered_weight() -> None:
+    weight = GatheredWeight(torch.ones(4, 8).to(FORWARD), torch.ones(()), torch.bfloat16)
+    assert torch.zeros_like(weight).dtype is torch.bfloat16
+    assert weight.as_strided((2, 8), (8, 1)).fp8_values.shape == (2, 8)
+    with pytest.raises(NotImplementedError, match=r"remove `training\.fp8\.allGather`"):
+        weight + 1
 
 
 def test_delayed_scales_see_the_largest_of_their_step() -> None:

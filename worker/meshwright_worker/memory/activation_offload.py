@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from meshwright_worker.data.batch import TokenMetadata
 from meshwright_worker.memory.host_memory import CopyStreams
 from meshwright_worker.models.decoder import Block, DecoderStage, LayerRunner
+from meshwright_worker.precision.fp8.gathered_weight import GatheredWeight
 
 _LEAST_BYTES = 1024
 """Smaller tensors stay on the device: a copy would cost more than it frees."""
@@ -149,7 +150,8 @@ def _packing(page: _Page, layers: Sequence[Block]) -> Callable[[torch.Tensor], A
         # listed here, after a layer's hooks have gathered them: before, they are DTensors.
         if not parameter_storages:
             parameters = [p for layer in layers for p in layer.parameters() if not isinstance(p, DTensor)]
-            parameter_storages.update(p.untyped_storage().data_ptr() for p in parameters)
+            stored = (p.fp8_values if isinstance(p, GatheredWeight) else p for p in parameters)
+            parameter_storages.update(values.untyped_storage().data_ptr() for values in stored)
         if tensor.nbytes < _LEAST_BYTES or tensor.untyped_storage().data_ptr() in parameter_storages:
             return tensor
         return page, page.pack(tensor)

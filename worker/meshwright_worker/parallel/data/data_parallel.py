@@ -14,9 +14,11 @@ from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.parallel.data.compression.state import CompressionState
 from meshwright_worker.parallel.data.ddp import BucketedAllReduce
+from meshwright_worker.parallel.data.fp8_gather import Fp8Shards, gathered_fp8
 from meshwright_worker.parallel.data.sharded_masters import ShardedMasters
 from meshwright_worker.parallel.data.zero import ZeroShards
 from meshwright_worker.parallel.shards import ParameterShard
+from meshwright_worker.precision.dtypes import compute_dtype
 
 
 class DataParallel(Protocol):
@@ -47,19 +49,23 @@ class NoReduction:
 
     Args:
         shards: of all stages.
+        quantized: the shards that FSDP gathers in fp8; None if there are none.
     """
 
     compression_state = None
 
-    def __init__(self, shards: Sequence[ParameterShard]) -> None:
+    def __init__(self, shards: Sequence[ParameterShard], quantized: Fp8Shards | None = None) -> None:
         self.shards = shards
+        self._quantized = quantized
 
     def reduce(self) -> list[torch.Tensor]:
         """See `DataParallel.reduce`."""
         return [shard.gradient() for shard in self.shards]
 
     def sync_parameters(self) -> None:
-        """See `DataParallel.sync_parameters`."""
+        """See `DataParallel.sync_parameters`: passes gather the parameters."""
+        if self._quantized is not None:
+            self._quantized.update()
 
     def finish(self) -> None:
         """See `DataParallel.finish`."""
@@ -70,6 +76,9 @@ def build_data_parallel(
 ) -> DataParallel:
     """Build the implementation of `parallelism.dataParallel` for the shards of all stages of this rank."""
     engine = run.parallelism.data_parallel_engine
+    fp8 = gathered_fp8(run)
+    if fp8 is not None:
+        return NoReduction(shards, Fp8Shards(stages, fp8, compute_dtype(run.training.precision), mesh))
     if mesh.replicas.size() == 1 or engine is DataParallelEngine.FSDP:
         return NoReduction(shards)
     # Other schedules compute weight gradients separately, past autograd's hooks, or partly on another rank.

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from meshwright.api.data_parallel import DataParallelEngine
 from meshwright.api.parallelism import ParallelismSpec
@@ -108,6 +108,32 @@ def reduce_gradients(module: nn.Module) -> None:
         for group in _parameter_groups(state, _WITHOUT_FSDP):
             group.post_backward()
     root._root_post_backward_final_callback()
+
+
+class GatherExtension(Protocol):
+    """Changes what FSDP gathers of one parameter. FSDP counts and passes these arguments by position."""
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """Return the tensors to gather, each with as many rows as the padded shard, and anything for the other hook."""
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Return the parameter, and the tensors whose memory FSDP frees and allocates. With `out`, which the first call
+        returned, update that and return nothing.
+        """
 
 
 class UnitReduction:
@@ -212,6 +238,49 @@ def sharded_parameters(module: nn.Module, workaround: str) -> Iterator[Any]:
         if isinstance(part, FSDPModule):
             for group in _parameter_groups(part._get_fsdp_state(), workaround):
                 yield from group.fsdp_params
+
+
+class PaddedShard:
+    """This rank's rows of a parameter, as FSDP gathers them: padded to the most rows of a rank.
+
+    `parameter` is FSDP's own object for it, see `sharded_parameters`.
+    """
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter = parameter
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that has the parameter."""
+        module: nn.Module = self._parameter._module_info.module
+        return module
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in its module."""
+        return str(self._parameter._module_info.param_name)
+
+    def __call__(self) -> torch.Tensor:
+        """Return the rows; they share the parameter's memory."""
+        rows: torch.Tensor = self._parameter._sharded_param_data.view(self._parameter.padded_sharded_param_size)
+        return rows
+
+    def extend_gather(self, extension: GatherExtension) -> None:
+        """Let an extension say what is gathered, and what the module gets, from the next gather on."""
+        # FSDP looks for its hooks on the shard's tensor. As attributes they leave it a plain tensor for everyone else.
+        shard: Any = self._parameter._sharded_local_tensor
+        shard.fsdp_pre_all_gather = extension.fsdp_pre_all_gather
+        shard.fsdp_post_all_gather = extension.fsdp_post_all_gather
+        self._parameter._init_extensions()
+        # Gathers so far left their memory and the parameter that shows it.
+        self._parameter.all_gather_outputs = []
+        vars(self._parameter).pop("_unsharded_param", None)
+
+
+def padded_shards(module: nn.Module, workaround: str) -> Iterator[PaddedShard]:
+    """Yield the shard of each parameter of a module; raises what `sharded_parameters` raises."""
+    for parameter in sharded_parameters(module, workaround):
+        yield PaddedShard(parameter)
 
 
 def _parameter_groups(state: Any, workaround: str) -> list[Any]:

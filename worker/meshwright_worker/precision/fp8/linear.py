@@ -22,6 +22,7 @@ from meshwright.api.precision import Fp8Spec, Fp8Update
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.layers import Linear
 from meshwright_worker.models.split_backward import DeferredWeightGrad, defer_weight_grad_of, local_operand
+from meshwright_worker.precision.fp8.gathered_weight import GatheredWeight
 from meshwright_worker.precision.fp8.quantize import (
     BACKWARD,
     FORWARD,
@@ -92,8 +93,11 @@ class Fp8Product(Fp8Recipe):
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, recipe: Fp8Product) -> torch.Tensor:
     deferred = defer_weight_grad_of(x, weight)
+    operand = local_operand(x, weight, deferred)
+    # Taken apart here and by attributes: compiled code cannot inside of the function, or by a property.
+    gathered = (operand.fp8_values, operand.fp8_scale) if isinstance(operand, GatheredWeight) else (None, None)
     flat: torch.Tensor = _Fp8Linear.apply(  # type: ignore[no-untyped-call]
-        x.flatten(0, -2), local_operand(x, weight, deferred), recipe, deferred
+        x.flatten(0, -2), operand, *gathered, recipe, deferred
     )
     return flat.view(*x.shape[:-1], -1)
 
@@ -111,20 +115,32 @@ def _outside_graph() -> Callable[[torch.Tensor, torch.Tensor, Fp8Product], torch
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Fp8Product, deferred: DeferredWeightGrad | None
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        values: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        recipe: Fp8Product,
+        deferred: DeferredWeightGrad | None,
     ) -> torch.Tensor:
-        ctx.recipe, ctx.deferred = recipe, deferred
+        ctx.recipe, ctx.deferred, ctx.weight_dtype = recipe, deferred, weight.dtype
         if recipe.rowwise:
             ctx.save_for_backward(x, weight)
             a, b = recipe.rows(x, INPUT, along_inputs=True), recipe.rows(weight, WEIGHT, along_inputs=True)
             return product(a, b, x.dtype, native=recipe.native, fast=True)
-        small, whole = recipe.whole(x, INPUT), recipe.whole(weight, WEIGHT)
+        small = recipe.whole(x, INPUT)
+        if values is not None and scale is not None:
+            whole, weight = QuantizedTensor(values, scale), values
+        else:
+            whole = recipe.whole(weight, WEIGHT)
         # One scale serves both directions: the input is saved with one byte per element.
         ctx.save_for_backward(small.values, small.scale, weight, whole.scale)
         return product(small, whole, x.dtype, native=recipe.native, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    def backward(
+        ctx: Any, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None, None]:
         (gradient,) = gradients
         recipe: Fp8Product = ctx.recipe
         if recipe.rowwise:
@@ -132,17 +148,26 @@ class _Fp8Linear(torch.autograd.Function):
             quantized_grad = recipe.rows(gradient, GRADIENT, along_outputs=True)
             columns = recipe.rows(weight.t().contiguous(), WEIGHT, along_outputs=True)
             input_grad = product(quantized_grad, columns, x.dtype, native=recipe.native)
-            weight_grad_fn = partial(_rowwise_outer, x, gradient, weight.dtype, recipe)
+            weight_grad_fn = partial(_rowwise_outer, x, gradient, ctx.weight_dtype, recipe)
         else:
             values, scale, weight, weight_scale = ctx.saved_tensors
             quantized_grad = recipe.whole(gradient, GRADIENT)
-            whole = quantize(weight, weight_scale * torch.finfo(FORWARD).max, FORWARD)
+            whole = _quantized_again(weight, weight_scale)
             input_grad = product(quantized_grad, whole.transposed, gradient.dtype, native=recipe.native)
-            weight_grad_fn = partial(_outer, QuantizedTensor(values, scale), quantized_grad, weight.dtype, recipe)
+            weight_grad_fn = partial(_outer, QuantizedTensor(values, scale), quantized_grad, ctx.weight_dtype, recipe)
+        weight_grad = None
         if ctx.deferred is None:
-            return input_grad, weight_grad_fn(), None, None
-        ctx.deferred.defer(weight_grad_fn)
-        return input_grad, None, None, None
+            weight_grad = weight_grad_fn()
+        else:
+            ctx.deferred.defer(weight_grad_fn)
+        return input_grad, weight_grad, None, None, None, None
+
+
+def _quantized_again(weight: torch.Tensor, scale: torch.Tensor) -> QuantizedTensor:
+    """Return a weight as the forward pass quantized it; one that was gathered in fp8 has its numbers."""
+    if weight.dtype is FORWARD:
+        return QuantizedTensor(weight, scale)
+    return quantize(weight, scale * torch.finfo(FORWARD).max, FORWARD)
 
 
 def _outer(x: QuantizedTensor, gradient: QuantizedTensor, dtype: torch.dtype, recipe: Fp8Product) -> torch.Tensor:

@@ -39,9 +39,19 @@ def absolute_max(x: torch.Tensor, *, rowwise: bool) -> torch.Tensor:
 
 def quantize(x: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype) -> QuantizedTensor:
     """Quantize `x` [rows, columns] to fp8 such that `amax`, [] or [rows, 1], maps to the format's largest number."""
+    scale = scale_for(amax, dtype)
+    return QuantizedTensor(quantize_by(x, scale, dtype), scale)
+
+
+def scale_for(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the scale that maps `amax` to the largest number of `dtype`."""
+    return amax.clamp(min=_MIN_AMAX) / torch.finfo(dtype).max
+
+
+def quantize_by(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `x` divided by `scale`, in `dtype`; larger numbers are clamped."""
     limit = torch.finfo(dtype).max
-    scale = amax.clamp(min=_MIN_AMAX) / limit
-    return QuantizedTensor((x.float() / scale).clamp(-limit, limit).to(dtype), scale)
+    return (x.float() / scale).clamp(-limit, limit).to(dtype)
 
 
 def product(
