@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -172,7 +173,7 @@ def _first_that_fits(entry: Entry, steps: int, *, quick: bool) -> tuple[Setting 
             taken = train_for(task, steps, entry.plain)
         except Exception as error:
             # One setting that this version of torch cannot run must not cost the others' numbers.
-            return None, None, str(error).strip().splitlines()[-1]
+            return None, None, traceback.format_exception_only(error)[-1].strip().splitlines()[-1]
         finally:
             _release()
         if taken is not None:
