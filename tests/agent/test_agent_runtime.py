@@ -181,7 +181,7 @@ async def test_a_rank_that_refuses_its_data_says_why_and_its_peers_do_not_hang(
     await until(lambda: coordinator.states(1)[-1:] == [AgentState.FAILED], 150, lambda: agents[1].log)
     report = coordinator.last(1)
     assert report is not None
-    assert report.failure == "Error"
+    assert report.failure == "InvalidInput"
     assert "CorpusError: `data.pattern: **/*.py` matches no file" in report.message
     # The other one has found nothing wrong, and waits for this one; the next generation ends that.
     await until(agents[0].ranks_started, 60, lambda: agents[0].log)

@@ -20,12 +20,15 @@ from meshwright_worker.agent.state_machine import (
 )
 from meshwright_worker.rank.messages import (
     CheckpointSaved,
+    Evaluating,
     Finished,
     PhaseDone,
     RankFailed,
     RankMessage,
     Running,
     StepDone,
+    decode,
+    encode,
 )
 from meshwright_worker.rank.task import Outcome, StepReport
 from tests.agent.support import mesh, training_run
@@ -382,6 +385,17 @@ def test_a_loss_that_is_no_number_does_not_break_the_report(driver: Driver) -> N
     driver.start(document())
     driver.tell(0, step(1, loss=float("nan")))
     assert build_report(driver.state_machine).progress is None
+
+
+def test_a_rank_is_idle_since_its_last_batch_of_an_evaluation(driver: Driver) -> None:
+    driver.start(document())
+    driver.tell(0, step(1))
+    driver.after(400.0)
+    driver.tell(0, decode(encode(Evaluating())))
+    driver.after(12.0)
+    report = build_report(driver.state_machine, driver.now, lambda _: "R")
+    assert [process.idle_seconds for process in report.ranks] == [12.0, 412.0]
+    assert report.ranks[0].step == 1
 
 
 def test_a_command_is_idle_since_its_last_output(driver: Driver) -> None:

@@ -48,6 +48,10 @@ class EventsOfGeneration:
         """See `RankEvents.step`."""
         self._report(lambda: self._events.step(report))
 
+    def evaluating(self) -> None:
+        """See `RankEvents.evaluating`."""
+        self._report(self._events.evaluating)
+
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
         """See `RankEvents.checkpoint`."""
         self._report(lambda: self._events.checkpoint(step, path, seconds))

@@ -41,6 +41,13 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluating:
+    """An evaluation goes on."""
+
+    kind: Literal["evaluating"] = "evaluating"
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointSaved:
     """A checkpoint is durable and complete."""
 
@@ -90,7 +97,9 @@ class Held:
     kind: Literal["held"] = "held"
 
 
-RankMessage = PhaseDone | Running | StepDone | CheckpointSaved | CheckpointBegun | RankFailed | Finished | Held
+RankMessage = (
+    PhaseDone | Running | StepDone | Evaluating | CheckpointSaved | CheckpointBegun | RankFailed | Finished | Held
+)
 
 _ADAPTER: TypeAdapter[RankMessage] = TypeAdapter(Annotated[RankMessage, Field(discriminator="kind")])
 

@@ -55,6 +55,10 @@ class PipeEvents:
         """See `RankEvents.step`."""
         self.send(messages.StepDone(report))
 
+    def evaluating(self) -> None:
+        """See `RankEvents.evaluating`."""
+        self.send(messages.Evaluating())
+
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
         """See `RankEvents.checkpoint`."""
         self.send(messages.CheckpointSaved(step, path, seconds))

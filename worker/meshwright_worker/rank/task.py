@@ -197,6 +197,9 @@ class RankEvents(Protocol):
     def step(self, report: StepReport) -> None:
         """A step is complete."""
 
+    def evaluating(self) -> None:
+        """An evaluation goes on: a rank that reports no step for so long does not hang."""
+
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
         """The checkpoint of `step` is durable and complete. Only rank 0 reports it."""
 

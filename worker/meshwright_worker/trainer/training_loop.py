@@ -32,7 +32,7 @@ from meshwright_worker.data.mixture import MixtureStream, Stream
 from meshwright_worker.data.prefetch import Prefetcher, StepSamples
 from meshwright_worker.data.sample_assignment import SampleAssignment
 from meshwright_worker.data.sample_order import MODULUS, SampleDigest
-from meshwright_worker.distributed.mesh import STEP_TIMEOUT, Mesh, set_collective_timeout
+from meshwright_worker.distributed.mesh import START_TIMEOUT, STEP_TIMEOUT, Mesh, set_collective_timeout
 from meshwright_worker.distributed.step_clock import phase
 from meshwright_worker.distributed.timed_collectives import timed_collectives
 from meshwright_worker.memory.peaks import memory_peaks
@@ -54,6 +54,8 @@ _RECOMPUTES_LAYERS = (ActivationCheckpointing.FULL, ActivationCheckpointing.EVER
 """`Selective` stores the result of every matrix product: what it recomputes does not count in FLOPs."""
 
 
+_TELL_SECONDS = 20.0
+"""Time between two messages that an evaluation goes on."""
 _CHECKPOINT, _EVALUATION, _REPEAT = "checkpoint", "evaluation", "repeat"
 """Phases of the clock beside those of a step."""
 
@@ -125,6 +127,8 @@ class TrainingLoop:
         self._reported_stall = 0.0
         self._first = 0
         """The first step of this mesh generation."""
+        self._has_evaluated = False
+        self._told_at = 0.0
         self._simulated_bubble = simulated_bubble(run) if mesh.rank == 0 else None
         self._samples = Prefetcher(self._read_samples, mesh.device)
         self._garbage = StepGarbage(self._training.garbage_collection_steps)
@@ -337,10 +341,28 @@ class TrainingLoop:
         for result in results:
             report = self._report(result, state, seconds, data_seconds / len(results))
             if evaluation is not None and result is results[-1]:
-                with phase(_EVALUATION):
-                    report = replace(report, evaluation_loss=evaluation.loss(self._trainer, self._mesh))
+                report = replace(report, evaluation_loss=self._evaluate(evaluation))
             self._events.step(report)
         return state.model_copy(update={"loss": results[-1].loss.hex()})
+
+    def _evaluate(self, evaluation: Evaluation) -> float:
+        """Evaluate, the first time with the time limits of a start: compiled stages compile their forward passes again,
+        each when it has received the first hidden states, and the last one waits for all.
+        """
+        first, self._has_evaluated = not self._has_evaluated, True
+        if first:
+            set_collective_timeout(START_TIMEOUT)
+        with phase(_EVALUATION):
+            loss = evaluation.loss(self._trainer, self._mesh, self._tell_evaluating)
+        if first:
+            set_collective_timeout(STEP_TIMEOUT)
+        return loss
+
+    def _tell_evaluating(self) -> None:
+        """Tell from time to time that an evaluation goes on."""
+        if time.monotonic() - self._told_at >= _TELL_SECONDS:
+            self._told_at = time.monotonic()
+            self._events.evaluating()
 
     def _read_samples(self, first: int) -> StepSamples:
         """Read this replica's samples of the step that begins with sample `first`."""
