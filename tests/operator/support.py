@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import sys
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -224,7 +227,16 @@ class OperatorThread:
         if self._loop is not None and self._stop is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
         await asyncio.to_thread(self._thread.join, patient(15))
-        assert not self._thread.is_alive()
+        assert not self._thread.is_alive(), self._what_runs()
+
+    def _what_runs(self) -> str:
+        """The stacks of its tasks and of its thread."""
+        text = io.StringIO()
+        for task in asyncio.all_tasks(self._loop):
+            task.print_stack(file=text)
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        traceback.print_stack(frame, file=text)
+        return text.getvalue()
 
     def _main(self) -> None:
         try:
