@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from meshwright.api.data import Packing
 from meshwright.api.parallelism import ContextMethod
 from meshwright.models.presets import PRESETS
 from meshwright.protocol.run_config import NativeRun
@@ -24,6 +25,8 @@ from meshwright_worker.distributed.mesh import (
     Mesh,
     own_groups,
 )
+from meshwright_worker.models.attention import AttentionCore
+from meshwright_worker.parallel.context import varlen_attention
 from meshwright_worker.parallel.context.context_parallel import RingAttentionCore, UlyssesAttentionCore
 from meshwright_worker.trainer import train
 from meshwright_worker.trainer.train import OpenedRun, build_trainer, train_on_mesh
@@ -47,6 +50,27 @@ def test_a_narrow_layer_has_the_attention_of_the_model(preset: str) -> None:
     before = torch.get_rng_state()
     warm_up_kernels(run, torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("preset", ["llama-3-8b", "deepseek-v3", "gpt2"])
+@pytest.mark.parametrize("varlen", [False, True])
+def test_packed_documents_warm_up_the_attention_of_documents(
+    preset: str, varlen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend, segments = varlen_attention.attend_varlen, list[int]()
+
+    def counting(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        segments.append(len(args[3].blocks.segments))
+        return attend(*args)
+
+    def masked(*_: Any) -> torch.Tensor:
+        raise AssertionError("attention with a mask")
+
+    monkeypatch.setattr(varlen_attention, "attend_varlen", counting)
+    monkeypatch.setattr(AttentionCore, "forward", masked)
+    run = small_run(packing=Packing.DOCUMENTS, training={"varlen_attention": varlen})
+    warm_up_kernels(run.model_copy(update={"architecture": PRESETS[preset]}), torch.device("cpu"))
+    assert segments == ([4] if varlen else [])
 
 
 @pytest.mark.parametrize("rank", [0, 7])

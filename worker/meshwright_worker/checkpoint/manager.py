@@ -240,7 +240,7 @@ class CheckpointManager:
             self._schedule.failed(missed.tier, text)
             if self._mesh.rank == 0:
                 where = missed.tier.store
-                log.warning("no checkpoint of step %d in %s; training goes on: %s", missed.step, where, text)
+                log.warning("no checkpoint of step %d in %s; training continues: %s", missed.step, where, text)
         return failed
 
     def _is_needless(self, unsaved: FailedSave) -> bool:
