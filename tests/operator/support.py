@@ -9,7 +9,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from meshwright.api import labels
 from meshwright.api.objects import KubeObject
 from meshwright_operator.controller.manager import run
 from meshwright_operator.settings import Address, Settings
+from tests import definition
 from tests.operator.loop_watchdog import watch_this_thread
 from tests.patience import patient
 
@@ -148,16 +148,9 @@ def job(name: str, **spec: Any) -> KubeObject:
     }
 
 
-@lru_cache
-def _crd() -> KubeObject:
-    found: KubeObject = yaml.safe_load((ROOT / "crds" / "meshwright.dev_paralleltrainingjobs.yaml").read_text())
-    return found
-
-
 async def install(api: Api) -> None:
     """The CRD and four nodes in two racks."""
-    definition = _crd()
-    await api.call("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition, ok=False)
+    await api.call("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition.committed(), ok=False)
     for name, rack in (("n0", "r0"), ("n1", "r0"), ("n2", "r1"), ("n3", "r1")):
         await put_node(api, node(name, rack))
 
