@@ -19,3 +19,10 @@ def test_the_repository_map_names_what_there_is():
         for name in re.findall(r"`([^`]+)`", cell):
             candidates = [ROOT / name, ROOT / "meshwright" / name]
             assert any(candidate.exists() for candidate in candidates), name
+
+
+def test_the_index_of_the_documentation_has_every_page():
+    index = (ROOT / "docs" / "README.md").read_text()
+    linked = set(re.findall(r"\]\(([^)#/]+\.md)", index))
+    pages_of_docs = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages_of_docs <= linked
