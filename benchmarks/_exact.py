@@ -47,7 +47,7 @@ def solve(problem: Problem, rows: int, columns: int, seconds: float, below: floa
     model.add(objective >= int(lower))
     model.minimize(objective)
     _break_symmetry(model, at, rows, columns)
-    return _run(model, objective, at, seconds, below, lower)
+    return _run(model, at, seconds, below, lower)
 
 
 def _level(
@@ -94,9 +94,7 @@ def _break_symmetry(model: cp_model.CpModel, at: Sequence[Sequence[Any]], rows: 
         model.add(number(column) <= number(column + 1))
 
 
-def _run(
-    model: cp_model.CpModel, objective: Any, at: Sequence[Sequence[Any]], seconds: float, below: float, lower: float
-) -> Exact:
+def _run(model: cp_model.CpModel, at: Sequence[Sequence[Any]], seconds: float, below: float, lower: float) -> Exact:
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 2

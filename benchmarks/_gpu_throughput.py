@@ -60,12 +60,13 @@ def train_for(task: RankTask, steps: int, plain: bool) -> Steps | None:
             if mesh.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             seconds, losses = [], []
+            began = time.perf_counter()
             for number in range(WARM_UP + 1, WARM_UP + steps + 1):
-                began = time.perf_counter()
+                # Waits for the device to have this step's loss, as training does, and for nothing after it.
                 losses.append(step(number))
-                if mesh.device.type == "cuda":
-                    torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - began)
+                ended = time.perf_counter()
+                seconds.append(ended - began)
+                began = ended
         except torch.OutOfMemoryError:
             return None
         memory = torch.cuda.max_memory_allocated() if mesh.device.type == "cuda" else None

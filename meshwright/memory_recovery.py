@@ -128,7 +128,7 @@ def describe(run: Run, memory: MemoryRecovery) -> str:
     """Describe a recovery for users."""
     new = transfers(run, memory)
     world = run.layout.world_size
-    text = f"{world - len(new)} of {world} ranks go on from step {memory.step}, which they have in memory"
+    text = f"{world - len(new)} of {world} ranks continue from step {memory.step}, which they have in memory"
     if memory.holders is not None:
         text = f"All ranks go back to step {memory.step}, of which they have copies in host memory"
     first = next(iter(new.items()), None)

@@ -69,7 +69,7 @@ def test_all_go_on_from_the_newest_step_and_a_rank_behind_makes_the_update() -> 
     assert memory == MemoryRecovery(generation=3, step=7, leader=1, ranks="0-2")
     assert transfers(run, memory) == {3: 0}
     assert describe(run, memory) == (
-        "3 of 4 ranks go on from step 7, which they have in memory; rank 3 gets the state of rank 0"
+        "3 of 4 ranks continue from step 7, which they have in memory; rank 3 gets the state of rank 0"
     )
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import yaml
 
+from meshwright.api.labels import CLI_FIELD_MANAGER
 from meshwright_local.kube.client import APPLY_PATCH, ApiClient, ApiError
 from meshwright_local.kube.resources import Resource
-
-FIELD_MANAGER = "meshwright-cli"
 
 
 class ManifestError(Exception):
@@ -73,7 +72,7 @@ async def apply(client: ApiClient, item: dict[str, Any], namespace: str) -> dict
     metadata = item["metadata"]
     space = metadata.get("namespace") or namespace
     path = resource.path(space if resource.namespaced else None, metadata["name"])
-    params = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
+    params = {"fieldManager": CLI_FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
     try:
         answer: dict[str, Any] = await client.request("PATCH", path, params=params, body=item, content_type=APPLY_PATCH)
     except ApiError as error:

@@ -107,9 +107,11 @@ OPERATOR = (
     Alert(
         "PTJPolicyInvalid",
         "warning",
-        "The administrator's policy has an error.",
-        "The file with the administrator's policy has an error. The operator applies an earlier version.",
-        "the file of the [policy](policy.md) has an error, so that an earlier version is in effect",
+        "The administrator's policy, fabric or profiles have an error.",
+        "The file with the administrator's policy, fabric or profiles has an error. The operator applies an earlier "
+        "version.",
+        "the file of the [policy](policy.md), the [fabric](fabric.md) or the profiles has an error, so that an earlier "
+        "version is in effect",
         "min by (cluster) (ptj_policy_valid) == 0",
         "5m",
         "operator",

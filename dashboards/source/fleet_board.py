@@ -21,6 +21,7 @@ from dashboards.source.panels import (
 from dashboards.source.queries import (
     BY_JOB,
     CLUSTER,
+    CONDITION,
     HOLDS_NO_GPU,
     JOBS,
     SAME_JOB,
@@ -28,7 +29,6 @@ from dashboards.source.queries import (
     rate,
 )
 
-CONDITION = "ptj_job_status_condition"
 BUILD = f"ptj_build_info{{{CLUSTER}}}"
 STATE_COLORS = {
     "training": GREEN,

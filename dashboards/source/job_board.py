@@ -36,6 +36,7 @@ from dashboards.source.panels import (
 )
 from dashboards.source.queries import (
     CLUSTER,
+    CONDITION,
     JOB,
     PLANNED_RESTARTS,
     RATE,
@@ -48,7 +49,6 @@ from dashboards.source.queries import (
 
 PODS_OF_JOB = "${job_name}-w[0-9]+-[0-9]+"
 INFO = f"ptj_job_info{{{JOB}}}"
-CONDITION = "ptj_job_status_condition"
 STATES = {"1": ("True", BLUE), "0": ("False", GREY), "2": ("Unknown", ORANGE)}
 POD_OF_JOB = '$dcgm_namespace="$namespace",$dcgm_pod=~"$job_name-w[0-9]+-[0-9]+"'
 """Selects the GPUs of the job in metrics of NVIDIA's DCGM exporter."""

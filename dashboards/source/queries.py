@@ -21,6 +21,9 @@ BY_JOB = "by (cluster, namespace, job_name)"
 RATE = "$__rate_interval"
 """The shortest window with enough samples for `rate`."""
 
+CONDITION = "ptj_job_status_condition"
+"""The conditions of jobs: 1 for the series with their status."""
+
 HOLDS_NO_GPU = "Queued|Suspended"
 """Causes of time in which a job has no pods."""
 

@@ -9,9 +9,13 @@ KIND = "ParallelTrainingJob"
 PLURAL = "paralleltrainingjobs"
 SINGULAR = "paralleltrainingjob"
 SHORT_NAME = "ptj"
+DEFINITION = f"{PLURAL}.{GROUP}"
+"""Name of the CustomResourceDefinition."""
 CATEGORY = "training"
 
 FIELD_MANAGER = "meshwright-operator"
+CLI_FIELD_MANAGER = "meshwright-cli"
+"""Who applies objects with the command line or the Python client, and owns the pods that they start."""
 MANAGER = f"{GROUP}/operator"
 
 LABEL_JOB = f"{GROUP}/job-name"
@@ -46,7 +50,10 @@ GANG_GATE = f"{GROUP}/gang"
 GPU_RESOURCE = "nvidia.com/gpu"
 
 WORKER_CONTAINER = "worker"
+USER_ID = 65532
+"""User and group of the images, and of processes for which neither the job nor its profile names another."""
 METRICS_PORT = 9464
+"""Of worker pods: /metrics and /timeline."""
 COORDINATOR_PORT = 9470
 CHECKPOINT_MOUNT = "/meshwright/checkpoints"
 DATA_MOUNT = "/meshwright/data"
@@ -92,3 +99,11 @@ ENV_CONTEXT_SIZE = "MESHWRIGHT_CONTEXT_PARALLEL_SIZE"
 ENV_CONTEXT_RANK = "MESHWRIGHT_CONTEXT_PARALLEL_RANK"
 ENV_DATA_SIZE = "MESHWRIGHT_DATA_PARALLEL_SIZE"
 ENV_DATA_RANK = "MESHWRIGHT_DATA_PARALLEL_RANK"
+ENV_LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+"""torchft's own variable. A job that sets it uses that lighthouse, and the agent of rank 0 runs none."""
+
+# How `meshwright profile` asks a rank for a profile: files in the pod's directory for temporary files.
+PROFILE_DIRECTORY = "meshwright-profile"
+PROFILE_REQUEST = "request.json"
+MAX_PROFILED_STEPS = 50
+"""Steps of one request: the trace of a step may have tens of MiB."""

@@ -14,8 +14,6 @@ from meshwright.rules.edits import IMMUTABLE
 from meshwright.rules.validation import SPEC_RULES
 from meshwright.schedules.schedule import registered
 
-NAME = f"{labels.PLURAL}.{labels.GROUP}"
-
 SELECTABLE = (".spec.suspend", ".spec.priorityClassName", ".spec.managedBy", ".spec.model.preset")
 """Fields by which the API server filters: `kubectl get ptj --field-selector spec.suspend=true`."""
 
@@ -35,7 +33,7 @@ def custom_resource_definition() -> dict[str, Any]:
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": NAME},
+        "metadata": {"name": labels.DEFINITION},
         "spec": {
             "group": labels.GROUP,
             "scope": "Namespaced",

@@ -7,6 +7,7 @@ from meshwright.api.data_parallel import DataParallelEngine, DataParallelStrateg
 from meshwright.api.precision import Precision
 from meshwright.api.training import OptimizerName, OptimizerOffload, OuterMethod, OuterSpec
 from meshwright.rules.facts import Facts, islands, shard_ranks
+from meshwright.rules.parallelism import HAS_PIPELINE
 from meshwright.rules.rule import Rule, divides, schedule_is_not, schedule_names
 from meshwright.schedules.registry import kind_of
 from meshwright.schedules.schedule import PipelineScheduleKind
@@ -23,7 +24,6 @@ _ISLANDS = (
 _IS_ZERO = f"(has({_DATA}.strategy) && {_DATA}.strategy == 'ZeRO')"
 _FLAT_SHARDS = f"(({_STAGE} == 1 || {_IS_ZERO}) && self.replicas * self.parallelism.context > 1)"
 _NOT_EACH = f"!has({_DATA}.reduceEveryMicroBatch) || !{_DATA}.reduceEveryMicroBatch"
-_HAS_PIPELINE = "has(self.parallelism.pipeline) && self.parallelism.pipeline > 1"
 
 
 def possible_zero_stages(facts: Facts) -> tuple[int, ...]:
@@ -327,13 +327,13 @@ REPLICA_RULES: tuple[Rule[Facts], ...] = (
         "parallelism.zeroStage",
         f"{_FLAT} `model.tieEmbeddings` in a pipeline: {_FSDP_INSTEAD}",
         f"!{_FLAT_SHARDS} || !has(self.model) || !has(self.model.tieEmbeddings) || !self.model.tieEmbeddings"
-        f" || !({_HAS_PIPELINE})",
+        f" || !({HAS_PIPELINE})",
         _flat_shards_of_one_table,
     ),
     Rule(
         "parallelism.zeroStage",
         lambda: f"{_FLAT} the schedule {schedule_names(_bidirectional, 'or')}: {_FSDP_INSTEAD}",
-        lambda: f"!{_FLAT_SHARDS} || !({_HAS_PIPELINE}) || {schedule_is_not(_bidirectional)}",
+        lambda: f"!{_FLAT_SHARDS} || !({HAS_PIPELINE}) || {schedule_is_not(_bidirectional)}",
         _flat_shards_in_one_direction,
     ),
     Rule(

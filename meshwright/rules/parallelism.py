@@ -16,6 +16,8 @@ RANKS_OF_REPLICA = (
 """In CEL, the number of ranks of a replica. A degree that is left out counts as 1."""
 LEAST_WORLD_SIZE = f"{RANKS_OF_REPLICA} * self.replicas"
 """In CEL, the number of ranks. A degree that is left out counts as 1."""
+HAS_PIPELINE = "has(self.parallelism.pipeline) && self.parallelism.pipeline > 1"
+"""In CEL, whether the job states a pipeline of several stages."""
 PLANNED = "(has(self.runtime.framework) && self.runtime.framework != 'TorchFT')"
 """In CEL, whether the planner chooses the layout for a command."""
 _WORLD_SIZE_KNOWN = (

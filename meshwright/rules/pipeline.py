@@ -7,13 +7,13 @@ from functools import partial
 
 from meshwright.api.precision import Precision
 from meshwright.rules.facts import SCALED_BATCH, Facts, scales_batch
+from meshwright.rules.parallelism import HAS_PIPELINE
 from meshwright.rules.rule import Rule, is_asynchronous, schedule_is, schedule_is_not, schedule_names
 from meshwright.schedules.pipeline_layout import DEFAULT_VIRTUAL_STAGES, stages_per_rank
 from meshwright.schedules.registry import kind_of, schedules_where
 from meshwright.schedules.schedule import PipelineScheduleKind
 
-_HAS_PIPELINE = "has(self.parallelism.pipeline) && self.parallelism.pipeline > 1"
-_HAS_MICRO_BATCHES = f"{_HAS_PIPELINE} && has(self.parallelism.microBatches)"
+_HAS_MICRO_BATCHES = f"{HAS_PIPELINE} && has(self.parallelism.microBatches)"
 
 
 def _has_virtual_stages(kind: PipelineScheduleKind) -> bool:
@@ -282,7 +282,7 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
             f"must be even with {schedule_names(_is_even)}, because two directions meet in the middle: change it, "
             "or use `DualPipeV`"
         ),
-        lambda: f"{schedule_is_not(_is_even)} || !({_HAS_PIPELINE}) || self.parallelism.pipeline % 2 == 0",
+        lambda: f"{schedule_is_not(_is_even)} || !({HAS_PIPELINE}) || self.parallelism.pipeline % 2 == 0",
         _ranks_even,
     ),
     Rule(
@@ -307,7 +307,7 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
             "on all stages at the same time"
         ),
         lambda: (
-            f"{schedule_is_not(is_asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"
+            f"{schedule_is_not(is_asynchronous)} || !has(self.training) || !({HAS_PIPELINE})"
             " || self.training.optimizer.gradientClip == 0.0"
         ),
         _asynchronous_without_clipping,
@@ -344,7 +344,7 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
             f"{schedule_names(is_asynchronous)}, because their scales need a common step: use `bf16` or `fp32`"
         ),
         lambda: (
-            f"{schedule_is_not(is_asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"
+            f"{schedule_is_not(is_asynchronous)} || !has(self.training) || !({HAS_PIPELINE})"
             " || (self.training.precision != 'fp16' && !has(self.training.fp8))"
         ),
         _asynchronous_without_scales,
@@ -356,7 +356,7 @@ PIPELINE_RULES: tuple[Rule[Facts], ...] = (
             "synchronize between steps, and stages have no common step: use another schedule"
         ),
         lambda: (
-            f"{schedule_is_not(is_asynchronous)} || !has(self.training) || !({_HAS_PIPELINE})"
+            f"{schedule_is_not(is_asynchronous)} || !has(self.training) || !({HAS_PIPELINE})"
             " || !has(self.training.outer)"
         ),
         _asynchronous_without_islands,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MILLISECOND = timedelta(milliseconds=1)
 
 
 def utc_now() -> datetime:
@@ -29,6 +32,16 @@ def format_time(moment: datetime) -> str:
 def format_micro_time(moment: datetime) -> str:
     """Format a time to the microsecond, as `metav1.MicroTime`."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def unix_milliseconds(moment: datetime) -> int:
+    """Complete milliseconds from the Unix epoch to a time."""
+    return (moment - _EPOCH) // _MILLISECOND
+
+
+def format_unix_milliseconds(milliseconds: int) -> str:
+    """Format a number of milliseconds since the Unix epoch, as `metav1.MicroTime`."""
+    return format_micro_time(_EPOCH + milliseconds * _MILLISECOND)
 
 
 def seconds_since(text: str | None, now: datetime) -> float:

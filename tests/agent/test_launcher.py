@@ -79,7 +79,7 @@ async def test_processes_that_go_on_are_those_of_the_next_generation_before_they
     launcher.take_over(start)
     assert [(one.current.rank, one.current.number) for one in handles.values()] == [(0, 1), (1, 2)]
     launcher.remove(102)
-    with pytest.raises(LaunchError, match="rank 0 cannot go on: its process has ended"):
+    with pytest.raises(LaunchError, match="rank 0 cannot continue: its process has ended"):
         launcher.resume(replace(start, resumed=(0, 1)), 0)
     assert launcher.resume(start, 1) == 103
     await launcher.close()

@@ -19,6 +19,7 @@ from meshwright_worker.agent.state_machine import (
     build_report,
 )
 from meshwright_worker.rank.messages import (
+    AtWork,
     CheckpointSaved,
     Finished,
     PhaseDone,
@@ -26,6 +27,8 @@ from meshwright_worker.rank.messages import (
     RankMessage,
     Running,
     StepDone,
+    decode,
+    encode,
 )
 from meshwright_worker.rank.task import Outcome, StepReport
 from tests.agent.support import mesh, training_run
@@ -382,6 +385,17 @@ def test_a_loss_that_is_no_number_does_not_break_the_report(driver: Driver) -> N
     driver.start(document())
     driver.tell(0, step(1, loss=float("nan")))
     assert build_report(driver.state_machine).progress is None
+
+
+def test_a_rank_is_idle_since_it_last_said_that_it_is_at_work(driver: Driver) -> None:
+    driver.start(document())
+    driver.tell(0, step(1))
+    driver.after(400.0)
+    driver.tell(0, decode(encode(AtWork())))
+    driver.after(12.0)
+    report = build_report(driver.state_machine, driver.now, lambda _: "R")
+    assert [process.idle_seconds for process in report.ranks] == [12.0, 412.0]
+    assert report.ranks[0].step == 1
 
 
 def test_a_command_is_idle_since_its_last_output(driver: Driver) -> None:

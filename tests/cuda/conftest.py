@@ -1,6 +1,7 @@
 """Tests of kernels on a GPU. Where there is none they are skipped, and `make gpu` reports them.
 
-With `MESHWRIGHT_TEST_DEVICE=cpu`, those of training (`test_resume.py`) run on a CPU: whether the tests themselves work.
+With `MESHWRIGHT_TEST_DEVICE=cpu`, those of training (`test_resume.py`) and of optimizers run on a CPU: whether the
+tests themselves work.
 """
 
 from __future__ import annotations
@@ -29,5 +30,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def device() -> torch.device:
-    """The first GPU."""
-    return torch.device("cuda", 0)
+    """The first GPU, or what `MESHWRIGHT_TEST_DEVICE` says."""
+    return torch.device(ASKED) if ASKED else torch.device("cuda", 0)

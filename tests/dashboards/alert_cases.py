@@ -125,7 +125,9 @@ def operator_cases() -> list[Case]:
             {"ptj_policy_valid": "1x5 0x20"},
             15,
             Firing(
-                "The file with the administrator's policy has an error. The operator applies an earlier version.", {}
+                "The file with the administrator's policy, fabric or profiles has an error. The operator applies an "
+                "earlier version.",
+                {},
             ),
         ),
         Case("PTJPolicyInvalid", "it is valid again", {"ptj_policy_valid": "1x5 0x3 1x20"}, 15),

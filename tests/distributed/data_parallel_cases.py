@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -139,7 +140,8 @@ def _live() -> int:
             is_tensor = isinstance(one, torch.Tensor)
         except Exception:
             continue
-        if is_tensor and one.device.type == "cpu":
+        # What the compiler traced with has no memory.
+        if is_tensor and one.device.type == "cpu" and not isinstance(one, FakeTensor):
             local = one.to_local() if hasattr(one, "to_local") else one
             storage = local.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()

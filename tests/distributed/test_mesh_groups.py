@@ -14,12 +14,11 @@ from meshwright_worker.distributed.mesh import (
     STEP_TIMEOUT,
     join_mesh,
     new_host_group,
-    own_groups,
     set_collective_timeout,
 )
 from meshwright_worker.rank.task import RankTask
 from meshwright_worker.trainer.train import build_trainer
-from meshwright_worker.trainer.warm_up import warm_up_groups
+from meshwright_worker.trainer.warm_up import groups_of_steps, warm_up_groups
 from tests.distributed.comm_counter import Counting
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
@@ -93,10 +92,10 @@ def use_all_groups(task: RankTask) -> tuple[int, int]:
         build_trainer(task.run, mesh)
         with Counting() as counting:
             warm_up_groups(mesh.device)
-        return len(own_groups()), sum(counting.traffic.calls.values())
+        return len(groups_of_steps()), sum(counting.traffic.calls.values())
 
 
-def test_warm_up_uses_every_group_once(pool: RankPool) -> None:
+def test_warm_up_uses_every_group_of_steps_once(pool: RankPool) -> None:
     run = small_run(tensor=2, pipeline=2, data=2, zero=1, micro_batches=4)
     for groups, collectives in pool.run(use_all_groups, run):
         assert groups == collectives >= 6

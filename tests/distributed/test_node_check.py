@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore
 
 from meshwright_worker.distributed import node_check
@@ -164,3 +172,109 @@ def test_a_worker_whose_data_arrive_changed_is_named_by_its_partners(tmp_path: P
     assert {results[0], results[1], results[3]} == {
         "ConnectionError: connection closed: the node check found worker 2 at fault"
     }
+
+
+SEVERAL_ROUNDS = timedelta(seconds=LEAST_SECONDS)
+
+
+def in_threads(*calls: Any) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_nobody_begins_a_round_before_a_worker_that_is_late_in_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its partner was broken, and its next partner must not take it for broken."""
+    monkeypatch.setattr(node_check, "ROUND_LIMIT", SEVERAL_ROUNDS)
+    order: list[int] = []
+
+    def link(store: Any, place: Place, members: Any, device: torch.device, report: Any) -> None:
+        first = not any(turn == place.rank for turn in order)
+        if first and place.rank == 1:
+            time.sleep(0.3)
+        order.append(place.rank)
+        report("")
+
+    monkeypatch.setattr(node_check, "_check_link", link)
+    store = dist.HashStore()
+    in_threads(*[partial(check_nodes, store, Place(index, 3, 1), CPU) for index in range(3)])
+    # Of three workers, the last one has no partner in the first round, and the first one none in the second.
+    assert sorted(order[:2]) == [0, 1]
+    assert sorted(order[2:]) == [1, 2]
+
+
+class Gathering:
+    """A back end of one of two ranks. The second one receives later, unless the first one has left."""
+
+    def __init__(self, rank: int, left: threading.Event) -> None:
+        self._rank, self._left = rank, left
+        self.lost = False
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Any:
+        def wait() -> None:
+            self.lost = self._rank == 1 and self._left.wait(0.5)
+            for rank, part in enumerate(outputs[0]):
+                part.copy_(inputs[0] - self._rank + rank)
+
+        return SimpleNamespace(wait=wait)
+
+
+def test_a_rank_keeps_its_connections_until_its_partners_have_received_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_check, "ROUND_LIMIT", SEVERAL_ROUNDS)
+    left = threading.Event()
+    groups = [Gathering(rank, left) for rank in range(2)]
+
+    @contextmanager
+    def group(store: Any, rank: int, size: int, device: torch.device) -> Iterator[Any]:
+        yield groups[rank]
+        if rank == 0:
+            left.set()
+
+    monkeypatch.setattr(node_check, "_group", group)
+    store, found = dist.HashStore(), {}
+
+    def check(rank: int) -> None:
+        found[rank] = node_check._check_round(store, Place(rank, 2, 1), CPU, 0)
+
+    in_threads(partial(check, 0), partial(check, 1))
+    assert found == {0: "", 1: ""}
+    assert left.is_set()
+    assert not groups[1].lost, "what the first rank had not sent yet"
+
+
+def test_a_library_that_never_connects_does_not_hold_up_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_check, "ROUND_LIMIT", timedelta(seconds=0.2))
+    release = threading.Event()
+
+    @contextmanager
+    def group(*_: Any) -> Iterator[Any]:
+        release.wait()
+        raise RuntimeError("too late")
+        yield
+
+    monkeypatch.setattr(node_check, "_group", group)
+    try:
+        assert node_check._check_round(dist.HashStore(), Place(0, 2, 1), CPU, 0) == "no answer within 0 s"
+    finally:
+        release.set()
+
+
+def test_other_groups_of_the_process_do_not_block_like_that_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a round's group is left behind while it connects."""
+    seen: list[str | None] = []
+
+    def make(*_: Any) -> str:
+        seen.append(os.environ.get("TORCH_NCCL_BLOCKING_WAIT"))
+        return "group"
+
+    made = type("NCCL", (), {"Options": SimpleNamespace, "__new__": make})
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", made, raising=False)
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    with node_check._group(dist.HashStore(), 0, 2, torch.device("cuda")) as group:
+        assert group == "group"
+        assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+    assert seen == ["1"]

@@ -19,18 +19,21 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.api.parallelism import ContextMethod, PipelineSchedule
+from meshwright.protocol.messages import MemoryCopies
 from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.actions import Schedule
 from meshwright.schedules.measured import RankTimeline, measured_step
 from meshwright.schedules.registry import NAMES
 from meshwright.schedules.simulator import simulate
 from meshwright_worker.agent.metrics import WorkerMetrics
+from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed import step_clock
 from meshwright_worker.distributed.collectives import all_reduce_sum
-from meshwright_worker.distributed.mesh import join_mesh
+from meshwright_worker.distributed.mesh import STEP_TIMEOUT, join_mesh, new_host_group
 from meshwright_worker.distributed.step_clock import PASSES, phase
 from meshwright_worker.distributed.timed_collectives import timed_collectives
+from meshwright_worker.in_memory.copies import Copier, HostCopies
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels, PendingReceive
 from meshwright_worker.parallel.pipeline.rank_program import p2p_pairs
 from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
@@ -275,6 +278,42 @@ def test_exposed_communication_is_that_of_a_trace(pool: RankPool, name: str) -> 
     own = DIMENSION.get(name, name)
     assert waits[own] == max(waits.values()), f"rank 0 waits for the late rank in its {own} group: {waits}"
     assert waits[own] > LAG
+
+
+def waits_of_other_threads(task: RankTask) -> dict[str, float]:
+    """The waits that a rank's clock has while its only communication is that of the thread that exchanges copies."""
+    with join_mesh(task) as mesh:
+        copier = Copier(HostCopies(), MemoryCopies(every_steps=1, shift=1), new_host_group(STEP_TIMEOUT, lazy=False))
+        copier.take([torch.zeros(4)], TrainingState(step=1))
+        with timed_collectives(mesh) as clock:
+            copier.take([torch.zeros(4)], TrainingState(step=2))
+            assert copier.thread is not None
+            copier.thread.join()
+            return step_times(clock.take(), checkpoint=0.0, stages=1).waits
+
+
+def test_a_thread_that_exchanges_copies_does_not_count_as_a_wait_of_steps(pool: RankPool) -> None:
+    assert pool.run(waits_of_other_threads, small_run(data=2)) == [{}, {}]
+
+
+def waits_of_an_asynchronous_run(task: RankTask) -> dict[str, float]:
+    """The waits of two steps in which an island takes its parameters from a server."""
+    with join_mesh(task) as mesh:
+        training = Training(task.run, mesh)
+        training.trainer.on_parameters_loaded(0)
+        with timed_collectives(mesh) as clock:
+            for number in (1, 2):
+                training.step(number)
+            waits = step_times(clock.take(), checkpoint=0.0, stages=1).waits
+        training.trainer.close()
+        return waits
+
+
+def test_threads_that_serve_parameters_do_not_count_as_waits_of_steps(pool: RankPool) -> None:
+    outer = {"method": "AsyncSGD", "every_steps": 2, "staleness": 1}
+    serving, asking = pool.run(waits_of_an_asynchronous_run, small_run(data=2, outer=outer))
+    assert serving == {}, "the server's own rank asks nobody"
+    assert asking["data"] > 0
 
 
 def counted_training(task: RankTask) -> tuple[list[StepReport], int]:

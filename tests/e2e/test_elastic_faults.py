@@ -164,10 +164,35 @@ async def check_steady(stage: Stage, uid: str) -> None:
     assert "ptj_workqueue_depth 0.0" in page
 
 
+CHOSEN = {
+    "restarts": {3: "all nodes but one removed"},
+    "in memory": {0: "rank killed", 3: "all nodes but one removed"},
+    "continues": {},
+}
+"""Faults that are not drawn: at least one recovery in memory and one plan for what is left, in short runs too."""
+
+
+async def one_fault(faults: Faults, number: int, kind: str | None, begin: float) -> None:
+    """Do a fault, one that is drawn if not `kind`, and wait for as long as chance has it."""
+    settles = kind is not None
+    if kind is None:
+        kind = await faults.draw()
+        settles = faults.chance.random() < SETTLES
+    else:
+        await faults.undo()
+        await faults.do(kind)
+    print(f"{time.monotonic() - begin:7.1f} s  {number:3} {kind}", flush=True)
+    if settles:
+        await asyncio.sleep(NOTICED_SECONDS)
+        print(f"          settled in {await faults.settled():.1f} s, {len(faults.usable())} nodes", flush=True)
+    else:
+        await asyncio.sleep(faults.chance.uniform(SHORTEST, LONGEST))
+
+
 @pytest.mark.long
 @pytest.mark.chaos
 @pytest.mark.timeout(600 + 60 * FAULTS)
-@pytest.mark.parametrize("recovery", ["restarts", "in memory", "continues"])
+@pytest.mark.parametrize("recovery", CHOSEN)
 async def test_an_elastic_job_survives_random_faults(stage: Stage, recovery: str) -> None:
     chance, begin = random.Random(SEED), time.monotonic()
     ranks = RankWatch(stage.directory / "cluster")
@@ -182,19 +207,7 @@ async def test_an_elastic_job_survives_random_faults(stage: Stage, recovery: str
     try:
         await faults.settled()
         for number in range(FAULTS):
-            if number == 3 and replans:  # at least one plan for what is left, in short runs too
-                await faults.undo()
-                await faults.do("all nodes but one removed")
-                kind = "all nodes but one removed"
-            else:
-                kind = await faults.draw()
-            settles = (number == 3 and replans) or chance.random() < SETTLES
-            print(f"{time.monotonic() - begin:7.1f} s  {number:3} {kind}", flush=True)
-            if settles:
-                await asyncio.sleep(NOTICED_SECONDS)
-                print(f"          settled in {await faults.settled():.1f} s, {len(faults.usable())} nodes", flush=True)
-            else:
-                await asyncio.sleep(chance.uniform(SHORTEST, LONGEST))
+            await one_fault(faults, number, CHOSEN[recovery].get(number), begin)
         await faults.undo()
         await faults.settled()
         status = await finish(stage, faults)
@@ -212,7 +225,7 @@ async def test_an_elastic_job_survives_random_faults(stage: Stage, recovery: str
         for event in (await stage.client.list(EVENTS, NAMESPACE)).items
         if event["reason"] == "RecoveringInMemory"
     )
-    if replans:  # otherwise the faults that are drawn may all be such after which ranks restart
+    if replans:  # otherwise the faults that are drawn may all be ones after which ranks restart
         assert (recovered > 0) == (recovery == "in memory")
     await stage.delete(NAME)
     print(f"{recovered} recoveries in memory")

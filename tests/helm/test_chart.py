@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -267,7 +268,7 @@ def test_a_second_replica_is_ready_before_the_first_one_stops():
     selector = spec["selector"]
     assert all(item["labelSelector"] == selector for item in spread)
     budget = found["PodDisruptionBudget", "mw-meshwright"]["spec"]
-    assert budget == {"maxUnavailable": 1, "selector": selector}
+    assert budget == {"maxUnavailable": 1, "unhealthyPodEvictionPolicy": "AlwaysAllow", "selector": selector}
     assert not [kind for kind, _ in render("replicas=1") if kind == "PodDisruptionBudget"]
     assert found["Service", "mw-meshwright"]["spec"]["ipFamilyPolicy"] == "PreferDualStack"
 
@@ -503,3 +504,59 @@ def test_the_fabric_reaches_the_operator(tmp_path):
     wrong = helm("template", "mw", str(CHART), "-f", str(values))
     assert wrong.returncode
     assert "gigabytesPerSecond" in wrong.stderr
+
+
+@needs_helm
+def test_values_that_an_older_chart_did_not_have_may_be_absent():
+    """`helm upgrade --reuse-values` from 0.1.0 passes the values of that chart, without new defaults."""
+    released = ROOT / "tests" / "compatibility" / "0.1.0" / "chart" / "values.yaml"
+    old, new = yaml.safe_load(released.read_text()), yaml.safe_load((CHART / "values.yaml").read_text())
+    later = [name for name in new if name not in old]
+    later += [
+        f"{name}.{part}"
+        for name in new
+        if isinstance(old.get(name), dict)
+        for part in new[name]
+        if part not in old[name]
+    ]
+    assert {"admissionPolicy", "networkPolicy.jobs", "fabric"} <= set(later)
+    found = render(*(f"{name}=null" for name in later))
+    documents = found["ConfigMap", "mw-meshwright-policy"]["data"]
+    assert [yaml.safe_load(documents[name]) for name in ("fabric.yaml", "profiles.yaml")] == [{}, {}]
+
+
+@needs_helm
+def test_no_name_is_too_long_for_a_service():
+    result = helm("template", "r" * 53, str(CHART), "--kube-version", "1.31.0")
+    services = [one for one in yaml.safe_load_all(result.stdout) if one and one["kind"] == "Service"]
+    assert [len(one["metadata"]["name"]) for one in services] == [63]
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("sets", "warned"),
+    [
+        (["image.repository=registry.example.com/operator"], []),
+        (["coordinator.tls.mode=disabled"], ["image.repository", "coordinator.tls.mode"]),
+    ],
+)
+def test_the_notes_name_the_next_command_and_what_is_risky(sets, warned):
+    flags = [part for pair in sets for part in ("--set", pair)]
+    result = helm("install", "mw", str(CHART), "--dry-run=client", *flags)
+    assert result.returncode == 0, result.stderr
+    notes = result.stdout.partition("NOTES:")[2]
+    assert "rollout status -n default deployment/mw-meshwright" in notes
+    assert re.findall(r"WARNING: `(.*?)`", notes) == warned
+
+
+@needs_helm
+def test_names_that_look_like_numbers_stay_strings():
+    flags = ["--set-string", "watchNamespaces={10},serviceAccount.name=77", "--set", "monitoring.enabled=true"]
+    result = helm("template", "1234", str(CHART), "--namespace", "1000", "--kube-version", "1.31.0", *flags)
+    assert result.returncode == 0, result.stderr
+    for item in filter(None, yaml.safe_load_all(result.stdout)):
+        metadata = item["metadata"]
+        assert isinstance(metadata.get("namespace", ""), str), item["kind"]
+        assert all(isinstance(value, str) for value in metadata.get("labels", {}).values()), item["kind"]
+        for subject in item.get("subjects", []):
+            assert (subject["name"], subject["namespace"]) == ("77", "1000")

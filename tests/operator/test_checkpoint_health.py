@@ -70,7 +70,7 @@ def test_a_failed_save_is_an_event_and_a_condition_until_the_next_one_succeeds()
     found = health(decision)
     assert found is not None
     assert (found.status, found.reason) == ("False", "SaveFailed")
-    for part in (PLACE, "No space left on device", "Training goes on", "step 40"):
+    for part in (PLACE, "No space left on device", "Training continues", "step 40"):
         assert part in found.message
     assert [reason for reason, _ in events(decision)] == ["SaveFailed"]
     assert decision.status.checkpoint_tiers is not None

@@ -74,7 +74,6 @@ CLAIMS = Kind("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
 DEFINITIONS = Kind(
     "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False
 )
-DEFINITION = f"{labels.PLURAL}.{labels.GROUP}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,8 +322,8 @@ class ApiServer:
 def missing_definition(where: str) -> str:
     """The message for a cluster without the CustomResourceDefinition."""
     return (
-        f"{where} has no `{DEFINITION}`: Meshwright is not installed there. Install the chart, or only the definition "
-        "with `meshwright crd | kubectl apply --server-side -f -`"
+        f"{where} has no `{labels.DEFINITION}`: Meshwright is not installed there. Install the chart, or only the "
+        "definition with `meshwright crd | kubectl apply --server-side -f -`"
     )
 
 

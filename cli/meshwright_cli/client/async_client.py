@@ -9,7 +9,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
 
-from meshwright.api.labels import ANNOTATION_CHECKPOINT, API_VERSION, KIND, LABEL_JOB
+from meshwright.api.labels import ANNOTATION_CHECKPOINT, API_VERSION, CLI_FIELD_MANAGER, KIND, LABEL_JOB
 from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright_cli.client.api_server import APPLY_PATCH, EVENTS, JOBS, MERGE_PATCH, PODS, Action, ApiServer, Kind
@@ -32,7 +32,6 @@ from meshwright_cli.client.profiling import STEPS, Profile, profile_job
 from meshwright_cli.client.rejection import explained
 from meshwright_cli.client.waiting import FINISHED, Target
 
-FIELD_MANAGER = "meshwright-cli"
 RETRY_SECONDS = 1.0
 
 Manifest = str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -115,7 +114,7 @@ class AsyncClient:
         kind = await self._kind_of(item)
         metadata = item["metadata"]
         space = (metadata.get("namespace") or self.namespace) if kind.namespaced else None
-        params = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
+        params = {"fieldManager": CLI_FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
         params |= {"dryRun": "All"} if dry_run else {}
         action = Action("patch", kind, space, metadata["name"])
         try:
@@ -458,7 +457,7 @@ class AsyncClient:
     async def _patch(self, name: str, body: KubeObject) -> Job:
         action = Action("patch", JOBS, self.namespace, name)
         path = JOBS.path(self.namespace, name)
-        params = {"fieldManager": FIELD_MANAGER}
+        params = {"fieldManager": CLI_FIELD_MANAGER}
         try:
             return Job(
                 await self.server.request("PATCH", path, action, params=params, body=body, content_type=MERGE_PATCH)

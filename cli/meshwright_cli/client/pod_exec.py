@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.api.labels import WORKER_CONTAINER
-from meshwright_cli.client.api_server import PODS, Action
+from meshwright_cli.client.api_server import EXEC_PROTOCOLS, PODS, Action
 from meshwright_cli.client.errors import RejectedError
 
 if TYPE_CHECKING:
     from meshwright_cli.client.async_client import AsyncClient
 
-PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 _STDOUT, _STDERR, _STATUS = 1, 2, 3
 MAX_OUTPUT = 1 << 30
 
@@ -38,7 +37,7 @@ async def run_in_pod(
     try:
         async with asyncio.timeout(seconds):
             path = PODS.path(client.namespace, pod, "exec")
-            async for message in client.server.messages(path, action, params, PROTOCOLS):
+            async for message in client.server.messages(path, action, params, EXEC_PROTOCOLS):
                 if message and message[0] in streams:
                     streams[message[0]] += message[1:]
                 if len(streams[_STDOUT]) > MAX_OUTPUT:

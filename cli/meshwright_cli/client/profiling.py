@@ -14,7 +14,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.api.labels import METRICS_PORT
+from meshwright.api.labels import METRICS_PORT, PROFILE_DIRECTORY, PROFILE_REQUEST
 from meshwright_cli.client.errors import (
     NotFoundError,
     RejectedError,
@@ -46,26 +46,26 @@ address = f"[{address}]" if ":" in address else address
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 print(opener.open(f"http://{address}:{sys.argv[1]}/metrics", timeout=20).read().decode())
 """
-_REQUEST = """
+_REQUEST = f"""
 import os, sys, tempfile
-folder = os.path.join(tempfile.gettempdir(), "meshwright-profile")
+folder = os.path.join(tempfile.gettempdir(), "{PROFILE_DIRECTORY}")
 os.makedirs(folder, mode=0o700, exist_ok=True)
-path = os.path.join(folder, "request.json")
+path = os.path.join(folder, "{PROFILE_REQUEST}")
 with open(path + ".part", "w") as file:
     file.write(sys.argv[1])
 os.replace(path + ".part", path)
 """
-_FETCH = """
+_FETCH = f"""
 import base64, os, sys, tempfile
-path = os.path.join(tempfile.gettempdir(), "meshwright-profile", sys.argv[1])
+path = os.path.join(tempfile.gettempdir(), "{PROFILE_DIRECTORY}", sys.argv[1])
 if os.path.exists(path):
     with open(path, "rb") as file:
         sys.stdout.buffer.write(base64.b64encode(file.read()))
 """
-_REMOVE = """
+_REMOVE = f"""
 import glob, os, sys, tempfile
-folder = os.path.join(tempfile.gettempdir(), "meshwright-profile")
-request = os.path.join(folder, "request.json")
+folder = os.path.join(tempfile.gettempdir(), "{PROFILE_DIRECTORY}")
+request = os.path.join(folder, "{PROFILE_REQUEST}")
 with open(request) as file:
     mine = sys.argv[1] in file.read()
 for path in [*glob.glob(os.path.join(folder, sys.argv[1] + "-rank-*")), *([request] if mine else [])]:

@@ -19,10 +19,10 @@ from typing import Any
 
 import click
 
+from meshwright.api.labels import USER_ID
+from meshwright_cli.client.checkpoints.pod import GRACE_SECONDS, LIFE_SECONDS
+
 MOUNT = "/upload"
-GRACE_SECONDS = 1
-LIFE_SECONDS = 6 * 3600
-"""The pod ends by itself after this time, if nobody deletes it."""
 
 _RECEIVE = """
 import hashlib, json, os, sys, tarfile
@@ -146,7 +146,7 @@ def _pod(name: str, claim: str, image: str) -> dict[str, Any]:
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
         "runAsNonRoot": True,
-        "runAsUser": 65532,
+        "runAsUser": USER_ID,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     return {
@@ -157,7 +157,7 @@ def _pod(name: str, claim: str, image: str) -> dict[str, Any]:
             "restartPolicy": "Never",
             "activeDeadlineSeconds": LIFE_SECONDS,
             "automountServiceAccountToken": False,
-            "securityContext": {"fsGroup": 65532},
+            "securityContext": {"fsGroup": USER_ID, "fsGroupChangePolicy": "OnRootMismatch"},
             "volumes": [{"name": "target", "persistentVolumeClaim": {"claimName": claim}}],
             "containers": [
                 {

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from meshwright.api import labels
 from meshwright.api.objects import KubeObject
-from meshwright_cli.client.api_server import CLAIMS, DEFINITION, DEFINITIONS, JOBS, NODES, PODS, Action, Kind
+from meshwright_cli.client.api_server import CLAIMS, DEFINITIONS, JOBS, NODES, PODS, Action, Kind
 from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.errors import DefinitionMissingError, ForbiddenError, NotFoundError
 from meshwright_cli.doctor.rights import (
@@ -121,7 +122,7 @@ class _Reader:
     async def definition(self) -> KubeObject | None:
         """The CustomResourceDefinition, or None if it does not exist or may not be read."""
         try:
-            return await self._client.server.get(DEFINITIONS, DEFINITION)
+            return await self._client.server.get(DEFINITIONS, labels.DEFINITION)
         except ForbiddenError:
             self.forbidden["definition"] = "get customresourcedefinitions.apiextensions.k8s.io"
         except NotFoundError:

@@ -118,7 +118,7 @@ def ring_lines(hops: Sequence[Hop]) -> list[str]:
     ranks = len(hops[0].parts)
     shown = hops if len(hops) * (2 * ranks + 2) + 8 <= 80 else _selected(hops, (80 - 8) // (2 * ranks + 2))
     width = 2 * ranks + 1
-    lines = ["rank    " + " ".join(f"{_step_name(hop, ranks):<{width}}" for hop in shown).rstrip()]
+    lines = ["rank    " + " ".join(f"{_step_name(hop):<{width}}" for hop in shown).rstrip()]
     for rank in range(ranks):
         cells = []
         for hop in shown:
@@ -150,7 +150,7 @@ def ring_figure(hops: Sequence[Hop], title: str) -> Element:
     children: list[Element] = [text(f"rank {rank}", 0, top + rank * cell + 14, class_="muted") for rank in range(ranks)]
     for number, hop in enumerate(hops):
         start = left + number * (ranks * cell + gap)
-        children.append(text(_step_name(hop, ranks), start, top - 8, class_="small"))
+        children.append(text(_step_name(hop), start, top - 8, class_="small"))
         for rank, counts in enumerate(hop.parts):
             for chunk, count in enumerate(counts):
                 children += _cell(start + chunk * cell, top + rank * cell, cell, count, ranks, chunk == hop.moved[rank])
@@ -178,7 +178,7 @@ def _selected(hops: Sequence[Hop], count: int) -> list[Hop]:
     return [*hops[: max(1, count - 1)], hops[-1]]
 
 
-def _step_name(hop: Hop, ranks: int) -> str:
+def _step_name(hop: Hop) -> str:
     return "start" if hop.step == 0 else f"step {hop.step}"
 
 

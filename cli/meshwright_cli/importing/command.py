@@ -11,6 +11,7 @@ from typing import Any
 import click
 import yaml
 
+from meshwright.api import labels
 from meshwright.crd.manifest_check import check_manifest
 from meshwright_cli.importing import deepspeed, megatron, torchtitan
 from meshwright_cli.importing.settings import Imported, ImportFileError
@@ -42,8 +43,8 @@ def import_job(file: Path, gpus: int | None, gpus_per_worker: int, preset: str |
     if preset is not None:
         spec["model"] = {"preset": preset}
     job = {
-        "apiVersion": "meshwright.dev/v1alpha1",
-        "kind": "ParallelTrainingJob",
+        "apiVersion": labels.API_VERSION,
+        "kind": labels.KIND,
         "metadata": {"name": _name(file)},
         "spec": spec,
     }

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+from meshwright.planner.frameworks.megatron_lm import CONTEXT_COMMUNICATION
 from meshwright_cli.importing.settings import (
     Imported,
     ImportFileError,
@@ -22,7 +23,7 @@ _FLAGS_OF_VARIABLE = re.compile(r"([A-Za-z_]\w*)\+?=((?:.*\s)?--[a-zA-Z].*)", re
 """A word that assigns flags to a variable."""
 _QUOTED_FLAGS = re.compile(r"(?:.*\s)?--[a-zA-Z].*\s.*", re.DOTALL)
 """A word that has several words itself, with flags."""
-_CONTEXT = {"p2p": "RingZigZag", "a2a": "Ulysses", "all_gather": "AllGather"}
+_CONTEXT = {name: str(method) for method, name in CONTEXT_COMMUNICATION.items()}
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 

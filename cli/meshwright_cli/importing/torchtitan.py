@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.planner.frameworks.torchtitan import SCHEDULES
 from meshwright_cli.importing.settings import Imported, Settings, flat, micro_batches, replicas_of, without_none
 
 _PRESETS = {
@@ -15,15 +16,7 @@ _PRESETS = {
     ("qwen3", "32b"): "qwen3-32b",
     ("deepseek_v3", "671b"): "deepseek-v3",
 }
-_SCHEDULES = {
-    "1f1b": "1F1B",
-    "gpipe": "GPipe",
-    "interleaved1f1b": "Interleaved1F1B",
-    "loopedbfs": "LoopedBFS",
-    "interleavedzerobubble": "ZBH1",
-    "zbvzerobubble": "ZBV",
-    "dualpipev": "DualPipeV",
-}
+_SCHEDULES = {name.lower(): str(schedule) for schedule, name in SCHEDULES.items()} | {"interleavedzerobubble": "ZBH1"}
 _STAGE = {"always": 3, "default": 3, "never": 2}
 
 

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import click
 
+from meshwright.api.labels import MAX_PROFILED_STEPS
 from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.profiling import STEPS, Profile
 from meshwright_cli.completion import complete_jobs, complete_ranks
 from meshwright_cli.jobs.access import Access, cluster_options
 from meshwright_cli.parameters import Duration
-
-MAX_STEPS = 50
-"""Steps that a rank profiles at once (`meshwright_worker.trainer.step_profiler`)."""
 
 
 class StepChoice(click.ParamType[range | int]):
@@ -33,8 +31,8 @@ class StepChoice(click.ParamType[range | int]):
             self.fail(f"the last step is before the first one: {text}", param, ctx)
         found = range(int(first), int(last) + 1) if dash else int(first)
         count = found if isinstance(found, int) else len(found)
-        if not 1 <= count <= MAX_STEPS or first == "0":
-            self.fail(f"must be 1 to {MAX_STEPS} steps, counted from 1, got {text}", param, ctx)
+        if not 1 <= count <= MAX_PROFILED_STEPS or first == "0":
+            self.fail(f"must be 1 to {MAX_PROFILED_STEPS} steps, counted from 1, got {text}", param, ctx)
         return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import yaml
 
-from meshwright.api.labels import GPU_RESOURCE
+from meshwright.api.labels import GPU_RESOURCE, KIND
 from meshwright.api.parsing import InvalidSpecError, parse_spec
 from meshwright.crd.manifest_check import check_manifest
 from meshwright.planner.cluster.inventory import Inventory
@@ -27,7 +27,6 @@ from meshwright_cli.plan.report import PlanReport, inventory_of, plan_report
 from meshwright_cli.plan.report_json import document
 from meshwright_cli.plan.report_text import lines
 
-KIND = "ParallelTrainingJob"
 MAX_PROBLEMS = 5
 ASSUMED_GPUS = 64
 """GPUs of the assumed cluster."""

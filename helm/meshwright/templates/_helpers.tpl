@@ -1,10 +1,12 @@
+{{/* A Service's name has at most 63 characters, and a release's name may have 53. */}}
 {{- define "meshwright.name" -}}
-{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-{{ .Chart.Name }}{{ end -}}
+{{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) (contains .Chart.Name .Release.Name) -}}
+{{ $name | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
 {{- define "meshwright.selector" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "meshwright.labels" -}}

@@ -25,7 +25,7 @@ from meshwright.planner.frameworks.target import (
 from meshwright.planner.search.request import Techniques
 
 SCRIPT = "pretrain_gpt.py"
-_CONTEXT_COMMUNICATION = {
+CONTEXT_COMMUNICATION = {
     ContextMethod.RING_ZIG_ZAG: "p2p",
     ContextMethod.ULYSSES: "a2a",
     ContextMethod.ALL_GATHER: "all_gather",
@@ -55,7 +55,7 @@ def _strategy_problem(model: Architecture, strategy: Strategy) -> str:
         return f"`parallelism.schedule: {strategy.schedule}` has no flag: use 1F1B or Interleaved1F1B"
     if strategy.schedule is PipelineSchedule.INTERLEAVED and strategy.micro_batches % strategy.pipeline:
         return "Interleaved1F1B needs a multiple of `parallelism.pipeline` micro-batches"
-    if strategy.context > 1 and strategy.context_method not in _CONTEXT_COMMUNICATION:
+    if strategy.context > 1 and strategy.context_method not in CONTEXT_COMMUNICATION:
         return f"`parallelism.contextMethod: {strategy.context_method}` has no flag"
     if strategy.context > 1 and strategy.context_method is ContextMethod.ULYSSES and model.latent is not None:
         return "Ulysses is not supported with `model.latent`"
@@ -95,7 +95,7 @@ def _layout(run: FrameworkRun) -> Iterator[str]:
     if used.sequence_parallel and used.tensor > 1:
         yield "--sequence-parallel"
     if used.context > 1:
-        yield from ("--cp-comm-type", _CONTEXT_COMMUNICATION[used.context_method])
+        yield from ("--cp-comm-type", CONTEXT_COMMUNICATION[used.context_method])
     if used.pipeline > 1 and not run.has_even_stages:
         yield from ("--pipeline-model-parallel-layout", _stages(run.stage_layers))
     elif used.pipeline > 1 and used.virtual_stages > 1:
@@ -239,7 +239,7 @@ MEGATRON_LM = Target(
     account="megatron-core",
     techniques=Techniques(
         schedules=(PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED),
-        context=tuple(_CONTEXT_COMMUNICATION),
+        context=tuple(CONTEXT_COMMUNICATION),
         offload=(OptimizerOffload.NONE,),
         uneven_split=False,
         replicates_kv_heads=False,

@@ -31,7 +31,6 @@ class LevelShortage:
         unit_blocks: blocks of one unit.
         fitting: number of units that fit. Units with blocks that stay count if their other blocks fit.
         largest: number of blocks that fit in the location of the level with the most.
-        split_by_kept: whether blocks that stay are in different locations of the level already.
     """
 
     rules: tuple[LevelRule, ...]
@@ -39,7 +38,6 @@ class LevelShortage:
     unit_blocks: int
     fitting: int
     largest: int
-    split_by_kept: bool = False
 
 
 class _Tier:
@@ -128,9 +126,7 @@ class NestedCapacity:
         blocks = len(tier.blocks[0]) if tier.blocks else 0
         bound = sum(location not in overfull for location in tier.bound.values())
         most = max(self._blocks_within(tier.level).values(), default=0)
-        self.shortage = LevelShortage(
-            tier.rules, tier.count, blocks, min(tier.count, bound + sum(fits.values())), most, tier.split
-        )
+        self.shortage = LevelShortage(tier.rules, tier.count, blocks, min(tier.count, bound + sum(fits.values())), most)
         return False
 
     def _within(self, index: int) -> dict[str, int]:

@@ -62,10 +62,10 @@ class StartTimeline:
         elif forming and start.formed_at is not None:
             self.start = _Start(clock, 0.0)
         elif start.formed_at is not None and start.generation == after.generation:
-            return self._finish(decision, start, start.formed_at, clock)
+            return self._finish(decision, start, start.formed_at)
         return []
 
-    def _finish(self, decision: Decision, start: _Start, formed_at: float, clock: float) -> list[JobEvent]:
+    def _finish(self, decision: Decision, start: _Start, formed_at: float) -> list[JobEvent]:
         received = decision.observed.agents.reports.get(rank_zero_worker(decision.observed))
         if received is None or received.report.generation != start.generation:
             return []

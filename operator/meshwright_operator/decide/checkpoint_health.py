@@ -90,13 +90,13 @@ def _problems(
         if tier.error:
             since = _time(tier.failing_since)
             text = f"No checkpoint can be saved in {tier.place}{f' since {since}' if since else ''}: {tier.error}"
-            yield _Problem(SAVE_FAILED, sentences(text, f"Training goes on. {kept}"))
+            yield _Problem(SAVE_FAILED, sentences(text, f"Training continues. {kept}"))
     for tier in tiers:
         if since := _time(tier.saving_since):
             text = f"The save in {tier.place} that began at {since} is not complete, and delays others"
-            yield _Problem(SAVE_SLOW, sentences(text, f"Training goes on. {kept}"))
+            yield _Problem(SAVE_SLOW, sentences(text, f"Training continues. {kept}"))
     if (late := _overdue(decision, spec, received, tiers)) is not None:
-        yield _Problem(OVERDUE, sentences(late, f"Training goes on. {kept}"))
+        yield _Problem(OVERDUE, sentences(late, f"Training continues. {kept}"))
 
 
 def _overdue(

@@ -446,7 +446,7 @@ def _announce(decision: Decision, recovery: MemoryRecovery | str | None) -> None
         decision.add_event("RecoveringInMemory", describe(decision.observed.run, recovery))
         return
     if recovery:
-        text = f"{capitalized(recovery)}: the ranks cannot go on from the state in memory"
+        text = f"{capitalized(recovery)}: the ranks cannot continue from the state in memory"
         decision.add_event("MemoryLost", text, WARNING)
     if decision.observed.spec.recovery.in_memory and not mesh.in_memory:
         text = f"`recovery.inMemory` has no effect: {in_memory.unavailable(decision.observed)}"

@@ -7,14 +7,11 @@ that get time, in proportion to their time. The sum of all GPU time is exact, al
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 
 from meshwright.api.goodput import GoodputStatus, gpu_milliseconds_by_cause
 from meshwright.api.status import added
-from meshwright_operator.timestamps import format_micro_time, parse_time
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MILLISECOND = timedelta(milliseconds=1)
+from meshwright_operator.timestamps import format_unix_milliseconds, parse_time, unix_milliseconds
 
 
 def with_gpu_time(old: GoodputStatus, new: GoodputStatus, now: datetime, gpus: int | None) -> GoodputStatus:
@@ -30,10 +27,10 @@ def with_gpu_time(old: GoodputStatus, new: GoodputStatus, now: datetime, gpus: i
     if number is None or (not parts and number == old.gpus and old.gpus_since is not None):
         return new
     unbooked = unbooked_gpu_milliseconds(old, now)
-    since = max(_milliseconds(now), _milliseconds(parse_time(old.gpus_since) or now))
+    since = max(unix_milliseconds(now), unix_milliseconds(parse_time(old.gpus_since) or now))
     changes: dict[str, object] = {
         "gpus": number,
-        "gpus_since": format_micro_time(_EPOCH + since * _MILLISECOND),
+        "gpus_since": format_unix_milliseconds(since),
         "gpu_milliseconds": None if parts else (unbooked or None),
     }
     if parts and unbooked:
@@ -60,7 +57,7 @@ def unbooked_gpu_milliseconds(ledger: GoodputStatus, now: datetime) -> int:
 
 def _since_change(ledger: GoodputStatus, now: datetime) -> int:
     since = parse_time(ledger.gpus_since)
-    return 0 if since is None else max(0, _milliseconds(now) - _milliseconds(since))
+    return 0 if since is None else max(0, unix_milliseconds(now) - unix_milliseconds(since))
 
 
 def _divided(total: int, parts: dict[str, int]) -> dict[str, int]:
@@ -72,7 +69,3 @@ def _divided(total: int, parts: dict[str, int]) -> dict[str, int]:
         upto = total * passed // whole
         shares[cause], given = upto - given, upto
     return shares
-
-
-def _milliseconds(moment: datetime) -> int:
-    return (moment - _EPOCH) // _MILLISECOND

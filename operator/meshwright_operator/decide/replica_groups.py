@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshwright.addresses import join_host_port, split_host_port
+from meshwright.api import labels
 from meshwright.api.status import MeshStatus, ReplicaGroupsStatus, ReplicaGroupStatus
 from meshwright.protocol.messages import AgentState, ReplicaGroup, ReplicaGroups
 from meshwright.protocol.run_config import CommandRun
 from meshwright.rules.recovery_times import LOSSES
 from meshwright_operator.decide.observed import Observed, PodState, Worker
-
-LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
 
 SHOWN = 4
 """Groups that an event names."""
@@ -58,7 +57,7 @@ def _runs(worker: Worker, observed: Observed) -> bool:
 
 def _lighthouse(observed: Observed, first: Worker) -> str:
     """Where the agent of rank 0 runs the lighthouse. Empty if the job names another one, or its agent cannot."""
-    if any(variable.name == LIGHTHOUSE_VARIABLE for variable in observed.spec.workers.env):
+    if any(variable.name == labels.ENV_LIGHTHOUSE for variable in observed.spec.workers.env):
         return ""
     port = observed.agents.waiting_agents[first.index].lighthouse_port
     return join_host_port(first.pod.address, port) if first.pod is not None and port is not None else ""

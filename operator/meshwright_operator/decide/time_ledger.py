@@ -12,19 +12,17 @@ the detection of a failure, is known only later.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 
 from meshwright.api.goodput import MAX_TIME_CAUSES, BookedTime, GoodputStatus, TimeCause
 from meshwright.api.status import added
 from meshwright_operator.decide.gpu_ledger import with_gpu_time
-from meshwright_operator.timestamps import format_micro_time, parse_time
+from meshwright_operator.timestamps import format_unix_milliseconds, parse_time, unix_milliseconds
 
 STEPPING = (TimeCause.TRAINING, TimeCause.REDONE_STEPS)
 """Causes of time in which steps run."""
 
 _KNOWN = frozenset(cause.value for cause in TimeCause)
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MILLISECOND = timedelta(milliseconds=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,8 @@ class Seen:
 
 def begin(since: datetime, cause: str, furthest_step: int = 0) -> GoodputStatus:
     """The ledger of a job that has none: nothing is booked before `since`."""
-    return GoodputStatus(cause=cause, since=_format(_milliseconds(since)), furthest_step=furthest_step)
+    start = format_unix_milliseconds(unix_milliseconds(since))
+    return GoodputStatus(cause=cause, since=start, furthest_step=furthest_step)
 
 
 def advance(old: GoodputStatus, seen: Seen) -> GoodputStatus:
@@ -87,7 +86,7 @@ def seconds_by_cause(ledger: GoodputStatus, now: datetime) -> dict[str, float]:
     totals = {entry.cause: entry.milliseconds for entry in ledger.booked}
     since = parse_time(ledger.since)
     if ledger.cause and since is not None:
-        totals[ledger.cause] = totals.get(ledger.cause, 0) + max(0, _milliseconds(now) - _milliseconds(since))
+        totals[ledger.cause] = totals.get(ledger.cause, 0) + max(0, unix_milliseconds(now) - unix_milliseconds(since))
     return {cause: milliseconds / 1000 for cause, milliseconds in totals.items()}
 
 
@@ -190,7 +189,7 @@ def _repaired(ledger: GoodputStatus, seen: Seen) -> GoodputStatus:
     """The ledger, with a cause and a time: a damaged status may lack them."""
     changes: dict[str, object] = {}
     if parse_time(ledger.since) is None:
-        changes["since"] = _format(_milliseconds(seen.now))
+        changes["since"] = format_unix_milliseconds(unix_milliseconds(seen.now))
     if not ledger.cause:
         changes["cause"] = str(seen.cause)
     return ledger.model_copy(update=changes) if changes else ledger
@@ -199,21 +198,13 @@ def _repaired(ledger: GoodputStatus, seen: Seen) -> GoodputStatus:
 def _elapsed(ledger: GoodputStatus, seen: Seen) -> int:
     """Milliseconds since the last booking; 0 if the clock was set back."""
     since = parse_time(ledger.since)
-    return 0 if since is None else max(0, _milliseconds(seen.now) - _milliseconds(since))
+    return 0 if since is None else max(0, unix_milliseconds(seen.now) - unix_milliseconds(since))
 
 
 def _later(ledger: GoodputStatus, seen: Seen) -> str:
     """The time up to which all time is booked. It never goes back, so that no time is booked twice."""
     since = parse_time(ledger.since) or seen.now
-    return _format(max(_milliseconds(since), _milliseconds(seen.now)))
-
-
-def _milliseconds(moment: datetime) -> int:
-    return (moment - _EPOCH) // _MILLISECOND
-
-
-def _format(milliseconds: int) -> str:
-    return format_micro_time(_EPOCH + milliseconds * _MILLISECOND)
+    return format_unix_milliseconds(max(unix_milliseconds(since), unix_milliseconds(seen.now)))
 
 
 def _from_seconds(seconds: float) -> int:

@@ -102,10 +102,6 @@ class Admission:
         if len(own) > self.limits.per_owner:
             next(iter(own)).close("owner")
 
-    def is_verified(self, peer: Peer) -> bool:
-        """Whether a request on the connection had a valid signature."""
-        return peer in self._owner_of
-
     def remove(self, peer: Peer) -> None:
         """The connection is closed."""
         if peer in self._unverified:

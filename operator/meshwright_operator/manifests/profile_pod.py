@@ -6,13 +6,12 @@ init containers that keep running (`restartPolicy: Always`), so that they start 
 
 from __future__ import annotations
 
+from meshwright.api.labels import USER_ID
 from meshwright.api.objects import KubeObject
 from meshwright.api.workers import WorkersSpec
 from meshwright.profiles.merged import container_resources
 from meshwright.profiles.profile import Profile, ProfileContainer, ProfileVolume
 
-USER_ID = 65532
-"""User and group of processes for which neither the job nor its profile names another."""
 UNRESTRICTED = frozenset({"SYS_ADMIN", "CAP_SYS_ADMIN"})
 """Capabilities with which Kubernetes does not accept `allowPrivilegeEscalation: false`."""
 

@@ -27,7 +27,7 @@ from meshwright.rules.runtime import AGENT_VOLUME
 from meshwright.rules.workers import CHANNEL_CLAIM
 from meshwright_operator.manifests import pod_group
 from meshwright_operator.manifests.owned_objects import TOKEN_KEY, job_labels, owner_reference
-from meshwright_operator.manifests.profile_pod import USER_ID, add_profile
+from meshwright_operator.manifests.profile_pod import add_profile
 
 AGENT_SIZE = "512Mi"
 """Limit of the volume with an injected agent, which has about 100 MiB."""
@@ -139,11 +139,11 @@ def _pod_spec(context: PodContext, placed: WorkerPlacement) -> KubeObject:
 
 
 def _security_context(workers: WorkersSpec) -> KubeObject:
-    group = workers.run_as_group or USER_ID
+    group = workers.run_as_group or labels.USER_ID
     groups = {"supplementalGroups": list(workers.supplemental_groups)} if workers.supplemental_groups else {}
     return {
         "runAsNonRoot": True,
-        "runAsUser": workers.run_as_user or USER_ID,
+        "runAsUser": workers.run_as_user or labels.USER_ID,
         "runAsGroup": group,
         "fsGroup": group,
         "fsGroupChangePolicy": "OnRootMismatch",

@@ -111,11 +111,11 @@ class Kueue:
         if found["metadata"].get("deletionTimestamp"):
             return observed
         if not _covers(found, demand) or state.is_true(found, state.FINISHED):
-            return await self._renew(key, job, observed, found, demand)
-        await self._update(key, job, observed, found)
+            return await self._renew(job, observed, found, demand)
+        await self._update(job, observed, found)
         return observed
 
-    async def settle(self, key: JobKey, job: KubeObject, draft: Decision) -> None:
+    async def settle(self, draft: Decision) -> None:
         """Reports to the Workload what has become of the job, once that is written to the job's status.
 
         Raises:
@@ -183,9 +183,7 @@ class Kueue:
             path = self._watch.path(key.namespace, body["metadata"]["name"])
             self._watch.put(await self._client.get(path))
 
-    async def _renew(
-        self, key: JobKey, job: KubeObject, observed: Observed, found: KubeObject, demand: Demand
-    ) -> Observed:
+    async def _renew(self, job: KubeObject, observed: Observed, found: KubeObject, demand: Demand) -> Observed:
         """The job needs another quota than its Workload asks for."""
         if not state.is_reserved(found) and not state.is_true(found, state.FINISHED):
             priority = await self._priority(job, observed.spec)
@@ -202,7 +200,7 @@ class Kueue:
         await self._delete(found)
         return replace(observed, admission=waiting)
 
-    async def _update(self, key: JobKey, job: KubeObject, observed: Observed, found: KubeObject) -> None:
+    async def _update(self, job: KubeObject, observed: Observed, found: KubeObject) -> None:
         """Brings what may change at any time up to date: whether the Workload is active, and its priority."""
         spec, annotations = found.get("spec") or {}, found["metadata"].get("annotations") or {}
         patch: KubeObject = {}
@@ -248,7 +246,7 @@ class Kueue:
         ready = is_true(draft.status.conditions, READY)
         if (condition := state.pods_ready(found, ready, now)) is not None:
             changes["conditions"] = state.with_conditions(found, condition)
-        spare = _reclaimable(found, draft.observed)
+        spare = _reclaimable(draft.observed)
         if spare > state.reclaimed(found):
             name = str(state.pod_set_of(found).get("name") or POD_SET)
             changes["reclaimablePods"] = [{"name": name, "count": spare}]
@@ -265,14 +263,14 @@ class Kueue:
     async def _patch(self, found: KubeObject, body: KubeObject) -> None:
         metadata = {**body.get("metadata", {}), "resourceVersion": found["metadata"]["resourceVersion"]}
         path = self._watch.path(found["metadata"]["namespace"], found["metadata"]["name"])
-        await self._write(found, path, {**body, "metadata": metadata})
+        await self._write(path, {**body, "metadata": metadata})
 
     async def _patch_status(self, found: KubeObject, status: KubeObject) -> None:
         metadata = {"resourceVersion": found["metadata"]["resourceVersion"]}
         path = self._watch.path(found["metadata"]["namespace"], found["metadata"]["name"])
-        await self._write(found, f"{path}/status", {"metadata": metadata, "status": status})
+        await self._write(f"{path}/status", {"metadata": metadata, "status": status})
 
-    async def _write(self, found: KubeObject, path: str, body: KubeObject) -> None:
+    async def _write(self, path: str, body: KubeObject) -> None:
         try:
             self._watch.put(await self._client.merge_patch(path, body))
         except ApiError as error:
@@ -360,7 +358,7 @@ def _covers(found: KubeObject, demand: Demand) -> bool:
     return demand.least is not None and state.is_reserved(found) and shape == demand.shape and demand.workers <= count
 
 
-def _reclaimable(found: KubeObject, observed: Observed) -> int:
+def _reclaimable(observed: Observed) -> int:
     """How many of the admitted workers an elastic job does not need, whatever becomes of its nodes."""
     admission = observed.admission
     if admission is None or admission.workers is None or observed.elastic is None:

@@ -158,7 +158,7 @@ def parse_tolerations(wire: Iterable[Mapping[str, Any]]) -> Iterator[Toleration]
 def domains_of(assignment: Mapping[str, Any], nodes: Mapping[str, KubeObject]) -> Iterator[Domain]:
     """The domains of a topology assignment, with their nodes."""
     levels = [str(level) for level in assignment.get("levels") or ()]
-    for values, count in _assigned(assignment, len(levels)):
+    for values, count in _assigned(assignment):
         names = frozenset(name for name, node in nodes.items() if _is_in(node, levels, values))
         yield Domain("/".join(values), names, count)
 
@@ -168,11 +168,8 @@ def _is_in(node: Mapping[str, Any], levels: Sequence[str], values: Sequence[str]
     return all(labels.get(level) == value for level, value in zip(levels, values, strict=True))
 
 
-def _assigned(assignment: Mapping[str, Any], levels: int) -> Iterator[tuple[tuple[str, ...], int]]:
-    """(label values, pods) of each domain, in both forms of the API: `domains` of v1beta1 and `slices` of v1beta2.
-
-    Levels whose values are left out of `domains` are the highest ones: a host name is unique by itself.
-    """
+def _assigned(assignment: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """(label values, pods) of each domain, in both forms of the API: `domains` of v1beta1 and `slices` of v1beta2."""
     for domain in assignment.get("domains") or ():
         yield tuple(str(value) for value in domain["values"]), int(domain["count"])
     for part in assignment.get("slices") or ():

@@ -14,7 +14,7 @@ from meshwright.planner.placement.stable_placement import spans_further
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.scheduling.assigned_domains import within_domains
 from meshwright_operator.scheduling.capacity_hint import Amounts, capacity_hint, occupants
-from meshwright_operator.scheduling.cluster_view import ClusterView, FreeNodes
+from meshwright_operator.scheduling.cluster_view import NOTHING, ClusterView, FreeNodes
 from meshwright_operator.scheduling.inventories import NodeRequirements
 from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.preemption import Fits, Holder, Victim, choose_victims, freed_by
@@ -231,7 +231,7 @@ def _chosen(attempt: Attempt, free: FreeNodes, rest: dict[str, Node]) -> tuple[s
     """The nodes to reserve, chosen among those that the job would have if all jobs had ended."""
     jobs = free.use.jobs_by_node
     nodes = {
-        name: replace(node, free=node.capacity - (free.use.by_node.get(name, _NOTHING) - jobs.get(name, _NOTHING)))
+        name: replace(node, free=node.capacity - (free.use.by_node.get(name, NOTHING) - jobs.get(name, NOTHING)))
         for name, node in {**free.nodes, **rest}.items()
     }
     busy = {name: amount.gpus for name, amount in jobs.items()}
@@ -240,7 +240,4 @@ def _chosen(attempt: Attempt, free: FreeNodes, rest: dict[str, Node]) -> tuple[s
 
 
 def _sum(first: Amounts, second: Mapping[str, Resources]) -> Amounts:
-    return {name: first.get(name, _NOTHING) + amount for name, amount in second.items()}
-
-
-_NOTHING = Resources()
+    return {name: first.get(name, NOTHING) + amount for name, amount in second.items()}

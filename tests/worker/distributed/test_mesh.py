@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from meshwright_worker.agent.ports import ReservedPort
+from meshwright_worker.distributed import mesh
 from meshwright_worker.distributed.mesh import await_listener, find_interface
 from meshwright_worker.rank.torchrun import _own_address
 
@@ -19,6 +21,19 @@ from meshwright_worker.rank.torchrun import _own_address
 def test_interfaces() -> None:
     assert find_interface("127.0.0.1") == find_interface("127.8.0.3") == "lo"
     assert find_interface("192.0.2.77") is None
+
+
+def test_collectives_use_the_pods_interface_and_none_whose_name_begins_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(mesh, "find_interface", lambda address: "net1")
+    mesh._pin_interface("192.0.2.1")
+    assert [os.environ[name] for name in names] == ["net1", "=net1"]
+    monkeypatch.setenv(names[1], "ib0,ib1")
+    mesh._pin_interface("192.0.2.1")
+    assert os.environ[names[1]] == "ib0,ib1", "the user's choice"
 
 
 IPV6 = Path("/proc/net/if_inet6")

@@ -10,7 +10,16 @@ import torch.distributed as dist
 
 from meshwright_worker.agent import metrics
 from meshwright_worker.distributed import step_clock, timed_collectives
-from meshwright_worker.distributed.step_clock import PASSES, UPDATE, HostClock, StreamClock, phase, running_clock
+from meshwright_worker.distributed.step_clock import (
+    PASSES,
+    UPDATE,
+    HostClock,
+    StreamClock,
+    beside_steps,
+    phase,
+    running_clock,
+    wait_for,
+)
 from meshwright_worker.trainer.step_times import step_times
 
 
@@ -85,6 +94,15 @@ def test_the_agent_declares_the_dimensions_of_the_ranks() -> None:
     assert metrics.DIMENSIONS == timed_collectives.DIMENSIONS
 
 
+def communicate_beside_steps(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    with beside_steps():
+        dist.all_reduce(x, group=group)
+        work = dist.all_reduce(x, group=group, async_op=True)
+        assert work is not None
+        work.wait()
+        wait_for(dist.group.WORLD.allreduce([x]), group)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("compiles", [False, True])
 def test_torchs_functions_are_timed_by_group_and_restored(compiles: bool) -> None:
     original = dist.all_reduce
@@ -112,6 +130,12 @@ def test_torchs_functions_are_timed_by_group_and_restored(compiles: bool) -> Non
             with phase(UPDATE):
                 dist.broadcast(x, 0, group=other)
             assert set(clock.take()) == {(UPDATE, ""), (UPDATE, "tensor")}
+            thread = threading.Thread(target=communicate_beside_steps, args=(x, other))
+            thread.start()
+            thread.join()
+            assert clock.take() == {}, "steps do not wait for another thread"
+            dist.all_reduce(x)
+            assert set(clock.take()) == {("", "job")}, "in this thread everything counts"
         assert dist.all_reduce is original
     finally:
         dist.destroy_process_group()

@@ -29,10 +29,14 @@ from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import init_weights
 from meshwright_worker.models.layers import Linear
 from meshwright_worker.models.split_backward import WeightGradStore, deferring_weight_grads
+from meshwright_worker.optimizers import master_adamw
+from meshwright_worker.optimizers.adamw import AdamW
+from meshwright_worker.optimizers.adamw_rule import ROW
 from meshwright_worker.optimizers.bf16_adamw import BF16AdamW, _update_rows
+from meshwright_worker.optimizers.master_adamw import MasterAdamW
 from meshwright_worker.parallel.parallelize import apply_memory_options, compile_layers
 from meshwright_worker.parallel.shards import ParameterShard
-from meshwright_worker.parallel.tensor.cross_entropy import ChunkedLoss, _compiled_pass
+from meshwright_worker.parallel.tensor.cross_entropy import ChunkedLoss, _compiled_pass, _whole_pass
 from meshwright_worker.precision.fp8 import linear
 from meshwright_worker.precision.fp8.linear import convert_to_fp8
 from meshwright_worker.precision.fp8.quantize import QuantizedTensor, scaled_mm
@@ -209,9 +213,12 @@ class Graphs:
 
     def __init__(self) -> None:
         self.count = 0
+        self.columns: list[set[object]] = []
+        """Of each graph's matrices: numbers, or symbols where the graph serves any number."""
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
         self.count += 1
+        self.columns.append({one.shape[1] for one in inputs if isinstance(one, torch.Tensor) and one.ndim == 2})
         return graph.forward
 
 
@@ -277,23 +284,82 @@ def test_delayed_scales_stay_out_of_graphs(graphs: Graphs) -> None:
     assert graphs.count > 1
 
 
-def test_one_graph_serves_the_updates_of_all_matrices(graphs: Graphs) -> None:
-    def optimizer() -> tuple[list[ParameterShard], BF16AdamW]:
-        shapes = {"a": (12, 8), "b": (8, 20), "c": (30, 4)}
-        made = {name: torch.linspace(-1, 1, math.prod(shape)).view(shape) for name, shape in shapes.items()}
-        parameters = {name: nn.Parameter(tensor.bfloat16()) for name, tensor in made.items()}
-        found = [ParameterShard(name, p, p.detach(), None, True, False, False) for name, p in parameters.items()]
-        return found, BF16AdamW(found, OptimizerSpec(), seed=0)
+def optimizer_shards(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> list[ParameterShard]:
+    """Parameters from -1 to 1."""
+    made = {name: torch.linspace(-1, 1, math.prod(shape)).view(shape) for name, shape in shapes.items()}
+    parameters = {name: nn.Parameter(tensor.to(dtype)) for name, tensor in made.items()}
+    return [ParameterShard(name, p, p.detach(), None, True, False, False) for name, p in parameters.items()]
 
-    (ours, compiled), (theirs, plain) = optimizer(), optimizer()
-    compiled._compiled = True
+
+def slopes(shards: list[ParameterShard], step: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Their gradients at a step."""
+    return [torch.linspace(1, -2, shard.local.numel()).view(shard.shape).to(dtype) * step for shard in shards]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "count"),
+    [
+        ({"a": (12, 8), "b": (8, 20), "c": (30, 4)}, 1),
+        ({"a": (64, 32), "b": (2, 6, 512), "c": (30, 4), "d": (512,)}, 2),
+    ],
+    ids=["any sizes", "whole rows"],
+)
+def test_one_graph_serves_the_updates_of_all_matrices(
+    graphs: Graphs, shapes: dict[str, tuple[int, ...]], count: int
+) -> None:
+    """And another one those of `as_rows`, in which a kernel can load several numbers at a time."""
+    ours, theirs = (optimizer_shards(shapes, torch.bfloat16) for _ in range(2))
+    compiled, plain = (BF16AdamW(found, OptimizerSpec(), seed=0) for found in (ours, theirs))
+    compiled._compiles = True
     compiled._update_rows = torch.compile(_update_rows, backend=graphs, dynamic=True, fullgraph=True)
     for step in range(1, 5):
-        gradients = [torch.linspace(1, -2, s.local.numel()).view(s.shape).bfloat16() * step for s in ours]
-        for one in (compiled, plain):
-            one.step([gradient.clone() for gradient in gradients], 1e-2 / step)
+        compiled.step(slopes(ours, step, torch.bfloat16), 1e-2 / step)
+        plain.step(slopes(theirs, step, torch.bfloat16), 1e-2 / step)
     assert all(torch.equal(mine.local, other.local) for mine, other in zip(ours, theirs, strict=True))
-    assert graphs.count == 1
+    assert graphs.count == count
+    assert ({ROW} in graphs.columns) == (count == 2)
+
+
+@pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16])
+def test_compiled_updates_of_master_weights_are_torchs(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch, gradients: torch.dtype
+) -> None:
+    """One graph for all large shards, whose gradients it also scales; also after a checkpoint was loaded."""
+    monkeypatch.setattr(master_adamw, "_WORTH", 2048)
+    monkeypatch.setattr(
+        master_adamw, "compiled", lambda update: torch.compile(update, backend=graphs, dynamic=True, fullgraph=True)
+    )
+    shapes = {"a": (64, 32), "b": (2, 6, 512), "small": (2, 512), "odd": (600, 7), "vector": (8192,)}
+    ours, theirs = (optimizer_shards(shapes, torch.float32) for _ in range(2))
+    spec = OptimizerSpec(weight_decay=0.1)
+    compiled, plain = MasterAdamW(ours, spec, compiles=True), AdamW(theirs, spec)
+    for step in range(1, 9):
+        compiled.factor = 0.3
+        compiled.step(slopes(ours, step, gradients), 1e-2 / step)
+        plain.step([slope.float() * 0.3 for slope in slopes(theirs, step, gradients)], 1e-2 / step)
+        if step == 4:
+            compiled.set_step_count(100)
+            plain.set_step_count(100)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.local, other.local, rtol=1e-5, atol=1e-6)
+        for name, moment in compiled.moments(mine).items():
+            torch.testing.assert_close(moment, plain.moments(other)[name], rtol=1e-5, atol=1e-7)
+    assert graphs.columns == [{ROW}]
+    assert compiled.factor == 1.0
+
+
+@pytest.mark.parametrize("vocabulary", [48, 512, 600])
+def test_the_sums_of_a_vocabularys_parts_are_those_of_all_of_it(vocabulary: int) -> None:
+    """Also with logits whose exponentials overflow, and a vocabulary that is no multiple of a part's columns."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (torch.randn(9, vocabulary, generator=generator, dtype=torch.float64) * 400).requires_grad_()
+    targets = torch.randint(0, vocabulary, (9,), generator=generator)
+    counts = torch.arange(9) % 4 > 0
+    want = nn.functional.cross_entropy(logits, targets.where(counts, IGNORED), reduction="sum", ignore_index=IGNORED)
+    want.backward()
+    loss, gradient = _whole_pass(logits.detach(), targets, counts)
+    torch.testing.assert_close(loss, want.detach())
+    torch.testing.assert_close(gradient, logits.grad)
 
 
 def chunked(dtype: torch.dtype, backend: object = None, chunk: int = 5) -> list[torch.Tensor]:

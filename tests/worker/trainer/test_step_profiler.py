@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from meshwright.api.labels import MAX_PROFILED_STEPS, PROFILE_DIRECTORY, PROFILE_REQUEST
 from meshwright_cli.client import profiling
-from meshwright_cli.jobs import profile_command
-from meshwright_worker.trainer.step_profiler import DIRECTORY, MAX_STEPS, REQUEST, StepProfiler
+from meshwright_worker.trainer.step_profiler import StepProfiler
 
 
 def ask(directory: Path, **fields: Any) -> None:
     request = {"name": "a1", "ranks": [0], "first": 3, "last": 4, **fields}
     (directory / "part").write_text(json.dumps(request))
-    os.replace(directory / "part", directory / REQUEST)
+    os.replace(directory / "part", directory / PROFILE_REQUEST)
 
 
 def steps(profiler: StepProfiler, numbers: range) -> None:
@@ -39,7 +42,7 @@ def test_the_steps_that_were_asked_for_are_traced(tmp_path: Path) -> None:
     steps(profiler, range(1, 3))
     ask(tmp_path)
     steps(profiler, range(2, 4))
-    assert list(tmp_path.iterdir()) == [tmp_path / REQUEST], "nothing is written before the last step"
+    assert list(tmp_path.iterdir()) == [tmp_path / PROFILE_REQUEST], "nothing is written before the last step"
     steps(profiler, range(4, 6))
     profiler.close()
     trace = answer(tmp_path)
@@ -59,14 +62,14 @@ def test_requests_to_other_ranks_are_ignored(tmp_path: Path) -> None:
     other = StepProfiler(1, directory=tmp_path)
     ask(tmp_path, first=8, last=8)
     steps(other, range(6, 10))
-    assert list(tmp_path.iterdir()) == [tmp_path / REQUEST]
+    assert list(tmp_path.iterdir()) == [tmp_path / PROFILE_REQUEST]
 
 
 def test_a_request_that_is_deleted_before_its_steps_is_forgotten(tmp_path: Path) -> None:
     profiler = StepProfiler(0, directory=tmp_path)
     ask(tmp_path, first=5, last=6)
     steps(profiler, range(1, 2))
-    (tmp_path / REQUEST).unlink()
+    (tmp_path / PROFILE_REQUEST).unlink()
     steps(profiler, range(2, 9))
     profiler.close()
     assert list(tmp_path.iterdir()) == []
@@ -88,8 +91,8 @@ def test_a_request_is_served_by_a_rank_that_starts_later(tmp_path: Path) -> None
     ("fields", "error"),
     [
         ({"first": 2}, "step 2 is over: the next one is 7"),
-        ({"first": 9, "last": 9 + MAX_STEPS}, f"1 to {MAX_STEPS} steps can be profiled at once, got 51"),
-        ({"first": 9, "last": 8}, f"1 to {MAX_STEPS} steps can be profiled at once, got 0"),
+        ({"first": 9, "last": 9 + MAX_PROFILED_STEPS}, "1 to 50 steps can be profiled at once, got 51"),
+        ({"first": 9, "last": 8}, "1 to 50 steps can be profiled at once, got 0"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_answered(tmp_path: Path, fields: dict[str, int], error: str) -> None:
@@ -102,9 +105,9 @@ def test_a_request_that_cannot_be_served_is_answered(tmp_path: Path, fields: dic
 @pytest.mark.parametrize("text", ["{", "[]", '{"name": "../../x", "first": 1, "last": 1, "ranks": [0]}'])
 def test_a_request_that_is_damaged_stops_nothing(tmp_path: Path, text: str) -> None:
     profiler = StepProfiler(0, directory=tmp_path)
-    (tmp_path / REQUEST).write_text(text)
+    (tmp_path / PROFILE_REQUEST).write_text(text)
     steps(profiler, range(1, 3))
-    assert list(tmp_path.iterdir()) == [tmp_path / REQUEST]
+    assert list(tmp_path.iterdir()) == [tmp_path / PROFILE_REQUEST]
     ask(tmp_path)
     steps(profiler, range(3, 5))
     profiler.close()
@@ -140,8 +143,20 @@ def test_a_profile_that_training_does_not_complete_is_answered(tmp_path: Path, d
     assert not (tmp_path / "a1-rank-0.json.gz").exists(), "traces that nobody fetched are deleted"
 
 
-def test_the_client_uses_the_same_names_and_limits() -> None:
-    for program in (profiling._REQUEST, profiling._FETCH):
-        assert f'"{DIRECTORY}"' in program
-    assert f'"{REQUEST}"' in profiling._REQUEST
-    assert profile_command.MAX_STEPS == MAX_STEPS
+def test_the_programs_of_the_client_reach_the_profiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def run(program: str, argument: str) -> bytes:
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        return subprocess.run(
+            [sys.executable, "-c", program, argument], env=environment, capture_output=True, check=True
+        ).stdout
+
+    profiler = StepProfiler(0)
+    run(profiling._REQUEST, json.dumps({"name": "a1", "ranks": [0], "first": 3, "last": 3}))
+    steps(profiler, range(3, 5))
+    profiler.close()
+    trace = json.loads(gzip.decompress(base64.b64decode(run(profiling._FETCH, "a1-rank-0.json.gz"))))
+    assert trace["meshwright"]["ends"]
+    run(profiling._REMOVE, "a1")
+    assert list((tmp_path / PROFILE_DIRECTORY).iterdir()) == []

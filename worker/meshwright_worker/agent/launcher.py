@@ -165,7 +165,7 @@ class Launcher:
         """
         document, handle = start.document, self._handles.get(rank)
         if handle is None or not isinstance(document.run, NativeRun):
-            raise LaunchError(f"rank {rank} cannot go on: its process has ended")
+            raise LaunchError(f"rank {rank} cannot continue: its process has ended")
         environment = rank_environment(document, start.member, rank, self._settings)
         self._command(
             rank, encode_resume(rank_task(document, document.run, start.member, rank, self._settings), environment)

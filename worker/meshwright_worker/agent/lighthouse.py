@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from meshwright.api.labels import ENV_LIGHTHOUSE
 from meshwright_worker.agent.ports import ReservedPort
 
 log = logging.getLogger(__name__)
@@ -18,7 +19,6 @@ log = logging.getLogger(__name__)
 PROGRAM = "torchft_lighthouse"
 MIN_REPLICAS = "TORCHFT_MIN_REPLICAS"
 """Variable of the pod: the fewest groups that train. With fewer, groups wait."""
-VARIABLE = "TORCHFT_LIGHTHOUSE"
 
 
 class LighthouseError(Exception):
@@ -85,7 +85,7 @@ def _command(command: Sequence[str], environment: Mapping[str, str], port: int) 
     if program is None:
         raise LighthouseError(
             f"`runtime.framework: TorchFT` needs {PROGRAM} next to {command[0]} or on the PATH of the image: install "
-            f"torchft there, or set {VARIABLE} in `workers.env`"
+            f"torchft there, or set {ENV_LIGHTHOUSE} in `workers.env`"
         )
     host = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104 - groups in other pods connect
     return [program, "--min_replicas", environment.get(MIN_REPLICAS, "1"), "--bind", f"{host}:{port}"]

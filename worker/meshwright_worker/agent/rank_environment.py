@@ -10,7 +10,6 @@ from meshwright.api import labels
 from meshwright.layout import Layout
 from meshwright.protocol.messages import MeshDocument, MeshMember, ReplicaGroup, ReplicaGroups
 from meshwright.protocol.run_config import NativeRun, Run
-from meshwright_worker.agent.lighthouse import VARIABLE as LIGHTHOUSE
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.rank.task import RankTask
 
@@ -106,7 +105,7 @@ def own_group(document: MeshDocument, rank: int) -> ReplicaGroup | None:
 def _replica_group_variables(groups: ReplicaGroups, rank: int) -> dict[str, str]:
     """What scripts with torchft read. `workers.env` has the lighthouse's address if no agent runs it."""
     variables = {"REPLICA_GROUP_ID": str(rank // groups.ranks), "NUM_REPLICA_GROUPS": str(len(groups.groups))}
-    return {**variables, **({LIGHTHOUSE: f"http://{groups.lighthouse}"} if groups.lighthouse else {})}
+    return {**variables, **({labels.ENV_LIGHTHOUSE: f"http://{groups.lighthouse}"} if groups.lighthouse else {})}
 
 
 def communication_variables(document: MeshDocument, pod: Mapping[str, str]) -> dict[str, str]:

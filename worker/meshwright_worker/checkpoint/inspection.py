@@ -17,13 +17,12 @@ from meshwright_worker.checkpoint.directory import DAMAGED
 from meshwright_worker.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from meshwright_worker.checkpoint.files import CheckpointFiles, LocalFiles
 from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, check_file
+from meshwright_worker.checkpoint.object_store import PART_BYTES
 from meshwright_worker.checkpoint.provenance import EXPORT_RECORD
 from meshwright_worker.checkpoint.store import CheckpointStore, object_files, open_store
 from meshwright_worker.checkpoint.tensor_index import checked_name
 
 COMPLETE = "complete"
-PART_BYTES = 32 << 20
-"""Bytes that are read at a time."""
 _DEGREES = (("tensor", "TP"), ("pipeline", "PP"), ("data", "DP"), ("context", "CP"), ("expert", "EP"))
 
 

@@ -59,7 +59,7 @@ def resolve(module: nn.Module, plan: ParallelPlan) -> ResolvedPlan:
     gathered = _match_modules(modules, plan.gathered, nn.Linear, "gathered")
     vocabulary = _match_modules(modules, plan.vocabulary, nn.Embedding, "vocabulary")
     blocks = _match_modules(modules, plan.blocks, nn.Module, "blocks")
-    _check_regions(modules, regions, column, row)
+    _check_regions(regions, column, row)
     region_index = _RegionIndex(modules, regions)
     region_index.check(column, "column", must_be_inside=True)
     region_index.check(row, "row", must_be_inside=True)
@@ -147,10 +147,7 @@ def _by_first_name(matched: Mapping[str, Part]) -> dict[str, Part]:
 
 
 def _check_regions(
-    modules: Mapping[str, nn.Module],
-    regions: Mapping[str, nn.Module],
-    column: Mapping[str, nn.Linear],
-    row: Mapping[str, nn.Linear],
+    regions: Mapping[str, nn.Module], column: Mapping[str, nn.Linear], row: Mapping[str, nn.Linear]
 ) -> None:
     for name, region in regions.items():
         within = {id(part) for part in region.modules() if part is not region}

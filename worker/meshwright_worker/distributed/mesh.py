@@ -48,7 +48,7 @@ EXPERT_NODE, EXPERT_LOCAL = "expert_node", "expert_local"
 
 _RENDEZVOUS_TIMEOUT = timedelta(seconds=300)
 """Ranks join once they have opened their data, which takes some pods longer than others if it is tokenized there."""
-_START_TIMEOUT = timedelta(minutes=30)
+START_TIMEOUT = timedelta(minutes=30)
 """Limit of a collective until the first step is complete: ranks compile, and load weights at different speeds."""
 STEP_TIMEOUT = timedelta(minutes=10)
 """Limit of a collective of later steps. A hang is usually found earlier: see `docs/recovery.md`."""
@@ -207,7 +207,7 @@ def connect(task: RankTask[Run], cancelled: Callable[[], bool] = lambda: False) 
         store=PrefixStore(f"generation-{task.generation}", store),
         rank=task.rank,
         world_size=task.world_size,
-        timeout=_START_TIMEOUT,
+        timeout=START_TIMEOUT,
     )
     return device
 
@@ -254,7 +254,7 @@ def build_mesh(task: RankTask[Run], device: torch.device) -> Mesh:
         checkpoint_group=new_host_group(_CHECKPOINT_TIMEOUT, lazy=not task.in_memory),
         ranks_per_node=task.local_world_size,
     )
-    set_collective_timeout(_START_TIMEOUT)
+    set_collective_timeout(START_TIMEOUT)
     return mesh
 
 
@@ -346,7 +346,8 @@ def _pin_interface(address: str) -> None:
         log.debug("no interface has the address %s; the collective libraries choose one", address)
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    # NCCL would also take every interface whose name begins with this one, such as `net10` for `net1`.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def find_interface(address: str) -> str | None:

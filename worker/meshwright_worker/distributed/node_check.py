@@ -7,6 +7,10 @@ check has the same two rounds.) With two workers there is no other partner, so o
 
 The check runs before the process groups are created, and uses only the generation's store: a node that cannot connect
 would let the rendezvous of all ranks fail without saying whose fault it is.
+
+All ranks begin a round together: a worker whose all-gather with a broken one takes all of its time would otherwise be
+late for the next one, and its next partner would take it for broken too. No rank closes a round's connections before
+all of its partners are done: NCCL may still send what a rank has handed over, and would drop it.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from statistics import median
@@ -26,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from meshwright_worker.distributed.device import use_device
 from meshwright_worker.rank.failures import NodeFaultError
 
 log = logging.getLogger(__name__)
@@ -34,7 +40,9 @@ ROUNDS = 2
 ARRIVAL_LIMIT = timedelta(seconds=300)
 """Limit of the wait for all ranks, some of which may still open their data. Then the rendezvous says who is missing."""
 ROUND_LIMIT = timedelta(seconds=60)
-"""Limit of an all-gather, with the connection of its group."""
+"""Limit of an all-gather with the connection of its group, and of the wait for all ranks before it."""
+LEAVE_LIMIT = timedelta(seconds=20)
+"""Limit of the wait for partners that are not done yet, before a rank closes its connections to them."""
 VERDICT_LIMIT = timedelta(seconds=300)
 """Limit of the wait for rank 0's verdict: longer than both rounds and its wait for the findings of missing ranks."""
 _SLOW = 3.0
@@ -139,12 +147,12 @@ def check_nodes(store: Store, place: Place, device: torch.device, multiply: Mult
         NodeFaultError: this rank's worker is at fault.
         ConnectionError: another worker is.
     """
-    if not _all_arrive(store, place):
+    if not _all_arrive(store, place, "check", ARRIVAL_LIMIT):
         log.warning("node check: not all ranks have arrived")
         return
     started = time.monotonic()
     fault, seconds = check_product(device, multiply)
-    links = tuple(_check_link(store, place, device, turn) for turn in range(ROUNDS))
+    links = tuple(_check_round(store, place, device, turn) for turn in range(ROUNDS))
     store.set(f"findings/{place.rank}", json.dumps(asdict(Findings(fault, seconds, links))))
     if place.rank == 0:
         verdict = faults(_collect(store, place), place.workers)
@@ -160,22 +168,22 @@ def check_nodes(store: Store, place: Place, device: torch.device, multiply: Mult
     raise ConnectionError(f"connection closed: the node check found worker {', '.join(map(str, verdict))} at fault")
 
 
-def _all_arrive(store: Store, place: Place) -> bool:
+def _all_arrive(store: Store, place: Place, where: str, limit: timedelta) -> bool:
     """Wait for all ranks: a rank that comes late must not look like one that cannot be reached."""
-    store.add("arrived", 1)
+    store.add(f"{where}/arrived", 1)
     if place.rank > 0:
         try:
-            store.wait(["begin"], ARRIVAL_LIMIT)
+            store.wait([f"{where}/begin"], limit)
         except (RuntimeError, dist.DistError):
             return False
-        return bool(store.get("begin") == b"yes")
-    deadline = time.monotonic() + ARRIVAL_LIMIT.total_seconds()
-    while store.add("arrived", 0) < place.world_size:
+        return bool(store.get(f"{where}/begin") == b"yes")
+    deadline = time.monotonic() + limit.total_seconds()
+    while store.add(f"{where}/arrived", 0) < place.world_size:
         if time.monotonic() > deadline:
-            store.set("begin", "no")
+            store.set(f"{where}/begin", "no")
             return False
         time.sleep(0.02)
-    store.set("begin", "yes")
+    store.set(f"{where}/begin", "yes")
     return True
 
 
@@ -212,23 +220,54 @@ def _timed(multiply: Multiply, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.
     return product, begin.elapsed_time(end) / 1000
 
 
-def _check_link(store: Store, place: Place, device: torch.device, turn: int) -> str | None:
-    """Gather known numbers from all ranks of the partners; returns why that failed."""
+def _check_round(store: Store, place: Place, device: torch.device, turn: int) -> str | None:
+    """Gather known numbers from all ranks of the partners; returns why that failed, None without a partner.
+
+    The library may wait without a limit while it connects: then the thread is left behind, and that is the answer.
+    """
+    if not _all_arrive(store, place, f"round-{turn}", ROUND_LIMIT):
+        log.warning("node check: not all ranks have come to round %d", turn)
     members = partners(place.worker, place.workers, turn)
     if len(members) == 1:
         return None
+    found: list[str] = []
+
+    def check() -> None:
+        use_device(device)
+        _check_link(PrefixStore(f"round-{turn}/{members[0]}", store), place, members, device, found.append)
+
+    thread = threading.Thread(target=check, name=f"node check, round {turn}", daemon=True)
+    thread.start()
+    thread.join(ROUND_LIMIT.total_seconds())
+    return found[0] if found else f"no answer within {ROUND_LIMIT.total_seconds():.0f} s"
+
+
+def _check_link(
+    store: Store, place: Place, members: Sequence[int], device: torch.device, report: Callable[[str], None]
+) -> None:
+    """Gather the numbers, and report why that failed before the connections are closed."""
     ranks = [worker * place.local_world_size + local for worker in members for local in range(place.local_world_size)]
-    group_store = PrefixStore(f"round-{turn}/{members[0]}", store)
     numbers = 2**24 if device.type == "cuda" else 2**18
     try:
-        with _group(group_store, ranks.index(place.rank), len(ranks), device) as group:
+        with _group(store, ranks.index(place.rank), len(ranks), device) as group:
             sent = torch.arange(numbers, dtype=torch.int32, device=device)
             received = [torch.empty_like(sent) for _ in ranks]
             group.allgather([received], [sent + place.rank]).wait()
             intact = all(torch.equal(part, sent + rank) for rank, part in zip(ranks, received, strict=True))
+            report("" if intact else "other numbers arrive than were sent")
+            _count_done(store, len(ranks))
+            with suppress(RuntimeError, dist.DistError):
+                store.wait(["done"], LEAVE_LIMIT)
     except (RuntimeError, dist.DistError) as error:
-        return str(error).strip().splitlines()[0][:300]
-    return "" if intact else "other numbers arrive than were sent"
+        report(str(error).strip().splitlines()[0][:300])
+        with suppress(RuntimeError, dist.DistError):
+            _count_done(store, len(ranks))
+
+
+def _count_done(store: Store, ranks: int) -> None:
+    """Count a rank that needs the connections of its round no more; the last one tells all others."""
+    if store.add("count", 1) == ranks:
+        store.set("done", "yes")
 
 
 @contextmanager
@@ -237,17 +276,19 @@ def _group(store: Store, rank: int, size: int, device: torch.device) -> Iterator
     if device.type != "cuda":
         yield dist.ProcessGroupGloo(store, rank, size, ROUND_LIMIT)
         return
-    # Otherwise a collective whose time is up ends the process.
+    # Otherwise a collective whose time is up ends the process. The group reads it when it is made, and later ones must
+    # not read it, also if this one is left behind.
     before = os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     try:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = ROUND_LIMIT
-        yield dist.ProcessGroupNCCL(store, rank, size, options)
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
     finally:
         del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
         if before is not None:
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = before
+    yield group
 
 
 def _collect(store: Store, place: Place) -> dict[int, list[Findings]]:

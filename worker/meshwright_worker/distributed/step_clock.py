@@ -10,6 +10,7 @@ outermost phases, and of waits outside of phases.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ class Waitable(Protocol):
 
 
 class StepClock(Protocol):
-    """Times phases, and waits in them. One thread at a time uses it."""
+    """Times phases, and waits in them. One thread at a time uses it: others run in `beside_steps`."""
 
     @property
     def mark(self) -> Callable[[], Any]:
@@ -225,9 +226,33 @@ def phase(name: str) -> Iterator[None]:
         clock.close()
 
 
+class _Thread(threading.local):
+    """What is known of the calling thread."""
+
+    beside_steps = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def beside_steps() -> Iterator[None]:
+    """Count nothing that this thread waits for in the block: steps go on meanwhile."""
+    before, _thread.beside_steps = _thread.beside_steps, True
+    try:
+        yield
+    finally:
+        _thread.beside_steps = before
+
+
+def is_beside_steps() -> bool:
+    """Whether the calling thread is in `beside_steps`."""
+    return _thread.beside_steps
+
+
 def wait_for(work: Waitable, group: dist.ProcessGroup) -> None:
     """Wait for communication of a group, and count the time."""
-    clock = _current
+    clock = None if _thread.beside_steps else _current
     dimension = _dimension_of(group) if clock is not None else None
     if clock is None or dimension is None:
         work.wait()

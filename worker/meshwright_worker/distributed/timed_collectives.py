@@ -29,7 +29,7 @@ from meshwright_worker.distributed.mesh import (
     TENSOR,
     Mesh,
 )
-from meshwright_worker.distributed.step_clock import StepClock, running_clock
+from meshwright_worker.distributed.step_clock import StepClock, is_beside_steps, running_clock
 
 JOB = "job"
 """All ranks together: the result of a step."""
@@ -143,7 +143,7 @@ def _timed(original: Callable[..., Any], dimensions: GroupDimensions, clock: Ste
     def call(*args: Any, **options: Any) -> Any:
         group = options["group"] if "group" in options else _group_of(args)
         dimension = known[group] if group in known else dimensions.of(group)
-        if dimension is None:
+        if dimension is None or is_beside_steps():
             return original(*args, **options)
         if options.get("async_op"):
             work = original(*args, **options)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from meshwright.memory_copies import find_copies
 from meshwright.protocol.messages import HeldCopy, HeldState, MemoryCopies
 from meshwright_worker.checkpoint.manifest import TrainingState
+from meshwright_worker.distributed.step_clock import beside_steps
 
 _ALIGNMENT = 16
 _PIECE_BYTES = 1 << 28
@@ -126,7 +127,8 @@ class Copier:
 
     def _run(self, step: int, own: HostCopy) -> None:
         try:
-            self._copies.put(self._source, step, HostCopy(self._exchange(own.content)))
+            with beside_steps():
+                self._copies.put(self._source, step, HostCopy(self._exchange(own.content)))
         # torch's errors of lost connections have several types; the training thread raises this one.
         except BaseException as error:
             self._error = error

@@ -18,6 +18,7 @@ from meshwright.api.training import OptimizerSpec
 from meshwright_worker.distributed.collectives import flatten_tensors, unflatten_into
 from meshwright_worker.distributed.device import use_device
 from meshwright_worker.distributed.mesh import ISLAND, Mesh
+from meshwright_worker.distributed.step_clock import beside_steps
 from meshwright_worker.local_sgd.bounded_staleness import Event, ReplayOrder, StalenessGate
 from meshwright_worker.local_sgd.outer_optimizer import local_tensors
 from meshwright_worker.local_sgd.parameter_server import ParameterServer
@@ -233,7 +234,8 @@ def _report_errors(task: Callable[[], None], server: ParameterServer, device: to
     def run() -> None:
         try:
             use_device(device)
-            task()
+            with beside_steps():
+                task()
         except BaseException as error:
             server.fail(error)
 

@@ -21,7 +21,8 @@ import torch
 
 from meshwright.api.training import OptimizerSpec
 from meshwright_worker.counter_rng import random_bits, stream_key
-from meshwright_worker.optimizers.optimizer import EPSILON, MOMENTS, applies_weight_decay, clear_gradients
+from meshwright_worker.optimizers.adamw_rule import as_rows, compiled, factors, updated
+from meshwright_worker.optimizers.optimizer import MOMENTS, applies_weight_decay, clear_gradients
 from meshwright_worker.parallel.shards import ParameterShard
 
 _LOW_HALF = 0xFFFF
@@ -90,23 +91,20 @@ class BF16AdamW:
         shards: the shards to update.
         spec: the optimizer's settings.
         seed: of the rounding.
-        compiled: whether the update of a shard runs as one compiled kernel, which reads and writes each number once.
+        compiles: whether the update of a shard runs as one compiled kernel, which reads and writes each number once.
     """
 
     def __init__(
-        self, shards: Sequence[ParameterShard], spec: OptimizerSpec, seed: int, *, compiled: bool = False
+        self, shards: Sequence[ParameterShard], spec: OptimizerSpec, seed: int, *, compiles: bool = False
     ) -> None:
         self._shards = shards
         self._spec = spec
         self._seed = seed
         self._steps = 0
-        self._compiled = compiled
-        # One kernel for all shapes. Numbers that change at each step are passed as tensors, since plain values would be
-        # compiled in.
-        self._update_rows = torch.compile(_update_rows, dynamic=True) if compiled else _update_rows
-        self._moments = {
-            id(shard): {moment: torch.zeros_like(shard.local) for moment in MOMENTS} for shard in self._shards
-        }
+        self._compiles = compiles
+        self._update_rows = compiled(_update_rows) if compiles else _update_rows
+        self._moments = {id(shard): {moment: torch.zeros_like(shard.local) for moment in MOMENTS} for shard in shards}
+        self._matrices = {id(shard): matrices(shard.box, shard.shape) for shard in shards}
 
     @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
@@ -129,28 +127,28 @@ class BF16AdamW:
         self._steps = steps
 
     def _update(self, shard: ParameterShard, gradient: torch.Tensor, rate: float) -> None:
-        local, box, shape = shard.local, shard.box, shard.shape
+        local = shard.local
         if not local.numel():
             return
         spec = self._spec
         stored = [local, *self._moments[id(shard)].values()]
         decay = spec.weight_decay if applies_weight_decay(shard) else 0.0
-        first_correction, second_correction = 1 - spec.beta1**self._steps, 1 - spec.beta2**self._steps
-        numbers = [1 - rate * decay, rate / first_correction, math.sqrt(second_correction)]
-        rule = [torch.tensor(number, dtype=torch.float64) for number in numbers]
+        rule = factors(spec, self._steps, rate, decay)
         salt = torch.tensor(stream_key(self._seed, "rounding", shard.name, self._steps))
         betas = (spec.beta1, spec.beta2)
-        for matrix in matrices(box, shape):
+        for matrix in self._matrices[id(shard)]:
             views = [_matrix(tensor, matrix) for tensor in (*stored, gradient.contiguous())]
-            stride = matrix.stride
-            if self._compiled and stride == views[0].shape[1]:
-                # An element's index is its place in memory: a kernel that finds its row divides two numbers for it.
-                views, stride = [view.view(1, -1) for view in views], 1
             rows, columns = views[0].shape
-            step = rows if self._compiled else max(1, _ELEMENTS // columns)
+            stride = None if rows == 1 or matrix.stride == columns else matrix.stride
+            if self._compiles:
+                # Where an element's index is its place in memory, a kernel need not find its row: two divisions each.
+                views = [as_rows(view) if stride is None else view.data for view in views]
+                self._update_rows(views[:-1], views[-1], stride, torch.tensor(matrix.offset), salt, rule, betas)
+                continue
+            step = max(1, _ELEMENTS // columns)
             for first in range(0, rows, step):
                 *state, gradient_rows = (view[first : first + step] for view in views)
-                offset = torch.tensor(matrix.offset + first * stride)
+                offset = torch.tensor(matrix.offset + first * (stride or columns))
                 self._update_rows(state, gradient_rows, stride, offset, salt, rule, betas)
 
 
@@ -165,7 +163,7 @@ def _matrix(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:
 def _update_rows(
     stored: list[torch.Tensor],
     gradient: torch.Tensor,
-    stride: int,
+    stride: int | None,
     offset: torch.Tensor,
     salt: torch.Tensor,
     rule: list[torch.Tensor],
@@ -176,22 +174,15 @@ def _update_rows(
     Args:
         stored: the parameter and both moments, bf16, [rows, columns].
         gradient: of the same shape.
-        stride: elements of the full parameter from one row to the next.
+        stride: elements of the full parameter from one row to the next; None if these are all of them.
         offset: int64 [], the index of the first element in the full parameter.
         salt: int64 [], of the step's noise.
-        rule: the parameter's decay factor, the step size, the divisor of the second moment's root; fp64 [].
+        rule: see `factors`.
         betas: decays of the moments.
     """
-    parameter, first, second = (tensor.float() for tensor in stored)
-    gradient = gradient.float()
-    decay_factor, size, correction = rule
-    beta1, beta2 = betas
-    first = first.lerp(gradient, 1 - beta1)
-    second = second.mul(beta2).addcmul(gradient, gradient, value=1 - beta2)
-    divisor = second.sqrt().div(correction).add(EPSILON)
-    parameter = parameter.mul(decay_factor).sub(first.div(divisor).mul(size))
+    new = updated([tensor.float() for tensor in stored], gradient.float(), rule, betas)
     # One random number per element is enough for all three: its bits are independent.
     rows, columns = gradient.shape
-    bits = random_bits(element_numbers(rows, columns, stride, offset, gradient.device), salt)
-    for number, (tensor, new) in enumerate(zip(stored, (parameter, first, second), strict=True)):
-        tensor.copy_(round_to_bf16(new, bits >> (_NOISE_BITS * number)))
+    bits = random_bits(element_numbers(rows, columns, stride or columns, offset, gradient.device), salt)
+    for number, (tensor, exact) in enumerate(zip(stored, new, strict=True)):
+        tensor.copy_(round_to_bf16(exact, bits >> (_NOISE_BITS * number)))

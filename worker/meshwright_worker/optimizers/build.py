@@ -27,12 +27,15 @@ def build_optimizer(shards: Sequence[ParameterShard], run: NativeRun, mesh: Mesh
     training, spec = run.training, run.training.optimizer
     if spec.name is OptimizerName.MUON:
         return Muon(shards, spec, _ORTHOGONALIZES_IN.get(training.precision, torch.bfloat16), mesh.device)
+    # On a CPU compiled kernels take as long, and their bits would change the digests of runs.
+    compiles = training.compile and all(shard.local.is_cuda for shard in shards)
     if run.shards_masters:
-        return MasterAdamW(shards, spec)
+        return MasterAdamW(shards, spec, compiles=compiles)
     if not training.master_weights:
-        return BF16AdamW(shards, spec, training.seed, compiled=training.compile)
+        return BF16AdamW(shards, spec, training.seed, compiles=training.compile)
     if spec.offload is OptimizerOffload.NONE:
-        return AdamW(shards, spec)
+        # An outer optimizer reads gradients that are already scaled.
+        return MasterAdamW(shards, spec, compiles=True) if compiles and training.outer is None else AdamW(shards, spec)
     locals_ = [shard.local for shard in shards]
     if spec.offload is OptimizerOffload.FILE:
         assert spec.offload_path is not None

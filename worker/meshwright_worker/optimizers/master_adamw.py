@@ -1,7 +1,8 @@
 """AdamW (arXiv 1711.05101) on fp32 master weights, with gradients that may have fewer bits.
 
-Gradients are converted for a few shards at a time: all of them in fp32 would take more than the gradients themselves.
-They are scaled and clipped after the conversion, so that this rounds nothing.
+Gradients are scaled and clipped as part of the update. Compiled, that is one kernel, which reads and writes each number
+once. Otherwise gradients are converted for a few shards at a time, since all of them in fp32 would take more than the
+gradients themselves, and scaled after the conversion, so that this rounds nothing.
 """
 
 from __future__ import annotations
@@ -12,28 +13,46 @@ import torch
 from torch.optim.adamw import adamw
 
 from meshwright.api.training import OptimizerSpec
+from meshwright_worker.optimizers.adamw_rule import as_rows, compiled, factors, has_rows, updated
 from meshwright_worker.optimizers.optimizer import EPSILON, MOMENTS, applies_weight_decay, clear_gradients
 from meshwright_worker.parallel.data.gradient_buckets import split_into_buckets
 from meshwright_worker.parallel.shards import ParameterShard
 
 _ELEMENTS = 1 << 24
 """Elements that are converted and updated at a time."""
+_WORTH = 1 << 16
+"""Elements of the smallest shard that is worth a kernel of its own: smaller ones are updated many at a time."""
 
 
 class MasterAdamW:
-    """The optimizer of one rank with sharded master weights; the shards are the masters."""
+    """The optimizer of one rank whose shards are the master weights.
+
+    Args:
+        shards: the shards to update.
+        spec: the optimizer's settings.
+        compiles: whether large shards are updated by a compiled kernel.
+    """
 
     factor = 1.0
     """By which the next step multiplies gradients."""
 
-    def __init__(self, shards: Sequence[ParameterShard], spec: OptimizerSpec) -> None:
+    def __init__(self, shards: Sequence[ParameterShard], spec: OptimizerSpec, *, compiles: bool = False) -> None:
         self._shards = shards
         self._spec = spec
+        self._count = 0
+        """Updates so far."""
         self._moments = [{moment: torch.zeros_like(shard.local) for moment in MOMENTS} for shard in shards]
         self._steps = [torch.zeros((), dtype=torch.float32, device=shard.local.device) for shard in shards]
         self._numbers = {id(shard): number for number, shard in enumerate(shards)}
+        self._update_rows = compiled(_update_rows) if compiles else _update_rows
+        self._large = [
+            number
+            for number, shard in enumerate(shards)
+            if compiles and has_rows(shard.local) and shard.local.numel() >= _WORTH and shard.local.is_contiguous()
+        ]
+        small = sorted({*range(len(shards))} - {*self._large})
         self._buckets = split_into_buckets(
-            range(len(shards)),
+            small,
             lambda number: shards[number].local.numel(),
             _ELEMENTS,
             lambda number: applies_weight_decay(shards[number]),
@@ -42,8 +61,10 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
         """See `Optimizer.step`."""
+        self._count += 1
+        self._update_large(gradients, rate)
         for bucket in self._buckets:
-            self._update(bucket, [gradients[number] for number in bucket], rate)
+            self._update_bucket(bucket, [gradients[number] for number in bucket], rate)
         self.factor = 1.0
         self.clear_gradients()
 
@@ -57,10 +78,22 @@ class MasterAdamW:
 
     def set_step_count(self, steps: int) -> None:
         """See `Optimizer.set_step_count`."""
+        self._count = steps
         for count in self._steps:
             count.fill_(steps)
 
-    def _update(self, bucket: Sequence[int], gradients: Sequence[torch.Tensor], rate: float) -> None:
+    def _decay(self, number: int) -> float:
+        return self._spec.weight_decay if applies_weight_decay(self._shards[number]) else 0.0
+
+    def _update_large(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
+        betas, factor = (self._spec.beta1, self._spec.beta2), torch.tensor(self.factor, dtype=torch.float64)
+        decays = {number: self._decay(number) for number in self._large}
+        rules = {decay: factors(self._spec, self._count, rate, decay) for decay in {*decays.values()}}
+        for number, decay in decays.items():
+            stored = [as_rows(tensor) for tensor in (self._shards[number].local, *self._moments[number].values())]
+            self._update_rows(stored, as_rows(gradients[number].contiguous()), factor, rules[decay], betas)
+
+    def _update_bucket(self, bucket: Sequence[int], gradients: Sequence[torch.Tensor], rate: float) -> None:
         masters, spec = [self._shards[number].local for number in bucket], self._spec
         converted = [gradient.to(master.dtype) for gradient, master in zip(gradients, masters, strict=True)]
         if self.factor != 1.0:
@@ -78,7 +111,20 @@ class MasterAdamW:
             beta1=spec.beta1,
             beta2=spec.beta2,
             lr=rate,
-            weight_decay=spec.weight_decay if applies_weight_decay(self._shards[bucket[0]]) else 0.0,
+            weight_decay=self._decay(bucket[0]),
             eps=EPSILON,
             maximize=False,
         )
+
+
+def _update_rows(
+    stored: list[torch.Tensor],
+    gradient: torch.Tensor,
+    factor: torch.Tensor,
+    rule: list[torch.Tensor],
+    betas: tuple[float, float],
+) -> None:
+    """Update a master weight and its moments in place, all [rows, columns], with a gradient times `factor`, fp64 []."""
+    scaled = gradient.to(stored[0].dtype) * factor
+    for tensor, new in zip(stored, updated(stored, scaled, rule, betas), strict=True):
+        tensor.copy_(new)

@@ -41,6 +41,13 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class AtWork:
+    """An evaluation, or the wait for a save, goes on."""
+
+    kind: Literal["at-work"] = "at-work"
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointSaved:
     """A checkpoint is durable and complete."""
 
@@ -90,7 +97,7 @@ class Held:
     kind: Literal["held"] = "held"
 
 
-RankMessage = PhaseDone | Running | StepDone | CheckpointSaved | CheckpointBegun | RankFailed | Finished | Held
+RankMessage = PhaseDone | Running | StepDone | AtWork | CheckpointSaved | CheckpointBegun | RankFailed | Finished | Held
 
 _ADAPTER: TypeAdapter[RankMessage] = TypeAdapter(Annotated[RankMessage, Field(discriminator="kind")])
 

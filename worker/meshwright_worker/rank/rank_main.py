@@ -55,6 +55,10 @@ class PipeEvents:
         """See `RankEvents.step`."""
         self.send(messages.StepDone(report))
 
+    def at_work(self) -> None:
+        """See `RankEvents.at_work`."""
+        self.send(messages.AtWork())
+
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
         """See `RankEvents.checkpoint`."""
         self.send(messages.CheckpointSaved(step, path, seconds))

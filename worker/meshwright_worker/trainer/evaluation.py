@@ -79,12 +79,14 @@ class Evaluation:
         """Return whether an evaluation follows `step`."""
         return step % self._spec.every_steps == 0 or step == self._training.steps
 
-    def loss(self, trainer: Evaluator, mesh: Mesh) -> float:
-        """Return the mean loss per token, on every rank. Collective."""
-        return trainer.evaluate(self._batches(mesh))
+    def loss(self, trainer: Evaluator, mesh: Mesh, on_batch: Callable[[], None] = lambda: None) -> float:
+        """Return the mean loss per token, on every rank. Between batches `on_batch` is called. Collective."""
+        return trainer.evaluate(self._batches(mesh, on_batch))
 
-    def _batches(self, mesh: Mesh) -> Iterator[Batch]:
+    def _batches(self, mesh: Mesh, on_batch: Callable[[], None]) -> Iterator[Batch]:
         size, assignment = self._training.global_batch_size, SampleAssignment.of(self._training, mesh)
         for first in range(0, self._spec.samples, size):
+            if first:
+                on_batch()
             sample_numbers = assignment.replica_samples(range(first, first + size))
             yield make_batch(self._stream.rows(sample_numbers), self._data, self._stream.separator)

@@ -25,13 +25,10 @@ from typing import Any
 
 import torch
 
+from meshwright.api.labels import MAX_PROFILED_STEPS, PROFILE_DIRECTORY, PROFILE_REQUEST
+
 log = logging.getLogger(__name__)
 
-DIRECTORY = "meshwright-profile"
-"""In the pod's directory for temporary files. `meshwright_cli.client.profiling` has the same names."""
-REQUEST = "request.json"
-MAX_STEPS = 50
-"""Steps of one request: the trace of a step may have tens of MiB."""
 _CLOSE_SECONDS = 60.0
 
 
@@ -62,8 +59,8 @@ class StepProfiler:
     def __init__(self, rank: int, *, synchronous: bool = True, directory: Path | None = None) -> None:
         self._rank = rank
         self._synchronous = synchronous
-        self._directory = directory or Path(tempfile.gettempdir()) / DIRECTORY
-        self._request = str(self._directory / REQUEST)
+        self._directory = directory or Path(tempfile.gettempdir()) / PROFILE_DIRECTORY
+        self._request = str(self._directory / PROFILE_REQUEST)
         self._seen = 0
         self._session: _Session | None = None
         self._writer: threading.Thread | None = None
@@ -144,8 +141,8 @@ class StepProfiler:
             self._answer(name, "another profile is being taken: try again when it is complete")
         elif step > first:
             self._answer(name, f"step {first} is over: the next one is {step}")
-        elif not first <= last < first + MAX_STEPS:
-            self._answer(name, f"1 to {MAX_STEPS} steps can be profiled at once, got {last - first + 1}")
+        elif not first <= last < first + MAX_PROFILED_STEPS:
+            self._answer(name, f"1 to {MAX_PROFILED_STEPS} steps can be profiled at once, got {last - first + 1}")
         else:
             self._session = _Session(name, first, last)
             self._remove_others(name)

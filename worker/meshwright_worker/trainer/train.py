@@ -38,7 +38,7 @@ from meshwright_worker.data.sample_assignment import combined_identity, island_d
 from meshwright_worker.data.vocabulary_check import check_vocabulary
 from meshwright_worker.distributed.device import device_properties
 from meshwright_worker.distributed.device_checks import validate_device
-from meshwright_worker.distributed.mesh import Mesh, join_mesh
+from meshwright_worker.distributed.mesh import START_TIMEOUT, Mesh, join_mesh, set_collective_timeout
 from meshwright_worker.pretrained.errors import PretrainedError
 from meshwright_worker.pretrained.load import check_pretrained
 from meshwright_worker.rank.failures import InvalidRunError
@@ -137,6 +137,8 @@ def train_on_mesh(
         if identity is None:
             raise CorpusError("the ranks see different texts: every pod needs the same files, or the same image")
         trainer = build_trainer(run, mesh, inputs.samples, memory.gate if memory is not None else None, draw=False)
+        # Pipelines and attention have created groups of their own, with torch's shorter limit.
+        set_collective_timeout(START_TIMEOUT)
     manager = None
     if run.checkpoint is not None and (task.checkpoint_dir or task.checkpoint_uri):
         known: dict[str, object] = {"tokenizer": opened.tokenizer}

@@ -32,13 +32,13 @@ from meshwright_worker.data.mixture import MixtureStream, Stream
 from meshwright_worker.data.prefetch import Prefetcher, StepSamples
 from meshwright_worker.data.sample_assignment import SampleAssignment
 from meshwright_worker.data.sample_order import MODULUS, SampleDigest
-from meshwright_worker.distributed.mesh import STEP_TIMEOUT, Mesh, set_collective_timeout
+from meshwright_worker.distributed.mesh import START_TIMEOUT, STEP_TIMEOUT, Mesh, set_collective_timeout
 from meshwright_worker.distributed.step_clock import phase
 from meshwright_worker.distributed.timed_collectives import timed_collectives
 from meshwright_worker.memory.peaks import memory_peaks
 from meshwright_worker.parallel.pipeline.slot_times import is_timed
 from meshwright_worker.rank.failures import WentBackError
-from meshwright_worker.rank.task import Outcome, RankEvents, StepReport, StepTimes
+from meshwright_worker.rank.task import AT_WORK_SECONDS, Outcome, RankEvents, StepReport, StepTimes
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.checkpoint_requests import CheckpointRequests
 from meshwright_worker.trainer.evaluation import Evaluation
@@ -125,6 +125,8 @@ class TrainingLoop:
         self._reported_stall = 0.0
         self._first = 0
         """The first step of this mesh generation."""
+        self._has_evaluated = False
+        self._told_at = 0.0
         self._simulated_bubble = simulated_bubble(run) if mesh.rank == 0 else None
         self._samples = Prefetcher(self._read_samples, mesh.device)
         self._garbage = StepGarbage(self._training.garbage_collection_steps)
@@ -237,6 +239,9 @@ class TrainingLoop:
         if evaluation is not None:
             # A pipeline without flushes drains first, so that all stages have the weights after this step.
             results += self._trainer.drain()
+        if any(result.stop for result in results) and number < self._training.steps:
+            # The time until the pod is killed is for the checkpoint.
+            evaluation = None
         self._requests.record(results)
         self._requests.end_step(number)
         self._add_to_digest(mine, result)
@@ -337,10 +342,28 @@ class TrainingLoop:
         for result in results:
             report = self._report(result, state, seconds, data_seconds / len(results))
             if evaluation is not None and result is results[-1]:
-                with phase(_EVALUATION):
-                    report = replace(report, evaluation_loss=evaluation.loss(self._trainer, self._mesh))
+                report = replace(report, evaluation_loss=self._evaluate(evaluation))
             self._events.step(report)
         return state.model_copy(update={"loss": results[-1].loss.hex()})
+
+    def _evaluate(self, evaluation: Evaluation) -> float:
+        """Evaluate, the first time with the time limits of a start: compiled stages compile their forward passes again,
+        each when it has received the first hidden states, and the last one waits for all.
+        """
+        first, self._has_evaluated = not self._has_evaluated, True
+        if first:
+            set_collective_timeout(START_TIMEOUT)
+        with phase(_EVALUATION):
+            loss = evaluation.loss(self._trainer, self._mesh, self._tell_at_work)
+        if first:
+            set_collective_timeout(STEP_TIMEOUT)
+        return loss
+
+    def _tell_at_work(self) -> None:
+        """Tell from time to time that an evaluation goes on."""
+        if time.monotonic() - self._told_at >= AT_WORK_SECONDS:
+            self._told_at = time.monotonic()
+            self._events.at_work()
 
     def _read_samples(self, first: int) -> StepSamples:
         """Read this replica's samples of the step that begins with sample `first`."""

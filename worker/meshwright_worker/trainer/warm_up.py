@@ -11,11 +11,18 @@ import torch.distributed as dist
 
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.run_config import NativeRun
+from meshwright.sequence_sharding import SequenceSharding
+from meshwright_worker.data.batch import TokenMetadata
 from meshwright_worker.distributed.mesh import Mesh, own_groups
 from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.parallel.context.context_parallel import ContextGroups, install_context_attention
 from meshwright_worker.precision.dtypes import compute_dtype, stored_dtype
 
 _POSITIONS, _WIDTH = 128, 256
+_DOCUMENTS = 4
+"""Of the row, if the run packs documents."""
+_OF_MESH = "mesh_"
+"""Begins torch's description of a group of a `DeviceMesh`, before the name of the dimension."""
 
 
 def warm_up(run: NativeRun, mesh: Mesh) -> None:
@@ -40,7 +47,20 @@ def warm_up_kernels(run: NativeRun, device: torch.device) -> None:
             torch.nn.init.normal_(parameter, std=0.02)
         length = min(_POSITIONS, model.positions or _POSITIONS)
         tokens = torch.randint(0, model.vocab_size, (1, length))
-        stage(tokens, targets=tokens).backward()
+        token_metadata = None
+        if run.packs_documents:
+            varlen = bool(run.training.varlen_attention)
+            install_context_attention(stage, SequenceSharding(), ContextGroups(None, None), varlen=varlen)
+            token_metadata = _packed(length, device)
+        stage(tokens, tokens, token_metadata).backward()
+
+
+def _packed(length: int, device: torch.device) -> TokenMetadata:
+    """Return the metadata of a row of `length` tokens with `_DOCUMENTS` documents."""
+    index = torch.arange(length, device="cpu").unsqueeze(0)
+    documents = index * _DOCUMENTS // length
+    first = torch.searchsorted(documents, documents)
+    return TokenMetadata((index - first).to(device), documents.to(device), row_documents=documents)
 
 
 def narrow(model: Architecture) -> Architecture:
@@ -59,11 +79,27 @@ def narrow(model: Architecture) -> Architecture:
 
 
 def warm_up_groups(device: torch.device) -> None:
-    """Create the communicator of every group on the backend of the device. Collective.
+    """Create the communicator of every group that steps use, on the backend of the device. Collective.
 
     All ranks have their common groups in the same order, so that no two of them wait for each other.
     """
-    backend = dist.get_backend()
+    for group in groups_of_steps():
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def groups_of_steps() -> list[dist.ProcessGroup]:
+    """Return the groups of several ranks on the backend of the device that steps use.
+
+    A communicator takes memory of the device. Every mesh has a group for each of its dimensions. If another mesh before
+    has a dimension of the same name with the same ranks, its group is used, and the second one is not.
+    """
+    backend, seen, found = dist.get_backend(), set(), []
     for group in own_groups():
-        if dist.get_backend(group) == backend:
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        key = (group.group_desc, ranks)
+        if dist.get_backend(group) != backend or len(ranks) == 1 or key in seen:
+            continue
+        if group.group_desc.startswith(_OF_MESH):
+            seen.add(key)
+        found.append(group)
+    return found

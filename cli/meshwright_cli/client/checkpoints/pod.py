@@ -16,7 +16,6 @@ from meshwright.api.workers import EnvVar, VolumeSpec
 from meshwright.checkpoint_places import store_credentials, store_settings
 from meshwright_cli.client.objects import Job
 
-USER_ID = 65532
 LIFE_SECONDS = 6 * 3600
 """The pod is stopped after this time, if this program could not delete it."""
 GRACE_SECONDS = 1
@@ -60,7 +59,7 @@ def tool_pod(job: Job, tool: Tool, suffix: str) -> KubeObject:
             # Not the labels of a worker pod: the operator would count this one as a worker.
             "labels": {
                 "app.kubernetes.io/name": f"meshwright-{tool.verb}",
-                "app.kubernetes.io/managed-by": "meshwright-cli",
+                "app.kubernetes.io/managed-by": labels.CLI_FIELD_MANAGER,
             },
             "ownerReferences": [owner],
         },
@@ -75,7 +74,7 @@ def memory_quantity(size: float | None) -> str | None:
 
 def _pod_spec(spec: ParallelTrainingJobSpec, tool: Tool) -> KubeObject:
     workers = spec.workers
-    group = workers.run_as_group or USER_ID
+    group = workers.run_as_group or labels.USER_ID
     groups = {"supplementalGroups": list(workers.supplemental_groups)} if workers.supplemental_groups else {}
     volumes = _volumes(spec, tool)
     made: KubeObject = {
@@ -88,7 +87,7 @@ def _pod_spec(spec: ParallelTrainingJobSpec, tool: Tool) -> KubeObject:
         "tolerations": [toleration.wire() for toleration in workers.tolerations],
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": workers.run_as_user or USER_ID,
+            "runAsUser": workers.run_as_user or labels.USER_ID,
             "runAsGroup": group,
             "fsGroup": group,
             "fsGroupChangePolicy": "OnRootMismatch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.api.precision import Precision
 from meshwright.checkpoint_places import checkpoint_places
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import UnknownModelError, resolve
@@ -9,8 +10,6 @@ from meshwright_cli.client.errors import NotFoundError, RejectedError
 from meshwright_cli.client.objects import Job
 
 GIB = 1 << 30
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of a number by format."""
 _PROCESS = 1.5 * GIB
 """Memory of Python with torch, before any weight."""
 
@@ -74,7 +73,7 @@ def generation_memory(job: Job, precision: str, gpus: int) -> float | None:
     model = _architecture(job)
     if model is None:
         return None
-    weights = model.parameters * BYTES[precision]
+    weights = model.parameters * Precision(precision).bytes
     return _PROCESS * max(1, gpus) + 1.25 * weights + _largest(model)
 
 
@@ -83,7 +82,7 @@ def export_memory(job: Job, dtype: str, file_gib: float) -> float | None:
     model = _architecture(job)
     if model is None:
         return None
-    file = min(file_gib * GIB, model.parameters * BYTES[dtype])
+    file = min(file_gib * GIB, model.parameters * Precision(dtype).bytes)
     return _PROCESS + file + 3 * _largest(model)
 
 

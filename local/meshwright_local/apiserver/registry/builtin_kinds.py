@@ -16,6 +16,7 @@ from meshwright_local.apiserver import status_errors
 from meshwright_local.apiserver.admission.metadata import key_problem
 from meshwright_local.apiserver.admission.pods import PodRules, check_pod_spec, default_pod_spec
 from meshwright_local.apiserver.admission.quota import LimitRangeRules, QuotaRules
+from meshwright_local.apiserver.auth.identity import RBAC
 from meshwright_local.apiserver.registry.crds import CrdRules
 from meshwright_local.apiserver.registry.resource_types import Resource, Rules
 from meshwright_local.apiserver.schema.structural import builtin_types
@@ -202,7 +203,6 @@ _PLAIN: dict[str, Any] = {"has_status": False}
 _WITH_GENERATION: dict[str, Any] = {"counts_generation": True}
 _CLASSES: dict[str, Any] = {**_CLUSTER, **_PLAIN, **_WITH_GENERATION}
 _IN_ALL_CATEGORY: dict[str, Any] = {"categories": ("all",)}
-_RBAC = "rbac.authorization.k8s.io"
 _Row = tuple[str, str, str, str, Rules, dict[str, Any]]
 _TABLE: tuple[_Row, ...] = (
     # group, kind, plural, short names, rules, more
@@ -229,10 +229,10 @@ _TABLE: tuple[_Row, ...] = (
     ("scheduling.k8s.io", "PriorityClass", "priorityclasses", "pc", _PriorityClasses(), _CLASSES),
     ("storage.k8s.io", "StorageClass", "storageclasses", "sc", Rules(), {**_CLUSTER, **_PLAIN}),
     ("policy", "PodDisruptionBudget", "poddisruptionbudgets", "pdb", Rules(), _WITH_GENERATION),
-    (_RBAC, "Role", "roles", "", _Roles(), _PLAIN),
-    (_RBAC, "RoleBinding", "rolebindings", "", _Roles(), _PLAIN),
-    (_RBAC, "ClusterRole", "clusterroles", "", _Roles(), {**_CLUSTER, **_PLAIN}),
-    (_RBAC, "ClusterRoleBinding", "clusterrolebindings", "", _Roles(), {**_CLUSTER, **_PLAIN}),
+    (RBAC, "Role", "roles", "", _Roles(), _PLAIN),
+    (RBAC, "RoleBinding", "rolebindings", "", _Roles(), _PLAIN),
+    (RBAC, "ClusterRole", "clusterroles", "", _Roles(), {**_CLUSTER, **_PLAIN}),
+    (RBAC, "ClusterRoleBinding", "clusterrolebindings", "", _Roles(), {**_CLUSTER, **_PLAIN}),
     ("networking.k8s.io", "NetworkPolicy", "networkpolicies", "netpol", Rules(), {**_PLAIN, **_WITH_GENERATION}),
     ("networking.k8s.io", "Ingress", "ingresses", "ing", Rules(), _WITH_GENERATION),
     (

@@ -35,7 +35,8 @@ from meshwright_local.kube.selectors import labels_match
 
 BUDGETS = ("policy", "poddisruptionbudgets")
 _SEND_SECONDS = 60.0
-_DELETES_PER_TURN = 50
+DELETES_PER_TURN = 50
+"""Deletions after which other requests are served."""
 _SCALE_METADATA = ("name", "namespace", "uid", "resourceVersion", "creationTimestamp")
 
 
@@ -259,7 +260,7 @@ class Handlers:
             present = self.store.find(resource.key, identity.get("namespace", ""), identity["name"])
             if present is not None:
                 self.objects.delete(resource, present, options)
-            if index % _DELETES_PER_TURN == _DELETES_PER_TURN - 1:
+            if index % DELETES_PER_TURN == DELETES_PER_TURN - 1:
                 await asyncio.sleep(0)
         body, content_type = view.encode(view.many(items, metadata))
         return web.Response(body=body, content_type=content_type)

@@ -23,7 +23,7 @@ from meshwright_local.apiserver.registry.builtin_kinds import PERMANENT_NAMESPAC
 from meshwright_local.apiserver.registry.discovery import Registry
 from meshwright_local.apiserver.registry.objects import NAMESPACES, Objects
 from meshwright_local.apiserver.rest.chaos import Chaos
-from meshwright_local.apiserver.rest.handlers import Handlers
+from meshwright_local.apiserver.rest.handlers import DELETES_PER_TURN, Handlers
 from meshwright_local.apiserver.rest.kubelet_proxy import KubeletProxy
 from meshwright_local.apiserver.rest.query_options import WriteOptions
 from meshwright_local.apiserver.rest.request_bodies import MAX_BODY_BYTES
@@ -35,7 +35,6 @@ from meshwright_local.kube.kubeconfig import write_private
 EVENTS = ("", "events")
 EVENT_LIFETIME = datetime.timedelta(hours=1)
 _SWEEP_SECONDS = 60.0
-_DELETES_PER_TURN = 50
 _SHUTDOWN_SECONDS = 1.0
 
 
@@ -186,6 +185,6 @@ async def _sweep_events(objects: Objects) -> None:
             metadata = event["metadata"]
             if objects.store.find(EVENTS, metadata["namespace"], metadata["name"]) is not None:
                 objects.delete(resource, event, {})
-            if index % _DELETES_PER_TURN == _DELETES_PER_TURN - 1:
+            if index % DELETES_PER_TURN == DELETES_PER_TURN - 1:
                 await asyncio.sleep(0)
         await asyncio.sleep(_SWEEP_SECONDS)

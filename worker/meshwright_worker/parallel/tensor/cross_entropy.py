@@ -11,6 +11,7 @@ logits stay in the format of the hidden states: no copy of them in fp32 is store
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -234,7 +235,7 @@ def _loss_and_gradient(
 def _compiled_pass(backend: str | Callable[..., Any]) -> _ChunkPass:
     """Return `_loss_and_gradient` compiled: one graph, or one before, between and after the collectives of a group."""
     compiled = partial(torch.compile, backend=backend, dynamic=False)
-    whole, largest_of = compiled(_whole_pass), compiled(_largest_logits)
+    whole, parts_of = compiled(_whole_pass), compiled(_vocabulary_parts)
     sums_of, gradient_of = compiled(_exponential_sums), compiled(_loss_gradient)
 
     def run(
@@ -245,33 +246,52 @@ def _compiled_pass(backend: str | Callable[..., Any]) -> _ChunkPass:
         if group is None:
             result = whole(logits, columns, counts)
             return result
-        largest = largest_of(logits)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        sums = sums_of(logits, columns, largest)
+        parts = parts_of(logits)
+        dist.all_reduce(parts.largest, op=dist.ReduceOp.MAX, group=group)
+        sums = sums_of(logits, columns, parts)
         dist.all_reduce(sums, group=group)
-        result = gradient_of(logits, columns, counts, largest, sums)
+        result = gradient_of(logits, columns, counts, parts.largest, sums)
         return result
 
     return run
 
 
+class _Parts(NamedTuple):
+    """What is known of each token's logits after one pass over them."""
+
+    largest: torch.Tensor
+    """The largest logit, [tokens]."""
+    part_largest: torch.Tensor
+    """Of each part of the vocabulary, [tokens, parts]."""
+    part_sums: torch.Tensor
+    """Sum of exponentials of each part's logits, less its largest: [tokens, parts]."""
+
+
+_PART = 256
+"""Columns of a part: a GPU's kernel keeps this many logits in registers between their maximum and their sum."""
+
+
 def _whole_pass(logits: torch.Tensor, columns: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    largest = _largest_logits(logits)
-    return _loss_gradient(logits, columns, counts, largest, _exponential_sums(logits, columns, largest))
+    parts = _vocabulary_parts(logits)
+    return _loss_gradient(logits, columns, counts, parts.largest, _exponential_sums(logits, columns, parts))
 
 
-def _largest_logits(logits: torch.Tensor) -> torch.Tensor:
-    return upcast(logits).amax(dim=-1)
+def _vocabulary_parts(logits: torch.Tensor) -> _Parts:
+    """Read the logits once: a sum over the full vocabulary, less the largest logit, would read them twice."""
+    padded = nn.functional.pad(upcast(logits), (0, -logits.shape[-1] % _PART), value=-math.inf)
+    parts = padded.view(len(logits), -1, _PART)
+    largest = parts.amax(dim=-1)
+    return _Parts(largest.amax(dim=-1), largest, (parts - largest.unsqueeze(-1)).exp().sum(dim=-1))
 
 
-def _exponential_sums(logits: torch.Tensor, columns: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+def _exponential_sums(logits: torch.Tensor, columns: torch.Tensor, parts: _Parts) -> torch.Tensor:
     """Return the sum of exponentials and the target's logit less the largest, [2, tokens]; `columns` are the targets'
     in this part of the vocabulary, or outside of it.
     """
-    shifted = upcast(logits) - largest.unsqueeze(-1)
+    sums = (parts.part_sums * (parts.part_largest - parts.largest.unsqueeze(-1)).exp()).sum(dim=-1)
     outside = (columns < 0) | (columns >= logits.shape[-1])
-    target_logits = shifted.gather(-1, columns.masked_fill(outside, 0).unsqueeze(-1)).squeeze(-1)
-    return torch.stack([shifted.exp().sum(dim=-1), target_logits.masked_fill(outside, 0.0)])
+    target_logits = logits.gather(-1, columns.masked_fill(outside, 0).unsqueeze(-1)).squeeze(-1)
+    return torch.stack([sums, (upcast(target_logits) - parts.largest).masked_fill(outside, 0.0)])
 
 
 def _loss_gradient(

@@ -26,18 +26,15 @@ from meshwright.api.precision import Fp8Spec
 from meshwright_worker.models.grouped_mm import grouped_linear, grouped_weight_grad
 from meshwright_worker.models.moe import Experts
 from meshwright_worker.models.split_backward import DeferredWeightGrad, defer_weight_grad_of, local_operand
-from meshwright_worker.precision.fp8.quantize import BACKWARD, FORWARD, QuantizedTensor, absolute_max, quantize
+from meshwright_worker.precision.fp8.quantize import BACKWARD, FORWARD, TILE, QuantizedTensor, absolute_max, quantize
 from meshwright_worker.precision.fp8.scaling_recipe import GRADIENT, INPUT, WEIGHT, Fp8Recipe
-
-_TILE = 16
-"""Rows of both factors must be multiples of this many bytes."""
 
 
 def supports_grouped_kernel(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> bool:
     """Return whether `scaled_grouped_mm` can multiply these, into `dtype`."""
     if not a.values.is_cuda or dtype is not torch.bfloat16 or not len(a.values):
         return False
-    aligned = not any(size % _TILE for size in b.values.shape[1:])
+    aligned = not any(size % TILE for size in b.values.shape[1:])
     return aligned and a.values.dtype == b.values.dtype == FORWARD and _has_kernel(a.values.device)
 
 
@@ -71,13 +68,13 @@ def scaled_grouped_mm(a: QuantizedTensor, b: QuantizedTensor, counts: torch.Tens
 def _has_kernel(device: torch.device) -> bool:
     """Try it on two small matrices: torch does not report which GPUs and builds support it."""
     one = torch.ones((), device=device)
-    a = QuantizedTensor(torch.ones(32, _TILE, device=device).to(FORWARD), one.expand(32, 1))
-    b = QuantizedTensor(torch.ones(2, _TILE, _TILE, device=device).to(FORWARD), one.expand(2, 1, 1))
+    a = QuantizedTensor(torch.ones(32, TILE, device=device).to(FORWARD), one.expand(32, 1))
+    b = QuantizedTensor(torch.ones(2, TILE, TILE, device=device).to(FORWARD), one.expand(2, 1, 1))
     try:
         product = scaled_grouped_mm(a, b, torch.tensor([16, 16], device=device))
     except (AttributeError, RuntimeError, NotImplementedError, TypeError):
         return False
-    return bool((product == _TILE).all())
+    return bool((product == TILE).all())
 
 
 @dataclass(frozen=True, slots=True)

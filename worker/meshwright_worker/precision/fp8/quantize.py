@@ -14,7 +14,7 @@ import torch
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 """Format of inputs and weights; format of gradients, which need range more than precision (arXiv 2209.05433)."""
 _MIN_AMAX = 1e-12
-_TILE = 16
+TILE = 16
 """The hardware's products require sizes that are multiples of this."""
 
 
@@ -91,7 +91,7 @@ def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def is_fp8_aligned(*sizes: int) -> bool:
     """Return whether the hardware's products support matrices of these sizes."""
-    return not any(size % _TILE for size in sizes)
+    return not any(size % TILE for size in sizes)
 
 
 def has_fp8_matmul() -> bool:
