@@ -6,6 +6,8 @@ VENV := .venv
 STAMP := $(VENV)/.setup-done
 # The directories of all packages except the core.
 PACKAGES := cli local operator worker
+# Tests start hundreds of processes. Each would compile the packages again if the environment forbade bytecode files.
+unexport PYTHONDONTWRITEBYTECODE
 # One pytest process runs the tests of ranks one after another, two run those of clusters, each on a cluster of its own,
 # and a fourth one all others. Tests of clusters mostly wait: two cores are enough.
 FOUR := -n 4 --no-loadscope-reorder

@@ -1,7 +1,8 @@
 """Options of the whole test suite."""
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ settings.register_profile(
 )
 settings.load_profile("any-machine")
 
+# Several test processes share the cores. Threads of torch would wait for each other on them, and spin meanwhile.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -35,7 +39,13 @@ TOGETHER = {"distributed": "ranks", "golden/checkpoint": "ranks", "parity": "ran
 """Directories whose tests start many processes, by what two of them at once would wait for each other's share of."""
 SECOND_CLUSTER = "test_g"
 """The name from which on files of `clusters` run on a second cluster: these tests mostly wait, so two wait at once."""
-FIRST = ("ranks", "clusters", "clusters 2", "tests/test_static.py", "tests/docs/test_pages.py")
+FIRST = (
+    *("ranks", "clusters", "clusters 2", "tests/test_static.py", "tests/docs/test_pages.py"),
+    *("tests/agent/test_agent_commands.py", "tests/worker/parallel/test_pipeline_programs.py"),
+    *("tests/worker/parallel/test_compiled.py", "tests/worker/checkpoint/test_killed_saves.py"),
+    *("tests/planner/search/test_best_first.py", "tests/planner/test_topology_levels.py"),
+    *("tests/schedules/test_schedules.py", "tests/rules/test_rules.py", "tests/worker/checkpoint/test_inspection.py"),
+)
 """What takes longest, so that nothing long is left for the end, when the other processes have nothing to do."""
 
 
@@ -55,6 +65,18 @@ def kind_of(path: str) -> str:
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Kinds:
     return Kinds(config, log)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What imports and collection create lives to the end: no garbage is searched for in it, then or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import yaml
 
 from tests.conflicts import ROOT, repository_files
+from tests.conftest import FIRST, TOGETHER
 
 TEMPLATES = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 FORMS = [path for path in TEMPLATES if path.name != "config.yml"]
@@ -89,6 +92,17 @@ def test_hooks_run_what_lint_runs_without_network() -> None:
     assert [command.strip().replace("$(VENV)", ".venv") for command in commands] == [
         hook["entry"].removesuffix(" --force-exclude") for hook in repo["hooks"]
     ]
+
+
+def test_bytecode_is_kept_whatever_the_environment_says() -> None:
+    command = ["make", "-s", "--eval", 'shown: ; @echo "[$$PYTHONDONTWRITEBYTECODE]"', "shown"]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    assert subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_what_begins_first_is_there() -> None:
+    groups = {*TOGETHER.values(), f"{TOGETHER['e2e']} 2"}
+    assert [name for name in FIRST if name not in groups and not (ROOT / name).is_file()] == []
 
 
 def test_every_package_of_the_wheel_is_marked_as_typed() -> None:

@@ -26,8 +26,8 @@ async def coordinator() -> AsyncIterator[Coordinator]:
 def start_agent(coordinator: Coordinator, tmp_path: Path) -> Iterator[StartAgent]:
     agents: list[AgentProcess] = []
 
-    def start(worker: int = 0, output: Path | None = None, **environment: str) -> AgentProcess:
-        agent = AgentProcess(coordinator, tmp_path, worker, output, **environment)
+    def start(worker: int = 0, output: Path | None = None, *, torch: bool = False, **environment: str) -> AgentProcess:
+        agent = AgentProcess(coordinator, tmp_path, worker, output, torch=torch, **environment)
         agents.append(agent)
         return agent
 

@@ -37,6 +37,7 @@ from tests.runs import native_run
 TOKEN = "t0ken-that-must-never-show"
 NAMESPACE, JOB, UID = "team-a", "job", "0f3c"
 ROOT = Path(__file__).resolve().parents[2]
+NO_TORCH = str(ROOT / "tests" / "no_torch")
 
 
 @dataclass
@@ -200,9 +201,11 @@ class AgentProcess:
         directory: Path,
         worker: int = 0,
         output: Path | None = None,
+        *,
+        torch: bool = False,
         **environment: str,
     ) -> None:
-        """`output` is where standard output goes instead of the log."""
+        """`output` is where standard output goes instead of the log; `torch` is whether the pod's image has torch."""
         self.log_path = directory / f"worker-{worker}.log"
         self.worker = worker
         variables = {
@@ -221,7 +224,7 @@ class AgentProcess:
             "MESHWRIGHT_REPORT_SECONDS": "0.5",
             "GLOO_SOCKET_IFNAME": "lo",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'worker'}",
+            "PYTHONPATH": os.pathsep.join([*([] if torch else [NO_TORCH]), str(ROOT), str(ROOT / "worker")]),
             **environment,
         }
         with self.log_path.open("ab") as log, (output or self.log_path).open("ab") as written:

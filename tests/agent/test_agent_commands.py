@@ -51,7 +51,7 @@ async def reported(coordinator: Coordinator, state: AgentState, generation: int,
 
 @pytest.mark.slow
 async def test_two_pods_start_and_complete(coordinator: Coordinator, start_agent: StartAgent) -> None:
-    agents = [start_agent(worker) for worker in range(2)]
+    agents = [start_agent(worker, torch=True) for worker in range(2)]
     await start_generation(coordinator, 1, ALL_REDUCE, workers=2)
     assert [await agent.exit_code(60) for agent in agents] == [0, 0]
     for agent, ranks in zip(agents, ([0, 1], [2, 3]), strict=True):
@@ -106,7 +106,7 @@ def main():
     raise KeyError("rank " + os.environ["RANK"])
 main()
 """
-    start_agent()
+    start_agent(torch=True)
     await start_generation(coordinator, 1, source, ranks_each=1)
     await reported(coordinator, AgentState.FAILED, 1)
     report = coordinator.last(0)

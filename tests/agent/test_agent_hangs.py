@@ -22,7 +22,7 @@ def ranks_of(coordinator: Coordinator, generation: int) -> dict[int, RankProcess
 
 @pytest.mark.long
 async def test_a_stopped_rank_shows_and_is_replaced(coordinator: Coordinator, start_agent: StartAgent) -> None:
-    agents = [start_agent(worker) for worker in range(2)]
+    agents = [start_agent(worker, torch=True) for worker in range(2)]
     await announce(coordinator, 1, LONG)
     await until(lambda: step_of(coordinator, 1) >= 2, 150, lambda: agents[0].log)
     await until(lambda: len(ranks_of(coordinator, 1)) == 4, 60)

@@ -55,7 +55,7 @@ def free_port() -> int:
 async def test_a_run_that_cannot_be_executed_is_reported_as_refused(
     coordinator: Coordinator, start_agent: StartAgent
 ) -> None:
-    agent = start_agent(0)
+    agent = start_agent(0, torch=True)
     run = training_run(LONG, tensor=2)
     small = run.architecture.model_copy(update={"vocab_size": 130})
     hellos = await coordinator.gang(1)
@@ -76,7 +76,7 @@ def children_of(process: int) -> list[int]:
 async def test_writer_processes_save_and_end_with_their_ranks(
     coordinator: Coordinator, start_agent: StartAgent
 ) -> None:
-    agent = start_agent(0)
+    agent = start_agent(0, torch=True)
     run = training_run(LONG, tensor=2, every_steps=5)
     assert run.checkpoint is not None
     spec = run.checkpoint.model_copy(update={"staging": Staging.OVERLAPPED, "writer": Writer.PROCESS})
@@ -107,7 +107,7 @@ async def test_writer_processes_save_and_end_with_their_ranks(
 @pytest.mark.long
 async def test_train_lose_a_rank_drain_and_complete(coordinator: Coordinator, start_agent: StartAgent) -> None:
     port = free_port()
-    first, second = start_agent(0, MESHWRIGHT_METRICS_PORT=str(port)), start_agent(1)
+    first, second = start_agent(0, torch=True, MESHWRIGHT_METRICS_PORT=str(port)), start_agent(1, torch=True)
     await announce(coordinator, 1, LONG, every_steps=5)
     await until(lambda: step_of(coordinator, 1) >= 5, 150, lambda: first.log)
     for worker in (0, 1):
@@ -139,7 +139,7 @@ async def test_train_lose_a_rank_drain_and_complete(coordinator: Coordinator, st
     saved = (report := coordinator.last(0)) and report.checkpoint and report.checkpoint.step
     assert saved == step_of(coordinator, 2)
 
-    replacement = start_agent(1)
+    replacement = start_agent(1, torch=True)
     await announce(coordinator, 3, saved + 5, every_steps=5)
     codes = await asyncio.gather(first.exit_code(120), replacement.exit_code(120))
     assert codes == [0, 0]
@@ -172,7 +172,8 @@ async def test_a_rank_that_refuses_its_data_says_why_and_its_peers_do_not_hang(
         (tmp_path / name).mkdir()
     (tmp_path / "good" / "a.py").write_text("def one():\n    return 1\n" * 20)
     agents = [
-        start_agent(worker, MESHWRIGHT_DATA_DIR=str(tmp_path / name)) for worker, name in enumerate(("good", "bad"))
+        start_agent(worker, torch=True, MESHWRIGHT_DATA_DIR=str(tmp_path / name))
+        for worker, name in enumerate(("good", "bad"))
     ]
     data = DataSpec(source=DataSource.FILES, claim_name="v", pattern="**/*.py")
     run = training_run(5, data_parallel=2).model_copy(update={"data": data})
@@ -194,7 +195,7 @@ async def test_a_rank_that_refuses_its_data_says_why_and_its_peers_do_not_hang(
 
 
 async def test_nothing_survives_a_killed_agent(coordinator: Coordinator, start_agent: StartAgent) -> None:
-    agents = [start_agent(worker) for worker in range(2)]
+    agents = [start_agent(worker, torch=True) for worker in range(2)]
     await announce(coordinator, 1, LONG)
     await until(lambda: step_of(coordinator, 1) >= 1, 150, lambda: agents[0].log)
     family = agents[0].processes()

@@ -38,7 +38,7 @@ async def test_a_drained_pod_stops_all_ranks_and_the_run_resumes(
     coordinator: Coordinator, start_agent: StartAgent
 ) -> None:
     command = [sys.executable, str(SCRIPT), "--steps", "400", "--save-every", "25"]
-    stays, goes = start_agent(0), start_agent(1)
+    stays, goes = start_agent(0, torch=True), start_agent(1, torch=True)
     coordinator.announce(mesh(1, command_run(command, 4), await coordinator.gang(2), 2))
     await until(lambda: "[rank 0] step 50/400" in stays.log, 60, lambda: stays.log)
     goes.terminate()
@@ -48,7 +48,7 @@ async def test_a_drained_pod_stops_all_ranks_and_the_run_resumes(
     stopped_after = int(stays.log.rpartition("step ")[2].partition("/")[0])
     assert 50 < stopped_after < 400
 
-    replacement = start_agent(1)
+    replacement = start_agent(1, torch=True)
     coordinator.announce(mesh(2, command_run(command, 4), await coordinator.gang(2), 2))
     codes = await asyncio.gather(stays.exit_code(60), replacement.exit_code(60))
     assert codes == [0, 0]

@@ -70,7 +70,7 @@ def digest_of_steps(steps: int) -> int:
 async def test_the_same_pods_train_on_with_another_world_size(
     coordinator: Coordinator, start_agent: StartAgent, tmp_path: Path
 ) -> None:
-    agents = [start_agent(worker) for worker in range(2)]
+    agents = [start_agent(worker, torch=True) for worker in range(2)]
     await start_training(coordinator, 1, workers=2)
     await until(lambda: step_of(coordinator, 1) >= 3, 150, lambda: agents[0].log)
     await paused(coordinator, agents, 1)
@@ -101,7 +101,7 @@ async def test_the_same_pods_train_on_with_another_world_size(
 
 @pytest.mark.slow
 async def test_a_pause_stops_ranks_that_wait_for_their_peers(coordinator: Coordinator, start_agent: StartAgent) -> None:
-    agent = start_agent()
+    agent = start_agent(torch=True)
     hellos = await coordinator.gang(1)
     # Worker 1 never comes, so the ranks of worker 0 wait in the rendezvous.
     absent = hellos[0].model_copy(update={"worker": 1, "address": "127.0.0.2"})
@@ -220,7 +220,7 @@ async def test_an_open_poll_is_sent_again_when_the_agent_is_prepared() -> None:
 async def test_an_agent_says_when_it_has_imported_the_runtime(
     coordinator: Coordinator, start_agent: Callable[..., AgentProcess]
 ) -> None:
-    agent = start_agent()
+    agent = start_agent(torch=True)
     await until(lambda: 0 in coordinator.hellos, 60)
     await until(lambda: "ready to fork ranks" in agent.log, 120)
     await until(lambda: not coordinator.hellos[0].preparing, 10)

@@ -18,7 +18,6 @@ import yaml
 from click.testing import CliRunner, Result
 
 from meshwright.api.labels import API_VERSION, KIND
-from meshwright.crd.definition import custom_resource_definition
 from meshwright_cli.demo import setup
 from meshwright_cli.main import main
 from meshwright_local.kube.client import ApiClient, ApiError
@@ -177,6 +176,3 @@ def run_program(*arguments: str, environment: dict[str, str]) -> subprocess.Comp
 
 def parsed(result: Result) -> Any:
     return json.loads(result.stdout)
-
-
-DEFINITION = custom_resource_definition()

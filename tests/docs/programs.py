@@ -18,6 +18,7 @@ import click
 import yaml
 
 from meshwright_cli.main import main
+from tests import definition
 from tests.docs.blocks import ROOT
 
 _OPTION = re.compile(r"[\"'](--?[a-z][a-z0-9-]*)[\"']")
@@ -64,11 +65,8 @@ def targets() -> set[str]:
 def kinds() -> set[str]:
     """What `kubectl get` takes: some built-in kinds, and every name of our own."""
     found = _KINDS | {f"{name}es" if name.endswith("s") else f"{name}s" for name in _KINDS}
-    for path in (ROOT / "crds").glob("*.yaml"):
-        for definition in yaml.safe_load_all(path.read_text()):
-            names = definition["spec"]["names"]
-            found |= {names["plural"], names["singular"], *names.get("shortNames", ()), *names.get("categories", ())}
-    return found
+    names = definition.committed()["spec"]["names"]
+    return found | {names["plural"], names["singular"], *names.get("shortNames", ()), *names.get("categories", ())}
 
 
 def known() -> set[str]:

@@ -81,7 +81,7 @@ async def job(sandbox: Sandbox) -> AsyncIterator[None]:
             stage = Stage(sandbox.state, kubeconfig, client, programs, operator, ports, kubeconfig)
             evaluation = {"everySteps": 10, "samples": 4}
             held_out = {"data": {"heldOut": 0.1}, "training": {"steps": 20, "evaluation": evaluation}}
-            await stage.apply(tiny(name, **held_out))
+            await stage.apply(tiny(name, replicas=1, **held_out))
             await stage.complete(name, 600)
             sandbox.words |= {"NAME": name, "DIR": str((await stage.checkpoint(name)).parent)}
             yield

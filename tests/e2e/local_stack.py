@@ -34,6 +34,8 @@ from tests.patience import patient
 NAMESPACE = "default"
 AGENT_IMAGE = "meshwright-agent:0.1.0"
 EXAMPLES = Path(__file__).parents[2] / "examples"
+NO_TORCH = [{"name": "PYTHONPATH", "value": str(Path(__file__).parents[1] / "no_torch")}]
+"""The variables of a pod whose image has no torch."""
 ENDLESS = 100_000
 """Steps that no test waits for."""
 T = TypeVar("T")
@@ -89,10 +91,11 @@ def endless(name: str, **changes: Any) -> list[KubeObject]:
 def command(name: str, *words: str, **changes: Any) -> list[KubeObject]:
     """A job of two pods with two ranks each that run a command: for what does not depend on training.
 
-    Its ranks start at once, without torch.
+    Its ranks start at once, and neither they nor their agents import torch.
     """
     trains = {"model": None, "data": None, "training": None, "checkpoint": None, "parallelism": {"microBatches": None}}
-    return tiny(name, **merged({"runtime": {"command": list(words)}}, changes), **trains)
+    runs = {"runtime": {"command": list(words)}, "workers": {"env": NO_TORCH}}
+    return tiny(name, **merged(runs, changes), **trains)
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -150,13 +153,15 @@ class Stage:
         """Wait until rank 0 has finished a step; the step it is at."""
         deadline = time.monotonic() + patient(seconds)
         while time.monotonic() < deadline:
+            pause = 0.2  # as long as there is no rank that trains
             for pod in await self.pods(name):
                 address = pod.get("status", {}).get("podIP")
                 if address and pod["metadata"]["labels"][labels.LABEL_WORKER] == "0":
                     now = gauge(await self.scrape(f"http://{address}:{labels.METRICS_PORT}/metrics"), "ptj_step")
                     if now is not None and now >= step:
                         return int(now)
-            await asyncio.sleep(0.05)
+                    pause = 0.2 if now is None else 0.05
+            await asyncio.sleep(pause)
         pytest.fail(f"{name}: rank 0 did not reach step {step}\n{await self.story(name, await self.status(name))}")
 
     async def story(self, name: str, status: ParallelTrainingJobStatus) -> str:

@@ -54,6 +54,7 @@ async def test_own_text_trains_on_files_of_a_claim(stage):
     items = manifest.read(EXAMPLES / "own-text" / "job.yaml")
     spec = next(item["spec"] for item in items if item["kind"] == KIND)
     spec["training"] |= {"steps": 20, "globalBatchSize": 4, "sequenceLength": 32}
+    spec["replicas"] = 1
     await stage.apply(items)
     status = await stage.until("own-text", holds(conditions.STALLED), "Stalled without text")
     ready = conditions.find(status.conditions, conditions.READY)

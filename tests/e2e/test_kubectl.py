@@ -27,13 +27,13 @@ async def kubectl(stage, *arguments, stdin=""):
 
 async def test_apply_watch_and_delete_as_a_new_user_types_them(stage, tmp_path):
     path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump_all(tiny("typed", training={"steps": 20})))
+    path.write_text(yaml.safe_dump_all(tiny("typed", replicas=1, training={"steps": 20})))
     assert "typed created" in await kubectl(stage, "apply", "-f", str(path))
     waited = await kubectl(stage, "wait", "--for=condition=Complete", "ptj/typed", "--timeout=240s")
     assert "typed condition met" in waited
     table = (await kubectl(stage, "get", "ptj")).splitlines()
     assert table[0].split()[:3] == ["NAME", "READY", "STATUS"]
-    assert any(line.startswith("typed ") and "Completed" in line and "TP 2 x PP 1 x DP 2" in line for line in table)
+    assert any(line.startswith("typed ") and "Completed" in line and "TP 2 x PP 1 x DP 1" in line for line in table)
     assert "typed" in await kubectl(stage, "get", "training")
     described = await kubectl(stage, "describe", "ptj", "typed")
     for word in ("Placed", "MeshFormed", "Completed", "Micro Batches"):
@@ -70,7 +70,8 @@ async def test_a_folder_is_uploaded_onto_a_claim_and_trained_on(stage, tmp_path)
     (texts / "a.txt").write_text("once upon a time\n" * 500)
     (texts / "part" / "b.txt").write_bytes(bytes(range(256)) * 5000)
     (texts / ".hidden").write_text("not this one")
-    claim, job = tiny("uploaded", training={"steps": 10}, data={"source": "Files", "claimName": "uploaded"})
+    files = {"source": "Files", "claimName": "uploaded"}
+    claim, job = tiny("uploaded", replicas=1, training={"steps": 10}, data=files)
     await stage.apply([claim])
     command = [sys.executable, "-c", "from meshwright_cli.main import main; main()", "data", "upload"]
     options = ["--kubeconfig", str(stage.kubeconfig), "--to", "en"]

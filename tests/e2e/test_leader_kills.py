@@ -67,8 +67,8 @@ class Replicas:
         return await eventually("a replica leads", holder)
 
 
-async def lose_leaders(stage: Stage, stops: int, kills: int) -> list[float]:
-    """Stop and kill the leader this often. Return the seconds between leaders after kills."""
+async def lose_leaders(stage: Stage, stops: int, kills: int, workers: int) -> list[float]:
+    """Stop and kill the leader of a job this often. Return the seconds between leaders after kills."""
     await stage.kill_operator()
     ports, gaps = [setup.Ports(), setup.Ports()], []
     async with service([each.coordinator for each in ports], "https") as url:
@@ -76,7 +76,7 @@ async def lose_leaders(stage: Stage, stops: int, kills: int) -> list[float]:
         await replicas.start("a")
         await replicas.start("b")
         try:
-            await stage.apply(endless("replicas"))
+            await stage.apply(endless("replicas", replicas=workers))
             step = await stage.trained("replicas", 3)
             pods = {pod["metadata"]["uid"] for pod in await stage.pods("replicas")}
             for number in range(stops + kills):
@@ -110,12 +110,12 @@ def seconds_between(before: str, after: str) -> float:
 
 @pytest.mark.timeout(600)
 async def test_a_stopped_and_a_killed_leader_restart_no_worker(stage: Stage) -> None:
-    await lose_leaders(stage, 1, 1)
+    await lose_leaders(stage, 1, 1, workers=1)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 async def test_leaders_follow_each_other_within_the_lease(stage: Stage) -> None:
-    gaps = await lose_leaders(stage, 2, 20)
+    gaps = await lose_leaders(stage, 2, 20, workers=2)
     assert len(gaps) == 20
     assert max(gaps) <= GAP_SECONDS, gaps

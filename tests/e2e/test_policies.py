@@ -10,7 +10,7 @@ from meshwright.api import conditions
 from meshwright.api.conditions import find, is_true
 from meshwright.api.labels import API_VERSION, KIND
 from meshwright_local.kube.resources import JOBS
-from tests.e2e.local_stack import NAMESPACE, Stage, eventually, holds
+from tests.e2e.local_stack import NAMESPACE, NO_TORCH, Stage, eventually, holds
 
 RANK = "import os, sys, time; rank = int(os.environ['RANK'])"
 
@@ -20,7 +20,12 @@ def command(name: str, script: str, **spec: Any) -> dict[str, Any]:
     whole = {
         "replicas": 4,
         "runtime": {"command": ["python", "-c", f"{RANK}; {script}"]},
-        "workers": {"image": "meshwright-worker:0.1.0", "gpusPerWorker": 2, "terminationGracePeriodSeconds": 2},
+        "workers": {
+            "image": "meshwright-worker:0.1.0",
+            "gpusPerWorker": 2,
+            "terminationGracePeriodSeconds": 2,
+            "env": NO_TORCH,
+        },
         **spec,
     }
     return {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": whole}

@@ -9,7 +9,7 @@ import pytest
 from meshwright.api import conditions
 from meshwright.api.labels import LABEL_INCARNATION
 from meshwright_local.kube.resources import JOBS
-from tests.e2e.local_stack import NAMESPACE, endless, eventually, holds, processes, tiny
+from tests.e2e.local_stack import NAMESPACE, command, endless, eventually, holds, processes, tiny
 
 SAME = ("step", "samples", "digest", "loss")
 
@@ -77,7 +77,7 @@ async def test_a_killed_rank_restarts_in_place(stage, reference):
 
 
 async def test_an_operator_killed_midway_touches_no_worker(stage):
-    await stage.apply(endless("steady"))
+    await stage.apply(endless("steady", replicas=1))
     uid = await uid_of(stage, "steady")
     before = await stage.trained("steady", 10)
     pids = set(processes(uid))
@@ -87,7 +87,7 @@ async def test_an_operator_killed_midway_touches_no_worker(stage):
     # The new operator serves the agents of the same generation: it receives their progress, and passes a drain to them.
     status = await stage.until("steady", lambda s: (s.step or 0) > without, f"past step {without} in status")
     assert set(processes(uid)) == pids
-    assert (status.restart_count, status.ready_ranks) == (0, "4/4")
+    assert (status.restart_count, status.ready_ranks) == (0, "2/2")
     assert status.mesh is not None
     assert status.mesh.generation == 1
     await stage.client.patch(JOBS, "steady", {"spec": {"suspend": True}}, NAMESPACE)
@@ -101,19 +101,7 @@ async def test_an_operator_killed_midway_touches_no_worker(stage):
 
 async def test_a_job_that_always_fails_ends_failed_with_the_reason(stage):
     script = "import sys; sys.exit('no such dataset')"
-    items = tiny(
-        "broken",
-        model=None,
-        data=None,
-        training=None,
-        checkpoint=None,
-        replicas=1,
-        parallelism={"tensor": 1, "microBatches": None},
-        workers={"gpusPerWorker": 1},
-        runtime={"command": ["python", "-c", script]},
-        recovery={"maxRestarts": 1},
-    )
-    await stage.apply(items)
+    await stage.apply(command("broken", "python", "-c", script, replicas=1, recovery={"maxRestarts": 1}))
 
     async def given_up():
         return condition(await stage.status("broken"), "Failed")

@@ -12,11 +12,10 @@ import yaml
 from meshwright.api.labels import KIND
 from meshwright.api.parsing import parse_spec
 from meshwright.rules.validation import check_spec
+from tests import definition
 from tests.conflicts import ROOT
 from tests.gitops.test_health import EXAMPLES, documents
 
-CRD = yaml.safe_load((ROOT / "crds" / "meshwright.dev_paralleltrainingjobs.yaml").read_text(encoding="utf-8"))
-SCHEMA = CRD["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 REFERENCES = {"claimName": "PersistentVolumeClaim", "configMapName": "ConfigMap", "secretName": "Secret"}
 NAMED = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap", "imagePullSecrets": "Secret"}
 
@@ -51,7 +50,8 @@ def references(schema: Any, path: tuple[str, ...] = ()) -> set[tuple[str, str]]:
 def test_kustomize_knows_every_field_that_names_an_object() -> None:
     (config,) = documents(EXAMPLES / "jobs" / "base" / "references.yaml")
     known = {(entry["kind"], field["path"]) for entry in config["nameReference"] for field in entry["fieldSpecs"]}
-    assert known == references({"properties": {"spec": SCHEMA["properties"]["spec"]}})
+    schema = definition.committed()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    assert known == references({"properties": {"spec": schema["properties"]["spec"]}})
     assert {field["path"] for field in config["images"]} == {"spec/workers/image"}
 
 

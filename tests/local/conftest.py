@@ -57,7 +57,7 @@ class Kit:
             if found:
                 return found
             assert time.monotonic() < deadline, f"not within {seconds} s: {what or look}"
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.03)  # a look takes the API server milliseconds
 
     async def pod_when(self, name: str, check: Check, seconds: float = 10.0) -> KubeObject:
         """The pod as soon as `check` holds."""

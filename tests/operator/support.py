@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import sys
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from meshwright.api import labels
 from meshwright.api.objects import KubeObject
 from meshwright_operator.controller.manager import run
 from meshwright_operator.settings import Address, Settings
+from tests import definition
 from tests.operator.loop_watchdog import watch_this_thread
 from tests.patience import patient
 
@@ -145,16 +148,9 @@ def job(name: str, **spec: Any) -> KubeObject:
     }
 
 
-@lru_cache
-def _crd() -> KubeObject:
-    found: KubeObject = yaml.safe_load((ROOT / "crds" / "meshwright.dev_paralleltrainingjobs.yaml").read_text())
-    return found
-
-
 async def install(api: Api) -> None:
     """The CRD and four nodes in two racks."""
-    definition = _crd()
-    await api.call("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition, ok=False)
+    await api.call("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition.committed(), ok=False)
     for name, rack in (("n0", "r0"), ("n1", "r0"), ("n2", "r1"), ("n3", "r1")):
         await put_node(api, node(name, rack))
 
@@ -231,7 +227,16 @@ class OperatorThread:
         if self._loop is not None and self._stop is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
         await asyncio.to_thread(self._thread.join, patient(15))
-        assert not self._thread.is_alive()
+        assert not self._thread.is_alive(), self._what_runs()
+
+    def _what_runs(self) -> str:
+        """The stacks of its tasks and of its thread."""
+        text = io.StringIO()
+        for task in asyncio.all_tasks(self._loop):
+            task.print_stack(file=text)
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        traceback.print_stack(frame, file=text)
+        return text.getvalue()
 
     def _main(self) -> None:
         try:

@@ -10,18 +10,17 @@ import random
 from typing import Any
 
 import pytest
-import yaml
 
 from meshwright.api import labels
 from meshwright.api.objects import KubeObject
+from tests import definition
 from tests.operator.agents import Kubelet
 from tests.operator.conftest import Settled, StartOperator
-from tests.operator.support import JOBS, MERGE, PODS, ROOT, Api, condition, job, node, put_node, until
+from tests.operator.support import JOBS, MERGE, PODS, Api, condition, job, node, put_node, until
 from tests.randomness import seeds
 from tests.tiers import mostly_long
 
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-REAL = yaml.safe_load((ROOT / "crds" / "meshwright.dev_paralleltrainingjobs.yaml").read_text())
 NAME = "paralleltrainingjobs.meshwright.dev"
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/default/leases"
 JUNK: tuple[Any, ...] = (
@@ -32,7 +31,7 @@ JUNK: tuple[Any, ...] = (
 
 async def define(api: Api, *, strict: bool) -> None:
     """Installs the real CRD, or one that takes everything."""
-    version = REAL["spec"]["versions"][0]
+    version = definition.committed()["spec"]["versions"][0]
     if not strict:
         anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
         version = {

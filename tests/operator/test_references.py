@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.operator.support import ROOT, job
+from tests import definition
+from tests.operator.support import job
 from tests.operator.test_manifests import make
 from tests.operator.test_observe import KEY
 
-CRD = ROOT / "crds" / "meshwright.dev_paralleltrainingjobs.yaml"
 OTHER = "theirs"
 VOLUME = {"name": "v", "mountPath": "/v"}
 CLAIM = {"name": "nic"}
@@ -78,8 +77,7 @@ def paths(schema: dict[str, Any], path: str = "") -> Iterator[str]:
 
 
 def test_every_field_that_could_name_an_object_has_a_test() -> None:
-    definition = yaml.safe_load(CRD.read_text())
-    spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    spec = definition.committed()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     suspects = {
         path
         for path in paths(spec)

@@ -300,7 +300,8 @@ class Manager:
         counts_devices = self._settings.feature_gates.enabled(DYNAMIC_RESOURCES)
         if counts_devices:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._device_inventory.load(), DEVICES_SECONDS)
+                async with asyncio.timeout(DEVICES_SECONDS):
+                    await self._device_inventory.load()
         self._listed.set()
         handlers = EventHandlers(self._cache, self._queue, self._metrics)
         namespaces = self._settings.namespaces

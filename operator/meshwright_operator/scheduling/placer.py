@@ -257,7 +257,8 @@ class Placer:
         if left <= 0:
             return False
         try:
-            await asyncio.wait_for(self._new_call.wait(), left)
+            async with asyncio.timeout(left):
+                await self._new_call.wait()
         except TimeoutError:
             return False
         return True

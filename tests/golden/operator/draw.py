@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-import yaml
-
 from meshwright.api.objects import KubeObject
+from tests import definition
 from tests.golden.files import ROOT, encode
 from tests.golden.operator.moves import BASE, COMMAND, MALFORMED, NATIVE, OF_COMMANDS, PARALLELISM, applied
 from tests.golden.operator.specs import FOLDER, cases, outcome, problems
-from tests.operator.support import ROOT as REPOSITORY
 from tests.rules.test_rules import CASES
 
 SPECS, EDITS, UNPLANNED = 300, 150, 25
@@ -147,8 +145,7 @@ def draw_edits(valid: dict[str, KubeObject]) -> dict[str, KubeObject]:
 
 def schema_values() -> Iterator[str]:
     """Every field of the CRD's spec, and every value of an enumeration."""
-    crd = yaml.safe_load((REPOSITORY / "crds" / "meshwright.dev_paralleltrainingjobs.yaml").read_text())
-    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    schema = definition.committed()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     yield from _schema_values(schema, "")
 
 

@@ -15,8 +15,9 @@ from meshwright_worker.bundle.__main__ import assemble, main
 
 IMPORTS = "import sys, meshwright_worker.agent.agent, meshwright_worker.rank.command_guard; print(*sys.modules)"
 IN_EMPTY_ROOT = """
-mount -t tmpfs none "$0" && mkdir -p "$0/meshwright/agent" "$0/proc" "$0/dev/shm" \
-    && mount -t proc none "$0/proc" && mount --bind "$1" "$0/meshwright/agent" && shift && exec chroot "$0" "$@"
+mount -t tmpfs none "$0" && mkdir -p "$0/meshwright/agent" "$0/proc" "$0/dev/shm" && touch "$0/dev/null" \
+    && mount --bind /dev/null "$0/dev/null" && mount -t proc none "$0/proc" \
+    && mount --bind "$1" "$0/meshwright/agent" && shift && exec chroot "$0" "$@"
 """
 
 
@@ -66,7 +67,13 @@ def test_the_bundle_runs_in_an_empty_root_directory_and_copies_itself(tmp_path: 
         words = ["unshare", "-m", "bash", "-c", IN_EMPTY_ROOT, str(root), str(agent), *command]
         # What a user's image may say, and must not reach the agent.
         hostile = {"PATH": os.environ["PATH"], "PYTHONHOME": "/nowhere", "PYTHONPATH": "/nowhere"}
-        return subprocess.run(words, capture_output=True, text=True, check=False, env=hostile)
+        # The guard of a command kills it when its standard input ends, as that of a test may at once.
+        reader, writer = os.pipe()
+        try:
+            return subprocess.run(words, capture_output=True, text=True, check=False, env=hostile, stdin=reader)
+        finally:
+            os.close(reader)
+            os.close(writer)
 
     # A pod without settings: the agent starts, and says what is missing.
     started = run(bundle, python, "-I", "-m", "meshwright_worker")
@@ -74,8 +81,10 @@ def test_the_bundle_runs_in_an_empty_root_directory_and_copies_itself(tmp_path: 
     assert "the operator sets it in the worker pod's environment" in started.stderr
     # In the guard, /bin/true does not exist; a program of the bundle does.
     guard = (python, "-I", "-m", "meshwright_worker.rank.command_guard")
-    assert run(bundle, *guard, "/bin/true").returncode == 127
-    assert run(bundle, *guard, python, "-I", "-c", "print(6 * 7)").stdout.strip() == "42"
+    missing = run(bundle, *guard, "/bin/true")
+    assert (missing.returncode, missing.stderr) == (127, "cannot start '/bin/true': No such file or directory\n")
+    found = run(bundle, *guard, python, "-I", "-c", "print(6 * 7)")
+    assert found.stdout.strip() == "42", found.stderr
     # The copy that the init container makes is the same, also if it is made again.
     loader = next((bundle / "lib").glob("ld-linux*"))
     for _ in range(2):

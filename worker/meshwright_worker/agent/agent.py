@@ -172,7 +172,8 @@ class Agent:
     async def _check_pod(self, client: CoordinatorClient) -> None:
         """Check the pod, and report what was found. The checks stop nothing: the operator decides."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(client.answered.wait(), CLOCK_SECONDS)
+            async with asyncio.timeout(CLOCK_SECONDS):
+                await client.answered.wait()
         settings = self._settings
         pod = Pod(
             needs=settings.needs,

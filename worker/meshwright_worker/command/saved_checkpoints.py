@@ -68,7 +68,8 @@ class SavedCheckpoints:
             log.warning("`checkpoint.verify` cannot run, so step %d does not count: %s", step, error)
             return False
         try:
-            output, _ = await asyncio.wait_for(process.communicate(), VERIFY_SECONDS)
+            async with asyncio.timeout(VERIFY_SECONDS):
+                output, _ = await process.communicate()
         except TimeoutError:
             _kill_group(process.pid)
             log.warning("`checkpoint.verify` took over %.0f s, so step %d does not count", VERIFY_SECONDS, step)

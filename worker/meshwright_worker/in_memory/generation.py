@@ -48,9 +48,9 @@ class EventsOfGeneration:
         """See `RankEvents.step`."""
         self._report(lambda: self._events.step(report))
 
-    def evaluating(self) -> None:
-        """See `RankEvents.evaluating`."""
-        self._report(self._events.evaluating)
+    def at_work(self) -> None:
+        """See `RankEvents.at_work`."""
+        self._report(self._events.at_work)
 
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
         """See `RankEvents.checkpoint`."""

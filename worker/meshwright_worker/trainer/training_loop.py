@@ -38,7 +38,7 @@ from meshwright_worker.distributed.timed_collectives import timed_collectives
 from meshwright_worker.memory.peaks import memory_peaks
 from meshwright_worker.parallel.pipeline.slot_times import is_timed
 from meshwright_worker.rank.failures import WentBackError
-from meshwright_worker.rank.task import Outcome, RankEvents, StepReport, StepTimes
+from meshwright_worker.rank.task import AT_WORK_SECONDS, Outcome, RankEvents, StepReport, StepTimes
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.checkpoint_requests import CheckpointRequests
 from meshwright_worker.trainer.evaluation import Evaluation
@@ -54,8 +54,6 @@ _RECOMPUTES_LAYERS = (ActivationCheckpointing.FULL, ActivationCheckpointing.EVER
 """`Selective` stores the result of every matrix product: what it recomputes does not count in FLOPs."""
 
 
-_TELL_SECONDS = 20.0
-"""Time between two messages that an evaluation goes on."""
 _CHECKPOINT, _EVALUATION, _REPEAT = "checkpoint", "evaluation", "repeat"
 """Phases of the clock beside those of a step."""
 
@@ -241,6 +239,9 @@ class TrainingLoop:
         if evaluation is not None:
             # A pipeline without flushes drains first, so that all stages have the weights after this step.
             results += self._trainer.drain()
+        if any(result.stop for result in results) and number < self._training.steps:
+            # The time until the pod is killed is for the checkpoint.
+            evaluation = None
         self._requests.record(results)
         self._requests.end_step(number)
         self._add_to_digest(mine, result)
@@ -353,16 +354,16 @@ class TrainingLoop:
         if first:
             set_collective_timeout(START_TIMEOUT)
         with phase(_EVALUATION):
-            loss = evaluation.loss(self._trainer, self._mesh, self._tell_evaluating)
+            loss = evaluation.loss(self._trainer, self._mesh, self._tell_at_work)
         if first:
             set_collective_timeout(STEP_TIMEOUT)
         return loss
 
-    def _tell_evaluating(self) -> None:
+    def _tell_at_work(self) -> None:
         """Tell from time to time that an evaluation goes on."""
-        if time.monotonic() - self._told_at >= _TELL_SECONDS:
+        if time.monotonic() - self._told_at >= AT_WORK_SECONDS:
             self._told_at = time.monotonic()
-            self._events.evaluating()
+            self._events.at_work()
 
     def _read_samples(self, first: int) -> StepSamples:
         """Read this replica's samples of the step that begins with sample `first`."""
