@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks._contests import OurLoop, random_tokens
+from meshwright.api.data import Packing
 from meshwright.api.precision import Precision
 from meshwright.data.tokenizers import BYTE_SEPARATOR
 from meshwright.protocol.run_config import NativeRun
@@ -29,6 +30,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "compiled fp8": {"training": {"fp8": {}, "compile": True}},
     "bf16 without master weights": {"training": {"master_weights": False}},
     "offloaded activations": {"training": {"activation_offload": True}},
+    "packed documents in one kernel": {"training": {"varlen_attention": True}, "packing": Packing.DOCUMENTS},
 }
 
 
@@ -62,9 +64,10 @@ def test_compiled_steps_have_the_losses_of_others(pool: RankPool, name: str) -> 
     assert got == pytest.approx(want, rel=5e-3)
 
 
-def test_a_step_waits_for_the_device_once(pool: RankPool) -> None:
+@pytest.mark.parametrize("name", ["dense", "packed documents in one kernel"])
+def test_a_step_waits_for_the_device_once(pool: RankPool, name: str) -> None:
     """When the sums of its results are read."""
-    (waits,) = pool.run(waits_of_a_step, run_of("dense"), timeout=300)
+    (waits,) = pool.run(waits_of_a_step, run_of(name), timeout=300)
     assert len(waits) == 1, waits
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.parity.case import Case
 from tests.parity.combination import FEW_RANKS, RANKS, case_of, ranks_of, verdict
 from tests.parity.covering_array import Pair, Row, cover, pairs_of
-from tests.parity.techniques import TECHNIQUES
+from tests.parity.techniques import LATER, TECHNIQUES
 
 ROWS = Path(__file__).with_name("pairs.txt")
 _AND, _REJECTED = " + ", " : "
@@ -50,13 +50,15 @@ def generate() -> str:
         return all(frozenset(two) not in unsupported for two in combinations(row, 2)) and verdict(row) is None
 
     ranks, rows = cache(ranks_of), []
-    left = [pair for pair in pairs if pair not in unsupported]
-    # Another technique costs a row of eight ranks four times as much as a row of four. Rows of eight ranks therefore
-    # have only the pairs that need them.
-    for most in (FEW_RANKS, RANKS):
-        small = [pair for pair in left if ranks(pair) <= most]
-        rows += cover(factors(), small, lambda row, most=most: ranks(row) <= most and together(row), covers, _cost)
-        left = [pair for pair in left if not any(covers(row, pair) for row in rows)]
+    for later in (LATER, frozenset[str]()):
+        among = {factor: [name for name in names if name not in later] for factor, names in factors().items()}
+        left = [pair for pair in pairs if pair not in unsupported and not pair & later]
+        # Another technique costs a row of eight ranks four times as much as a row of four. Rows of eight ranks
+        # therefore have only the pairs that need them.
+        for most in (FEW_RANKS, RANKS):
+            left = [pair for pair in left if not any(covers(row, pair) for row in rows)]
+            small = [pair for pair in left if ranks(pair) <= most]
+            rows += cover(among, small, lambda row, most=most: ranks(row) <= most and together(row), covers, _cost)
     rejected = [f"{_line(pair)}{_REJECTED}{_first(error)}" for pair, error in errors.items() if error]
     return "\n".join([*map(_line, rows), *rejected]) + "\n"
 

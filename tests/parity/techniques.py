@@ -201,7 +201,14 @@ TECHNIQUES: list[Technique] = [
             "attention dropout": ({}, {"training": {"attention_dropout": 0.2}}),
         },
     ),
-    *_of("packing", {"packed documents": ({}, {"packing": Packing.DOCUMENTS})}),
+    *_of(
+        "packing",
+        {
+            "packed documents": ({}, {"packing": Packing.DOCUMENTS}),
+            # In the layout only: one process computes block by block.
+            "varlen attention": ({"training": {"varlen_attention": True}}, {"packing": Packing.DOCUMENTS}),
+        },
+    ),
     *_of(
         "adapters",
         {"LoRA": ({}, {"training": {"lora": {"rank": 3, "targets": ["Query", "Value", "Output", "Gate", "Down"]}}})},
@@ -210,6 +217,15 @@ TECHNIQUES: list[Technique] = [
     _fp8("rowwise", scaling="Rowwise"),
     _fp8("delayed", update="Delayed", history=2),
     _fp8("static", update="Static", gradient_amax=0.01),
+    # In the layout only: one process gathers nothing.
+    Technique(
+        "products",
+        "fp8, gathered in fp8",
+        {"data": 2, "training": {"fp8": {"all_gather": True}}},
+        {"training": {"fp8": {}}},
+        {"zero": 3},
+        tolerance=2e-2,
+    ),
     # Sums of another order are rounded to the other side, as far as a bit of these formats goes.
     Technique("precision", "bf16", {}, {"precision": Precision.BF16}, tolerance=5e-2),
     Technique("precision", "fp16", {}, {"precision": Precision.FP16}, tolerance=1e-2),
@@ -226,3 +242,7 @@ TECHNIQUES: list[Technique] = [
     *_of("accumulation", {"gradient accumulation": ({}, {}, {"micro_batches": 2})}),
 ]
 BY_NAME = {technique.name: technique for technique in TECHNIQUES}
+LATER = frozenset({"varlen attention", "fp8, gathered in fp8"})
+"""Techniques whose pairs have rows of their own, after those of all others: adding one changes no row that was there,
+nor the name under which its numbers are recorded.
+"""

@@ -12,7 +12,9 @@ from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.roofline import MEMORY_PART
 from meshwright.planner.cost.stages import Stage, StageParameters, Stages, fullest_stage, stage_parameters
 from meshwright.planner.cost.strategy import Strategy, Workload, matmul_bytes
+from meshwright.planner.units import FP32_BYTES
 
+FP8_BYTES = 1.0
 OPTIMIZER_BYTES = 34.0
 """Bytes that Adam reads and writes per parameter, with the gradient's norm."""
 HOST_PER_COPY = 13e-6
@@ -42,12 +44,12 @@ def gradient_sync_seconds(
     """
     runtime, fabric = machine.runtime, machine.fabric
     stage_params = fullest_stage(work.model, stages, strategy.tensor, strategy.expert_parts)
-    comm_seconds = 0.0
-    for count, span in (
-        (stage_params.dense, groups.shard_ranks),
-        (stage_params.experts, groups.expert_shard_ranks),
+    comm_seconds = _scale_seconds(strategy, groups, fabric)
+    for count, small, span in (
+        (stage_params.dense, _fp8_weights(stage_params, strategy), groups.shard_ranks),
+        (stage_params.experts, 0.0, groups.expert_shard_ranks),
     ):
-        comm_seconds += _reduction_seconds(count, strategy, runtime, span, fabric)
+        comm_seconds += _reduction_seconds(count, small, strategy, runtime, span, fabric)
     if strategy.tensor > 1 and not strategy.expert_tensor:
         comm_seconds += all_reduce(stage_params.experts * runtime.reduced, groups.tensor, fabric)
     overlap_seconds = overlappable[0] * strategy.gradient_reductions
@@ -66,18 +68,43 @@ def gradient_sync_bytes(work: Workload, strategy: Strategy, runtime: Framework, 
     # In a ring an all-reduce is a scatter and a gather.
     scattered, gathered = _scattered_and_gathered(strategy, runtime)
     sent = stage_params.total * (strategy.gradient_reductions * scattered + gathered)
+    if strategy.zero_stage == 2:
+        sent -= (gathered - FP8_BYTES) * _fp8_weights(stage_params, strategy)
     if strategy.zero_stage == 3:
         sent += 2.0 * strategy.micro_batches * sum(_gathered_bytes(stage_params, strategy, runtime))
     return sent * (strategy.shard_ranks - 1) / strategy.shard_ranks
 
 
-def _reduction_seconds(parameters: float, strategy: Strategy, runtime: Framework, span: Span, fabric: Fabric) -> float:
-    """Seconds to all-reduce gradients, or with ZeRO to scatter them and to gather parameters."""
+def _fp8_weights(stage_params: StageParameters, strategy: Strategy) -> float:
+    """Number of weights that are gathered in fp8."""
+    gathers = strategy.settings.gathers_fp8 and strategy.zero_stage >= 2
+    return stage_params.dense - stage_params.tables if gathers else 0.0
+
+
+def _scale_seconds(strategy: Strategy, groups: GroupSpans, fabric: Fabric) -> float:
+    """Seconds to find the largest numbers of all weights that are gathered in fp8, once per step.
+
+    They are few bytes: only the latency counts.
+    """
+    if not (strategy.settings.gathers_fp8 and strategy.zero_stage >= 2):
+        return 0.0
+    return sum(all_reduce(FP32_BYTES, span, fabric) for span in (groups.shard_ranks, groups.tensor))
+
+
+def _reduction_seconds(
+    parameters: float, small: float, strategy: Strategy, runtime: Framework, span: Span, fabric: Fabric
+) -> float:
+    """Seconds to all-reduce gradients, or with ZeRO to scatter them and to gather parameters, `small` of them in fp8
+    with stage 2.
+    """
     if strategy.zero_stage == 0:
         return all_reduce(parameters * runtime.reduced, span, fabric)
     scattered, gathered = _scattered_and_gathered(strategy, runtime)
     scatter_seconds = strategy.gradient_reductions * all_gather(parameters * scattered, span, fabric)
-    return scatter_seconds + all_gather(parameters * gathered, span, fabric)
+    bytes_gathered = parameters * gathered
+    if strategy.zero_stage == 2:
+        bytes_gathered -= (gathered - FP8_BYTES) * small
+    return scatter_seconds + all_gather(bytes_gathered, span, fabric)
 
 
 def _scattered_and_gathered(strategy: Strategy, runtime: Framework) -> tuple[float, float]:
@@ -107,8 +134,8 @@ def _gathered_bytes(stage_params: StageParameters, strategy: Strategy, runtime: 
         size = matmul_bytes(strategy)
         return stage_params.dense * size, stage_params.experts * size
     element = strategy.precision.bytes
-    small = stage_params.dense - stage_params.tables if strategy.settings.gathers_fp8 else 0.0
-    return element * (stage_params.dense - small) + small, element * stage_params.experts
+    small = _fp8_weights(stage_params, strategy)
+    return element * (stage_params.dense - small) + FP8_BYTES * small, element * stage_params.experts
 
 
 def part_copies_seconds(strategy: Strategy, machine: Machine, stage: Stage) -> float:

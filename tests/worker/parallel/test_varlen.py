@@ -88,7 +88,7 @@ def drawn(shape: str, dtype: torch.dtype, documents: torch.Tensor) -> list[torch
 
 
 def with_gradients(core: AttentionCore, inputs: list[torch.Tensor], metadata: TokenMetadata) -> list[torch.Tensor]:
-    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
     attended = core(*leaves, metadata)
     return [attended.detach(), *torch.autograd.grad(attended, leaves, inputs[3])]
 
@@ -180,6 +180,8 @@ def test_work_is_the_squares_of_the_documents_lengths_and_no_mask_is_stored(scor
         ({"flash_built": False}, False),
         ({"version": (2, 10)}, False),
         ({"version": (2, 11)}, True),
+        ({"segments": 65_535}, True),
+        ({"segments": 65_536}, False),
     ],
 )
 def test_which_kernel_depends_on_the_device_and_the_numbers(changes: dict[str, Any], there: bool) -> None:
@@ -197,7 +199,11 @@ def flash_forward(
     assert query.shape[-1] % 8 == 0
     assert query_ends.dtype == key_ends.dtype == torch.int32
     assert (query_ends[-1], key_ends[-1]) == (len(query), len(key))
-    assert (query_ends.diff().max(), key_ends.diff().max()) == (longest_query, longest_key)
+    assert longest_query >= max(2, query_ends.diff().max())
+    assert longest_key == key_ends.diff().max()
+    for x in (query, key, value):
+        assert x.stride(-1) == 1
+        assert all(step * x.element_size() % 16 == 0 for step in (*x.stride()[:-1], x.storage_offset()))
     outputs, sums = [], []
     groups = query.shape[1] // key.shape[1]
     borders = zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True)
@@ -235,13 +241,24 @@ def flash_backward(
     return torch.autograd.grad(again, leaves, gradient)
 
 
+def inside_of_wider(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers as a part of a wider tensor, behind one number and a row of another width."""
+    wider = x.new_empty((*x.shape[:-1], x.shape[-1] + 3))
+    wider[..., 1:-2] = x
+    return wider[..., 1:-2]
+
+
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", [*HEADS, "heads of 5"])
-def test_what_the_kernel_of_gpus_is_given(shape: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", [*HEADS, "heads of 5", "parts of wider tensors"])
+@pytest.mark.parametrize("name", ["several", "of one token"])
+def test_what_the_kernel_of_gpus_is_given(name: str, shape: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a kernel in plain torch: sizes are padded and cut, and all documents are in one call."""
     monkeypatch.setitem(HEADS, "heads of 5", (4, 2, 5, 3))
-    documents, metadata = packed("several")
+    monkeypatch.setitem(HEADS, "parts of wider tensors", (4, 2, 8, 8))
+    documents, metadata = packed(name)
     inputs = drawn(shape, torch.float64, documents)
+    if shape == "parts of wider tensors":
+        inputs = [inside_of_wider(x) for x in inputs]
     core = AttentionCore(causal=causal)
     want = with_gradients(core, inputs, metadata)
     calls = []

@@ -11,11 +11,16 @@ import torch.distributed as dist
 
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.run_config import NativeRun
+from meshwright.sequence_sharding import SequenceSharding
+from meshwright_worker.data.batch import TokenMetadata
 from meshwright_worker.distributed.mesh import Mesh, own_groups
 from meshwright_worker.models.decoder import DecoderStage
+from meshwright_worker.parallel.context.context_parallel import ContextGroups, install_context_attention
 from meshwright_worker.precision.dtypes import compute_dtype, stored_dtype
 
 _POSITIONS, _WIDTH = 128, 256
+_DOCUMENTS = 4
+"""Of the row, if the run packs documents."""
 _OF_MESH = "mesh_"
 """Begins torch's description of a group of a `DeviceMesh`, before the name of the dimension."""
 
@@ -42,7 +47,20 @@ def warm_up_kernels(run: NativeRun, device: torch.device) -> None:
             torch.nn.init.normal_(parameter, std=0.02)
         length = min(_POSITIONS, model.positions or _POSITIONS)
         tokens = torch.randint(0, model.vocab_size, (1, length))
-        stage(tokens, targets=tokens).backward()
+        token_metadata = None
+        if run.packs_documents:
+            varlen = bool(run.training.varlen_attention)
+            install_context_attention(stage, SequenceSharding(), ContextGroups(None, None), varlen=varlen)
+            token_metadata = _packed(length, device)
+        stage(tokens, tokens, token_metadata).backward()
+
+
+def _packed(length: int, device: torch.device) -> TokenMetadata:
+    """Return the metadata of a row of `length` tokens with `_DOCUMENTS` documents."""
+    index = torch.arange(length, device="cpu").unsqueeze(0)
+    documents = index * _DOCUMENTS // length
+    first = torch.searchsorted(documents, documents)
+    return TokenMetadata((index - first).to(device), documents.to(device), row_documents=documents)
 
 
 def narrow(model: Architecture) -> Architecture:

@@ -19,6 +19,8 @@ from meshwright_worker.precision.dtypes import upcast
 _aten = torch.ops.aten
 CUDA_HEAD_MULTIPLE = 8
 """What flash kernels on CUDA need head sizes to be a multiple of."""
+_READ_BYTES = 16
+"""Bytes that these kernels read at once, from an address that is a multiple of it."""
 
 
 def attend(
@@ -164,10 +166,26 @@ def _sum_over_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def pad_to_one_size(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, multiple: int) -> _Gradients:
-    """Pad all heads to one size, a multiple of `multiple`: zeros change neither scores nor outputs."""
+    """Pad all heads to one size, a multiple of `multiple`: zeros change neither scores nor outputs.
+
+    With a multiple above 1, a kernel of a GPU can read the results.
+    """
     width = max(query.shape[-1], value.shape[-1])
     width += -width % multiple
-    return pad_heads(query, width), pad_heads(key, width), pad_heads(value, width)
+    query, key, value = (pad_heads(x, width) for x in (query, key, value))
+    return (query, key, value) if multiple == 1 else (_readable(query), _readable(key), _readable(value))
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """Return `x`, or a copy of it in which every head begins at a multiple of what a kernel reads at once.
+
+    A part of a wider tensor, such as the values that latent attention expands with the keys, may begin elsewhere.
+    """
+    unit = _READ_BYTES // x.element_size()
+    steps = [step for step, count in zip(x.stride()[:-1], x.shape[:-1], strict=True) if count > 1]
+    if x.stride(-1) == 1 and not any(step % unit for step in (*steps, x.storage_offset())):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def pad_heads(x: torch.Tensor, width: int) -> torch.Tensor:

@@ -26,6 +26,12 @@ _FIRST_VERSION = (2, 11)
 _LARGEST_HEAD = 256
 _SMALLER_CHIPS = ((8, 6), (8, 9), (12, 0), (12, 1))
 """Compute capabilities with less shared memory: no backward pass of heads over 192."""
+_MOST_SEGMENTS = 65_535
+"""The largest second dimension of a kernel's grid, which the kernel uses for segments."""
+_LEAST_QUERIES = 2
+"""With a longest segment of one query, the kernel takes another path, for inference: it splits keys over blocks of the
+GPU and reorders heads.
+"""
 
 
 class KernelFacts(NamedTuple):
@@ -42,6 +48,8 @@ class KernelFacts(NamedTuple):
     """Of torch."""
     flash_built: bool
     """Whether torch was built with flash kernels for NVIDIA's GPUs."""
+    segments: int = 1
+    """Number of segments of the call."""
 
 
 def has_varlen_kernel(facts: KernelFacts) -> bool:
@@ -49,6 +57,8 @@ def has_varlen_kernel(facts: KernelFacts) -> bool:
     if facts.device != "cuda" or not facts.flash_built or facts.version < _FIRST_VERSION:
         return False
     if facts.dtype not in (torch.bfloat16, torch.float16) or facts.capability < (8, 0):
+        return False
+    if facts.segments > _MOST_SEGMENTS:
         return False
     return facts.head_size <= (192 if facts.capability in _SMALLER_CHIPS else _LARGEST_HEAD)
 
@@ -68,7 +78,7 @@ class VarlenCall:
     """int32 [segments + 1], where segments of the taken queries begin and end."""
     key_ends: torch.Tensor
     longest: tuple[int, int]
-    """Number of queries and of keys of the longest segments."""
+    """Bounds of the numbers of queries and of keys of a segment."""
 
     @classmethod
     def of(cls, blocks: VarlenBlocks, device: torch.device) -> VarlenCall:
@@ -81,7 +91,7 @@ class VarlenCall:
             _places(keys, device),
             _ends(queries, device),
             _ends(keys, device),
-            (max(map(len, queries)), max(map(len, keys))),
+            (max(_LEAST_QUERIES, *map(len, queries)), max(map(len, keys))),
         )
 
 
@@ -100,7 +110,7 @@ def attend_varlen(
     Returns:
         The output [tokens, heads, value size] in the query's format, and the lse [heads, tokens] in at least fp32.
     """
-    if not has_varlen_kernel(_facts(query, value)):
+    if not has_varlen_kernel(_facts(query, value, call)):
         online_softmax = OnlineSoftmax(_one_row(query), value.shape[-1], scale)
         online_softmax.add(_one_row(key), _one_row(value), list(call.blocks.local_blocks()))
         attended, lse = online_softmax.result()
@@ -122,7 +132,7 @@ def attend_varlen_backward(
 
     `gradient`, `attended` and `lse` belong to the full softmax of these queries, as in `attend_backward`.
     """
-    if not has_varlen_kernel(_facts(query, value)):
+    if not has_varlen_kernel(_facts(query, value, call)):
         grads = AttentionGradients(_one_row(gradient), _one_row(query), _one_row(attended), lse.unsqueeze(0), scale)
         parts = grads.add(_one_row(key), _one_row(value), list(call.blocks.local_blocks()))
         query_grad, key_grad, value_grad = (x.squeeze(0).transpose(0, 1) for x in (grads.query_grad, *parts))
@@ -173,7 +183,7 @@ def _flash_backward(
     return query_grad[..., :head_size], key_grad[..., :head_size], value_grad[..., :size]
 
 
-def _facts(query: torch.Tensor, value: torch.Tensor) -> KernelFacts:
+def _facts(query: torch.Tensor, value: torch.Tensor, call: VarlenCall) -> KernelFacts:
     device = query.device
     return KernelFacts(
         device.type,
@@ -181,6 +191,7 @@ def _facts(query: torch.Tensor, value: torch.Tensor) -> KernelFacts:
         query.dtype,
         max(query.shape[-1], value.shape[-1]),
         *_build(),
+        len(call.blocks.segments),
     )
 
 
