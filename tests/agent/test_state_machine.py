@@ -19,8 +19,8 @@ from meshwright_worker.agent.state_machine import (
     build_report,
 )
 from meshwright_worker.rank.messages import (
+    AtWork,
     CheckpointSaved,
-    Evaluating,
     Finished,
     PhaseDone,
     RankFailed,
@@ -387,11 +387,11 @@ def test_a_loss_that_is_no_number_does_not_break_the_report(driver: Driver) -> N
     assert build_report(driver.state_machine).progress is None
 
 
-def test_a_rank_is_idle_since_its_last_batch_of_an_evaluation(driver: Driver) -> None:
+def test_a_rank_is_idle_since_it_last_said_that_it_is_at_work(driver: Driver) -> None:
     driver.start(document())
     driver.tell(0, step(1))
     driver.after(400.0)
-    driver.tell(0, decode(encode(Evaluating())))
+    driver.tell(0, decode(encode(AtWork())))
     driver.after(12.0)
     report = build_report(driver.state_machine, driver.now, lambda _: "R")
     assert [process.idle_seconds for process in report.ranks] == [12.0, 412.0]

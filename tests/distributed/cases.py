@@ -63,8 +63,8 @@ class Recorder:
     began_at: int = -1
     reports: list[StepReport] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)
-    evaluation_batches: int = 0
-    """How often an evaluation said that it goes on."""
+    said_at_work: int = 0
+    """How often the rank said that it does not hang."""
 
     def phase(self, name: str, seconds: float) -> None:
         self.phases.append(name)
@@ -77,8 +77,8 @@ class Recorder:
         if report.step == self.die_after:
             raise InterruptedTrainingError
 
-    def evaluating(self) -> None:
-        self.evaluation_batches += 1
+    def at_work(self) -> None:
+        self.said_at_work += 1
 
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
         self.checkpoints.append(step)

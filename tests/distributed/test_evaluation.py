@@ -34,6 +34,17 @@ def reports(pool: RankPool, run: NativeRun, text: Path) -> list[StepReport]:
     return found
 
 
+@pytest.mark.parametrize(("stop_after", "evaluated"), [(4, [2]), (5, [2, 4, 5])])
+def test_a_job_that_is_asked_to_stop_does_not_evaluate_first(
+    pool: RankPool, text: Path, tmp_path: Path, stop_after: int, evaluated: list[int]
+) -> None:
+    """An evaluation may take longer than the pod is given. The last step's belongs to the result of the run."""
+    ((_, recorder),) = pool.run(train_fully, run_of(), 0, stop_after, data_dir=text, checkpoint_dir=tmp_path)
+    assert [report.step for report in recorder.reports] == list(range(1, stop_after + 1))
+    assert [report.step for report in recorder.reports if report.evaluation_loss is not None] == evaluated
+    assert recorder.checkpoints[-1] == stop_after
+
+
 @pytest.fixture(scope="module")
 def alone(pool: RankPool, text: Path) -> list[StepReport]:
     return reports(pool, run_of(), text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import signal
 import time
 from collections.abc import AsyncIterator
 from itertools import pairwise
@@ -401,3 +402,19 @@ async def test_a_process_that_was_started_early_is_used_once_plans_are_made_or_s
     assert process is not None
     await unused.service.close()
     assert process.returncode is not None
+
+
+async def test_closing_waits_for_a_process_whose_plan_was_cancelled() -> None:
+    """Its pipes would otherwise be open when the event loop ends."""
+    client = ProcessClient(0)
+    hardware = Hardware.of(Inventories(cache_of_h100()).empty(parse_spec(job("honest", parallelism={}))), 2)
+    solving = asyncio.create_task(client.solve(PlanRequest.new(expensive(0), hardware), 1000.0))
+    async with asyncio.timeout(patient(60)):
+        while client.used() < 0.1:  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.01)
+    process = client._process
+    solving.cancel()
+    await asyncio.wait([solving])
+    await client.close()
+    assert process is not None
+    assert process.returncode == -signal.SIGKILL

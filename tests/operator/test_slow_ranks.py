@@ -65,6 +65,11 @@ def test_a_slow_rank_is_reported_once_after_a_minute() -> None:
     assert events(judged(SLOW, second.status.slow_rank, later=90)) == []
 
 
+@pytest.mark.parametrize(("ratio", "slow"), [(1.4, False), (1.5, True)])
+def test_a_rank_that_was_not_slow_must_take_half_as_long_again(ratio: float, slow: bool) -> None:
+    assert (judged((*EVEN[:5], ratio, *EVEN[6:])).status.slow_rank is not None) is slow
+
+
 @pytest.mark.parametrize(("ratio", "stays"), [(1.3, True), (1.2, False)])
 def test_it_is_slow_until_it_is_clearly_not(ratio: float, stays: bool) -> None:
     known = SlowRank(rank=5, worker=2, node="n2", generation=1, since=ago(100), confirmed=True)

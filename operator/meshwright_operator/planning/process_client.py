@@ -39,6 +39,8 @@ class ProcessClient:
         """`nice` lowers the process's priority."""
         self._nice = nice
         self._process: Process | None = None
+        self._killed: list[Process] = []
+        """Processes whose end nobody has waited for."""
         self._began: float | None = None
         """CPU time of the process when the plan began that it is making."""
         self._preempted = False
@@ -107,16 +109,17 @@ class ProcessClient:
             raise PlanningStoppedError from error
 
     async def close(self) -> None:
-        """Kill the process, if there is one."""
-        process = self._process
+        """Kill the process, if there is one, and wait for its end."""
         self._kill()
-        if process is not None:
-            await process.wait()
+        while self._killed:
+            # Also for the end of its output: pipes that are open when the event loop ends raise later, somewhere else.
+            await self._killed.pop().communicate()
 
     def _kill(self) -> None:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
+            self._killed.append(self._process)
             self._process = None
 
     async def _started(self) -> Process:

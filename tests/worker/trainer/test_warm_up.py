@@ -13,7 +13,6 @@ from torch.distributed import distributed_c10d
 
 from meshwright.api.data import Packing
 from meshwright.api.parallelism import ContextMethod
-from meshwright.api.training import EvaluationSpec
 from meshwright.models.presets import PRESETS
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.distributed import mesh as meshes
@@ -22,7 +21,6 @@ from meshwright_worker.distributed.mesh import (
     EXPERT_REPLICA,
     PIPELINE,
     REPLICA,
-    STEP_TIMEOUT,
     TENSOR,
     Mesh,
     own_groups,
@@ -30,11 +28,9 @@ from meshwright_worker.distributed.mesh import (
 from meshwright_worker.models.attention import AttentionCore
 from meshwright_worker.parallel.context import varlen_attention
 from meshwright_worker.parallel.context.context_parallel import RingAttentionCore, UlyssesAttentionCore
-from meshwright_worker.trainer import train, training_loop
-from meshwright_worker.trainer.evaluation import Evaluation
+from meshwright_worker.trainer import train
 from meshwright_worker.trainer.train import OpenedRun, build_trainer, train_on_mesh
 from meshwright_worker.trainer.trainer import Trainer
-from meshwright_worker.trainer.training_loop import TrainingLoop
 from meshwright_worker.trainer.warm_up import groups_of_steps, narrow, warm_up_groups, warm_up_kernels
 from tests.distributed.configs import small_run
 from tests.worker.simulated import simulated_mesh, task_of
@@ -131,26 +127,3 @@ def test_groups_that_a_model_creates_have_the_limit_of_a_start_too(monkeypatch: 
         groups = own_groups()
     assert len(groups) > 10
     assert {limits.get(group) for group in groups} == {timedelta(minutes=30)}
-
-
-def test_the_first_evaluation_has_the_limit_of_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its stages compile one after the other."""
-    order: list[Any] = []
-    monkeypatch.setattr(training_loop, "set_collective_timeout", order.append)
-    loop: Any = SimpleNamespace(_trainer="trainer", _mesh="mesh", _has_evaluated=False, _tell_evaluating=None)
-    evaluation: Any = SimpleNamespace(loss=lambda trainer, mesh, tell: order.append("evaluation") or 2.5)
-    assert [TrainingLoop._evaluate(loop, evaluation) for _ in range(2)] == [2.5, 2.5]
-    assert order == [timedelta(minutes=30), "evaluation", STEP_TIMEOUT, "evaluation"]
-
-
-def test_an_evaluation_tells_after_each_batch_that_it_goes_on() -> None:
-    """A rank that reports nothing for minutes counts as hanging."""
-    run, told = small_run(), []
-    evaluation = object.__new__(Evaluation)
-    evaluation._spec, evaluation._training, evaluation._data = EvaluationSpec(samples=20), run.training, run.data
-    rows: Any = SimpleNamespace(rows=lambda numbers: torch.zeros(len(numbers), 17, dtype=torch.int64), separator=0)
-    evaluation._stream = rows
-    trainer: Any = SimpleNamespace(evaluate=lambda batches: float(len(list(batches))))
-    with simulated_mesh(run, 0) as mesh:
-        assert evaluation.loss(trainer, mesh, lambda: told.append(1)) == 3.0
-    assert len(told) == 2

@@ -34,7 +34,7 @@ from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer, local_sg
 from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.data.compression.state import CompressionState
 from meshwright_worker.parallel.shards import ParameterShard
-from meshwright_worker.rank.task import RankEvents, RankTask, TierReport
+from meshwright_worker.rank.task import AT_WORK_SECONDS, RankEvents, RankTask, TierReport
 
 log = logging.getLogger(__name__)
 
@@ -224,6 +224,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: a save failed for another reason.
         """
+        while wait and not self._saver.wait(AT_WORK_SECONDS):
+            self._events.at_work()
         saved, unsaved = self._saver.take_outcomes(wait=wait)
         for one in saved:
             self._durable = max(self._durable, one.step)

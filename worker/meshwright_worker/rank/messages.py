@@ -41,10 +41,10 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluating:
-    """An evaluation goes on."""
+class AtWork:
+    """An evaluation, or the wait for a save, goes on."""
 
-    kind: Literal["evaluating"] = "evaluating"
+    kind: Literal["at-work"] = "at-work"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,7 @@ class Held:
     kind: Literal["held"] = "held"
 
 
-RankMessage = (
-    PhaseDone | Running | StepDone | Evaluating | CheckpointSaved | CheckpointBegun | RankFailed | Finished | Held
-)
+RankMessage = PhaseDone | Running | StepDone | AtWork | CheckpointSaved | CheckpointBegun | RankFailed | Finished | Held
 
 _ADAPTER: TypeAdapter[RankMessage] = TypeAdapter(Annotated[RankMessage, Field(discriminator="kind")])
 

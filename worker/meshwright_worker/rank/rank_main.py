@@ -55,9 +55,9 @@ class PipeEvents:
         """See `RankEvents.step`."""
         self.send(messages.StepDone(report))
 
-    def evaluating(self) -> None:
-        """See `RankEvents.evaluating`."""
-        self.send(messages.Evaluating())
+    def at_work(self) -> None:
+        """See `RankEvents.at_work`."""
+        self.send(messages.AtWork())
 
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
         """See `RankEvents.checkpoint`."""

@@ -185,6 +185,10 @@ class StepReport:
     """Where checkpoints are saved, on rank 0, if something about that has changed."""
 
 
+AT_WORK_SECONDS = 20.0
+"""Time between two calls of `RankEvents.at_work`."""
+
+
 class RankEvents(Protocol):
     """What a training rank reports to its agent, and asks it. Called from the rank's main thread."""
 
@@ -197,8 +201,8 @@ class RankEvents(Protocol):
     def step(self, report: StepReport) -> None:
         """A step is complete."""
 
-    def evaluating(self) -> None:
-        """An evaluation goes on: a rank that reports no step for so long does not hang."""
+    def at_work(self) -> None:
+        """An evaluation, or the wait for a save, goes on: a rank that completes no step for so long does not hang."""
 
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
         """The checkpoint of `step` is durable and complete. Only rank 0 reports it."""

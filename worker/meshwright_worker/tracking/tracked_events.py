@@ -99,7 +99,7 @@ class TrackedEvents:
     def __init__(self, events: RankEvents, tracking: TrackingProcess, generation: int) -> None:
         self._events, self._tracking, self._generation = events, tracking, generation
         self.phase, self.running, self.checkpoint = events.phase, events.running, events.checkpoint
-        self.stop_requested, self.evaluating = events.stop_requested, events.evaluating
+        self.stop_requested, self.at_work = events.stop_requested, events.at_work
         self.take_checkpoint_request, self.checkpoint_begun = events.take_checkpoint_request, events.checkpoint_begun
 
     def step(self, report: StepReport) -> None:

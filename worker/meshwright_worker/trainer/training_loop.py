@@ -38,10 +38,11 @@ from meshwright_worker.distributed.timed_collectives import timed_collectives
 from meshwright_worker.memory.peaks import memory_peaks
 from meshwright_worker.parallel.pipeline.slot_times import is_timed
 from meshwright_worker.rank.failures import WentBackError
-from meshwright_worker.rank.task import Outcome, RankEvents, StepReport, StepTimes
+from meshwright_worker.rank.task import AT_WORK_SECONDS, Outcome, RankEvents, StepReport, StepTimes
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.checkpoint_requests import CheckpointRequests
 from meshwright_worker.trainer.evaluation import Evaluation
+from meshwright_worker.trainer.long_waits import telling_at_work
 from meshwright_worker.trainer.loss_anomalies import DivergedError
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
 from meshwright_worker.trainer.repeated_steps import RepeatedSteps
@@ -54,8 +55,6 @@ _RECOMPUTES_LAYERS = (ActivationCheckpointing.FULL, ActivationCheckpointing.EVER
 """`Selective` stores the result of every matrix product: what it recomputes does not count in FLOPs."""
 
 
-_TELL_SECONDS = 20.0
-"""Time between two messages that an evaluation goes on."""
 _CHECKPOINT, _EVALUATION, _REPEAT = "checkpoint", "evaluation", "repeat"
 """Phases of the clock beside those of a step."""
 
@@ -241,6 +240,9 @@ class TrainingLoop:
         if evaluation is not None:
             # A pipeline without flushes drains first, so that all stages have the weights after this step.
             results += self._trainer.drain()
+        if any(result.stop for result in results) and number < self._training.steps:
+            # The time until the pod is killed is for the checkpoint.
+            evaluation = None
         self._requests.record(results)
         self._requests.end_step(number)
         self._add_to_digest(mine, result)
@@ -349,20 +351,21 @@ class TrainingLoop:
         """Evaluate, the first time with the time limits of a start: compiled stages compile their forward passes again,
         each when it has received the first hidden states, and the last one waits for all.
         """
-        first, self._has_evaluated = not self._has_evaluated, True
-        if first:
-            set_collective_timeout(START_TIMEOUT)
         with phase(_EVALUATION):
-            loss = evaluation.loss(self._trainer, self._mesh, self._tell_evaluating)
-        if first:
+            if self._has_evaluated:
+                return evaluation.loss(self._trainer, self._mesh, self._tell_at_work)
+            self._has_evaluated = True
+            set_collective_timeout(START_TIMEOUT)
+            with telling_at_work(self._events):
+                loss = evaluation.loss(self._trainer, self._mesh)
             set_collective_timeout(STEP_TIMEOUT)
         return loss
 
-    def _tell_evaluating(self) -> None:
+    def _tell_at_work(self) -> None:
         """Tell from time to time that an evaluation goes on."""
-        if time.monotonic() - self._told_at >= _TELL_SECONDS:
+        if time.monotonic() - self._told_at >= AT_WORK_SECONDS:
             self._told_at = time.monotonic()
-            self._events.evaluating()
+            self._events.at_work()
 
     def _read_samples(self, first: int) -> StepSamples:
         """Read this replica's samples of the step that begins with sample `first`."""
