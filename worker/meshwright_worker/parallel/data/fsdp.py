@@ -39,9 +39,9 @@ def apply_fsdp(
 ) -> None:
     """Shard every parameter of a stage, layer by layer, in place.
 
-    Stage 2 keeps a layer's gathered parameters from a step's first forward to its last backward pass. Stage 3 frees them
-    after every pass and gathers twice in a micro-batch, the second time only from `reshard_size` neighbors if that is
-    set.
+    Stage 2 keeps a layer's gathered parameters from a step's first forward to its last backward pass. Stage 3 frees
+    them after every pass and gathers twice in a micro-batch, the second time only from `reshard_size` neighbors if that
+    is set.
 
     Args:
         stage: built on the meta device.
