@@ -12,10 +12,8 @@ T = TypeVar("T")
 ShortText = Annotated[str, Field(min_length=1, max_length=253)]
 """The name of an object, or a string of that length."""
 
-Quantity = Annotated[
-    str,
-    Field(min_length=1, max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"),
-]
+QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
+Quantity = Annotated[str, Field(min_length=1, max_length=32, pattern=QUANTITY)]
 """A Kubernetes resource quantity."""
 
 Time = Annotated[str, Field(max_length=64, json_schema_extra={"format": "date-time"})]

@@ -18,9 +18,11 @@ AUTO = "Auto"
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 Steps = Annotated[int, Field(ge=1, le=1000000000)]
-Every = Annotated[str, Field(max_length=8, pattern=r"^(Auto|[1-9][0-9]{0,5}[smhd])$")]
+EVERY = r"^(Auto|[1-9][0-9]{0,5}[smhd])$"
+Every = Annotated[str, Field(max_length=8, pattern=EVERY)]
 """`Auto`, or a number with a unit."""
-Age = Annotated[str, Field(max_length=8, pattern=r"^[1-9][0-9]{0,5}[smhd]$")]
+AGE = r"^[1-9][0-9]{0,5}[smhd]$"
+Age = Annotated[str, Field(max_length=8, pattern=AGE)]
 """A number with a unit, such as `7d`."""
 Keep = Annotated[int, Field(ge=1, le=10000)]
 

@@ -19,7 +19,7 @@ from meshwright.crd.definition import custom_resource_definition
 from meshwright.crd.schema_check import ManifestProblem, check_value, kind_of, unknown_field, yaml_text
 from meshwright.crd.structural_schema import Schema
 from meshwright.models.presets import UnknownModelError, resolve
-from meshwright.rules.validation import check_spec, with_model_numbers
+from meshwright.rules.validation import explained_problems, with_model_numbers
 
 _JOB_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
@@ -34,7 +34,7 @@ def check_manifest(job: Mapping[str, Any]) -> list[ManifestProblem]:
             *problems,
             ManifestProblem("spec", "is missing: a job needs at least `workers`, and a model or a command"),
         ]
-    found = list(check_value(spec, _spec_schema(), "spec"))
+    found = list(check_value(spec, spec_schema(), "spec"))
     unknown = [name for name in job if name not in ("apiVersion", "kind", "metadata", "spec", "status")]
     problems += [ManifestProblem(name, unknown_field(name, ("spec", "metadata"))) for name in unknown]
     if found:
@@ -47,17 +47,18 @@ def check_manifest(job: Mapping[str, Any]) -> list[ManifestProblem]:
 
 
 def _check_rules(spec: ParallelTrainingJobSpec) -> list[ManifestProblem]:
-    broken = check_spec(spec)
+    broken = explained_problems(spec)
     if not broken and spec.model is not None:
         try:
-            broken = check_spec(with_model_numbers(spec, resolve(spec.model)))
+            broken = explained_problems(with_model_numbers(spec, resolve(spec.model)))
         except UnknownModelError as error:
             return [ManifestProblem("spec.model", str(error))]
     return [ManifestProblem(f"spec.{problem.field}", problem.message) for problem in broken]
 
 
 @cache
-def _spec_schema() -> Schema:
+def spec_schema() -> Schema:
+    """The schema of `spec` in the CRD."""
     (version,) = custom_resource_definition()["spec"]["versions"]
     schema: Schema = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
     return schema

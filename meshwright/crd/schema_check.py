@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.api.base import QUANTITY
+from meshwright.api.checkpoint import AGE, EVERY
+from meshwright.api.spec import MANAGER_PATTERN
+from meshwright.crd.field_names import places_of, same_name
 from meshwright.crd.structural_schema import Schema
 
 _NAMES = {
@@ -21,6 +27,29 @@ _NAMES = {
 _KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 _MAX_SIMILAR = 2
 _MAX_LISTED = 12
+CHOICE = re.compile(r"\^\(([A-Za-z]+(?:\|[A-Za-z]+)+)\)\$")
+"""A pattern that is a list of words."""
+FORMS = {
+    QUANTITY: "must be a quantity such as `64Gi`, `1.5T` or `500m`",
+    AGE: "must be a number of seconds, minutes, hours or days, such as `90s`, `30m`, `12h` or `7d`",
+    EVERY: "must be `Auto`, or a number of seconds, minutes, hours or days, such as `90s`, `30m` or `12h`",
+    "^/": "must be an absolute path, such as `/models/llama`",
+    r"^/[^:]*[^:/]$": "must be an absolute path without `:` and without `/` at its end, such as `/models`",
+    r"^[^/].*$": "must be a path below the root of the volume or URI, without `/` at its beginning",
+    r"^[a-z][a-z0-9+.-]*://[^\s]+$": "must be a URI, such as `s3://bucket/prefix`",
+    r"^[a-z][a-z0-9+.-]*://.+$": "must be a URI, such as `s3://bucket/prefix`",
+    r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$": "must have only lower-case letters, digits and `-` between them",
+    r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$": "must have only lower-case letters, digits, `.` and `-` between them",
+    r"^[A-Za-z_][A-Za-z0-9_]*$": "must have only letters, digits and `_`, and not begin with a digit",
+    r"^https?://[^/?#@\s]+/?$": "must be an address without a path, such as `https://s3.example.com`",
+    MANAGER_PATTERN: "must be `domain/name`, such as `kueue.x-k8s.io/multikueue`",
+    r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$": "must be the name of an extended resource, such as `nvidia.com/gpu`",
+}
+"""Patterns of the schema in words."""
+_ALMOST_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgtp]?)(i?)(?:b|bytes?)?", re.IGNORECASE)
+_ALMOST_DURATION = re.compile(
+    r"([1-9][0-9]{0,5})\s*([smhd])(?:ecs?|econds?|ins?|inutes?|rs?|ours?|ays?)?", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +65,30 @@ class ManifestProblem:
         return f"{self.field}: {self.message}"
 
 
-def check_value(value: Any, schema: Schema, path: str) -> Iterator[ManifestProblem]:
-    """The problems of a value, and of all values in it, by a schema."""
-    kind = schema["type"]
+def check_value(value: Any, schema: Schema, path: str, root: Schema | None = None) -> Iterator[ManifestProblem]:
+    """The problems of a value, and of all values in it, by a schema.
+
+    Args:
+        value: the value.
+        schema: its schema.
+        path: where it is.
+        root: the schema in which the fields that this one does not have are looked up. By default this one.
+    """
+    kind, root = schema["type"], root or schema
     if not _is_of(value, kind):
-        yield ManifestProblem(path, _wrong_type(value, kind))
+        yield ManifestProblem(path, _wrong_type(value, schema))
         return
     if problem := _out_of_bounds(value, schema):
         yield ManifestProblem(path, problem)
     if kind == "object":
-        yield from _check_object(value, schema, path)
+        yield from _check_object(value, schema, path, root)
     elif kind == "array":
         for index, item in enumerate(value):
-            yield from check_value(item, schema["items"], f"{path}[{index}]")
+            yield from check_value(item, schema["items"], f"{path}[{index}]", root)
         yield from _duplicates(value, schema, path)
 
 
-def _check_object(value: Mapping[str, Any], schema: Schema, path: str) -> Iterator[ManifestProblem]:
+def _check_object(value: Mapping[str, Any], schema: Schema, path: str, root: Schema) -> Iterator[ManifestProblem]:
     known, rest = schema.get("properties", {}), schema.get("additionalProperties")
     for name in schema.get("required", ()):
         if value.get(name) is None:
@@ -61,11 +97,11 @@ def _check_object(value: Mapping[str, Any], schema: Schema, path: str) -> Iterat
         where = f"{path}.{name}"
         if name in known:
             if part is not None:  # the API server drops a null
-                yield from check_value(part, known[name], where)
+                yield from check_value(part, known[name], where, root)
         elif isinstance(rest, dict):
-            yield from check_value(part, rest, where)
+            yield from check_value(part, rest, where, root)
         else:
-            yield ManifestProblem(where, unknown_field(str(name), tuple(known)))
+            yield ManifestProblem(where, unknown_field(str(name), tuple(known), places_of(str(name), path, root)))
 
 
 def _duplicates(items: list[Any], schema: Schema, path: str) -> Iterator[ManifestProblem]:
@@ -98,7 +134,8 @@ def _is_of(value: Any, kind: str) -> bool:
     return isinstance(value, expected[kind])
 
 
-def _wrong_type(value: Any, kind: str) -> str:
+def _wrong_type(value: Any, schema: Schema) -> str:
+    kind = schema["type"]
     message = f"must be {_NAMES[kind]}, got {kind_of(value)}"
     if kind in ("integer", "number") and isinstance(value, str):
         try:
@@ -108,9 +145,19 @@ def _wrong_type(value: Any, kind: str) -> str:
         return f"{message}: write {int(number) if number.is_integer() else number:g}" if number == number else message
     if kind == "string" and isinstance(value, int | float):
         return f'{message}: write "{yaml_text(value)}"'
-    if kind == "array" and isinstance(value, str | int | float):
-        return f"{message}: write [{yaml_text(value)}]"
+    if kind == "array" and isinstance(value, str) and schema["items"]["type"] == "string":
+        return f"{message}: write {json.dumps(_words(value))}"
+    if kind == "object" and schema.get("properties"):
+        return f"{message}: its fields are {_listed(tuple(schema['properties']))}"
     return message
+
+
+def _words(text: str) -> list[str]:
+    """The words of a command, as a shell divides them."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return text.split()
 
 
 def kind_of(value: Any) -> str:
@@ -152,14 +199,28 @@ def _bad_number(value: float, schema: Schema) -> str:
 
 
 def _bad_string(value: str, schema: Schema) -> str:
-    if len(value) < schema.get("minLength", 0):
-        return "must not be empty" if not value else f"must have at least {schema['minLength']} characters"
+    least, pattern = schema.get("minLength", 0), schema.get("pattern")
+    if not value and least:
+        return "must not be empty"
     if len(value) > schema.get("maxLength", len(value)):
         return f"must have at most {schema['maxLength']} characters, got {len(value)}"
-    pattern = schema.get("pattern")
     if pattern is not None and not re.search(pattern, value):
-        return f"must match `{pattern}`, got `{value}`"
-    return ""
+        return _wrong_form(value, pattern)
+    return f"must have at least {least} characters" if len(value) < least else ""
+
+
+def _wrong_form(value: str, pattern: str) -> str:
+    """What a string must look like that does not match a pattern, and the nearest one that does."""
+    if choice := CHOICE.fullmatch(pattern):
+        return _unknown_value(value, choice[1].split("|"))
+    message = f"{FORMS.get(pattern, f'must match `{pattern}`')}, got `{value}`"
+    nearest = ""
+    if pattern == QUANTITY and (found := _ALMOST_QUANTITY.fullmatch(value.strip())):
+        unit = found[2].upper() + found[3].lower()
+        nearest = found[1] + ("k" if unit == "K" else unit)
+    elif pattern in (AGE, EVERY) and (found := _ALMOST_DURATION.fullmatch(value.strip())):
+        nearest = found[1] + found[2].lower()
+    return f"{message}: write `{nearest}`" if nearest and re.search(pattern, nearest) else message
 
 
 def _bad_size(value: Any, schema: Schema) -> str:
@@ -178,13 +239,26 @@ def _unknown_value(value: Any, allowed: list[Any]) -> str:
     return f"unknown value `{value}`: use one of {', '.join(texts)}"
 
 
-def unknown_field(name: str, known: Sequence[str]) -> str:
-    """The message about a field that does not exist."""
+def unknown_field(name: str, known: Sequence[str], places: Sequence[str] = ()) -> str:
+    """The message about a field that does not exist.
+
+    Args:
+        name: the field.
+        known: the fields that exist in its place.
+        places: the paths of fields elsewhere that this one may stand for.
+    """
+    same = next((one for one in known if same_name(one, name)), None)
+    if same is not None:
+        return f"unknown field: write `{same}`"
+    if places:
+        return f"unknown field here: did you mean {' or '.join(f'`{place}`' for place in places)}?"
     close = _similar(name, known)
-    if close:
-        return f"unknown field: did you mean {close}?"
-    more = f" and {len(known) - _MAX_LISTED} more" if len(known) > _MAX_LISTED else ""
-    return f"unknown field: use one of {', '.join(sorted(known)[:_MAX_LISTED])}{more}"
+    return f"unknown field: {f'did you mean {close}?' if close else f'use one of {_listed(known)}'}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return f"{', '.join(sorted(names)[:_MAX_LISTED])}{more}"
 
 
 def _similar(name: str, known: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -14,7 +14,8 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.rules.facts import Facts, ResolvedFacts
 from meshwright.rules.rule import Rule
 
-_PATH = re.compile(r"`((?:model|data|training|parallelism|checkpoint)\.[A-Za-z0-9.]+|replicas)`")
+_PATH = re.compile(r"`((?:model|data|training|parallelism|checkpoint|workers|elastic)\.[A-Za-z0-9.]+|replicas|gpus)`")
+Checked = TypeVar("Checked", bound=ParallelTrainingJobSpec | ResolvedFacts)
 _SPAN = 2048
 """Largest distance from the value within which others are tried."""
 
@@ -35,23 +36,46 @@ def sentence(broken: Rule[Facts], facts: ResolvedFacts, rules: Sequence[Rule[Fac
         rules: every rule. The nearest values satisfy those that name this field, and those that hold now.
     """
     subject = "" if broken.message.startswith("`") else f"`{broken.field}` "
-    text = _PATH.sub(lambda match: _with_value(match[1], facts), subject + broken.message)
+    text = _with_values(subject + broken.message, facts)
     values = _nearest_values(broken.field, facts, rules)
     return f"{text}; nearest: {values}" if values else text
 
 
-def _with_value(path: str, facts: ResolvedFacts) -> str:
+def advice(broken: Rule[Checked], facts: Checked, rules: Sequence[Rule[Checked]]) -> str:
+    """The same as `sentence`, for a message that follows the name of the field."""
+    text = _with_values(broken.message, facts)
+    value = _value_at(facts, broken.field)
+    if not isinstance(value, int) or isinstance(value, bool):
+        return text
+    values = _nearest_values(broken.field, facts, rules)
+    return f"{text}; got {value}{f', nearest: {values}' if values else ''}"
+
+
+def _with_values(text: str, facts: object) -> str:
+    """The text with the value of each field that it names, where it names the field first."""
+    seen: set[str] = set()
+
+    def named(match: re.Match[str]) -> str:
+        again = match[1] in seen
+        seen.add(match[1])
+        return match[0] if again else _with_value(match[1], facts)
+
+    return _PATH.sub(named, text)
+
+
+def _with_value(path: str, facts: object) -> str:
     value = _value_at(facts, path)
     if not isinstance(value, bool | int | float | str):
         return f"`{path}`"
     return f"`{path}: {str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def _nearest_values(path: str, facts: ResolvedFacts, rules: Sequence[Rule[Facts]]) -> str:
+def _nearest_values(path: str, facts: Any, rules: Sequence[Rule[Any]]) -> str:
     value, bounds = _value_at(facts, path), _bounds(path)
     if bounds is None or not isinstance(value, int) or isinstance(value, bool):
         return ""
-    checked = [rule for rule in rules if rule.field == path or rule.holds(facts)]
+    of_field = [rule for rule in rules if rule.field == path]  # first, because most values break one of them
+    checked = of_field + [rule for rule in rules if rule.field != path and rule.holds(facts)]
 
     def works(number: int) -> bool:
         changed = _changed(facts, path.split("."), number)
@@ -61,7 +85,7 @@ def _nearest_values(path: str, facts: ResolvedFacts, rules: Sequence[Rule[Facts]
     return "" if (values := nearest(value, works, most, least)) == "none" else values
 
 
-def _value_at(facts: ResolvedFacts, path: str) -> object:
+def _value_at(facts: object, path: str) -> object:
     holder: object = facts
     for part in path.split("."):
         holder = getattr(holder, _attribute(part), None)
@@ -86,6 +110,8 @@ def _bounds(path: str) -> tuple[int, int] | None:
     root = ParallelTrainingJobSpec.model_json_schema(by_alias=True)
     part = root
     for name in path.split("."):
+        if "properties" not in part:
+            return None
         part = part["properties"][name]
         options = [option for option in part.get("anyOf", [part]) if option.get("type") != "null"]
         part = options[0]
@@ -93,5 +119,5 @@ def _bounds(path: str) -> tuple[int, int] | None:
             part = root["$defs"][part["$ref"].rsplit("/", 1)[-1]]
     if part.get("type") != "integer":
         return None
-    values = part.get("enum") or [part["minimum"], part["maximum"]]
+    values = part.get("enum") or [part.get("minimum", 0), part.get("maximum", 2**31 - 1)]
     return min(values), max(values)

@@ -34,7 +34,7 @@ from meshwright.rules.facts import Facts, facts_of_run
 from meshwright.rules.gpus import GPUS_RULES
 from meshwright.rules.mixture import MIXTURE_RULES
 from meshwright.rules.model import MODEL_FORM_RULES, MODEL_RULES
-from meshwright.rules.nearest import sentence
+from meshwright.rules.nearest import advice, sentence
 from meshwright.rules.parallelism import PARALLELISM_RULES
 from meshwright.rules.pipeline import PIPELINE_RULES
 from meshwright.rules.preemption import PREEMPTION_RULES
@@ -85,6 +85,11 @@ class Problem:
 def check_spec(spec: ParallelTrainingJobSpec) -> list[Problem]:
     """Every rule that `spec` breaks, in the order of the table. Empty if the spec is valid."""
     return [Problem(rule.field, rule.message) for rule in SPEC_RULES if not rule.holds(spec)]
+
+
+def explained_problems(spec: ParallelTrainingJobSpec) -> list[Problem]:
+    """The same as `check_spec`. Messages also have the values of the fields, and the nearest values that work."""
+    return [Problem(rule.field, advice(rule, spec, SPEC_RULES)) for rule in SPEC_RULES if not rule.holds(spec)]
 
 
 def with_model_numbers(spec: ParallelTrainingJobSpec, architecture: Architecture) -> ParallelTrainingJobSpec:

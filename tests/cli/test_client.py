@@ -26,6 +26,7 @@ from meshwright_cli.client import (
     UnreachableError,
     WaitTimeoutError,
 )
+from meshwright_cli.client.rejection import explained
 from tests.cli.live_server import LiveServer, condition, job, live_server, parsed, running
 
 JOBS = "/apis/meshwright.dev/v1alpha1/namespaces/{}/paralleltrainingjobs"
@@ -140,6 +141,27 @@ def test_a_rejected_manifest_names_the_field(client, change, words):
     with pytest.raises(RejectedError) as caught:
         client.submit(job("lm", **change))
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_rejection_lists_each_problem_with_the_values_that_work(client):
+    with pytest.raises(RejectedError) as caught:
+        client.submit(job("lm", replicas=3, parallelism={"tensor": 3}))
+    first, *others = str(caught.value).splitlines()
+    assert first == "ParallelTrainingJob lm is not valid:"
+    assert others
+    assert all(line.startswith("  - spec.") for line in others), caught.value
+    assert caught.value.status == 422
+
+
+def test_what_only_the_api_server_rejects_is_in_its_words():
+    server = RejectedError('strict decoding error: unknown field "spec.gpus"', 400)
+    assert str(explained(job("lm"), server)) == (
+        'ParallelTrainingJob lm: strict decoding error: unknown field "spec.gpus". This version of `meshwright` knows '
+        "it, so the cluster's is another one: see `meshwright doctor`"
+    )
+    quota = RejectedError("exceeded quota: gpus", 403)
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "runs"}}
+    assert str(explained(claim, quota)) == "PersistentVolumeClaim runs: exceeded quota: gpus"
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,8 @@ def test_a_cluster_without_meshwright_is_named_so(tmp_path, request):
         findings = {one["check"]: one for one in diagnosed(server)}
         assert findings["Definition"]["level"] == "error"
         assert "meshwright crd | kubectl apply" in findings["Definition"]["fix"]
-        assert "helm install" in findings["Operator"]["fix"]
+        embedded = "embedded" in findings["API server"]["message"]
+        assert ("meshwright-operator --co" if embedded else "helm install") in findings["Operator"]["fix"]
         assert "no node advertises" in findings["GPU resource"]["message"]
         assert server.cli("doctor", code=1)
 

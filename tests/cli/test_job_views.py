@@ -14,7 +14,7 @@ from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod
 from meshwright_cli.client.rank_metrics import rank_times, read_samples, slowness, stragglers
 from meshwright_cli.client.waiting import Target
 from meshwright_cli.explain.cluster import ClusterView
-from meshwright_cli.explain.job import facts
+from meshwright_cli.explain.job import explanation, facts
 from meshwright_cli.jobs.goodput import Ledger
 from meshwright_cli.jobs.list_view import list_lines
 from meshwright_cli.jobs.placement_tree import placement_tree
@@ -23,6 +23,7 @@ from meshwright_cli.jobs.top_view import TopView, top_lines
 from meshwright_cli.parameters import Duration
 from meshwright_cli.text import duration
 from tests.cli.live_server import condition, job, running
+from tests.planner.builders import node
 
 NOW = datetime(2026, 1, 2, 4, 0, tzinfo=UTC)
 
@@ -57,6 +58,44 @@ def test_status_fits_the_terminal(columns, workers):
     lines = status_lines(JobView(made(status), pods(*["Running"] * workers)), NOW, columns)
     assert max(len(click.unstyle(line)) for line in lines) <= columns + (30 if workers == 128 else 0)
     assert len(lines) <= 40
+
+
+def test_a_job_that_no_operator_has_reported_on_says_how_to_find_out():
+    text = " ".join("\n".join(status_lines(JobView(made({}), []), NOW, 80)).split())
+    assert "No operator has reported on this job yet. If that stays so, `meshwright doctor` says why" in text
+    lines = explanation(made({}), [], ClusterView(), 80)
+    assert "meshwright doctor" in " ".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [("Queued", "the operator places the job at its turn"), ("ClaimNotFound", "waits for something else first")],
+)
+def test_explain_says_what_comes_before_the_nodes(reason, says):
+    status = running(conditions=[condition("Ready", "False", reason), condition("Placed", "False", reason)])
+    nodes = [node(name, gpus=2) for name in ("n0", "n1")]
+    assert says in dict(facts(made(status), ClusterView(nodes)))["Fits now"]
+
+
+def test_lines_do_not_break_names_at_hyphens():
+    message = f"claim `{'x' * 50}-checkpoints` does not exist"
+    status = running(conditions=[condition("Ready", "False", "ClaimNotFound", message)])
+    assert any("-checkpoints`" in line and "`xx" in line for line in status_lines(JobView(made(status), []), NOW, 80))
+
+
+def test_a_finished_job_does_not_count_ready_ranks():
+    status = running(conditions=[condition("Complete", "True", "Completed")], readyRanks="0/2", mesh={"generation": 3})
+    lines = status_lines(JobView(made(status), []), NOW, 80)
+    assert [line.split() for line in lines if line.startswith("Ranks")] == [
+        ["Ranks", "ended", "in", "mesh", "generation", "3"]
+    ]
+
+
+@pytest.mark.parametrize(("state", "says"), [("Starting", "pods are not ready yet"), ("Running", "connection refused")])
+def test_top_says_why_there_are_no_metrics(state, says):
+    status = running(conditions=[condition("Ready", "False", state)])
+    view = TopView(JobView(made(status), []), (), {"lm-w0-0": "connection refused"})
+    assert says in top_lines(view, NOW, 80, 24)[-1]
 
 
 def test_status_shows_ranks_by_rack_domain_and_node():

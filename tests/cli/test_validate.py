@@ -11,7 +11,8 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from meshwright.crd.manifest_check import check_manifest
+from meshwright.crd.manifest_check import check_manifest, spec_schema
+from meshwright.crd.schema_check import CHOICE, FORMS
 from meshwright_cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,13 @@ MISTAKES: list[tuple[str, Any, str, str]] = [
     ("spec.workers.image", None, "spec.workers.image", "is missing"),
     ("spec.workers.image", "", "spec.workers.image", "must not be empty"),
     ("spec.workers.imagePullPolicy", "always", "spec.workers.imagePullPolicy", "did you mean `Always`?"),
-    ("spec.workers.gpuResource", "gpu", "spec.workers.gpuResource", "must match"),
+    ("spec.workers.gpuResource", "gpu", "spec.workers.gpuResource", "such as `nvidia.com/gpu`, got `gpu`"),
+    ("spec.workers.resources", {"memory": "8GB"}, "spec.workers.resources.memory", "got `8GB`: write `8G`"),
+    ("spec.workers.resources", {"memory": "8 gib"}, "spec.workers.resources.memory", "write `8Gi`"),
+    ("spec.workers.resources", {"memory": "much"}, "spec.workers.resources.memory", "such as `64Gi`"),
+    ("spec.workers.tolerations", [{"effect": "noschedule"}], "spec.workers.tolerations[0].effect", "`NoSchedule`"),
+    ("spec.checkpoint", {"claimName": "c", "every": "10 min"}, "spec.checkpoint.every", "write `10m`"),
+    ("spec.checkpoint", {"uri": "/runs"}, "spec.checkpoint.uri", "must be a URI, such as `s3://bucket/prefix`"),
     ("spec.workers.nodeSelector", {"gpu": True}, "spec.workers.nodeSelector.gpu", 'write "true"'),
     ("spec.workers.volumes", "data", "spec.workers.volumes", 'must be a list, got a string ("data")'),
     (
@@ -70,10 +77,18 @@ MISTAKES: list[tuple[str, Any, str, str]] = [
         "spec.workers.env[1]",
         "is there twice: name `A`",
     ),
+    ("spec.workers.command", "python 'a b.py'", "spec.workers.command", "did you mean `spec.runtime.command`?"),
+    ("spec.image", "a", "spec.image", "did you mean `spec.workers.image`?"),
+    ("spec.training.learning_rate", 1, "spec.training.learning_rate", "`spec.training.optimizer.learningRate`"),
+    ("spec.training.sequence_length", 8, "spec.training.sequence_length", "write `sequenceLength`"),
+    ("spec.training.epochs", 8, "spec.training.epochs", "did you mean `spec.training.steps`?"),
+    ("spec.training.optimizer", "adamw", "spec.training.optimizer", "its fields are beta1, beta2, "),
     ("spec.workers.env", [{"name": "A", "value": 1}], "spec.workers.env[0].value", 'write "1"'),
     ("spec.model.layres", 3, "spec.model.layres", "did you mean `layers`?"),
     ("spec.model", {"preset": "llama-3-8"}, "spec.model", "did you mean `llama-3-8b`"),
-    ("spec.model.heads", 5, "spec.model.hiddenSize", "`model.heads`"),
+    ("spec.model.heads", 5, "spec.model.hiddenSize", "`model.heads: 5`, .*; got 64, nearest: 60, 70"),
+    ("spec.replicas", 3, "spec.training.globalBatchSize", "`replicas: 3`, .*; got 8, nearest: 6, 9"),
+    ("spec.parallelism", {"tensor": 2}, "spec.parallelism.tensor", "`model.vocabSize: 257`, .*; got 2, nearest: 1"),
     ("spec.data.source", "PythonStdLib", "spec.data.source", "did you mean `PythonStdlib`?"),
     ("spec.parallelism", {"schedule": "OneFOneB"}, "spec.parallelism.schedule", "unknown value `OneFOneB`"),
     ("spec.suspend", "yes", "spec.suspend", 'must be true or false, got a string ("yes")'),
@@ -93,6 +108,36 @@ def test_a_mistake_is_named_with_field_and_fix(path: str, value: Any, field: str
         assert problems[0].message.endswith(end)
     else:
         assert message in problems[0].message
+
+
+def test_a_command_in_one_string_is_divided_into_words() -> None:
+    job = changed("spec.runtime", {"command": "python 'my file.py' --lr 1"})
+    problem = next(problem for problem in check_manifest(job) if problem.field == "spec.runtime.command")
+    assert problem.message.endswith(': write ["python", "my file.py", "--lr", "1"]')
+
+
+def test_numbers_of_a_preset_are_shown_and_the_value_that_works_for_all_rules_of_a_field() -> None:
+    job = changed("spec.model", {"preset": "llama-3-8b"})
+    job["spec"]["parallelism"] = {"tensor": 64}
+    messages = [problem.message for problem in check_manifest(job) if problem.field == "spec.parallelism.tensor"]
+    assert any("`model.heads: 32`" in message for message in messages)
+    assert all(message.endswith("; got 64, nearest: 8") for message in messages)
+
+
+def patterns(schema: Any) -> list[str]:
+    """All patterns of a schema."""
+    if isinstance(schema, list):
+        return [found for part in schema for found in patterns(part)]
+    if not isinstance(schema, dict):
+        return []
+    own = [schema["pattern"]] if isinstance(schema.get("pattern"), str) else []
+    return own + [found for part in schema.values() for found in patterns(part)]
+
+
+def test_patterns_of_the_schema_are_said_in_words() -> None:
+    """A pattern without words would be shown as a regular expression."""
+    without = [one for one in patterns(spec_schema()) if one not in FORMS and not CHOICE.fullmatch(one)]
+    assert without == [], "add words to `FORMS`"
 
 
 def test_all_mistakes_of_a_job_are_listed() -> None:

@@ -59,7 +59,7 @@ async def test_a_rank_that_raised_is_shown_after_the_job_has_failed(stage, tmp_p
     shown = await failed_first(stage, name)
     assert "[rank 2] LookupError: no such shard" in shown
     assert "[rank 2] rank 2 uses token ***" in shown
-    assert f"pod {name}-w1-0 exists no more" in shown
+    assert f"pod {name}-w1-0 no longer exists" in shown
     assert ("from claim" in shown) is claim, shown
     assert "hidden-value" not in shown
     pods = (await stage.client.list(PODS, NAMESPACE)).items
@@ -98,7 +98,7 @@ async def test_ranks_that_were_killed_or_hung_are_shown_after_their_pod_was_repl
     await stage.delete_pod(name, 1)
     await stage.until(name, lambda s: s.mesh.generation == 4 and s.ready_ranks == "4/4", "replaced", 150)
     shown = await failed_first(stage, name)
-    assert f"pod {name}-w1-0 exists no more" in shown
+    assert f"pod {name}-w1-0 no longer exists" in shown
     assert "phase load:" in shown
     assert "from claim hangs" in shown
     root = await setup.local_checkpoint_path(stage.client, NAMESPACE, name, hung.path)

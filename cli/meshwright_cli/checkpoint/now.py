@@ -28,6 +28,8 @@ def now(job: str, waits: bool, timeout: float | None, output: str | None, access
 
     async def ask(client: AsyncClient) -> Job:
         request = await client.request_checkpoint(job)
+        if waits and output is None:
+            click.echo("asked for a checkpoint; Ctrl-C ends only the wait for it", err=True)
         return await client.requested_checkpoint(job, request, timeout=timeout) if waits else await client.get(job)
 
     found = access.run(ask)

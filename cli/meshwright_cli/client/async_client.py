@@ -29,6 +29,7 @@ from meshwright_cli.client.log_stream import LogSource, follow_logs
 from meshwright_cli.client.manifests import checked, only_job, read_manifest
 from meshwright_cli.client.objects import Job, JobEvent, LogLine, WorkerPod
 from meshwright_cli.client.profiling import STEPS, Profile, profile_job
+from meshwright_cli.client.rejection import explained
 from meshwright_cli.client.waiting import FINISHED, Target
 
 RETRY_SECONDS = 1.0
@@ -121,8 +122,7 @@ class AsyncClient:
                 "PATCH", kind.path(space, metadata["name"]), action, params=params, body=item, content_type=APPLY_PATCH
             )
         except RejectedError as error:
-            text = f"{item['kind']} {metadata['name']}: {error}"
-            raise RejectedError(text, error.status, error.reason) from error
+            raise explained(item, error) from error
         return answer
 
     async def list(

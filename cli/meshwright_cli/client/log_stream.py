@@ -56,7 +56,7 @@ class Selection:
     workers: tuple[int, ...]
     ranks: frozenset[int] = frozenset()
     record: str = ""
-    """What the job recorded about the failure. It is shown if the pod exists no more."""
+    """What the job recorded about the failure. It is shown if the pod no longer exists."""
     pod: str = ""
     """The pod that failed. If it was replaced, the record of the failure is shown, and not the replacement's log."""
 
@@ -204,7 +204,7 @@ async def _recorded_lines(client: AsyncClient, name: str, worker: int, selection
     """What is left of a failure whose pod is gone."""
     job, pods = await client.get(name), await client.pods(name)
     found = await read_failure(client, job, pods)
-    gone = f"pod {selection.pod} exists no more" if selection.pod else "the pod exists no more"
+    gone = f"pod {selection.pod} no longer exists" if selection.pod else "the pod no longer exists"
     if found is None or found.failure.rank is None:
         text = f"{gone}, and its log with it. The job recorded: {selection.record}"
         return [LogLine(selection.pod, worker, None, text, agent=True)]
@@ -213,7 +213,7 @@ async def _recorded_lines(client: AsyncClient, name: str, worker: int, selection
     about += [f"last completed step: {found.step}"] if found.step is not None else []
     about += [f"phase {phase}: {seconds:.2f} s" for phase, seconds in found.phases]
     wrote = "the end of its log" if found.log else "it wrote nothing to its log"
-    about.append(f"what is left of rank {rank}, from {found.where}: {wrote}{':' if found.log else ''}")
+    about.append(f"rank {rank}, from {found.where}: {wrote}{':' if found.log else ''}")
     lines = [LogLine(selection.pod, worker, None, text, agent=True) for text in about]
     lines += [LogLine(selection.pod, worker, rank, text) for text in found.log.splitlines()]
     if found.stacks:
@@ -273,7 +273,7 @@ async def _read_pod(
 
 
 async def _over(client: AsyncClient, job: Job) -> bool:
-    """Whether nothing more will be logged: the job has finished, or exists no more."""
+    """Whether nothing more will be logged: the job has finished, or no longer exists."""
     try:
         now = await client.get(job.name)
     except NotFoundError:

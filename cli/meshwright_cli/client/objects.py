@@ -17,6 +17,8 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus, parse_ranks
 from meshwright_cli.client.html import job_page
 
+NOT_REPORTED = "No operator has reported on this job yet. If that stays so, `meshwright doctor` says why"
+
 
 class Job:
     """A ParallelTrainingJob as it was when it was read.
@@ -85,8 +87,8 @@ class Job:
 
     @property
     def message(self) -> str:
-        """The message of the condition `Ready`."""
-        return conditions.message(self.status.conditions)
+        """The message of the condition `Ready`. Before the operator has written a condition: what to do about that."""
+        return conditions.message(self.status.conditions) if self.status.conditions else NOT_REPORTED
 
     def is_true(self, condition: str) -> bool:
         """Whether a condition is True."""

@@ -23,6 +23,8 @@ LEASES = ("meshwright-operator", "meshwright")
 """Names of the Lease: the operator's default, and that of a release called `meshwright`."""
 UPGRADE = "Upgrade the chart, or apply the definition: `meshwright crd | kubectl apply --server-side -f -`"
 MAX_NAMED = 5
+EMBEDDED = "-meshwright-embedded"
+"""End of the version of embedded clusters, in which no Deployment can run."""
 
 
 def check_version(facts: Facts) -> Iterator[Finding]:
@@ -83,13 +85,20 @@ def check_operator(facts: Facts) -> Iterator[Finding]:
         if "deployments" in facts.forbidden:
             yield skipped(name, facts.forbidden["deployments"])
         elif not _current_lease(facts):
-            fix = "Install it: `helm install meshwright helm/meshwright --namespace meshwright --create-namespace`"
-            yield error(name, "no operator is installed: there is no Deployment with the chart's labels", fix)
+            yield _not_installed(facts)
         else:
             yield ok(name, "an operator holds the lease; it runs outside the cluster")
         return
     for deployment in facts.deployments:
         yield _operator(facts, deployment)
+
+
+def _not_installed(facts: Facts) -> Finding:
+    if facts.version.endswith(EMBEDDED):
+        fix = "Run it in another terminal: `meshwright-operator --coordinator-listen 127.0.0.1:9470`"
+        return error("Operator", "no operator runs for this embedded cluster", fix)
+    fix = "Install it: `helm install meshwright helm/meshwright --namespace meshwright --create-namespace`"
+    return error("Operator", "no operator is installed: there is no Deployment with the chart's labels", fix)
 
 
 def _operator(facts: Facts, deployment: KubeObject) -> Finding:

@@ -87,7 +87,7 @@ def _messages(job: Job) -> list[tuple[str, str]]:
         condition = conditions.find(job.status.conditions, name)
         if condition is not None and condition.message and (name == conditions.READY or condition.status != "True"):
             found.append((name, condition.message))
-    return found
+    return found if job.status.conditions else [(conditions.READY, job.message)]
 
 
 def document(job: Job, cluster: ClusterView) -> dict[str, object]:

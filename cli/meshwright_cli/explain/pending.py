@@ -21,6 +21,8 @@ from meshwright_cli.client.objects import Job
 from meshwright_cli.explain.cluster import ClusterView
 from meshwright_cli.text import plural
 
+WAITS_FOR_TURN = ("NotPlacedYet", "Queued", "DoesNotFit", "Preempted")
+"""Reasons of the condition `Placed` for which a job waits only for nodes and its turn."""
 MAX_NAMED = 8
 """Largest number of nodes, jobs or pods that a line names."""
 
@@ -93,6 +95,9 @@ def _fits(job: Job, plans: Sequence[Plan], inventory: Inventory) -> list[tuple[s
         fitting = error.replicas_that_fit
         now = f"`spec.replicas: {fitting}`, with `meshwright scale {job.name} {fitting}`" if fitting else "no replica"
         return [("Fits now", now)]
+    placed = conditions.find(job.status.conditions, conditions.PLACED)
+    if placed is not None and placed.reason not in WAITS_FOR_TURN:
+        return [("Fits now", f"all workers, but the job waits for something else first: `{placed.reason}`, see above")]
     return [("Fits now", "all workers: the operator places the job at its turn")]
 
 

@@ -33,8 +33,10 @@ def import_job(file: Path, gpus: int | None, gpus_per_worker: int, preset: str |
     """
     try:
         found = imported(file.read_text(encoding="utf-8"), gpus)
-    except (OSError, UnicodeDecodeError) as error:
-        raise click.ClickException(f"{file} cannot be read: {error}") from None
+    except OSError as error:
+        raise click.ClickException(f"{file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise click.ClickException(f"{file}: not a text file in UTF-8") from None
     except ImportFileError as error:
         raise click.ClickException(f"{file}: {error}") from None
     spec = {**found.spec, "workers": {"image": image, "gpusPerWorker": gpus_per_worker}}

@@ -12,7 +12,7 @@ from meshwright_cli.client.objects import Job
 from meshwright_cli.client.waiting import RUNNING, Target
 from meshwright_cli.completion import complete_jobs
 from meshwright_cli.jobs.access import Access, cluster_options
-from meshwright_cli.jobs.output import next_command, output_option, print_job
+from meshwright_cli.jobs.output import next_command, output_option, print_job, program
 from meshwright_cli.jobs.wait import timeout_option, wait_and_report
 
 SUSPENDED = Target("Suspended")
@@ -26,7 +26,7 @@ def waiting_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command(epilog="Next: meshwright status JOB.")
 @click.argument("job", shell_complete=complete_jobs)
-@click.argument("replicas", type=click.IntRange(min=1))
+@click.argument("replicas", type=click.IntRange(min=0))
 @waiting_options
 @output_option("json", "yaml", "name")
 @cluster_options
@@ -39,6 +39,8 @@ def scale(job: str, replicas: int, waits: bool, timeout: float | None, output: s
     async def scaled(client: AsyncClient) -> Job:
         return await client.scale(job, replicas)
 
+    if replicas == 0:
+        raise click.UsageError(f"a job has at least 1 replica: to release its GPUs, use `{program()} suspend {job}`")
     _change(access, scaled, f"scaled to {replicas} replicas", output, (RUNNING, timeout) if waits else None)
     next_command("status", job)
 

@@ -78,7 +78,10 @@ def width() -> int:
 
 def wrapped(text: str, columns: int, indent: str = "") -> list[str]:
     """A text as lines of at most this many columns, all but the first with an indent."""
-    return textwrap.wrap(text, max(20, columns), subsequent_indent=indent, break_long_words=False) or [""]
+    lines = textwrap.wrap(
+        text, max(20, columns), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return lines or [""]
 
 
 def colored(state: str) -> str:

@@ -157,6 +157,8 @@ def _layout(job: Job) -> str:
 def _ranks(job: Job) -> str:
     status = job.status
     generation = f", mesh generation {status.mesh.generation}" if status.mesh and status.mesh.generation else ""
+    if job.finished:
+        return f"ended{generation.replace(',', ' in', 1)}" if generation else ""
     elastic = status.elastic
     replicas = (
         f", {status.replicas} of {elastic.wanted_replicas} replicas" if elastic and elastic.wanted_replicas else ""

@@ -177,8 +177,9 @@ def job_of_manifest(filename: Path) -> dict[str, Any]:
         raise click.ClickException(f"{filename}: expected exactly one {KIND}, found {len(jobs)}")
     problems = check_manifest(jobs[0])
     if problems:
-        more = f" (and {len(problems) - MAX_PROBLEMS} more)" if len(problems) > MAX_PROBLEMS else ""
-        text = f"{'; '.join(map(str, problems[:MAX_PROBLEMS]))}{more}"
+        shown = [str(problem) for problem in problems[:MAX_PROBLEMS]]
+        shown += [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+        text = shown[0] if len(shown) == 1 else "\n  - ".join(["the job is not valid:", *shown])
         raise click.ClickException(f"{filename}: {text}") from InvalidSpecError(text)
     return jobs[0]
 

@@ -40,10 +40,12 @@ def lines(report: SimulationReport) -> Iterator[str]:
         yield ""
         yield "Advice"
         for text in advice:
-            yield from textwrap.wrap(text, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+            yield from textwrap.wrap(
+                text, WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False
+            )
     for note in report.notes:
         yield ""
-        yield from textwrap.wrap(f"Note: {note}", WIDTH)
+        yield from textwrap.wrap(f"Note: {note}", WIDTH, break_on_hyphens=False)
 
 
 def _job(report: SimulationReport) -> Iterator[str]:
@@ -129,7 +131,7 @@ def _costs(report: SimulationReport) -> Iterator[str]:
     width = max(len(cost.kind) for cost in report.costs)
     title = f"Lost by one failure, {_recovery(report.setting.policy)}"
     yield ""
-    yield from textwrap.wrap(title, WIDTH)
+    yield from textwrap.wrap(title, WIDTH, break_on_hyphens=False)
     yield f"  {'':<{width}}  {'detecting':>9}  {'waiting':>9}  {'restart':>9}  {'redone':>9}"
     for cost in report.costs:
         times = (cost.detecting, cost.waiting, cost.restarting, cost.redone)

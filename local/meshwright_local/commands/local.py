@@ -45,7 +45,7 @@ local.add_command(faults.chaos)
 @directory_option
 @cluster_options
 def up(directory: Path, provider: str, with_nodes: bool, existing: Path | None, **numbers: Any) -> None:
-    """Start the cluster in the background, and wait until it is ready."""
+    """Start the cluster in the background and wait for it."""
     directory = directory.resolve()
     provider_of(provider, directory, 0, existing, with_nodes)
     if daemon_pid(directory) is not None:

@@ -17,8 +17,9 @@ from meshwright.schedules.actions import Action, ActionKind, Schedule
 from meshwright.schedules.automatic import automatic
 from meshwright.schedules.registry import NAMES, generate
 from meshwright_worker.data.batch import Batch
+from meshwright_worker.parallel.pipeline.p2p import connection_order
 from meshwright_worker.parallel.pipeline.pipedream import PipeDreamPipeline
-from meshwright_worker.parallel.pipeline.rank_program import ScheduledSlot, forward_only, rank_programs
+from meshwright_worker.parallel.pipeline.rank_program import ScheduledSlot, forward_only, p2p_pairs, rank_programs
 from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
 from tests.worker.parallel.simulated_nccl import (
     Event,
@@ -226,6 +227,20 @@ class NotedChunk:
     def _pass(self) -> torch.Tensor:
         self._recorder.events.append(Event(Kind.PASS))
         return torch.zeros(1, 2, 1) if not self.stage.module.is_last else torch.zeros(())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_connect_in_a_few_rounds_however_long_the_pipeline_is(name: str) -> None:
+    """Each rank connects its pairs in the common order, and waits for the other end of each."""
+    for schedule in schedules(name, 8):
+        pairs = p2p_pairs(schedule)
+        order = connection_order(pairs)
+        assert set(order) == pairs
+        assert len(order) == len(pairs)
+        rounds = dict.fromkeys(range(8), 0)
+        for one, other in order:
+            rounds[one] = rounds[other] = 1 + max(rounds[one], rounds[other])
+        assert max(rounds.values()) <= 6, "4 between neighbors, and 2 from the last one to the first"
 
 
 @pytest.mark.parametrize("name", NAMES)
