@@ -115,7 +115,7 @@ class Kueue:
         await self._update(job, observed, found)
         return observed
 
-    async def settle(self, draft: Decision) -> None:
+    async def settle(self, namespace: str, draft: Decision) -> None:
         """Reports to the Workload what has become of the job, once that is written to the job's status.
 
         Raises:
@@ -124,7 +124,7 @@ class Kueue:
         observed = draft.observed
         if not self._is_followed(observed.admission):
             return
-        found = self._watch.of(key.namespace, observed.uid)
+        found = self._watch.of(namespace, observed.uid)
         if found is None or state.is_true(found, state.FINISHED):
             return
         now = self._now()
