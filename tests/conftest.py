@@ -44,7 +44,7 @@ FIRST = (
     *("tests/agent/test_agent_commands.py", "tests/worker/parallel/test_pipeline_programs.py"),
     *("tests/worker/parallel/test_compiled.py", "tests/worker/checkpoint/test_killed_saves.py"),
     *("tests/planner/search/test_best_first.py", "tests/planner/test_topology_levels.py"),
-    *("tests/schedules/test_schedules.py", "tests/rules/test_rules.py", "tests/worker/checkpoint/test_inspection.py"),
+    *("tests/schedules/test_schedules.py", "tests/worker/checkpoint/test_inspection.py"),
 )
 """What takes longest, so that nothing long is left for the end, when the other processes have nothing to do."""
 
