@@ -87,3 +87,22 @@ def test_every_layer_has_exactly_one_stage(layers: int, stages: int) -> None:
     assert len(sizes) == stages
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_experts_are_on_neighbors_of_a_shard_group_and_ranks_with_the_same_ones_on_the_rest() -> None:
+    layout = Layout(tensor=2, pipeline=2, data=2, context=2, expert=2)
+    assert layout.shard_groups() == [[0, 2, 8, 10], [1, 3, 9, 11], [4, 6, 12, 14], [5, 7, 13, 15]]
+    assert layout.expert_groups()[:2] == [[0, 2], [8, 10]], "ranks of one replica, which are closest, exchange tokens"
+    assert layout.expert_shard_groups()[:2] == [[0, 8], [2, 10]]
+
+
+@pytest.mark.parametrize("expert", [1, 2, 3, 4, 6, 12])
+def test_every_rank_has_one_expert_group_and_one_shard_of_it(expert: int) -> None:
+    layout = Layout(tensor=2, pipeline=2, data=3, context=4, expert=expert)
+    groups, shards = layout.expert_groups(), layout.expert_shard_groups()
+    for found in (groups, shards):
+        assert sorted(rank for group in found for rank in group) == list(range(layout.world_size))
+    assert {len(group) for group in groups} == {expert}
+    index = {rank: group.index(rank) for group in groups for rank in group}
+    assert all(len({index[rank] for rank in shard}) == 1 for shard in shards), "a shard has the same experts"
+    assert len(shards) == 2 * 2 * expert

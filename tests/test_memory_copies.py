@@ -72,6 +72,16 @@ def test_all_go_back_to_the_newest_step_of_which_every_state_is_left() -> None:
     )
 
 
+def test_of_two_complete_steps_the_newer_one_is_taken() -> None:
+    states = {rank: held(rank, (rank + 2) % 4, 9, 4, 8) for rank in range(3)}
+    assert find_copies(4, states) == (8, {3: 1})
+
+
+def test_a_place_that_is_not_known_counts_as_the_same_one() -> None:
+    unknown = [RankPlace(worker, node) for worker, node in enumerate(("node-0", "", "node-2", "node-3"))]
+    assert describe_survived(unknown, 1) == "the loss of any rank or worker"
+
+
 def test_a_rank_without_its_own_copy_gets_that_of_its_peer() -> None:
     states = {0: held(0, 2, 8, 8, of_peer=()), 1: held(1, 3, 8, 8), 2: held(2, 0, 8, of_peer=(8,)), 3: held(3, 1, 8, 8)}
     assert find_copies(4, states) is None, "rank 0 holds the copies of rank 2"

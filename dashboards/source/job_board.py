@@ -320,6 +320,16 @@ def _time() -> Row:
                 ),
                 stacked=True,
                 maximum=1,
+                span=8,
+            ),
+            time_series(
+                "What limits the steps",
+                "What takes the largest part of recent steps, and how much of them: computation, data, a slow rank, "
+                "communication of a dimension, or the pipeline. As in `status.limit`.",
+                "percentunit",
+                Query(f"max by (limit, dimension) (ptj_job_step_limit_ratio{{{JOB}}})", "{{limit}} {{dimension}}"),
+                maximum=1,
+                span=8,
             ),
             time_series(
                 "Pipeline bubble",
@@ -328,6 +338,7 @@ def _time() -> Row:
                 "percentunit",
                 Query(f"avg(ptj_pipeline_bubble_measured_ratio{{{JOB}}})", "measured"),
                 Query(f"max(ptj_pipeline_bubble_simulated_ratio{{{JOB}}})", "simulated"),
+                span=8,
             ),
             time_series(
                 "Wait for data",

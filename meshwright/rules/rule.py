@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Generic, TypeVar
 
 from meshwright.api.parallelism import (
@@ -51,11 +52,15 @@ class Rule(Generic[Subject]):
         """The condition for the API server, with the assumed value of each field that may be left out."""
         if self.condition is None:
             return "true"
-        cel = self.condition if isinstance(self.condition, str) else self.condition()
-        for field, default in _ASSUMED.items():
-            read = rf"(?<!has\(){re.escape(field)}\b"
-            cel = re.sub(read, f"(has({field}) ? {field} : {default})", cel)
-        return cel
+        return _with_defaults(self.condition if isinstance(self.condition, str) else self.condition())
+
+
+@cache
+def _with_defaults(cel: str) -> str:
+    for field, default in _ASSUMED.items():
+        read = rf"(?<!has\(){re.escape(field)}\b"
+        cel = re.sub(read, f"(has({field}) ? {field} : {default})", cel)
+    return cel
 
 
 def divides(divisor: int | None, number: int | None) -> bool:

@@ -58,9 +58,11 @@ def test_zero_3_sends_half_as_much_again(pool: RankPool) -> None:
         assert traffic.sent() == 1.5 * size + AGREEMENT
 
 
-def test_zero_2_sends_as_much_as_replicas(pool: RankPool) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_zero_2_sends_as_much_as_replicas(pool: RankPool, micro_batches: int) -> None:
+    """Also with several micro-batches, which all use what the first one gathers."""
     size = FP32 * parameters()
-    for traffic in measured(pool, data=2, zero=2, micro_batches=1):
+    for traffic in measured(pool, data=2, zero=2, micro_batches=micro_batches):
         assert without_agreement(traffic, 2) == {
             "all-gather/2": (LAYERS + 1, size),
             "reduce-scatter/2": (LAYERS + 1, size),

@@ -138,8 +138,8 @@ async def test_a_job_that_waits_is_explained(stage, tmp_path):
     first = manifest(tmp_path / "first.yaml", "holder", lambda name: command(name, "sleep", "600"))
     await run(stage, "submit", first)
     await run(stage, "wait", "holder", "--for", "condition=Placed", "--timeout", "5m")
-    changes = {"replicas": 4, "training": {"globalBatchSize": 16}}
-    await run(stage, "submit", manifest(tmp_path / "second.yaml", "waits", **changes))
+    second = manifest(tmp_path / "second.yaml", "waits", lambda name: command(name, "sleep", "600", replicas=4))
+    await run(stage, "submit", second)
     await run(stage, "wait", "waits", "--for", "condition=Placed=False", "--timeout", "5m")
     text = (await run(stage, "explain", "waits")).out
     for part in (

@@ -138,8 +138,13 @@ async def test_a_job_trains_on_without_a_lost_node_and_grows_when_it_returns(sta
     await same_run(stage, await finish(stage, "shrunk"))
 
 
+@pytest.mark.long
 async def test_a_job_trains_on_at_once_with_the_replica_that_is_left(stage: Stage) -> None:
-    """With `onLoss: Shrink`. The worker that is lost ran rank 0."""
+    """With `onLoss: Shrink`. The worker that is lost ran rank 0.
+
+    By default, the decision is tested in `tests/operator/test_elastic.py`, ranks that go on in another world in
+    `tests/agent/test_pause.py`, and both together by the job that is scaled.
+    """
     await stage.apply(elastic("halved", 2, onLoss="Shrink", replacementSeconds=600))
     await runs(stage, "halved", 2)
     before = await uids(stage, "halved")

@@ -10,7 +10,7 @@ from meshwright.api.conditions import find, is_true
 from meshwright.api.labels import LABEL_JOB_UID
 from meshwright.api.objects import service_name
 from meshwright_local.kube.resources import JOBS, SECRETS, SERVICES
-from tests.e2e.local_stack import NAMESPACE, endless, eventually, holds, processes, tiny
+from tests.e2e.local_stack import NAMESPACE, command, endless, eventually, holds, processes, tiny
 
 
 async def test_apply_to_complete(stage, reference):
@@ -53,7 +53,9 @@ async def test_ranks_that_share_sequences_train_on_the_same_samples(stage, refer
     await stage.delete("shared")
 
 
+@pytest.mark.long
 async def test_suspend_deletes_the_pods_and_resume_continues(stage, reference):
+    """By default, `test_command_line` suspends and resumes a job, and `test_recovery` compares runs that resume."""
     await stage.apply(tiny("pause"))
     uid = (await stage.client.get(JOBS, "pause", NAMESPACE))["metadata"]["uid"]
     await stage.trained("pause", 15)
@@ -75,7 +77,7 @@ async def test_suspend_deletes_the_pods_and_resume_continues(stage, reference):
 
 
 async def test_a_job_too_large_says_what_is_missing_and_starts_when_it_fits(stage):
-    await stage.apply(tiny("large", replicas=6, training={"steps": 10, "globalBatchSize": 12}))
+    await stage.apply(command("large", "sleep", "1", replicas=6))
     unplaced = lambda s: (c := find(s.conditions, conditions.PLACED)) is not None and c.status == "False"  # noqa: E731
     status = await stage.until("large", unplaced, "refused by placement")
     condition = find(status.conditions, conditions.PLACED)
@@ -118,8 +120,9 @@ async def test_deletion_leaves_no_pod_service_secret_or_process(stage):
     await eventually("service and secret are collected", collected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_job_applied_at_once_after_its_deletion_trains(stage):
+    """As the job of `test_mistakes` that is deleted and applied again, with ranks that train."""
     await stage.apply(endless("twice", replicas=1))
     old = (await stage.client.get(JOBS, "twice", NAMESPACE))["metadata"]["uid"]
     await stage.trained("twice", 2)

@@ -18,6 +18,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "parallelism": {"tensor": 1, "context": 2},
     },
     "gathered": {
+        "replicas": 4,
         "training": {"precision": "bf16", "fp8": {"allGather": True}},
         "parallelism": {"tensor": 1, "zeroStage": 3},
     },

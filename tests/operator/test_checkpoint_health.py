@@ -128,6 +128,12 @@ def test_checkpoints_that_stop_advancing_while_steps_do_are_found(tiers: tuple[C
     assert early.requeue_after is not None
 
 
+@pytest.mark.parametrize(("later", "overdue"), [(169.0, False), (171.0, True)])
+def test_a_checkpoint_is_overdue_after_two_intervals_and_two_minutes(later: float, overdue: bool) -> None:
+    # The last one was saved 30 s before, and one is due every 20 steps of 2 s.
+    assert (health(judged(tier(), step=200, later=later)) is not None) is overdue
+
+
 def test_numbers_that_no_status_can_have_are_left_out() -> None:
     decision = judged(tier(saved_at=1e300), tier(place=STORE, interval_seconds=-1.0))
     (first,) = decision.status.checkpoint_tiers or ()

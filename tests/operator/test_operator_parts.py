@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kubernetes.aio.client import Configuration
 
 from meshwright.api.parsing import parse_status
+from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.protocol.messages import AgentState, Phase
 from meshwright_operator import settings
 from meshwright_operator.controller.http_server import serve_application
@@ -154,14 +155,16 @@ json_values = st.recursive(
 
 @given(st.fixed_dictionaries({"metadata": json_values, "spec": json_values, "status": json_values}))
 def test_a_pod_of_any_shape_is_read_or_left_out(obj: dict[str, Any]) -> None:
-    read_pod(obj)
+    found = read_pod(obj)
+    assert found is None or isinstance(found.name, str)
 
 
 @given(
     st.fixed_dictionaries({}, optional={k: json_values for k in ("mesh", "placement", "conditions", "plan", "step")})
 )
 def test_a_status_of_any_shape_is_read(status: dict[str, Any]) -> None:
-    parse_status({"status": status})
+    read = parse_status({"status": status})
+    assert ParallelTrainingJobStatus.model_validate(read.wire()) == read
 
 
 def test_a_damaged_field_of_status_takes_nothing_else_with_it() -> None:

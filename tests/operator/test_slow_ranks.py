@@ -65,6 +65,24 @@ def test_a_slow_rank_is_reported_once_after_a_minute() -> None:
     assert events(judged(SLOW, second.status.slow_rank, later=90)) == []
 
 
+def test_what_an_agent_said_long_ago_and_ranks_that_cannot_be_are_left_out() -> None:
+    found = received(SLOW)
+    old = {**found.reports, 2: replace(found.reports[2], age=20.0)}
+    slow = decide(observed(status=running_status(), received=replace(found, reports=old))).status.slow_rank
+    assert slow is None, "the report of rank 5 is old"
+    process = RankProcess(rank=-1, pid=1, step=7, compute_seconds=9.0)
+    hostile = report(3, AgentState.RUNNING, ranks=[process])
+    reports = {**found.reports, 3: replace(found.reports[3], report=hostile)}
+    slow = decide(observed(status=running_status(), received=replace(found, reports=reports))).status.slow_rank
+    assert slow is not None
+    assert slow.rank == 5
+
+
+@pytest.mark.parametrize(("ratio", "slow"), [(1.4, False), (1.5, True)])
+def test_a_rank_that_was_not_slow_must_take_half_as_long_again(ratio: float, slow: bool) -> None:
+    assert (judged((*EVEN[:5], ratio, *EVEN[6:])).status.slow_rank is not None) is slow
+
+
 @pytest.mark.parametrize(("ratio", "stays"), [(1.3, True), (1.2, False)])
 def test_it_is_slow_until_it_is_clearly_not(ratio: float, stays: bool) -> None:
     known = SlowRank(rank=5, worker=2, node="n2", generation=1, since=ago(100), confirmed=True)

@@ -229,6 +229,18 @@ def counted_resources(tenants: Tenants) -> list[str]:
     return sorted(name for name in ["nvidia.com/gpu", *(f"example.com/gpu{n}" for n in range(40))] if view.knows(name))
 
 
+def test_jobs_that_replace_a_pod_come_before_those_that_start_and_these_before_those_that_grow() -> None:
+    tenants, queue = Tenants(4), JobQueue()
+    grows = replace(tenants.request("grows", 2, assigned={0: "n0"}), grows=True)
+    starts = [tenants.request(f"starts-{number}", 1) for number in (1, 2)]
+    replaces = tenants.request("replaces", 2, assigned={0: "n1"})
+    urgent = tenants.request("urgent", 1, priority=5)
+    for request in (grows, *reversed(starts), replaces, urgent):
+        queue.put(request)
+    names = [member.request.key.name for member in queue.ordered(lambda namespace: 0)]
+    assert names == ["urgent", "replaces", "starts-1", "starts-2", "grows"]
+
+
 def test_nodes_that_are_gone_are_forgotten() -> None:
     tenants = Tenants(1)
     plan = tenants.request("job", 1).plan

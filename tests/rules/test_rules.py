@@ -13,7 +13,7 @@ from meshwright.crd.definition import custom_resource_definition
 from meshwright.crd.rule_placement import VALIDATIONS, add_rule, rules_of
 from meshwright.rules.rule import Rule
 from meshwright.rules.validation import SPEC_RULES, check_spec
-from meshwright_local.apiserver.schema.cel import compile_expression
+from meshwright_local.apiserver.schema.cel import compile_expression, converted
 
 GOOD: dict[str, Any] = {
     "replicas": 2,
@@ -659,16 +659,17 @@ CASES = [
 
 def broken_in_cel(spec: ParallelTrainingJobSpec) -> list[Rule[ParallelTrainingJobSpec]]:
     """The rules that CEL refuses, over the spec with the defaults that the API server fills in."""
-    defaulted = spec.wire()
-    return [rule for rule in SPEC_RULES if compile_expression(rule.cel).evaluate({"self": defaulted}) is not True]
+    defaulted = converted({"self": spec.wire()})
+    return [rule for rule in SPEC_RULES if compile_expression(rule.cel).evaluate(defaulted) is not True]
 
 
 def broken_in_schema(node: dict[str, Any], value: dict[str, Any], path: str = "") -> list[tuple[str, str]]:
     """Field and message of the rules in a schema that CEL refuses, each evaluated on its own object if that exists."""
+    variables = converted({"self": value})
     found = [
         ((path + rule.get("fieldPath", "")).lstrip("."), rule["message"])
         for rule in node.get(VALIDATIONS, ())
-        if compile_expression(rule["rule"]).evaluate({"self": value}) is not True
+        if compile_expression(rule["rule"]).evaluate(variables) is not True
     ]
     for name, child in node.get("properties", {}).items():
         if isinstance(value.get(name), dict):

@@ -21,6 +21,8 @@ import click
 
 from meshwright.api.labels import USER_ID
 from meshwright_cli.client.checkpoints.pod import GRACE_SECONDS, LIFE_SECONDS
+from meshwright_cli.jobs.access import Access, cluster_options
+from meshwright_cli.parameters import Duration
 
 MOUNT = "/upload"
 
@@ -54,24 +56,20 @@ print(json.dumps({"files": count, "bytes": size, "sha256": total.hexdigest()}))
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("claim")
 @click.option("--to", "target", default="", help="Directory on the claim. Defaults to its root.")
-@click.option("-n", "--namespace", help="Namespace of the claim. Defaults to that of the context.")
-@click.option("--context", help="Context of the kubeconfig file.")
-@click.option("--kubeconfig", type=click.Path(path_type=Path, dir_okay=False), help="Kubeconfig file.")
 @click.option(
     "--image", default="meshwright-worker:0.1.0", show_default=True, help="Image of the pod. It must contain Python."
 )
 @click.option(
-    "--timeout", type=click.IntRange(min=1), default=300, show_default=True, help="Seconds until the pod must run."
+    "--timeout", type=Duration(), default="5m", show_default=True, help="Longest time until the pod runs, such as 90s."
 )
+@cluster_options
 def upload(
     folder: Path,
     claim: str,
     target: str,
-    namespace: str | None,
-    context: str | None,
-    kubeconfig: Path | None,
     image: str,
-    timeout: int,
+    timeout: float,
+    access: Access,
 ) -> None:
     """Copy the files of FOLDER onto the PersistentVolumeClaim CLAIM.
 
@@ -81,7 +79,7 @@ def upload(
     if ".." in PurePosixPath(target).parts:
         raise click.ClickException(f"--to {target}: must not contain `..`")
     files = _files(folder)
-    kubectl = _Kubectl(namespace, context, kubeconfig)
+    kubectl = _Kubectl(access)
     kubectl.run("get", "persistentvolumeclaim", claim)
     pod = f"meshwright-upload-{secrets.token_hex(4)}"
     kubectl.run("create", "-f", "-", stdin=json.dumps(_pod(pod, claim, image)))
@@ -115,12 +113,13 @@ class _Kubectl:
         click.ClickException: kubectl is not installed.
     """
 
-    def __init__(self, namespace: str | None, context: str | None, kubeconfig: Path | None) -> None:
+    def __init__(self, access: Access) -> None:
         program = shutil.which("kubectl")
         if program is None:
             raise click.ClickException("`meshwright data upload` needs kubectl on the PATH: install it")
         self._command = [program]
-        for flag, value in (("namespace", namespace), ("context", context), ("kubeconfig", kubeconfig)):
+        for flag in ("namespace", "context", "kubeconfig"):
+            value = getattr(access, flag)
             self._command += [f"--{flag}={value}"] if value is not None else []
 
     def run(self, *words: str, stdin: str = "", check: bool = True) -> str:
@@ -172,9 +171,9 @@ def _pod(name: str, claim: str, image: str) -> dict[str, Any]:
     }
 
 
-def _wait_until_ready(kubectl: _Kubectl, pod: str, timeout: int) -> None:
+def _wait_until_ready(kubectl: _Kubectl, pod: str, timeout: float) -> None:
     try:
-        kubectl.run("wait", "--for=condition=Ready", f"pod/{pod}", f"--timeout={timeout}s")
+        kubectl.run("wait", "--for=condition=Ready", f"pod/{pod}", f"--timeout={timeout:g}s")
     except click.ClickException as error:
         events = kubectl.run("get", "events", f"--field-selector=involvedObject.name={pod}", check=False)
         last = next(iter(events.strip().splitlines()[-1:]), "")

@@ -56,7 +56,7 @@ def fit_error(
         shortage: the required level for which it does not fit, if there is enough capacity otherwise.
     """
     levels = levels or GroupLevels.of(plan, inventory.levels)
-    shape, too_small, skipped = GangShape(plan), False, _skipped_nodes(plan, inventory)
+    shape = GangShape(plan)
     capacity = FreeCapacity(plan, inventory, kept, levels.base)
     needed = shape.workers - len(kept)
     workers_that_fit = capacity.total_blocks() * shape.block_workers
@@ -70,13 +70,13 @@ def fit_error(
         free = "Free more GPUs there, or set a wider level"
     else:
         sentences = [f"{fitting}{_per_rack(capacity, shape)}: {missing_gpus} missing", *_groups(shape, levels)]
-        most = _workers_on_empty_nodes(plan, inventory)
-        too_small = most < shape.workers and not skipped  # a node that is skipped now may be usable later
-        free = _add_nodes(most) if too_small else f"Free {missing_gpus}"
+        free = f"Free {missing_gpus}"
     sentences += [
         *(_other_resources(plan, inventory, kept, levels, workers_that_fit) if shortage is None else ()),
-        *skipped,
-        *_what_to_do(plan, free, replicas_fitting, is_fact=too_small),
+        *_skipped_nodes(plan, inventory),
+        f"{free}, or set {_size_to_set(plan, replicas_fitting)} to start now"
+        if replicas_fitting
+        else "No smaller number of replicas fits now",
     ]
     blocked_by_kept_workers = bool(kept) and fits(plan, inventory)
     if blocked_by_kept_workers:
@@ -87,23 +87,6 @@ def fit_error(
         replicas_that_fit=replicas_fitting,
         blocked_by_kept_workers=blocked_by_kept_workers,
     )
-
-
-def _workers_on_empty_nodes(plan: Plan, inventory: Inventory) -> int:
-    """How many workers have GPUs on the usable nodes if nothing else runs there."""
-    return sum(node.capacity.gpus // plan.gpus_per_worker for node in inventory.usable)
-
-
-def _add_nodes(most: int) -> str:
-    takes = f"only {_workers(most)}" if most else "no worker"
-    return f"Even when empty, the usable nodes take {takes}: add nodes"
-
-
-def _what_to_do(plan: Plan, free: str, replicas: int, *, is_fact: bool) -> list[str]:
-    """The last sentences: what to free or add, and which size fits now. `is_fact`: `free` holds for every size."""
-    if replicas:
-        return [f"{free}, or set {_size_to_set(plan, replicas)} to start now"]
-    return [*([free] if is_fact else []), "No smaller number of replicas fits now"]
 
 
 def _level_sentence(plan: Plan, shape: GangShape, shortage: LevelShortage) -> str:
@@ -142,10 +125,6 @@ def _size_to_set(plan: Plan, replicas: int) -> str:
     return f"`spec.gpus: {replicas * plan.layout.replica_size}`"
 
 
-def _workers(count: int) -> str:
-    return f"{count} worker" if count == 1 else f"{count} workers"
-
-
 def _gpus(count: int) -> str:
     return f"{count} GPU" if count == 1 else f"{count} GPUs"
 
@@ -169,9 +148,7 @@ def _per_rack(capacity: FreeCapacity, shape: GangShape) -> str:
     if not counts:
         return ""
     more = f" and {len(counts) - _MAX_NAMED} more racks" if len(counts) > _MAX_NAMED else ""
-    # A rack that no label names has the path of what stands for it, such as `domain/host/n0`.
-    named = ", ".join(f"{rack.rpartition('/')[2]}: {count}" for rack, count in counts[:_MAX_NAMED])
-    return f" ({named}{more})"
+    return f" ({', '.join(f'{rack}: {count}' for rack, count in counts[:_MAX_NAMED])}{more})"
 
 
 def _other_resources(

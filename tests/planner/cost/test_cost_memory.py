@@ -20,7 +20,7 @@ from meshwright.planner.cost.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.cost.memory import memory_by_stage, worst_stage
 from meshwright.planner.cost.stages import stage_parameters, stages_of
 from meshwright.planner.cost.strategy import Strategy, Workload
-from meshwright.planner.units import GIB
+from meshwright.planner.units import GIB, MIB, format_bytes
 
 MEGATRON = FRAMEWORKS["megatron-lm"]
 DEEPSPEED = FRAMEWORKS["megatron-deepspeed"]
@@ -272,3 +272,18 @@ def test_impossible_strategies_are_refused(changes: dict[str, int], named: str) 
 def test_layers_that_cannot_be_split_are_refused(strategy: Strategy, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         worst_stage(work(), strategy, MEGATRON)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (512, "512 B"),
+        (1.5 * 1024, "1.5 KiB"),
+        (999 * MIB, "999 MiB"),
+        (1010 * MIB, "1010 MiB"),
+        (12.34 * GIB, "12.3 GiB"),
+        (2048 * GIB, "2 TiB"),
+    ],
+)
+def test_bytes_have_three_digits_and_no_exponent(count: float, text: str) -> None:
+    assert format_bytes(count) == text

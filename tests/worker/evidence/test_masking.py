@@ -43,6 +43,33 @@ def test_what_looks_like_a_secret_is_masked(text: str, secret: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "prefix",
+    [
+        *("hf_", "gho_", "ghp_", "ghr_", "ghs_", "ghu_", "github_pat_", "glpat-", "sk-", "AIza"),
+        *(f"xox{kind}-" for kind in "abeprs"),
+    ],
+)
+def test_tokens_of_well_known_services_are_masked_wherever_they_are(prefix: str) -> None:
+    assert NOTHING.mask(f"logged in with {prefix}{'a1' * 16}, step 3") == f"logged in with {MASK}, step 3"
+
+
+@pytest.mark.parametrize("prefix", ["AKIA", "ASIA"])
+def test_ids_of_permanent_and_temporary_keys_are_masked(prefix: str) -> None:
+    assert NOTHING.mask(f"signed by {prefix}{'A1' * 8}") == f"signed by {MASK}"
+
+
+@pytest.mark.parametrize("name", ["sig", "signature", "X-Amz-Signature", "X-Amz-Credential", "X-Amz-Security-Token"])
+def test_signed_addresses_are_masked(name: str) -> None:
+    masked = NOTHING.mask(f"GET https://store/x?part=2&{name}=0f0f0f failed")
+    assert masked == f"GET https://store/x?part=2&{name}={MASK} failed"
+
+
+def test_a_secret_that_is_a_part_of_another_one_leaves_nothing_of_it() -> None:
+    masker = Masker({"A": "correct-horse", "B": "correct-horse-battery-staple"}, {"A", "B"})
+    assert masker.mask("with correct-horse-battery-staple and correct-horse") == f"with {MASK} and {MASK}"
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "step 12/100 loss=3.4012 lr=0.001 tokens/s=123456 step_seconds=0.41",

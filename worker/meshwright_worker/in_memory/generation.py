@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -14,7 +15,7 @@ from meshwright_worker.checkpoint.manifest import TrainingState
 from meshwright_worker.checkpoint.provenance import Provenance
 from meshwright_worker.distributed.mesh import STEP_TIMEOUT, Mesh, build_mesh, connect, new_host_group
 from meshwright_worker.in_memory.copies import Copier, HostCopies
-from meshwright_worker.in_memory.gate import Held, MemoryGate
+from meshwright_worker.in_memory.gate import Held, LeftError, MemoryGate
 from meshwright_worker.in_memory.leaving import Connections, destroy_groups
 from meshwright_worker.in_memory.transfer import restore
 from meshwright_worker.rank.task import Outcome, RankEvents, RankTask, StepReport
@@ -49,8 +50,9 @@ class EventsOfGeneration:
         self._report(lambda: self._events.step(report))
 
     def at_work(self) -> None:
-        """See `RankEvents.at_work`."""
-        self._report(self._events.at_work)
+        """See `RankEvents.at_work`. May be called in another thread."""
+        with suppress(LeftError):
+            self._report(self._events.at_work)
 
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
         """See `RankEvents.checkpoint`."""

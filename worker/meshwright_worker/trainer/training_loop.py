@@ -42,6 +42,7 @@ from meshwright_worker.rank.task import AT_WORK_SECONDS, Outcome, RankEvents, St
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.checkpoint_requests import CheckpointRequests
 from meshwright_worker.trainer.evaluation import Evaluation
+from meshwright_worker.trainer.long_waits import telling_at_work
 from meshwright_worker.trainer.loss_anomalies import DivergedError
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
 from meshwright_worker.trainer.repeated_steps import RepeatedSteps
@@ -350,12 +351,13 @@ class TrainingLoop:
         """Evaluate, the first time with the time limits of a start: compiled stages compile their forward passes again,
         each when it has received the first hidden states, and the last one waits for all.
         """
-        first, self._has_evaluated = not self._has_evaluated, True
-        if first:
-            set_collective_timeout(START_TIMEOUT)
         with phase(_EVALUATION):
-            loss = evaluation.loss(self._trainer, self._mesh, self._tell_at_work)
-        if first:
+            if self._has_evaluated:
+                return evaluation.loss(self._trainer, self._mesh, self._tell_at_work)
+            self._has_evaluated = True
+            set_collective_timeout(START_TIMEOUT)
+            with telling_at_work(self._events):
+                loss = evaluation.loss(self._trainer, self._mesh)
             set_collective_timeout(STEP_TIMEOUT)
         return loss
 

@@ -39,8 +39,9 @@ def apply_fsdp(
 ) -> None:
     """Shard every parameter of a stage, layer by layer, in place.
 
-    Stage 2 keeps a layer's gathered parameters from its forward to its backward pass. Stage 3 frees them in between and
-    gathers twice, the second time only from `reshard_size` neighbors if that is set.
+    Stage 2 keeps a layer's gathered parameters from a step's first forward to its last backward pass. Stage 3 frees
+    them after every pass and gathers twice in a micro-batch, the second time only from `reshard_size` neighbors if that
+    is set.
 
     Args:
         stage: built on the meta device.
@@ -82,6 +83,7 @@ def preallocate_fsdp_storage(stage: nn.Module) -> None:
 def disable_gradient_sync(module: nn.Module) -> None:
     """Make backward passes accumulate full gradients without reducing them."""
     _set(module, reduce=False)
+    _free_after_backward(module, last=False)
 
 
 def enable_gradient_sync(module: nn.Module, *, last: bool = True) -> None:
@@ -90,6 +92,7 @@ def enable_gradient_sync(module: nn.Module, *, last: bool = True) -> None:
     Copies of a set of shards (HSDP) add theirs in a step's last pass.
     """
     _set(module, reduce=True)
+    _free_after_backward(module, last=last)
     if isinstance(module, FSDPModule):
         module.set_requires_all_reduce(last)
 
@@ -103,6 +106,7 @@ def reduce_gradients(module: nn.Module) -> None:
     if not isinstance(module, FSDPModule):
         return
     _set(module, reduce=True)
+    _free_after_backward(module, last=True)
     root: Any = module._get_fsdp_state()
     for state in root._state_ctx.all_states:
         for group in _parameter_groups(state, _WITHOUT_FSDP):
@@ -226,6 +230,16 @@ def _set(module: nn.Module, *, reduce: bool) -> None:
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(reduce)
         module.set_is_last_backward(reduce)
+
+
+def _free_after_backward(module: nn.Module, *, last: bool) -> None:
+    """Say whether the next backward passes free the parameters. With stage 2 only a step's last one does: no gather
+    would find others before the update.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            for group in _parameter_groups(part._get_fsdp_state(), _WITHOUT_FSDP):
+                group.reshard_after_backward = last or group._reshard_after_forward
 
 
 def sharded_parameters(module: nn.Module, workaround: str) -> Iterator[Any]:

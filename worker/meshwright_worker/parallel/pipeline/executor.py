@@ -30,7 +30,7 @@ from meshwright_worker.parallel.pipeline.auto_schedule import AutoScheduleExecut
 from meshwright_worker.parallel.pipeline.p2p import P2PChannels
 from meshwright_worker.parallel.pipeline.rank_program import p2p_pairs
 from meshwright_worker.parallel.pipeline.schedule_executor import ScheduleExecutor
-from meshwright_worker.parallel.pipeline.shared_weights import SharedWeights, shared_weight_pairs
+from meshwright_worker.parallel.pipeline.shared_weights import SharedWeights
 from meshwright_worker.parallel.pipeline.slot_times import SlotRecorder, slot_recorder
 from meshwright_worker.parallel.pipeline.stage import PipelineStage
 
@@ -128,7 +128,7 @@ def build_executor(stages: Sequence[LocalStage], run: NativeRun, mesh: Mesh) -> 
     if run.pipeline == 1 and len(stages) == 1 and not run.parallelism.rematerialize:
         executor = GradientAccumulation(stages[0].module, tokens, reduces_each=reduces_every_micro_batch(run))
         return Pipeline(executor, SharedWeights(pipeline, rank, None, tied=tied))
-    p2p_channels = P2PChannels(mesh, p2p_pairs(pipeline.schedule) | shared_weight_pairs(pipeline, tied=tied))
+    p2p_channels = P2PChannels(mesh, p2p_pairs(pipeline.schedule))
     return Pipeline(
         _build_schedule_executor(stages, run, mesh, pipeline.schedule, p2p_channels, tokens),
         SharedWeights(pipeline, rank, p2p_channels, tied=tied),

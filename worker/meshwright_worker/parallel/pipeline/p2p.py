@@ -21,7 +21,7 @@ class P2PChannels:
 
     Args:
         mesh: the mesh.
-        pairs: every (source, target) of pipeline ranks that will ever communicate.
+        pairs: every (source, target) of pipeline ranks that will ever `send`. Exchanges need none.
     """
 
     def __init__(self, mesh: Mesh, pairs: Iterable[tuple[int, int]]) -> None:
@@ -34,7 +34,7 @@ class P2PChannels:
         self._device = mesh.device
         self._in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
         if mesh.device.type == "cuda":
-            self._connect(sorted(pairs))
+            self._connect(connection_order(pairs))
 
     def post_receive(self, source: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> PendingReceive:
         """Start to receive the next tensor that `source` sends."""
@@ -82,6 +82,20 @@ class P2PChannels:
                 self.flush()
             elif self._rank == target:
                 self.post_receive(source, token.shape, token.dtype).wait()
+
+
+def connection_order(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return (source, target) of ranks in the order in which all ranks connect them.
+
+    Neighbors whose lower rank is even come first, then the other neighbors, then the rest. So half of a pipeline
+    connects at a time, where in the order of ranks one pair would after the other.
+    """
+
+    def place(pair: tuple[int, int]) -> tuple[int, bool, tuple[int, int]]:
+        lower, upper = min(pair), max(pair)
+        return lower % 2 if upper - lower == 1 else 2, pair[0] > pair[1], pair
+
+    return sorted(pairs, key=place)
 
 
 class PendingReceive:

@@ -70,11 +70,3 @@ class SharedWeights:
             for copies, total in zip(group, sums, strict=True):
                 for shard in copies:
                     shard.gradient().copy_(total)
-
-
-def shared_weight_pairs(pipeline: PipelineLayout, *, tied: bool) -> set[tuple[int, int]]:
-    """Return every (source, target) of ranks that sum gradients of copies."""
-    ranks_of_stage = [pipeline.ranks_of_stage(stage) for stage in range(len(pipeline.layers))]
-    if tied:
-        ranks_of_stage.append(sorted({*ranks_of_stage[0], *ranks_of_stage[-1]}))
-    return {(one, other) for ranks in ranks_of_stage for one in ranks for other in ranks if one != other}
