@@ -85,14 +85,14 @@ def state_of(run: Run, rank: int) -> tuple[int, ...]:
 
 
 def plan_recovery(run: Run, generation: int, held: Mapping[int, HeldState]) -> MemoryRecovery | str:
-    """Plan how all ranks go on from the states that ranks hold since `generation`; or say why they cannot.
+    """Plan how all ranks go on from the states that ranks hold, some since `generation`; or say why they cannot.
 
     A rank whose state is older than one step before the newest gets that of another, like a new one.
     """
     if not held:
         return "no rank has kept its state"
     step = max(state.step for state in held.values())
-    kept = [rank for rank, state in sorted(held.items()) if _reaches(state, step)]
+    kept = [rank for rank, state in sorted(held.items()) if reaches(state, step)]
     leader = next(rank for rank in kept if held[rank].step == step)
     memory = MemoryRecovery(generation=generation, step=step, leader=leader, ranks=format_ranks(kept))
     lost = [rank for rank, source in transfers(run, memory).items() if source is None]
@@ -159,7 +159,8 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def _reaches(state: HeldState, step: int) -> bool:
+def reaches(state: HeldState, step: int) -> bool:
+    """Whether a rank with this state has completed a step, or can make its update without the others."""
     return state.step == step or (state.step == step - 1 and state.reduced == step)
 
 

@@ -184,7 +184,7 @@ class MemoryRecoveryStatus(ApiModel):
     """How a generation went on from the state that ranks held in memory."""
 
     generation: Count
-    """The generation since which they held it."""
+    """The earliest generation since which one of them held it."""
     step: Count
     """The step from which all ranks went on."""
     leader: Count

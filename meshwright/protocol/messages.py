@@ -141,7 +141,7 @@ class MemoryRecovery(OpenMessage):
     """How the ranks of a generation go on from the state that ranks of an earlier one hold in memory."""
 
     generation: Generation
-    """The generation since which the state is held."""
+    """The earliest generation since which one of them holds it. Later ones made no step, or all go back before them."""
     step: int
     """The step from which all ranks go on: the newest that any of them has completed."""
     leader: int

@@ -300,7 +300,7 @@ REPLICA_RULES: tuple[Rule[Facts], ...] = (
     ),
     Rule(
         "training.fp8.allGather",
-        "needs FSDP without `dataParallel.reshardSize` and `training.parameterOffload`: set `parallelism.zeroStage: 3` "
+        "needs FSDP without `dataParallel.reshardSize` and `parameterOffload`: set `parallelism.zeroStage: 3` "
         "and remove those, or remove this field",
         "!has(self.training) || !has(self.training.fp8) || !has(self.training.fp8.allGather)"
         f" || !self.training.fp8.allGather || ({zero_stage_may_be(2, 3)} && !{_IS_ZERO}"

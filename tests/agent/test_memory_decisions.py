@@ -120,7 +120,7 @@ def test_ranks_of_a_worker_of_another_size_start_anew(training: Driver) -> None:
     assert training.state_machine.on_mesh(other, training.now) == [KillRanks((0, 1))]
 
 
-@pytest.mark.parametrize("memory", [None, recovery(0, "0-1"), recovery(1, "5")])
+@pytest.mark.parametrize("memory", [None, recovery(2, "0-1"), recovery(1, "5")])
 def test_a_document_that_keeps_no_rank_ends_all_processes(training: Driver, memory: MemoryRecovery | None) -> None:
     state_machine = training.state_machine
     state_machine.on_leave(1, training.now)
@@ -233,3 +233,20 @@ def test_a_failure_of_its_own_is_reported_with_the_states_of_others(training: Dr
     training.tell(0, Held(1, None, 0.001))
     report = build_report(training.state_machine)
     assert (report.failure, report.message) == (FailureKind.ERROR, "rank 1: LookupError: boom")
+
+
+@pytest.mark.parametrize(("since", "kept"), [(1, (0, 1)), (2, ())])
+def test_ranks_go_on_although_their_agent_missed_a_generation_in_between(
+    training: Driver, since: int, kept: tuple[int, ...]
+) -> None:
+    state_machine = training.state_machine
+    state_machine.on_leave(1, training.now)
+    for rank in (0, 1):
+        training.tell(rank, Held(1, None, 0.001))
+    actions = state_machine.on_mesh(in_memory(3, recovery(since, "0-1")), training.now)
+    if not kept:
+        assert actions == [KillRanks((0, 1))], "all ranks made steps in generation 2"
+        return
+    (start,) = actions
+    assert isinstance(start, StartRanks)
+    assert start.resumed == kept

@@ -29,6 +29,8 @@ from tests.operator.support import job
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 JOB = "train"
+LISTENING_SECONDS = 50.0
+"""For how long the operator runs: an agent that has never reported is not silent yet."""
 NODES = {f"n{number}": False for number in range(8)}
 
 
@@ -110,6 +112,7 @@ def agents(
             for r in reports
         },
         newest_generation=1,
+        listening_seconds=LISTENING_SECONDS,
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -12,10 +15,15 @@ from meshwright.devices.amounts import amounts_by_node
 from meshwright.devices.claims import CLASS_PREFIX, AllocatedClaim, Wanted, read_claim, wanted_by
 from meshwright.devices.slices import devices_by_node
 from meshwright.planner.cluster.pod_resources import Resources, pod_request
+from meshwright_operator.devices import inventory
+from meshwright_operator.devices.inventory import DeviceInventory
 from meshwright_operator.devices.node_selector import selected
 from meshwright_operator.kube.cache import Cache
+from meshwright_operator.kube.client import ApiError, KubeClient, Page
 from meshwright_operator.kube.pod_requests import read_pod_request, request_json_for
-from tests.operator.support import node
+from meshwright_operator.kube.watch_liveness import WatchLiveness
+from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from tests.operator.support import node, until
 
 GPU = "gpu.nvidia.com"
 GPU_CLASS = ("device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'",)
@@ -169,3 +177,47 @@ def test_node_selectors_of_allocated_claims() -> None:
     host = [{"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["n0"]}]
     assert not selected(obj, {"nodeSelectorTerms": [{"matchExpressions": host}]})
     assert not selected(obj, {"nodeSelectorTerms": []})
+
+
+class Devices(KubeClient):
+    """Collections without objects, after an error or an answer that does not come."""
+
+    def __init__(self, first: ApiError | None) -> None:
+        self.first = first
+        self.failed = False
+
+    async def pages(self, path: str, **query: str) -> AsyncIterator[Page]:
+        if not self.failed:
+            self.failed = True
+            if self.first is None:
+                await asyncio.sleep(3600)
+            else:
+                raise self.first
+        yield Page([], "1")
+
+
+@pytest.mark.parametrize("first", [ApiError(500, "InternalError", "no"), ApiError(410, "Expired", "too slow"), None])
+async def test_devices_are_counted_soon_after_a_first_look_that_failed(
+    first: ApiError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster with thousands of slices may not be listed before the operator has to start."""
+    monkeypatch.setattr(inventory, "ERROR_SECONDS", 0.01)
+    found = DeviceInventory(Devices(first), Cache(), lambda: None)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(found.load(), 0.05)
+    assert not found.available
+    running = asyncio.create_task(found.run(WatchLiveness(OperatorMetrics(), 60), 60))
+
+    async def counted() -> bool:
+        return found.available
+
+    await until(counted, "devices are counted", 60)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.mark.parametrize("code", [403, 404])
+async def test_a_cluster_without_the_api_is_asked_again_rarely(code: int) -> None:
+    found = DeviceInventory(Devices(ApiError(code, "No", "no")), Cache(), lambda: None)
+    assert not await found.load()
+    assert found._retry_seconds == inventory.RETRY_SECONDS

@@ -54,7 +54,7 @@ def status(**mesh: Any) -> ParallelTrainingJobStatus:
     return running_status(mesh=MeshStatus(**{"in_memory": LAYOUT, **fields}))
 
 
-def pending(cause: str, seconds: float = 1, **mesh: Any) -> ParallelTrainingJobStatus:
+def pending(cause: str, seconds: float = 1, /, **mesh: Any) -> ParallelTrainingJobStatus:
     return status(pending_cause=cause, pending_since=ago(seconds), failures=1, **mesh)
 
 
@@ -264,3 +264,83 @@ async def test_ranks_of_other_jobs_are_not_told_to_leave() -> None:
     await registry.publish(current, dict.fromkeys(range(4), 0), generation=1)
     await registry.leave_with_failed(LOST_RANK_3[1])
     assert registry.leave is None
+
+
+RECOVERY = {"generation": 1, "step": 7, "leader": 0, "ranks": "0-2,4-7"}
+
+
+def has(found: Agents, documents: dict[int, int]) -> Agents:
+    """Agents that poll for a newer generation than the one of which each has the document."""
+    waiting = {w: replace(agent, generation=documents.get(w, 2)) for w, agent in found.waiting_agents.items()}
+    return replace(found, waiting_agents=waiting, newest_generation=2)
+
+
+def interrupted(reports: list[WorkerReport], documents: dict[int, int], **mesh: Any) -> Observed:
+    """Generation 2, in which ranks were to go on from memory, was interrupted before it made a step."""
+    fields = {"generation": 2, "cause": "RankFailure", "recovery": RECOVERY, **mesh}
+    found = has(able(agents(reports)), documents)
+    return observed(status=pending("PodLost", 10, **fields), received=found, **IN_MEMORY)
+
+
+def test_ranks_whose_agent_never_got_an_interrupted_generation_go_on() -> None:
+    second = {"generation": 2}
+    reports = [holds(0), *(holds(w).model_copy(update=second) for w in (1, 2)), holds(3)]
+    now = interrupted(reports, {0: 1, 3: 1})
+    memory = published(now, decide(now)).memory
+    assert memory is not None
+    assert (memory.generation, memory.step, memory.ranks) == (1, 7, "0-7")
+    later = seen([], decide(now).status)
+    assert document(later, later.mesh) == published(now, decide(now)), "after a restart of the operator too"
+
+
+def test_nobody_got_an_interrupted_generation_and_all_go_on() -> None:
+    now = interrupted([holds(0), holds(1), holds(2), holds(3)], dict.fromkeys(range(4), 1))
+    decision = decide(now)
+    assert "MemoryLost" not in events(decision)
+    memory = published(now, decision).memory
+    assert memory is not None
+    assert (memory.generation, memory.ranks) == (1, "0-7")
+
+
+@pytest.mark.parametrize(
+    ("documents", "mesh", "step"),
+    [
+        ({0: 2}, {}, 7),  # its report is from before it received the document
+        ({0: 1}, {"recovery": None}, 7),  # all ranks have started anew from a checkpoint since
+        ({0: 1}, {"recovery": {**RECOVERY, "generation": 2}}, 7),
+        ({0: 1}, {}, 8),  # the others went on without this step
+    ],
+)
+def test_an_older_state_that_the_others_cannot_use_does_not_count(
+    documents: dict[int, int], mesh: dict[str, Any], step: int
+) -> None:
+    old = holds(0, first=HeldState(step=step), second=HeldState(step=step))
+    now = interrupted([old, *(holds(w).model_copy(update={"generation": 2}) for w in (1, 2, 3))], documents, **mesh)
+    memory = published(now, decide(now)).memory
+    assert memory is not None
+    assert (memory.generation, memory.step, memory.ranks) == (2, 7, "2-7")
+
+
+@pytest.mark.parametrize(
+    ("cause", "fields"), [("RankFailure", IN_MEMORY), ("Rescaled", {}), ("NodeDrained", {}), ("Rebalanced", {})]
+)
+def test_a_new_operator_waits_for_the_reports_of_agents_that_poll(cause: str, fields: dict[str, Any]) -> None:
+    before = pending(cause) if fields else running_status(mesh=pending(cause).mesh)
+    heard = has(able(agents([holds(0), holds(1), holds(2)])), dict.fromkeys(range(4), 1))
+    early = decide(observed(status=before, received=replace(heard, listening_seconds=1.0), **fields))
+    assert early.mesh.generation == 1, "worker 3 may hold its state, or save a checkpoint"
+    assert early.requeue_after is not None
+    assert early.requeue_after <= 0.5
+    late = decide(observed(status=before, received=replace(heard, listening_seconds=11.0), **fields))
+    assert late.mesh.generation == 3
+    fresh = replace(heard, waiting_agents={**heard.waiting_agents, 3: replace(heard.waiting_agents[3], generation=0)})
+    new = decide(observed(status=before, received=replace(fresh, listening_seconds=1.0), **fields))
+    assert new.mesh.generation == 3, "a new pod has nothing to say"
+
+
+def test_a_report_from_before_the_interrupted_generation_is_waited_for() -> None:
+    reports = [holds(0), *(holds(w).model_copy(update={"generation": 2}) for w in (1, 2, 3))]
+    found = has(able(agents(reports)), {})
+    fields = {"generation": 2, "cause": "RankFailure", "recovery": RECOVERY}
+    early = decide(observed(status=pending("RankFailure", 1, **fields), received=found, **IN_MEMORY))
+    assert early.mesh.generation == 2, "worker 0 has the document, and its ranks may still leave"

@@ -456,6 +456,29 @@ async def test_a_job_from_another_cluster_takes_the_workload_that_came_with_it(w
     assert len(list(found.cluster.of("workloads"))) == 1
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"namespace": "other"}, {"ownerReferences": []}, {"ownerReferences": [{"uid": "somebody", "controller": True}]}],
+    ids=["of another namespace", "without an owner", "of another owner"],
+)
+async def test_a_workload_that_only_has_the_label_of_a_job_does_not_stop_it(change: dict[str, Any]) -> None:
+    found = world()
+    found.submit(queued("job", 2))
+    await found.run(10)
+    found.admit("job", 2)
+    await found.run(20)
+    assert found.true("job", "Ready")
+    own = found.workload("job")
+    forged = {**own, "metadata": {**own["metadata"], "name": "forged", "uid": "forged", **change}, "status": {}}
+    found.watch.put(forged)
+    await found.run(20)
+    assert found.true("job", "Ready"), found.condition("job", "Ready")
+    found.watch.remove(forged)
+    await found.run(20)
+    assert found.true("job", "Ready")
+    assert found.status("job")["mesh"]["generation"] == 1
+
+
 # The forms of the API.
 
 

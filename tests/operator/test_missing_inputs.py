@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import AsyncIterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from meshwright_operator.controller.claim_check import ClaimCheck
+from meshwright_operator.controller.pod_events import PodEvents
 from meshwright_operator.decide.missing_claims import STALLED_AFTER_SECONDS, MissingClaim, claims_of
 from meshwright_operator.decide.pod_problems import fix_for, problem_seconds
-from meshwright_operator.kube.client import ApiError
+from meshwright_operator.kube.client import ApiError, KubeClient, Page
 from tests.operator.agents import Kubelet
-from tests.operator.builders import spec
+from tests.operator.builders import NOW, agents, observed, pod, running_status, spec
 from tests.operator.conftest import Settled, StartOperator
 from tests.operator.support import JOBS, Api, condition, job, until
 from tests.operator.test_gang_races import small
@@ -170,3 +173,50 @@ def test_a_missing_claim_as_text() -> None:
         "`texs` (`spec.data.claimName`, did you mean `texts` or `text`?)"
     )
     assert str(MissingClaim("data.claimName", "x")) == "`x` (`spec.data.claimName`)"
+
+
+class NoEvents(KubeClient):
+    """An API server whose events cannot be read: clusters often store them elsewhere."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.asked = 0
+
+    async def pages(self, path: str, **query: str) -> AsyncIterator[Page]:
+        self.asked += 1
+        if self.code:
+            raise ApiError(self.code, "No", "no")
+        yield Page([{"reason": "FailedMount", "message": "no such volume"}], "")
+
+
+def waiting_pod(seconds: float) -> Any:
+    pods = [pod(0, phase="Pending", address="", created=NOW), pod(1), pod(2), pod(3)]
+    return observed(pods, running_status(), received=agents(), now=NOW + timedelta(seconds=seconds))
+
+
+@pytest.mark.parametrize("code", [0, 410, 429, 500, 504])
+async def test_a_job_starts_although_events_of_its_pods_cannot_be_read(code: int) -> None:
+    client = NoEvents(code)
+    events = PodEvents(client)
+    for seconds in (20, 21):
+        explained, again = await events.explain("default", waiting_pod(seconds))
+        problem = explained.workers[0].pod.problem
+        assert problem == ("" if code else "FailedMount: no such volume")
+        assert again == pytest.approx(seconds / 2)
+    assert client.asked == 1, "not at every reconcile"
+    client.code = 0
+    explained, _ = await events.explain("default", waiting_pod(120))
+    assert explained.workers[0].pod.problem == "FailedMount: no such volume"
+
+
+async def test_where_the_operator_may_not_read_events_it_asks_once_and_elsewhere_again() -> None:
+    client = NoEvents(403)
+    events = PodEvents(client)
+    for namespace in ("a", "a", "b"):
+        explained, _ = await events.explain(namespace, waiting_pod(20))
+        assert not explained.workers[0].pod.problem
+    assert client.asked == 1, "the same pod was asked for a moment ago"
+    client.code = 0
+    seen = waiting_pod(120)
+    assert (await events.explain("b", seen))[0].workers[0].pod.problem
+    assert not (await events.explain("a", seen))[0].workers[0].pod.problem

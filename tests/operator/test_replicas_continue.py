@@ -39,7 +39,8 @@ class MemoryAgent(Agent):
         if document is None or document is before:
             return
         memory, first = document.memory, self.first_rank
-        goes_on = memory is not None and memory.generation == generation and first in keeping_ranks(memory)
+        since = memory is not None and memory.generation <= generation < document.generation
+        goes_on = memory is not None and since and first in keeping_ranks(memory)
         self.starts += not (goes_on and self.held is not None)
         self.step = memory.step if memory is not None else 0
         self.held = None

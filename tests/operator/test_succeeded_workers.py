@@ -241,6 +241,15 @@ def test_pods_that_do_not_exit_after_their_run_do_not_keep_the_job() -> None:
     ]
 
 
+def test_a_clock_that_was_set_back_does_not_keep_a_complete_run() -> None:
+    ahead = decide(observed(received=all_complete(), now=NOW + timedelta(hours=1)))
+    again = decide(observed(status=ahead.status, received=agents([])))
+    assert again.mesh.completed_time == ago(0)
+    assert again.requeue_after is not None
+    assert again.requeue_after <= EXIT_SECONDS
+    assert finished(decide(observed(status=again.status, now=NOW + timedelta(seconds=EXIT_SECONDS))).status)
+
+
 def test_the_exit_is_not_waited_for_while_a_worker_has_ranks_left_or_failed() -> None:
     reports = [report(w, AgentState.COMPLETE if w else AgentState.RUNNING) for w in range(4)]
     later = NOW + timedelta(hours=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -17,6 +18,8 @@ SILENT_SECONDS = 8.0
 """Age of a pod that reports nothing at which its events are read, and the shortest time until they are read again."""
 LONGEST_SECONDS = 60.0
 """The longest time. Large images pull for minutes without an event."""
+log = logging.getLogger(__name__)
+
 _REASONS = frozenset({"FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"})
 MAX_PODS = 4096
 
@@ -28,12 +31,13 @@ class PodEvents:
         self._client = client
         self._read: dict[str, tuple[datetime, str]] = {}
         """uid of a pod -> when its events were read, and the problem in them."""
-        self._allowed = True
+        self._forbidden: set[str] = set()
+        """Namespaces whose events the operator may not read."""
 
     async def explain(self, namespace: str, observed: Observed) -> tuple[Observed, float | None]:
         """The job with the problem of a pod that waits, and seconds until it should be observed again."""
         waiting = [w for w in observed.workers if w.pod is not None and _is_silent(w, w.pod)]
-        if not waiting or not self._allowed:
+        if not waiting or namespace in self._forbidden:
             return observed, None
         worker = min(waiting, key=lambda w: w.index)
         assert worker.pod is not None
@@ -52,22 +56,24 @@ class PodEvents:
         known = self._read.get(pod.uid)
         if known is not None and 0 <= (now - known[0]).total_seconds() < interval:
             return known[1]
-        selector = f"involvedObject.uid={pod.uid},type=Warning"
+        problem = known[1] if known is not None else ""
         try:
-            pages = self._client.pages(core_path(namespace, "events"), fieldSelector=selector)
-            events = [event async for page in pages for event in page.items]
+            last = max(await self._warnings(namespace, pod), key=_time, default=None)
+            problem = "" if last is None else _text(last)
         except ApiError as error:
-            if error.code != 403:  # noqa: PLR2004 - the role of an earlier version
-                raise
-            self._allowed = False
-            return ""
-        found = [event for event in events if event.get("reason") in _REASONS]
-        last = max(found, key=_time, default=None)
-        problem = "" if last is None else _text(last)
+            # Clusters often store events elsewhere. A job must start although nobody can read them.
+            log.info("events of a pod cannot be read", extra={"pod": pod.name, "error": str(error)})
+            if error.code == 403:  # noqa: PLR2004 - the role of an earlier version
+                self._forbidden.add(namespace)
         if len(self._read) >= MAX_PODS:
             self._read.clear()
         self._read[pod.uid] = (now, problem)
         return problem
+
+    async def _warnings(self, namespace: str, pod: Pod) -> list[Mapping[str, Any]]:
+        selector = f"involvedObject.uid={pod.uid},type=Warning"
+        pages = self._client.pages(core_path(namespace, "events"), fieldSelector=selector)
+        return [event async for page in pages for event in page.items if event.get("reason") in _REASONS]
 
 
 def _is_silent(worker: Worker, pod: Pod) -> bool:

@@ -398,7 +398,7 @@ class Reconciler:
             self._rejections[observed.uid] = Rejection(error.reason, error.message)
         await self._pod_control.delete(draft.delete)
         if self._kueue is not None:
-            await self._kueue.settle(draft)
+            await self._kueue.settle(key.namespace, draft)
         if not observed.live_pods and not draft.create and _rests(draft):
             await self._pod_control.groups.remove(key, observed.uid, observed.spec)
         if refused:

@@ -343,6 +343,7 @@ class AgentRegistry:
                 p.request.preparing,
                 p.request.holds_state,
                 p.request.lighthouse_port,
+                p.request.generation,
             )
             for worker, p in self._presences.items()
             if p.polls > 0 or now - p.seen <= ABSENT_SECONDS

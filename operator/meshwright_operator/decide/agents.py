@@ -23,6 +23,8 @@ class WaitingAgent:
     """Whether its ranks can hold their state when a generation is interrupted."""
     lighthouse_port: int | None = None
     """Port on which it would run, or runs, the lighthouse of replica groups."""
+    generation: int = 0
+    """The newest generation of which it has the document; 0 before its first."""
 
 
 @dataclass(frozen=True, slots=True)

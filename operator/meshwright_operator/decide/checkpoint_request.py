@@ -16,13 +16,12 @@ from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.mesh_generation import rank_zero_report
 from meshwright_operator.decide.observed import Observed
+from meshwright_operator.decide.report_interval import HEARD_SECONDS
 from meshwright_operator.timestamps import format_time, seconds_since
 
 REQUESTED, SAVED, FAILED = "Requested", "Saved", "Failed"
 ANSWER_SECONDS = 60.0
 """Time for an agent to say that it has asked its ranks."""
-HEARD_SECONDS = 10.0
-"""Time after a start of the operator in which each agent reports."""
 POLL_SECONDS = 2.0
 _VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]{0,63}")
 

@@ -169,8 +169,10 @@ def _record_succeeded_workers(decision: Decision) -> None:
     if observed.mesh.generation > 0 and not decision.mesh.pending_cause:
         succeeded = (worker.index for worker in observed.workers if worker.completed)
         decision.mesh.succeeded_workers = format_workers(succeeded)
-        completed = decision.mesh.completed_time or format_time(observed.now)
-        decision.mesh.completed_time = completed if lifecycle.all_completed(observed) else None
+        since = parse_time(decision.mesh.completed_time)
+        if since is None or since > observed.now + timedelta(seconds=CLOCK_SKEW_SECONDS):
+            since = observed.now
+        decision.mesh.completed_time = format_time(since) if lifecycle.all_completed(observed) else None
     elif decision.status.mesh is not None:
         decision.mesh.succeeded_workers = ""
         decision.mesh.completed_time = None

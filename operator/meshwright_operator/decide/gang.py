@@ -8,6 +8,7 @@ after which the attempt ends and the gang releases its nodes, except the wait fo
 from __future__ import annotations
 
 from meshwright.protocol.messages import AgentState
+from meshwright.rules.recovery_times import LOSSES
 from meshwright_operator.decide import failure_detection, in_memory, preflight, restart_policy, size_status, sizing
 from meshwright_operator.decide.external_scheduler import external_scheduler_action
 from meshwright_operator.decide.gang_actions import (
@@ -24,6 +25,7 @@ from meshwright_operator.decide.mesh_generation import uses_external_scheduler
 from meshwright_operator.decide.observed import ENDED, LIVE, Observed, PodState, Worker
 from meshwright_operator.decide.pod_gates import wait_for_gates
 from meshwright_operator.decide.pod_problems import PROBLEM_AFTER_SECONDS, fix_for, problem_seconds
+from meshwright_operator.decide.report_interval import heard_after
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.text import capitalized, counted, sentences
 from meshwright_operator.timestamps import parse_time, seconds_since
@@ -144,6 +146,8 @@ def _wait_for_agents(observed: Observed, pending_cause: str) -> GangAction:
         )
     if absent:
         return _absent_agents(observed, absent) or Wait(f"{total - len(absent)} of {total} agents are ready")
+    if unheard := _unheard(observed, pending_cause):
+        return Wait(f"{total - unheard} of {total} agents have reported what their ranks do", seconds=0.5)
     if in_memory.pauses(observed, pending_cause) and (saving := saving_agents(observed)):
         return Wait(f"{counted(saving, 'worker')} still {'saves' if saving == 1 else 'save'} a checkpoint")
     if (obstacle := preflight.obstacle(observed)) is not None:
@@ -232,12 +236,32 @@ def _absent_agents(observed: Observed, absent: list[Worker]) -> GangAction | Non
     return EndAttempt("AgentsUnreachable", message, late)
 
 
+def _unheard(observed: Observed, pending_cause: str) -> int:
+    """The number of agents that poll and have not reported yet since this operator started, if that matters.
+
+    Their ranks may hold their state, save a checkpoint, or go on: a generation that forms before would end that.
+    """
+    if observed.agents.listening_seconds >= heard_after(len(observed.workers)):
+        return 0
+    cause, mesh = restart_policy.cause_named(pending_cause), observed.mesh
+    held = bool(mesh.in_memory) and in_memory.goes_on(observed, pending_cause)
+    if not held and not cause.pauses and not (mesh.replica_groups is not None and pending_cause in LOSSES):
+        return 0
+    polling, reports = observed.agents.waiting_agents, observed.agents.reports
+    return sum(
+        worker.index in polling
+        and polling[worker.index].generation > 0
+        and (worker.index not in reports or reports[worker.index].report.incarnation != worker.incarnation)
+        for worker in observed.workers
+    )
+
+
 def saving_agents(observed: Observed) -> int:
     """The number of workers whose ranks still run after a pause, as long as they may take to save a checkpoint.
 
     Agents before version 0.2 do not pause: they are not waited for.
     """
-    waited = _pending_seconds(observed)
+    waited = observed.audible_seconds(observed.mesh.pending_since)
     limit = observed.spec.workers.termination_grace_period_seconds + SAVE_MARGIN_SECONDS
     states = (AgentState.STARTING, AgentState.RUNNING, AgentState.DRAINING)
     reports = [received.report for state in states for received in observed.reports_in(state).values()]

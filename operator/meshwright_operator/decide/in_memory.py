@@ -12,12 +12,13 @@ from meshwright.api.base import MAX_SAFE_INTEGER
 from meshwright.api.spec import ReplicaLossAction
 from meshwright.api.status import MAX_SUCCEEDED_WORKERS, MemoryCopiesStatus, MemoryRecoveryStatus, MeshStatus
 from meshwright.memory_copies import RankPlace, choose_shift, describe_survived
-from meshwright.memory_recovery import cannot_continue, keeps_place, plan_recovery, unsupported
+from meshwright.memory_recovery import cannot_continue, keeps_place, plan_recovery, reaches, unsupported
 from meshwright.protocol.messages import AgentState, HeldState, MemoryRecovery, WorkerReport
 from meshwright.rules.recovery_times import LOSSES
 from meshwright_operator.decide import restart_policy
 from meshwright_operator.decide.mesh_generation import plan_workers
 from meshwright_operator.decide.observed import Observed, PodState, Worker
+from meshwright_operator.decide.report_interval import heard_after
 from meshwright_operator.timestamps import seconds_since
 
 HOLD_SECONDS = 4.0
@@ -100,33 +101,57 @@ def leaving(observed: Observed, pending_cause: str) -> int:
     """The number of workers whose ranks have not left the interrupted generation yet, as long as they may take."""
     if not observed.mesh.in_memory or not goes_on(observed, pending_cause):
         return 0
-    if seconds_since(observed.mesh.pending_since, observed.now) >= HOLD_SECONDS:
+    if seconds_since(observed.mesh.pending_since, observed.now) >= HOLD_SECONDS + _unheard_seconds(observed):
         return 0
-    busy = (AgentState.STARTING, AgentState.RUNNING)
-    return sum(
-        worker.state is PodState.RUNNING
-        and (received := observed.agents.reports.get(worker.index)) is not None
-        and (received.report.incarnation, received.report.generation) == (worker.incarnation, observed.mesh.generation)
-        and received.report.state in busy
-        for worker in observed.workers
-    )
+    return sum(worker.state is PodState.RUNNING and _may_leave(worker, observed) for worker in observed.workers)
+
+
+def _unheard_seconds(observed: Observed) -> float:
+    """How long agents may not have known that they have to leave, because the operator has started anew since."""
+    pending, listening = seconds_since(observed.mesh.pending_since, observed.now), observed.agents.listening_seconds
+    return 0.0 if listening >= pending else pending - listening + heard_after(len(observed.workers))
+
+
+def _may_leave(worker: Worker, observed: Observed) -> bool:
+    """Whether a worker's ranks may still be in the interrupted generation: its agent has not said that they left."""
+    received, polls = observed.agents.reports.get(worker.index), observed.agents.waiting_agents.get(worker.index)
+    if received is None or received.report.incarnation != worker.incarnation:
+        return False
+    number, current = received.report.generation, observed.mesh.generation
+    if number != current:
+        # Its last report is from before it received the document.
+        return number < current and polls is not None and polls.generation == current
+    return received.report.state in (AgentState.STARTING, AgentState.RUNNING)
 
 
 def holding(observed: Observed) -> dict[int, HeldState]:
-    """Rank -> the state that its process holds since the current generation was interrupted."""
+    """Rank -> the state that its process holds since the current generation was interrupted, or an earlier one."""
+    return {rank: state for _, states in _held_by_worker(observed) for rank, state in states.items()}
+
+
+def _held_by_worker(observed: Observed) -> list[tuple[int, dict[int, HeldState]]]:
+    """Of each worker whose ranks hold a state of use: the generation since which they hold it, and rank -> state."""
     known, ranks_by_worker = plan_workers(observed), observed.plan.workers
-    held: dict[int, HeldState] = {}
+    found = []
     for worker in observed.workers:
         received = observed.agents.reports.get(worker.index)
-        if received is None or worker.index not in known or not _is_current(worker, observed):
+        if received is None or worker.index not in known:
+            continue
+        since = _held_since(worker, received.report, observed)
+        if since is None:
             continue
         numbers = _numbers(observed, received.report, ranks_by_worker[known[worker.index]])
-        held |= {
+        states = {
             numbers[rank.rank]: rank.held
             for rank in received.report.ranks
-            if rank.held is not None and rank.rank in numbers and 0 <= rank.held.step <= MAX_SAFE_INTEGER
+            if rank.held is not None
+            and rank.rank in numbers
+            and 0 <= rank.held.step <= MAX_SAFE_INTEGER
+            and _still_counts(rank.held, since, observed.mesh)
         }
-    return held
+        if states:
+            found.append((since, states))
+    return found
 
 
 def _numbers(observed: Observed, report: WorkerReport, own: range) -> dict[int, int]:
@@ -140,10 +165,30 @@ def _numbers(observed: Observed, report: WorkerReport, own: range) -> dict[int, 
     return {old: new for old, new in zip(before, own, strict=True) if keeps_place(observed.run, old, new)}
 
 
-def _is_current(worker: Worker, observed: Observed) -> bool:
-    report = observed.agents.reports[worker.index].report
-    current = worker.incarnation, observed.mesh.generation
-    return worker.state is PodState.RUNNING and (report.incarnation, report.generation) == current
+def _held_since(worker: Worker, report: WorkerReport, observed: Observed) -> int | None:
+    """The generation since which a worker's ranks hold their state, if they do. None if that is of no use.
+
+    That may be an earlier one than the interrupted generation, of which the agent never got the document: without its
+    ranks, that one made no step. The agent's poll says which document it has; its last report may be older.
+    """
+    mesh = observed.mesh
+    if worker.state is not PodState.RUNNING or report.incarnation != worker.incarnation:
+        return None
+    if report.generation == mesh.generation:
+        return mesh.generation
+    polls = observed.agents.waiting_agents.get(worker.index)
+    if mesh.recovery is None or polls is None or polls.generation != report.generation:
+        return None
+    return report.generation if mesh.recovery.generation <= report.generation < mesh.generation else None
+
+
+def _still_counts(held: HeldState, since: int, mesh: MeshStatus) -> bool:
+    """Whether the others, which wait in the interrupted generation, have the same step as this state or can reach it.
+
+    If all went back to copies, the next generation may do so again.
+    """
+    recovery = mesh.recovery
+    return since == mesh.generation or recovery is None or recovery.holders is not None or reaches(held, recovery.step)
 
 
 def plan(observed: Observed, pending_cause: str) -> MemoryRecovery | str | None:
@@ -154,7 +199,8 @@ def plan(observed: Observed, pending_cause: str) -> MemoryRecovery | str | None:
     if not _has_layout(observed, mesh.in_memory):
         why = cannot_continue_why(observed)
         return f"the layout changes from {mesh.in_memory} to {observed.plan.summary}{f', and {why}' if why else ''}"
-    recovery = plan_recovery(observed.run, mesh.generation, holding(observed))
+    earliest = min((since for since, _ in _held_by_worker(observed)), default=mesh.generation)
+    recovery = plan_recovery(observed.run, earliest, holding(observed))
     if isinstance(recovery, MemoryRecovery) and _is_long(recovery):
         return "too many separate ranks are lost"
     return recovery

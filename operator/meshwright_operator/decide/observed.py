@@ -21,7 +21,7 @@ from meshwright_operator.decide.stuck_pods import is_stuck
 from meshwright_operator.decide.succeeded_workers import completed_in_reports, stored_workers
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.profiles.applied import AppliedProfile
-from meshwright_operator.timestamps import parse_time
+from meshwright_operator.timestamps import parse_time, seconds_since
 
 T = TypeVar("T")
 
@@ -216,6 +216,10 @@ class Observed:
         since = [time for time in (parse_time(self.mesh.pending_since), pod.scheduled) if time is not None]
         ages = (max(0.0, (self.now - time).total_seconds()) for time in since)
         return min(self.age(pod, unknown), *ages) if since else self.age(pod, unknown)
+
+    def audible_seconds(self, since: str | None) -> float:
+        """Seconds since a time in status, but only those in which agents could hear this operator process."""
+        return min(seconds_since(since, self.now), self.agents.listening_seconds)
 
     def reports_in(self, state: AgentState) -> dict[int, ReceivedReport]:
         """Worker index -> report, for reports with this state from the current generation and incarnation."""

@@ -20,7 +20,6 @@ from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.gang_actions import EndAttempt, Wait
 from meshwright_operator.decide.observed import Observed, Worker
 from meshwright_operator.text import capitalized, counted, sentences
-from meshwright_operator.timestamps import seconds_since
 
 PREFLIGHT_FAILED = "PreflightFailed"
 """Reason of the condition and of the event, and of an attempt that a fatal finding ends."""
@@ -84,7 +83,7 @@ def obstacle(observed: Observed) -> Wait | EndAttempt | None:
         avoid = {worker.node: "a check of a pod of this job failed" for worker in pods.values() if worker.node}
         message = capitalized(sentences(*(one.sentence for one in fatal[:MAX_NAMED])))
         return EndAttempt(PREFLIGHT_FAILED, message, tuple(w.pod for w in pods.values() if w.pod is not None), avoid)
-    left = WAIT_SECONDS - seconds_since(observed.mesh.pending_since, observed.now)
+    left = WAIT_SECONDS - observed.audible_seconds(observed.mesh.pending_since)
     missing = len(observed.workers) - len(_reports(observed))
     if missing and left > 0:
         return Wait(f"Waiting for the checks of {counted(missing, 'pod')}", seconds=left)

@@ -22,6 +22,8 @@ URGENT_SECONDS_PER_WORKER = 0.00025
 MAX_URGENT_SPACING_SECONDS = 0.5
 FRESH_INTERVALS = 2.5
 SILENT_INTERVALS = 4.0
+HEARD_SECONDS = 10.0
+"""Time after a start of the operator in which each agent of a small job reports."""
 
 
 def report_seconds(workers: int, all_workers: int) -> float:
@@ -46,6 +48,14 @@ def is_fresh(age: float, interval: float) -> bool:
 def silent_after(interval: float) -> float:
     """Seconds without a report after which an agent that follows this interval counts as silent."""
     return max(SILENT_SECONDS, SILENT_INTERVALS * interval)
+
+
+def heard_after(workers: int) -> float:
+    """Seconds after a start of the operator in which each agent of a job with this many workers has reported.
+
+    Agents that could not reach it try again within their interval.
+    """
+    return max(HEARD_SECONDS, FRESH_INTERVALS * report_seconds(workers, 0))
 
 
 def known_idle_seconds(idle: float, age: float, interval: float) -> float:

@@ -34,7 +34,7 @@ from meshwright_operator.decide.size_status import (
     remember_full_plan,
 )
 from meshwright_operator.text import capitalized, counted, sentences
-from meshwright_operator.timestamps import format_time, seconds_since
+from meshwright_operator.timestamps import format_time
 
 START_SECONDS = 600.0
 """Time in which the workers of a growth must be ready."""
@@ -265,7 +265,7 @@ def _problem(observed: Observed) -> str | None:
     for pod in (worker.pod for worker in observed.joining):
         if pod is not None and pod.problem and observed.age(pod, 0.0) >= PROBLEM_SECONDS:
             return f"pod {pod.name}: {pod.problem}"
-    if seconds_since(sizing.state(observed).growing_since, observed.now) >= START_SECONDS:
+    if observed.audible_seconds(sizing.state(observed).growing_since) >= START_SECONDS:
         return f"they were not ready within {START_SECONDS:.0f} s"
     return None
 

@@ -25,6 +25,8 @@ from meshwright_operator.kube.watch_liveness import WatchLiveness
 
 RETRY_SECONDS = 600.0
 """Time between two looks whether the cluster has the API and the operator the right to read it."""
+ERROR_SECONDS = 5.0
+"""The same if the last look failed for another reason, or took too long."""
 COLLECT_SECONDS = 1.0
 """How long changes are collected before nodes are counted again."""
 INLINE_DEVICES = 2048
@@ -53,6 +55,7 @@ class DeviceInventory:
         self._changed = asyncio.Event()
         self.available = False
         """Whether all three collections have been listed."""
+        self._retry_seconds = ERROR_SECONDS
 
     def known(self, device_class: str) -> bool:
         """Whether the cluster has this device class."""
@@ -66,11 +69,14 @@ class DeviceInventory:
 
     async def load(self) -> bool:
         """List everything once. Return whether the API can be read."""
+        self._retry_seconds = ERROR_SECONDS
         try:
             for relist in (self._list_classes, self._list_slices, self._list_claims):
                 await relist()
         except ApiError as error:
-            if error.code not in UNAVAILABLE:
+            if error.code in UNAVAILABLE:
+                self._retry_seconds = RETRY_SECONDS
+            else:
                 log.warning("devices cannot be listed", extra={"error": str(error)})
             self.available = False
             return False
@@ -81,7 +87,7 @@ class DeviceInventory:
     async def run(self, liveness: WatchLiveness, idle_seconds: float) -> None:
         """Follow the collections until cancelled, as soon as they can be read."""
         while not self.available:  # noqa: ASYNC110 - the API server does not say when the API is installed
-            await asyncio.sleep(RETRY_SECONDS)
+            await asyncio.sleep(self._retry_seconds)
             await self.load()
         async with asyncio.TaskGroup() as group:
             for resource, relist, apply in (

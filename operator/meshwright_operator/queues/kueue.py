@@ -79,7 +79,7 @@ class Kueue:
             raise QueueUnknownError
         if known is not KueueState.WATCHED:
             return Admission(admitted=False, unavailable=True, message=_unavailable(queue, known))
-        found = self._watch.of(job["metadata"]["uid"])
+        found = self._watch.of(job["metadata"]["namespace"], job["metadata"]["uid"])
         if found is None:
             return Admission(admitted=False, message=f"Waiting for queue {queue}")
         missing = ""
@@ -101,7 +101,7 @@ class Kueue:
         """
         if not self._is_followed(observed.admission) or lifecycle.finished(observed.status):
             return observed
-        found = self._watch.of(observed.uid)
+        found = self._watch.of(key.namespace, observed.uid)
         if _prebuilt(job):
             return await self._follow_prebuilt(key, job, observed, found)
         demand = demand_of(job, observed)
@@ -115,7 +115,7 @@ class Kueue:
         await self._update(job, observed, found)
         return observed
 
-    async def settle(self, draft: Decision) -> None:
+    async def settle(self, namespace: str, draft: Decision) -> None:
         """Reports to the Workload what has become of the job, once that is written to the job's status.
 
         Raises:
@@ -124,7 +124,7 @@ class Kueue:
         observed = draft.observed
         if not self._is_followed(observed.admission):
             return
-        found = self._watch.of(observed.uid)
+        found = self._watch.of(namespace, observed.uid)
         if found is None or state.is_true(found, state.FINISHED):
             return
         now = self._now()
@@ -152,7 +152,7 @@ class Kueue:
         if known is KueueState.UNKNOWN:
             raise QueueUnknownError
         uid = job["metadata"]["uid"]
-        if known is not KueueState.WATCHED or self._watch.of(uid) is not None:
+        if known is not KueueState.WATCHED or self._watch.of(key.namespace, uid) is not None:
             return
         asked = demand()
         await self._post(key, uid, asked, await self._priority(job, asked.spec), suspended=asked.spec.suspend)
@@ -165,7 +165,7 @@ class Kueue:
 
     async def _forget(self, job: KubeObject) -> None:
         """Deletes the Workload of a job that names no queue any more."""
-        found = self._watch.of(job["metadata"]["uid"])
+        found = self._watch.of(job["metadata"]["namespace"], job["metadata"]["uid"])
         if found is not None and not found["metadata"].get("deletionTimestamp"):
             await self._delete(found)
 

@@ -59,7 +59,8 @@ class KueueWatch:
         self._idle_seconds = idle_seconds
         self._changed = changed
         self._wanted = asyncio.Event()
-        self._workloads: dict[str, KubeObject] = {}
+        self._workloads: dict[tuple[str, str], KubeObject] = {}
+        """Namespace and uid of a job -> its Workload."""
         self._versions: dict[str | None, str] = {}
         self.state = KueueState.UNKNOWN
         self.version = VERSIONS[0]
@@ -79,29 +80,28 @@ class KueueWatch:
         """Whether a job has named a queue so far."""
         return self._wanted.is_set()
 
-    def of(self, uid: str) -> KubeObject | None:
+    def of(self, namespace: str, uid: str) -> KubeObject | None:
         """The Workload of a job."""
-        return self._workloads.get(uid)
+        return self._workloads.get((namespace, uid))
 
     def put(self, workload: KubeObject) -> None:
-        """Stores a Workload, unless a newer version is stored."""
-        metadata = workload["metadata"]
-        uid = (metadata.get("labels") or {}).get(LABEL_JOB_UID)
-        if not uid:
+        """Stores a Workload that a job owns, unless a newer version is stored. Anybody can set the label of a job."""
+        metadata, owner = workload["metadata"], _owner(workload)
+        if owner is None:
             return
-        old = self._workloads.get(uid)
+        old = self._workloads.get(owner)
         same = old is not None and old["metadata"].get("uid") == metadata.get("uid")
         if same and old is not None and _version(old) >= _version(workload) > 0:
             return
-        self._workloads[uid] = workload
+        self._workloads[owner] = workload
         self._changed(_job_of(workload))
 
     def remove(self, workload: KubeObject) -> None:
         """Removes a Workload that was deleted."""
-        uid = (workload["metadata"].get("labels") or {}).get(LABEL_JOB_UID, "")
-        old = self._workloads.get(uid)
-        if old is not None and old["metadata"].get("uid") == workload["metadata"].get("uid"):
-            del self._workloads[uid]
+        owner = _owner(workload)
+        old = self._workloads.get(owner) if owner is not None else None
+        if owner is not None and old is not None and old["metadata"].get("uid") == workload["metadata"].get("uid"):
+            del self._workloads[owner]
             self._changed(_job_of(workload))
 
     async def run(self) -> None:
@@ -197,6 +197,15 @@ class KueueWatch:
 def _job_of(workload: KubeObject) -> JobKey:
     metadata = workload["metadata"]
     return JobKey(str(metadata["namespace"]), str(metadata["labels"].get(LABEL_JOB, "")))
+
+
+def _owner(workload: KubeObject) -> tuple[str, str] | None:
+    """Namespace and uid of the job that owns a Workload. None if that is not the job of its label."""
+    metadata = workload["metadata"]
+    uid = (metadata.get("labels") or {}).get(LABEL_JOB_UID)
+    owners = metadata.get("ownerReferences") or ()
+    owned = any(one.get("controller") and one.get("uid") == uid for one in owners)
+    return (str(metadata.get("namespace", "")), str(uid)) if uid and owned else None
 
 
 def _version(obj: KubeObject) -> int:

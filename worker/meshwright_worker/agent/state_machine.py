@@ -12,7 +12,8 @@ Every input method returns the resulting actions; the agent executes them in ord
 - Ranks that hang write the stacks of their threads before they are killed: if the operator has found a hang, and if
   ranks of the built-in runtime have not stopped when the time to save is over.
 - Ranks that recover in memory are not killed when one of them or of their peers is lost: they leave the generation and
-  hold their state. The next generation's document says which of them go on with it; the others are killed.
+  hold their state. The next generation's document says which of them go on with it; the others are killed. The agent
+  may have missed the documents of generations in between, which made no step without its ranks.
 - Ranks of a replica group that no failure concerns go on in the next generation, whatever else it has.
 - A pod that stops (SIGTERM, or superseded) lets its ranks save and stop within the grace period, then exits.
 """
@@ -312,7 +313,9 @@ class AgentStateMachine:
     def _kept(self, start: StartRanks) -> tuple[int, ...]:
         """The ranks of the next generation whose processes go on in it, with the state that they hold."""
         memory, current, member = start.document.memory, self.current, start.member
-        if memory is None or current is None or memory.generation != current.number or self._kill_at is not None:
+        if memory is None or current is None or self._kill_at is not None:
+            return ()
+        if not memory.generation <= current.number < start.document.generation:
             return ()
         if member.ranks != current.count:
             return ()
