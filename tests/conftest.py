@@ -1,8 +1,11 @@
 """Options of the whole test suite."""
 
 import gc
+import importlib
 import os
 from collections.abc import Generator, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,8 @@ from meshwright.metrics.declaration import Catalog
 from meshwright.metrics.exporter import Exporter
 from tests.metrics.checks import undeclared_samples
 from tests.randomness import ASKED
+
+ROOT = Path(__file__).parents[1]
 
 # A busy machine is slow, which is no finding: properties are checked, not times. Nor is a change to blame for what only
 # a lucky draw finds: the same examples always, unless a long run asks for others.
@@ -67,11 +72,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Kinds:
     return Kinds(config, log)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection() -> Generator[None, object, object]:
+def import_share(number: int, count: int) -> None:
+    """Import every `count`-th test file before the others.
+
+    pytest rewrites the assertions of a file that is imported, and stores the result. Each test process so finds most
+    files rewritten by another one, instead of rewriting all of them.
+    """
+    for file in sorted((ROOT / "tests").rglob("test_*.py"))[number::count]:
+        # What cannot be imported, or skips itself, is collected again and reported then.
+        with suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """What imports and collection create lives to the end: no garbage is searched for in it, then or later."""
     gc.disable()
     try:
+        worker = getattr(session.config, "workerinput", None)
+        if worker is not None and session.config.args == session.config.getini("testpaths"):
+            import_share(int(worker["workerid"].removeprefix("gw")), worker["workercount"])
         return (yield)
     finally:
         gc.collect()

@@ -9,7 +9,7 @@ communicator and the release of memory do.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -175,13 +175,13 @@ def blocked_hosts(programs: Sequence[Sequence[Event]]) -> list[str]:
 
 def mismatches(programs: Sequence[Sequence[Event]]) -> dict[tuple[int, int], tuple[list[str], list[str]]]:
     """The channels, as (source, target), in which messages are not received in the order in which they are sent."""
-    sent, received = (
-        {
-            (source, target): [e.name for e in programs[own] if e.kind is kind and e.peer == other]
-            for own in range(len(programs))
-            for other in range(len(programs))
-            for source, target in [(own, other) if kind is Kind.SEND else (other, own)]
-        }
-        for kind in (Kind.SEND, Kind.RECEIVE)
-    )
-    return {channel: (sent[channel], received[channel]) for channel in sent if sent[channel] != received[channel]}
+    sent: dict[tuple[int, int], list[str]] = defaultdict(list)
+    received: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for own, events in enumerate(programs):
+        for event in events:
+            if event.kind is Kind.SEND:
+                sent[own, event.peer].append(event.name)
+            elif event.kind is Kind.RECEIVE:
+                received[event.peer, own].append(event.name)
+    channels = sorted({*sent, *received})
+    return {channel: (sent[channel], received[channel]) for channel in channels if sent[channel] != received[channel]}
