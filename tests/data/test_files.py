@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import http.server
 import os
@@ -12,10 +13,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import fsspec
 import pytest
 
-from meshwright.data.errors import DataError
-from meshwright.data.files import Directory, FileEntry, join_uri, matching_files, open_directory, split_uri
+from meshwright.data.errors import DataError, is_storage_fault
+from meshwright.data.files import (
+    Directory,
+    FileEntry,
+    RemoteDirectory,
+    join_uri,
+    matching_files,
+    open_directory,
+    split_uri,
+)
 
 
 def names(directory: Directory) -> list[str]:
@@ -173,3 +183,34 @@ def test_a_directory_inside_an_archive(tmp_path: Path) -> None:
     assert entry.stamp
     with directory.open("a.txt") as file:
         assert file.read() == b"hello"
+
+
+@pytest.mark.parametrize(
+    ("error", "temporary"),
+    [
+        (FileNotFoundError("gone"), False),
+        (PermissionError("not yours"), False),
+        (OSError(errno.EINVAL, "a name that cannot be"), False),
+        (ValueError("no such bucket name"), False),
+        (ImportError("install s3fs"), False),
+        (ConnectionResetError("by the store"), True),
+        (TimeoutError(), True),
+        (OSError(errno.EIO, "i/o"), True),
+        (RuntimeError("an error of a library's own"), True),
+    ],
+)
+def test_an_error_of_a_store_is_temporary_unless_its_address_or_rights_are_wrong(
+    error: Exception, temporary: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec.filesystem("memory").pipe("/answers/a.txt", b"text")
+    directory = RemoteDirectory("memory://answers")
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(directory._files, "find", fail)
+    monkeypatch.setattr(directory._files, "open", fail)
+    for request in (directory.files, lambda: directory.open("a.txt")):
+        with pytest.raises(DataError, match="cannot be") as failed:
+            request()
+        assert is_storage_fault(failed.value) is temporary

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from meshwright_operator.kube.cache import Cache, JobKey
-from meshwright_operator.scheduling.policy import Policy
-from meshwright_operator.scheduling.reservations import reserved_for_others, reserved_spares
+from meshwright_operator.scheduling.policy import Bounds, Policy
+from meshwright_operator.scheduling.reservations import reserved_for_others, reserved_spares, spares_allowed
 from tests.operator.test_gang_races import small
 from tests.operator.world import JOBS, World
 
@@ -91,3 +91,13 @@ def test_malformed_jobs_keep_nothing(changes: dict[str, Any]) -> None:
     cache.jobs[JobKey("d", "j")] = {**good, **changes}
     assert reserved_spares(cache, Policy()) == []
     assert reserved_for_others(reserved_spares(cache, Policy()), "other") == {}
+
+
+@pytest.mark.parametrize(
+    ("requested", "workers", "limit", "allowed"),
+    [(2, 3, None, 2), (64, 3, None, 3), (64, 3, 2, 2), (1, 3, 2, 1), (64, 3, 0, 0), (64, 0, None, 1)],
+)
+def test_a_job_gets_one_spare_node_for_each_worker_and_what_the_policy_allows(
+    requested: int, workers: int, limit: int | None, allowed: int
+) -> None:
+    assert spares_allowed(requested, workers, Bounds(max_spare_nodes=limit)) == allowed
