@@ -248,6 +248,11 @@ def test_a_full_volume_is_named_before_anything_is_cut() -> None:
 def test_the_last_line_of_a_traceback_comes_first() -> None:
     assert failures.describe(full_disk()).startswith("OSError: [Errno 28] No space left on device")
     assert failures.describe(ValueError("x")) == "ValueError: x"
+    own = InvalidRunError("`training.precision: fp8` needs another GPU")
+    assert failures.describe(own) == "`training.precision: fp8` needs another GPU"
+    own.add_note("in the first pass")
+    assert failures.describe(own).endswith("\nin the first pass")
+    assert failures.describe(InvalidRunError()).endswith("InvalidRunError")
 
 
 def test_a_rank_that_the_kernel_killed_for_its_memory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

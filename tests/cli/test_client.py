@@ -395,6 +395,10 @@ def test_submit_and_wait_exits_with_the_result_of_the_job(server, namespace, tmp
         result = server.cli("submit", str(file), "--wait", "--timeout", "60s", "-n", namespace, code=code)
         timer.join()
         assert code == 0 or "rank 3 exited with code 7" in result.stderr
+        again = server.cli("submit", str(file), "-n", namespace).stderr
+        ended = "has completed" if code == 0 else "has failed"
+        assert f"{name} {ended}" in again
+        assert "does not run again: delete it first, or submit it under another name" in again
 
 
 def test_status_and_explain_fit_narrow_terminals(server, namespace):

@@ -202,6 +202,12 @@ def test_ranks_that_all_start_are_no_stragglers():
     assert top_lines(TopView(view, times), NOW, 80, 24)[1] == "4 ranks, none runs"
 
 
+def test_top_does_not_call_a_rank_that_is_down_slow():
+    one_down = samples([20] * 2, [0.5] * 2) | {1: samples([20] * 2, [0.5] * 2, up=0)[1]}
+    view = JobView(made(wide_status(1)), pods("Running"))
+    assert top_lines(TopView(view, rank_times(one_down, {})), NOW, 80, 24)[1] == "2 ranks, 1 down: rank 1"
+
+
 def test_top_shows_the_slowest_ranks_that_fit():
     times = rank_times(samples([20] * 64, [0.5] * 63 + [0.9]), {})
     view = JobView(made(wide_status(8)), pods(*["Running"] * 8))

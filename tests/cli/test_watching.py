@@ -43,8 +43,10 @@ def test_progress_is_told_every_minute_or_every_twentieth_of_the_steps():
 def test_a_change_of_the_state_is_told_at_once_and_once():
     queued = made(conditions=[condition("Ready", "False", "DoesNotFit", "3 of 4 workers fit")])
     restart = made(5, conditions=[condition("Ready", "False", "Restarting", "a pod was lost")])
-    states = [queued, queued, made(1), made(2), restart, restart, made(5), made(5), None]
+    unreported = Job({**queued.raw, "status": {}})  # at each `submit`: no reason to send people to `doctor`
+    states = [unreported, queued, queued, made(1), made(2), restart, restart, made(5), made(5), None]
     assert lines_of((0.1 * index, state) for index, state in enumerate(states)) == [
+        "Pending",
         "DoesNotFit: 3 of 4 workers fit",
         "Running: step 1 of 1,000",
         "Restarting: a pod was lost",

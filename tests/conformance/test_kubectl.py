@@ -50,6 +50,14 @@ async def test_create_apply_get_delete(api, kubectl):
     assert "deleted" in await kubectl("delete", "cm", "c", "--timeout=200s")
 
 
+@pytest.mark.parametrize("side", ["--server-side", "--server-side=false"])
+async def test_a_kind_without_a_definition_is_named(kubectl, side):
+    """As when the definition of ParallelTrainingJob is not installed."""
+    job = manifest({"apiVersion": "none.example.com/v1", "kind": "Job", "metadata": {"name": "a"}})
+    shown = await kubectl("apply", side, "-f", "-", stdin=job, code=1)
+    assert 'no matches for kind "Job" in version "none.example.com/v1"' in shown
+
+
 async def test_typed_commands_speak_protobuf(api, kubectl):
     assert "created" in await kubectl("create", "configmap", "made", "--from-literal=a=b")
     assert "created" in await kubectl("create", "secret", "generic", "s", "--from-literal=a=b")

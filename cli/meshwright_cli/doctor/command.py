@@ -13,6 +13,7 @@ from meshwright_cli.doctor.facts import Facts, read_facts
 from meshwright_cli.doctor.findings import Finding, Level
 from meshwright_cli.jobs.access import Access, cluster_options
 from meshwright_cli.jobs.output import next_command, output_option, width, wrapped
+from meshwright_cli.text import plural
 
 CHECKS: Sequence[Callable[[Facts], Iterable[Finding]]] = (
     installation.check_version,
@@ -73,9 +74,14 @@ def report_lines(findings: Sequence[Finding], columns: int) -> Iterator[str]:
         fix = wrapped(f"Fix: {one.fix}", columns - LABEL) if one.fix else []
         yield from (" " * LABEL + line for line in (*rest, *fix))
     counts = Counter(one.level for one in findings)
-    names = {Level.ERROR: "errors", Level.WARNING: "warnings", Level.SKIPPED: "not checked", Level.OK: "ok"}
+    names = {Level.ERROR: "error", Level.WARNING: "warning", Level.SKIPPED: "not checked", Level.OK: "ok"}
     yield ""
-    yield ", ".join(f"{counts[level]} {name}" for level, name in names.items() if counts[level])
+    counted = (Level.ERROR, Level.WARNING)
+    yield ", ".join(
+        plural(counts[level], name) if level in counted else f"{counts[level]} {name}"
+        for level, name in names.items()
+        if counts[level]
+    )
 
 
 def _fields(one: Finding) -> dict[str, str]:

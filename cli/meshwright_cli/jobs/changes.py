@@ -24,7 +24,7 @@ def change_line(job: Job | None) -> str:
     steps = f"step {job.status.step:,}" if job.status.step else ""
     if job.state == "Running" and job.status.total_steps:
         return f"Running: {steps or 'step 0'} of {job.status.total_steps:,}"
-    return f"{job.state}: {job.message}".rstrip(": ")
+    return f"{job.state}: {job.message}".rstrip(": ") if job.status.conditions else job.state
 
 
 class ChangeLines:

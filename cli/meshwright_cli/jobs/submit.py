@@ -58,6 +58,10 @@ def submit(
         print_job(
             job, output, f"{'would be submitted' if dry_run else 'submitted'} to namespace {job.namespace} of {where}"
         )
+        if job.finished and not dry_run:
+            ended = "has completed" if job.complete else f"has failed ({job.state})"
+            again = "delete it first, or submit it under another name"
+            click.echo(f"{job.name} {ended} and does not run again: {again}", err=True)
         if dry_run or not (waits or follow):
             return job
         client.namespace = job.namespace

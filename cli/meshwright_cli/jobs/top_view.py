@@ -65,7 +65,10 @@ def top_lines(top: TopView, now: datetime, columns: int, height: int) -> list[st
 def _who_is_slow(times: Sequence[RankTimes], slow: set[int]) -> str:
     if not any(one.up for one in times):
         return "none runs"
-    return f"{plural(len(slow), 'straggler')}{_named(slow)}"
+    down = {one.rank for one in times if not one.up}
+    texts = [f"{plural(len(slow - down), 'straggler')}{_named(slow - down)}"] if slow - down or not down else []
+    texts += [f"{len(down)} down{_named(down)}"] if down else []
+    return ", ".join(texts)
 
 
 def _named(slow: set[int]) -> str:

@@ -93,7 +93,7 @@ class SimulationReport:
 
     def _interval_advice(self) -> list[tuple[float, str]]:
         if math.isinf(self.setting.interval) and not math.isinf(self.setting.mtbf):
-            return [(1.0, "add `checkpoint`: without it every failure repeats the training from its begin")]
+            return [(1.0, "add `checkpoint`: without it every failure repeats the training from step 0")]
         own, row = next((one for one in self.intervals if one.is_job), None), self.best_interval
         if own is None or row is None or own is row:
             return []

@@ -66,16 +66,16 @@ def _send_command(directory: Path, **order: str) -> None:
 
 
 @click.command()
-@click.argument("action", type=click.Choice(control_socket.NODE_ACTIONS))
+@click.argument("action", metavar="ACTION", type=click.Choice(control_socket.NODE_ACTIONS))
 @click.argument("name")
 @click.option("--rack", default="rack0", show_default=True, help="Rack of the node to add.")
 @directory_option
 def node(action: str, name: str, rack: str, directory: Path) -> None:
     """Fail, recover, add or remove a simulated node.
 
-    partition: the node's API requests stop, its processes keep running. power-off: its processes are killed. recover:
-    ends a partition or a power-off. add, remove: add or remove a node until `meshwright local down`. To cordon, drain
-    or taint a node, use kubectl.
+    ACTION is one of these. partition: the node's API requests stop, its processes keep running. power-off: its
+    processes are killed. recover: ends a partition or a power-off. add, remove: add or remove a node until
+    `meshwright local down`. To cordon, drain or taint a node, use kubectl.
     """
     _send_command(directory, action=action, node=name, rack=rack)
     click.echo(f"{name}: {action}")

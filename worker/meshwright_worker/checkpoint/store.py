@@ -140,7 +140,7 @@ def _open(location: str, options: StoreSpec | None) -> tuple[Any, str]:
 
         filesystem, path = fsspec.core.url_to_fs(location, **_settings(location, options or StoreSpec()))
     except Exception as error:  # a back end raises what it likes
-        fix = "the image must contain the package for the scheme, such as s3fs for s3://"
+        fix = "the image, or this machine, needs the package for the scheme, such as s3fs for s3://"
         raise CheckpointStoreError(f"`checkpoint.uri: {location}` cannot be opened: {error}: {fix}") from error
     return filesystem, str(path)
 

@@ -95,10 +95,14 @@ def classify_output(text: str) -> FailureKind:
 def describe(error: BaseException) -> str:
     """Describe the exception in one paragraph: its type and message, without the stack.
 
+    Errors of Meshwright have messages for users, who need no name of a class.
     torch's `CheckpointException` has a stack for each rank in its message. The last line of it, which names the error,
     comes first, so that a message that is cut still says what happened.
     """
-    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    if type(error).__module__.startswith("meshwright") and str(error):
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    else:
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()
     lines = text.splitlines()
     if any(line.lstrip().startswith("Traceback (most recent call last)") for line in lines):
         raised = error_line([line for line in lines if _EXCEPTION_LINE.match(line.strip())][1:])

@@ -54,6 +54,15 @@ _SUBRESOURCES: dict[ResourceKey, tuple[tuple[str, str, list[str], str], ...]] = 
     ),
 }
 _INFO = {"title": "Kubernetes", "version": GIT_VERSION}
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """A field of a protobuf message: a string or a message of fewer than 128 bytes."""
+    return bytes([number << 3 | 2, len(content)]) + content
+
+
+# gnostic's `openapi.v2.Document`: `swagger`, and `info` with `title` and `version`.
+_EMPTY_V2 = _field(1, b"2.0") + _field(2, _field(1, _INFO["title"].encode()) + _field(2, GIT_VERSION.encode()))
 # kubectl relies on the server to validate fields only if PATCH has the parameter fieldValidation.
 _PARAMETERS = [
     {"name": name, "in": "query", "schema": {"type": "string", "uniqueItems": True}}
@@ -164,14 +173,21 @@ class Registry:
         listed = self._listed(group, version[0])
         return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": text, "resources": listed}
 
-    def openapi(self, path: str, accept: str) -> bytes:
-        """Return the JSON document of `/openapi/...`; raises ApiError 404, or 406 for protobuf, which is not served."""
+    def openapi(self, path: str, accept: str) -> tuple[bytes, str]:
+        """The document of `/openapi/...` and its content type.
+
+        In protobuf, v2 names no types. kubectl asks for it about kinds that v3 does not have, and then says that there
+        is no such kind.
+
+        Raises:
+            ApiError: 404, there is no such document.
+        """
         name = path.removeprefix("/openapi/").strip("/")
         if name == "v2" and "protobuf" in accept and "json" not in accept:
-            raise ApiError(406, "NotAcceptable", "only application/json is served here")
+            return _EMPTY_V2, "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
         if name not in self._documents:
             self._documents[name] = orjson.dumps(self._openapi(name))
-        return self._documents[name]
+        return self._documents[name], "application/json"
 
     def _openapi(self, name: str) -> KubeObject:
         if name == "v2":

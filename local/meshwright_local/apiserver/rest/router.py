@@ -187,8 +187,8 @@ class Routes:
         if path.rstrip("/") == "/version":
             return plain(VERSION)
         if path.startswith("/openapi/"):
-            document = self._registry.openapi(path, request.headers.get("Accept", ""))
-            return web.Response(body=document, content_type="application/json")
+            document, kind = self._registry.openapi(path, request.headers.get("Accept", ""))
+            return web.Response(body=document, headers={"Content-Type": kind})
         first_choice = request.headers.get("Accept", "").split(",")[0].replace(" ", "").split(";")
         if path.rstrip("/") in ("/api", "/apis") and set(first_choice) == set(_AGGREGATED.split(";")):
             response = plain(self._registry.aggregated(path.rstrip("/")))
