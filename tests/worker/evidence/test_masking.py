@@ -102,6 +102,11 @@ def test_variables_are_secret_by_name() -> None:
     assert Masker(environment).mask("value-one value-two disabled") == "*** *** disabled"
 
 
+@pytest.mark.parametrize(("value", "masked"), [("abcde", "abcde"), ("abcdef", MASK)])
+def test_values_of_six_characters_are_masked_and_shorter_ones_are_words(value: str, masked: str) -> None:
+    assert Masker({"KEY": value}, {"KEY"}).mask(f"got {value}") == f"got {masked}"
+
+
 def test_a_secret_in_several_lines_is_masked_line_by_line() -> None:
     masker = Masker({"KEY_FILE": "first-line\nsecond-line"}, {"KEY_FILE"})
     assert "second-line" not in masker.mask("[rank 0] second-line")
