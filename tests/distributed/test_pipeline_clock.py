@@ -46,7 +46,7 @@ class ClockedChunk:
     """What `Chunk` offers to the executor."""
 
     def __init__(self, index: int, stages: int, clock: Clock) -> None:
-        module = SimpleNamespace(is_last=index == stages - 1, compute=torch.float64)
+        module = SimpleNamespace(is_last=index == stages - 1, compute=torch.float64, modules=tuple)
         self.stage = SimpleNamespace(index=index, module=module)
         self._clock = clock
         self._split: set[int] = set()

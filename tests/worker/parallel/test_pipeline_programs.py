@@ -213,7 +213,7 @@ class NotedChunk:
     """What a `PipelineStage` offers to the executor."""
 
     def __init__(self, index: int, stages: int, recorder: Recorder) -> None:
-        module = SimpleNamespace(is_last=index == stages - 1, compute=torch.float32)
+        module = SimpleNamespace(is_last=index == stages - 1, compute=torch.float32, modules=tuple)
         self.stage = SimpleNamespace(index=index, module=module)
         self._recorder = recorder
 
