@@ -18,7 +18,7 @@ from meshwright.planner.cluster.quantities import parse_quantity
 
 DeviceId = tuple[str, str, str]
 """Driver, pool and name."""
-MALFORMED = (AttributeError, KeyError, TypeError, ValueError, StopIteration)
+MALFORMED = (AttributeError, KeyError, TypeError, ValueError, OverflowError, StopIteration)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -67,13 +67,14 @@ class Gang:
         memory: MemoryRecovery | None = None,
         fatal: dict[int, str] | None = None,
         stall: dict[int, str] | None = None,
+        deaf: Collection[int] = (),
     ) -> None:
         """Form a generation: of new processes, or with the ranks that keep theirs. `fatal` says where ranks die, and
-        `stall` where they wait.
+        `stall` where they wait. Ranks in `deaf` do not hear of it, and hold their state since the one before.
         """
         self.generation += 1
         self.lost = False
-        self.held.clear()
+        self.held = {rank: held for rank, held in self.held.items() if rank in deaf}
         self._end_store()
         port = free_port()
         world = self.run.layout.world_size
@@ -84,6 +85,8 @@ class Gang:
             task = replace(task, job=JOB, image=self.image)
             environment = {"FATAL": (fatal or {}).get(task.rank, ""), "STALL": (stall or {}).get(task.rank, "")}
             environment["LIVE"] = self.live
+            if task.rank in deaf:
+                continue
             if task.rank in kept:
                 handle = self.ranks[task.rank]
                 assert handle.commands is not None

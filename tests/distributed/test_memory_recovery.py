@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.protocol.messages import MemoryCopies
+from meshwright.memory_recovery import plan_recovery
+from meshwright.protocol.messages import MemoryCopies, MemoryRecovery
 from meshwright_worker.agent.events import RankExited
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.manifest import MANIFEST, read_manifest
@@ -185,3 +186,26 @@ async def test_a_rank_that_has_nothing_yet_ends_instead_of_holding(tmp_path: Pat
         await gang.until(lambda event: isinstance(event, RankExited))
         assert await gang.leave() == {}
         assert gang.ranks == {}
+
+
+async def test_ranks_that_never_got_an_interrupted_generation_go_on(tmp_path: Path, text: Path) -> None:
+    run, steps = run_of(12, data=4), 12
+    expected, actual = tmp_path / "expected", tmp_path / "actual"
+    await undisturbed(run, expected, text)
+    async with gang_of(run, actual, text) as gang:
+        await gang.start(fatal=Kill(5, "reduced", (1,)).fatal(1))
+        await gang.until_lost()
+        memory = plan_recovery(run, 1, await gang.leave())
+        assert isinstance(memory, MemoryRecovery), memory
+        assert memory.ranks == "0,2-3"
+        before = gang.pids
+        await gang.start(memory, deaf=(2, 3))
+        held = await gang.leave()
+        assert sorted(held) == [0, 2, 3], gang.lines[-20:]
+        again = plan_recovery(run, 1, held)
+        assert again == memory
+        await gang.start(memory)
+        await gang.trains()
+        assert {rank: gang.pids[rank] for rank in before} == before, "their processes go on"
+        await gang.finish()
+    assert_same(actual, expected, steps)
