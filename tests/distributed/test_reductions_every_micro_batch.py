@@ -30,8 +30,9 @@ def run_of(*, each: bool, replicas: dict[str, Any] | None = None, **options: Any
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("zero", [2, 3])
 def test_between_micro_batches_ranks_have_shards_of_gradients(pool: RankPool, zero: int, ranks: int) -> None:
-    """Live bytes after the first micro-batch, against the planner's account, and full gradients without the field. Stage
-    2 also has the full parameters that it gathered, for the next micro-batch.
+    """Live bytes after the first micro-batch, against the planner's account, and full gradients without the field.
+
+    Stage 2 also has the full parameters that it gathered, for the next micro-batch.
     """
     for each, form in ((True, 16 / ranks), (False, 12 / ranks + 4)):
         run = run_of(each=each, data=ranks, zero=zero, layers=4, **WIDE)
