@@ -236,6 +236,8 @@ def _free_after_backward(module: nn.Module, *, last: bool) -> None:
     """Say whether the next backward passes free the parameters. With stage 2 only a step's last one does: no gather
     would find others before the update.
     """
+    if not isinstance(module, FSDPModule):
+        return
     for part in module.modules():
         if isinstance(part, FSDPModule):
             for group in _parameter_groups(part._get_fsdp_state(), _WITHOUT_FSDP):
