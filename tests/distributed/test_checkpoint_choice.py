@@ -131,8 +131,7 @@ def test_a_file_that_cannot_be_read_fails_the_start_and_damages_nothing(
     broken.unlink()
     broken.symlink_to(broken.name)  # Opening it is an error that is not "no such file".
     error, _ = chosen(pool, directory.root, directory.root)
-    assert str(error).startswith("Error: meshwright_worker.checkpoint.errors.CheckpointVolumeError: ")
-    assert f"CheckpointVolumeError: rank {rank} cannot use the checkpoints' volume: " in str(error)
+    assert str(error).startswith(f"Error: rank {rank} cannot use the checkpoints' volume: ")
     assert f"DIR/step-00000030/{OF_RANK[rank]}" in str(error)
     assert directory.steps() == [30, 20, 10]
     broken.unlink()
@@ -205,7 +204,7 @@ def test_text_is_not_written_from_a_damaged_checkpoint(
     assert found(pool, directory.root) == "step-00000030"
     (directory.path(30) / file).write_bytes(b"31")
     assert found(pool, directory.root) == "step-00000020"
-    assert f"DamagedCheckpointError: {directory.path(30) / file} is damaged: " in found(pool, directory.path(30))
+    assert f"{directory.path(30) / file} is damaged: " in found(pool, directory.path(30))
     assert directory.steps() == [30, 20, 10]
     for step in (20, 10):
         (directory.path(step) / "b").unlink()
