@@ -21,10 +21,10 @@ from dashboards.source.panels import (
 from dashboards.source.queries import (
     BY_JOB,
     CLUSTER,
-    CONDITION,
     HOLDS_NO_GPU,
     JOBS,
     SAME_JOB,
+    conditions,
     or_zero,
     rate,
 )
@@ -62,7 +62,7 @@ def board() -> dict[str, Any]:
 
 def _count(kind: str) -> str:
     """The number of jobs of which a condition is True; 0 if there are jobs, and none is like that."""
-    condition = f'{CONDITION}{{{JOBS},type="{kind}",status="True"}}'
+    condition = conditions(f'{JOBS},type="{kind}",status="True"')
     return f"count({condition} == 1) or 0 * sum(ptj_jobs{{{JOBS}}})"
 
 

@@ -36,10 +36,10 @@ from dashboards.source.panels import (
 )
 from dashboards.source.queries import (
     CLUSTER,
-    CONDITION,
     JOB,
     PLANNED_RESTARTS,
     RATE,
+    conditions,
     new_events,
     or_zero,
     padded_rank,
@@ -115,8 +115,8 @@ def _annotations() -> list[Annotation]:
 
 
 def _training() -> Row:
-    conditions = " or ".join(
-        f'{value} * max by (type) ({CONDITION}{{{JOB},status="{status}"}} == 1)'
+    found = " or ".join(
+        f"{value} * " + conditions(f'{JOB},status="{status}"', "type")
         for value, status in (("1", "True"), ("0", "False"), ("2", "Unknown"))
     ).replace("1 * max", "max")
     stats = [
@@ -192,7 +192,7 @@ def _training() -> Row:
             state_timeline(
                 "Conditions",
                 "Conditions of the job over time. Red: a condition that reports a problem is True.",
-                Query(conditions, "{{type}}"),
+                Query(found, "{{type}}"),
                 states=STATES,
                 alarming="/Stalled|Failed/",
             ),

@@ -21,14 +21,17 @@ BY_JOB = "by (cluster, namespace, job_name)"
 RATE = "$__rate_interval"
 """The shortest window with enough samples for `rate`."""
 
-CONDITION = "ptj_job_status_condition"
-"""The conditions of jobs: 1 for the series with their status."""
-
 HOLDS_NO_GPU = "Queued|Suspended"
 """Causes of time in which a job has no pods."""
 
 PLANNED_RESTARTS = "SpecChanged|Rescaled|Rebalanced|JobPreempted|NodeDrained"
 """Causes of restarts that a person or the operator decides. All others are failures."""
+
+
+def conditions(selector: str, *by: str) -> str:
+    """Return the conditions of jobs: 1 for the series with their status. `selector` may name a `type` or `status`."""
+    series = f"ptj_job_status_condition{{{selector}}}"
+    return f"max by ({', '.join(by)}) ({series} == 1)" if by else series
 
 
 def rate(metric: str, selector: str, *by: str) -> str:
