@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import gc
 import asyncio
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,8 @@ def test_nobody_else_touches_what_the_scheduler_owns() -> None:
     private = {name for name in vars(World(3, nodes=1).operators[0].scheduler) if name.startswith("_")}
     assert {"_placer", "_calibration", "_assumed"} <= private
     (package,) = meshwright_operator.__path__
-    # Python 3.11 fails to make a syntax tree in which an object of an earlier test is collected and its finalizer raises.
+    # Python 3.11 fails to make a syntax tree if meanwhile an object of an earlier test is collected, and its finalizer
+    # raises.
     gc.collect()
     touched = [
         (path.name, node.lineno, ast.unparse(node))
