@@ -28,7 +28,7 @@ from pydantic import ConfigDict, ValidationError
 from meshwright.api.base import ApiModel
 from meshwright.data.checksums import BLOCK, BlockChecker, FileChecksums, block_sums
 from meshwright.data.errors import DataError
-from meshwright.data.files import Directory, LocalDirectory
+from meshwright.data.files import Directory
 from meshwright.manifest_checksum import checksum_error, with_checksum
 
 MANIFEST = "meshwright-tokens.json"
@@ -286,12 +286,3 @@ def _parsed(content: bytes) -> TokensManifest:
     if manifest.dtype not in ("uint16", "uint32") or not manifest.shards:
         raise DataError(f"{MANIFEST} is damaged: no shards, or unknown type {manifest.dtype!r}")
     return manifest
-
-
-def open_shards(where: Path) -> TokenShards:
-    """The tokens of a directory of this machine.
-
-    Raises:
-        DataError: it does not contain tokens.
-    """
-    return TokenShards(LocalDirectory(where))

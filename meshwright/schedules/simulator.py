@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.schedules.actions import Action, ActionKind, Schedule, Slot
+from meshwright.schedules.actions import ActionKind, Schedule, Slot
 from meshwright.schedules.peak_memory import peak_memory
 from meshwright.schedules.validate import dependencies
 
@@ -163,13 +163,3 @@ class _Clock:
     def _seconds(self, slot: Slot) -> float:
         action_seconds = [self._costs[action.stage].of(action.kind) for action in slot]
         return sum(action_seconds) - (self._overlap * min(action_seconds) if len(action_seconds) > 1 else 0.0)
-
-
-def idle_intervals(simulation: Simulation, rank: int) -> list[tuple[float, float, Action]]:
-    """(from when, to when, waiting for which action to start) of every wait of a rank after its first action."""
-    timed_slots = simulation.timeline[rank]
-    return [
-        (earlier.end, later.start, later.slot[0])
-        for earlier, later in zip(timed_slots, timed_slots[1:], strict=False)
-        if later.start > earlier.end
-    ]

@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshwright.api import labels
 from meshwright.protocol.messages import AgentState, FailureEvidence
+from meshwright_worker.agent.failure_evidence import MAX_HUNG_WORKER, EvidenceRecorder
 from meshwright_worker.agent.fork_client import ForkServerClient
+from meshwright_worker.agent.rank_process import RankOutput
 from meshwright_worker.evidence.record import LOG_FILE, RECORD_FILE
+from meshwright_worker.rank.messages import Running
 from tests.agent.support import Coordinator, mesh, until
 from tests.agent.test_agent_commands import SLEEP, StartAgent, python, reported, start_generation
 from tests.agent.test_fork_server import ENVIRONMENT, MODULE, Life, fork
+from tests.agent.test_parts import settings
+from tests.agent.test_state_machine import Driver, document
 from tests.runs import command_run
 
 RAISES = """
@@ -138,3 +144,31 @@ async def test_ranks_of_the_runtime_write_their_stacks_apart_from_their_log(numb
         assert any("in train" in line for line in life.lines), "the pod's log has them too"
     finally:
         await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("worker", "named", "expected", "reported_rank"),
+    [
+        (0, None, [0], 0),
+        (0, 1, [0, 1], 1),
+        (MAX_HUNG_WORKER - 1, None, [0], 0),
+        (MAX_HUNG_WORKER, None, [], None),
+        (MAX_HUNG_WORKER, 1, [1], 1),
+    ],
+)
+async def test_of_many_workers_only_the_first_record_ranks_that_wait(
+    tmp_path: Path, worker: int, named: int | None, expected: list[int], reported_rank: int | None
+) -> None:
+    """Rank 0 has not begun to train, rank 1 has. Worker 0 has both, here under another number."""
+    driver = Driver(worker=0)
+    driver.start(document())
+    driver.tell(1, Running(0))
+    current = driver.state_machine.current
+    assert current is not None
+    recorder = EvidenceRecorder(replace(settings(), worker=worker, checkpoint_dir=tmp_path), {})
+    recorder.ranks_hung(current, lambda rank: RankOutput(), driver.now, named)
+    await recorder.flush()
+    found = sorted(path.name for path in (tmp_path / "failures").glob("*")) if expected else []
+    assert found == [f"generation-00000001-rank-{rank:05d}" for rank in expected]
+    latest = recorder.for_report(driver.now)
+    assert (latest.rank if latest is not None else None) == reported_rank

@@ -9,12 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from meshwright.protocol.messages import MeshDocument, MeshRequest
+from meshwright.protocol.messages import MeshDocument, MeshRequest, ReplicaGroup, ReplicaGroups
 from meshwright_worker.agent.launcher import Launcher, LaunchError
 from meshwright_worker.agent.rank_process import Pipe, RankHandle
 from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.state_machine import StartRanks
 from tests.agent.support import mesh, training_run
+from tests.runs import command_run
 
 
 class Stores:
@@ -83,3 +84,41 @@ async def test_processes_that_go_on_are_those_of_the_next_generation_before_they
         launcher.resume(replace(start, resumed=(0, 1)), 0)
     assert launcher.resume(start, 1) == 103
     await launcher.close()
+
+
+def groups_document(port: int, lighthouse: str = "") -> MeshDocument:
+    """Two replica groups of two workers with two ranks each; the store of the second is on `port`."""
+    hellos = [
+        MeshRequest(worker=worker, incarnation=0, pod_uid="uid", address=f"10.0.0.{worker}", store_port=20000)
+        for worker in range(4)
+    ]
+    groups = [
+        ReplicaGroup(master_address=f"10.0.0.{2 * group}", master_port=port if group else 20001, since=1)
+        for group in range(2)
+    ]
+    run = command_run(["no-such-python", "train.py"], 8).model_copy(update={"replica_group_ranks": 4})
+    made = mesh(1, run, hellos, 2)
+    return made.model_copy(update={"replica_groups": ReplicaGroups(ranks=4, groups=groups, lighthouse=lighthouse)})
+
+
+@pytest.mark.parametrize(
+    ("worker", "own_port", "released"),
+    [(2, True, True), (3, True, False), (2, False, False)],
+    ids=["the group's first rank", "another worker of the group", "an older port of the pod"],
+)
+async def test_a_replica_group_s_first_pod_frees_the_port_of_its_store(
+    launcher: Launcher, worker: int, *, own_port: bool, released: bool
+) -> None:
+    before = launcher.store_port
+    made = groups_document(before if own_port else before - 1)
+    await launcher.prepare(StartRanks(made, made.members[worker]))
+    assert (launcher.store_port != before) is released
+
+
+async def test_only_the_pod_of_rank_0_runs_the_lighthouse_and_reports_that_it_cannot(launcher: Launcher) -> None:
+    made = groups_document(launcher.store_port, lighthouse="10.0.0.0:29510")
+    await launcher.prepare(StartRanks(made, made.members[2]))
+    with pytest.raises(LaunchError, match="torchft_lighthouse"):
+        await launcher.prepare(StartRanks(made, made.members[0]))
+    none = groups_document(launcher.store_port)
+    await launcher.prepare(StartRanks(none, none.members[0]))

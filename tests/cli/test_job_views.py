@@ -137,6 +137,23 @@ def test_the_ledger_counts_the_time_since_the_last_booking():
     assert str(ledger) == "75 %: Suspended 2h46m, Training 3m, Queued 60s"
 
 
+@pytest.mark.parametrize(
+    ("since", "cause", "seconds"),
+    [
+        ("2026-01-02T03:59:30Z", "Restarting", {"Training": 120, "Restarting": 30}),
+        # A clock that is behind the operator's takes nothing away.
+        ("2026-01-02T04:00:30Z", "Training", {"Training": 120}),
+        ("2026-01-02T03:59:30Z", "", {"Training": 120}),
+    ],
+    ids=["a cause that was not booked yet", "a clock that is behind", "a job that has finished"],
+)
+def test_the_ledger_counts_only_the_time_of_the_current_cause(since, cause, seconds):
+    goodput = {"cause": cause, "since": since, "booked": [{"cause": "Training", "milliseconds": 120_000}]}
+    ledger = Ledger.of(made(running(goodput=goodput)).status.goodput, NOW)
+    assert ledger is not None
+    assert ledger.seconds == seconds
+
+
 def test_the_next_step_depends_on_the_state():
     states = {
         "top": running(),

@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from meshwright.api.objects import KubeObject
-from meshwright.data.files import open_directory
-from meshwright.data.shards import open_shards
+from meshwright.data.files import LocalDirectory, open_directory
+from meshwright.data.shards import TokenShards
 from meshwright.data.verify_shards import verify
 from meshwright.protocol.messages import AgentState, parse_mesh_document
 from meshwright.protocol.run_config import NativeRun
@@ -169,7 +169,7 @@ def test_checkpoints_are_loaded_bit_for_bit(release: Path) -> None:
 
 def test_token_shards_are_read(release: Path) -> None:
     root = release / "tokens"
-    shards = open_shards(root)
+    shards = TokenShards(LocalDirectory(root))
     assert shards.tokens(0, len(shards)).tolist() == json.loads((root / "tokens.json").read_text())
     assert verify(open_directory(str(root)))[1] == []
 

@@ -17,8 +17,8 @@ from tokenizers import models
 from meshwright.api.data import DataFormat, OnCorrupt, Tokenizer
 from meshwright.data.checksums import BLOCK
 from meshwright.data.errors import DataError
-from meshwright.data.files import open_directory
-from meshwright.data.shards import MANIFEST, ShardWriter, TokenShards, open_shards
+from meshwright.data.files import LocalDirectory, open_directory
+from meshwright.data.shards import MANIFEST, ShardWriter, TokenShards
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import ByteTokenizer, open_tokenizer
 from meshwright.data.verify_shards import verify
@@ -47,6 +47,10 @@ def test_any_slice_of_any_shards(tmp_path_factory: pytest.TempPathFactory, data:
         assert len(shards) == len(row)
         assert shards.tokens(start, stop).tolist() == row[start:stop]
     assert verify(open_directory(str(directory)))[1] == []
+
+
+def open_shards(where: Path) -> TokenShards:
+    return TokenShards(LocalDirectory(where))
 
 
 def test_the_same_text_gives_the_same_bytes(tmp_path: Path) -> None:

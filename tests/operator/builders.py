@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -16,7 +17,8 @@ from meshwright.api.status import (
     PlanStatus,
     WorkerPlacement,
 )
-from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cluster.inventory import MALFORMED, Inventory
+from meshwright.planner.cluster.pod_resources import Resources
 from meshwright.planner.plan import make_plan
 from meshwright.protocol.messages import AgentState, FailureKind, Progress, WorkerReport
 from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAgent
@@ -24,6 +26,7 @@ from meshwright_operator.decide.applied_spec import revision_of
 from meshwright_operator.decide.observed import Observed, observe_workers
 from meshwright_operator.decide.stuck_pods import stuck_pods
 from meshwright_operator.kube.pod_info import Pod
+from meshwright_operator.kube.pod_requests import PodRequest
 from meshwright_operator.timestamps import format_time
 from tests.operator.support import job
 
@@ -173,3 +176,18 @@ def observed(
         agents=received,
         stuck_pods=stuck_pods(pods, down or NODES, now),
     )
+
+
+def requested_by_node(pod_requests: Iterable[PodRequest], gpu_resource: str) -> tuple[dict[str, Resources], list[str]]:
+    """Node -> resources that these pods request there, and a message for each pod that cannot be counted.
+
+    The operator counts changes of pods instead of all pods.
+    """
+    requested: dict[str, Resources] = {}
+    malformed: list[str] = []
+    for one in pod_requests:
+        try:
+            requested[one.node] = requested.get(one.node, Resources()) + one.amount(gpu_resource)
+        except MALFORMED as error:
+            malformed.append(f"pod {one.name} was not counted: its object is malformed ({error})")
+    return requested, malformed

@@ -9,9 +9,10 @@ from typing import Any
 from meshwright.api import labels
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cluster.pod_resources import Resources
-from meshwright_operator.kube.pod_requests import PodRequest, read_pod_request, requested_by_node
+from meshwright_operator.kube.pod_requests import PodRequest, read_pod_request
 from meshwright_operator.scheduling.capacity_hint import capacity_hint, occupants
 from meshwright_operator.scheduling.cluster_view import ClusterView
+from tests.operator.builders import requested_by_node
 from tests.operator.support import node
 
 GPU = labels.GPU_RESOURCE

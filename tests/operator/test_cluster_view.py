@@ -9,8 +9,9 @@ import pytest
 
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.placement.capacity import FreeCapacity, GangShape
-from meshwright_operator.kube.pod_requests import PodRequest, request_json_for, requested_by_node
+from meshwright_operator.kube.pod_requests import PodRequest, request_json_for
 from meshwright_operator.scheduling.cluster_view import ClusterView
+from tests.operator.builders import requested_by_node
 from tests.operator.queueing import GPU, Tenants
 from tests.operator.support import node
 from tests.randomness import seeds

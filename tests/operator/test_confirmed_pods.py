@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.api.labels import LABEL_JOB
+from tests.operator.memory import copied
 from tests.operator.support import PODS
 from tests.operator.test_gang_races import small
 from tests.operator.world import World
@@ -57,9 +58,10 @@ async def test_pods_that_lost_their_label_get_it_back(workers: int) -> None:
     await world.run(20)
     pods = {pod.uid for pod in world.pods("train")}
     for pod in world.pods("train"):
-        obj = world.cluster.objects[f"{PODS}/{pod.name}"]
+        obj = copied(world.cluster.objects[f"{PODS}/{pod.name}"])
         del obj["metadata"]["labels"][LABEL_JOB]
-        operator.cache.remove_unlabeled_pod(pod.uid)
+        # A watch with a selector sends an object that no longer matches as deleted.
+        operator.cache.remove_deleted_pod(world.cluster.update(f"{PODS}/{pod.name}", obj))
     operator.queue.add(next(iter(operator.cache.jobs)))
     await world.run(10)
     assert {pod.uid for pod in world.pods("train")} == pods

@@ -438,5 +438,9 @@ def test_descriptors_are_left_for_the_operator_itself(monkeypatch: pytest.Monkey
     monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: changes.append(wanted))
     for soft[0], left in ((1024, 512), (20_000, 19_488), (1 << 20, 65_536), (256, 128)):
         assert connections_for_descriptors(65_536) == left
+    for soft[0], left in ((1023, 512), (1025, 513), (1, 1), (0, 1), (resource.RLIM_INFINITY, 65_536)):
+        assert connections_for_descriptors(65_536) == left, "half of few descriptors, all of unlimited ones"
+    soft[0] = 1024
+    assert connections_for_descriptors(8) == 8, "no more than asked for"
     http_limits.raise_descriptor_limit()
     assert changes == [(http_limits.MAX_DESCRIPTORS, 1 << 30)]

@@ -8,15 +8,22 @@ from typing import Any
 
 import pytest
 
+from meshwright.models.presets import PRESETS
+from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cost.frameworks import FRAMEWORKS
+from meshwright.planner.cost.memory import worst_stage
+from meshwright.planner.cost.strategy import Strategy, Workload
+from meshwright.planner.cost_model import Calibration
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement.fit_error import fit_error
 from meshwright.planner.plan import Plan
 from meshwright_operator.decide.gang_actions import Size
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted
-from meshwright_operator.scheduling.reservations import placement_for
+from meshwright_operator.scheduling.reservations import choose_nodes, placement_for
 from tests.operator.queueing import Tenants
 from tests.operator.test_gang_races import small
 from tests.operator.world import World
+from tests.planner.builders import inventory, node, plan_of
 
 ONE_GPU: dict[str, Any] = {
     "parallelism": {"tensor": 1, "pipeline": 1, "microBatches": 1},
@@ -122,3 +129,30 @@ async def test_only_the_smallest_size_explains_why_it_does_not_fit(monkeypatch: 
             replace(asked, sizes=sizes[:3]), tenants.scheduler.inventory(wide.spec), tenants.scheduler.calibration
         )
     assert explained == [4]
+
+
+def chosen(plan: Plan, nodes: Inventory, busy: dict[str, int] | None = None) -> tuple[str, ...]:
+    request = replace(Tenants(1).request("large", 1), plan=plan, other_plans=())
+    return choose_nodes(request, nodes, busy or {}, Calibration())
+
+
+def test_a_reservation_skips_nodes_that_no_worker_may_use() -> None:
+    """The first two are the least busy, but one is cordoned, and a rank does not fit on the GPUs of the other."""
+    strategy = Strategy(2, 1, 1)
+    memory = worst_stage(Workload(PRESETS["llama-3-8b"], 8192, 1), strategy, FRAMEWORKS["meshwright"])
+    plan = replace(plan_of(2, 1, 1, 2), memory=memory)
+    nodes = inventory(
+        node("n0", gpus=2, unschedulable=True, memory_mib=1_000_000),
+        node("n1", gpus=2, memory_mib=1000),
+        node("n2", gpus=2, memory_mib=1_000_000),
+    )
+    assert chosen(plan, nodes, {"n2": 2}) == ("n2",)
+
+
+def test_a_reservation_counts_complete_tensor_groups_of_each_domain() -> None:
+    """Three workers are in one domain, and only one is in the others: a group of two workers needs both in one."""
+    places = [("a", "a0"), ("b", "b0"), ("c", "c0"), ("c", "c1"), ("c", "c2"), ("d", "d0"), ("d", "d1")]
+    nodes = inventory(*(node(name, gpus=4, domain=domain) for domain, name in places))
+    assert chosen(plan_of(8, 1, 1, 4), nodes) == ("c0", "c1")
+    assert chosen(plan_of(8, 1, 2, 4), nodes) == ("c0", "c1", "d0", "d1")
+    assert chosen(plan_of(8, 1, 3, 4), nodes) == (), "two groups at most"

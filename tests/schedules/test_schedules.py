@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from meshwright.schedules.peak_memory import SavedPerStage, peak_memory
 from meshwright.schedules.pipeline_layout import pipeline_layout, schedule_of
 from meshwright.schedules.registry import NAMES, generate, named
 from meshwright.schedules.schedule import PipelineShape, StageTimes
-from meshwright.schedules.simulator import ActionCosts, idle_intervals, simulate
+from meshwright.schedules.simulator import ActionCosts, simulate
 from meshwright.schedules.validate import schedule_problems
 
 CHUNKED = ("interleaved", "looped-bfs")
@@ -192,9 +193,10 @@ def test_overlapped_pairs_take_less_time() -> None:
     assert over.in_flight == serialized.in_flight
 
 
-def test_waits_are_named() -> None:
-    run = simulate(generate("gpipe", 2, 2))
-    assert idle_intervals(run, 0) == [(2.0, 5.0, Action(ActionKind.BACKWARD, 0, 0))]
+def test_the_first_rank_of_gpipe_waits_for_the_gradients_of_the_second() -> None:
+    timeline = simulate(generate("gpipe", 2, 2)).timeline[0]
+    waits = [(one.end, next_one.start, next_one.slot[0]) for one, next_one in pairwise(timeline)]
+    assert [wait for wait in waits if wait[0] < wait[1]] == [(2.0, 5.0, Action(ActionKind.BACKWARD, 0, 0))]
 
 
 def test_interleaving_takes_complete_rounds() -> None:

@@ -130,15 +130,6 @@ class Cache:
         """Remove a pod that was deleted in a form that is not a worker pod. Return the key of its job."""
         return self._remove_pod(pod_key_of(obj), _uid(obj), _version(obj))
 
-    def remove_unlabeled_pod(self, uid: str) -> JobKey | None:
-        """Remove a worker pod without a tombstone. Return its job's key."""
-        key = self._index.keys_by_uid.get(uid)
-        if key is None:
-            return None
-        old = self._pods.values.get(key)
-        self._pods.forget(key)
-        return self._replace_pod(key, old, None)
-
     def begin_pods_listing(self, namespace: str | None) -> Listing[PodKey, StoredPod]:
         """Begin to list the labelled pods of a namespace, or all."""
         return self._pods.begin_listing(namespace)

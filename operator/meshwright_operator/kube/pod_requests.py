@@ -7,8 +7,7 @@ as JSON strings, which the pods of a gang share and which are parsed once.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from sys import intern
@@ -108,20 +107,3 @@ def request_json_for(amount: Resources, gpu_resource: str) -> str:
     if any(name.startswith(HOST_PORT) for name, _ in amount.others):
         container["ports"], spec["hostNetwork"] = [{"containerPort": METRICS_PORT}], True
     return request_json_of({"spec": spec})
-
-
-def requested_by_node(pod_requests: Iterable[PodRequest], gpu_resource: str) -> tuple[dict[str, Resources], list[str]]:
-    """Node -> resources that these pods request there, and a message for each pod that could not be counted."""
-    malformed: list[str] = []
-    counts: Counter[tuple[str, str]] = Counter()
-    for requested_resources in pod_requests:
-        try:
-            requested_resources.amount(gpu_resource)
-        except MALFORMED as error:
-            malformed.append(f"pod {requested_resources.name} was not counted: its object is malformed ({error})")
-        else:
-            counts[requested_resources.node, requested_resources.request_json] += 1
-    requested: dict[str, Resources] = {}
-    for (node, request_json), count in counts.items():
-        requested[node] = requested.get(node, Resources()) + _amount(request_json, gpu_resource) * count
-    return requested, malformed

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshwright.api.training import OptimizerSpec, OuterSpec
 from meshwright.models.architecture import Architecture
 from meshwright.models.presets import PRESETS
-from meshwright_worker.checkpoint.state_dict import as_distributed, stage_copy
+from meshwright_worker.checkpoint.state_dict import allocate_copy, as_distributed, copy_tensors
 from meshwright_worker.local_sgd.diloco import DiLoCo
 from meshwright_worker.local_sgd.parameter_averaging import average_over_islands
 from meshwright_worker.memory import host_memory
@@ -84,14 +84,17 @@ def test_a_part_in_main_memory_is_saved_and_loaded_there(gpus: DeviceMesh) -> No
 def test_a_copy_to_write_is_in_main_memory_and_used_again(gpus: DeviceMesh) -> None:
     shard = offloaded(gpus, torch.arange(6.0).view(2, 3))
     tensors = {"weight": as_distributed(shard, shard.local), "buffer": torch.ones(2)}
-    staged = stage_copy(tensors, {})
-    copied = staged["weight"]
+    staged: dict[str, torch.Tensor] = {}
+    copies = allocate_copy(tensors, staged, None)
+    copy_tensors(tensors, copies)
+    copied = copies["weight"]
     assert isinstance(copied, DTensor)
     memory = copied.to_local().data_ptr()
     assert memory != shard.local.data_ptr()
     shard.local.zero_()
     assert copied.to_local().flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    again = stage_copy(tensors, staged)["weight"]
+    copy_tensors(tensors, allocate_copy(tensors, staged, None))
+    again = staged["weight"]
     assert isinstance(again, DTensor)
     assert again.to_local().data_ptr() == memory
     assert float(again.to_local().sum()) == 0.0

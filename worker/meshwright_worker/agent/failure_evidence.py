@@ -75,7 +75,7 @@ class EvidenceRecorder:
         self, generation: MeshGeneration, written: Callable[[int], RankOutput], now: float, named: int | None
     ) -> None:
         """Record ranks that are about to be killed because they make no progress; `named` is the likely cause."""
-        behind = min(generation.live, key=lambda rank: (generation.ranks[rank].step or -1, rank), default=None)
+        behind = min(generation.live, key=lambda rank: (_last_step(generation, rank), rank), default=None)
         chosen = {rank for rank in (named, behind) if rank in generation.ranks}
         for rank in sorted(chosen):
             if rank == named or self._settings.worker < MAX_HUNG_WORKER:
@@ -144,3 +144,9 @@ class EvidenceRecorder:
                 log.warning("failure of rank %d not recorded: %s", record.rank, error)
 
         self._writes.start("failure-record", write)
+
+
+def _last_step(generation: MeshGeneration, rank: int) -> int:
+    """The step that a rank has completed; -1 before it trains."""
+    step = generation.ranks[rank].step
+    return -1 if step is None else step

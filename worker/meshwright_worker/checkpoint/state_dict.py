@@ -49,25 +49,16 @@ def copy_to_duplicates(shards: Sequence[ParameterShard], optimizer: Optimizer) -
                 local.copy_(optimizer.moments(source)[moment])
 
 
-def stage_copy(
-    tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor], memory: SharedMemory | None = None
-) -> dict[str, torch.Tensor]:
-    """Copy tensors to host memory, so that they can be written while training changes the originals.
-
-    Args:
-        tensors: the tensors to copy.
-        staged: an earlier copy of the same tensors, whose memory is reused; empty the first time.
-        memory: where new memory is allocated; by default it belongs to this process alone.
-    """
-    copies = allocate_copy(tensors, staged, memory)
-    copy_tensors(tensors, copies)
-    return copies
-
-
 def allocate_copy(
     tensors: dict[str, torch.Tensor], staged: dict[str, torch.Tensor], memory: SharedMemory | None
 ) -> dict[str, torch.Tensor]:
-    """The memory for `stage_copy`, without the content."""
+    """Return host memory for a copy of tensors, so that they can be written while training changes the originals.
+
+    Args:
+        tensors: the tensors to copy, see `copy_tensors`.
+        staged: an earlier copy of the same tensors, whose memory is reused; empty the first time.
+        memory: where new memory is allocated; None if it belongs to this process alone.
+    """
     allocate = memory.allocate if memory is not None else allocate_host_tensors
     new = {name: tensor for name, tensor in tensors.items() if name not in staged}
     for pinned_memory in (True, False):
