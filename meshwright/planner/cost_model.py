@@ -57,6 +57,16 @@ class CostModel:
 
     job: TrainingJob
     machine: Machine
+    machines: Mapping[str, Machine] = field(default_factory=dict, compare=False)
+    """GPU product -> machine of its nodes alone. Empty if all nodes have the same."""
+
+    def on_nodes(self, inventory: Inventory, nodes: Iterable[str]) -> CostModel:
+        """Return the cost model on the GPUs of these nodes, if all have the same product."""
+        if not self.machines:
+            return self
+        products = {inventory.nodes[name].gpu_product for name in nodes if name in inventory.nodes}
+        machine = self.machines.get(products.pop()) if len(products) == 1 else None
+        return self if machine is None else CostModel(self.job, machine)
 
     @property
     def work(self) -> Workload:
@@ -81,8 +91,14 @@ def cost_model_for(
     """Return the cost model of a job. None for a user's command, and if no usable node's GPU is in the catalog."""
     if architecture is None or spec.training is None:
         return None
-    machine = machine_of_cluster(inventory, spec.workers.gpus_per_worker)
-    return cost_model_on(spec, architecture, (calibration or Calibration()).on(machine) if machine else None)
+    gpus, fitted = spec.workers.gpus_per_worker, calibration or Calibration()
+    machine = machine_of_cluster(inventory, gpus)
+    found = cost_model_on(spec, architecture, fitted.on(machine) if machine else None)
+    if found is None:
+        return None
+    alone = {name: machine_of_cluster(inventory.only(name), gpus) for name in gpu_products(inventory, gpus)}
+    runtime = found.job.runtime
+    return replace(found, machines={name: fitted.on(one).running(runtime) for name, one in alone.items() if one})
 
 
 def cost_model_on(
@@ -92,7 +108,13 @@ def cost_model_on(
     if architecture is None or spec.training is None or machine is None:
         return None
     job = TrainingJob.of(spec, architecture)
-    return CostModel(job, replace(machine, runtime=job.runtime))
+    return CostModel(job, machine.running(job.runtime))
+
+
+def gpu_products(inventory: Inventory, gpus_per_worker: int) -> list[str]:
+    """Return the GPU products of a cluster with several, sorted. Empty if all nodes have the same."""
+    products = {node.gpu_product for node in inventory.with_workers(gpus_per_worker)}
+    return sorted(products) if len(products) > 1 else []
 
 
 def machine_of_cluster(inventory: Inventory, gpus_per_worker: int) -> Machine | None:
@@ -102,7 +124,7 @@ def machine_of_cluster(inventory: Inventory, gpus_per_worker: int) -> Machine | 
     has the speed of its slowest GPU.
     """
     gpus_by_name: Counter[str] = Counter()
-    for node in inventory.usable:
+    for node in inventory.with_workers(gpus_per_worker):
         matched = accelerator(node.gpu_product) if node.gpu_product else None
         if matched is not None:
             gpus_by_name[matched.name] += node.capacity.gpus

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from meshwright.api.parallelism import PipelineSchedule, StageBalance
 from meshwright.api.spec import ParallelTrainingJobSpec
@@ -40,6 +41,7 @@ from meshwright.planner.search.errors import plan_error
 from meshwright.planner.search.explain_plan import reasons_of_plan
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.spec_request import pinned_request
+from meshwright.planner.units import count_gpus
 from meshwright.planner.workload import TrainingJob
 from meshwright.protocol.run_config import CommandRun, RunConfig
 from meshwright.rules.elastic import with_own_batch
@@ -98,9 +100,15 @@ class Plan:
     def summary(self) -> str:
         """The layout in one line."""
         layout = self.layout
-        context = f"CP {layout.context} x " if layout.context > 1 else ""
         experts = f", EP {layout.expert}" if layout.expert > 1 else ""
-        return f"TP {layout.tensor} x {context}PP {layout.pipeline} x DP {layout.data}{experts}"
+        return f"{self.replica_summary} x DP {layout.data}{experts}"
+
+    @property
+    def replica_summary(self) -> str:
+        """The layout of one replica in one line."""
+        layout = self.layout
+        context = f"CP {layout.context} x " if layout.context > 1 else ""
+        return f"TP {layout.tensor} x {context}PP {layout.pipeline}"
 
     def allows_replicas(self, replicas: int) -> bool:
         """Whether the job can run with this number of replicas: with full workers, and full micro-batches for each."""
@@ -231,11 +239,37 @@ def new_plans(
 ) -> list[Plan]:
     """Make the plan of a new job on `hardware`, followed by other layouts with as many GPUs, the fastest first.
 
+    If nodes have different GPU products, the job is planned for each alone, since a step waits for the slowest GPU, and
+    for all together. The fastest plan that the nodes are enough for wins, and the others follow if they have as many
+    GPUs: its GPUs may be in use.
+
     With `target` the plans are for that framework instead of Meshwright's runtime.
 
     Raises:
         PlanError: the spec contradicts itself, or no layout fits the hardware.
     """
+    found: list[list[Plan]] = []
+    for alone in hardware.of_products:
+        try:
+            plans = _plans_on(spec, alone, max_plans, target)
+        except PlanError:
+            continue
+        if plans[0].layout.world_size <= alone.limits.gpus:
+            found.append(plans)
+    try:
+        found.append(_plans_on(spec, hardware, max_plans, target))
+    except PlanError:
+        if not found:
+            raise
+    best, *others = sorted(found, key=lambda plans: plans[0].estimate.seconds if plans[0].estimate is not None else inf)
+    size = best[0].layout.world_size
+    slower = [plans[0] for plans in others if plans[0].layout.world_size == size]
+    slower = slower[: max_plans - 1]
+    return [*best[: max_plans - len(slower)], *slower]
+
+
+def _plans_on(spec: ParallelTrainingJobSpec, hardware: Hardware, max_plans: int, target: Target | None) -> list[Plan]:
+    """Make the plans of a new job for GPUs of which each may get any of its ranks."""
     architecture = _model_of(spec)
     _check(spec, architecture)
     spec = with_own_batch(spec)
@@ -246,7 +280,7 @@ def new_plans(
     _check_nodes_known(spec, cluster_limits)
     target = target or target_of(spec)
     if target is not None:
-        cost_model = cost_model_of_target(cost_model, target)
+        cost_model = cost_model_of_target(cost_model, target, hardware.machine)
     request, ranked = _searched(spec, architecture, cluster_limits, cost_model, target)
     plans = []
     for chosen in ranked[:max_plans]:
@@ -477,9 +511,9 @@ def _about_pods(plan: Plan, limits: ClusterLimits, machine: Machine | None) -> t
         return ()
     group = f"; each tensor-parallel group of {tensor} spans {tensor // gpus} pods, and uses it in every layer"
     return (
-        f"NVLink ends at each pod, because hosts have several workers of {gpus} GPUs and no claim joins the pods of a "
-        f"host: they communicate over the network{group if wide else ''}. Raise `workers.gpusPerWorker`, so that a pod "
-        "has all GPUs of its host",
+        f"NVLink ends at each pod, because hosts have several workers of {count_gpus(gpus)} and no claim joins the "
+        f"pods of a host: they communicate over the network{group if wide else ''}. Raise `workers.gpusPerWorker`, so "
+        "that a pod has all GPUs of its host",
     )
 
 
@@ -526,7 +560,7 @@ def _replicas_of_command(spec: ParallelTrainingJobSpec, replica: Layout) -> int:
     found = next((count for count in range(most, 0, -1) if count * replica.replica_size % each == 0), None)
     if found is None:
         raise PlanError(
-            f"no number of replicas of {replica.replica_size} ranks fills workers of {each} GPUs with `gpus: "
+            f"no number of replicas of {replica.replica_size} ranks fills workers of {count_gpus(each)} with `gpus: "
             f"{spec.gpus}`: raise it, or change `workers.gpusPerWorker`",
             "InvalidSpec",
         )

@@ -10,31 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory
-from meshwright.planner.cost_model import Calibration, CostModel, cost_model_for
+from meshwright.planner.cost_model import CostModel
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement import Placement, PlacingOptions, PreviousPlacement, map_ranks, place_near_previous
 from meshwright.planner.placement.placed_cost import estimate_placed
 from meshwright.planner.placement.traffic_weights import weights_for
-from meshwright.planner.plan import Plan, make_plans
+from meshwright.planner.plan import Plan
 from meshwright.planner.search.expand import TIE_TOLERANCE
-
-
-def choose_plan(
-    spec: ParallelTrainingJobSpec, inventory: Inventory, calibration: Calibration | None = None
-) -> tuple[Plan, Placement | None]:
-    """The plan of a job that does not run yet, and its placement, or None if no layout fits now.
-
-    Raises:
-        PlanError: the spec's fields contradict each other, or no layout fits this cluster's GPUs.
-    """
-    plans = make_plans(spec, inventory, calibration)
-    try:
-        placement = place_best(plans, inventory, cost_model_for(spec, plans[0].architecture, inventory, calibration))
-    except DoesNotFitError:
-        return plans[0], None
-    return placement.plan, placement
 
 
 def place_best(plans: Sequence[Plan], inventory: Inventory, cost_model: CostModel | None) -> Placement:
@@ -91,7 +74,8 @@ def place_plan(
         return place_near_previous(plan, inventory, keep, before)
     weights = weights_for(cost_model, plan.strategy, plan.gpus_per_worker, inventory.levels, inventory.site)
     placement = place_near_previous(plan, inventory, keep, before, PlacingOptions(weights))
-    return replace(placement, plan=replace(plan, estimate=estimate_placed(placement, cost_model)))
+    placed_on = cost_model.on_nodes(inventory, placement.nodes.values())
+    return replace(placement, plan=replace(plan, estimate=estimate_placed(placement, placed_on)))
 
 
 def map_plan_ranks(
@@ -108,7 +92,8 @@ def map_plan_ranks(
         return map_ranks(plan, inventory, pods, stay)
     weights = weights_for(cost_model, plan.strategy, plan.gpus_per_worker, inventory.levels, inventory.site)
     placement, plan_workers = map_ranks(plan, inventory, pods, stay, PlacingOptions(weights))
-    return replace(placement, plan=replace(plan, estimate=estimate_placed(placement, cost_model))), plan_workers
+    placed_on = cost_model.on_nodes(inventory, placement.nodes.values())
+    return replace(placement, plan=replace(plan, estimate=estimate_placed(placement, placed_on))), plan_workers
 
 
 def _could_be_fastest(plan: Plan, placed: Sequence[Placement]) -> bool:

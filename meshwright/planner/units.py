@@ -18,3 +18,8 @@ def format_bytes(count: float) -> str:
         if count >= unit:
             return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count // unit:.0f} {name}"
     return f"{count:.0f} B"
+
+
+def count_gpus(count: int) -> str:
+    """Return a number of GPUs as text."""
+    return "1 GPU" if count == 1 else f"{count} GPUs"

@@ -146,7 +146,7 @@ def layer_split(parallelism: ParallelismSpec, ranks: int, model: Architecture, l
 
 @lru_cache(maxsize=16)
 def _framework_variant(
-    *, scores: bool, keeps_fp8: bool, once_per_node: bool, compiled: bool, fp8_in_graph: bool
+    *, scores: bool, keeps_fp8: bool, once_per_node: bool, compiled: bool, fp8_in_graph: bool, nvlink_sums: bool
 ) -> FrameworkAccount:
     return replace(
         FRAMEWORKS["meshwright"],
@@ -155,6 +155,7 @@ def _framework_variant(
         sends_once_per_node=once_per_node,
         compiled=compiled,
         fp8_in_graph=fp8_in_graph,
+        sums_in_nvlink_switches=nvlink_sums,
     )
 
 
@@ -171,6 +172,7 @@ def _framework(training: TrainingSpec, parallelism: ParallelismSpec) -> Framewor
         compiled=training.compile,
         # Compiled code cannot store the maxima of delayed scaling.
         fp8_in_graph=training.compile and fp8 is not None and not delayed,
+        nvlink_sums=not training.deterministic,
     )
 
 

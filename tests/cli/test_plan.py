@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 
 from meshwright.api.parsing import parse_spec
 from meshwright.planner.cluster.inventory import Inventory
-from meshwright.planner.plan_and_place import choose_plan
 from meshwright_cli.main import main
 from meshwright_cli.plan.inventory_file import read_nodes
+from tests.planner.builders import choose_plan
 
 ROOT = Path(__file__).parents[2]
 H100 = "NVIDIA-H100-80GB-HBM3"

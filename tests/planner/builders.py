@@ -8,7 +8,11 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cluster.pod_resources import Resources
 from meshwright.planner.cost.strategy import Strategy
-from meshwright.planner.plan import Plan
+from meshwright.planner.cost_model import Calibration, cost_model_for
+from meshwright.planner.errors import DoesNotFitError
+from meshwright.planner.placement import Placement
+from meshwright.planner.plan import Plan, make_plans
+from meshwright.planner.plan_and_place import place_best
 
 GPU = "nvidia.com/gpu"
 LEAF = "network.topology.nvidia.com/leaf"
@@ -85,3 +89,19 @@ def spec_of(**changes: Any) -> ParallelTrainingJobSpec:
             **changes,
         }
     )
+
+
+def choose_plan(
+    spec: ParallelTrainingJobSpec, inventory: Inventory, calibration: Calibration | None = None
+) -> tuple[Plan, Placement | None]:
+    """The plan of a job that does not run yet, and its placement, or None if no layout fits now.
+
+    Raises:
+        PlanError: the spec's fields contradict each other, or no layout fits this cluster's GPUs.
+    """
+    plans = make_plans(spec, inventory, calibration)
+    try:
+        placement = place_best(plans, inventory, cost_model_for(spec, plans[0].architecture, inventory, calibration))
+    except DoesNotFitError:
+        return plans[0], None
+    return placement.plan, placement

@@ -23,6 +23,8 @@ from meshwright.planner.cost_model import (
     machine_of_cluster,
     recalibrate,
 )
+from meshwright.planner.frameworks.planning import cost_model_of_target
+from meshwright.planner.frameworks.registry import TARGETS
 from meshwright.planner.placement.placed_cost import group_spans_of_status
 from meshwright.planner.plan import make_plan
 
@@ -162,3 +164,30 @@ def test_a_mixed_cluster_runs_at_its_slowest_gpus_pace_and_with_its_smallest_mem
 def test_unknown_gpus_have_no_estimate() -> None:
     assert machine_of_cluster(cluster("Home-Made"), 8) is None
     assert make_plan(spec(parallelism={"tensor": 8, "pipeline": 1}), cluster("Home-Made")).estimate is None
+
+
+def test_a_deterministic_job_does_not_sum_in_nvlink_switches() -> None:
+    """torch turns NVLS off for deterministic kernels. Groups inside a domain then take a ring, over twice the bytes."""
+
+    def data_seconds(deterministic: bool) -> float:
+        training = {**spec().training.model_dump(exclude_none=True), "deterministic": deterministic}  # type: ignore[union-attr]
+        changed = spec(replicas=8, training=training, parallelism={"zeroStage": 0, "tensor": 1, "pipeline": 1})
+        found = cost_model_for(changed, resolve(changed.model), H100S)  # type: ignore[arg-type]
+        assert found is not None
+        strategy = found.job.strategy(Layout(1, 1, 8), micro_batches=1)
+        return found.estimate(strategy).time.data
+
+    assert data_seconds(True) > 1.3 * data_seconds(False)
+
+
+def test_another_framework_sums_in_nvlink_switches_whatever_the_job_says() -> None:
+    """Its kernels are not those that `training.deterministic` chooses."""
+    found = cost_model_for(spec(), resolve(spec().model), H100S)  # type: ignore[arg-type]
+    plain = machine_of_cluster(H100S, 8)
+    assert found is not None
+    assert plain is not None
+    assert plain.fabric.levels[0].in_network
+    assert not found.machine.fabric.levels[0].in_network
+    of_target = cost_model_of_target(found, TARGETS["megatron-lm"], plain)
+    assert of_target is not None
+    assert of_target.machine.fabric.levels[0].in_network

@@ -10,10 +10,9 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cost.memory import worst_stage
 from meshwright.planner.errors import PlanError
 from meshwright.planner.plan import Plan, make_plan
-from meshwright.planner.plan_and_place import choose_plan
 from meshwright.planner.workload import TrainingJob
 from meshwright.protocol.run_config import NativeRun
-from tests.planner.builders import inventory, node, racks, spec_of
+from tests.planner.builders import choose_plan, inventory, node, racks, spec_of
 
 PRODUCT = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
 H100 = inventory(*racks(1, 8, 8, labels=PRODUCT))
@@ -136,3 +135,34 @@ def test_the_run_and_the_status_have_every_choice() -> None:
     assert status.context_method == (used.context_method if used.context > 1 else None)
     assert run.data_parallel == status.data == used.data
     assert worst_stage(job.work, used, job.runtime).total <= 0.97 * 81559 * 2**20
+
+
+def test_a_budget_of_more_gpus_than_the_most_workers_have_names_that_limit() -> None:
+    many = inventory(*racks(40, 32, 1, labels=PRODUCT))
+    workers = {"image": "worker", "gpusPerWorker": 1}
+    plan = make_plan(llama(gpus=1280, workers=workers, training={**LLAMA["training"], "globalBatchSize": 2048}), many)
+    assert plan.layout.world_size == 1024
+    assert plan.reasons[0] == (
+        "1024 of `gpus: 1280` are used, 256 are left over: a job has at most 1024 workers, of 1 GPU each: raise "
+        "`workers.gpusPerWorker`"
+    )
+
+
+def test_a_model_that_does_not_fit_reads_only_fields_that_would_help() -> None:
+    """Micro-batches of one row cannot be smaller. 512 replicas of 16 GPUs are as many as 1024 workers have."""
+    with pytest.raises(PlanError, match="Raise `gpus`, shorten"):
+        make_plan(llama(gpus=1, workers={"image": "worker", "gpusPerWorker": 1}), H100)
+    training = {**LLAMA["training"], "globalBatchSize": 16384}
+    pinned = {"microBatches": 1}
+    with pytest.raises(PlanError, match="Raise `parallelism.microBatches` or `gpus`, shorten"):
+        make_plan(llama(gpus=8, training=training, parallelism=pinned), H100)
+    with pytest.raises(PlanError, match=r"Raise `workers.gpusPerWorker` \(a job has at most 1024 workers, here of 8"):
+        make_plan(llama(model={"preset": "llama-3.1-405b"}, replicas=512, training=training), H100)
+
+
+def test_a_job_that_is_larger_than_the_cluster_has_the_plan_of_a_cluster_with_enough_gpus() -> None:
+    spec = llama(replicas=8, model={"preset": "llama-3.1-70b"})
+    nodes = [node(f"n{i}", rack=None, labels=PRODUCT) for i in range(64)]
+    here, there = make_plan(spec, inventory(*nodes[:2])), make_plan(spec, inventory(*nodes))
+    assert there.layout.world_size > 16, "more GPUs than there are here"
+    assert (here.strategy, here.estimate) == (there.strategy, there.estimate)

@@ -16,8 +16,8 @@ from meshwright.planner.cost.fabric import Fabric
 from meshwright.planner.cost_model import cost_model_for
 from meshwright.planner.placement.placed_cost import estimate_placed, placed_group_spans
 from meshwright.planner.plan import make_plan, make_plans
-from meshwright.planner.plan_and_place import choose_plan
 from meshwright.planner.topology.location import Location
+from tests.planner.builders import choose_plan
 
 
 def spec(replicas: int = 4, **changes: Any) -> ParallelTrainingJobSpec:

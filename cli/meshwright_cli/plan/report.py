@@ -105,11 +105,14 @@ def plan_report(
     except DoesNotFitError as error:
         pending = ". ".join(filter(None, (str(error), _nodes_to_free(plan, inventory))))
     fragmentation_cost = _fragmentation_cost(placement, inventory, cost_model) if placement else 0.0
-    if cost_model is None:
+    of_cluster = cost_model
+    if cost_model is not None and placement is not None:
+        cost_model = cost_model.on_nodes(inventory, placement.nodes.values())
+    if cost_model is None or of_cluster is None:
         return PlanReport(spec, inventory, plan, placement, pending, fragmentation_cost)
     techniques = ALL_TECHNIQUES if every_technique else MESHWRIGHT_TECHNIQUES
     ideal_estimate = cost_model.estimate(plan.strategy)
-    whole_cluster = _whole_cluster(sized, inventory, cost_model, objective, techniques)
+    whole_cluster = _whole_cluster(sized, inventory, of_cluster, objective, techniques)
     return PlanReport(
         spec,
         inventory,

@@ -92,7 +92,8 @@ def _whole_cluster(plan_report: PlanReport) -> Iterator[str]:
         return
     best = whole_cluster.best
     yield ""
-    yield f"With all {plan_report.gpus} GPUs, and `replicas` and every degree free"
+    all_gpus = "1 GPU" if plan_report.gpus == 1 else f"all {plan_report.gpus} GPUs"
+    yield f"With {all_gpus}, and `replicas` and every degree free"
     yield (
         f"  {best.summary}: {best.seconds:.3g} s per step, {best.estimate.tokens_per_second:,.0f} tokens/s, "
         f"MFU {best.estimate.mfu:.0%}, {best.estimate.memory.total / GIB:.1f} GiB"

@@ -93,7 +93,8 @@ def inputs_of_plan(found: PlanReport, name: str, namespace: str, generated: date
         fabric = cost_model.machine.fabric
         groups = group_spans(plan.strategy, fabric, cost_model.machine.runtime.order)
         if placement is not None:
-            groups = spans_of_placement(placement, fabric)
+            cost_model = cost_model.on_nodes(inventory, placement.nodes.values())
+            groups = spans_of_placement(placement, cost_model.machine.fabric)
     whole_cluster: tuple[str, ...] = ()
     if found.whole_cluster is not None:
         best = found.whole_cluster.best
@@ -195,6 +196,8 @@ def _planned(spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStatus, i
     cost_model = cost_model_for(sized, plan.architecture, inventory)
     if cost_model is None:
         return Planned(plan, None, None, None)
+    if status.placement is not None:
+        cost_model = cost_model.on_nodes(inventory, (entry.node for entry in status.placement.workers))
     fabric = cost_model.machine.fabric
     contiguous = group_spans(plan.strategy, fabric, cost_model.machine.runtime.order)
     placed = group_spans_of_status(

@@ -159,6 +159,22 @@ class Inventory:
                 nodes[name] = replace(nodes[name], free=nodes[name].free - amount)
         return replace(self, nodes=nodes, warnings=(*self.warnings, *warnings, *_overcommit_warnings(nodes)))
 
+    def only(self, gpu_product: str) -> Inventory:
+        """The inventory of the nodes with these GPUs."""
+        nodes = {name: node for name, node in self.nodes.items() if node.gpu_product == gpu_product}
+        return replace(self, nodes=nodes)
+
+    def with_workers(self, gpus_per_worker: int) -> list[Node]:
+        """The usable nodes that have the GPUs of at least one worker; all usable nodes if no node has."""
+        usable = self.usable
+        return [node for node in usable if node.capacity.gpus >= gpus_per_worker] or usable
+
+    def emptied(self, names: Iterable[str] | None = None) -> Inventory:
+        """The inventory without pods on these nodes; by default on all."""
+        emptied = self.nodes if names is None else {name: self.nodes[name] for name in names}
+        free = {name: replace(node, free=node.capacity) for name, node in emptied.items()}
+        return replace(self, nodes={**self.nodes, **free})
+
 
 @dataclass(frozen=True, slots=True)
 class ReadNode:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from meshwright.planner.cluster.inventory import Inventory
@@ -50,8 +50,8 @@ class ClusterLimits:
 
     @classmethod
     def of(cls, inventory: Inventory, gpus_per_worker: int) -> ClusterLimits:
-        """Return the limits of an inventory. All are unknown if it has no usable node."""
-        usable = inventory.usable
+        """Return the limits of the nodes that have the GPUs of a worker. All are unknown without a usable node."""
+        usable = inventory.with_workers(gpus_per_worker)
         if not usable:
             return cls(excluded=excluded_nodes(inventory.excluded))
         domains: defaultdict[str, int] = defaultdict(int)
@@ -90,6 +90,12 @@ class ClusterLimits:
     def gpus(self) -> int:
         """GPUs of all usable nodes."""
         return self.gpus_of_unknown_memory + sum(self.gpus_by_memory.values())
+
+    def with_gpus(self, gpus: int) -> ClusterLimits:
+        """Return the limits of a cluster that has so many of the largest GPUs."""
+        if self.gpus_of_unknown_memory:
+            return replace(self, gpus_of_unknown_memory=gpus)
+        return replace(self, gpus_by_memory={size: gpus for size in [max(self.gpus_by_memory, default=0)] if size})
 
     def memory_for(self, gpus: int) -> float:
         """The most bytes that each of `gpus` GPUs can hold: 0 if there are fewer, infinite if nothing is known."""

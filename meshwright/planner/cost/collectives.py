@@ -93,11 +93,18 @@ def all_reduce(size: float, span: Span, fabric: Fabric) -> float:
     ring = 2 * ring_latency(span, fabric) - BASE_LATENCY + 2 * ring_fraction * size / rate
     tree = tree_latency(span, fabric) + 2 * ring_fraction * size / (rate * TREE_EFFICIENCY)
     best = min(ring, tree)
-    if all(level.in_network for level in fabric.levels[: span.top + 1]):
+    if _sums_in_switches(span, fabric):
         best = min(best, tree_latency(span, fabric) + size / (rate * SWITCH_EFFICIENCY))
     if span.top > 0 and span.inner > 1:
         best = min(best, _hierarchical_all_reduce(size, span, fabric))
     return best
+
+
+def _sums_in_switches(span: Span, fabric: Fabric) -> bool:
+    """Whether the switches of every level that the group's data crosses sum it."""
+    below = (1, *span.members[:-1])
+    crossed = zip(fabric.levels, span.members, below, strict=True)
+    return all(level.in_network for level, inside, inner in crossed if inside > inner)
 
 
 def _hierarchical_all_reduce(size: float, span: Span, fabric: Fabric) -> float:

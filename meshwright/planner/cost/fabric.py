@@ -7,7 +7,7 @@ its ranks inside one domain of every level. To estimate the cost of a placement,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.planner.cost.accelerators import Accelerator
 
@@ -74,6 +74,11 @@ class Fabric:
         if gpu.node > 1:
             return cls((FabricLevel("host", gpu.node, gpu.link, INTRA_LATENCY), between))
         return cls((between,))
+
+    def without_nvlink_sums(self) -> Fabric:
+        """Return the fabric in whose NVLink domains no switch sums the data of a reduction."""
+        inner, *others = self.levels
+        return Fabric((replace(inner, in_network=False), *others)) if others and inner.in_network else self
 
     @property
     def domain(self) -> int:

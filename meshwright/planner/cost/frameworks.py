@@ -110,6 +110,8 @@ class Framework:
     """Whether sends between stages hide behind computation."""
     overlap_experts: float = 0.0
     """Fraction of the experts' all-to-all that other computation hides, whatever the schedule."""
+    sums_in_nvlink_switches: bool = True
+    """Whether NCCL may sum in NVLink's switches (NVLS). torch turns that off for deterministic kernels."""
     sends_once_per_node: bool = False
     """Whether a token crosses the network once for all of its experts on a node, which then forwards it (DeepEP).
     Otherwise each of its experts gets a copy."""

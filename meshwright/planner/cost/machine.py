@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.planner.cost.accelerators import Accelerator
 from meshwright.planner.cost.constants import Constants
@@ -26,6 +26,11 @@ class Machine:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((self.gpu, self.fabric, self.runtime, self.constants)))
+
+    def running(self, runtime: Framework) -> Machine:
+        """Return the machine with a framework, and without the sums in switches that it does not use."""
+        fabric = self.fabric if runtime.sums_in_nvlink_switches else self.fabric.without_nvlink_sums()
+        return replace(self, runtime=runtime, fabric=fabric)
 
     def __hash__(self) -> int:
         """Computed once: machines are part of many keys."""

@@ -8,6 +8,7 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cluster.limits import ClusterLimits
 from meshwright.planner.cost.frameworks import FRAMEWORKS
+from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.cost_model import CostModel
 from meshwright.planner.errors import PlanError
@@ -21,12 +22,12 @@ from meshwright.planner.workload import TrainingJob
 from meshwright.protocol.run_config import CommandRun
 
 
-def cost_model_of_target(cost_model: CostModel | None, target: Target) -> CostModel | None:
-    """Return the cost model with the framework's properties."""
-    if cost_model is None:
+def cost_model_of_target(cost_model: CostModel | None, target: Target, machine: Machine | None) -> CostModel | None:
+    """Return the cost model with the framework's properties, on a machine as it is without the job's runtime."""
+    if cost_model is None or machine is None:
         return None
     account = FRAMEWORKS[target.account]
-    return CostModel(replace(cost_model.job, runtime=account), replace(cost_model.machine, runtime=account))
+    return CostModel(replace(cost_model.job, runtime=account), machine.running(account))
 
 
 def request_of_target(

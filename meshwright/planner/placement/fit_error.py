@@ -15,6 +15,7 @@ from meshwright.planner.placement.group_levels import GroupLevels, with_nodes_as
 from meshwright.planner.placement.nested_capacity import LevelShortage, NestedCapacity
 from meshwright.planner.plan import Plan
 from meshwright.planner.topology.levels import DOMAIN
+from meshwright.planner.units import count_gpus
 
 _MAX_NAMED = 8
 
@@ -62,22 +63,21 @@ def fit_error(
     workers_that_fit = capacity.total_blocks() * shape.block_workers
     short = blocked or max(1, needed - workers_that_fit)
     replicas_fitting = _replicas_that_fit(plan, inventory, levels)
-    missing_gpus = _gpus(short * plan.gpus_per_worker)
+    missing_gpus = count_gpus(short * plan.gpus_per_worker)
     # More workers may fit in other domains than in those of the workers that stay.
     fitting = _fitting(plan, min(workers_that_fit, needed - short), needed, len(kept))
     if shortage is not None:
         sentences = [_level_sentence(plan, shape, shortage), *_never_fits(plan, inventory, shortage)]
         free = "Free more GPUs there, or set a wider level"
     else:
-        sentences = [f"{fitting}{_per_rack(capacity, shape)}: {missing_gpus} missing", *_groups(shape, levels)]
+        sentences = [
+            f"{fitting}{_per_rack(capacity, shape)}: {missing_gpus} missing",
+            *_groups(shape, levels),
+            *_other_resources(plan, inventory, kept, levels, workers_that_fit),
+        ]
         free = f"Free {missing_gpus}"
-    sentences += [
-        *(_other_resources(plan, inventory, kept, levels, workers_that_fit) if shortage is None else ()),
-        *_skipped_nodes(plan, inventory),
-        f"{free}, or set {_size_to_set(plan, replicas_fitting)} to start now"
-        if replicas_fitting
-        else "No smaller number of replicas fits now",
-    ]
+    too_small = _too_small_when_empty(plan, inventory, levels, replicas_fitting) if shortage is None else []
+    sentences += [*_skipped_nodes(plan, inventory), *(too_small or [_what_to_free(plan, free, replicas_fitting)])]
     blocked_by_kept_workers = bool(kept) and fits(plan, inventory)
     if blocked_by_kept_workers:
         sentences.append("It would fit if all workers were placed again")
@@ -93,9 +93,8 @@ def _level_sentence(plan: Plan, shape: GangShape, shortage: LevelShortage) -> st
     """Which required level is not met, and what would be needed."""
     rule = shortage.rules[0]
     workers = shortage.unit_blocks * shape.block_workers
-    need = (
-        f"{workers} workers with {_gpus(plan.gpus_per_worker)} each in one {_LEVEL_NAMES.get(rule.level, rule.level)}"
-    )
+    location = _LEVEL_NAMES.get(rule.level, rule.level)
+    need = f"{workers} workers with {count_gpus(plan.gpus_per_worker)} each in one {location}"
     names = ", ".join(f"`topology.{one.dimension}.required: {one.stated}`" for one in shortage.rules)
     verb = "needs" if len(shortage.rules) == 1 else "need"
     if rule.level != rule.stated:
@@ -108,11 +107,59 @@ def _level_sentence(plan: Plan, shape: GangShape, shortage: LevelShortage) -> st
 
 def _never_fits(plan: Plan, inventory: Inventory, shortage: LevelShortage) -> list[str]:
     """A remark if the level could not be met without other pods either."""
-    emptied = {name: replace(node, free=node.capacity) for name, node in inventory.nodes.items()}
-    if fits(plan, replace(inventory, nodes=emptied)):
+    if fits(plan, inventory.emptied()):
         return []
     names = " or ".join(f"`topology.{one.dimension}.required`" for one in shortage.rules)
     return [f"It would not fit on the empty nodes either: set {names} to a wider level, or lower the degree"]
+
+
+def _what_to_free(plan: Plan, free: str, replicas_fitting: int) -> str:
+    if not replicas_fitting:
+        return "No smaller number of replicas fits now"
+    return f"{free}, or set {_size_to_set(plan, replicas_fitting)} to start now"
+
+
+def _too_small_when_empty(plan: Plan, inventory: Inventory, levels: GroupLevels, fitting_now: int) -> list[str]:
+    """What to do if the job would not fit without other pods either, on all nodes. Empty if it would.
+
+    Excluded nodes count: most are usable again later, such as those that are reserved for another job.
+
+    Args:
+        plan: the plan.
+        inventory: the nodes.
+        levels: the levels that groups must not leave.
+        fitting_now: number of replicas that fit now.
+    """
+    shape, empty = GangShape(plan), inventory.emptied()
+    every = replace(empty, nodes={name: replace(node, unusable="") for name, node in empty.nodes.items()})
+    blocks = FreeCapacity(plan, every, {}, levels.base).total_blocks()
+    if blocks >= shape.blocks:
+        return []
+    where = "all nodes, with the excluded ones" if inventory.unusable else "the usable nodes"
+    if not blocks:
+        none = f"without any other pod, no worker fits on {where}"
+        return [f"Freeing GPUs is not enough: {none}. Add nodes on which one fits"]
+    fitting, size = blocks * shape.block_workers, plan.gpus_per_worker
+    sentence = (
+        f"Freeing GPUs is not enough: the job needs {count_gpus(plan.layout.world_size)}, and without any other pod "
+        f"{fitting} of its {shape.workers} workers ({count_gpus(fitting * size)}) fit on {where}"
+    )
+    return [sentence, _nearest_that_fits(plan, fitting_now, _replicas_that_fit(plan, every, levels))]
+
+
+def _nearest_that_fits(plan: Plan, now: int, when_empty: int) -> str:
+    """What to set if a job is too large for its cluster, by the numbers of replicas that fit."""
+    if not when_empty:
+        replica = plan.layout.replica_size
+        if replica == 1:
+            return "Add nodes"
+        return f"Add nodes, or lower the degrees: one replica ({plan.replica_summary}) needs {count_gpus(replica)}"
+    largest = f"{_size_to_set(plan, when_empty)}, the most that fits without other pods"
+    if not now:
+        return f"Add nodes, or set {largest}"
+    if now == when_empty:
+        return f"Add nodes, or set {_size_to_set(plan, now)} to start now"
+    return f"Add nodes, or set {_size_to_set(plan, now)} to start now, or {largest}"
 
 
 _LEVEL_NAMES = {DOMAIN: "NVLink domain"}
@@ -125,12 +172,8 @@ def _size_to_set(plan: Plan, replicas: int) -> str:
     return f"`spec.gpus: {replicas * plan.layout.replica_size}`"
 
 
-def _gpus(count: int) -> str:
-    return f"{count} GPU" if count == 1 else f"{count} GPUs"
-
-
 def _fitting(plan: Plan, fitting: int, needed: int, kept: int) -> str:
-    gpus = _gpus(plan.gpus_per_worker)
+    gpus = count_gpus(plan.gpus_per_worker)
     workers = f"1 worker with {gpus} fits" if needed == 1 else f"{needed} workers with {gpus} each fit"
     return f"{fitting} of {workers}{f' next to the {kept} that run' if kept else ''}"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.placement.capacity import FreeCapacity, GangShape, why_too_small
@@ -40,7 +40,7 @@ class NodesToFree:
 
 def cost_of_fragmentation(placement: Placement, inventory: Inventory, options: PlacingOptions = _QUICK) -> float:
     """The cost of a placement minus that of a placement on the same nodes without other pods. At least 0."""
-    on_empty_nodes = place(placement.plan, _emptied(inventory), options=options, previous=placement.nodes)
+    on_empty_nodes = place(placement.plan, inventory.emptied(), options=options, previous=placement.nodes)
     return max(0.0, placement.cost - on_empty_nodes.cost)
 
 
@@ -54,7 +54,7 @@ def nodes_to_free(plan: Plan, inventory: Inventory) -> NodesToFree | None:
     if levels.required:
         return _within_levels(plan, inventory, levels)
     blocks = GangShape(plan).blocks
-    now, empty = FreeCapacity(plan, inventory, {}), FreeCapacity(plan, _emptied(inventory), {})
+    now, empty = FreeCapacity(plan, inventory, {}), FreeCapacity(plan, inventory.emptied(), {})
     missing = blocks - now.total_blocks()
     if missing <= 0 or empty.total_blocks() < blocks:
         return None
@@ -87,7 +87,7 @@ def _within_levels(plan: Plan, inventory: Inventory, levels: GroupLevels) -> Nod
     The nodes to free are all in one location of a required level if that helps, or anywhere. Of every choice, nodes
     without which the plan fits too are left out.
     """
-    if fits(plan, inventory) or not fits(plan, _emptied(inventory)):
+    if fits(plan, inventory) or not fits(plan, inventory.emptied()):
         return None
     in_use = {
         node.name: used
@@ -96,7 +96,7 @@ def _within_levels(plan: Plan, inventory: Inventory, levels: GroupLevels) -> Nod
     }
 
     def enough(names: Sequence[str]) -> bool:
-        return fits(plan, _emptied(inventory, names))
+        return fits(plan, inventory.emptied(names))
 
     everywhere = sorted(in_use, key=lambda name: (in_use[name], name))
     locations: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
@@ -112,7 +112,7 @@ def _within_levels(plan: Plan, inventory: Inventory, levels: GroupLevels) -> Nod
     if levels.names_nodes:
         inventory = with_nodes_as_level(inventory)
     now = FreeCapacity(plan, inventory, {}, levels.base)
-    then = FreeCapacity(plan, _emptied(inventory, chosen), {}, levels.base)
+    then = FreeCapacity(plan, inventory.emptied(chosen), {}, levels.base)
     workers = (then.total_blocks() - now.total_blocks()) * now.block_workers
     return NodesToFree(chosen, sum(in_use[name] for name in chosen), workers)
 
@@ -125,10 +125,3 @@ def _needed(names: Sequence[str], enough: Callable[[Sequence[str]], bool]) -> li
         without = [one for one in chosen if one != name]
         chosen = without if enough(without) else chosen
     return sorted(chosen)
-
-
-def _emptied(inventory: Inventory, names: Iterable[str] | None = None) -> Inventory:
-    """The inventory without pods on these nodes; by default on all."""
-    emptied = inventory.nodes if names is None else {name: inventory.nodes[name] for name in names}
-    free = {name: replace(node, free=node.capacity) for name, node in emptied.items()}
-    return replace(inventory, nodes={**inventory.nodes, **free})

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.planner.cluster.inventory import Inventory
+from meshwright.planner.cost.accelerators import accelerator
 from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement.bins import DomainBins, best_fit
 from meshwright.planner.placement.capacity import FreeCapacity, GangShape
@@ -78,13 +79,22 @@ def _place(
         for product in _gpu_products(plan, inventory, kept, options, levels)
     ]
     placed = [attempt.run() for attempt in attempts]
-    best = min(placed, key=lambda placement: placement.order)
+    best = min(
+        placed, key=lambda placement: (placement.broken_preferences, _slowness(placement, inventory), placement.cost)
+    )
     bound = min(placement.bound for placement in placed)
     if previous is not None and _is_possible(plan, inventory, kept, previous, options, levels):
         nodes = {w: previous[w] for w in range(workers)}
         previous_placement = _result(plan, inventory, nodes, options, bound, levels)
         best = previous_placement if previous_placement.order <= best.order else best
     return best
+
+
+def _slowness(placement: Placement, inventory: Inventory) -> float:
+    """Lower for faster GPUs. A step takes longer on slower ones than any crossing of the network adds."""
+    products = {inventory.nodes[node].gpu_product for node in placement.nodes.values() if node in inventory.nodes}
+    known = [gpu for product in products if (gpu := accelerator(product)) is not None]
+    return -min((gpu.half for gpu in known), default=0.0) if len(known) == len(products) else 0.0
 
 
 def place_of(inventory: Inventory, node: str) -> Location:

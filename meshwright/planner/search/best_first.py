@@ -29,7 +29,6 @@ from meshwright.planner.search.expand import (
     can_fit,
     estimate_cost,
     fastest_update,
-    first_that_fits_any_gpu,
     job_savings,
     memory_savings,
     most_paired,
@@ -247,28 +246,29 @@ def _first_of_fastest(found: list[Candidate]) -> Candidate:
     return next(one for one in found if one.seconds <= limit)
 
 
+def _with_enough_gpus(request: SearchRequest) -> SearchRequest:
+    """The request on a cluster with enough of its largest GPUs."""
+    limits = request.limits
+    return request if limits is None else replace(request, limits=limits.with_gpus(request.gpus))
+
+
 def ranked_layouts(request: SearchRequest) -> list[FittingLayout]:
     """The layouts of a request with an order of preference that fit, the best first.
 
     Without a machine, only the first in order of preference is returned. If the cluster has too few GPUs for all
-    layouts, the first that fits on any GPU is returned. The placement then reports what is missing.
+    layouts, they are those of a cluster with enough. The placement then reports what is missing.
 
     Raises:
         ValueError: a split or a schedule that the request pins does not fit its model.
     """
-    if request.machine is not None:
-        try:
-            return [FittingLayout(one.strategy, one.estimate.memory) for one in search(request).ranked]
-        except NothingFitsError:
-            pass
-    narrowed = [one for tier in request_tiers(request) for one in tier]
-    if request.machine is None:
-        for one in narrowed:
+    for enough in (request, _with_enough_gpus(request)):
+        if enough.machine is not None:
+            try:
+                return [FittingLayout(one.strategy, one.estimate.memory) for one in search(enough).ranked]
+            except NothingFitsError:
+                continue
+        for one in (one for tier in request_tiers(enough) for one in tier):
             first = next((fit for layout in layouts(one) for fit in preferred_strategies(one, layout)), None)
             if first is not None:
                 return [FittingLayout(*first)]
-    for one in narrowed:
-        fitting = first_that_fits_any_gpu(one)
-        if fitting is not None:
-            return [FittingLayout(*fitting)]
     return []

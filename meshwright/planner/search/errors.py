@@ -11,7 +11,8 @@ from meshwright.planner.search.candidate import Candidate, FittingLayout
 from meshwright.planner.search.expand import estimate_cost, least_memory_strategies
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search_space import layouts, request_tiers
-from meshwright.planner.units import GIB, format_bytes
+from meshwright.planner.units import GIB, count_gpus, format_bytes
+from meshwright.rules.parallelism import MAX_WORKERS
 
 
 class NothingFitsError(ValueError):
@@ -95,7 +96,7 @@ def plan_error(request: SearchRequest) -> PlanError:
         f"the model does not fit: TP {used.tensor} x PP {used.pipeline} with {used.micro_batches} micro-batches needs "
         f"the least memory, {format_bytes(memory.total)} per GPU ({memory_text(memory)}), "
         f"and GPUs have {format_bytes(request.memory_limit(1))} usable. "
-        f"Raise {_fields_to_raise(request)}, shorten `training.sequenceLength`, or add larger GPUs"
+        f"Raise {_fields_to_raise(request, used)}, shorten `training.sequenceLength`, or add larger GPUs"
         f"{_sharded_gradients_hint(request, used)}",
         "OutOfMemory",
         depends_on_cluster=True,
@@ -116,26 +117,33 @@ def _sharded_gradients_hint(request: SearchRequest, used: Strategy) -> str:
     return ". It fits with `parallelism.dataParallel.reduceEveryMicroBatch: true` (Experimental)"
 
 
-def _fields_to_raise(request: SearchRequest) -> str:
-    """The fields whose larger values need less memory, as text. A ZeRO stage that is left out was raised already."""
-    fields = ["`parallelism.zeroStage`"] if request.pins.zero_stage is not None else []
-    more = "gpus" if request.pins.data is None else "replicas"
-    return f"{', '.join([*fields, '`parallelism.microBatches`'])} or `{more}`"
+def _fields_to_raise(request: SearchRequest, used: Strategy) -> str:
+    """The fields whose larger values need less memory, as text. What is left out was raised already."""
+    pins = request.pins
+    fields = ["`parallelism.zeroStage`"] if pins.zero_stage is not None else []
+    if pins.micro_batches is not None and used.micro_batch_size > 1:
+        fields.append("`parallelism.microBatches`")
+    more = "gpus" if pins.data is None else "replicas"
+    listed = f"{', '.join(fields)} or `{more}`" if fields else f"`{more}`"
+    each = request.gpus_per_worker
+    if used.world_size * 2 <= MAX_WORKERS * each:
+        return listed
+    return f"`workers.gpusPerWorker` (a job has at most {MAX_WORKERS} workers, here of {count_gpus(each)}), {listed}"
 
 
 def _no_candidate(request: SearchRequest) -> PlanError:
     gpus = request.gpus_per_worker
     if request.pins.data is None:
         return PlanError(
-            f"no layout fills workers of {gpus} GPUs with at most {request.gpus} GPUs and divides the batch of "
+            f"no layout fills workers of {count_gpus(gpus)} with at most {request.gpus} GPUs and divides the batch of "
             f"{request.work.global_batch} sequences over its replicas: change `gpus`, `workers.gpusPerWorker` or "
             "`training.globalBatchSize`, or leave more of `parallelism` to the planner",
             "InvalidSpec",
             depends_on_cluster=request.pins.tensor is None,
         )
     return PlanError(
-        f"no tensor and pipeline degree gives full workers of {gpus} GPUs with `replicas` {request.pins.data}: change "
-        "`workers.gpusPerWorker` or `replicas`, or set `parallelism.tensor` and `parallelism.pipeline`",
+        f"no tensor and pipeline degree gives full workers of {count_gpus(gpus)} with `replicas` {request.pins.data}: "
+        "change `workers.gpusPerWorker` or `replicas`, or set `parallelism.tensor` and `parallelism.pipeline`",
         "InvalidSpec",
         depends_on_cluster=request.pins.tensor is None,
     )

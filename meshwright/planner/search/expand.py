@@ -16,7 +16,7 @@ from meshwright.planner.deadline import check_deadline
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.runtime_rules import allowed_schedules, allowed_stages_of
-from meshwright.planner.search.search_space import layouts, micro_batch_sizes
+from meshwright.planner.search.search_space import micro_batch_sizes
 from meshwright.rules.context import heads_divide
 from meshwright.schedules.flop_costs import layer_costs, output_costs
 from meshwright.schedules.partition import partition_layers
@@ -390,15 +390,6 @@ def _ranks_accept(request: SearchRequest, layout: Layout, sizes: list[int], choi
 
 def _fits_any_gpu(request: SearchRequest, strategy: Strategy) -> bool:
     return memory_within(request.work, strategy, request.runtime, request.memory_limit(1)) is not None
-
-
-def first_that_fits_any_gpu(request: SearchRequest) -> tuple[Strategy, Memory] | None:
-    """Return the first layout in order of preference that fits on the largest GPUs, even if they are too few."""
-    for strategy in (one for layout in layouts(request) for one in least_memory_strategies(request, layout)):
-        memory = memory_within(request.work, strategy, request.runtime, request.memory_limit(1))
-        if memory is not None:
-            return strategy, memory
-    return None
 
 
 def least_memory_strategies(request: SearchRequest, layout: Layout, size: int | None = None) -> Iterator[Strategy]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import inf
 
 from meshwright.api.parallelism import PipelineSchedule
+from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.lora import skipped_targets
 from meshwright.planner.cost.estimate import Estimate
@@ -33,7 +34,8 @@ from meshwright.planner.search.search_space import (
     micro_batch_sizes,
     tensor_degrees,
 )
-from meshwright.planner.units import format_bytes
+from meshwright.planner.units import count_gpus, format_bytes
+from meshwright.rules.parallelism import MAX_WORKERS
 from meshwright.schedules.registry import kind_of
 
 
@@ -78,13 +80,15 @@ def _budget(request: SearchRequest, used: Strategy, gpus: int) -> str:
     each, size = request.gpus_per_worker, used.layout.replica_size
     most = data_degrees(request, replace(used.layout, data=1, expert=1))
     if gpus - unused == gpus // each * each:
-        why = f"all workers have {each} GPUs"
+        why = f"all workers have {count_gpus(each)}"
+    elif used.data == most[0] and request.gpus < gpus:
+        why = f"a job has at most {MAX_WORKERS} workers, of {count_gpus(each)} each: raise `workers.gpusPerWorker`"
     elif used.data == most[0]:
         batch = f"the batch of {request.work.global_batch} sequences"
-        why = f"no larger number of replicas of {size} GPUs divides {batch} and fills workers of {each}"
+        why = f"no larger number of replicas of {count_gpus(size)} divides {batch} and fills workers of {each}"
     else:
-        why = f"with more replicas of {size} GPUs no layout fits, or none is faster"
-    return f"{text}, {unused} are left over: {why}"
+        why = f"with more replicas of {count_gpus(size)} no layout fits, or none is faster"
+    return f"{text}, {unused} {'is' if unused == 1 else 'are'} left over: {why}"
 
 
 def _data(request: SearchRequest, used: Strategy) -> str:
@@ -94,7 +98,7 @@ def _data(request: SearchRequest, used: Strategy) -> str:
     if size == 1:
         shards = ", with its model states sharded over all replicas" if used.zero_stage else ""
         return f"{name}: the model fits on one GPU{shards}, so every GPU trains a replica"
-    return f"{name}: a replica takes {size} GPUs, and the batch is split over as many replicas as `gpus` allows"
+    return f"{name}: a replica takes {count_gpus(size)}, and the batch is split over as many replicas as `gpus` allows"
 
 
 def _zero(request: SearchRequest, used: Strategy, estimate: Estimate | None) -> str:
@@ -114,15 +118,15 @@ def _zero(request: SearchRequest, used: Strategy, estimate: Estimate | None) -> 
             f"ZeRO-{stage}: with stage {lower[-1]} a rank needs {format_bytes(needed)}, usable are "
             f"{format_bytes(limit)}"
         )
-    return f"ZeRO-{stage}: {_gain(request, used, other, estimate)} than stage {lower[-1]}, which fits too"
+    return f"ZeRO-{stage}: {_gain(request, used, other, estimate)} stage {lower[-1]}, which fits too"
 
 
 def _gain(request: SearchRequest, used: Strategy, other: Strategy, estimate: Estimate | None) -> str:
-    """How much faster a strategy is than another, as text."""
+    """How much faster a strategy is, up to the name of the other."""
     if estimate is None:
-        return "simpler"
+        return "simpler than"
     gain = estimate_cost(request, other).seconds / estimate_cost(request, used).seconds - 1
-    return f"{gain:.0%} faster" if gain >= 0.005 else "as fast"
+    return f"{gain:.0%} faster than" if gain >= 0.005 else "as fast as"
 
 
 def _tensor(request: SearchRequest, used: Strategy, estimate: Estimate | None) -> str:
@@ -133,7 +137,7 @@ def _tensor(request: SearchRequest, used: Strategy, estimate: Estimate | None) -
         return f"{name}: the smallest degree {_why_not_less_tensor(request, used)}"
     if used.tensor == 1:
         return "TP 1: a GPU holds its part of every layer, and no layer is split"
-    inside = f"inside an NVLink domain of {request.domain} GPUs"
+    inside = f"inside an NVLink domain of {count_gpus(request.domain)}"
     return f"{name}, {inside}: {_against_half(request, used, 'tensor', 'TP', estimate)}"
 
 
@@ -153,7 +157,7 @@ def _why_not_less_tensor(request: SearchRequest, used: Strategy) -> str:
     if least and min(least) > limit:
         need = f"TP {smaller[-1]} needs {format_bytes(min(least))} per GPU, usable are {format_bytes(limit)}"
         return f"whose ranks hold their part of the model ({need})"
-    return f"that fills workers of {request.gpus_per_worker} GPUs"
+    return f"that fills workers of {count_gpus(request.gpus_per_worker)}"
 
 
 def _pipeline(request: SearchRequest, used: Strategy, estimate: Estimate | None) -> str:
@@ -164,7 +168,8 @@ def _pipeline(request: SearchRequest, used: Strategy, estimate: Estimate | None)
         return "PP 1: the model fits without a pipeline, which would idle at the ends of each step"
     if request.order_of_preference:
         widest = request.domain if request.limits is not None and request.limits.known else 1
-        return f"{name}: the fewest stages that fit; an NVLink domain of {widest} GPUs alone does not hold a replica"
+        domain = f"an NVLink domain of {count_gpus(widest)}"
+        return f"{name}: the fewest stages that fit; {domain} alone does not hold a replica"
     return f"{name}: {_against_half(request, used, 'pipeline', 'PP', estimate)}"
 
 
@@ -174,7 +179,7 @@ def _against_half(request: SearchRequest, used: Strategy, name: str, label: str,
     half = degree // 2
     other = traded_for_data(used, name, degree, half)
     if other is None or (name != "pipeline" and not request.techniques.allow(request.work, other)):
-        return f"{label} {half} does not divide the batch, or other fields do not allow it"
+        return f"no layout with {label} {half} and as many GPUs divides the batch, or other fields do not allow it"
     stages = [stage for stage in stages_to_try(request, other.layout, other.schedule) if stage is not None]
     variants = [replace(other, zero_stage=stage) for stage in stages] or [other]
     least, limit = min(_bytes_of(request, one) for one in variants), request.memory_limit(1)
@@ -182,7 +187,7 @@ def _against_half(request: SearchRequest, used: Strategy, name: str, label: str,
         return f"with {label} {half} a rank needs at least {format_bytes(least)}, usable are {format_bytes(limit)}"
     fitting = [one for one in variants if _bytes_of(request, one) <= limit]
     best = min(fitting, key=lambda one: estimate_cost(request, one).seconds)
-    return f"{_gain(request, used, best, estimate)} than {label} {half} with as many micro-batches"
+    return f"{_gain(request, used, best, estimate)} {label} {half} with as many micro-batches"
 
 
 def _schedule(request: SearchRequest, used: Strategy) -> str:
@@ -274,8 +279,11 @@ def _memory(request: SearchRequest, memory: Memory) -> str:
 def _time(request: SearchRequest, estimate: Estimate | None) -> str:
     if estimate is None or request.machine is None:
         return ""
-    gpu = request.machine.gpu.name
-    return f"time: {estimate.seconds:.3g} s per step on {gpu} (MFU {estimate.mfu:.0%}); {step_text(estimate)}"
+    gpu = request.machine.gpu
+    gain = gpu.peak(Precision.BF16) / gpu.peak(request.fixed.precision)
+    faster = f". Products in bf16 are up to {gain:.0f} times faster: see `training.precision`" if gain >= 2 else ""
+    mfu, text = f"MFU {estimate.mfu:.0%}", step_text(estimate)
+    return f"time: {estimate.seconds:.3g} s per step on {gpu.name} ({mfu}); {text}{faster}"
 
 
 def _bytes_of(request: SearchRequest, strategy: Strategy) -> float:

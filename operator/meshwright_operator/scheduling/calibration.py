@@ -105,9 +105,12 @@ class CalibrationLoop:
             inventories[requirements] = self._scheduler.inventory(spec)
         if spec.workers.resource_claims and _depends_on_claims(status.placement, inventories[requirements]):
             return None  # the claims' objects are not known here
-        cost_model = cost_model_for(spec, resolve(spec.model), inventories[requirements])
+        inventory = inventories[requirements]
+        cost_model = cost_model_for(spec, resolve(spec.model), inventory)
         if cost_model is None:
             return None
+        if status.placement is not None:
+            cost_model = cost_model.on_nodes(inventory, (entry.node for entry in status.placement.workers))
         layout = Layout(plan.tensor, plan.pipeline, plan.data, plan.context, plan.expert)
         if plan.micro_batches < 1 or cost_model.work.global_batch % (layout.data * plan.micro_batches):
             return None  # not a layout that can have run
@@ -130,7 +133,7 @@ class CalibrationLoop:
             spec.workers.gpus_per_worker,
             status.placement,
             cost_model.machine.fabric,
-            joined=inventories[requirements].pods_joined,
+            joined=inventory.pods_joined,
         )
         namespace = str(job["metadata"].get("namespace", ""))
         return StepMeasurement(cost_model, strategy, seconds, status.step, groups, namespace)

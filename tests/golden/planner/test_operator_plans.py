@@ -16,11 +16,12 @@ from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost_model import Calibration, StepMeasurement, cost_model_for, recalibrate
 from meshwright.planner.placement import Placement, PlacingOptions, PreviousPlacement, nodes_to_free, place, with_spares
 from meshwright.planner.plan import make_plan, make_plans
-from meshwright.planner.plan_and_place import choose_plan, map_plan_ranks, place_plan
+from meshwright.planner.plan_and_place import map_plan_ranks, place_plan
 from tests.golden.files import check
 from tests.golden.planner.clusters import Draws
 from tests.golden.planner.jobs import job, merged
 from tests.golden.planner.records import attempt, inventory_of, placement_record, plan_record, spec_of
+from tests.planner.builders import choose_plan
 from tests.tiers import mostly_long
 
 JOBS: Mapping[str, dict[str, Any]] = {

@@ -344,7 +344,10 @@ def test_nodes_on_which_pods_hold_more_than_there_is_are_named() -> None:
 
 
 def test_no_node_at_all_is_no_room_and_no_crash() -> None:
-    with pytest.raises(DoesNotFitError, match="^0 of .*No smaller number of replicas fits now"):
+    with pytest.raises(
+        DoesNotFitError,
+        match="^0 of .*without any other pod, no worker fits on the usable nodes. Add nodes on which one fits$",
+    ):
         place(plan_of(2, 2, 2, 2), inventory())
 
 

@@ -194,3 +194,15 @@ def test_gpus_without_nvlink_share_their_host() -> None:
     fabric = Fabric.of(ACCELERATORS["L40S"])
     assert [level.name for level in fabric.levels] == ["host", "network"]
     assert Fabric.of(ACCELERATORS["GB200"]).domain == 72
+
+
+def test_switches_of_a_level_that_a_group_does_not_cross_do_not_matter() -> None:
+    """SHARP between nodes sums for one rank of each node, also where NVLink's switches do not sum."""
+    network = FabricLevel("network", 1 << 30, 12.5e9, in_network=True)
+    with_nvls = Fabric((FabricLevel("nvlink", 8, 450e9, in_network=True), network))
+    without = with_nvls.without_nvlink_sums()
+    between, everywhere = Span((1, 64)), Span((8, 64))
+    assert all_reduce(GIGABYTE, between, without) == all_reduce(GIGABYTE, between, with_nvls)
+    assert all_reduce(GIGABYTE, Span((8, 8)), without) > 1.3 * all_reduce(GIGABYTE, Span((8, 8)), with_nvls)
+    plain = Fabric((FabricLevel("nvlink", 8, 450e9), FabricLevel("network", 1 << 30, 12.5e9)))
+    assert all_reduce(GIGABYTE, everywhere, without) < all_reduce(GIGABYTE, everywhere, plain)

@@ -14,8 +14,7 @@ from meshwright.planner.errors import DoesNotFitError, PlanError
 from meshwright.planner.placement.place import place
 from meshwright.planner.placement.stable_placement import PreviousPlacement, place_near_previous
 from meshwright.planner.plan import make_plan
-from meshwright.planner.plan_and_place import choose_plan
-from tests.planner.builders import node
+from tests.planner.builders import choose_plan, node
 
 CLIQUE = "nvidia.com/gpu.clique"
 GB200 = {CLIQUE: "u.1", "nvidia.com/gpu.product": "NVIDIA-GB200"}

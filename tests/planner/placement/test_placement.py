@@ -272,13 +272,58 @@ def test_a_node_that_is_gone_is_a_place_of_its_own() -> None:
 
 def test_the_message_says_what_is_short_and_what_would_fit() -> None:
     with pytest.raises(DoesNotFitError) as caught:
-        place(plan_of(2, 2, 2, 2), inventory(*racks(2, 2, 2)[:3]))
+        place(plan_of(2, 2, 2, 2), inventory(*racks(2, 2, 2), pods=(pod("other", gpus=1, on="rack1-node1"),)))
     assert str(caught.value) == (
         "3 of 4 workers with 2 GPUs each fit (rack0: 2, rack1: 1): 2 GPUs missing. "
         "Free 2 GPUs, or set `spec.replicas: 1` to start now"
     )
     assert (caught.value.unplaced_workers, caught.value.replicas_that_fit) == (1, 1)
     assert not caught.value.blocked_by_kept_workers
+
+
+def fit_message(plan: Plan, nodes: Inventory) -> str:
+    with pytest.raises(DoesNotFitError) as caught:
+        place(plan, nodes)
+    return str(caught.value)
+
+
+def test_a_job_that_is_larger_than_its_cluster_is_not_told_to_free_gpus() -> None:
+    """Without any other pod, 3 workers would fit: 2 GPUs too few."""
+    message = fit_message(plan_of(2, 2, 2, 2), inventory(*racks(2, 2, 2)[:3]))
+    assert message == (
+        "3 of 4 workers with 2 GPUs each fit (rack0: 2, rack1: 1): 2 GPUs missing. Freeing GPUs is not enough: the job "
+        "needs 8 GPUs, and without any other pod 3 of its 4 workers (6 GPUs) fit on the usable nodes. Add nodes, or "
+        "set `spec.replicas: 1` to start now"
+    )
+
+
+def test_a_job_that_is_larger_than_its_busy_cluster_reads_what_fits_now_and_on_empty_nodes() -> None:
+    busy = inventory(*racks(1, 3, 2), pods=(pod("other", gpus=1, on="rack0-node1"),))
+    message = fit_message(plan_of(2, 1, 4, 2), busy)
+    assert "the job needs 8 GPUs, and without any other pod 3 of its 4 workers (6 GPUs) fit" in message
+    assert message.endswith(
+        "set `spec.replicas: 2` to start now, or `spec.replicas: 3`, the most that fits without other pods"
+    )
+    full = inventory(*racks(1, 1, 2), pods=(pod("other", gpus=1, on="rack0-node0"),))
+    message = fit_message(plan_of(2, 1, 4, 2), full)
+    assert message.endswith("Add nodes, or set `spec.replicas: 1`, the most that fits without other pods")
+
+
+def test_a_replica_that_is_larger_than_the_cluster_reads_the_degrees_to_lower() -> None:
+    message = fit_message(plan_of(2, 4, 2, 2), inventory(*racks(1, 3, 2)))
+    assert message.endswith("Add nodes, or lower the degrees: one replica (TP 2 x PP 4) needs 8 GPUs")
+    assert "Free " not in message
+
+
+def test_excluded_nodes_count_when_a_job_is_compared_with_its_cluster() -> None:
+    nodes = [node("n0", gpus=2, unschedulable=True), node("n1", gpus=2)]
+    message = fit_message(plan_of(2, 1, 2, 2), inventory(*nodes))
+    assert "Excluded nodes: n0 (cordoned). Free 2 GPUs, or set `spec.replicas: 1` to start now" in message
+    message = fit_message(plan_of(2, 1, 3, 2), inventory(*nodes))
+    assert "2 of its 3 workers (4 GPUs) fit on all nodes, with the excluded ones" in message
+    assert message.endswith(
+        "set `spec.replicas: 1` to start now, or `spec.replicas: 2`, the most that fits without other pods"
+    )
 
 
 def test_the_message_names_nodes_that_are_left_out() -> None:

@@ -18,8 +18,7 @@ from meshwright.planner.hardware import Hardware
 from meshwright.planner.placement.placed_cost import group_spans_of_status, spans_of_placement
 from meshwright.planner.placement.stable_placement import PreviousPlacement, place_near_previous
 from meshwright.planner.plan import make_plan, running_plan
-from meshwright.planner.plan_and_place import choose_plan
-from tests.planner.builders import node
+from tests.planner.builders import choose_plan, node
 
 H100 = {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
 HOSTS = [node(f"h{i}", gpus=8, rack="r0", memory_mib=81559, labels=H100) for i in range(4)]

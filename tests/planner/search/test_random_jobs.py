@@ -7,8 +7,8 @@ import pytest
 from meshwright.planner.errors import PlanError
 from meshwright.planner.hardware import Hardware
 from meshwright.planner.plan import Plan, make_plans, new_plans, running_plan
-from meshwright.planner.plan_and_place import choose_plan
 from meshwright_operator.planning.request import PlanFailure, PlanRequest, solve
+from tests.planner.builders import choose_plan
 from tests.planner.search.exhaustive import RandomJob, faster_strategy, random_job
 from tests.randomness import first_seed, runs
 from tests.tiers import mostly_long
