@@ -126,10 +126,9 @@ def _reconciles() -> Row:
             ),
             time_series(
                 "Work queue",
-                "Jobs in the work queue, retries per second, and jobs whose progress waits for its write.",
+                "Jobs in the work queue, and retries per second.",
                 "short",
                 Query(f"sum(ptj_workqueue_depth{{{OPERATOR}}})", "depth"),
-                Query(f"sum(ptj_progress_writes_waiting{{{OPERATOR}}})", "waiting progress"),
                 Query(rate("ptj_workqueue_retries_total", OPERATOR), "retries per second"),
                 span=6,
             ),

@@ -173,7 +173,6 @@ class Manager:
         self._metrics.registry.register(jobs)
         self._metrics.registry.register(ClusterMetrics(self._scheduler.gpu_capacities))
         budget = ProgressBudget(self._settings.progress_writes_per_second)
-        self._metrics.waiting_progress(lambda: len(budget))
         writer = StatusWriter(self._client, self._cache, self._queue, budget=budget)
         return JobReporter(writer, self._events, self._metrics, jobs)
 

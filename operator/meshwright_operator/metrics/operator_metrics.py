@@ -61,9 +61,6 @@ class OperatorMetrics(Exporter):
         Label("reason", meaning="name of the exception's class"),
     )
     workqueue_depth = GaugeMetric("ptj_workqueue_depth", "Jobs in the work queue.")
-    progress_waiting = GaugeMetric(
-        "ptj_progress_writes_waiting", "Jobs whose progress waits until the budget allows to write it to the status."
-    )
     workqueue_wait_seconds = HistogramMetric(
         "ptj_workqueue_wait_seconds", "Time that a job spends in the work queue.", DURATION_BUCKETS
     )
@@ -148,10 +145,6 @@ class OperatorMetrics(Exporter):
     def queue_depth(self, depth: Callable[[], int]) -> None:
         """Read the depth of the queue from `depth` at every scrape."""
         self.workqueue_depth.set_function(depth)
-
-    def waiting_progress(self, number: Callable[[], int]) -> None:
-        """Read the number of jobs whose progress waits from `number` at every scrape."""
-        self.progress_waiting.set_function(number)
 
     def waited(self, seconds: float) -> None:
         """Record how long a job waited in the queue for its reconcile."""
