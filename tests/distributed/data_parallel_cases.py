@@ -52,7 +52,7 @@ def measure_memory(task: RankTask) -> Held:
     """Live bytes of the second step."""
     with join_mesh(task) as mesh:
         gc.collect()
-        before = _live()
+        before = _settled()
         trainer, batch = _prepared(task, mesh)
         trainer.step(1, batch)
         held = Held(0, 0)
@@ -133,10 +133,10 @@ def _prepared(task: RankTask, mesh: Any) -> tuple[Trainer, Batch]:
 
 
 def _settled() -> int:
-    """The fewest live bytes of a tenth of a second: gloo's threads free the tensors of a collective a bit later."""
+    """The fewest live bytes of a second: gloo's threads free the tensors of a collective a bit later."""
     readings = [_live()]
-    for _ in range(5):
-        time.sleep(0.02)
+    for seconds in (0.02, 0.05, 0.1, 0.2, 0.5):
+        time.sleep(seconds)
         readings.append(_live())
     return min(readings)
 
