@@ -108,7 +108,7 @@ async def test_the_server_says_how_long_to_wait_and_every_call_waits(form: str) 
 
     async def use(cluster: KubeClient) -> None:
         first = asyncio.create_task(cluster.get("/api/v1/x"))
-        await until(lambda: cluster._backoff_until > 0)
+        await until(lambda: cluster._lane.backoff_until > 0)
         await cluster.get("/api/v1/y")
         await first
 
