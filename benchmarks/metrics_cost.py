@@ -6,7 +6,7 @@ large as the cost, so the cost is also counted: the waits that the clock times i
 one, and what times and peaks add to a step's report, and in every 50th step the timeline of its slots. A rank that has
 waited continues with cold caches. So each time is taken after other memory was read, which makes it an upper bound. The
 agent's time, in another process, is what it takes to read a report and to update its metrics, which it does for
-several steps at once. The run fails if the counted cost of a rank and of its agent is more than 1 % of the rank's step.
+several steps at once. The run fails if the counted cost of a rank and of its agent is more than 1% of the rank's step.
 
     python -m benchmarks.metrics_cost [--quick] [--json FILE]
 """

@@ -120,7 +120,7 @@ def step_limit(job: Job) -> str:
         LimitKind.COMMUNICATION: f"communication of the dimension `{limit.dimension}`",
         LimitKind.PIPELINE: f"the pipeline: ranks wait for stage {limit.stage}",
     }
-    return f"{names[limit.kind]}, {limit.percent} % of a step"
+    return f"{names[limit.kind]}, {limit.percent}% of a step"
 
 
 def slow_rank(job: Job, now: datetime) -> str:

@@ -342,10 +342,9 @@ def missing_label_warnings(usable: Mapping[Location, int], levels: Sequence[str]
         unlabelled_nodes = sum(count for place, count in usable.items() if "/" in place.at(level))
         if unlabelled_nodes:
             inner = "NVLink domain" if below == DOMAIN else below
-            found.append(
-                f"{unlabelled_nodes} of {total} GPU nodes carry no {level} label: each {inner} of theirs counts "
-                f"as a {level}"
-            )
+            one = unlabelled_nodes == 1
+            has, those = ("has", f"its {inner}") if one else ("have", f"each of their {inner}s")
+            found.append(f"{unlabelled_nodes} of {total} GPU nodes {has} no {level} label: {those} counts as a {level}")
     return found
 
 
@@ -364,6 +363,6 @@ def _overcommit_warnings(nodes: Mapping[str, Node]) -> list[str]:
     if overcommitted:
         more = f" and {len(overcommitted) - 3} more" if len(overcommitted) > 3 else ""
         return [
-            f"pods hold more GPUs than these nodes have: {', '.join(overcommitted[:3])}{more}; nothing is placed there"
+            f"pods use more GPUs than these nodes have: {', '.join(overcommitted[:3])}{more}; nothing is placed there"
         ]
     return []

@@ -50,7 +50,7 @@ def exchange(strategy: Strategy, runtime: str = "meshwright") -> float:
 
 
 def test_every_expert_of_a_token_gets_a_row() -> None:
-    # 8 rows of 7,168 bf16 numbers for each token, there and back, of which 63/64 leave the rank: 50 GB/s, 96 % of it.
+    # 8 rows of 7,168 bf16 numbers for each token, there and back, of which 63/64 leave the rank: 50 GB/s, 96% of it.
     sent = 2 * 2 * TOKENS * PER_TOKEN * HIDDEN * 63 / 64
     assert exchange(SPREAD) == pytest.approx(sent / (50e9 * 0.96), rel=0.01)
 
