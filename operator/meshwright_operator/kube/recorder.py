@@ -11,11 +11,12 @@ import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
 from meshwright.api.labels import API_VERSION, FIELD_MANAGER, KIND
+from meshwright.printable import printable
 from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.paths import core_path
@@ -72,7 +73,7 @@ class EventRecorder:
 
     def post(self, job: Mapping[str, Any], event: JobEvent) -> None:
         """Queue an event about a job. Drops it if the queue is full."""
-        metadata = job["metadata"]
+        metadata, event = job["metadata"], replace(event, message=printable(event.message))
         queued = _QueuedEvent(
             metadata.get("namespace", "default"), metadata["name"], str(metadata.get("uid", "")), event, utc_now()
         )
