@@ -66,8 +66,8 @@ def network_policies_path(namespace: str, name: str | None = None) -> str:
 def is_safe(path: str) -> bool:
     """Whether a path leads where it was built to lead: each of its parts is one name.
 
-    Users choose names that end up in paths, such as that of a claim. With `../` in one, the operator would read or change
-    an object of another namespace.
+    Users choose names that end up in paths, such as that of a claim. With `../` in one, the operator would read or
+    change an object of another namespace.
     """
     return not any(part in ("", ".", "..") or "/" in part for part in map(unquote, path.split("/")[1:]))
 
