@@ -30,7 +30,9 @@ async def test_an_event_has_no_control_characters(caplog: pytest.LogCaptureFixtu
     recorder = EventRecorder(client, "operator", OperatorMetrics())
     with caplog.at_level(logging.INFO):
         recorder.post({"metadata": {"name": "a", "uid": "u"}}, JobEvent("RankFailure", HOSTILE))
-    assert recorder._queue.get_nowait().event.message == SHOWN
+    queued = recorder._backlog.take()
+    assert queued is not None
+    assert queued.event.message == SHOWN
     assert [record.getMessage() for record in caplog.records] == [SHOWN]
 
 
