@@ -14,7 +14,8 @@ from meshwright.api import labels
 from meshwright.api.objects import KubeObject
 from meshwright_operator.kube.cache import Cache
 from meshwright_operator.kube.pod_info import read_pod
-from meshwright_operator.kube.pod_requests import read_pod_request
+from meshwright_operator.kube.pod_requests import PodRequest, read_pod_request
+from meshwright_operator.scheduling.cluster_view import ClusterView
 from tests.operator.agents import Kubelet
 from tests.operator.conftest import Settled, StartOperator
 from tests.operator.support import JOBS, Api, job, until
@@ -103,6 +104,17 @@ def test_a_pod_that_kube_scheduler_could_not_bind_takes_nothing() -> None:
     assert counted(body) == ("n0", 8), "it is about to get the node"
     body["status"] = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]}
     assert counted(body) is None
+
+
+def test_a_pod_of_another_namespace_is_none_of_the_job_whose_uid_it_claims() -> None:
+    view = ClusterView()
+    amount = {"containers": [{"resources": {"requests": {GPU: 2}}}]}
+    for namespace in ("default", "tenant"):
+        request = PodRequest("good-w0-0", namespace, f"node-of-{namespace}", json.dumps(amount), "good", "uid")
+        view.apply({f"{namespace}/good-w0-0": request})
+    assert set(view.use_of(GPU).by_node) == {"node-of-default", "node-of-tenant"}
+    assert set(view.used_by_job("default", "uid", GPU)) == {"node-of-default"}
+    assert view.gpus_in_use("default", "uid") == 0
 
 
 async def test_hostile_pods_of_a_tenant_keep_no_job_from_starting(
