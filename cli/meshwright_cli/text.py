@@ -11,7 +11,7 @@ _COLOR = re.compile(r"\x1b\[[0-9;]{0,32}m")
 
 
 def duration(seconds: float) -> str:
-    """`75` as `1m15s`, in at most two units, as kubectl writes ages."""
+    """`150` as `2m30s`, in at most two units, as kubectl writes ages: `75` is `75s`."""
     rest = max(0, round(seconds))
     if rest < 120:
         return f"{rest}s"
