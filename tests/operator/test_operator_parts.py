@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import getpass
 import stat
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -29,16 +31,17 @@ from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.kube import client as client_module
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
-from meshwright_operator.kube.job_watch import cancel_stuck_watchers
+from meshwright_operator.kube.job_watch import cancel_stuck_watchers, watch_jobs
 from meshwright_operator.kube.paths import core_path, jobs_path, lease_path, pods_path, resource_of
 from meshwright_operator.kube.pod_info import read_pod
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.resync import Resync
+from meshwright_operator.kube.watch_liveness import WatchLiveness
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 from tests.operator.builders import agents, observed, pod, report, running_status
-from tests.patience import patient
+from tests.patience import patient, until
 
 
 def test_tokens_depend_on_key_and_job() -> None:
@@ -308,11 +311,39 @@ async def with_cluster(server: Server, use: Any) -> Any:
     async with serve_application(server.application(), Address("127.0.0.1", 0)) as port:
         configuration = Configuration()
         configuration.host = f"http://127.0.0.1:{port}"
-        cluster = KubeClient(configuration, OperatorMetrics(), timeout=5)
+        cluster = KubeClient(configuration, OperatorMetrics(), timeout=patient(5))
         try:
             return await use(cluster)
         finally:
             await cluster.close()
+
+
+async def test_the_watch_starts_as_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the operator's container nothing names the user."""
+
+    def no_name() -> str:
+        raise KeyError("getpwuid(): uid not found: 65532")
+
+    monkeypatch.setattr(getpass, "getuser", no_name)
+    asked = asyncio.Event()
+    liveness = WatchLiveness(OperatorMetrics(), stale_after=60)
+
+    async def answer(_: web.Request) -> web.Response:
+        asked.set()
+        return web.json_response({"message": "not found"}, status=404)
+
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", answer)
+    async with serve_application(application, Address("127.0.0.1", 0)) as port:
+        configuration = Configuration()
+        configuration.host = f"http://127.0.0.1:{port}"
+        watch = asyncio.create_task(watch_jobs(lambda _: None, configuration, (), liveness, 5, lambda: None))
+        waiting = asyncio.create_task(asked.wait())
+        await asyncio.wait([watch, waiting], return_when=asyncio.FIRST_COMPLETED)
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
+        assert asked.is_set()
 
 
 async def test_the_client_is_patient_when_asked_to_be() -> None:
@@ -391,12 +422,12 @@ async def test_an_event_that_cannot_be_written_does_not_stop_those_after_it() ->
 
     async def post(cluster: KubeClient) -> None:
         recorder = EventRecorder(cluster, "test", OperatorMetrics())
-        for message in ("file \udcff is missing", "next"):
-            recorder.post(job, JobEvent("PodLost", message))
+        for reason, message in (("Pod\udcff", "broken"), ("PodLost", "file \udcff is missing"), ("PodLost", "next")):
+            recorder.post(job, JobEvent(reason, message))
         await recorder.flush(5)
 
     await with_cluster(server, post)
-    assert [body["message"] for _, _, body in server.requests] == ["next"]
+    assert [body["message"] for _, _, body in server.requests] == ["file ? is missing", "next"]
 
 
 def test_the_chronicle_tells_where_a_recovery_spent_its_time() -> None:
@@ -482,7 +513,9 @@ async def test_the_next_page_is_requested_while_one_is_read() -> None:
     async def collect(cluster: KubeClient) -> list[int]:
         requested = []
         async for _ in cluster.pages("/api/v1/pods"):
-            await asyncio.sleep(0.2)
+            expected = min(len(requested) + 2, 3)
+            await until(lambda: len(server.requests) >= expected)  # noqa: B023 - before the next page
+            await asyncio.sleep(0.1)
             requested.append(len(server.requests))
         return requested
 
@@ -523,7 +556,7 @@ async def test_connections_stay_open_between_calls(
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     configuration = Configuration()
     configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    cluster = KubeClient(configuration, OperatorMetrics(), timeout=5)
+    cluster = KubeClient(configuration, OperatorMetrics(), timeout=patient(5))
     await cluster.get("/api/v1/x")
     await asyncio.sleep(0.1)
     await cluster.get("/api/v1/x")

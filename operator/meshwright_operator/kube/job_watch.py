@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import kopf
 from kopf import DiffBaseStorage, ProgressStorage
@@ -43,16 +43,7 @@ async def watch_jobs(
         idle_seconds: A watch reconnects if nothing arrives for this long, not even a bookmark.
         on_ready: Called when the watches are connected.
     """
-    registry = kopf.OperatorRegistry()
-
-    async def login(**_: Any) -> kopf.AiohttpSession:
-        return await kopf_session(configuration, liveness)
-
-    async def changed(event: Any, **_: Any) -> None:
-        handle({"type": event["type"], "object": dict(event["object"])})
-
-    kopf.on.login(registry=registry)(login)
-    kopf.on.event(GROUP, VERSION, PLURAL, registry=registry, id="job")(changed)
+    registry = _registry(handle, configuration, liveness)
     ready = asyncio.Event()
 
     async def signal_ready() -> None:
@@ -67,6 +58,8 @@ async def watch_jobs(
             await kopf.operator(
                 registry=registry,
                 settings=_settings(idle_seconds),
+                # Without peers it is nobody's. kopf would look up the user's name, which a container may not have.
+                identity=cast(Any, FIELD_MANAGER),
                 standalone=True,
                 clusterwide=not namespaces,
                 namespaces=list(namespaces),
@@ -76,6 +69,23 @@ async def watch_jobs(
             ready_task.cancel()
             insist_task.cancel()
     raise RuntimeError("watches ended")
+
+
+def _registry(
+    handle: Callable[[KubeObject], None], configuration: Configuration, liveness: WatchLiveness
+) -> kopf.OperatorRegistry:
+    """What kopf calls: for credentials, and for each event of a job."""
+    registry = kopf.OperatorRegistry()
+
+    async def login(**_: Any) -> kopf.AiohttpSession:
+        return await kopf_session(configuration, liveness)
+
+    async def changed(event: Any, **_: Any) -> None:
+        handle({"type": event["type"], "object": dict(event["object"])})
+
+    kopf.on.login(registry=registry)(login)
+    kopf.on.event(GROUP, VERSION, PLURAL, registry=registry, id="job")(changed)
+    return registry
 
 
 async def cancel_stuck_watchers(check_seconds: float = 1.0) -> None:
