@@ -6,7 +6,7 @@ from datetime import datetime
 
 
 def duration(seconds: float) -> str:
-    """`75` as `1m15s`, in at most two units, as kubectl writes ages."""
+    """`150` as `2m30s`, in at most two units, as kubectl writes ages: `75` is `75s`."""
     rest = max(0, round(seconds))
     if rest < 120:
         return f"{rest}s"

@@ -22,7 +22,7 @@ from meshwright_cli.jobs.status_view import last_failure
 LABEL = 12
 
 
-@click.command(epilog="Next: meshwright plan -f MANIFEST to try a change, or meshwright scale JOB N.")
+@click.command(epilog="Next: meshwright plan MANIFEST to try a change, or meshwright scale JOB N.")
 @click.argument("job", shell_complete=complete_jobs)
 @output_option("json")
 @cluster_options
@@ -56,6 +56,8 @@ def explanation(job: Job, pods: Sequence[WorkerPod], cluster: ClusterView, colum
         lines += wrapped(text, columns)
     lines.append("")
     for name, value in facts(job, cluster):
+        if value in texts:
+            continue
         first, *rest = wrapped(value, columns - LABEL)
         lines += [f"{name:<{LABEL}}{first}", *(" " * LABEL + line for line in rest)]
     if not waits_for_nodes(job):

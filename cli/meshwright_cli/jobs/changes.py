@@ -1,7 +1,7 @@
 """What to print while a job, or a list of jobs, is watched: each change once. Pure.
 
-The operator writes a job's status every 10 s while it trains, and for reasons that no row or line shows. A watch must
-neither repeat a row nor fill the terminal with steps.
+The operator writes a job's status every 10 s while it trains, less often if hundreds of jobs do, and for reasons that
+no row or line shows. A watch must neither repeat a row nor fill the terminal with steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright_cli.jobs.list_view import CHANGING
 PROGRESS_SECONDS = 60.0
 """Time between two lines about progress only."""
 PROGRESS_PARTS = 20
-"""A line about progress also when this part of all steps is done: every 5 %."""
+"""A line about progress also when this part of all steps is done: every 5%."""
 
 
 def change_line(job: Job | None) -> str:

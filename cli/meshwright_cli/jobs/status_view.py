@@ -120,7 +120,7 @@ def step_limit(job: Job) -> str:
         LimitKind.COMMUNICATION: f"communication of the dimension `{limit.dimension}`",
         LimitKind.PIPELINE: f"the pipeline: ranks wait for stage {limit.stage}",
     }
-    return f"{names[limit.kind]}, {limit.percent} % of a step"
+    return f"{names[limit.kind]}, {limit.percent}% of a step"
 
 
 def slow_rank(job: Job, now: datetime) -> str:
@@ -184,14 +184,14 @@ def _checkpoint(job: Job, now: datetime) -> str:
 
 def _interval(job: Job) -> str:
     """How often checkpoints are saved, and why. Empty before ranks have said so."""
-    told = []
+    intervals = []
     tiers = job.status.checkpoint_tiers or ()
     for tier in tiers if not job.finished else ():
         seconds = duration(tier.interval_seconds) if tier.interval_seconds is not None else "not known yet"
         every = f"every {plural(tier.every_steps, 'step')}" if tier.every_steps else f"every {seconds}"
         where = f"{tier.place.partition('://')[0] if '://' in tier.place else 'volume'}: " if len(tiers) > 1 else ""
-        told.append(f"{where}{every}{f' ({tier.reason})' if tier.reason else ''}")
-    return "; ".join(told)
+        intervals.append(f"{where}{every}{f' ({tier.reason})' if tier.reason else ''}")
+    return "; ".join(intervals)
 
 
 def _saving(job: Job) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import yaml
 
-from meshwright.administrator import load_mapping
+from meshwright.administrator import document_in_values
 from meshwright.api.labels import ANNOTATION_DEVICES
 from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
@@ -148,11 +148,9 @@ def parse_profile_file(text: str) -> Profiles:
         ProfilesError: the document is invalid.
     """
     try:
-        document = load_mapping(text, "a mapping from names to profiles")
+        return parse_profiles(document_in_values(text, "profiles", "a mapping from names to profiles"))
     except ValueError as error:
         raise ProfilesError(str(error)) from None
-    inner = document.get("profiles")
-    return parse_profiles(yaml.safe_dump(inner) if isinstance(inner, dict) else text)
 
 
 def _of_objects(

@@ -339,11 +339,11 @@ def missing_label_warnings(usable: Mapping[Location, int], levels: Sequence[str]
     total = sum(usable.values())
     for below, level in zip(levels, levels[1:], strict=False):
         # A location named after the level below has no label (see `locate`).
-        unlabelled_nodes = sum(count for place, count in usable.items() if "/" in place.at(level))
-        if unlabelled_nodes:
+        unlabeled_nodes = sum(count for place, count in usable.items() if "/" in place.at(level))
+        if unlabeled_nodes:
             inner = "NVLink domain" if below == DOMAIN else below
             found.append(
-                f"{unlabelled_nodes} of {total} GPU nodes carry no {level} label: each {inner} of theirs counts "
+                f"{unlabeled_nodes} of {total} GPU nodes carry no {level} label: each {inner} of theirs counts "
                 f"as a {level}"
             )
     return found

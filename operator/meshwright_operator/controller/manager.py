@@ -13,8 +13,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 from kubernetes.aio.client import Configuration
 
@@ -24,6 +25,7 @@ from meshwright_operator.controller.http_server import health_application, serve
 from meshwright_operator.controller.job_devices import JobDevices
 from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
+from meshwright_operator.controller.progress_budget import ProgressBudget
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.controller.stall_monitor import StallMonitor
 from meshwright_operator.controller.status_patch import PROGRESS_SECONDS, StatusWriter
@@ -33,6 +35,7 @@ from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.observed import BindingLimits
 from meshwright_operator.devices.inventory import DeviceInventory
+from meshwright_operator.documents import DocumentFile
 from meshwright_operator.feature_gates import DYNAMIC_RESOURCES, KUEUE_QUEUES, PLAN_CALIBRATION
 from meshwright_operator.http.limits import HEALTH_LIMITS
 from meshwright_operator.kube.cache import Cache, JobKey
@@ -69,7 +72,12 @@ STALE_PERIODS = 2.0
 log = logging.getLogger(__name__)
 
 
-async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], None] = lambda: None) -> None:
+async def run(
+    settings: Settings,
+    stop: asyncio.Event,
+    on_ready: Callable[[], None] = lambda: None,
+    on_failure: Callable[[], None] = lambda: None,
+) -> None:
     """Runs until `stop` is set.
 
     Args:
@@ -77,6 +85,7 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
         stop: Set it for a clean exit: running reconciles finish, polls are answered, events are posted, and the lease
             is released.
         on_ready: Called when the watches are connected, whether this process leads or is on standby.
+        on_failure: Called when a part fails for good, before the other parts have ended.
 
     Raises:
         KubeConfigError: No configuration of the cluster can be read.
@@ -87,37 +96,46 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
         ClusterError: The API server cannot be reached, or does not know the kind of jobs.
         BaseExceptionGroup: A part failed for good, such as the lease or a watch. The process must exit.
     """
-    manager = await Manager.build(settings)
+    manager = await Manager.build(settings, on_failure)
+    leading = asyncio.create_task(manager.serve_and_lead(on_ready), name="operator")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
     try:
-        leading = asyncio.create_task(manager.serve_and_lead(on_ready), name="operator")
-        stopping = asyncio.create_task(stop.wait(), name="stop")
         await asyncio.wait({leading, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
         if leading.done():
             leading.result()
         else:
             log.info("stopping")
             await manager.drain()
+    finally:
+        stopping.cancel()
+        try:
+            # Its parts end in order. `asyncio.run` would cancel the tasks of kopf all at once, which then wait for each
+            # other for ever.
             leading.cancel()
             await asyncio.gather(leading, return_exceptions=True)
-    finally:
-        await manager.close()
+        finally:
+            await manager.close()
 
 
 class Manager:
     """Creates all parts of the operator and runs them."""
 
-    def __init__(self, settings: Settings, configuration: Configuration, metrics: OperatorMetrics) -> None:
+    def __init__(
+        self, settings: Settings, configuration: Configuration, metrics: OperatorMetrics, on_failure: Callable[[], None]
+    ) -> None:
         self._settings = settings
+        self._on_failure = on_failure
         self._configuration = configuration
+        self._metrics = metrics
         fence = Fence()
         limit = ReconcileLimit(settings.workers)
         self._client = cluster = KubeClient(configuration, metrics, fence, on_create=limit.observe)
-        self._metrics = metrics
         self._liveness = WatchLiveness(metrics, STALE_PERIODS * settings.watch_idle_seconds)
         self._cache = Cache()
         self._queue: WorkQueue[JobKey] = WorkQueue(metrics, expected_errors=(ApiError,), limit=limit)
         metrics.queue_depth(lambda: len(self._queue))
+        # On standby, nothing is reconciled.
+        self._queue.pause()
         tokens = Tokens()
         self._coordinator = Coordinator(self._cache, tokens, metrics, self._notify)
         self._events = EventRecorder(cluster, settings.identity, metrics)
@@ -130,8 +148,6 @@ class Manager:
         self._elected = asyncio.Event()
         self._elected_at = 0.0
         self._listed = asyncio.Event()
-        # On standby, nothing is reconciled.
-        self._queue.pause()
         inventories = Inventories(self._cache)
         self._scheduler = scheduler = JobScheduler(
             cluster, self._cache, metrics, settings.namespaces, self._queue.add, inventories
@@ -140,29 +156,53 @@ class Manager:
         self._stalls = StallMonitor(metrics)
         self._profiles = JobProfiles(tokens.seal)
         self._device_inventory = DeviceInventory(cluster, self._cache, self._devices_changed)
-        self._documents = (
-            policy_file(settings.policy_file, metrics, scheduler.set_policy),
-            fabric_file(settings.fabric_file, metrics, scheduler.set_fabric),
-            profiles_file(settings.profiles_file, metrics, self._use_profiles),
-        )
+        self._documents = self._new_documents()
         self._calibration_loop = CalibrationLoop(self._cache, scheduler)
-        self._kueue_watch = KueueWatch(
-            cluster, self._liveness, settings.namespaces, settings.watch_idle_seconds, self._workload_changed
+        self._kueue_watch = self._new_kueue_watch()
+        self._reconcile = self._new_reconciler(tokens, inventories)
+
+    def _new_documents(self) -> tuple[DocumentFile[Any], ...]:
+        """The administrator's documents, and who uses them."""
+        settings, scheduler = self._settings, self._scheduler
+        return (
+            policy_file(settings.policy_file, self._metrics, scheduler.set_policy),
+            fabric_file(settings.fabric_file, self._metrics, scheduler.set_fabric),
+            profiles_file(settings.profiles_file, self._metrics, self._use_profiles),
+        )
+
+    def _new_kueue_watch(self) -> KueueWatch:
+        """The watch of Workloads, which is off without the gate."""
+        settings = self._settings
+        watch = KueueWatch(
+            self._client, self._liveness, settings.namespaces, settings.watch_idle_seconds, self._workload_changed
         )
         if not settings.feature_gates.enabled(KUEUE_QUEUES):
-            self._kueue_watch.turn_off()
+            watch.turn_off()
+        return watch
+
+    def _new_reporter(self) -> JobReporter:
+        """What writes status and events, and the metrics of jobs."""
         jobs = JobMetrics()
-        metrics.registry.register(jobs)
-        metrics.registry.register(ClusterMetrics(scheduler.gpu_capacities))
-        self._reconcile = Reconciler(
-            cluster=cluster,
+        self._metrics.registry.register(jobs)
+        gpus = ClusterMetrics(self._scheduler.gpu_capacities)
+        self._metrics.registry.register(gpus)
+        self._metrics.before_scrape.append(gpus.refresh)
+        budget = ProgressBudget(self._settings.progress_writes_per_second)
+        writer = StatusWriter(self._client, self._cache, self._queue, budget=budget)
+        return JobReporter(writer, self._events, self._metrics, jobs)
+
+    def _new_reconciler(self, tokens: Tokens, inventories: Inventories) -> Reconciler:
+        """What reconciles a job."""
+        settings = self._settings
+        return Reconciler(
+            cluster=self._client,
             cache=self._cache,
             queue=self._queue,
             coordinator=self._coordinator,
             tokens=tokens,
-            reporter=JobReporter(StatusWriter(cluster, self._cache, self._queue), self._events, metrics, jobs),
-            metrics=metrics,
-            scheduler=scheduler,
+            reporter=self._new_reporter(),
+            metrics=self._metrics,
+            scheduler=self._scheduler,
             planner=self._planner,
             inventories=inventories,
             coordinator_url=lambda: self._access.url,
@@ -170,17 +210,17 @@ class Manager:
             network_policies=settings.job_network_policies,
             agent_image=settings.agent_image,
             binding=BindingLimits(settings.unbound_seconds, settings.partly_bound_seconds),
-            kueue=Kueue(cluster, self._cache, self._kueue_watch),
+            kueue=Kueue(self._client, self._cache, self._kueue_watch),
             profiles=self._profiles,
-            devices=JobDevices(cluster, self._device_inventory),
+            devices=JobDevices(self._client, self._device_inventory),
         )
 
     @classmethod
-    async def build(cls, settings: Settings) -> Manager:
+    async def build(cls, settings: Settings, on_failure: Callable[[], None]) -> Manager:
         """Create the operator for these settings, without starting it."""
         metrics = OperatorMetrics()
         configuration = await load_configuration(settings.kubeconfig)
-        manager = cls(settings, configuration, metrics)
+        manager = cls(settings, configuration, metrics, on_failure)
         try:
             for document in manager._documents:
                 document.load()
@@ -202,12 +242,11 @@ class Manager:
         await self._release()
 
     async def close(self) -> None:
-        """Releases the lease and closes connections."""
-        await self._release()
-        self._queue.close()
-        await self._planner.close()
-        await self._access.close()
-        await self._client.close()
+        """Releases the lease, ends processes and closes connections. What fails does not keep the rest from closing."""
+        async with contextlib.AsyncExitStack() as closing:
+            for close in (self._client.close, self._access.close, self._planner.close, self._release):
+                closing.push_async_callback(close)  # the last one is called first
+            self._queue.close()
 
     async def _release(self) -> None:
         if self._elected.is_set():
@@ -235,13 +274,13 @@ class Manager:
             self._serve_agents(),
             asyncio.TaskGroup() as group,
         ):
-            group.create_task(self._access.run(), name="certificates")
-            group.create_task(self._elect(), name="lease")
-            group.create_task(self._lead(), name="lead")
-            group.create_task(self._watch(on_ready), name="watch")
+            self._start(group, self._access.run(), name="certificates")
+            self._start(group, self._elect(), name="lease")
+            self._start(group, self._lead(), name="lead")
+            self._start(group, self._watch(on_ready), name="watch")
             # On standby too: the first reconcile as the leader must be bounded by the policy of that moment.
             for document in self._documents:
-                group.create_task(document.run(), name=document.what)
+                self._start(group, document.run(), name=document.what)
 
     @asynccontextmanager
     async def _serve_agents(self) -> AsyncIterator[None]:
@@ -281,16 +320,16 @@ class Manager:
         await self._resync.ensure_listed_since(self._elected_at)
         self._coordinator.synced = True
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._client.keep_connections(), name="connections")
-            group.create_task(self._scheduler.prepare(), name="foreign pods")
-            group.create_task(self._events.run(), name="events")
-            group.create_task(self._planner.run(), name="planner")
-            group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
+            self._start(group, self._client.keep_connections(), name="connections")
+            self._start(group, self._scheduler.prepare(), name="foreign pods")
+            self._start(group, self._events.run(), name="events")
+            self._start(group, self._planner.run(), name="planner")
+            self._start(group, self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
             gates = self._settings.feature_gates
             if gates.enabled(PLAN_CALIBRATION):
-                group.create_task(self._calibration_loop.run(), name="learning")
+                self._start(group, self._calibration_loop.run(), name="learning")
             if gates.enabled(KUEUE_QUEUES):
-                group.create_task(self._kueue_watch.run(), name="Kueue")
+                self._start(group, self._kueue_watch.run(), name="Kueue")
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
         await self._elector.look()
@@ -311,16 +350,24 @@ class Manager:
         idle = self._settings.watch_idle_seconds
         informers = [Informer(self._client, collection, self._liveness, idle) for collection in watched]
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._resync.run(), name="resync")
+            self._start(group, self._resync.run(), name="resync")
             if counts_devices:
-                group.create_task(self._device_inventory.run(self._liveness, idle), name="devices")
+                self._start(group, self._device_inventory.run(self._liveness, idle), name="devices")
             for informer, collection in zip(informers, watched, strict=True):
-                group.create_task(informer.run(), name=f"watch of {collection.path}")
+                self._start(group, informer.run(), name=f"watch of {collection.path}")
             for informer in informers:
                 await informer.connected.wait()
             # When kopf stops, it cancels every task that was started after it. By then, all of them must stop anyway.
             watching = watch_jobs(handlers.job, self._configuration, namespaces, self._liveness, idle, on_ready)
-            group.create_task(watching, name="watch of jobs")
+            self._start(group, watching, name="watch of jobs")
+
+    def _start(self, group: asyncio.TaskGroup, part: Coroutine[Any, Any, None], name: str) -> None:
+        """Run a part in a group. The group's other parts may take long to end after it has failed."""
+        group.create_task(part, name=name).add_done_callback(self._ended)
+
+    def _ended(self, part: asyncio.Task[None]) -> None:
+        if not part.cancelled() and part.exception() is not None:
+            self._on_failure()
 
     def _devices_changed(self) -> None:
         """Reconcile the jobs that other nodes may help. The placer wakes those that wait for free nodes."""

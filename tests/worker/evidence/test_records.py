@@ -9,8 +9,7 @@ from pathlib import Path
 
 from meshwright_worker.evidence import directory
 from meshwright_worker.evidence.directory import DIRECTORY, MAX_RECORDS, record_path, write_record
-from meshwright_worker.evidence.record import LOG_FILE, RECORD_FILE, STACKS_FILE, FailureRecord
-from meshwright_worker.evidence.stacks import current_thread_first
+from meshwright_worker.evidence.record import LOG_FILE, RECORD_FILE, STACKS_FILE, FailureRecord, current_thread_first
 from meshwright_worker.evidence.tail_buffer import CUT, TailBuffer, last_lines, printable
 
 

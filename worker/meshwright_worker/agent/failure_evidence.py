@@ -20,8 +20,7 @@ from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.volume_writes import VolumeWrites
 from meshwright_worker.evidence.directory import record_path, write_record
 from meshwright_worker.evidence.masking import Masker
-from meshwright_worker.evidence.record import HANG, FailureRecord
-from meshwright_worker.evidence.stacks import current_thread_first
+from meshwright_worker.evidence.record import HANG, FailureRecord, current_thread_first
 from meshwright_worker.evidence.tail_buffer import LOG_BYTES, last_lines, printable
 
 log = logging.getLogger(__name__)

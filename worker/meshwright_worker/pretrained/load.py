@@ -18,9 +18,10 @@ from meshwright.models.huggingface.reader import read_architecture
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import local_shard
 from meshwright_worker.parallel.shards import ParameterShard
-from meshwright_worker.pretrained.errors import PretrainedError
 from meshwright_worker.pretrained.name_mapping import StackedSource, TensorSource, parameter_sources
 from meshwright_worker.pretrained.tensor_files import CONFIG, TensorFiles
+from meshwright_worker.rank.failures import PretrainedError
+from meshwright_worker.rank.task import Progress, no_report
 
 _BIASED = "mixture.balancing"
 
@@ -30,6 +31,7 @@ def load_pretrained(
     model: Architecture,
     directory: Path,
     buffers: Mapping[str, torch.Tensor] | None = None,
+    progress: Progress = no_report,
 ) -> str:
     """Fill shards from a directory with `config.json` and safetensors files.
 
@@ -38,6 +40,7 @@ def load_pretrained(
         model: what it is the shards of.
         directory: see above.
         buffers: the routers' balancing biases, which are filled where the files have some and stay 0 where not.
+        progress: called after each shard.
 
     Returns:
         The fingerprint of the files; every rank should have the same.
@@ -54,6 +57,7 @@ def load_pretrained(
         whole = shard.local if shard.whole is None else shard.whole
         _, box = local_shard(whole)
         load_part(shard.local, sources_by_name[shard.name], files, tuple(whole.shape), box)
+        progress()
     if has_router_biases(published):
         for name, buffer in (buffers or {}).items():
             load_part(buffer, sources_by_name[name], files, tuple(buffer.shape), (slice(0, len(buffer)),))
