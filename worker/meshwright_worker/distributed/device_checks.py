@@ -78,9 +78,11 @@ def compiler_problems(
     kernels, which are in C.
     """
     if properties.capability is None:
-        names, language = (environment.get("CXX") or "g++",), "C++"
+        names: tuple[str, ...] = (environment.get("CXX") or "g++",)
+        language = "C++"
     else:
-        names, language = (environment["CC"],) if environment.get("CC") else ("gcc", "clang"), "C"
+        names = (environment["CC"],) if environment.get("CC") else ("gcc", "clang")
+        language = "C"
     if not any(find(name.split()[0]) for name in names):
         yield (
             f"`training.compile` needs a {language} compiler on a {'CPU' if properties.capability is None else 'GPU'}, "
