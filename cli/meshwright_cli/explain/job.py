@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import click
 
 from meshwright.api import conditions
+from meshwright.printable import printable
 from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.objects import Job, WorkerPod
 from meshwright_cli.completion import complete_jobs
@@ -88,7 +89,7 @@ def _messages(job: Job) -> list[tuple[str, str]]:
     for name in (conditions.READY, conditions.PLACED):
         condition = conditions.find(job.status.conditions, name)
         if condition is not None and condition.message and (name == conditions.READY or condition.status != "True"):
-            found.append((name, condition.message))
+            found.append((name, printable(condition.message)))
     return found if job.status.conditions else [(conditions.READY, job.message)]
 
 

@@ -8,6 +8,7 @@ from datetime import datetime
 
 from meshwright.api import conditions
 from meshwright.api.status import LimitKind
+from meshwright.printable import printable
 from meshwright_cli.client.objects import Job, JobEvent, WorkerPod, parse_time
 from meshwright_cli.jobs.goodput import Ledger
 from meshwright_cli.jobs.output import colored, wrapped
@@ -179,7 +180,7 @@ def _checkpoint(job: Job, now: datetime) -> str:
     saved = job.status.checkpoint
     if saved is None:
         return "none yet" if job.raw.get("spec", {}).get("checkpoint") else "none: `spec.checkpoint` is not set"
-    return f"step {saved.step:,}, {age(parse_time(saved.time), now)} ago, {saved.path}"
+    return f"step {saved.step:,}, {age(parse_time(saved.time), now)} ago, {printable(saved.path)}"
 
 
 def _interval(job: Job) -> str:
@@ -197,7 +198,7 @@ def _interval(job: Job) -> str:
 def _saving(job: Job) -> str:
     """Why checkpoints are not saved. Empty if they are."""
     condition = conditions.find(job.status.conditions, conditions.CHECKPOINT_HEALTHY)
-    return condition.message if condition is not None and condition.status == "False" else ""
+    return printable(condition.message) if condition is not None and condition.status == "False" else ""
 
 
 def _restarts(job: Job) -> str:

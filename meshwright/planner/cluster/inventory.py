@@ -17,7 +17,7 @@ from meshwright.planner.cluster.pod_resources import (
     HOSTNAME_LABEL,
     Resources,
     is_terminal,
-    node_of,
+    occupied_node,
     parse_resources,
     pod_request,
 )
@@ -308,7 +308,7 @@ def _usage_by_node(
         try:
             if is_terminal(pod) or (without_job and _job_uid(pod) == without_job):
                 continue
-            node = node_of(pod, node_by_hostname)
+            node = occupied_node(pod, node_by_hostname)
             if node is not None:
                 used[node] += pod_request(pod, gpu_resource)
         except MALFORMED as error:
