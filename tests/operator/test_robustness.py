@@ -150,7 +150,7 @@ async def test_an_answer_of_any_length_becomes_a_short_error() -> None:
 
 @pytest.mark.parametrize("text", ["²", "9" * 400, "soon", "Mon, 99 Jan 2026 00:00:00 GMT"])
 async def test_a_delay_that_is_no_number_of_seconds_harms_nobody(text: str) -> None:
-    found = _retry_after(text)
+    found = _retry_after(text, "")
     assert found is None or found > 0
 
 

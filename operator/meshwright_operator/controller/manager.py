@@ -184,7 +184,9 @@ class Manager:
         """What writes status and events, and the metrics of jobs."""
         jobs = JobMetrics()
         self._metrics.registry.register(jobs)
-        self._metrics.registry.register(ClusterMetrics(self._scheduler.gpu_capacities))
+        gpus = ClusterMetrics(self._scheduler.gpu_capacities)
+        self._metrics.registry.register(gpus)
+        self._metrics.before_scrape.append(gpus.refresh)
         budget = ProgressBudget(self._settings.progress_writes_per_second)
         writer = StatusWriter(self._client, self._cache, self._queue, budget=budget)
         return JobReporter(writer, self._events, self._metrics, jobs)

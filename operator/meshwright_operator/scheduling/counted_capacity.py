@@ -38,8 +38,8 @@ class CountedCapacity:
         self.view = ClusterView()
         """Changed only by the placer's task, and never while an attempt runs."""
         self._changes: dict[str, PodRequest | None] = {}
-        self._assumed: dict[str, dict[str, list[str]]] = {}
-        """uid of a job -> node -> ids of the pods that are assumed there."""
+        self._assumed: dict[tuple[str, str], dict[str, list[str]]] = {}
+        """(namespace, uid) of a job -> node -> ids of the pods that are assumed there."""
         self._counting = False
         """Whether a thread counts changes."""
         self.freed = 0
@@ -54,17 +54,9 @@ class CountedCapacity:
         """Whether pods changed since the last count."""
         return bool(self._changes)
 
-    def gpus_by_node(self, gpu_resource: str) -> dict[str, int]:
-        """Node -> GPUs that pods request there now, with changes that are not counted yet. For metrics.
-
-        It reads a copy, because a thread may count changes meanwhile.
-        """
-        gpus: Counter[str] = Counter()
-        for request in {**self.view.requests(), **self._changes}.values():
-            if request is not None:
-                with contextlib.suppress(*MALFORMED):
-                    gpus[request.node] += request.amount(gpu_resource).gpus
-        return dict(gpus)
+    def requests(self) -> dict[str, PodRequest | None]:
+        """What each pod requests, with changes that are not counted yet. A copy, which a thread may read."""
+        return {**self.view.requests(), **self._changes}
 
     def pod_changed(self, pod: str, request: PodRequest | None) -> None:
         """A pod requests this now; None if it requests nothing any more."""
@@ -77,19 +69,21 @@ class CountedCapacity:
 
     def assume(self, pod: str, request: PodRequest) -> None:
         """Counts a pod that a job was granted until the job has a pod on its node, or until it is given up."""
-        self._assumed.setdefault(request.job_uid, {}).setdefault(request.node, []).append(pod)
+        job = request.namespace, request.job_uid
+        self._assumed.setdefault(job, {}).setdefault(request.node, []).append(pod)
         self._note(pod, request)
         self.changed += 1
 
     def give_up_assumed(self, job_uid: str) -> None:
         """Frees the nodes of the pods that were assumed for a job and do not exist."""
-        for pods in self._assumed.pop(job_uid, {}).values():
-            for pod in pods:
-                self.pod_changed(pod, None)
+        for job in [job for job in self._assumed if job[1] == job_uid]:
+            for pods in self._assumed.pop(job).values():
+                for pod in pods:
+                    self.pod_changed(pod, None)
 
     def _replace_assumed(self, new: PodRequest) -> None:
         """A pod of a job exists now. If it was assumed, it must not count twice."""
-        pods = self._assumed.get(new.job_uid, {}).get(new.node)
+        pods = self._assumed.get((new.namespace, new.job_uid), {}).get(new.node)
         if pods:
             self._note(pods.pop(), None)
 
@@ -141,3 +135,13 @@ class CountedCapacity:
         for resource in requested:
             if not self.view.knows(resource):
                 await asyncio.to_thread(self.view.use_of, resource)
+
+
+def gpus_by_node(requests: Iterable[PodRequest | None], gpu_resource: str) -> dict[str, int]:
+    """Node -> GPUs that pods request there. For metrics."""
+    gpus: Counter[str] = Counter()
+    for request in requests:
+        if request is not None:
+            with contextlib.suppress(*MALFORMED):
+                gpus[request.node] += request.amount(gpu_resource).gpus
+    return dict(gpus)

@@ -39,9 +39,8 @@ from meshwright_worker.data.vocabulary_check import check_vocabulary
 from meshwright_worker.distributed.device import device_properties
 from meshwright_worker.distributed.device_checks import validate_device
 from meshwright_worker.distributed.mesh import START_TIMEOUT, Mesh, join_mesh, set_collective_timeout
-from meshwright_worker.pretrained.errors import PretrainedError
 from meshwright_worker.pretrained.load import check_pretrained
-from meshwright_worker.rank.failures import InvalidRunError
+from meshwright_worker.rank.failures import InvalidRunError, PretrainedError
 from meshwright_worker.rank.task import Outcome, Progress, RankEvents, RankTask, progress_of
 from meshwright_worker.tracking.tracked_events import tracked
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
