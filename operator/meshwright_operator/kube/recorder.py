@@ -95,6 +95,7 @@ class EventRecorder:
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
                 for _ in range(min(POSTED_AT_ONCE, len(self._backlog))):
                     group.create_task(self._post_remaining())
+                group.create_task(self._backlog.empty())  # also what `run` is posting
         except TimeoutError:
             log.warning("events not posted before the exit")
 

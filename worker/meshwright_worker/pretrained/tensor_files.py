@@ -77,7 +77,7 @@ class TensorFiles:
             return [SINGLE]
         try:
             files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PretrainedError(f"{index} is not an index of safetensors files: {error!r}") from None
         foreign = [file for file in files if not isinstance(file, str) or Path(file).name != file]
         if foreign:
@@ -104,7 +104,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
             found[name] = StoredTensor(path, 8 + length + begin, dtype, shape)
     except OSError as error:
         raise PretrainedError(f"{path} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, PretrainedError):
             raise
         raise PretrainedError(f"{path} is not a safetensors file with supported formats: {error!r}") from None
