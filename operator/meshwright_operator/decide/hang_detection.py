@@ -225,7 +225,7 @@ def silent_agents(observed: Observed) -> Interruption | None:
     rule, ranks = HangRule(observed), _live_ranks(observed)
     running = [worker for worker in observed.workers if worker.state is PodState.RUNNING]
     silent = [(worker, rule.silence(worker)) for worker in running if rule.is_silent(worker)]
-    if not any(_has_fresh_report(observed, worker) for worker in running):
+    if not any(report is not None and report.fresh for report in (_report(observed, worker) for worker in running)):
         return _silent_nodes(observed, silent)
     if not silent or not ranks or not all(rule.is_stalled(rank) for rank in ranks):
         return None
@@ -238,8 +238,8 @@ def silent_agents(observed: Observed) -> Interruption | None:
 def _silent_nodes(observed: Observed, silent: Sequence[tuple[Worker, float]]) -> Interruption | None:
     """No agent reports: nodes that Kubernetes does not reach either are lost.
 
-    Otherwise the operator itself is disconnected. If no node of the cluster is ready, so is Kubernetes, which then evicts
-    no pod.
+    Otherwise the operator itself is disconnected. If no node of the cluster is ready, so is Kubernetes, which evicts no
+    pod then.
     """
     down = [(worker, seconds) for worker, seconds in silent if worker.node_down]
     if not down or not observed.some_node_ready:
@@ -338,11 +338,6 @@ def _find_fresh_ranks(observed: Observed) -> list[IdleRank]:
 def _report(observed: Observed, worker: Worker) -> ReceivedReport | None:
     received = observed.agents.reports.get(worker.index)
     return received if received is not None and received.report.incarnation == worker.incarnation else None
-
-
-def _has_fresh_report(observed: Observed, worker: Worker) -> bool:
-    received = _report(observed, worker)
-    return received is not None and received.fresh
 
 
 def _is_behind(observed: Observed, worker: Worker) -> bool:
