@@ -72,6 +72,8 @@ class TokenizerRecord(Record):
     """See `Tokenizer.identity`: a file with another identity gives other tokens."""
     file: str | None = None
     """Path or URI at which the run found the tokenizer's file; None for bytes."""
+    separator: Annotated[int | None, Field(exclude_if=lambda number: number is None)] = None
+    """The token after each document; None in checkpoints of versions that did not record it."""
 
 
 class FileRecord(Record):

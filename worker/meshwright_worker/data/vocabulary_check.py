@@ -41,7 +41,7 @@ def check_vocabulary(task: RankTask[NativeRun]) -> TokenizerRecord:
             f"`parallelism.tensor: {tensor}`; nearest: {-(-needed // tensor) * tensor}"
         )
     file = None if place is None else join_uri(place, str(data.tokenizer_file))
-    return TokenizerRecord(kind=data.tokenizer, identity=tokenizer.identity, file=file)
+    return TokenizerRecord(kind=data.tokenizer, identity=tokenizer.identity, file=file, separator=tokenizer.separator)
 
 
 def _manifests(data: DataSpec, root: str | None) -> Iterator[tuple[str, int]]:

@@ -45,8 +45,9 @@ def load_state(
     draw_shards([shard for shard in missing if is_adapter(shard.name)], run)
     published = [shard for shard in missing if not is_adapter(shard.name)]
     if published or not resumed:
+        directory = Path(run.training.initial_weights)
         fingerprint = load_pretrained(
-            published, run.architecture, Path(run.training.initial_weights), {} if resumed else trainer.buffers
+            published, run.architecture, directory, {} if resumed else trainer.buffers, begins=not resumed
         )
         if not is_same_on_all_ranks(fingerprint, mesh):
             raise PretrainedError(
