@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -144,6 +146,20 @@ def test_the_worker_image_has_the_package_of_s3() -> None:
     assert "'./worker[s3]'" in text
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     assert all(f"\n{name}==" in pinned for name in ("s3fs", "aiobotocore", "botocore"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dockerfile", ["operator/Dockerfile", "worker/Dockerfile", "worker/agent.Dockerfile"])
+def test_the_constraints_allow_what_an_image_installs(dockerfile: str) -> None:
+    """pip finds versions; nothing is installed."""
+    text = (ROOT / dockerfile).read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = re.findall(r"pip install ([^&\n]*)", text)
+    assert commands
+    for command in commands:
+        arguments = [word for word in shlex.split(command) if word != "--no-cache-dir"]
+        pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", *arguments]
+        done = subprocess.run(pip, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_the_security_policy_says_how_to_report_and_what_is_supported() -> None:

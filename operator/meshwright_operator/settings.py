@@ -17,6 +17,7 @@ from pathlib import Path
 
 from meshwright.addresses import split_host_port
 from meshwright.api.labels import COORDINATOR_PORT
+from meshwright_operator.controller.progress_budget import PROGRESS_WRITES_PER_SECOND
 from meshwright_operator.feature_gates import GATES, FeatureGates
 from meshwright_operator.http.limits import ConnectionLimits
 from meshwright_operator.logging_config import FORMATS
@@ -115,6 +116,8 @@ class Settings:
     """A watch reconnects if nothing arrives for this long. The API server sends a bookmark every minute."""
     workers: int = 8
     """Jobs reconciled at the same time."""
+    progress_writes_per_second: float = PROGRESS_WRITES_PER_SECOND
+    """Writes to the API server per second, over all jobs, that only update the progress in a job's status."""
     drain_seconds: float = 10.0
     """How long a stopping process waits for running reconciles before it cancels them."""
     log_level: str = "info"
@@ -145,6 +148,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
         ("resync_seconds", 1),
         ("watch_idle_seconds", 1),
         ("workers", 1),
+        ("progress_writes_per_second", 1),
         ("max_connections_per_source", 1),
         ("connection_rate_per_source", 1),
     ):
@@ -189,13 +193,25 @@ def _parser() -> argparse.ArgumentParser:
     def add(flag: str, metavar: str, kind: Callable[[str], object], value: object, text: str) -> None:
         parser.add_argument(flag, metavar=metavar, type=kind, default=value, help=text)
 
-    add(
-        "--kubeconfig",
-        "FILE",
-        Path,
-        None,
-        "Path of a kubeconfig file. Default: service account, or default kubeconfig.",
-    )
+    text = "Path of a kubeconfig file. Default: service account, or default kubeconfig."
+    add("--kubeconfig", "FILE", Path, None, text)
+    _add_coordinator(parser, add)
+    _add_options_of_jobs(add)
+    _add_limits(add)
+    _add_documents(add)
+    text = "Address on which /metrics, /healthz and /readyz are served."
+    add("--metrics-listen", "HOST:PORT", Address.parse, default.metrics_listen, text)
+    _add_lease(add)
+    _add_rhythm(add)
+    levels = ["debug", "info", "warning", "error"]
+    text = "Lowest level of the records that are logged."
+    parser.add_argument("--log-level", choices=levels, default=default.log_level, help=text)
+    parser.add_argument("--log-format", choices=FORMATS, default=default.log_format, help="Format of log lines.")
+    return parser
+
+
+def _add_coordinator(parser: argparse.ArgumentParser, add: Callable[..., None]) -> None:
+    default = Settings()
     listen = default.coordinator_listen
     add("--coordinator-listen", "HOST:PORT", Address.parse, listen, "Address on which the coordinator serves agents.")
     text = "URL at which worker pods reach the coordinator. Default: from --coordinator-listen."
@@ -205,20 +221,28 @@ def _parser() -> argparse.ArgumentParser:
     text = "Path of the key of the jobs' tokens, for local use instead of the Secret. Created if it does not exist."
     add("--key-file", "FILE", Path, default.key_file, text)
     _add_tls(parser, add)
-    _add_options_of_jobs(add)
+
+
+def _add_limits(add: Callable[..., None]) -> None:
+    default = Settings()
     text = "Largest number of connections from one address without a valid signature."
-    count = default.max_connections_per_source
-    add("--max-connections-per-source", "COUNT", int, count, text)
+    add("--max-connections-per-source", "COUNT", int, default.max_connections_per_source, text)
     text = "New connections per second from one address that do not send a valid signature."
     add("--connection-rate-per-source", "RATE", float, default.connection_rate_per_source, text)
-    _add_documents(add)
-    text = "Address on which /metrics, /healthz and /readyz are served."
-    add("--metrics-listen", "HOST:PORT", Address.parse, default.metrics_listen, text)
+
+
+def _add_lease(add: Callable[..., None]) -> None:
+    default = Settings()
     add("--lease-name", "NAME", str, default.lease_name, "Name of the leader's Lease.")
     add("--lease-namespace", "NAME", str, default.lease_namespace, "Namespace of the leader's Lease.")
     add("--lease-seconds", "SECONDS", float, default.lease_seconds, "Duration of the Lease.")
     text = "Name of this process in the Lease. Default: its host name and a random suffix."
     add("--identity", "NAME", str, default.identity, text)
+
+
+def _add_rhythm(add: Callable[..., None]) -> None:
+    """Options of how often, how long and how much at once."""
+    default = Settings()
     text = "Time between full listings, which repair what watches missed."
     add("--resync-seconds", "SECONDS", float, default.resync_seconds, text)
     text = "Time without data after which a watch reconnects."
@@ -226,11 +250,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "Time that a stopping process waits for running reconciles."
     add("--drain-seconds", "SECONDS", float, default.drain_seconds, text)
     add("--workers", "COUNT", int, default.workers, "Largest number of jobs reconciled at the same time.")
-    levels = ["debug", "info", "warning", "error"]
-    text = "Lowest level of the records that are logged."
-    parser.add_argument("--log-level", choices=levels, default=default.log_level, help=text)
-    parser.add_argument("--log-format", choices=FORMATS, default=default.log_format, help="Format of log lines.")
-    return parser
+    text = "Largest number of status writes per second, over all jobs, that only update progress."
+    add("--progress-writes-per-second", "RATE", float, default.progress_writes_per_second, text)
 
 
 def _add_options_of_jobs(add: Callable[..., None]) -> None:

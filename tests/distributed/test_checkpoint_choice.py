@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,10 @@ def choose(task: RankTask, roots: list[str]) -> tuple[int | str, list[str]]:
             found = newest_intact(CheckpointDirectory(Path(roots[task.rank])), mesh, Manifest)
             return found.state.step if found else 0, warnings.texts
     except (CheckpointVolumeError, ForeignCheckpointError) as error:
-        return f"{classify(error)}: {describe(error)}".replace(roots[task.rank], "DIR"), warnings.texts
+        text = f"{classify(error)}: {describe(error)}"
+        for root in roots:
+            text = text.replace(root, "DIR")
+        return text, warnings.texts
     finally:
         logging.getLogger("meshwright_worker").removeHandler(warnings)
 
@@ -164,6 +168,23 @@ def test_a_damaged_checkpoint_is_renamed_and_retained(pool: RankPool, directory:
     assert "step-00000030/b is damaged: its checksum differs from the manifest" in warning
     chosen(pool, directory.root, directory.root)
     assert names(directory) == [".damaged-step-00000030", "step-00000010", "step-00000020"]
+
+
+@pytest.mark.parametrize(("rank", "file"), [(0, "a"), (1, "b"), (1, MANIFEST)])
+def test_a_node_that_alone_reads_other_bytes_fails_the_start_and_damages_nothing(
+    pool: RankPool, directory: CheckpointDirectory, tmp_path: Path, rank: int, file: str
+) -> None:
+    """Broken memory on one node would otherwise cost every checkpoint, one after the other."""
+    broken = CheckpointDirectory(tmp_path / "broken")
+    shutil.copytree(directory.root, broken.root)
+    for step in broken.steps():
+        content = (broken.path(step) / file).read_bytes()
+        (broken.path(step) / file).write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+    roots = [directory.root, broken.root] if rank else [broken.root, directory.root]
+    error, _ = chosen(pool, *roots)
+    assert f"only rank {rank} finds that DIR/step-00000030/{file} is damaged" in str(error)
+    assert f"for rank {1 - rank} it is intact: check memory, disk and mounts of the node" in str(error)
+    assert directory.steps() == broken.steps() == [30, 20, 10]
 
 
 def test_a_run_that_lost_every_checkpoint_warns(pool: RankPool, directory: CheckpointDirectory) -> None:

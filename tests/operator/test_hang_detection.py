@@ -12,7 +12,7 @@ from meshwright_operator.decide import hang_detection
 from meshwright_operator.decide.agents import Agents, ReceivedReport
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.failure_detection import detect
-from meshwright_operator.decide.hang_detection import HangRule
+from meshwright_operator.decide.hang_detection import HangRule, seconds_until_hung
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement_outcome import apply_move
 from meshwright_operator.decide.restart_policy import Interruption
@@ -109,6 +109,32 @@ def test_a_rank_that_never_finished_a_step_gets_the_time_of_a_start() -> None:
     found = verdict(observed(received=received([trains(w, 901.0, step=None) for w in range(4)])))
     assert found is not None
     assert "Last completed phase: load" in found.message
+
+
+def test_before_the_first_step_no_rank_hangs_while_another_one_loads_or_compiles() -> None:
+    """Each rank waits for the slowest one, which reports its progress: a load of 405B parameters takes an hour."""
+    loads = [trains(w, 20.0 if w == 2 else 3000.0, step=None) for w in range(4)]
+    seen = observed(status=running_status(), received=received(loads))
+    assert verdict(seen) is None
+    assert seconds_until_hung(seen) == pytest.approx(900 - 20.0 - 0.1)
+    found = verdict(observed(received=received([trains(w, 950.0 if w == 2 else 3000.0, step=None) for w in range(4)])))
+    assert found is not None
+    assert found.detected_in == pytest.approx(950.1), "the time before was that of the load"
+    assert "Rank 0 (worker 0" in found.message
+
+
+@pytest.mark.parametrize(("state", "idle", "hangs"), [("T", 901.0, True), ("T", 890.0, False), ("", 901.0, False)])
+def test_a_stopped_process_hangs_also_while_others_load(state: str, idle: float, hangs: bool) -> None:
+    loads = [trains(w, 20.0, step=None) for w in range(3)] + [trains(3, idle, step=None, state=state)]
+    found = verdict(observed(received=received(loads)))
+    assert (found is not None) is hangs
+    assert found is None or "Rank 6 (worker 3 on n3, pid 100, stopped)" in found.message
+
+
+def test_a_rank_that_has_made_steps_hangs_whatever_others_report() -> None:
+    found = verdict(observed(received=received([trains(w, 301.0 if w == 2 else 3.0) for w in range(4)])))
+    assert found is not None
+    assert found.detected_in == pytest.approx(301.1)
 
 
 def test_a_hang_starts_all_ranks_again_in_their_pods_and_counts() -> None:

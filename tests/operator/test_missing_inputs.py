@@ -13,6 +13,7 @@ from meshwright_operator.controller.claim_check import ClaimCheck
 from meshwright_operator.controller.pod_events import PodEvents
 from meshwright_operator.decide.missing_claims import STALLED_AFTER_SECONDS, MissingClaim, claims_of
 from meshwright_operator.decide.pod_problems import fix_for, problem_seconds
+from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient, Page
 from tests.operator.agents import Kubelet
 from tests.operator.builders import NOW, agents, observed, pod, running_status, spec
@@ -197,26 +198,26 @@ def waiting_pod(seconds: float) -> Any:
 @pytest.mark.parametrize("code", [0, 410, 429, 500, 504])
 async def test_a_job_starts_although_events_of_its_pods_cannot_be_read(code: int) -> None:
     client = NoEvents(code)
-    events = PodEvents(client)
+    events = PodEvents(client, lambda key: None)
     for seconds in (20, 21):
-        explained, again = await events.explain("default", waiting_pod(seconds))
+        explained, again = await events.explain(JobKey("default", "job"), waiting_pod(seconds))
         problem = explained.workers[0].pod.problem
         assert problem == ("" if code else "FailedMount: no such volume")
         assert again == pytest.approx(seconds / 2)
     assert client.asked == 1, "not at every reconcile"
     client.code = 0
-    explained, _ = await events.explain("default", waiting_pod(120))
+    explained, _ = await events.explain(JobKey("default", "job"), waiting_pod(120))
     assert explained.workers[0].pod.problem == "FailedMount: no such volume"
 
 
 async def test_where_the_operator_may_not_read_events_it_asks_once_and_elsewhere_again() -> None:
     client = NoEvents(403)
-    events = PodEvents(client)
+    events = PodEvents(client, lambda key: None)
     for namespace in ("a", "a", "b"):
-        explained, _ = await events.explain(namespace, waiting_pod(20))
+        explained, _ = await events.explain(JobKey(namespace, "job"), waiting_pod(20))
         assert not explained.workers[0].pod.problem
     assert client.asked == 1, "the same pod was asked for a moment ago"
     client.code = 0
     seen = waiting_pod(120)
-    assert (await events.explain("b", seen))[0].workers[0].pod.problem
-    assert not (await events.explain("a", seen))[0].workers[0].pod.problem
+    assert (await events.explain(JobKey("b", "job"), seen))[0].workers[0].pod.problem
+    assert not (await events.explain(JobKey("a", "job"), seen))[0].workers[0].pod.problem

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import getpass
 import stat
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -29,11 +31,12 @@ from meshwright_operator.decide.events import JobEvent
 from meshwright_operator.kube import client as client_module
 from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient
-from meshwright_operator.kube.job_watch import cancel_stuck_watchers
+from meshwright_operator.kube.job_watch import cancel_stuck_watchers, watch_jobs
 from meshwright_operator.kube.paths import core_path, jobs_path, lease_path, pods_path, resource_of
 from meshwright_operator.kube.pod_info import read_pod
 from meshwright_operator.kube.recorder import EventRecorder
 from meshwright_operator.kube.resync import Resync
+from meshwright_operator.kube.watch_liveness import WatchLiveness
 from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
@@ -313,6 +316,34 @@ async def with_cluster(server: Server, use: Any) -> Any:
             return await use(cluster)
         finally:
             await cluster.close()
+
+
+async def test_the_watch_starts_as_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the operator's container nothing names the user."""
+
+    def no_name() -> str:
+        raise KeyError("getpwuid(): uid not found: 65532")
+
+    monkeypatch.setattr(getpass, "getuser", no_name)
+    asked = asyncio.Event()
+    liveness = WatchLiveness(OperatorMetrics(), stale_after=60)
+
+    async def answer(_: web.Request) -> web.Response:
+        asked.set()
+        return web.json_response({"message": "not found"}, status=404)
+
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", answer)
+    async with serve_application(application, Address("127.0.0.1", 0)) as port:
+        configuration = Configuration()
+        configuration.host = f"http://127.0.0.1:{port}"
+        watch = asyncio.create_task(watch_jobs(lambda _: None, configuration, (), liveness, 5, lambda: None))
+        waiting = asyncio.create_task(asked.wait())
+        await asyncio.wait([watch, waiting], return_when=asyncio.FIRST_COMPLETED)
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
+        assert asked.is_set()
 
 
 async def test_the_client_is_patient_when_asked_to_be() -> None:

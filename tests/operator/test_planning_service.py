@@ -95,6 +95,40 @@ def no_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning_service, "DEADLINE_SECONDS", 1000.0)
 
 
+async def test_a_process_is_waited_for_however_often_its_end_is_cancelled() -> None:
+    """Else its transport is left to an event loop that is closed."""
+    service = PlanningService(Inventories(cache_of_h100()), Calibration, OperatorMetrics(), lambda key: None)
+    running = asyncio.create_task(service.run())
+    await service.prestart()
+    client = service._quick.client
+    process = client._process
+    assert process is not None
+    running.cancel()
+    while client._ending is None:  # noqa: ASYNC110 - the next turn of the loop
+        await asyncio.sleep(0)
+    running.cancel()
+    client._ending.cancel()  # as kopf does when it stops, with every task that was started after it
+    await asyncio.gather(running, return_exceptions=True)
+    await service.close()
+    assert process.returncode is not None
+    assert process.stdout is not None
+    assert process.stdout.at_eof()
+    assert process._transport.is_closing()  # type: ignore[attr-defined]
+    assert client._killed == []
+
+
+async def test_a_process_whose_start_is_cancelled_does_not_remain() -> None:
+    client = ProcessClient(0)
+    starting = asyncio.create_task(client.start())
+    while client._starting is None:  # noqa: ASYNC110 - the next turn of the loop
+        await asyncio.sleep(0)
+    born = client._starting
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    await client.close()
+    assert born.result().returncode is not None
+
+
 async def test_a_plan_of_another_process_is_the_same(asking: Asking) -> None:
     spec = parse_spec(job("honest", parallelism={}))
     plans = await asking.plans(HONEST, spec)

@@ -97,7 +97,7 @@ async def test_the_server_says_how_long_to_wait_and_every_call_waits(form: str) 
     async def use(cluster: KubeClient) -> list[float]:
         started = time.monotonic()
         first = asyncio.create_task(cluster.get("/api/v1/x"))
-        while cluster._backoff_until == 0:  # noqa: ASYNC110 - a moment
+        while cluster._lane.backoff_until == 0:  # noqa: ASYNC110 - a moment
             await asyncio.sleep(0.01)
         await cluster.get("/api/v1/y")
         second = time.monotonic() - started

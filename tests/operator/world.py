@@ -36,6 +36,7 @@ from meshwright_operator.controller.job_devices import JobDevices
 from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.pod_deletions import PodDeletions
+from meshwright_operator.controller.progress_budget import PROGRESS_WRITES_PER_SECOND, ProgressBudget
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.controller.status_patch import StatusWriter
 from meshwright_operator.coordinator.server import Coordinator
@@ -139,7 +140,8 @@ class Operator:
         self.planner = world.planner(inventories, lambda: self.scheduler.calibration)
         self.profiles = JobProfiles(tokens.seal)
         self.devices = DeviceInventory(self.cluster, self.cache, lambda: None)
-        writer = StatusWriter(self.cluster, self.cache, self.queue, world.seconds)
+        budget = ProgressBudget(world.progress_writes_per_second, world.seconds)
+        writer = StatusWriter(self.cluster, self.cache, self.queue, world.seconds, budget)
         self.reconciler = Reconciler(
             cluster=self.cluster,
             cache=self.cache,
@@ -379,6 +381,8 @@ class World:
 
     network_policies: NetworkPolicyOptions | None = None
     """The option of its operators."""
+    progress_writes_per_second = PROGRESS_WRITES_PER_SECOND
+    """The same."""
 
     def __init__(
         self, seed: int, nodes: int, *, gpus: int = 2, work: float = 30.0, cluster: type[MemoryCluster] = MemoryCluster

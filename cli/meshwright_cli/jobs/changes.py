@@ -1,7 +1,7 @@
 """What to print while a job, or a list of jobs, is watched: each change once. Pure.
 
-The operator writes a job's status every 10 s while it trains, and for reasons that no row or line shows. A watch must
-neither repeat a row nor fill the terminal with steps.
+The operator writes a job's status every 10 s while it trains, less often if hundreds of jobs do, and for reasons that
+no row or line shows. A watch must neither repeat a row nor fill the terminal with steps.
 """
 
 from __future__ import annotations

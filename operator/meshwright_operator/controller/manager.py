@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from kubernetes.aio.client import Configuration
 
@@ -24,6 +25,7 @@ from meshwright_operator.controller.http_server import health_application, serve
 from meshwright_operator.controller.job_devices import JobDevices
 from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
+from meshwright_operator.controller.progress_budget import ProgressBudget
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.controller.stall_monitor import StallMonitor
 from meshwright_operator.controller.status_patch import PROGRESS_SECONDS, StatusWriter
@@ -33,6 +35,7 @@ from meshwright_operator.coordinator.server import Coordinator
 from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide.observed import BindingLimits
 from meshwright_operator.devices.inventory import DeviceInventory
+from meshwright_operator.documents import DocumentFile
 from meshwright_operator.feature_gates import DYNAMIC_RESOURCES, KUEUE_QUEUES, PLAN_CALIBRATION
 from meshwright_operator.http.limits import HEALTH_LIMITS
 from meshwright_operator.kube.cache import Cache, JobKey
@@ -110,14 +113,16 @@ class Manager:
     def __init__(self, settings: Settings, configuration: Configuration, metrics: OperatorMetrics) -> None:
         self._settings = settings
         self._configuration = configuration
+        self._metrics = metrics
         fence = Fence()
         limit = ReconcileLimit(settings.workers)
         self._client = cluster = KubeClient(configuration, metrics, fence, on_create=limit.observe)
-        self._metrics = metrics
         self._liveness = WatchLiveness(metrics, STALE_PERIODS * settings.watch_idle_seconds)
         self._cache = Cache()
         self._queue: WorkQueue[JobKey] = WorkQueue(metrics, expected_errors=(ApiError,), limit=limit)
         metrics.queue_depth(lambda: len(self._queue))
+        # On standby, nothing is reconciled.
+        self._queue.pause()
         tokens = Tokens()
         self._coordinator = Coordinator(self._cache, tokens, metrics, self._notify)
         self._events = EventRecorder(cluster, settings.identity, metrics)
@@ -130,8 +135,6 @@ class Manager:
         self._elected = asyncio.Event()
         self._elected_at = 0.0
         self._listed = asyncio.Event()
-        # On standby, nothing is reconciled.
-        self._queue.pause()
         inventories = Inventories(self._cache)
         self._scheduler = scheduler = JobScheduler(
             cluster, self._cache, metrics, settings.namespaces, self._queue.add, inventories
@@ -140,29 +143,51 @@ class Manager:
         self._stalls = StallMonitor(metrics)
         self._profiles = JobProfiles(tokens.seal)
         self._device_inventory = DeviceInventory(cluster, self._cache, self._devices_changed)
-        self._documents = (
-            policy_file(settings.policy_file, metrics, scheduler.set_policy),
-            fabric_file(settings.fabric_file, metrics, scheduler.set_fabric),
-            profiles_file(settings.profiles_file, metrics, self._use_profiles),
-        )
+        self._documents = self._new_documents()
         self._calibration_loop = CalibrationLoop(self._cache, scheduler)
-        self._kueue_watch = KueueWatch(
-            cluster, self._liveness, settings.namespaces, settings.watch_idle_seconds, self._workload_changed
+        self._kueue_watch = self._new_kueue_watch()
+        self._reconcile = self._new_reconciler(tokens, inventories)
+
+    def _new_documents(self) -> tuple[DocumentFile[Any], ...]:
+        """The administrator's documents, and who uses them."""
+        settings, scheduler = self._settings, self._scheduler
+        return (
+            policy_file(settings.policy_file, self._metrics, scheduler.set_policy),
+            fabric_file(settings.fabric_file, self._metrics, scheduler.set_fabric),
+            profiles_file(settings.profiles_file, self._metrics, self._use_profiles),
+        )
+
+    def _new_kueue_watch(self) -> KueueWatch:
+        """The watch of Workloads, which is off without the gate."""
+        settings = self._settings
+        watch = KueueWatch(
+            self._client, self._liveness, settings.namespaces, settings.watch_idle_seconds, self._workload_changed
         )
         if not settings.feature_gates.enabled(KUEUE_QUEUES):
-            self._kueue_watch.turn_off()
+            watch.turn_off()
+        return watch
+
+    def _new_reporter(self) -> JobReporter:
+        """What writes status and events, and the metrics of jobs."""
         jobs = JobMetrics()
-        metrics.registry.register(jobs)
-        metrics.registry.register(ClusterMetrics(scheduler.gpu_capacities))
-        self._reconcile = Reconciler(
-            cluster=cluster,
+        self._metrics.registry.register(jobs)
+        self._metrics.registry.register(ClusterMetrics(self._scheduler.gpu_capacities))
+        budget = ProgressBudget(self._settings.progress_writes_per_second)
+        writer = StatusWriter(self._client, self._cache, self._queue, budget=budget)
+        return JobReporter(writer, self._events, self._metrics, jobs)
+
+    def _new_reconciler(self, tokens: Tokens, inventories: Inventories) -> Reconciler:
+        """What reconciles a job."""
+        settings = self._settings
+        return Reconciler(
+            cluster=self._client,
             cache=self._cache,
             queue=self._queue,
             coordinator=self._coordinator,
             tokens=tokens,
-            reporter=JobReporter(StatusWriter(cluster, self._cache, self._queue), self._events, metrics, jobs),
-            metrics=metrics,
-            scheduler=scheduler,
+            reporter=self._new_reporter(),
+            metrics=self._metrics,
+            scheduler=self._scheduler,
             planner=self._planner,
             inventories=inventories,
             coordinator_url=lambda: self._access.url,
@@ -170,9 +195,9 @@ class Manager:
             network_policies=settings.job_network_policies,
             agent_image=settings.agent_image,
             binding=BindingLimits(settings.unbound_seconds, settings.partly_bound_seconds),
-            kueue=Kueue(cluster, self._cache, self._kueue_watch),
+            kueue=Kueue(self._client, self._cache, self._kueue_watch),
             profiles=self._profiles,
-            devices=JobDevices(cluster, self._device_inventory),
+            devices=JobDevices(self._client, self._device_inventory),
         )
 
     @classmethod

@@ -145,7 +145,7 @@ class Reconciler:
         self._deletions = deletions or PodDeletions()
         self._pod_control = PodControl(cluster, cache, metrics)
         self._claims = ClaimCheck(cluster)
-        self._pod_events = PodEvents(cluster)
+        self._pod_events = PodEvents(cluster, queue.add)
         self._edit_admission = EditAdmission(scheduler)
         self._stale_retries = StaleRetries()
         self._rejections: dict[str, Rejection] = {}
@@ -193,7 +193,7 @@ class Reconciler:
         if observed is None:
             return
 
-        observed, again = await self._pod_events.explain(key.namespace, observed)
+        observed, again = await self._pod_events.explain(key, observed)
         if again is not None:
             self._queue.add_after(key, again)
 

@@ -1,4 +1,9 @@
-"""Writes status: computes the patch, and delays writes that only update progress."""
+"""Writes status: computes the patch, and delays writes that only update progress.
+
+A job writes its progress at most every `PROGRESS_SECONDS`, and all jobs share one budget (`progress_budget`). What says
+more is never kept waiting for the budget: another state is written at once, and a newer checkpoint, a save that failed
+or another cause of the job's time with the job's next progress.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from pydantic.alias_generators import to_camel
 
 from meshwright.api.objects import KubeObject
 from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright_operator.controller.progress_budget import ProgressBudget
 from meshwright_operator.controller.unknown_fields import with_unknown_fields
 from meshwright_operator.decide.progress import THROTTLED_FIELDS
 from meshwright_operator.kube.cache import Cache, JobKey
@@ -34,7 +40,7 @@ class StatusRejectedError(ApiError):
 
 
 class StatusWriter:
-    """Writes status, at most every `PROGRESS_SECONDS` if only progress has changed."""
+    """Writes status, at most every `PROGRESS_SECONDS` and within the budget if only progress has changed."""
 
     def __init__(
         self,
@@ -42,11 +48,13 @@ class StatusWriter:
         cache: Cache,
         queue: WorkQueue[JobKey],
         clock: Callable[[], float] = time.monotonic,
+        budget: ProgressBudget | None = None,
     ) -> None:
         self._client = cluster
         self._cache = cache
         self._queue = queue
         self._clock = clock
+        self._budget = budget if budget is not None else ProgressBudget(clock=clock)
         self._written: dict[str, float] = {}
 
     async def write(self, key: JobKey, job: KubeObject, status: ParallelTrainingJobStatus, has_events: bool) -> bool:
@@ -60,13 +68,14 @@ class StatusWriter:
         old = old if isinstance(old, dict) else {}
         new: KubeObject = dict(status.wire())
         patch = status_patch(job, new, self._cache.parsed)
+        uid = job["metadata"]["uid"]
         if not patch or _only_books_time(old, patch):
+            self._budget.withdraw(uid)
             return False
-        uid, now = job["metadata"]["uid"], self._clock()
-        since = now - self._written.get(uid, float("-inf"))
-        if not (has_events or is_urgent(old, new)) and since < PROGRESS_SECONDS:
-            self._queue.add_after(key, PROGRESS_SECONDS - since)
+        if not (has_events or is_urgent(old, new)) and (delay := self._delay(uid, old, new)) > 0:
+            self._queue.add_after(key, delay)
             return False
+        now = self._clock()
         metadata = {"uid": uid, "resourceVersion": job["metadata"]["resourceVersion"]}
         path = f"{jobs_path(key.namespace, key.name)}/status"
         try:
@@ -79,7 +88,15 @@ class StatusWriter:
                 raise StatusRejectedError(error.code, error.reason, error.message) from None
             raise
         self._written[uid] = now
+        self._budget.withdraw(uid)
         return True
+
+    def _delay(self, uid: str, old: KubeObject, new: KubeObject) -> float:
+        """Seconds until the progress of a job may be written, or is asked for again; 0 if it may be written now."""
+        written = self._written.get(uid, float("-inf"))
+        if (left := written + PROGRESS_SECONDS - self._clock()) > 0:
+            return left
+        return 0.0 if is_news(old, new) else self._budget.ask(uid, written)
 
     async def _patch(self, path: str, metadata: KubeObject, patch: KubeObject, replacement: KubeObject) -> None:
         """Write `patch`. If the API server rejects what it keeps of a later version, write `replacement`."""
@@ -104,6 +121,7 @@ class StatusWriter:
     def forget(self, uid: str) -> None:
         """Drop the state of a deleted job."""
         self._written.pop(uid, None)
+        self._budget.withdraw(uid)
 
 
 def status_patch(job: KubeObject, new: KubeObject, parsed: ParsedJobs) -> KubeObject:
@@ -133,6 +151,26 @@ def merge_diff(old: Any, new: Any) -> Any:
 def is_urgent(old: KubeObject, new: KubeObject) -> bool:
     """Whether `new` changes more than progress. Then it is written at once."""
     return _without_progress(old) != _without_progress(new)
+
+
+def is_news(old: KubeObject, new: KubeObject) -> bool:
+    """Whether the progress in `new` has more than newer numbers: a checkpoint, a failed save, another use of time.
+
+    A restarted operator continues from what is written: a checkpoint that is not may be unknown to it, and time is
+    booked to the cause that is.
+    """
+    return _news(old) != _news(new)
+
+
+def _news(status: KubeObject) -> tuple[object, ...]:
+    checkpoint, tiers, ledger = (status.get(name) for name in ("checkpoint", "checkpointTiers", GOODPUT))
+    return (
+        checkpoint.get("step") if isinstance(checkpoint, dict) else None,
+        [(tier.get("place"), tier.get("step"), tier.get("error")) for tier in tiers if isinstance(tier, dict)]
+        if isinstance(tiers, list)
+        else [],
+        [ledger.get(name) for name in ("cause", "gpus")] if isinstance(ledger, dict) else [],
+    )
 
 
 def _only_books_time(old: KubeObject, patch: KubeObject) -> bool:

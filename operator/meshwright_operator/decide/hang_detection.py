@@ -1,7 +1,8 @@
 """Hung ranks and silent agents.
 
 In synchronous training one hung rank stops all others in their next collective, where they look the same. So only the
-time without progress shows that there is a hang. The ranks' last reports show which rank to name: one whose process is
+time without progress shows that there is a hang; before the first step, in which ranks wait for those that still load
+or compile, the time without progress of any rank. The ranks' last reports show which rank to name: one whose process is
 stopped, or the one that is behind. The pod of a silent agent is replaced only if training has stopped too: while steps
 advance, the silent worker's ranks must be alive, and only its connection to the coordinator is broken.
 """
@@ -45,6 +46,14 @@ class IdleRank:
         """Whether it has finished a step of this generation."""
         return self.process.step is not None
 
+    def seconds_with(self, least: float) -> float:
+        """For how long it makes no progress without a reason, if a live rank made some `least` seconds ago.
+
+        Before its first step a rank may wait for others, which load or compile for as long as they have to. So as long
+        as one of them makes progress, none hangs whose process can go on.
+        """
+        return self.seconds if self.started or self.process.state in STUCK_PROCESS_STATES else least
+
     @property
     def likely_cause_order(self) -> tuple[bool, int, float, int]:
         """The smallest is the likely cause: stopped processes, then the lowest step, then the longest idle time."""
@@ -71,9 +80,10 @@ class HangRule:
         """
         return hang_timeout(self.observed.spec.recovery, self.step_seconds, started=started)
 
-    def is_hung(self, rank: IdleRank) -> bool:
-        """Whether a live rank hangs."""
-        return rank.seconds >= self.timeout(rank.started)
+    def seconds_left(self, ranks: Sequence[IdleRank]) -> float | None:
+        """Seconds until the first of the live ranks counts as hung if none makes progress. None without ranks."""
+        least = least_idle_seconds(ranks)
+        return min((self.timeout(rank.started) - rank.seconds_with(least) for rank in ranks), default=None)
 
     def is_stalled(self, rank: IdleRank) -> bool:
         """Whether a live rank has made no progress for so long that a silent agent may be the cause."""
@@ -109,10 +119,16 @@ def _reported_step_seconds(observed: Observed) -> float:
     return seconds if 0.0 <= seconds <= MIN_TIMEOUT_SECONDS * TIMEOUT_STEPS else 0.0
 
 
+def least_idle_seconds(ranks: Sequence[IdleRank]) -> float:
+    """Seconds since the last progress of any of the ranks; 0 without ranks."""
+    return min((rank.seconds for rank in ranks), default=0.0)
+
+
 def hung_ranks(observed: Observed) -> Interruption | None:
     """Live ranks that finish no step within the hang timeout."""
-    rule, ranks = HangRule(observed), _live_ranks(observed)
-    if not any(rule.is_hung(rank) for rank in ranks):
+    ranks = _live_ranks(observed)
+    left = HangRule(observed).seconds_left(ranks)
+    if left is None or left > 0:
         return None
     # A hung rank stops all others of its generation: choose the rank to name among all of them.
     named = min(ranks, key=lambda rank: rank.likely_cause_order)
@@ -120,7 +136,8 @@ def hung_ranks(observed: Observed) -> Interruption | None:
     waiting = f"{counted(others, 'rank')} {'waits' if others == 1 else 'wait'} for it" if others else ""
     finished = _finished_ranks(observed) if isinstance(observed.run, CommandRun) else []
     message = sentences(_describe(named), waiting, _describe_finished(finished))
-    return Interruption(HANG, message, named.seconds, worker=named.worker.index, rank=named.process.rank)
+    seconds = named.seconds_with(least_idle_seconds(ranks))
+    return Interruption(HANG, message, seconds, worker=named.worker.index, rank=named.process.rank)
 
 
 def seconds_until_hung(observed: Observed) -> float | None:
@@ -128,8 +145,7 @@ def seconds_until_hung(observed: Observed) -> float | None:
     if isinstance(observed.run, CommandRun) and not _live_ranks(observed):
         timeout, ranks = observed.spec.recovery.hang_timeout_seconds, idle_commands(observed)
         return None if timeout is None or not ranks else timeout - min(rank.seconds for rank in ranks)
-    rule = HangRule(observed)
-    return min((rule.timeout(rank.started) - rank.seconds for rank in _live_ranks(observed)), default=None)
+    return HangRule(observed).seconds_left(_live_ranks(observed))
 
 
 def _describe(rank: IdleRank) -> str:

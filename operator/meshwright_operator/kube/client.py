@@ -7,7 +7,8 @@ get/list/watch/create/patch/delete; services create/get; secrets create (the ope
 events create/patch; leases get/create/update; nodes list/watch.
 
 Calls about leases skip the concurrency limit and the backoff, because leadership must not depend on other traffic. All
-other writes check the fence.
+other writes check the fence. Calls about events have a limit and a backoff of their own, because no job may wait for
+events: API servers limit their rate separately (admission plugin EventRateLimit), and may store them elsewhere.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ from meshwright_operator.text import shortened
 PAGE_SIZE = 500
 IDENTITY_ENCODING = "identity"
 """No compression: inside a cluster the network costs less than the API server's time to compress each page."""
+EVENTS = "events"
+EVENTS_IN_FLIGHT = 8
+"""Concurrent calls about events."""
 ATTEMPTS = 4
 RETRIED_CODES = (429, 503)
 KEEP_ALIVE_SECONDS = 75.0
@@ -74,6 +78,30 @@ class FencedError(ApiError):
 
     def __init__(self, verb: str, path: str) -> None:
         super().__init__(0, "Fenced", f"{verb} {path}: not sent, because another operator may hold the lease")
+
+
+class _Lane:
+    """Calls that share a concurrency limit and a backoff."""
+
+    def __init__(self, most: int) -> None:
+        self.in_flight = asyncio.Semaphore(most)
+        self.backoff_until = 0.0
+
+    async def wait_for_backoff(self) -> None:
+        """Wait for as long as the server asked."""
+        seconds_left = self.backoff_until - time.monotonic()
+        if seconds_left > 0:
+            await asyncio.sleep(seconds_left)
+
+    def back_off(self, error: ApiError, delay: float) -> None:
+        """Delay all calls for as long as the server asked, or for `delay`, because the server is overloaded."""
+        seconds = min(error.retry_after if error.retry_after is not None else delay, LONGEST_RETRY_SECONDS)
+        until = time.monotonic() + seconds * random.uniform(1.0, 1.1)
+        if until > self.backoff_until:
+            self.backoff_until = until
+            log.info(
+                "API server is overloaded; delaying requests", extra={"code": error.code, "seconds": round(seconds, 1)}
+            )
 
 
 class Page(NamedTuple):
@@ -116,9 +144,9 @@ class KubeClient:
         configuration: The server's address and the credentials.
         metrics: Counts the calls.
         fence: Limits writes; None for no limit.
-        max_in_flight: Number of concurrent calls.
+        max_in_flight: Number of concurrent calls, without those about events.
         timeout: Seconds for one call.
-        on_create: Called with the resource and the seconds of every object that was created, except leases.
+        on_create: Called with the resource and the seconds of every object that was created, except leases and events.
     """
 
     def __init__(
@@ -136,10 +164,9 @@ class KubeClient:
         self._fence = fence
         self._connections = _Connections(configuration)
         self._max_in_flight = max_in_flight
-        self._in_flight = asyncio.Semaphore(max_in_flight)
+        self._lane, self._event_lane = _Lane(max_in_flight), _Lane(EVENTS_IN_FLIGHT)
         self._timeout = timeout
         self._on_create = on_create
-        self._backoff_until = 0.0
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -151,7 +178,7 @@ class KubeClient:
         The pods of a gang are created all at once. The handshakes of new connections would take as long as the pods.
         """
         while True:
-            if time.monotonic() >= self._backoff_until:
+            if time.monotonic() >= self._lane.backoff_until:
                 await asyncio.gather(*(self._refresh_connection() for _ in range(self._max_in_flight)))
             await asyncio.sleep(REFRESH_SECONDS)
 
@@ -160,7 +187,7 @@ class KubeClient:
         timeout = aiohttp.ClientTimeout(total=self._timeout)
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with (
-                self._in_flight,
+                self._lane.in_flight,
                 await self._open("GET", CHEAP_PATH, None, "application/json", timeout) as answer,
             ):
                 await answer.read()
@@ -262,16 +289,17 @@ class KubeClient:
         url = path + (f"?{urlencode(present)}" if present else "")
         if path.startswith(LEASES):
             return await self._send(verb, path, url, body, content_type, self._timeout)
+        lane = self._event_lane if resource_of(path) == EVENTS else self._lane
         delay = FIRST_RETRY_SECONDS
         for attempt in range(ATTEMPTS):
             try:
-                async with self._in_flight:
-                    await self._wait_for_backoff()
+                async with lane.in_flight:
+                    await lane.wait_for_backoff()
                     return await self._send(verb, path, url, body, content_type, self._timeout_for(verb, path))
             except ApiError as error:
                 if error.code not in RETRIED_CODES or attempt == ATTEMPTS - 1:
                     raise
-                self._back_off(error, delay)
+                lane.back_off(error, delay)
                 delay *= 2
         raise AssertionError("unreachable")
 
@@ -283,21 +311,6 @@ class KubeClient:
         if seconds_left <= 0:
             raise FencedError(verb, path)
         return min(self._timeout, seconds_left)
-
-    def _back_off(self, error: ApiError, delay: float) -> None:
-        """Delay all calls for as long as the server asked, or for `delay`, because the server is overloaded."""
-        seconds = min(error.retry_after if error.retry_after is not None else delay, LONGEST_RETRY_SECONDS)
-        until = time.monotonic() + seconds * random.uniform(1.0, 1.1)
-        if until > self._backoff_until:
-            self._backoff_until = until
-            log.info(
-                "API server is overloaded; delaying requests", extra={"code": error.code, "seconds": round(seconds, 1)}
-            )
-
-    async def _wait_for_backoff(self) -> None:
-        seconds_left = self._backoff_until - time.monotonic()
-        if seconds_left > 0:
-            await asyncio.sleep(seconds_left)
 
     async def _send(
         self, verb: str, path: str, url: str, body: KubeObject | None, content_type: str, seconds: float
@@ -315,7 +328,7 @@ class KubeClient:
             resource, took = resource_of(path), time.monotonic() - started
             self._metrics.api_requests.labels(verb, resource, str(code)).inc()
             self._metrics.api_request_seconds.labels(verb, resource).observe(took)
-            if code == 201 and verb == "POST" and not path.startswith(LEASES):
+            if code == 201 and verb == "POST" and not path.startswith(LEASES) and resource != EVENTS:
                 self._on_create(resource, took)
         return _decode_response(code, data, response.headers)
 

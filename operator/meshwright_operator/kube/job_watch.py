@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import kopf
 from kopf import DiffBaseStorage, ProgressStorage
@@ -67,6 +67,8 @@ async def watch_jobs(
             await kopf.operator(
                 registry=registry,
                 settings=_settings(idle_seconds),
+                # Without peers it is nobody's. kopf would look up the user's name, which a container may not have.
+                identity=cast(Any, FIELD_MANAGER),
                 standalone=True,
                 clusterwide=not namespaces,
                 namespaces=list(namespaces),

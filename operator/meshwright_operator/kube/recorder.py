@@ -1,7 +1,8 @@
-"""Posts events about jobs in the background, one after the other.
+"""Posts events about jobs in the background: those of a job one after the other, those of several jobs at once.
 
-A repeated event increments the count of the first one, and many similar events are combined into one. No decision
-depends on events: if one cannot be posted, that is only logged.
+A repeated event increments the count of the first one, and many similar events are combined into one. If the API server
+takes long for events, old ones are dropped for new ones. No decision depends on events: if one cannot be posted, that
+is only logged.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -18,30 +19,24 @@ from typing import Any
 from meshwright.api.labels import API_VERSION, FIELD_MANAGER, KIND
 from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.kube.client import ApiError, KubeClient
+from meshwright_operator.kube.event_backlog import EventBacklog, QueuedEvent
 from meshwright_operator.kube.paths import core_path
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.timestamps import format_micro_time, format_time, utc_now
 
 AGGREGATION_WINDOW = timedelta(minutes=10)
 CACHE_SIZE = 2048
-QUEUE_SIZE = 1024
+POSTED_AT_ONCE = 8
+"""Events that are posted at the same time, of different jobs: 100 jobs that fail at once are told of in seconds."""
+RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Pauses before an event is posted again: a restart of the API server takes that long."""
 MESSAGE_LIMIT = 1024
 MAX_DISTINCT_MESSAGES = 10
 """How many different messages of one job and reason get their own event. Further messages share one event."""
+ALREADY_EXISTS = 409
 COMBINED_PREFIX = "(combined from similar events): "
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _QueuedEvent:
-    """An event in the queue, with the fields of the job that the Event object needs."""
-
-    namespace: str
-    name: str
-    uid: str
-    event: JobEvent
-    moment: datetime
 
 
 @dataclass(slots=True)
@@ -60,47 +55,56 @@ class _Aggregate:
 
 
 class EventRecorder:
-    """Posts events about jobs, one after the other."""
+    """Posts events about jobs."""
 
     def __init__(self, cluster: KubeClient, instance: str, metrics: OperatorMetrics) -> None:
         self._client = cluster
         self._metrics = metrics
         self._instance = instance
-        self._queue: asyncio.Queue[_QueuedEvent] = asyncio.Queue(QUEUE_SIZE)
+        self._backlog = EventBacklog()
         self._posted: OrderedDict[str, _Posted] = OrderedDict()
         self._aggregates: OrderedDict[str, _Aggregate] = OrderedDict()
 
     def post(self, job: Mapping[str, Any], event: JobEvent) -> None:
-        """Queue an event about a job. Drops it if the queue is full."""
+        """Queue an event about a job. Drops an older one if too many wait."""
         metadata = job["metadata"]
-        queued = _QueuedEvent(
+        queued = QueuedEvent(
             metadata.get("namespace", "default"), metadata["name"], str(metadata.get("uid", "")), event, utc_now()
         )
         about = {"job": f"{queued.namespace}/{queued.name}", "reason": event.reason}
         log.log(logging.WARNING if event.type == WARNING else logging.INFO, event.message, extra=about)
-        try:
-            self._queue.put_nowait(queued)
-        except asyncio.QueueFull:
+        if (dropped := self._backlog.put(queued)) is not None:
             self._metrics.events.labels("dropped").inc()
-            log.warning("dropped an event: the queue is full", extra=about)
+            about = {"job": f"{dropped.namespace}/{dropped.name}", "reason": dropped.event.reason}
+            log.warning("dropped an event: too many wait", extra=about)
 
     async def run(self) -> None:
         """Post queued events until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for number in range(POSTED_AT_ONCE):
+                group.create_task(self._post_all(), name=f"events-{number}")
+
+    async def _post_all(self) -> None:
         while True:
-            await self._attempt(await self._queue.get())
+            await self._attempt(await self._backlog.wait(), RETRY_SECONDS)
 
     async def flush(self, seconds: float) -> None:
-        """Post the remaining events, for at most `seconds`."""
+        """Post the remaining events, for at most `seconds`. What fails is not retried."""
         try:
-            async with asyncio.timeout(seconds):
-                while not self._queue.empty():
-                    await self._attempt(self._queue.get_nowait())
+            async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
+                for _ in range(min(POSTED_AT_ONCE, len(self._backlog))):
+                    group.create_task(self._post_remaining())
         except TimeoutError:
             log.warning("events not posted before the exit")
 
-    async def _attempt(self, queued: _QueuedEvent) -> None:
+    async def _post_remaining(self) -> None:
+        while (queued := self._backlog.take()) is not None:
+            await self._attempt(queued)
+
+    async def _attempt(self, queued: QueuedEvent, pauses: Sequence[float] = ()) -> None:
+        """Post an event, and again after each pause while the server cannot be reached or is overloaded."""
         try:
-            await self._post(queued)
+            await self._post(queued, pauses)
         except ApiError as error:
             self._metrics.events.labels("failed").inc()
             log.warning("posting an event failed", extra={"reason": queued.event.reason, "error": str(error)})
@@ -110,21 +114,36 @@ class EventRecorder:
             log.exception("posting an event failed", extra={"reason": queued.event.reason})
         else:
             self._metrics.events.labels("posted").inc()
+        finally:
+            self._backlog.done(queued)
 
-    async def _post(self, queued: _QueuedEvent) -> None:
+    async def _post(self, queued: QueuedEvent, pauses: Sequence[float]) -> None:
         event, moment = queued.event, queued.moment
         kind = "\0".join((queued.uid, event.reason, event.type))
-        identity = f"{kind}\0{event.message}"
-        known = self._recent_event(identity, moment)
-        message = event.message
-        if known is None and self._exceeds_limit(kind, moment):
-            identity, message = kind, f"{COMBINED_PREFIX}{event.message}"
-            known = self._recent_event(identity, moment)
-        if known is not None:
+        identity, message, combined = f"{kind}\0{event.message}", event.message, False
+        if self._recent_event(identity, moment) is None and self._exceeds_limit(kind, moment):
+            identity, message, combined = kind, f"{COMBINED_PREFIX}{event.message}", True
+        again = False
+        for pause in (*pauses, None):
+            try:
+                await self._write(queued, identity, message, combined=combined)
+                return
+            except ApiError as error:
+                if again and error.code == ALREADY_EXISTS:
+                    return  # the answer to the attempt before was lost
+                if pause is None or not _may_pass(error):
+                    raise
+            await asyncio.sleep(pause)
+            again = True
+
+    async def _write(self, queued: QueuedEvent, identity: str, message: str, *, combined: bool) -> None:
+        """Count up the event with this identity, or create it."""
+        moment = queued.moment
+        if (known := self._recent_event(identity, moment)) is not None:
             patch = {
                 "count": known.count + 1,
                 "lastTimestamp": format_time(moment),
-                **({"message": message[:MESSAGE_LIMIT]} if identity == kind else {}),
+                **({"message": message[:MESSAGE_LIMIT]} if combined else {}),
             }
             try:
                 await self._client.merge_patch(core_path(queued.namespace, "events", known.name), patch)
@@ -155,7 +174,7 @@ class EventRecorder:
             self._aggregates.popitem(last=False)
         return aggregate.count > MAX_DISTINCT_MESSAGES
 
-    def _body(self, queued: _QueuedEvent, name: str, message: str) -> dict[str, Any]:
+    def _body(self, queued: QueuedEvent, name: str, message: str) -> dict[str, Any]:
         event, moment = queued.event, queued.moment
         return {
             "apiVersion": "v1",
@@ -180,3 +199,8 @@ class EventRecorder:
             "reportingComponent": FIELD_MANAGER,
             "reportingInstance": self._instance[:128],
         }
+
+
+def _may_pass(error: ApiError) -> bool:
+    """Whether the same request may succeed later."""
+    return error.code in (0, 429) or error.code >= 500  # noqa: PLR2004

@@ -108,11 +108,12 @@ class PlanningService(Planner):
             await self._quick.client.start()
 
     async def close(self) -> None:
-        """Stop a process that was started although `run` never ran."""
+        """Stop the processes, and wait for their end: `run` may never have run, or been cancelled while they ended."""
         if self._prestarting is not None:
             self._prestarting.cancel()
             await asyncio.wait([self._prestarting])
-        await self._quick.client.close()
+        for lane in (self._quick, self._slow):
+            await lane.client.close()
 
     async def run(self) -> None:
         """Make plans until cancelled."""
@@ -145,7 +146,7 @@ class PlanningService(Planner):
                     lane.namespace = None
                 self._reconcile(key)
         finally:
-            await asyncio.shield(lane.client.close())
+            await lane.client.close()
 
     async def _solve(self, lane: _Lane, key: JobKey, request: PlanRequest) -> None:
         """Make one plan, and store it or its failure. One that takes too long for this lane goes to the slow one."""

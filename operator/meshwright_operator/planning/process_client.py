@@ -40,7 +40,10 @@ class ProcessClient:
         self._nice = nice
         self._process: Process | None = None
         self._killed: list[Process] = []
-        """Processes whose end nobody has waited for."""
+        """Processes whose end nobody has waited for yet."""
+        self._starting: asyncio.Future[Process] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        """Waits for their end."""
         self._began: float | None = None
         """CPU time of the process when the plan began that it is making."""
         self._preempted = False
@@ -109,11 +112,27 @@ class ProcessClient:
             raise PlanningStoppedError from error
 
     async def close(self) -> None:
-        """Kill the process, if there is one, and wait for its end."""
+        """Kill the process, if there is one, and wait for its end.
+
+        Callers may be cancelled while the process ends, even repeatedly: a later call waits for what is left.
+        """
         self._kill()
+        if self._ending is None or self._ending.done():
+            self._ending = asyncio.create_task(self._wait_for_killed(), name="end of a planning process")
+        await asyncio.shield(self._ending)
+
+    async def _wait_for_killed(self) -> None:
+        if (starting := self._starting) is not None:
+            await asyncio.wait([starting])
+            self._starting = None
+            if not starting.cancelled() and starting.exception() is None:
+                self._process = starting.result()
+                self._kill()
         while self._killed:
+            process = self._killed[0]
             # Also for the end of its output: pipes that are open when the event loop ends raise later, somewhere else.
-            await self._killed.pop().communicate()
+            await process.communicate()
+            self._killed.remove(process)
 
     def _kill(self) -> None:
         if self._process is not None:
@@ -126,14 +145,12 @@ class ProcessClient:
         """The process, which is ready: before that, a signal would end it."""
         if self._process is None or self._process.returncode is not None:
             module = "meshwright_operator.planning.planning_process"
-            starting = asyncio.ensure_future(
+            # If this is cancelled, `close` waits for the start: a process that nobody knows would remain.
+            self._starting = asyncio.ensure_future(
                 asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=PIPE, stdout=PIPE)
             )
-            try:
-                self._process = await asyncio.shield(starting)
-            except asyncio.CancelledError:
-                self._process = await starting  # for `close`: a process that nobody knows would remain
-                raise
+            self._process = await asyncio.shield(self._starting)
+            self._starting = None
             # At once: its imports take as long as several plans.
             os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0) + self._nice)
             assert self._process.stdout is not None

@@ -150,8 +150,8 @@ def test_damage_gives_way_to_the_one_before(root: str, change: str) -> None:
 class Failing:
     """A file system whose requests fail a few times."""
 
-    def __init__(self, inner: Any, failures: list[Exception]) -> None:
-        self._inner, self.failures, self.calls = inner, failures, 0
+    def __init__(self, inner: Any, failures: list[Exception], skipped: tuple[str, ...] = ()) -> None:
+        self._inner, self.failures, self.skipped, self.calls = inner, failures, skipped, 0
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
@@ -160,7 +160,7 @@ class Failing:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
-            if self.failures:
+            if self.failures and name not in self.skipped:
                 raise self.failures.pop(0)
             return found(*args, **kwargs)
 
@@ -174,6 +174,74 @@ def test_requests_are_repeated_while_the_store_is_busy(root: str) -> None:
     store = ObjectDirectory(filesystem, path, root, policy=RetryPolicy(attempts=5, first_seconds=0.0))
     save_step(store, 1)
     assert (failures, store.steps()) == ([], [1])
+
+
+class Locked(Failing):
+    """A file system whose objects nobody may remove, as in a bucket for which these credentials may only write."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner, [])
+
+    def rm_file(self, *_: object) -> None:
+        raise PermissionError("Access Denied")
+
+    rm = rm_file
+
+
+def test_without_the_right_to_delete_checkpoints_are_saved_and_starts_go_on(root: str) -> None:
+    path = fsspec.core.url_to_fs(root)[1]
+    locked = [ObjectDirectory(Locked(fsspec.filesystem("memory")), path, root, number) for number in range(3)]
+    locked[0].prepare(10)
+    locked[0].sink(10).write("rank-00000.safetensors", b"interrupted")
+    for store in locked[1:]:
+        store.clean()
+    save_step(locked[1], 10)
+    save_step(locked[1], 20)
+    assert locked[1].steps() == [20, 10]
+    with pytest.raises(CheckpointStoreError, match=r"cannot be removed .*: check the credentials and their rights"):
+        locked[1].retain(Retention(1))
+    assert set(locked[2].steps()) >= {20}, "the newest one is not among what was to be removed"
+    check_files(locked[2].files(20), read_manifest(locked[2].files(20)))
+
+
+def answered(code: str, kind: type[Exception] = PermissionError) -> Exception:
+    """The error of a back end for an answer of S3, as s3fs makes it."""
+    answer = RuntimeError("ClientError")
+    answer.response = {"Error": {"Code": code}}  # type: ignore[attr-defined]
+    error = kind("no")
+    error.__cause__ = answer
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (answered("RequestTimeTooSkewed"), "PermissionError: no: the clock of this node is wrong"),
+        (answered("ExpiredToken"), r"no \(ExpiredToken\): check the credentials .* `checkpoint.store.secretName`"),
+        (answered("InvalidToken", OSError), r"OSError: no \(InvalidToken\): check the credentials"),
+        (PermissionError("Forbidden"), "Forbidden: check the credentials and their rights in the bucket"),
+    ],
+)
+def test_an_error_of_credentials_or_clocks_says_what_to_do_and_is_not_repeated(error: Exception, fix: str) -> None:
+    def action() -> None:
+        raise error
+
+    with pytest.raises(CheckpointStoreError, match=r"writing x \(1 attempt\): .*" + fix):
+        retry(action, "writing x", QUICK)
+
+
+def test_a_bucket_that_is_not_there_is_not_an_empty_one(root: str) -> None:
+    """A run that took it for empty would begin at step 0."""
+    path = fsspec.core.url_to_fs(root)[1]
+    filesystem = Failing(fsspec.filesystem("memory"), [], skipped=("invalidate_cache",))
+    store = ObjectDirectory(filesystem, path, root, policy=QUICK)
+    assert store.steps() == []
+    save_step(store, 10)
+    for action in (store.steps, store.clean):
+        filesystem.failures = [answered("NoSuchBucket", FileNotFoundError)]
+        with pytest.raises(CheckpointStoreError, match=f"the bucket of {root} does not exist"):
+            action()
+    assert store.steps() == [10]
 
 
 @pytest.mark.parametrize("error", [PermissionError("Forbidden"), OSError(28, "full"), ImportError("gcsfs")])

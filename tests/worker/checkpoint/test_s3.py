@@ -137,6 +137,12 @@ def test_a_store_that_stays_away_fails_the_save_and_leaves_the_one_before(server
     assert is_intact(opened(server), 10)
 
 
+def test_a_bucket_that_does_not_exist_is_named(server: str) -> None:
+    found = open_store("s3://nosuch/run", 0, StoreSpec(endpoint=server, region="us-east-1"))
+    with pytest.raises(CheckpointStoreError, match="the bucket of s3://nosuch/run does not exist"):
+        found.steps()
+
+
 KILLS = 20
 """Each process makes a new client, which takes a second: `test_killed_saves.py` kills more often."""
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from meshwright.api.training import AnomaliesSpec, AnomalyAction
-from meshwright_worker.checkpoint.manager import checkpoint_to_go_back_to
+from meshwright_worker.checkpoint.manager import checkpoints_to_go_back_to
 from meshwright_worker.checkpoint.manifest import AnomalyState
 from meshwright_worker.trainer.loss_anomalies import LossAnomalies
 
@@ -89,15 +89,15 @@ def test_a_restored_run_decides_as_an_uninterrupted_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "step", "at_least", "target"),
+    ("steps", "step", "at_least", "targets"),
     [
-        ([300, 200, 100], 310, 100, 200),
-        ([300, 200, 100], 300, 100, 200),
-        ([300, 200, 100], 310, 5, 300),
-        ([300, 200], 310, 200, 200),
-        ([300], 300, 1, None),
-        ([], 10, 1, None),
+        ([300, 200, 100], 310, 100, [200, 100, 300]),
+        ([300, 200, 100], 300, 100, [200, 100]),
+        ([300, 200, 100], 310, 5, [300, 200, 100]),
+        ([300, 200], 310, 200, [200, 300]),
+        ([300], 300, 1, []),
+        ([], 10, 1, []),
     ],
 )
-def test_the_checkpoint_to_go_back_to(steps: list[int], step: int, at_least: int, target: int | None) -> None:
-    assert checkpoint_to_go_back_to(steps, step, at_least) == target
+def test_the_checkpoints_to_go_back_to(steps: list[int], step: int, at_least: int, targets: list[int]) -> None:
+    assert checkpoints_to_go_back_to(steps, step, at_least) == targets

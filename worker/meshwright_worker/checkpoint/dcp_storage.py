@@ -27,6 +27,7 @@ from torch.futures import Future
 from meshwright_worker.checkpoint.binary_index import BINARY_INDEX, encode_binary
 from meshwright_worker.checkpoint.files import CheckpointPath, files_of, open_index
 from meshwright_worker.checkpoint.tensor_index import INDEX, IndexInMemory, StoredChunk, TensorIndex, encode
+from meshwright_worker.rank.task import Progress, no_report
 
 MAX_JSON_BOXES = 20_000
 """Boxes of an index that is still written as JSON: 2 MB, which a rank reads in 0.3 s."""
@@ -37,11 +38,18 @@ RANKS_PER_DIRECTORY = 1024
 class CheckpointReader(StorageReader):
     """Reads from a complete checkpoint: of the index and of the files, only the parts that this rank needs.
 
-    `tensors` are those that the rank loads; by default the reader describes every box of every tensor.
+    `tensors` are those that the rank loads; by default the reader describes every box of every tensor. `progress` is
+    called after each part.
     """
 
-    def __init__(self, checkpoint: CheckpointPath, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: CheckpointPath,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        progress: Progress = no_report,
+    ) -> None:
         self._files = files_of(checkpoint)
+        self._progress = progress
         self._tensors = tensors
         self._metadata = Metadata({})
 
@@ -71,6 +79,7 @@ class CheckpointReader(StorageReader):
             target = planner.resolve_tensor(item).detach()
             target.copy_(box)
             planner.commit_tensor(item, target)
+            self._progress()
         return _completed_future(None)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

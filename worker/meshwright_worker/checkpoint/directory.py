@@ -7,6 +7,9 @@ exception: a checkpoint that was hidden to be replaced is restored if its replac
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
 import os
 import re
 import shutil
@@ -24,9 +27,13 @@ from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest, FileRe
 from meshwright_worker.checkpoint.retention import removable
 from meshwright_worker.checkpoint.safetensors_format import ChecksummedFile, write_tensors
 
+log = logging.getLogger(__name__)
+
 _COMPLETE = re.compile(r"step-(\d{8,})")
 INCOMPLETE, DAMAGED = "incomplete", "damaged"
 """States of checkpoints that no reader uses."""
+_CANNOT_SYNC_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+"""Of some file systems, such as CIFS and FUSE: they flush names by themselves, or not at all."""
 _TEMPORARY, _DAMAGED, _REPLACED, _RETIRED = ".writing-", ".damaged-", ".replaced-", ".retired-"
 
 
@@ -56,10 +63,8 @@ class CheckpointDirectory:
 
     def steps(self) -> list[int]:
         """The steps of complete checkpoints, newest first."""
-        if not self.root.is_dir():
-            return []
-        found = ((entry, _COMPLETE.fullmatch(entry.name)) for entry in self.root.iterdir())
-        return sorted((int(name[1]) for entry, name in found if name and (entry / MANIFEST).is_file()), reverse=True)
+        found = ((entry, _COMPLETE.fullmatch(entry.name)) for entry in self._entries())
+        return sorted((int(name[1]) for entry, name in found if name and _exists(entry / MANIFEST)), reverse=True)
 
     def files(self, step: int) -> LocalFiles:
         """See `CheckpointStore.files`."""
@@ -92,16 +97,16 @@ class CheckpointDirectory:
     def make_place(self, step: int) -> Path:
         """See `CheckpointStore.make_place`."""
         path = self.temporary(step)
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
         path.mkdir(parents=True)
         return path
 
     def _remove_unfinished(self) -> None:
         """Remove what earlier generations were writing when they were interrupted and recovered in memory."""
-        for entry in self.root.glob(f"{_TEMPORARY}*"):
+        for entry in self._entries(_TEMPORARY):
             number = entry.name.removeprefix(_TEMPORARY).partition("-")[0]
             if number.isdecimal() and int(number) < self._generation:
-                shutil.rmtree(entry, ignore_errors=True)
+                _remove(entry)
 
     def commit(self, manifest: BaseManifest) -> Path:
         """Complete the checkpoint that was written under its hidden name: write the manifest, then rename."""
@@ -113,16 +118,30 @@ class CheckpointDirectory:
         write_durably(hidden / MANIFEST, manifest)
         for directory in sorted({(hidden / name).parent for name in files} | {hidden}, reverse=True):
             _sync_directory(directory)
-        if final.exists():
-            self._hide(final, _REPLACED)
-        hidden.rename(final)
+        replaced = self._hide(final, _REPLACED) if _exists(final) else None
+        try:
+            hidden.rename(final)
+        except OSError:
+            if replaced is not None:
+                with contextlib.suppress(OSError):
+                    replaced.rename(final)
+            raise
         _sync_directory(self.root)
         return final
+
+    def amend(self, manifest: BaseManifest) -> None:
+        """See `CheckpointStore.amend`."""
+        path = self.path(manifest.state.step)
+        following = path / f".{MANIFEST}"
+        following.unlink(missing_ok=True)
+        write_durably(following, encode_manifest(manifest))
+        following.replace(path / MANIFEST)
+        _sync_directory(path)
 
     def unfinished(self) -> dict[int, str]:
         """See `CheckpointStore.unfinished`."""
         found = {}
-        for entry in self.root.iterdir() if self.root.is_dir() else ():
+        for entry in self._entries():
             for prefix, state in ((_TEMPORARY, INCOMPLETE), (_DAMAGED, DAMAGED)):
                 name = _COMPLETE.search(entry.name) if entry.name.startswith(prefix) else None
                 if name is not None:
@@ -146,7 +165,7 @@ class CheckpointDirectory:
 
     def discard(self, step: int) -> None:
         """See `CheckpointStore.discard`."""
-        shutil.rmtree(self.temporary(step), ignore_errors=True)
+        _remove(self.temporary(step))
 
     def remove_newer(self, step: int) -> None:
         """Remove the complete checkpoints of later steps, the latest first."""
@@ -160,29 +179,33 @@ class CheckpointDirectory:
 
         A checkpoint whose replacement was not completed is restored.
         """
-        for hidden in self.root.glob(f"{_REPLACED}*"):
+        for hidden in self._entries(_REPLACED):
             plain = hidden.with_name(hidden.name.removeprefix(_REPLACED))
-            if (hidden / MANIFEST).is_file() and not plain.exists():
+            if _exists(hidden / MANIFEST) and not _exists(plain):
                 hidden.rename(plain)
         self._remove_hidden(_TEMPORARY, _RETIRED, _REPLACED)
 
     def quarantine(self, step: int) -> None:
         """Hide a damaged checkpoint. It stays on the disk until the next one is complete."""
-        if self.path(step).exists():
+        if _exists(self.path(step)):
             self._hide(self.path(step), _DAMAGED)
 
-    def _hide(self, path: Path, prefix: str) -> None:
+    def _hide(self, path: Path, prefix: str) -> Path:
         # Renamed before it is removed: a half-removed directory under a plain name would count as a checkpoint.
         hidden = path.with_name(prefix + path.name)
-        shutil.rmtree(hidden, ignore_errors=True)
-        path.rename(hidden)
+        _remove(hidden)
+        return path.rename(hidden)
 
     def _remove_hidden(self, *prefixes: str) -> None:
-        if not self.root.is_dir():
-            return
-        for entry in self.root.iterdir():
-            if entry.name.startswith(prefixes):
-                shutil.rmtree(entry, ignore_errors=True)
+        for entry in self._entries(*prefixes):
+            _remove(entry)
+
+    def _entries(self, *prefixes: str) -> list[Path]:
+        """What is in the root, with one of the prefixes if any are given. Unlike `Path.glob`, it hides no error."""
+        try:
+            return [entry for entry in self.root.iterdir() if not prefixes or entry.name.startswith(prefixes)]
+        except FileNotFoundError:
+            return []
 
 
 class LocalSink:
@@ -224,9 +247,32 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def _exists(path: Path) -> bool:
+    """Whether a path exists. `Path.exists` says no after some errors of a volume, from Python 3.14 on after all."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory that no reader uses. What cannot be removed is logged: it takes space, and does no harm."""
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning("%s cannot be removed, and takes space: %s", path, error)
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC_DIRECTORIES:
+            raise
     finally:
         os.close(descriptor)

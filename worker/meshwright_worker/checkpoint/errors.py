@@ -26,6 +26,11 @@ class FailedSaveError(CheckpointError):
 class DamagedCheckpointError(ValueError):
     """A checkpoint differs from what was written. The message names the file."""
 
+    def __init__(self, message: str, file: str = "") -> None:
+        super().__init__(message)
+        self.file = file
+        """The name of the file in the checkpoint; empty if that is the manifest, or not one file."""
+
 
 class ForeignCheckpointError(ValueError):
     """A checkpoint is intact, but written by another version or for another kind of model (custom module or

@@ -10,6 +10,7 @@ import torch
 from meshwright_worker.checkpoint.binary_index import BINARY_INDEX, BinaryIndex
 from meshwright_worker.checkpoint.safetensors_format import file_checksum, map_tensor
 from meshwright_worker.checkpoint.tensor_index import INDEX, TensorIndex, decode
+from meshwright_worker.rank.task import Progress, no_report
 
 
 class CheckpointFiles(Protocol):
@@ -31,8 +32,8 @@ class CheckpointFiles(Protocol):
             ValueError: the file is too short.
         """
 
-    def checksum(self, name: str) -> tuple[int, int]:
-        """Size and CRC-32 of a file."""
+    def checksum(self, name: str, progress: Progress = no_report) -> tuple[int, int]:
+        """Size and CRC-32 of a file. `progress` is called after each part that was read."""
 
     def label(self, name: str) -> str:
         """Path or URI of a file, for messages."""
@@ -61,9 +62,9 @@ class LocalFiles:
         """See `CheckpointFiles.tensor`. Maps the file: only the accessed parts are read."""
         return map_tensor(self._directory / name, offset, dtype, shape)
 
-    def checksum(self, name: str) -> tuple[int, int]:
+    def checksum(self, name: str, progress: Progress = no_report) -> tuple[int, int]:
         """See `CheckpointFiles.checksum`."""
-        return file_checksum(self._directory / name)
+        return file_checksum(self._directory / name, progress)
 
     def label(self, name: str) -> str:
         """See `CheckpointFiles.label`."""

@@ -2,14 +2,15 @@
 
 Rank 0 names a candidate, every rank verifies its share of the files against the manifest, and all ranks accept or
 reject it together. A damaged checkpoint is set aside and the previous one is tried. If a rank cannot read the volume,
-or has mounted another one, no checkpoint counts as damaged: the start fails on every rank, and all files stay in place.
+has mounted another one, or alone reads other bytes than were written, no checkpoint counts as damaged: the start fails
+on every rank, and all files stay in place.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +25,17 @@ from meshwright_worker.checkpoint.dcp_storage import CheckpointReader
 from meshwright_worker.checkpoint.errors import CheckpointMismatchError, CheckpointVolumeError, DamagedCheckpointError
 from meshwright_worker.checkpoint.files import CheckpointPath, files_of, open_index
 from meshwright_worker.checkpoint.full_tensors import candidate_checkpoints, first_intact
-from meshwright_worker.checkpoint.manifest import Manifest, ManifestType, check_files, read_manifest_as
+from meshwright_worker.checkpoint.manifest import (
+    BaseManifest,
+    Manifest,
+    ManifestType,
+    check_file,
+    check_files,
+    read_manifest_as,
+)
 from meshwright_worker.checkpoint.store import CheckpointStore
 from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.rank.task import Progress, no_report
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +57,7 @@ def newest_intact(store: CheckpointStore, mesh: Mesh, manifest_type: type[Manife
 
 
 def newest_of_all(
-    stores: Sequence[CheckpointStore], mesh: Mesh, manifest_type: type[ManifestType]
+    stores: Sequence[CheckpointStore], mesh: Mesh, manifest_type: type[ManifestType], progress: Progress = no_report
 ) -> tuple[CheckpointStore, ManifestType] | None:
     """Return the latest complete checkpoint with intact files over all stores; of the same step, that of the first one.
 
@@ -59,7 +68,7 @@ def newest_of_all(
     for step, number in sorted(found, key=lambda entry: (-entry[0], entry[1])):
         store = stores[number]
         try:
-            return store, read_intact(store.files(step), mesh, manifest_type)
+            return store, read_intact(store.files(step), mesh, manifest_type, progress)
         except DamagedCheckpointError as error:
             if mesh.rank == 0:
                 log.warning("%s; trying the previous checkpoint", error)
@@ -103,37 +112,83 @@ def find_checkpoint_on_mesh(path: Path | str, mesh: Mesh) -> tuple[CheckpointPat
     return first_intact(listed, lambda checkpoint: read_intact(checkpoint, mesh, Manifest))
 
 
-def read_intact(checkpoint: CheckpointPath, mesh: Mesh, manifest_type: type[ManifestType]) -> ManifestType:
+def read_intact(
+    checkpoint: CheckpointPath, mesh: Mesh, manifest_type: type[ManifestType], progress: Progress = no_report
+) -> ManifestType:
     """Return the manifest of a checkpoint after verifying its files. Collective: each rank reads its share of them.
+    What one rank finds damaged, another one reads again: the memory of a node may be broken, and not the file.
 
     Raises:
         DamagedCheckpointError: a file is damaged. The message names it.
-        CheckpointVolumeError: a rank cannot read it, or does not see it.
+        CheckpointVolumeError: a rank cannot read it, does not see it, or reads it as no other rank does.
         ForeignCheckpointError: it is of another kind or version.
     """
     manifest: ManifestType | None = None
 
-    def fault() -> str:
+    def fault() -> tuple[str, str]:
         nonlocal manifest
         try:
             manifest = read_manifest_as(checkpoint, manifest_type)
-            check_files(checkpoint, manifest, mesh.rank, mesh.layout.world_size)
+            check_files(checkpoint, manifest, mesh.rank, mesh.layout.world_size, progress)
         except FileNotFoundError:
-            return _UNSEEN
+            return _UNSEEN, ""
         except DamagedCheckpointError as error:
-            return str(error)
-        return ""
+            return str(error), error.file
+        return "", ""
 
     faults = on_all_ranks(fault, mesh)
-    ranks_without_checkpoint = [rank for rank, text in enumerate(faults) if text == _UNSEEN]
+    ranks_without_checkpoint = [rank for rank, (text, _) in enumerate(faults) if text == _UNSEEN]
     if ranks_without_checkpoint:
         raise CheckpointVolumeError(
             f"{checkpoint} is seen by rank 0 but not by {_ranks(ranks_without_checkpoint)}: {_SHARED_VOLUME_HINT}"
         )
-    damages = [text for text in faults if text]
+    damages = {rank: fault for rank, fault in enumerate(faults) if fault[0]}
     if damages or manifest is None:
-        raise DamagedCheckpointError(damages[0])
+        raise _confirmed(checkpoint, manifest, damages, mesh, progress)
     return manifest
+
+
+def _confirmed(
+    checkpoint: CheckpointPath,
+    manifest: BaseManifest | None,
+    damages: Mapping[int, tuple[str, str]],
+    mesh: Mesh,
+    progress: Progress,
+) -> DamagedCheckpointError | CheckpointVolumeError:
+    """Have what each of these ranks finds damaged read by another rank, far from it. Collective.
+
+    Returns:
+        The damage, if another rank finds it too. Otherwise the error of the rank that is alone with it.
+    """
+    world = mesh.layout.world_size
+    reader_of = {rank: (rank + max(1, world // 2)) % world for rank in damages}
+
+    def intact() -> list[int]:
+        """The ranks whose finding this one cannot confirm."""
+        found = []
+        for rank, (_, name) in damages.items():
+            if reader_of[rank] == mesh.rank != rank and _is_intact(checkpoint, manifest, name, progress):
+                found.append(rank)
+        return found
+
+    alone = {rank for ranks in on_all_ranks(intact, mesh) for rank in ranks}
+    for rank, (text, name) in damages.items():
+        if rank not in alone:
+            return DamagedCheckpointError(text, name)
+    rank, (text, _) = next(iter(damages.items()))
+    fix = "check memory, disk and mounts of the node of that rank, or cordon it"
+    return CheckpointVolumeError(f"only rank {rank} finds that {text}; for rank {reader_of[rank]} it is intact: {fix}")
+
+
+def _is_intact(checkpoint: CheckpointPath, manifest: BaseManifest | None, name: str, progress: Progress) -> bool:
+    """Whether this rank finds a file intact; without a name, the manifest."""
+    if manifest is None or not name:
+        return manifest is not None
+    try:
+        check_file(files_of(checkpoint), name, manifest.files[name], progress)
+    except DamagedCheckpointError:
+        return False
+    return True
 
 
 def check_same_run(actual: Manifest, expected: Manifest) -> None:
@@ -159,7 +214,12 @@ def check_same_run(actual: Manifest, expected: Manifest) -> None:
         )
 
 
-def load_tensors(tensors: dict[str, torch.Tensor], path: CheckpointPath, group: dist.ProcessGroup | None) -> None:
+def load_tensors(
+    tensors: dict[str, torch.Tensor],
+    path: CheckpointPath,
+    group: dist.ProcessGroup | None,
+    progress: Progress = no_report,
+) -> None:
     """Fill tensors in place from a complete checkpoint. Collective over `group`; without one, in this process only.
 
     Raises:
@@ -172,7 +232,7 @@ def load_tensors(tensors: dict[str, torch.Tensor], path: CheckpointPath, group: 
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             load(
                 tensors,
-                storage_reader=CheckpointReader(path, tensors),
+                storage_reader=CheckpointReader(path, tensors, progress),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=group,
                 no_dist=group is None,

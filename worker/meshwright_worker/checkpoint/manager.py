@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -15,26 +15,40 @@ from meshwright.protocol.messages import FailureHistory
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer, FailedSave, SavedCheckpoint, save_error
 from meshwright_worker.checkpoint.collective_errors import on_first_rank
-from meshwright_worker.checkpoint.errors import NewerCheckpointsError, describe_failed_save, is_storage_failure
+from meshwright_worker.checkpoint.errors import (
+    DamagedCheckpointError,
+    NewerCheckpointsError,
+    describe_failed_save,
+    is_storage_failure,
+)
 from meshwright_worker.checkpoint.loader import (
     allocate_tensors,
     check_same_run,
     load_tensors,
     newest_of_all,
+    read_intact,
     tensor_names,
 )
-from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState
+from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState, read_manifest
 from meshwright_worker.checkpoint.provenance import Provenance, continued
 from meshwright_worker.checkpoint.schedule import CheckpointSchedule
 from meshwright_worker.checkpoint.state_dict import checkpoint_tensors, copy_to_duplicates
-from meshwright_worker.checkpoint.store import Tier, open_store
+from meshwright_worker.checkpoint.store import CheckpointStore, Tier, open_store
 from meshwright_worker.data.sample_order import MODULUS
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer, local_sgd_tensors
 from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.data.compression.state import CompressionState
 from meshwright_worker.parallel.shards import ParameterShard
-from meshwright_worker.rank.task import AT_WORK_SECONDS, RankEvents, RankTask, TierReport
+from meshwright_worker.rank.task import (
+    AT_WORK_SECONDS,
+    Progress,
+    RankEvents,
+    RankTask,
+    TierReport,
+    no_report,
+    progress_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -73,17 +87,20 @@ class CheckpointManager:
         buffers: Mapping[str, torch.Tensor] | None = None,
         outer: OuterOptimizer | None = None,
         compression_state: CompressionState | None = None,
+        *,
+        progress: Progress = no_report,
     ) -> TrainingState:
         """Fill model and optimizer from the newest intact checkpoint. Return the state to resume from; step 0 without
         one.
 
-        `compression_state` is restored too, if the checkpoint contains it for this layout.
+        `compression_state` is restored too, if the checkpoint contains it for this layout. `progress` is called after
+        each part that was read.
 
         Raises:
             CheckpointMismatchError: it belongs to another run.
             CheckpointVolumeError, ForeignCheckpointError: as `newest_intact`.
         """
-        newest = newest_of_all([tier.store for tier in self._tiers], self._mesh, Manifest)
+        newest = newest_of_all([tier.store for tier in self._tiers], self._mesh, Manifest, progress)
         if newest is None:
             return TrainingState()
         store, newest_manifest = newest
@@ -97,7 +114,7 @@ class CheckpointManager:
         else:
             tensors = local_sgd_tensors(shards, outer, self._mesh.island, tensor_names(path))
         residuals = allocate_tensors(path, compression_state.owns) if compression_state is not None else {}
-        load_tensors({**tensors, **residuals}, path, self._mesh.checkpoint_group)
+        load_tensors({**tensors, **residuals}, path, self._mesh.checkpoint_group, progress)
         if compression_state is not None:
             compression_state.load_state_dict(residuals)
         copy_to_duplicates(shards, optimizer)
@@ -110,24 +127,44 @@ class CheckpointManager:
         """Whether the frozen random weights of a run that was loaded are drawn in tiles."""
         return self._template.weights_in_tiles
 
-    def remove_newer(self, step: int, at_least: int) -> int | None:
-        """Remove the checkpoints of a run that goes back from `step`: all after the one to continue from, which is the
-        newest that is `at_least` so many steps older, or otherwise the oldest.
+    def go_back(
+        self, step: int, at_least: int, change: Callable[[TrainingState], TrainingState]
+    ) -> TrainingState | None:
+        """Make an older checkpoint than `step` the latest one, with its state changed by `change`: the first intact one
+        in the order of `checkpoints_to_go_back_to`. Later ones are removed, but not before it is verified.
 
         Returns:
-            The step of that checkpoint. None if there is none, and nothing was removed.
+            Its state. None if there is none, and nothing was removed.
 
         Raises:
             CheckpointError: a save in progress failed.
+            CheckpointVolumeError, ForeignCheckpointError: as `newest_intact`.
         """
         self.report(wait=True)
-        stores = [tier.store for tier in self._tiers]
-        listed = on_first_rank(lambda: [found for store in stores for found in store.steps()], self._mesh) or []
-        target = checkpoint_to_go_back_to(listed, step, at_least)
-        if target is not None:
+        stores, progress = [tier.store for tier in self._tiers], progress_of(self._events)
+        listed = on_first_rank(lambda: [store.steps() for store in stores], self._mesh) or []
+        for target in checkpoints_to_go_back_to({found for steps in listed for found in steps}, step, at_least):
+            having = [store for store, steps in zip(stores, listed, strict=True) if target in steps]
+            intact = [manifest for store in having if (manifest := self._intact(store, target, progress)) is not None]
+            if not intact:
+                continue
+            state = change(intact[0].state)
             for store in stores:
                 on_first_rank(partial(store.remove_newer, target), self._mesh)
-        return target
+            for store in having:
+                on_first_rank(partial(_amend, store, target, state), self._mesh)
+            return state
+        return None
+
+    def _intact(self, store: CheckpointStore, step: int, progress: Progress) -> Manifest | None:
+        """The manifest of a checkpoint; None if it is damaged, and hidden now. Collective."""
+        try:
+            return read_intact(store.files(step), self._mesh, Manifest, progress)
+        except DamagedCheckpointError as error:
+            if self._mesh.rank == 0:
+                log.warning("%s; it is not the one to go back to", error)
+        on_first_rank(partial(store.quarantine, step), self._mesh)
+        return None
 
     @property
     def tiers(self) -> Sequence[Tier]:
@@ -174,14 +211,13 @@ class CheckpointManager:
         compression_state: CompressionState | None = None,
         *,
         wait: bool,
-        replace: bool = False,
         tiers: Sequence[int] | None = None,
         updates_wait: bool = False,
     ) -> None:
         """Save `state`, whose digest is this rank's part, on some tiers, by default on all. Returns at once; with
-        `wait`, when it is durable. A state of the step that was saved or loaded last is saved again only with
-        `replace`. With `updates_wait`, parameters and moments do not change before `wait_for_copy` returns, so that
-        they may be copied later.
+        `wait`, when it is durable. A state of the step that was saved or loaded last is not saved again. With
+        `updates_wait`, parameters and moments do not change before `wait_for_copy` returns, so that they may be copied
+        later.
 
         Raises:
             CheckpointError: this save, or an earlier one, failed, and not only because of the storage. With `wait`:
@@ -189,7 +225,7 @@ class CheckpointManager:
         """
         began = time.monotonic()
         self.report(wait=True)
-        if replace or state.step != self._newest:
+        if state.step != self._newest:
             self._newest = state.step
             full_state = state.model_copy(update={"digest": self._sum_digest(state.digest)})
             manifest = self._template.model_copy(update={"state": full_state})
@@ -286,12 +322,19 @@ def tiers_of(task: RankTask[NativeRun], spec: CheckpointSpec) -> list[Tier]:
     return tiers
 
 
-def checkpoint_to_go_back_to(steps: Iterable[int], step: int, at_least: int) -> int | None:
-    """The step of the newest checkpoint that is `at_least` so many steps before `step`, otherwise of the oldest one;
-    None if there is none.
+def checkpoints_to_go_back_to(steps: Iterable[int], step: int, at_least: int) -> list[int]:
+    """The steps of the checkpoints before `step`, in the order in which they are tried: those that are `at_least` so
+    many steps older, the newest first; then the others, the oldest first.
     """
-    earlier = [found for found in steps if found < step]
-    return max((found for found in earlier if found <= step - at_least), default=min(earlier, default=None))
+    earlier = sorted(found for found in steps if found < step)
+    far = [found for found in earlier if found <= step - at_least]
+    return far[::-1] + earlier[len(far) :]
+
+
+def _amend(store: CheckpointStore, step: int, state: TrainingState) -> None:
+    """Change the state in the manifest of a complete checkpoint that is there still. Its files stay."""
+    if step in store.steps():
+        store.amend(read_manifest(store.files(step)).model_copy(update={"state": state}))
 
 
 def manifest_template(run: NativeRun, stream: str, mesh: Mesh) -> Manifest:

@@ -30,6 +30,7 @@ from meshwright_worker.checkpoint.errors import DamagedCheckpointError, ForeignC
 from meshwright_worker.checkpoint.files import CheckpointFiles, CheckpointPath, files_of
 from meshwright_worker.checkpoint.provenance import Provenance
 from meshwright_worker.checkpoint.tensor_index import checked_name
+from meshwright_worker.rank.task import Progress, no_report
 
 MANIFEST = "meshwright.json"
 FORMAT, BINARY_INDEX_FORMAT = 1, 2
@@ -254,7 +255,13 @@ def _foreign_version_error(files: CheckpointFiles, reason: str) -> ForeignCheckp
     )
 
 
-def check_files(checkpoint: CheckpointPath, manifest: BaseManifest, rank: int = 0, world_size: int = 1) -> None:
+def check_files(
+    checkpoint: CheckpointPath,
+    manifest: BaseManifest,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: Progress = no_report,
+) -> None:
     """Read every byte of this rank's share of a checkpoint's files; by default of all files.
 
     Raises:
@@ -263,10 +270,10 @@ def check_files(checkpoint: CheckpointPath, manifest: BaseManifest, rank: int = 
     """
     files = files_of(checkpoint)
     for name in sorted(manifest.files)[rank::world_size]:
-        check_file(files, name, manifest.files[name])
+        check_file(files, name, manifest.files[name], progress)
 
 
-def check_file(files: CheckpointFiles, name: str, record: FileRecord) -> None:
+def check_file(files: CheckpointFiles, name: str, record: FileRecord, progress: Progress = no_report) -> None:
     """Verify one file.
 
     Raises:
@@ -274,10 +281,10 @@ def check_file(files: CheckpointFiles, name: str, record: FileRecord) -> None:
     """
     path = files.label(name)
     try:
-        actual = files.checksum(name)
+        actual = files.checksum(name, progress)
     except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path} is damaged: the file is missing") from None
+        raise DamagedCheckpointError(f"{path} is damaged: the file is missing", name) from None
     if actual[0] != record.size:
-        raise DamagedCheckpointError(f"{path} is damaged: it has {actual[0]} bytes, expected {record.size}")
+        raise DamagedCheckpointError(f"{path} is damaged: it has {actual[0]} bytes, expected {record.size}", name)
     if actual[1] != record.crc32:
-        raise DamagedCheckpointError(f"{path} is damaged: its checksum differs from the manifest")
+        raise DamagedCheckpointError(f"{path} is damaged: its checksum differs from the manifest", name)

@@ -8,6 +8,8 @@ another prefix. Each request is retried while its error may pass (`retry`).
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import re
 import time
 import zlib
@@ -19,11 +21,14 @@ import torch
 
 from meshwright.api.checkpoint import Retention
 from meshwright_worker.checkpoint.directory import DAMAGED, INCOMPLETE
-from meshwright_worker.checkpoint.errors import NewerCheckpointsError
+from meshwright_worker.checkpoint.errors import CheckpointStoreError, NewerCheckpointsError
 from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest, FileRecord, encode_manifest
 from meshwright_worker.checkpoint.retention import removable
-from meshwright_worker.checkpoint.retry import RetryPolicy, retry
+from meshwright_worker.checkpoint.retry import RetryPolicy, error_code, retry
 from meshwright_worker.checkpoint.safetensors_format import ChecksummedFile, write_tensors_to
+from meshwright_worker.rank.task import Progress, no_report
+
+log = logging.getLogger(__name__)
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})-g(\d+)")
 _DAMAGED = "damaged"
@@ -64,11 +69,12 @@ class ObjectFiles:
             raise ValueError(f"{self.label(name)} is too short")
         return torch.from_numpy(np.frombuffer(bytearray(content), np.uint8)).view(dtype).reshape(shape)
 
-    def checksum(self, name: str) -> tuple[int, int]:
+    def checksum(self, name: str, progress: Progress = no_report) -> tuple[int, int]:
         """See `CheckpointFiles.checksum`."""
         size, crc = self._size(name), 0
         for first in range(0, size, PART_BYTES):
             crc = zlib.crc32(self._get(name, first, min(first + PART_BYTES, size)), crc)
+            progress()
         return size, crc
 
     def label(self, name: str) -> str:
@@ -190,13 +196,13 @@ class ObjectDirectory:
         self.make_place(step)
 
     def make_place(self, step: int) -> None:
-        """See `CheckpointStore.make_place`."""
-        self._remove(self._name(step))
+        """See `CheckpointStore.make_place`. Credentials that may not delete are enough while nothing is there."""
+        if self._name(step) in self._names():
+            self._remove(self._name(step))
 
     def sink(self, step: int) -> ObjectSink:
         """See `CheckpointStore.sink`."""
-        name = self._name(step)
-        return ObjectSink(self._filesystem, f"{self._path}/{name}", f"{self._uri}/{name}", self._policy)
+        return self._sink(self._name(step))
 
     def commit(self, manifest: BaseManifest) -> None:
         """See `CheckpointStore.commit`."""
@@ -205,6 +211,11 @@ class ObjectDirectory:
     def complete(self, step: int, manifest: bytes, files: Iterable[str]) -> None:
         """See `CheckpointStore.complete`."""
         self.sink(step).write(MANIFEST, manifest)
+
+    def amend(self, manifest: BaseManifest) -> None:
+        """See `CheckpointStore.amend`."""
+        name = self._complete()[manifest.state.step]
+        self._sink(name).write(MANIFEST, encode_manifest(manifest))
 
     def unfinished(self) -> dict[int, str]:
         """See `CheckpointStore.unfinished`."""
@@ -257,21 +268,25 @@ class ObjectDirectory:
                 self._remove(name)
 
     def clean(self) -> None:
-        """See `CheckpointStore.clean`."""
+        """See `CheckpointStore.clean`. What cannot be removed, as in a bucket that is locked, is no obstacle."""
         for name in self._names():
             if _CHECKPOINT.fullmatch(name) and not self._exists(name, MANIFEST):
-                self._remove(name)
+                try:
+                    self._remove(name)
+                except OSError as error:
+                    log.warning("an incomplete checkpoint stays, and takes space: %s", error)
 
     def quarantine(self, step: int) -> None:
         """See `CheckpointStore.quarantine`. The next `retain` removes it."""
         name = self._complete().get(step)
         if name is not None:
-            ObjectSink(self._filesystem, f"{self._path}/{name}", f"{self._uri}/{name}", self._policy).write(
-                _DAMAGED, b"a file differs from what was written"
-            )
+            self._sink(name).write(_DAMAGED, b"a file differs from what was written")
 
     def _name(self, step: int) -> str:
         return f"step-{step:08d}-g{self._generation}"
+
+    def _sink(self, name: str) -> ObjectSink:
+        return ObjectSink(self._filesystem, f"{self._path}/{name}", f"{self._uri}/{name}", self._policy)
 
     def _files(self, name: str) -> ObjectFiles:
         return ObjectFiles(self._filesystem, f"{self._path}/{name}", f"{self._uri}/{name}", self._policy)
@@ -293,7 +308,10 @@ class ObjectDirectory:
             self._filesystem.invalidate_cache()
             try:
                 entries: list[str] = self._filesystem.ls(self._path, detail=False)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if error_code(error) == "NoSuchBucket":
+                    # Not the same as an empty one: the checkpoints are somewhere else.
+                    raise CheckpointStoreError(errno.ENXIO, f"the bucket of {self._uri} does not exist") from error
                 return []
             return sorted(entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries)
 

@@ -89,6 +89,9 @@ class CheckpointStore(Protocol):
     def complete(self, step: int, manifest: bytes, files: Iterable[str]) -> object:
         """`commit` with a manifest that another checkpoint has, and the names of its files."""
 
+    def amend(self, manifest: BaseManifest) -> None:
+        """Replace the manifest of a complete checkpoint, whose files stay. A reader sees the old or the new one."""
+
     def unfinished(self) -> dict[int, str]:
         """Step -> `incomplete` or `damaged`, of checkpoints that no reader uses."""
 

@@ -23,6 +23,7 @@ from meshwright_worker.parallel.shards import ParameterShard
 from meshwright_worker.pretrained.errors import PretrainedError
 from meshwright_worker.pretrained.name_mapping import StackedSource, TensorSource, parameter_sources
 from meshwright_worker.pretrained.tensor_files import CONFIG, TensorFiles
+from meshwright_worker.rank.task import Progress, no_report
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ def load_pretrained(
     model: Architecture,
     directory: Path,
     buffers: Mapping[str, torch.Tensor] | None = None,
+    progress: Progress = no_report,
     *,
     begins: bool = True,
 ) -> str:
@@ -48,6 +50,7 @@ def load_pretrained(
         model: what it is the shards of.
         directory: see above.
         buffers: the routers' balancing biases, which are filled where the files have some and stay 0 where not.
+        progress: called after each shard.
         begins: whether the run begins with these weights. A run that goes on may have begun with weights that an
             earlier version did not reject.
 
@@ -68,6 +71,7 @@ def load_pretrained(
         whole = shard.local if shard.whole is None else shard.whole
         _, box = local_shard(whole)
         load_part(shard.local, sources_by_name[shard.name], files, tuple(whole.shape), box)
+        progress()
     if has_router_biases(published):
         for name, buffer in (buffers or {}).items():
             load_part(buffer, sources_by_name[name], files, tuple(buffer.shape), (slice(0, len(buffer)),))

@@ -42,7 +42,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class AtWork:
-    """An evaluation, or the wait for a save, goes on."""
+    """A load, a compilation, an evaluation or the wait for a save goes on."""
 
     kind: Literal["at-work"] = "at-work"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
@@ -188,6 +190,26 @@ class StepReport:
 AT_WORK_SECONDS = 20.0
 """Time between two calls of `RankEvents.at_work`."""
 
+Progress = Callable[[], None]
+"""Called after each small part of work that takes long."""
+
+
+def no_report() -> None:
+    """The `Progress` of work that nobody watches."""
+
+
+def progress_of(events: RankEvents, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """A `Progress` that tells from time to time that the rank is at work."""
+    told_at = clock()
+
+    def progress() -> None:
+        nonlocal told_at
+        if clock() - told_at >= AT_WORK_SECONDS:
+            told_at = clock()
+            events.at_work()
+
+    return progress
+
 
 class RankEvents(Protocol):
     """What a training rank reports to its agent, and asks it. Called from the rank's main thread."""
@@ -202,7 +224,9 @@ class RankEvents(Protocol):
         """A step is complete."""
 
     def at_work(self) -> None:
-        """An evaluation, or the wait for a save, goes on: a rank that completes no step for so long does not hang."""
+        """A load, a compilation, an evaluation or the wait for a save goes on: a rank that completes no phase or step
+        for so long does not hang.
+        """
 
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
         """The checkpoint of `step` is durable and complete. Only rank 0 reports it."""

@@ -18,14 +18,20 @@ from meshwright_worker.models.lora import is_adapter
 from meshwright_worker.parallel.shards import ParameterShard
 from meshwright_worker.pretrained.errors import PretrainedError
 from meshwright_worker.pretrained.load import load_pretrained
+from meshwright_worker.rank.task import Progress, no_report
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.trainer import Trainer
 
 
 def load_state(
-    trainer: Trainer | AsyncPipelineTrainer, run: NativeRun, mesh: Mesh, checkpoint_manager: CheckpointManager | None
+    trainer: Trainer | AsyncPipelineTrainer,
+    run: NativeRun,
+    mesh: Mesh,
+    checkpoint_manager: CheckpointManager | None,
+    progress: Progress = no_report,
 ) -> TrainingState:
     """Fill every parameter of a trainer that was built without values, and return the state to start from. Collective.
+    `progress` is called after each part.
 
     Raises:
         PretrainedError: `training.initialWeights` contains another model, is damaged, or differs between ranks.
@@ -34,21 +40,25 @@ def load_state(
     state = TrainingState()
     if checkpoint_manager is not None:
         state = checkpoint_manager.load(
-            trainer.shards, trainer.optimizer, trainer.buffers, trainer.outer, trainer.compression_state
+            trainer.shards,
+            trainer.optimizer,
+            trainer.buffers,
+            trainer.outer,
+            trainer.compression_state,
+            progress=progress,
         )
     resumed = state.step > 0
     # Checkpoints do not contain frozen parameters.
     missing = [*trainer.frozen] if resumed else [*trainer.shards, *trainer.frozen]
     if run.training.initial_weights is None:
-        draw_shards(missing, run, tiled=not resumed or checkpoint_manager is None or checkpoint_manager.draws_tiles)
+        tiled = not resumed or checkpoint_manager is None or checkpoint_manager.draws_tiles
+        draw_shards(missing, run, tiled=tiled, progress=progress)
         return state
-    draw_shards([shard for shard in missing if is_adapter(shard.name)], run)
+    draw_shards([shard for shard in missing if is_adapter(shard.name)], run, progress=progress)
     published = [shard for shard in missing if not is_adapter(shard.name)]
     if published or not resumed:
-        directory = Path(run.training.initial_weights)
-        fingerprint = load_pretrained(
-            published, run.architecture, directory, {} if resumed else trainer.buffers, begins=not resumed
-        )
+        directory, buffers = Path(run.training.initial_weights), {} if resumed else trainer.buffers
+        fingerprint = load_pretrained(published, run.architecture, directory, buffers, progress, begins=not resumed)
         if not is_same_on_all_ranks(fingerprint, mesh):
             raise PretrainedError(
                 "the ranks see different files in `training.initialWeights`: every pod needs the same"
@@ -56,7 +66,10 @@ def load_state(
     return state
 
 
-def draw_shards(shards: Sequence[ParameterShard], run: NativeRun, *, tiled: bool = True) -> None:
+def draw_shards(
+    shards: Sequence[ParameterShard], run: NativeRun, *, tiled: bool = True, progress: Progress = no_report
+) -> None:
     """Give shards the initial values of their parts; for `tiled` see `draw_into`."""
     for shard in shards:
         draw_into(shard.local, shard.name, shard.shape, shard.box, run.architecture, run.training.seed, tiled=tiled)
+        progress()

@@ -1,4 +1,4 @@
-"""Tells the agent that a rank does not hang while it cannot do so itself."""
+"""Tells the agent that a rank does not hang while it reports no step."""
 
 from __future__ import annotations
 
@@ -27,3 +27,24 @@ def telling_at_work(events: RankEvents, seconds: float = AT_WORK_SECONDS) -> Ite
     finally:
         over.set()
         thread.join()
+
+
+@contextmanager
+def telling_of_compilation(events: RankEvents, *, compiles: bool) -> Iterator[None]:
+    """If the block compiles, tell whenever torch.compile begins or ends a graph: the first step has several."""
+    if not compiles:
+        yield
+        return
+    # Imported here, because the import takes longer than that of torch.
+    from torch._dynamo.callback import callback_handler
+
+    def tell(_: object) -> None:
+        events.at_work()
+
+    callback_handler.register_start_callback(tell)
+    callback_handler.register_end_callback(tell)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(tell)
+        callback_handler.remove_end_callback(tell)

@@ -48,7 +48,7 @@ from meshwright_worker.pretrained.errors import PretrainedError
 from meshwright_worker.pretrained.load import check_pretrained
 from meshwright_worker.pretrained.tensor_files import CONFIG
 from meshwright_worker.rank.failures import InvalidRunError
-from meshwright_worker.rank.task import Outcome, RankEvents, RankTask
+from meshwright_worker.rank.task import Outcome, Progress, RankEvents, RankTask, progress_of
 from meshwright_worker.tracking.tracked_events import tracked
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.evaluation import Evaluation
@@ -153,7 +153,7 @@ def train_on_mesh(
         template = manifest_template(run, identity, mesh).model_copy(update=known)
         manager = CheckpointManager(task, run.checkpoint, mesh, events, template)
     with _phase(events, "load"):
-        state = _load(run, trainer, mesh, manager, memory)
+        state = _load(run, trainer, mesh, manager, memory, progress_of(events))
         trainer.on_parameters_loaded(state.step)
     trainer.restore_state(state)
     if mesh.rank == 0:
@@ -203,13 +203,14 @@ def _load(
     mesh: Mesh,
     manager: CheckpointManager | None,
     memory: Memory | None,
+    progress: Progress,
 ) -> TrainingState:
     """Fill the trainer: from what ranks hold in memory, or from files."""
     if memory is not None and isinstance(trainer, Trainer):
         memory.formed()
         if (held := memory.restore(trainer, mesh)) is not None:
             return held
-    return load_state(trainer, run, mesh, manager)
+    return load_state(trainer, run, mesh, manager, progress)
 
 
 def validate_run(run: NativeRun) -> None:

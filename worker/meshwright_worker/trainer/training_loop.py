@@ -38,11 +38,11 @@ from meshwright_worker.distributed.timed_collectives import timed_collectives
 from meshwright_worker.memory.peaks import memory_peaks
 from meshwright_worker.parallel.pipeline.slot_times import is_timed
 from meshwright_worker.rank.failures import WentBackError
-from meshwright_worker.rank.task import AT_WORK_SECONDS, Outcome, RankEvents, StepReport, StepTimes
+from meshwright_worker.rank.task import Outcome, RankEvents, StepReport, StepTimes, progress_of
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.checkpoint_requests import CheckpointRequests
 from meshwright_worker.trainer.evaluation import Evaluation
-from meshwright_worker.trainer.long_waits import telling_at_work
+from meshwright_worker.trainer.long_waits import telling_at_work, telling_of_compilation
 from meshwright_worker.trainer.loss_anomalies import DivergedError
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
 from meshwright_worker.trainer.repeated_steps import RepeatedSteps
@@ -127,7 +127,7 @@ class TrainingLoop:
         self._first = 0
         """The first step of this mesh generation."""
         self._has_evaluated = False
-        self._told_at = 0.0
+        self._tell_at_work = progress_of(events)
         self._simulated_bubble = simulated_bubble(run) if mesh.rank == 0 else None
         self._samples = Prefetcher(self._read_samples, mesh.device)
         self._garbage = StepGarbage(self._training.garbage_collection_steps)
@@ -138,6 +138,7 @@ class TrainingLoop:
         try:
             with (
                 timed_collectives(self._mesh, compiles=self._training.compile) as self._clock,
+                telling_of_compilation(self._events, compiles=self._training.compile),
                 self._garbage.controlled(),
             ):
                 return self._run(state)
@@ -263,26 +264,16 @@ class TrainingLoop:
             WentBackError: always, unless there is no checkpoint.
             DivergedError: there is none.
         """
-        manager, trainer, spec = self._checkpoint_manager, self._trainer, self._training.anomalies
-        if manager is None or spec is None or manager.remove_newer(result.step, spec.go_back_steps) is None:
+
+        def change(state: TrainingState) -> TrainingState:
+            anomalies = state.anomalies or AnomalyState()
+            counted = anomalies.model_copy(update={"went_back": anomalies.went_back + 1})
+            return state.model_copy(update={"samples": samples, "anomalies": counted})
+
+        manager, spec = self._checkpoint_manager, self._training.anomalies
+        state = manager.go_back(result.step, spec.go_back_steps, change) if manager is not None and spec else None
+        if state is None:
             raise DivergedError(f"{result.went_back}; there is no checkpoint to go back to")
-        tensors = trainer.shards, trainer.optimizer
-        state = manager.load(*tensors, trainer.buffers, trainer.outer, trainer.compression_state)
-        anomalies = state.anomalies or AnomalyState()
-        changed = {
-            "samples": samples,
-            "digest": state.digest if self._mesh.rank == 0 else 0,
-            "anomalies": anomalies.model_copy(update={"went_back": anomalies.went_back + 1}),
-        }
-        manager.save(
-            *tensors,
-            state.model_copy(update=changed),
-            trainer.buffers,
-            trainer.outer,
-            trainer.compression_state,
-            wait=True,
-            replace=True,
-        )
         raise WentBackError(f"{result.went_back}: went back to step {state.step}, and continue with other samples")
 
     def _timed_step(self, number: int, mine: StepSamples) -> StepResult | None:
@@ -360,12 +351,6 @@ class TrainingLoop:
                 loss = evaluation.loss(self._trainer, self._mesh)
             set_collective_timeout(STEP_TIMEOUT)
         return loss
-
-    def _tell_at_work(self) -> None:
-        """Tell from time to time that an evaluation goes on."""
-        if time.monotonic() - self._told_at >= AT_WORK_SECONDS:
-            self._told_at = time.monotonic()
-            self._events.at_work()
 
     def _read_samples(self, first: int) -> StepSamples:
         """Read this replica's samples of the step that begins with sample `first`."""
