@@ -63,7 +63,7 @@ def export(
     base_config = _base_config(manifest, base)
     config = {
         **config_from_architecture(model, _max_sequence_length(manifest, base_config)),
-        **special_tokens(base_config, manifest.tokenizer.separator if manifest.tokenizer is not None else None),
+        **special_tokens(base_config, manifest.tokenizer.end_token if manifest.tokenizer is not None else None),
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     if output.exists() and any(output.iterdir()):
