@@ -1,4 +1,7 @@
-"""The command `meshwright-operator`: reads the settings and runs until SIGTERM or SIGINT."""
+"""The command `meshwright-operator`: reads the settings and runs until SIGTERM or SIGINT.
+
+Whatever happens then, it exits within the drain period and `exit_limit.STOP_SECONDS`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import sys
 
 import prometheus_client
 
-from meshwright_operator import logging_config, settings
+from meshwright_operator import exit_limit, logging_config, settings
 from meshwright_operator.controller.manager import run
 from meshwright_operator.coordinator.credentials import CredentialsError
 from meshwright_operator.coordinator.tokens import KeyFileError
@@ -24,7 +27,7 @@ log = logging.getLogger("meshwright_operator")
 
 
 def main() -> None:
-    """Run the operator. Exits with 0 after a signal, 1 if a part failed, and 2 if the settings are invalid."""
+    """Run the operator. Exits with 0 after a signal, 1 if a part failed or did not stop, and 2 for invalid settings."""
     chosen = settings.parse(sys.argv[1:])
     logging_config.configure(chosen.log_level, chosen.log_format)
     # The thousands of objects that are parsed are trees without cycles: searching for cycles would take longer than
@@ -49,14 +52,22 @@ def main() -> None:
 async def _main(chosen: settings.Settings) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    limit = exit_limit.ExitLimit(loop, chosen.drain_seconds + exit_limit.STOP_SECONDS)
+
+    def stop_in_time() -> None:
+        limit.start()
+        stop.set()
 
     def handle_signals() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, stop_in_time)
 
     handle_signals()
-    # kopf installs its own signal handlers when its watches start: replace them.
-    await run(chosen, stop, on_ready=handle_signals)
+    try:
+        # kopf installs its own signal handlers when its watches start: replace them.
+        await run(chosen, stop, on_ready=handle_signals, on_failure=limit.start)
+    finally:
+        limit.start()  # the event loop and the interpreter wait for tasks and threads that are left
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

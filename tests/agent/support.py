@@ -31,6 +31,7 @@ from meshwright.protocol.messages import (
 )
 from meshwright.protocol.run_config import CommandRun, NativeRun
 from meshwright.protocol.versions import VERSION_HEADER
+from meshwright_local.nodeagent.network.ports import free_port
 from tests.patience import patient
 from tests.runs import native_run
 
@@ -62,6 +63,8 @@ class Coordinator:
     _runner: web.AppRunner | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     session: str = "session-1"
+    asked: dict[str, list[float]] = field(default_factory=dict)
+    """When requests of each path came."""
     counters: dict[tuple[str, int], int] = field(default_factory=dict)
     """The last counter of each path and worker."""
     _paused: dict[int, int] = field(default_factory=dict)
@@ -77,9 +80,8 @@ class Coordinator:
         app.add_routes([web.post(f"{base}/mesh", self._serve), web.post(f"{base}/report", self._serve)])
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        self.port = self.port or free_port()  # no connection gets it while the coordinator is stopped
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -113,6 +115,7 @@ class Coordinator:
         self._changed = asyncio.Event()
 
     async def _serve(self, request: web.Request) -> web.Response:
+        self.asked.setdefault(request.path, []).append(time.monotonic())
         body = await request.read()
         try:
             head = signing.check_request(TOKEN, request.method, request.path, request.headers)

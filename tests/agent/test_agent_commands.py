@@ -202,8 +202,7 @@ async def test_ranks_continue_while_the_coordinator_is_unavailable(
     await reported(coordinator, AgentState.RUNNING, 1)
     await coordinator.stop()
     heard, seen = len(coordinator.reports), agent.log.count("tick")
-    await asyncio.sleep(2.5)
-    assert agent.log.count("tick") > seen + 10
+    await until(lambda: agent.log.count("tick") > seen + 10, 60, lambda: agent.log)
     await coordinator.start()
     await until(lambda: len(coordinator.reports) > heard, 60)
     assert len(agent.ranks_started()) == 1
@@ -234,8 +233,8 @@ async def test_rejected_for_long(coordinator: Coordinator, start_agent: StartAge
 
 async def test_rejected_for_a_moment(coordinator: Coordinator, start_agent: StartAgent) -> None:
     coordinator.answer_all(404)
-    agent = start_agent(MESHWRIGHT_REJECT_SECONDS="10")
-    await asyncio.sleep(1.5)
+    agent = start_agent(MESHWRIGHT_REJECT_SECONDS="600")
+    await until(lambda: any(len(moments) > 2 for moments in coordinator.asked.values()), 60, lambda: agent.log)
     coordinator.answer_all(None)
     await start_generation(coordinator, 1, "print('done')")
     assert await agent.exit_code() == 0

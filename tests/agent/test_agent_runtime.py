@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from meshwright.api.checkpoint import Staging, Writer
 from meshwright.api.data import DataSource, DataSpec
 from meshwright.protocol.messages import AgentState, FailureKind, MeshDocument
+from meshwright_local.nodeagent.network.ports import free_port
 from tests.agent.support import AgentProcess, Coordinator, alive, mesh, training_run, until
 
 StartAgent = Callable[..., AgentProcess]
@@ -44,12 +44,6 @@ def resumed_after(agent: AgentProcess, generation: int) -> dict[int, int]:
     """By rank, the step after which this generation began to train."""
     lines = re.findall(rf"rank trains rank=(\d+) generation={generation} after-step=(\d+)", agent.log)
     return {int(rank): int(step) for rank, step in lines}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def test_a_run_that_cannot_be_executed_is_reported_as_refused(

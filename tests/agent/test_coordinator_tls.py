@@ -43,6 +43,7 @@ from meshwright_worker.agent.coordinator_client import (
 from meshwright_worker.agent.coordinator_trust import CoordinatorTrust
 from meshwright_worker.agent.settings import Settings, SettingsError, from_environment
 from tests.operator.builders import JOB, pod
+from tests.patience import patient
 
 YEAR = timedelta(days=365)
 UID = "u1"
@@ -286,7 +287,7 @@ async def test_tls_before_1_3_is_refused(stage: Stage) -> None:
 
 async def ended(reader: asyncio.StreamReader) -> None:
     """The server closes the connection."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patient(60)):
         with contextlib.suppress(ConnectionResetError):
             while await reader.read(1 << 16):
                 pass
@@ -316,7 +317,7 @@ async def test_a_handshake_that_fails_is_counted_and_leaves_nothing() -> None:
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
             await ended(reader)
             writer.close()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(patient(60)):
                 while closed != ["handshake"] * count:  # noqa: ASYNC110 - the list has no event
                     await asyncio.sleep(0.01)
         await reports(stage.settings())
@@ -348,7 +349,7 @@ async def test_a_connection_costs_little_memory(stage: Stage) -> None:
     def accepted() -> float:
         return (tracemalloc.get_traced_memory()[0] - before) / count
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patient(60)):
         while accepted() < BUFFER_BYTES:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert accepted() < 64 << 10
@@ -399,13 +400,13 @@ async def test_a_failed_renewal_is_counted_and_retried(stage: Stage, monkeypatch
         name = "ptj_coordinator_certificate_renewal_failures_total "
         return float(next(line for line in page.splitlines() if line.startswith(name)).split()[1])
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patient(60)):
         while failures() < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await reports(stage.settings())
     live = stage.tls._live
     stage.source.signer = good
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patient(60)):
         while stage.tls._live is live:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     task.cancel()

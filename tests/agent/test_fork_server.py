@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -142,9 +142,10 @@ async def test_kill_and_silent_exit_are_reported_by_their_codes(server: ForkServ
 
 async def test_a_child_that_keeps_the_pipes_does_not_hold_up_the_end(server: ForkServerClient) -> None:
     life = Life(await fork(server, "leave-a-child"))
-    started = time.monotonic()
     assert (await life.told())[-1] == messages.Finished(Outcome.COMPLETE)
-    assert time.monotonic() - started < 8
+    child = int(life.lines[0].rpartition(" ")[2])
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
 
 
 async def test_a_server_that_cannot_load_the_runtime_says_why() -> None:

@@ -14,6 +14,7 @@ from meshwright_worker.agent.events import Event, OutputWritten, RankExited, Ran
 from meshwright_worker.agent.rank_process import OutputPump, RankHandle, command_state, open_pipe, supervise
 from meshwright_worker.rank import messages
 from meshwright_worker.rank.task import ExpertLoad, Outcome, StepReport
+from tests.patience import patient
 
 THIRD = 1 / 3
 
@@ -94,7 +95,7 @@ def test_the_state_of_a_command_is_that_of_the_child_of_its_guard() -> None:
 
 
 def wait_for(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patient(60)
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.05)

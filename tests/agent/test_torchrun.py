@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.api import labels
 from meshwright.protocol.messages import MeshRequest
-from meshwright_local.nodeagent.network.addresses import free_port
+from meshwright_local.nodeagent.network.ports import free_port
 from meshwright_worker.agent.launcher import TORCHRUN
 from meshwright_worker.agent.rank_environment import rank_environment
 from tests.agent.support import mesh

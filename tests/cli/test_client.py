@@ -272,7 +272,7 @@ def test_a_missing_definition_is_named(request, tmp_path):
         assert bare.cli("list", code=3).exit_code == 3
 
 
-def test_wait_returns_when_the_state_is_reached(server, client, namespace):
+def test_wait_returns_when_the_state_is_reached(server, client, namespace, monkeypatch):
     client.submit(job("lm"))
     write_status(server, namespace, "lm", running(10))
     assert client.wait("lm", "running", timeout=30).state == "Running"
@@ -281,7 +281,16 @@ def test_wait_returns_when_the_state_is_reached(server, client, namespace):
     done = running(60, conditions=[condition("Ready", "True", "Completed"), condition("Complete", "True", "Completed")])
     later(0.5, lambda: write_status(server, namespace, "lm", done))
     assert client.wait("lm", timeout=60).complete
-    later(0.5, lambda: client.delete("lm"))
+    watch = AsyncClient.watch
+
+    async def watching(self, name):
+        # Not before it is watched: a job that is gone by then is not found.
+        deleting = None
+        async for seen in watch(self, name):
+            deleting = deleting or later(0.1, lambda: client.delete(name))
+            yield seen
+
+    monkeypatch.setattr(AsyncClient, "watch", watching)
     assert client.wait("lm", "deleted", timeout=60) is None
 
 

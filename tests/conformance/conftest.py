@@ -151,7 +151,7 @@ class Api:
     async def watch(self, path: str, seconds: float, *, expect: int = 0, **query: str) -> list[dict[str, Any]]:
         """The events that arrive within a time, or the first `expect` that are of the test's own objects."""
         events: list[dict[str, Any]] = []
-        timeout = aiohttp.ClientTimeout(total=seconds)
+        timeout = aiohttp.ClientTimeout(total=patient(seconds) if expect else seconds)
         with contextlib.suppress(TimeoutError):
             async with self.session.get(
                 self.server.url + path, params={"watch": "true", **query}, ssl=self.context, timeout=timeout
@@ -165,9 +165,10 @@ class Api:
 
     async def until(self, expected: int, method: str, path: str, body: Any = None) -> Any:
         """Repeat a request until its code is the expected one: what others have to notice first takes a moment."""
-        for _ in range(100):
+        deadline = time.monotonic() + patient(5)
+        while True:
             code, answer = await self.call(method, path, body)
-            if code == expected:
+            if code == expected or time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.05)
         assert code == expected, answer
@@ -187,7 +188,8 @@ class Api:
         code, _ = await self.call("POST", CRDS, crd)
         assert code in (201, 409)
         path = f"{CRDS}/{crd['metadata']['name']}"
-        for _ in range(100):
+        deadline = time.monotonic() + patient(5)
+        while time.monotonic() < deadline:
             _, found = await self.call("GET", path)
             conditions = {c["type"]: c["status"] for c in found.get("status", {}).get("conditions") or ()}
             if conditions.get("Established") == "True":
@@ -233,11 +235,11 @@ class Background:
         self._thread.start()
 
     def wait(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(patient(60))
 
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(5)
+        self._thread.join(patient(5))
 
 
 @pytest.fixture(scope="session")
@@ -292,7 +294,7 @@ async def api(server: Server) -> AsyncIterator[Api]:
     if server.ca is None:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     headers = {"Authorization": f"Bearer {server.token}"}
-    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=30)) as session:
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=patient(30))) as session:
         client = Api(server, session, f"check-{secrets.token_hex(4)}", context)
         space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": client.namespace}}
         code, answer = await client.call("POST", "/api/v1/namespaces", space)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from meshwright_worker.rank.task import RankTask
 from meshwright_worker.trainer.trainer import Trainer
 from tests.distributed.cases import samples_of, whole_of
 from tests.distributed.comm_counter import Counting
+from tests.distributed.gloo_threads import wait_for_gloo
 
 
 @dataclass
@@ -63,10 +63,10 @@ def measure_memory(task: RankTask) -> Held:
             nonlocal passes
             passes += 1
             if passes == 2:
-                held.between = _settled() - before
+                held.between = _live() - before
 
         def watched(gradients: list[torch.Tensor], rate: float) -> None:
-            held.at_update = _settled() - before
+            held.at_update = _live() - before
             update(gradients, rate)
 
         trainer.optimizer.step = watched  # type: ignore[method-assign]
@@ -132,17 +132,9 @@ def _prepared(task: RankTask, mesh: Any) -> tuple[Trainer, Batch]:
     return trainer, Batch.of(samples[first : first + share])
 
 
-def _settled() -> int:
-    """The fewest live bytes of a tenth of a second: gloo's threads free the tensors of a collective a bit later."""
-    readings = [_live()]
-    for _ in range(5):
-        time.sleep(0.02)
-        readings.append(_live())
-    return min(readings)
-
-
 def _live() -> int:
     """Bytes of all storages that a tensor of this process refers to, each once."""
+    wait_for_gloo()
     storages = {}
     for one in gc.get_objects():
         # Some proxies raise when asked what they are.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import random
-import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from meshwright.protocol.run_config import NativeRun
+from meshwright_local.nodeagent.network import ports
 from meshwright_worker.rank.task import RankTask
 from tests.distributed.mesh_cache import can_be_kept, forget_sharding, keeps_meshes, leave
 from tests.distributed.staged_backend import ASKED, use_staged_backend
@@ -45,18 +44,8 @@ RUNS_OF_MESHES = 8
 
 
 def free_port() -> int:
-    """A port that is free on every address, below those that the kernel gives to outgoing connections.
-
-    Ranks connect again and again until rank 0 listens. On a port of that range such a connection may get the port
-    itself as its own, and be connected to itself; then rank 0 cannot listen.
-    """
-    while True:
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", random.SystemRandom().randrange(12000, 32000)))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
+    """A port that is free on every address."""
+    return ports.free_port("")
 
 
 def tasks_of(

@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 from pathlib import Path
 
 import aiohttp
@@ -20,6 +19,7 @@ import yaml
 
 from meshwright_local.cluster import ClusterShape, LocalCluster
 from meshwright_local.kube.resources import CONFIG_MAPS, CRDS, DEPLOYMENTS, LEASES, NAMESPACES, PODS, Resource
+from meshwright_local.nodeagent.network.ports import free_port
 from tests.patience import patient
 
 CHART = Path(__file__).parents[2] / "helm" / "meshwright"
@@ -100,12 +100,6 @@ async def test_install_upgrade_list_and_uninstall_of_a_small_chart(cluster, tmp_
     async with asyncio.timeout(patient(30)):
         while (await cluster.client.list(PODS, "default", label_selector="app=tiny")).items:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def test_the_charts_operator_runs_with_the_rights_it_is_given(cluster):

@@ -20,7 +20,7 @@ from meshwright_local.kube.resources import EVENTS, NODES, PODS
 from meshwright_local.providers.base import Provider
 from meshwright_local.providers.envtest import EnvtestProvider
 from meshwright_local.providers.existing import KubeconfigProvider
-from tests.patience import patient
+from tests.patience import LEAST_SECONDS, patient
 
 Check = Callable[[KubeObject | None], Any]
 
@@ -116,9 +116,14 @@ def shape() -> ClusterShape:
     return ClusterShape()
 
 
+@pytest.fixture(scope="module")
+def times() -> NodeTimes:
+    """No node of a busy machine is so late that it counts as lost."""
+    return NodeTimes(renew=0.3, heartbeat=LEAST_SECONDS, tolerate=LEAST_SECONDS, check=0.2)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(shape, request, tmp_path_factory) -> AsyncIterator[LocalCluster]:
-    times = NodeTimes(renew=0.3, heartbeat=2.0, tolerate=0.5, check=0.2)
+async def cluster(shape, times, request, tmp_path_factory) -> AsyncIterator[LocalCluster]:
     option = request.config.getoption("--cluster")
     directory = None if option == "embedded" else tmp_path_factory.mktemp(option)
     provider: Provider | None = None

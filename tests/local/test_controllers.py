@@ -1,6 +1,7 @@
 """Controllers over the API: garbage, namespaces, claims."""
 
 import asyncio
+import uuid
 
 import pytest
 
@@ -32,6 +33,13 @@ async def make(kit, name, *owners, block=True, resource=CONFIG_MAPS, **metadata)
     return await kit.client.create(resource, body, kit.namespace)
 
 
+async def seen(kit, resource=CONFIG_MAPS):
+    """Wait until the collector has seen all objects of a resource: it collects what comes after them."""
+    absent = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "absent", "uid": str(uuid.uuid4())}}
+    await make(kit, "canary", absent, resource=resource)
+    await gone(kit, "canary", resource)
+
+
 async def gone(kit, name, resource=CONFIG_MAPS, seconds=10.0):
     async def look():
         return await kit.client.find(resource, name, kit.namespace) is None
@@ -45,7 +53,8 @@ async def test_dependents_go_with_their_owner(kit, policy):
     owner = await make(kit, f"{name}-owner")
     child = await make(kit, f"{name}-child", owner, resource=SECRETS)
     await make(kit, f"{name}-grandchild", child)
-    await asyncio.sleep(0.2)
+    await seen(kit)
+    await seen(kit, SECRETS)
     await kit.client.delete(CONFIG_MAPS, f"{name}-owner", "default", propagation=policy)
     await gone(kit, f"{name}-child", SECRETS)
     await gone(kit, f"{name}-grandchild")
@@ -55,7 +64,7 @@ async def test_dependents_go_with_their_owner(kit, policy):
 async def test_foreground_keeps_the_owner_until_blockers_are_gone(kit):
     owner = await make(kit, "patient")
     await make(kit, "holding", owner, finalizers=["example.com/hold"])
-    await asyncio.sleep(0.2)
+    await seen(kit)
     await kit.client.delete(CONFIG_MAPS, "patient", "default", propagation="Foreground")
 
     async def dying():
@@ -72,7 +81,7 @@ async def test_foreground_keeps_the_owner_until_blockers_are_gone(kit):
 async def test_orphans_stay_without_the_reference(kit):
     owner = await make(kit, "leaving")
     await make(kit, "staying", owner)
-    await asyncio.sleep(0.2)
+    await seen(kit)
     await kit.client.delete(CONFIG_MAPS, "leaving", "default", propagation="Orphan")
     await gone(kit, "leaving")
     staying = await kit.client.get(CONFIG_MAPS, "staying", "default")
@@ -128,7 +137,8 @@ async def test_pods_of_a_custom_resource(kit):
     # The definition itself takes its objects, and they their dependents, along.
     widget = await kit.client.create(WIDGETS, {"metadata": {"name": "x"}}, "default")
     await make(kit, "x-child", widget)
-    await asyncio.sleep(0.3)
+    await seen(kit)
+    await seen(kit, WIDGETS)
     await kit.client.delete(CRDS, "widgets.example.com")
     await gone(kit, "x-child", seconds=SLOW)
 

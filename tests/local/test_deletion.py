@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from meshwright_local.kube.resources import PODS
+from tests.patience import LEAST_SECONDS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STUBBORN = "trap '' TERM; echo ready; while true; do sleep 0.1; done"
 POLITE = "trap 'echo bye; exit 0' TERM; echo ready; while true; do sleep 0.05; done"
+LONG = int(3 * LEAST_SECONDS)
+"""A grace period that no test waits for."""
 # A child in a session of its own, whose parent is gone: nothing ties it to the container but its ancestry.
 ESCAPING = "(setsid sleep 1234.5 &); echo ready; exec sleep 60"
 
@@ -46,19 +49,27 @@ async def start(kit, name, script, **spec):
         return "ready" in kit.log_of(pod)
 
     await kit.until(ready)
-    assert alive(f"marker-{name}-end")
+    await processes(kit, name, 1)
     return pod
 
 
+async def processes(kit, name, count):
+    """The pod's processes, once there are so many: one that becomes another program has no environment for a moment."""
+
+    async def look():
+        found = alive(f"marker-{name}-end")
+        return found if len(found) >= count else None
+
+    return await kit.until(look)
+
+
 async def test_sigterm_lets_a_process_end(kit):
-    pod = await start(kit, "polite", POLITE)
+    pod = await start(kit, "polite", POLITE, terminationGracePeriodSeconds=LONG)
     watched = asyncio.create_task(kit.vanished("polite"))
-    begun = time.monotonic()
     await kit.delete("polite")
     live = await kit.client.find(PODS, "polite", "default")
     assert live is None or live["metadata"]["deletionTimestamp"]
     await watched
-    assert time.monotonic() - begun < 3
     assert not alive("marker-polite-end")
     assert pod["metadata"]["uid"]
 
@@ -68,7 +79,7 @@ async def test_sigkill_after_the_grace_period(kit):
     begun = time.monotonic()
     await kit.delete("stubborn", grace_seconds=1)
     await kit.vanished("stubborn")
-    assert 0.9 < time.monotonic() - begun < 4
+    assert time.monotonic() - begun > 0.9
     assert not alive("marker-stubborn-end")
 
 
@@ -81,11 +92,9 @@ async def test_the_object_stays_until_the_processes_are_gone(kit):
 
 async def test_a_shorter_grace_period_counts(kit):
     await start(kit, "impatient", STUBBORN)
-    await kit.delete("impatient", grace_seconds=30)
-    begun = time.monotonic()
+    await kit.delete("impatient", grace_seconds=LONG)
     await kit.delete("impatient", grace_seconds=1)
     await kit.vanished("impatient")
-    assert time.monotonic() - begun < 4
 
 
 async def test_force_delete_kills_at_once(kit):
@@ -101,7 +110,7 @@ async def test_force_delete_kills_at_once(kit):
 
 async def test_descendants_that_left_the_group_are_killed(kit):
     await start(kit, "escaping", ESCAPING)
-    assert len(alive("marker-escaping-end")) == 2
+    assert len(await processes(kit, "escaping", 2)) == 2
     await kit.delete("escaping", grace_seconds=0)
 
     async def gone():
@@ -119,7 +128,7 @@ async def test_descendants_end_with_the_main_process(kit):
 
 async def test_a_killed_shim_takes_its_container_along(kit):
     await start(kit, "orphaned", "echo ready; exec sleep 60")
-    (main,) = alive("marker-orphaned-end")
+    (main,) = await processes(kit, "orphaned", 1)
     os.kill(parent_of(main), signal.SIGKILL)
     pod = await kit.ended("orphaned")
     assert pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 137

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -51,6 +52,13 @@ def versions(pods):
 
 def conditions(found):
     return {item["type"]: (item["status"], item["reason"]) for item in found["status"]["conditions"]}
+
+
+def since(found, kind):
+    """When a condition became true."""
+    item = next(item for item in found["status"]["conditions"] if item["type"] == kind)
+    assert item["status"] == "True"
+    return datetime.fromisoformat(item["lastTransitionTime"])
 
 
 def image(version):
@@ -175,13 +183,10 @@ async def test_the_end_of_progress_is_reported(kit):
 
 async def test_a_pod_counts_after_min_ready_seconds(kit):
     await kit.client.create(DEPLOYMENTS, deployment("slow", replicas=1, minReadySeconds=2), "default")
-
-    async def ready():
-        return (await kit.client.get(DEPLOYMENTS, "slow", "default")).get("status", {}).get("readyReplicas")
-
-    await kit.until(ready)
-    assert not (await kit.client.get(DEPLOYMENTS, "slow", "default"))["status"].get("availableReplicas")
-    await settled(kit, "slow", 1)
+    found = await settled(kit, "slow", 1)
+    (pod,) = await pods_of(kit, "slow")
+    ready, available = since(pod, "Ready"), since(found, "Available")
+    assert available - ready >= timedelta(seconds=2)
     await kit.client.delete(DEPLOYMENTS, "slow", "default", propagation="Background")
 
 

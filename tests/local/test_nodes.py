@@ -4,9 +4,16 @@ import asyncio
 
 import pytest
 
+from meshwright_local.controllers.node_lifecycle import NodeTimes
 from meshwright_local.kube.resources import LEASES, NODES, PODS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def times() -> NodeTimes:
+    """Short enough to lose a node, and long enough for a heartbeat that is late to keep the pods of the others."""
+    return NodeTimes(renew=0.3, heartbeat=2.0, tolerate=3.0, check=0.2)
 
 
 def ready(node):

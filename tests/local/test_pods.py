@@ -206,12 +206,11 @@ async def test_readiness_and_liveness(kit):
     live = {"exec": {"command": ["test", "!", "-e", "/flags/dead"]}, "periodSeconds": 1, "failureThreshold": 1}
     await kit.pod(
         "probed",
-        'sleep 0.3; touch "$FLAGS/ready"; sleep 60',
-        env=[{"name": "FLAGS", "value": "/flags"}],
+        "sleep 600",
         readinessProbe=probe,
         livenessProbe=live,
         volumeMounts=[{"name": "flags", "mountPath": "/flags"}],
-        spec={"volumes": [{"name": "flags", "emptyDir": {}}], "terminationGracePeriodSeconds": 1},
+        spec={"volumes": [{"name": "flags", "emptyDir": {}}], "terminationGracePeriodSeconds": 600},
     )
 
     def ready(pod):
@@ -219,9 +218,11 @@ async def test_readiness_and_liveness(kit):
 
     pod = await kit.running("probed")
     assert not ready(pod)
-    pod = await kit.pod_when("probed", ready)
     node, uid = pod["spec"]["nodeName"], pod["metadata"]["uid"]
-    (kit.cluster.directory / "nodes" / node / "pods" / uid / "volumes" / "flags" / "dead").touch()
+    flags = kit.cluster.directory / "nodes" / node / "pods" / uid / "volumes" / "flags"
+    (flags / "ready").touch()
+    await kit.pod_when("probed", ready)
+    (flags / "dead").touch()
     pod = await kit.ended("probed")
     assert pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 143
 

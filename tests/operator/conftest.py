@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import random
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 from meshwright_local.apiserver.rest.server import ApiServer
+from meshwright_local.nodeagent.network import ports
 from tests.operator import loop_watchdog, role_rules
 from tests.operator.agents import Kubelet
 from tests.operator.support import JOBS, ROOT, Api, OperatorThread, install, until, write_kubeconfig
@@ -110,23 +108,12 @@ async def kubelet(api: Api, session: aiohttp.ClientSession) -> AsyncIterator[Kub
 
 @pytest.fixture
 def coordinator_port() -> int:
-    return unused_port()
+    return ports.free_port()
 
 
 @pytest.fixture
 def free_port() -> int:
-    return unused_port()
-
-
-def unused_port() -> int:
-    """A port that stays free while a second operator starts in place of the first: no connection of another test gets
-    it by chance, since these have higher ones.
-    """
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no port below those of connections is free")
+    return ports.free_port()
 
 
 @pytest_asyncio.fixture

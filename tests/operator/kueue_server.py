@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -24,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 
 from meshwright.api.objects import KubeObject
+from meshwright_local.nodeagent.network.ports import free_port
 from tests.operator.support import Api, until, write_kubeconfig
 
 GROUP = "/apis/kueue.x-k8s.io/v1beta2"
@@ -44,7 +44,7 @@ def given() -> tuple[Path, Path] | None:
 @asynccontextmanager
 async def kueue(api: Api, directory: Path, binary: Path, config: Path) -> AsyncIterator[None]:
     """Kueue, installed and ready to admit."""
-    port, health = _free_port(), _free_port()
+    port, health = free_port(), free_port()
     certificates = _certificates()
     for name, content in certificates.items():
         (directory / name).write_bytes(content)
@@ -178,13 +178,6 @@ def _certificates() -> dict[str, bytes]:
 def _pem(key: rsa.RSAPrivateKey) -> bytes:
     plain = serialization.NoEncryption()
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, plain)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # Objects of Kueue.

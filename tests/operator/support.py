@@ -196,7 +196,7 @@ class OperatorThread:
                 "tls": "disabled",
                 "metrics_listen": Address("127.0.0.1", 0),
                 "identity": "test",
-                "lease_seconds": 15.0,
+                "lease_seconds": 60.0,  # one interpreter holds server and agents too
                 "resync_seconds": 5.0,
                 **settings,
             },
@@ -205,6 +205,7 @@ class OperatorThread:
         self.failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
+        self._stopping = False
         self._thread = threading.Thread(target=self._main, daemon=True)
 
     async def start(self, wait: bool = True) -> OperatorThread:
@@ -224,8 +225,10 @@ class OperatorThread:
         return {task.get_name() for task in asyncio.all_tasks(self._loop)}
 
     async def stop(self) -> None:
-        if self._loop is not None and self._stop is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+        self._stopping = True
+        if self._loop is not None and self._stop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended meanwhile
+                self._loop.call_soon_threadsafe(self._stop.set)
         await asyncio.to_thread(self._thread.join, patient(15))
         assert not self._thread.is_alive(), self._what_runs()
 
@@ -246,6 +249,7 @@ class OperatorThread:
 
     async def _run(self) -> None:
         watch_this_thread(self.ready)
-        self._loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        if self._stopping:
+            self._stop.set()
         await run(self.settings, self._stop, self.ready.set)

@@ -11,8 +11,7 @@ from meshwright.protocol.messages import AgentState, ReportReply
 from meshwright_operator.coordinator import agent_registry
 from tests.operator.builders import pod, report
 from tests.operator.test_coordinator import WORKERS, Stage, mesh_document, stage
-from tests.operator.test_hostile_clients import until
-from tests.patience import patient
+from tests.patience import patient, until
 
 __all__ = ["stage"]  # a fixture
 
@@ -58,12 +57,12 @@ async def test_the_pause_outlives_the_document(stage: Stage) -> None:
 async def ends(stage: Stage, worker: int, incarnation: int = 0) -> None:
     """A poll is answered with 204."""
     async with asyncio.timeout(patient(5)):
-        assert (await stage.poll(worker, generation=1, incarnation=incarnation))[0] == 204
+        assert (await stage.poll(worker, wait=60, generation=1, incarnation=incarnation))[0] == 204
 
 
 async def stays_open(stage: Stage, worker: int, generation: int = 1) -> None:
     """A poll is not answered."""
-    poll = asyncio.create_task(stage.poll(worker, generation=generation))
+    poll = asyncio.create_task(stage.poll(worker, wait=60, generation=generation))
     await until(lambda: stage.registry.polls(worker) == 1)
     await asyncio.sleep(0.1)
     assert not poll.done()
@@ -73,7 +72,7 @@ async def stays_open(stage: Stage, worker: int, generation: int = 1) -> None:
 
 async def test_an_open_poll_ends_once_for_a_pause(stage: Stage) -> None:
     await publish(stage, pause=False)
-    polls = [asyncio.create_task(stage.poll(worker, generation=1)) for worker in (0, 1)]
+    polls = [asyncio.create_task(stage.poll(worker, wait=60, generation=1)) for worker in (0, 1)]
     await until(lambda: stage.registry.polls(0) == stage.registry.polls(1) == 1)
     await publish(stage, pause=True)
     async with asyncio.timeout(patient(5)):

@@ -94,13 +94,13 @@ async def test_the_wait_of_a_queued_job_and_the_gpus_of_the_cluster_as_the_opera
     operator = world.operators[0]
     page = operator.metrics.exposition().decode()
     assert "ptj_queue_wait_seconds_count 1.0" in page
-    (count,) = operator.scheduler.gpu_capacities().values()
+    (count,) = (await operator.scheduler.gpu_capacities()).values()
     assert (count.free, count.allocated, count.unusable) == (0, 4, 0)
     world.submit(elastic("other", 2))
     await world.run(60)
     set_ready(world, "n1", ready=False)
     await world.run(5)
-    (count,) = operator.scheduler.gpu_capacities().values()
+    (count,) = (await operator.scheduler.gpu_capacities()).values()
     assert count.free == 0
     assert count.allocated + count.unusable == 4
     assert "ptj_queue_wait_seconds_count 1.0" in operator.metrics.exposition().decode(), "the other job still waits"

@@ -16,6 +16,7 @@ from meshwright_operator.metrics.cluster_metrics import ClusterMetrics
 from meshwright_operator.metrics.job_metrics import JobMetrics, job_metric
 from meshwright_operator.metrics.metrics_docs import render_page
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.scheduling.gpu_capacity import GpuCapacity
 from meshwright_worker.agent.metrics import WorkerMetrics
 from tests.metrics.checks import undeclared_references, undeclared_samples
 from tests.operator.builders import placement, running_status
@@ -66,11 +67,15 @@ def test_the_page_is_up_to_date() -> None:
     assert page == render_page(), "run: make generate"
 
 
+async def no_gpus() -> dict[str, GpuCapacity]:
+    return {}
+
+
 def test_every_metric_that_is_scraped_is_on_the_page() -> None:
     metrics, jobs = OperatorMetrics(), JobMetrics()
     metrics.registry.register(jobs)
     jobs.record(KEY, "uid").put(running_status(), None, 0.0)
-    metrics.registry.register(ClusterMetrics(dict))
+    metrics.registry.register(ClusterMetrics(no_gpus))
     text = metrics.exposition().decode()
     scraped = set(re.findall(r"^# TYPE (\S+) (?!unknown)", text, re.MULTILINE))
     documented = set(re.findall(r"^\| `(ptj_\w+)` \|", render_page(), re.MULTILINE))

@@ -141,7 +141,7 @@ async def test_malformed_objects_harm_nobody_but_themselves(
     assert stored >= count * 0.9, "the server refused too many for this to be a test"
     await store_oddities(api)
     await put_node(api, node("roomy", "r9", 1024))  # junk in status alone leaves a job that may well run
-    operator = await start_operator(lease_seconds=60.0)  # one interpreter holds server and agents too
+    operator = await start_operator()
     await api.create(JOBS, job("good"))
     status = await settled("good")
     assert status["readyRanks"] == "8/8"

@@ -41,7 +41,7 @@ from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 from tests.operator.builders import agents, observed, pod, report, running_status
-from tests.patience import patient
+from tests.patience import patient, until
 
 
 def test_tokens_depend_on_key_and_job() -> None:
@@ -311,7 +311,7 @@ async def with_cluster(server: Server, use: Any) -> Any:
     async with serve_application(server.application(), Address("127.0.0.1", 0)) as port:
         configuration = Configuration()
         configuration.host = f"http://127.0.0.1:{port}"
-        cluster = KubeClient(configuration, OperatorMetrics(), timeout=5)
+        cluster = KubeClient(configuration, OperatorMetrics(), timeout=patient(5))
         try:
             return await use(cluster)
         finally:
@@ -513,7 +513,9 @@ async def test_the_next_page_is_requested_while_one_is_read() -> None:
     async def collect(cluster: KubeClient) -> list[int]:
         requested = []
         async for _ in cluster.pages("/api/v1/pods"):
-            await asyncio.sleep(0.2)
+            expected = min(len(requested) + 2, 3)
+            await until(lambda: len(server.requests) >= expected)  # noqa: B023 - before the next page
+            await asyncio.sleep(0.1)
             requested.append(len(server.requests))
         return requested
 
@@ -554,7 +556,7 @@ async def test_connections_stay_open_between_calls(
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     configuration = Configuration()
     configuration.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    cluster = KubeClient(configuration, OperatorMetrics(), timeout=5)
+    cluster = KubeClient(configuration, OperatorMetrics(), timeout=patient(5))
     await cluster.get("/api/v1/x")
     await asyncio.sleep(0.1)
     await cluster.get("/api/v1/x")

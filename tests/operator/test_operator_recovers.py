@@ -9,9 +9,11 @@ import pytest
 
 from meshwright.api.labels import LABEL_JOB
 from meshwright.protocol.messages import FailureKind
+from meshwright_operator.decide import failure_detection
 from tests.operator.agents import Kubelet
 from tests.operator.conftest import Settled, StartOperator
 from tests.operator.support import JOBS, PODS, Api, condition, job, until
+from tests.patience import LEAST_SECONDS
 
 
 async def generation(api: Api, name: str, number: int) -> dict[str, Any]:
@@ -110,8 +112,13 @@ async def test_a_failed_rank_restarts_the_ranks_in_the_same_pods(
 
 
 async def test_peers_that_break_first_do_not_turn_a_lost_pod_into_a_failure(
-    api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
+    api: Api,
+    kubelet: Kubelet,
+    start_operator: StartOperator,
+    settled: Settled,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(failure_detection, "PEER_LOST_WAIT_SECONDS", LEAST_SECONDS)
     await start_operator()
     await api.create(JOBS, job("noise"))
     await settled("noise")
@@ -259,7 +266,7 @@ async def test_a_document_lost_with_the_operator_is_served_again(
 
 
 async def test_a_leader_that_loses_the_lease_ends(api: Api, start_operator: StartOperator) -> None:
-    operator = await start_operator(identity="one")
+    operator = await start_operator(identity="one", lease_seconds=15.0)
     path = "/apis/coordination.k8s.io/v1/namespaces/default/leases/meshwright-operator"
 
     async def leads() -> bool:

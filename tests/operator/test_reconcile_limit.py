@@ -17,6 +17,7 @@ from meshwright_operator.kube.workqueue import WorkQueue
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 from tests.operator.test_operator_parts import Server
+from tests.patience import patient
 
 
 class Clock:
@@ -102,7 +103,7 @@ async def test_no_more_run_than_are_allowed_and_every_key_runs_once_at_a_time() 
         queue.add(key)
     task = asyncio.create_task(queue.run_many(8, handler))
     await asyncio.sleep(0.02)
-    assert await queue.drain(5), "keys that wait for a place are finished too"
+    assert await queue.drain(patient(5)), "keys that wait for a place are finished too"
     task.cancel()
     assert most == 2
     assert runs == dict.fromkeys(range(12), 1)
@@ -126,9 +127,9 @@ async def test_a_long_reconcile_leaves_its_place_to_others(monkeypatch: pytest.M
     for key in ("large0", "large1", "small"):
         queue.add(key)
     task = asyncio.create_task(queue.run_many(8, handler))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patient(5)):
         await small.wait()
-    assert await queue.drain(5)
+    assert await queue.drain(patient(5))
     task.cancel()
     assert done[0] == "small"
 
@@ -148,7 +149,7 @@ async def test_a_worker_that_is_cancelled_while_it_waits_passes_its_turn_on() ->
     leave.set()
     await asyncio.sleep(0)
     tasks[1].cancel()
-    await asyncio.wait(tasks, timeout=5)
+    await asyncio.wait(tasks, timeout=patient(5))
     assert order in (["first", "third"], ["first", "second", "third"])
     assert all(task.done() for task in tasks)
 
@@ -160,7 +161,10 @@ async def test_the_client_reports_how_long_creations_take_and_nothing_else() -> 
         configuration = Configuration()
         configuration.host = f"http://127.0.0.1:{port}"
         cluster = KubeClient(
-            configuration, OperatorMetrics(), timeout=5, on_create=lambda resource, seconds: created.append(resource)
+            configuration,
+            OperatorMetrics(),
+            timeout=patient(5),
+            on_create=lambda resource, seconds: created.append(resource),
         )
         await cluster.create(pods_path("team"), {})
         with pytest.raises(ApiError):

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from meshwright_local.nodeagent.network.ports import free_port
 from meshwright_operator.controller.http_server import serve_application
 from meshwright_operator.coordinator.leadership_gate import LeadershipGate
 from meshwright_operator.http.server import verify
@@ -23,7 +24,7 @@ from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.settings import Address
 from tests.operator.agents import Kubelet
 from tests.operator.balancer import service
-from tests.operator.conftest import Settled, StartOperator, unused_port
+from tests.operator.conftest import Settled, StartOperator
 from tests.operator.proxy import Proxy
 from tests.operator.support import JOBS, PODS, Api, OperatorThread, job, until, write_kubeconfig
 from tests.operator.test_credentials import Cluster
@@ -94,7 +95,7 @@ async def test_a_replica_that_has_not_listed_leaves_the_lease_to_one_that_has(
     async with SlowLists(api.url, session).serving() as proxy:
         assert isinstance(proxy, SlowLists)
         slow = write_kubeconfig(tmp_path / "slow", proxy.url, operators_token)
-        cold = await OperatorThread(slow, tmp_path, unused_port(), identity="cold").start(wait=False)
+        cold = await OperatorThread(slow, tmp_path, free_port(), identity="cold").start(wait=False)
 
         async def lists() -> bool:
             return proxy.waiting > 0
@@ -216,7 +217,7 @@ async def test_one_of_two_replicas_leads_and_the_other_takes_over(
     api: Api, kubelet: Kubelet, session: aiohttp.ClientSession, operators_token: str, tmp_path: Path, settled: Settled
 ) -> None:
     kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, operators_token)
-    ports, pages = [unused_port(), unused_port()], [unused_port(), unused_port()]
+    ports, pages = [free_port(), free_port()], [free_port(), free_port()]
 
     async def get(number: int, page: str) -> tuple[int, str]:
         async with session.get(f"http://127.0.0.1:{pages[number]}/{page}") as response:
@@ -264,7 +265,7 @@ async def test_a_planned_hand_over_cuts_no_poll_and_restarts_no_worker(
     api: Api, kubelet: Kubelet, operators_token: str, tmp_path: Path, settled: Settled
 ) -> None:
     kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, operators_token)
-    ports = [unused_port(), unused_port()]
+    ports = [free_port(), free_port()]
 
     async with service(ports, "https") as url:
 

@@ -17,7 +17,7 @@ from meshwright_cli.child_processes import Program, Programs
 from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.kubeconfig import Connection
 from meshwright_local.kube.resources import CRDS
-from meshwright_local.nodeagent.network.addresses import free_port
+from meshwright_local.nodeagent.network.ports import free_port
 from meshwright_local.nodeagent.volumes import claim_directory
 
 READY_SECONDS = 60.0

@@ -22,7 +22,7 @@ from meshwright_local.apiserver.auth.certificates import TlsFiles
 from meshwright_local.controllers.node_lifecycle import NodeTimes
 from meshwright_local.kube.client import ApiClient
 from meshwright_local.kube.kubeconfig import Connection, write_kubeconfig
-from meshwright_local.nodeagent.network.addresses import free_port
+from meshwright_local.nodeagent.network.ports import free_port
 from meshwright_local.nodeagent.server.kubelet_server import KubeletTls
 from meshwright_local.providers.base import ControlPlane, ProviderError, serving_files
 

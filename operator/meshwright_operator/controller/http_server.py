@@ -72,7 +72,7 @@ def health_application(
     """
 
     async def exposition(_: web.Request) -> web.Response:
-        return web.Response(body=metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
+        return web.Response(body=await metrics.scrape(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok") if healthy() else web.Response(status=503, text="no progress while listing")

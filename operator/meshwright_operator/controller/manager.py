@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -72,7 +72,12 @@ STALE_PERIODS = 2.0
 log = logging.getLogger(__name__)
 
 
-async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], None] = lambda: None) -> None:
+async def run(
+    settings: Settings,
+    stop: asyncio.Event,
+    on_ready: Callable[[], None] = lambda: None,
+    on_failure: Callable[[], None] = lambda: None,
+) -> None:
     """Runs until `stop` is set.
 
     Args:
@@ -80,6 +85,7 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
         stop: Set it for a clean exit: running reconciles finish, polls are answered, events are posted, and the lease
             is released.
         on_ready: Called when the watches are connected, whether this process leads or is on standby.
+        on_failure: Called when a part fails for good, before the other parts have ended.
 
     Raises:
         KubeConfigError: No configuration of the cluster can be read.
@@ -90,28 +96,35 @@ async def run(settings: Settings, stop: asyncio.Event, on_ready: Callable[[], No
         ClusterError: The API server cannot be reached, or does not know the kind of jobs.
         BaseExceptionGroup: A part failed for good, such as the lease or a watch. The process must exit.
     """
-    manager = await Manager.build(settings)
+    manager = await Manager.build(settings, on_failure)
+    leading = asyncio.create_task(manager.serve_and_lead(on_ready), name="operator")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
     try:
-        leading = asyncio.create_task(manager.serve_and_lead(on_ready), name="operator")
-        stopping = asyncio.create_task(stop.wait(), name="stop")
         await asyncio.wait({leading, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
         if leading.done():
             leading.result()
         else:
             log.info("stopping")
             await manager.drain()
+    finally:
+        stopping.cancel()
+        try:
+            # Its parts end in order. `asyncio.run` would cancel the tasks of kopf all at once, which then wait for each
+            # other for ever.
             leading.cancel()
             await asyncio.gather(leading, return_exceptions=True)
-    finally:
-        await manager.close()
+        finally:
+            await manager.close()
 
 
 class Manager:
     """Creates all parts of the operator and runs them."""
 
-    def __init__(self, settings: Settings, configuration: Configuration, metrics: OperatorMetrics) -> None:
+    def __init__(
+        self, settings: Settings, configuration: Configuration, metrics: OperatorMetrics, on_failure: Callable[[], None]
+    ) -> None:
         self._settings = settings
+        self._on_failure = on_failure
         self._configuration = configuration
         self._metrics = metrics
         fence = Fence()
@@ -171,7 +184,9 @@ class Manager:
         """What writes status and events, and the metrics of jobs."""
         jobs = JobMetrics()
         self._metrics.registry.register(jobs)
-        self._metrics.registry.register(ClusterMetrics(self._scheduler.gpu_capacities))
+        gpus = ClusterMetrics(self._scheduler.gpu_capacities)
+        self._metrics.registry.register(gpus)
+        self._metrics.before_scrape.append(gpus.refresh)
         budget = ProgressBudget(self._settings.progress_writes_per_second)
         writer = StatusWriter(self._client, self._cache, self._queue, budget=budget)
         return JobReporter(writer, self._events, self._metrics, jobs)
@@ -201,11 +216,11 @@ class Manager:
         )
 
     @classmethod
-    async def build(cls, settings: Settings) -> Manager:
+    async def build(cls, settings: Settings, on_failure: Callable[[], None]) -> Manager:
         """Create the operator for these settings, without starting it."""
         metrics = OperatorMetrics()
         configuration = await load_configuration(settings.kubeconfig)
-        manager = cls(settings, configuration, metrics)
+        manager = cls(settings, configuration, metrics, on_failure)
         try:
             for document in manager._documents:
                 document.load()
@@ -227,12 +242,11 @@ class Manager:
         await self._release()
 
     async def close(self) -> None:
-        """Releases the lease and closes connections."""
-        await self._release()
-        self._queue.close()
-        await self._planner.close()
-        await self._access.close()
-        await self._client.close()
+        """Releases the lease, ends processes and closes connections. What fails does not keep the rest from closing."""
+        async with contextlib.AsyncExitStack() as closing:
+            for close in (self._client.close, self._access.close, self._planner.close, self._release):
+                closing.push_async_callback(close)  # the last one is called first
+            self._queue.close()
 
     async def _release(self) -> None:
         if self._elected.is_set():
@@ -260,13 +274,13 @@ class Manager:
             self._serve_agents(),
             asyncio.TaskGroup() as group,
         ):
-            group.create_task(self._access.run(), name="certificates")
-            group.create_task(self._elect(), name="lease")
-            group.create_task(self._lead(), name="lead")
-            group.create_task(self._watch(on_ready), name="watch")
+            self._start(group, self._access.run(), name="certificates")
+            self._start(group, self._elect(), name="lease")
+            self._start(group, self._lead(), name="lead")
+            self._start(group, self._watch(on_ready), name="watch")
             # On standby too: the first reconcile as the leader must be bounded by the policy of that moment.
             for document in self._documents:
-                group.create_task(document.run(), name=document.what)
+                self._start(group, document.run(), name=document.what)
 
     @asynccontextmanager
     async def _serve_agents(self) -> AsyncIterator[None]:
@@ -306,16 +320,16 @@ class Manager:
         await self._resync.ensure_listed_since(self._elected_at)
         self._coordinator.synced = True
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._client.keep_connections(), name="connections")
-            group.create_task(self._scheduler.prepare(), name="foreign pods")
-            group.create_task(self._events.run(), name="events")
-            group.create_task(self._planner.run(), name="planner")
-            group.create_task(self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
+            self._start(group, self._client.keep_connections(), name="connections")
+            self._start(group, self._scheduler.prepare(), name="foreign pods")
+            self._start(group, self._events.run(), name="events")
+            self._start(group, self._planner.run(), name="planner")
+            self._start(group, self._queue.run_many(self._settings.workers, self._reconcile), name="workers")
             gates = self._settings.feature_gates
             if gates.enabled(PLAN_CALIBRATION):
-                group.create_task(self._calibration_loop.run(), name="learning")
+                self._start(group, self._calibration_loop.run(), name="learning")
             if gates.enabled(KUEUE_QUEUES):
-                group.create_task(self._kueue_watch.run(), name="Kueue")
+                self._start(group, self._kueue_watch.run(), name="Kueue")
 
     async def _watch(self, on_ready: Callable[[], None]) -> None:
         await self._elector.look()
@@ -336,16 +350,24 @@ class Manager:
         idle = self._settings.watch_idle_seconds
         informers = [Informer(self._client, collection, self._liveness, idle) for collection in watched]
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._resync.run(), name="resync")
+            self._start(group, self._resync.run(), name="resync")
             if counts_devices:
-                group.create_task(self._device_inventory.run(self._liveness, idle), name="devices")
+                self._start(group, self._device_inventory.run(self._liveness, idle), name="devices")
             for informer, collection in zip(informers, watched, strict=True):
-                group.create_task(informer.run(), name=f"watch of {collection.path}")
+                self._start(group, informer.run(), name=f"watch of {collection.path}")
             for informer in informers:
                 await informer.connected.wait()
             # When kopf stops, it cancels every task that was started after it. By then, all of them must stop anyway.
             watching = watch_jobs(handlers.job, self._configuration, namespaces, self._liveness, idle, on_ready)
-            group.create_task(watching, name="watch of jobs")
+            self._start(group, watching, name="watch of jobs")
+
+    def _start(self, group: asyncio.TaskGroup, part: Coroutine[Any, Any, None], name: str) -> None:
+        """Run a part in a group. The group's other parts may take long to end after it has failed."""
+        group.create_task(part, name=name).add_done_callback(self._ended)
+
+    def _ended(self, part: asyncio.Task[None]) -> None:
+        if not part.cancelled() and part.exception() is not None:
+            self._on_failure()
 
     def _devices_changed(self) -> None:
         """Reconcile the jobs that other nodes may help. The placer wakes those that wait for free nodes."""

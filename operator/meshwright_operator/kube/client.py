@@ -373,18 +373,28 @@ def _decode_response(code: int, data: bytes, headers: Mapping[str, str]) -> Kube
             raise ApiError(0, "InvalidResponse", f"the response with code {code} is not a JSON object: {text}")
         answer = {"message": text}
     if not succeeded:
-        retry_after = _retry_after(headers.get("Retry-After", ""))
+        retry_after = _retry_after(headers.get("Retry-After", ""), headers.get("Date", ""))
         reason, message = str(answer.get("reason", "")), str(answer.get("message", ""))
         raise ApiError(code, reason[:REASON_LIMIT], shortened(message, MESSAGE_LIMIT), retry_after)
     return answer
 
 
-def _retry_after(text: str) -> float | None:
-    """Seconds in a Retry-After header (RFC 9110, section 10.2.3), which is a number of seconds or a date."""
+def _retry_after(text: str, now: str) -> float | None:
+    """Seconds in a Retry-After header (RFC 9110, section 10.2.3), which is a number of seconds or a date.
+
+    A date counts from that of the response, because the clocks of server and operator may differ.
+    """
     if text.isascii() and text.isdigit():
         return float(text)
+    moment = _http_date(text)
+    if moment is None:
+        return None
+    return max(0.0, (moment - (_http_date(now) or datetime.now(UTC))).total_seconds())
+
+
+def _http_date(text: str) -> datetime | None:
     try:
         moment = parsedate_to_datetime(text)
     except ValueError:
         return None
-    return max(0.0, (moment.replace(tzinfo=moment.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
+    return moment.replace(tzinfo=moment.tzinfo or UTC)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -62,20 +63,29 @@ class Informer:
         self._version = self._watched.listed_version()
         pause = FIRST_PAUSE_SECONDS
         while True:
-            began = time.monotonic()
-            try:
-                if not self._version:
-                    self._version = await self._watched.relist()
-                async for event in self._events():
-                    self._apply_event(event)
-            except ApiError as error:
-                log.info("watch ended", extra={"path": self._watched.path, "error": str(error)})
-                if error.code == GONE:
-                    self._version = ""
-            # Back off if the server ends every watch at once. Reconnect without delay if a watch lasted.
-            pause = FIRST_PAUSE_SECONDS if time.monotonic() - began > STABLE_SECONDS else pause
-            await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+            lasted, asked = await self._watch()
+            # Back off if the server ends every watch at once, however long the listings between them take: to list tens
+            # of thousands of objects again and again would keep a restarted server busy. Reconnect without delay if a
+            # watch lasted.
+            pause = FIRST_PAUSE_SECONDS if lasted > STABLE_SECONDS else pause
+            await asyncio.sleep(max(pause * random.uniform(0.8, 1.2), min(asked, LONGEST_PAUSE_SECONDS)))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    async def _watch(self) -> tuple[float, float]:
+        """Watch until the watch ends. Return for how long it was, and the pause in seconds that the server asks for."""
+        began, asked = math.inf, 0.0
+        try:
+            if not self._version:
+                self._version = await self._watched.relist()
+            began = time.monotonic()
+            async for event in self._events():
+                self._apply_event(event)
+        except ApiError as error:
+            log.info("watch ended", extra={"path": self._watched.path, "error": str(error)})
+            if error.code == GONE:
+                self._version = ""
+            asked = error.retry_after or 0.0
+        return time.monotonic() - began, asked
 
     async def _events(self) -> AsyncIterator[KubeObject]:
         path = self._watched.path

@@ -23,6 +23,8 @@ from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 
 FIRST_RETRY_SECONDS = 2.0
 FIRST_RESYNC_SECONDS = 3.0
+FAILED_SHARE = 0.25
+"""After a listing that failed, the next one begins after this share of the period."""
 STUCK_SECONDS = 480.0
 """Longer than one page can take: four attempts of 30 s, and three pauses of 66 s that the server asks for."""
 
@@ -91,12 +93,15 @@ class Resync:
         await asyncio.sleep(min(FIRST_RESYNC_SECONDS, self._period))
         resync = self.jobs
         while True:
+            pause = self._period
             try:
                 await resync()
             except ApiError as error:
+                # Sooner than the next one: a continue token expired, or the server restarts.
+                pause *= FAILED_SHARE
                 log.warning("resync failed", extra={"error": str(error)})
             resync = self.relist
-            await asyncio.sleep(self._period)
+            await asyncio.sleep(pause)
 
     async def relist(self) -> None:
         """List everything, and queue all jobs.

@@ -1,9 +1,10 @@
-"""Metrics of the GPUs of the cluster: free, allocated, unusable, and the largest free block. Counted when scraped."""
+"""Metrics of the GPUs of the cluster: free, allocated, unusable, largest free block. Counted before a scrape."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -66,18 +67,22 @@ class ClusterMetrics(Catalog, Collector):
         source=_fragmentation,
     )
 
-    def __init__(self, count: Callable[[], Capacities], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, count: Callable[[], Awaitable[Capacities]], clock: Callable[[], float] = time.monotonic) -> None:
         """`count` counts the GPUs of every resource now."""
         self._count = count
         self._clock = clock
         self._counted: Capacities = {}
         self._counted_at = float("-inf")
+        self._counting = asyncio.Lock()
+
+    async def refresh(self) -> None:
+        """Count the GPUs, unless they were counted a moment ago."""
+        async with self._counting:
+            if self._clock() - self._counted_at >= COUNT_SECONDS:
+                self._counted, self._counted_at = await self._count(), self._clock()
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
-        """Compute every series from the cluster's nodes and pods."""
-        now = self._clock()
-        if now - self._counted_at >= COUNT_SECONDS:
-            self._counted, self._counted_at = self._count(), now
+        """Return every series, as last counted."""
         return [scraped(metric, self._counted) for metric in self.metrics]
 
     def describe(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:

@@ -390,11 +390,13 @@ class JobMetrics(Catalog, Collector):
             self._gone.setdefault(key.namespace, Counter()).update(seen)
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
-        """Compute every series from the records."""
+        """Compute every series from the records, metric by metric: a scrape may do other things in between."""
         records = list(self._records.items())
-        families = [scraped(metric, records) for metric in self.metrics if metric.source is not None]
+        for metric in self.metrics:
+            if metric.source is not None:
+                yield scraped(metric, records)
         spent = replace(type(self).namespace_gpu_seconds, source=self._gpu_seconds_by_namespace)
-        return [*families, scraped(spent, records)]
+        yield scraped(spent, records)
 
     def _gpu_seconds_by_namespace(self, records: Records) -> Iterable[Sample]:
         totals = {namespace: Counter(spent) for namespace, spent in self._gone.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from meshwright.metrics.declaration import Label
@@ -132,6 +132,14 @@ class OperatorMetrics(Exporter):
         self.build_info.labels(_version()).set(1)
         self.leader.set(0)
         self._invalid_documents: set[str] = set()
+        self.before_scrape: list[Callable[[], Awaitable[None]]] = []
+        """What is computed before the series are collected."""
+
+    async def scrape(self) -> bytes:
+        """See `Exporter.scrape`."""
+        for refresh in self.before_scrape:
+            await refresh()
+        return await super().scrape()
 
     def valid_document(self, name: str) -> Callable[[bool], None]:
         """A function that records whether a document of the administrator is valid."""

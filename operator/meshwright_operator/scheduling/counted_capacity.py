@@ -54,17 +54,9 @@ class CountedCapacity:
         """Whether pods changed since the last count."""
         return bool(self._changes)
 
-    def gpus_by_node(self, gpu_resource: str) -> dict[str, int]:
-        """Node -> GPUs that pods request there now, with changes that are not counted yet. For metrics.
-
-        It reads a copy, because a thread may count changes meanwhile.
-        """
-        gpus: Counter[str] = Counter()
-        for request in {**self.view.requests(), **self._changes}.values():
-            if request is not None:
-                with contextlib.suppress(*MALFORMED):
-                    gpus[request.node] += request.amount(gpu_resource).gpus
-        return dict(gpus)
+    def requests(self) -> dict[str, PodRequest | None]:
+        """What each pod requests, with changes that are not counted yet. A copy, which a thread may read."""
+        return {**self.view.requests(), **self._changes}
 
     def pod_changed(self, pod: str, request: PodRequest | None) -> None:
         """A pod requests this now; None if it requests nothing any more."""
@@ -141,3 +133,13 @@ class CountedCapacity:
         for resource in requested:
             if not self.view.knows(resource):
                 await asyncio.to_thread(self.view.use_of, resource)
+
+
+def gpus_by_node(requests: Iterable[PodRequest | None], gpu_resource: str) -> dict[str, int]:
+    """Node -> GPUs that pods request there. For metrics."""
+    gpus: Counter[str] = Counter()
+    for request in requests:
+        if request is not None:
+            with contextlib.suppress(*MALFORMED):
+                gpus[request.node] += request.amount(gpu_resource).gpus
+    return dict(gpus)

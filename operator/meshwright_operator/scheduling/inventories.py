@@ -74,7 +74,13 @@ class Inventories:
 
     async def prepare(self, spec: ParallelTrainingJobSpec) -> None:
         """Bring the inventory and the hardware of a spec up to date, in a thread if that takes long."""
-        requirements, gpus = NodeRequirements.of(spec), spec.workers.gpus_per_worker
+        await self._prepare(NodeRequirements.of(spec), spec.workers.gpus_per_worker)
+
+    async def prepare_all_nodes(self, gpu_resource: str) -> None:
+        """Bring the inventory of all nodes up to date, in a thread if that takes long."""
+        await self._prepare(_all_nodes(gpu_resource), None)
+
+    async def _prepare(self, requirements: NodeRequirements, gpus: int | None) -> None:
         if self._is_current(requirements, gpus):
             return
         async with self._lock:
@@ -98,8 +104,7 @@ class Inventories:
 
     def of_all_nodes(self, gpu_resource: str) -> Inventory:
         """The inventory of a job that accepts all nodes and tolerates every taint, as if no pods ran."""
-        anything = Toleration(operator="Exists").model_dump_json()
-        return self._view_of(NodeRequirements(gpu_resource, (), (anything,))).inventory
+        return self._view_of(_all_nodes(gpu_resource)).inventory
 
     def hardware(self, spec: ParallelTrainingJobSpec) -> Hardware:
         """The hardware that a job with this spec is planned for."""
@@ -119,7 +124,7 @@ class Inventories:
         self._views.move_to_end(requirements)
         return view
 
-    def _is_current(self, requirements: NodeRequirements, gpus: int) -> bool:
+    def _is_current(self, requirements: NodeRequirements, gpus: int | None) -> bool:
         """Whether nothing is left to do that takes long."""
         if not self.need_preparation:
             return True
@@ -128,7 +133,7 @@ class Inventories:
             view is not None
             and view.version == self._cache.nodes_version
             and view.inventory.site is self.site
-            and gpus in view.hardware_by_size
+            and (gpus is None or gpus in view.hardware_by_size)
         )
 
     def _update(
@@ -232,6 +237,11 @@ class _View:
         changed = [name for name, version in shared.changed_in.items() if version > self.version]
         for name in shared.names() if self.version < 0 else changed:
             yield name, shared.node(name, selector, tolerations)
+
+
+def _all_nodes(gpu_resource: str) -> NodeRequirements:
+    """The requirements of a job that accepts all nodes and tolerates every taint."""
+    return NodeRequirements(gpu_resource, (), (Toleration(operator="Exists").model_dump_json(),))
 
 
 def _hardware_of(node: Node | None) -> object:

@@ -120,9 +120,9 @@ class Placer:
         """A pod requests this now; None if it requests nothing any more."""
         self._capacity.pod_changed(pod, request)
 
-    def gpus_by_node(self, gpu_resource: str) -> dict[str, int]:
-        """Node -> GPUs that pods request there now."""
-        return self._capacity.gpus_by_node(gpu_resource)
+    def pod_requests(self) -> dict[str, PodRequest | None]:
+        """What each pod requests now. A copy."""
+        return self._capacity.requests()
 
     def assume(self, pods: Mapping[str, PodRequest]) -> None:
         """Counts the pods (by id) that a job was granted until they exist, or until they are given up."""

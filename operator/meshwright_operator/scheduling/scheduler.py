@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
+from functools import partial
 
 from meshwright.api.labels import GPU_RESOURCE
 from meshwright.api.objects import KubeObject
@@ -24,6 +25,7 @@ from meshwright_operator.kube.cache import Cache, JobKey
 from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.pod_requests import PodRequest, request_json_for
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
+from meshwright_operator.scheduling.counted_capacity import gpus_by_node
 from meshwright_operator.scheduling.gpu_capacity import GpuCapacity, gpu_capacity
 from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.job_queue import PlacementRequest
@@ -284,13 +286,20 @@ class JobScheduler:
         spec = job.get("spec")
         return not (isinstance(spec, Mapping) and spec.get("suspend") is True)
 
-    def gpu_capacities(self) -> dict[str, GpuCapacity]:
-        """The GPUs of every GPU resource that nodes have and jobs request. Foreign pods are those last listed."""
+    async def gpu_capacities(self) -> dict[str, GpuCapacity]:
+        """The GPUs of every GPU resource that nodes have and jobs request. Foreign pods are those last listed.
+
+        In a large cluster, nodes and pods are counted in a thread.
+        """
         resources = {*self._gpu_resources(), *({GPU_RESOURCE} & self._offered_resources())}
-        return {
-            resource: gpu_capacity(self._inventories.of_all_nodes(resource), self._placer.gpus_by_node(resource))
-            for resource in sorted(resources)
-        }
+        found = {}
+        for resource in sorted(resources):
+            await self._inventories.prepare_all_nodes(resource)
+            count = partial(
+                _count_gpus, self._inventories.of_all_nodes(resource), self._placer.pod_requests(), resource
+            )
+            found[resource] = await asyncio.to_thread(count) if self._inventories.need_preparation else count()
+        return found
 
     def _offered_resources(self) -> set[str]:
         """The resources that nodes have."""
@@ -310,6 +319,10 @@ class JobScheduler:
             resource = resource if isinstance(resource, str) else GPU_RESOURCE
             if resource in offered:
                 yield resource
+
+
+def _count_gpus(inventory: Inventory, requests: Mapping[str, PodRequest | None], resource: str) -> GpuCapacity:
+    return gpu_capacity(inventory, gpus_by_node(requests.values(), resource))
 
 
 def _allocatable(node: KubeObject) -> Mapping[str, object]:

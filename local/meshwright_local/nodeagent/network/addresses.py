@@ -76,10 +76,3 @@ class PodAddresses:
     def release(self, address: str) -> None:
         """Release the address of a pod that is gone."""
         self._free.append(address)
-
-
-def free_port() -> int:
-    """Return a TCP port of the loopback address that no process listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
