@@ -196,7 +196,7 @@ def rows(runs: Sequence[Run]) -> list[tuple[str, float, float, float]]:
         ),
         "last job ended, hours, mean": lambda side: statistics.mean(run.ended_hours for run in side),
         "wait for the first step, minutes, mean": lambda side: statistics.mean(_all(side, "waits")) / 60.0,
-        "wait for the first step, minutes, 95 %": lambda side: _percentile(_all(side, "waits"), 95) / 60.0,
+        "wait for the first step, minutes, 95%": lambda side: _percentile(_all(side, "waits"), 95) / 60.0,
         "wait for the first step, minutes, longest": lambda side: max(_all(side, "waits")) / 60.0,
         "from arrival to end, hours, mean": lambda side: statistics.mean(_all(side, "turnarounds")) / 3600.0,
         "repeated training, %": lambda side: 100.0 * statistics.mean(run.repeated for run in side),

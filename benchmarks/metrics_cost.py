@@ -6,7 +6,7 @@ large as the cost, so the cost is also counted: the waits that the clock times i
 one, and what times and peaks add to a step's report, and in every 50th step the timeline of its slots. A rank that has
 waited continues with cold caches. So each time is taken after other memory was read, which makes it an upper bound. The
 agent's time, in another process, is what it takes to read a report and to update its metrics, which it does for
-several steps at once. The run fails if the counted cost of a rank and of its agent is more than 1 % of the rank's step.
+several steps at once. The run fails if the counted cost of a rank and of its agent is more than 1% of the rank's step.
 
     python -m benchmarks.metrics_cost [--quick] [--json FILE]
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -244,23 +244,7 @@ def main() -> None:
     args = parser.parse_args()
     steps, repeats = (3, 100) if args.quick else (30, 500)
     costs: list[RankCost] = on_ranks(cost_on_rank, demo_run(), steps, repeats)
-    columns = ["rank", "step ms", "with clock ms", "waits", "µs each", "report µs", "rank", "agent µs", "agent", "both"]
-    shown = [
-        [
-            str(rank),
-            f"{1e3 * cost.step:.1f}",
-            f"{1e3 * cost.timed_step:.1f}",
-            cost.waits,
-            f"{1e6 * cost.wait:.2f}",
-            f"{1e6 * cost.report:.0f}",
-            f"{cost.rank_share:.2%}",
-            f"{1e6 * cost.agent:.0f}",
-            f"{cost.agent_share:.2%}",
-            f"{cost.share:.2%}",
-        ]
-        for rank, cost in enumerate(costs)
-    ]
-    table("Thread CPU time of a step and of its metrics, TP 2 x PP 2 x DP 2", columns, shown)
+    _print_table(costs)
     worst = max(cost.share for cost in costs)
     difference = fmean(cost.timed_step / cost.step - 1 for cost in costs)
     noise = fmean(cost.noise / cost.step for cost in costs)
@@ -284,6 +268,26 @@ def main() -> None:
     if worst > LIMIT:
         print(f"more than {LIMIT:.0%}")
         sys.exit(1)
+
+
+def _print_table(costs: Sequence[RankCost]) -> None:
+    columns = ["rank", "step ms", "with clock ms", "waits", "µs each", "report µs", "rank", "agent µs", "agent", "both"]
+    shown = [
+        [
+            str(rank),
+            f"{1e3 * cost.step:.1f}",
+            f"{1e3 * cost.timed_step:.1f}",
+            cost.waits,
+            f"{1e6 * cost.wait:.2f}",
+            f"{1e6 * cost.report:.0f}",
+            f"{cost.rank_share:.2%}",
+            f"{1e6 * cost.agent:.0f}",
+            f"{cost.agent_share:.2%}",
+            f"{cost.share:.2%}",
+        ]
+        for rank, cost in enumerate(costs)
+    ]
+    table("Thread CPU time of a step and of its metrics, TP 2 x PP 2 x DP 2", columns, shown)
 
 
 if __name__ == "__main__":

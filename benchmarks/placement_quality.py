@@ -111,8 +111,8 @@ def small(count: int, seconds: float, numbers: dict[str, object]) -> None:
         f"{count} fragmented clusters of at most 32 nodes against the exact optimum",
         ["", "found", "allowed"],
         [
-            ["mean gap", f"{100 * mean(gaps):.2f} %", "0.5 %"],
-            ["worst gap", f"{100 * max(gaps):.2f} %", "5 %"],
+            ["mean gap", f"{100 * mean(gaps):.2f}%", "0.5%"],
+            ["worst gap", f"{100 * max(gaps):.2f}%", "5%"],
             ["optimum proved", f"{sum(c.proved for c in cases)} of {count}", ""],
         ],
     )
@@ -162,16 +162,16 @@ def large(minutes: float, sizes: Sequence[int], numbers: dict[str, object]) -> N
                 f"{placement.cost:g}",
                 f"{seconds:.2f}",
                 f"{placement.bound:.0f}",
-                f"{100 * (placement.gap or 0.0):.1f} %",
+                f"{100 * (placement.gap or 0.0):.1f}%",
                 f"{best:g}",
                 method,
-                "" if gap is None else f"{100 * gap:.2f} %",
+                "" if gap is None else f"{100 * gap:.2f}%",
             ]
         )
     numbers["large_gap"] = gaps
     table(
         f"Large clusters; other methods in {minutes:g} minutes",
-        ["GPUs", "cost", "seconds", "bound", "above bound at most", "best", "by", "gap to best (allowed 5 %)"],
+        ["GPUs", "cost", "seconds", "bound", "above bound at most", "best", "by", "gap to best (allowed 5%)"],
         rows,
     )
 

@@ -2,7 +2,7 @@
 
 On CPU, in turns, with an interval of the ratio: one process against a loop written by hand; ZeRO-3 on two ranks against
 bare `fully_shard`; a pipeline of two ranks against bare `torch.distributed.pipelining`. Losses of the first steps must
-agree, or the two do not do the same work. Exit status 1 when an overhead is above 3 % for certain.
+agree, or the two do not do the same work. Exit status 1 when an overhead is above 3% for certain.
 
 On a GPU (`--device cuda`, taken where there is one): Llama shapes at 4,096 tokens, tokens a second, MFU, HFU and peak
 memory; see `_gpu_throughput.py`.
@@ -79,7 +79,7 @@ def on_cpu(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> 
         }
         print(f"{name}: {overheads[0]} ({' to '.join(overheads[1:])})", flush=True)
         save(numbers)
-    columns = ["run", "baseline", "ms a step", "baseline", "overhead", "95 % interval", f"of {LIMIT:.0%}"]
+    columns = ["run", "baseline", "ms a step", "baseline", "overhead", "95% interval", f"of {LIMIT:.0%}"]
     table(f"Training step, {pairs} pairs of {steps} steps, one thread a rank, {args.clock} time", columns, rows)
     return slow
 

@@ -52,6 +52,18 @@ def load_mapping(text: str, expected: str) -> dict[str, Any]:
     return document
 
 
+def document_in_values(text: str, key: str, expected: str) -> str:
+    """The document under `key` if `text` has values of the chart, or else `text`, which then is the document itself.
+
+    Raises:
+        ValueError: `text` is not a mapping.
+    """
+    import yaml
+
+    inner = load_mapping(text, expected).get(key)
+    return yaml.safe_dump(inner) if isinstance(inner, dict) else text
+
+
 def problems_of(error: ValidationError) -> str:
     """The first problems, each with the path of its field."""
     return "; ".join(_problem(problem) for problem in error.errors()[:MAX_PROBLEMS])

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import click
 
+from meshwright.administrator import document_in_values
 from meshwright.api.objects import KubeObject
-from meshwright.planner.topology.site import DEFAULT_SITE, FabricError, SiteFabric, parse_fabric
+from meshwright.planner.topology.site import DEFAULT_SITE, FABRIC_DOCUMENT, FabricError, SiteFabric, parse_fabric
 from meshwright_cli.client.api_server import Kind
 from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.errors import ForbiddenError, NotFoundError
@@ -24,7 +25,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def fabric_option(command: F) -> F:
     """Add the option `--fabric`."""
-    text = "Fabric of the site: the document of the chart's value `fabric`. Default: known labels, usual bandwidths."
+    text = (
+        "Fabric of the site: the document of the chart's value `fabric`, or values with it. Default: known labels, "
+        "usual bandwidths."
+    )
     return click.option("--fabric", type=click.Path(path_type=Path), help=text)(command)
 
 
@@ -37,11 +41,23 @@ def read_fabric(path: Path | None) -> SiteFabric:
     if path is None:
         return DEFAULT_SITE
     try:
-        return parse_fabric(path.read_text())
+        return parse_fabric_file(path.read_text())
     except OSError as error:
         raise click.ClickException(f"{path}: {error.strerror}") from error
     except (FabricError, UnicodeDecodeError) as error:
         raise click.ClickException(f"{path}: {error}") from error
+
+
+def parse_fabric_file(text: str) -> SiteFabric:
+    """The fabric of a document, or of values of the chart.
+
+    Raises:
+        FabricError: the document is invalid.
+    """
+    try:
+        return parse_fabric(document_in_values(text, "fabric", FABRIC_DOCUMENT))
+    except ValueError as error:
+        raise FabricError(str(error)) from None
 
 
 async def cluster_documents(client: AsyncClient) -> list[KubeObject]:

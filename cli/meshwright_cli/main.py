@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 try:
     import click
 except ModuleNotFoundError:
@@ -142,5 +144,8 @@ COMMANDS = {
     epilog="Begin with `meshwright demo`, which needs no cluster, or on a cluster with `meshwright doctor`.",
 )
 @click.version_option(package_name="meshwright", prog_name="meshwright")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Plan, place and run parallel training on Kubernetes."""
+    if os.environ.get("NO_COLOR"):
+        context.color = False

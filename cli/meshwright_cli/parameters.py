@@ -1,8 +1,12 @@
-"""Types of options that several commands have."""
+"""Parameters that several commands have."""
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -22,3 +26,19 @@ class Duration(click.ParamType[float]):
         return float(
             self.fail(f"`{value}` is not a duration: use a number of seconds, or units as in 90s, 10m or 1h30m")
         )
+
+
+def manifest_parameter(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the argument MANIFEST, and `-f` for the same. The command gets the path as `manifest`."""
+
+    @click.argument("manifest", metavar="MANIFEST", type=click.Path(path_type=Path), required=False)
+    @click.option("-f", "--filename", type=click.Path(path_type=Path), help="The same as MANIFEST, as in kubectl.")
+    @functools.wraps(function)
+    def with_manifest(*args: Any, manifest: Path | None, filename: Path | None, **more: Any) -> Any:
+        given = [path for path in (manifest, filename) if path is not None]
+        if len(given) != 1:
+            name = click.get_current_context().info_name
+            raise click.UsageError(f"exactly one manifest is needed: `{name} FILE`, or `{name} -f FILE`")
+        return function(*args, manifest=given[0], **more)
+
+    return with_manifest

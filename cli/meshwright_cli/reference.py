@@ -75,7 +75,10 @@ def _prose(command: click.Command) -> Iterator[str]:
     for index, paragraph in enumerate(paragraphs):
         if index:
             yield ""
-        yield from textwrap.wrap(" ".join(paragraph.replace("\b", "").split()), WIDTH, break_on_hyphens=False)
+        if paragraph.startswith("\b"):  # click prints such a paragraph as it is
+            yield from ("```text figure", *paragraph.removeprefix("\b\n").splitlines(), "```")
+            continue
+        yield from textwrap.wrap(" ".join(paragraph.split()), WIDTH, break_on_hyphens=False)
 
 
 def _option(option: click.Option, context: click.Context) -> str:

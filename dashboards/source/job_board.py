@@ -119,7 +119,25 @@ def _training() -> Row:
         f"{value} * " + conditions(f'{JOB},status="{status}"', "type")
         for value, status in (("1", "True"), ("0", "False"), ("2", "Unknown"))
     ).replace("1 * max", "max")
-    stats = [
+    return Row(
+        "Is it training?",
+        [
+            *_progress_stats(),
+            *_loss_stats(),
+            state_timeline(
+                "Conditions",
+                "Conditions of the job over time. Red: a condition that reports a problem is True.",
+                Query(found, "{{type}}"),
+                states=STATES,
+                alarming="/Stalled|Failed/",
+            ),
+        ],
+    )
+
+
+def _progress_stats() -> list[Any]:
+    """How far the job is."""
+    return [
         single_stat(
             "Ranks that train",
             "Ranks that train, of all ranks of the job.",
@@ -148,6 +166,12 @@ def _training() -> Row:
             Query(f"max(ptj_job_eta_seconds{{{JOB}}})", "time left"),
             span=3,
         ),
+    ]
+
+
+def _loss_stats() -> list[Any]:
+    """How much of its time is lost, and what a failure would cost now."""
+    return [
         single_stat(
             "Goodput, 1 hour",
             "Share of the last hour that was spent on steps that count. Time of suspension does not count.",
@@ -185,19 +209,6 @@ def _training() -> Row:
             span=6,
         ),
     ]
-    return Row(
-        "Is it training?",
-        [
-            *stats,
-            state_timeline(
-                "Conditions",
-                "Conditions of the job over time. Red: a condition that reports a problem is True.",
-                Query(found, "{{type}}"),
-                states=STATES,
-                alarming="/Stalled|Failed/",
-            ),
-        ],
-    )
 
 
 def _goodput(window: str) -> str:
@@ -285,86 +296,97 @@ def _slow_ranks() -> Row:
 
 
 def _time() -> Row:
-    return Row(
-        "Where does the time go?",
-        [
-            time_series(
-                "Time by cause",
-                "Share of the time that each cause takes. Training is time on steps that count; the others are lost.",
-                "percentunit",
-                Query(
-                    f"sum by (cause) (increase(ptj_job_seconds_total{{{JOB}}}[5m]))"
-                    f" / on () group_left () sum(increase(ptj_job_seconds_total{{{JOB}}}[5m]))",
-                    "{{cause}}",
-                ),
-                stacked=True,
-                colors=CAUSE_COLORS,
-                maximum=1,
+    return Row("Where does the time go?", [*_time_by_cause(), *_time_of_steps(), *_time_of_checkpoints_and_starts()])
+
+
+def _time_by_cause() -> list[Any]:
+    return [
+        time_series(
+            "Time by cause",
+            "Share of the time that each cause takes. Training is time on steps that count; the others are lost.",
+            "percentunit",
+            Query(
+                f"sum by (cause) (increase(ptj_job_seconds_total{{{JOB}}}[5m]))"
+                f" / on () group_left () sum(increase(ptj_job_seconds_total{{{JOB}}}[5m]))",
+                "{{cause}}",
             ),
-            bars(
-                "Time by cause, whole run",
-                "Seconds of the job's life by cause.",
-                "s",
-                Query(f"sort_desc(sum by (cause) (ptj_job_seconds_total{{{JOB}}}))", "{{cause}}", instant=True),
-                colors=CAUSE_COLORS,
+            stacked=True,
+            colors=CAUSE_COLORS,
+            maximum=1,
+        ),
+        bars(
+            "Time by cause, whole run",
+            "Seconds of the job's life by cause.",
+            "s",
+            Query(f"sort_desc(sum by (cause) (ptj_job_seconds_total{{{JOB}}}))", "{{cause}}", instant=True),
+            colors=CAUSE_COLORS,
+        ),
+    ]
+
+
+def _time_of_steps() -> list[Any]:
+    return [
+        time_series(
+            "Time of a step by phase",
+            "Share of the time of steps that each phase takes: mean of the ranks. Communication is the part that "
+            "no computation hides.",
+            "percentunit",
+            Query(
+                f"{rate('ptj_step_phase_seconds_total', JOB, 'phase')}"
+                f" / on () group_left () {rate('ptj_step_phase_seconds_total', JOB)}",
+                "{{phase}}",
             ),
-            time_series(
-                "Time of a step by phase",
-                "Share of the time of steps that each phase takes: mean of the ranks. Communication is the part that "
-                "no computation hides.",
-                "percentunit",
-                Query(
-                    f"{rate('ptj_step_phase_seconds_total', JOB, 'phase')}"
-                    f" / on () group_left () {rate('ptj_step_phase_seconds_total', JOB)}",
-                    "{{phase}}",
-                ),
-                stacked=True,
-                maximum=1,
-                span=8,
-            ),
-            time_series(
-                "What limits the steps",
-                "What takes the largest part of recent steps, and how much of them: computation, data, a slow rank, "
-                "communication of a dimension, or the pipeline. As in `status.limit`.",
-                "percentunit",
-                Query(f"max by (limit, dimension) (ptj_job_step_limit_ratio{{{JOB}}})", "{{limit}} {{dimension}}"),
-                maximum=1,
-                span=8,
-            ),
-            time_series(
-                "Pipeline bubble",
-                "Part of the time in which ranks wait for other stages of the pipeline: as measured (mean of ranks), "
-                "and as simulated for stages of equal time. Empty without a pipeline.",
-                "percentunit",
-                Query(f"avg(ptj_pipeline_bubble_measured_ratio{{{JOB}}})", "measured"),
-                Query(f"max(ptj_pipeline_bubble_simulated_ratio{{{JOB}}})", "simulated"),
-                span=8,
-            ),
-            time_series(
-                "Wait for data",
-                "Share of the time in which steps wait for data: mean and the slowest rank.",
-                "percentunit",
-                Query(f"avg(rate(ptj_data_wait_seconds_total{{{JOB}}}[{RATE}]))", "mean"),
-                Query(f"max(rate(ptj_data_wait_seconds_total{{{JOB}}}[{RATE}]))", "slowest rank"),
-                span=8,
-            ),
-            time_series(
-                "Time of checkpoints",
-                "Mean time to save a checkpoint until it is durable, and to load one.",
-                "s",
-                Query(_mean_over("ptj_checkpoint_duration_seconds", "op"), "{{op}}"),
-                span=8,
-            ),
-            time_series(
-                "Phases of the last start",
-                "Time of each phase of the last start of the ranks.",
-                "s",
-                Query(f"max by (phase) (ptj_startup_phase_seconds{{{JOB}}})", "{{phase}}"),
-                stacked=True,
-                span=8,
-            ),
-        ],
-    )
+            stacked=True,
+            maximum=1,
+            span=8,
+        ),
+        time_series(
+            "What limits the steps",
+            "What takes the largest part of recent steps, and how much of them: computation, data, a slow rank, "
+            "communication of a dimension, or the pipeline. As in `status.limit`.",
+            "percentunit",
+            Query(f"max by (limit, dimension) (ptj_job_step_limit_ratio{{{JOB}}})", "{{limit}} {{dimension}}"),
+            maximum=1,
+            span=8,
+        ),
+        time_series(
+            "Pipeline bubble",
+            "Part of the time in which ranks wait for other stages of the pipeline: as measured (mean of ranks), "
+            "and as simulated for stages of equal time. Empty without a pipeline.",
+            "percentunit",
+            Query(f"avg(ptj_pipeline_bubble_measured_ratio{{{JOB}}})", "measured"),
+            Query(f"max(ptj_pipeline_bubble_simulated_ratio{{{JOB}}})", "simulated"),
+            span=8,
+        ),
+        time_series(
+            "Wait for data",
+            "Share of the time in which steps wait for data: mean and the slowest rank.",
+            "percentunit",
+            Query(f"avg(rate(ptj_data_wait_seconds_total{{{JOB}}}[{RATE}]))", "mean"),
+            Query(f"max(rate(ptj_data_wait_seconds_total{{{JOB}}}[{RATE}]))", "slowest rank"),
+            span=8,
+        ),
+    ]
+
+
+def _time_of_checkpoints_and_starts() -> list[Any]:
+    return [
+        time_series(
+            "Time of checkpoints",
+            "Mean time to save a checkpoint until it is durable, and to load one.",
+            "s",
+            Query(_mean_over("ptj_checkpoint_duration_seconds", "op"), "{{op}}"),
+            span=8,
+        ),
+        time_series(
+            "Phases of the last start",
+            "Time of each phase of the last start of the ranks.",
+            "s",
+            Query(f"max by (phase) (ptj_startup_phase_seconds{{{JOB}}})", "{{phase}}"),
+            stacked=True,
+            span=8,
+        ),
+    ]
 
 
 def _mean_over(histogram: str, *by: str) -> str:

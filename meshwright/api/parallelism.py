@@ -135,7 +135,7 @@ class ParallelismSpec(ApiModel):
     `Ring` and `Ulysses` once."""
     context_method: ContextMethod | None = None
     """How the GPUs of a context group compute attention. Defaults to `RingZigZag`, or to `Ulysses` or `AllGather` if
-    that fits and is estimated to be more than 1 % faster. `RingZigZag`: keys and values move around the ring of GPUs,
+    that fits and is estimated to be more than 1% faster. `RingZigZag`: keys and values move around the ring of GPUs,
     with even work for causal attention. `Ring`: the same with consecutive tokens. `Ulysses`: GPUs exchange tokens for
     heads. `AllGather`: keys and values are gathered. `RingUlysses`: groups of `ulysses` GPUs exchange heads, in a ring.
     """
@@ -144,13 +144,13 @@ class ParallelismSpec(ApiModel):
     divide `context`; times `tensor` it must divide `model.heads`."""
     schedule: PipelineSchedule | None = None
     """Order in which a pipeline runs its micro-batches. Defaults to `1F1B`, or to a synchronous schedule that fits and
-    is estimated to be more than 1 % faster. `Naive`: one micro-batch at a time. `GPipe`, `1F1B` (PipeDream-Flush),
+    is estimated to be more than 1% faster. `Naive`: one micro-batch at a time. `GPipe`, `1F1B` (PipeDream-Flush),
     `Interleaved1F1B`, `LoopedBFS`. With a split backward pass: `ZBH1`, `ZBH2`, `ZBV`, and `Automatic`, searched for the
     measured times of the job's own stages. With overlapping forward and backward passes: `DualPipe`, `DualPipeV`.
     Without a flush, and so with stale weights: `PipeDream`, `PipeDream2BW`. docs/pipelines.md names the papers."""
     virtual_stages: Annotated[int, Field(ge=2, le=64)] | None = None
     """Number of stages of one rank. Only allowed with `Interleaved1F1B` and `LoopedBFS`. Defaults to 2, or to 4 if
-    that fits and is estimated to be more than 1 % faster. Rules assume 2 until it is chosen."""
+    that fits and is estimated to be more than 1% faster. Rules assume 2 until it is chosen."""
     layer_split: Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(min_length=1, max_length=1024)] | None = (
         None
     )
@@ -159,7 +159,7 @@ class ParallelismSpec(ApiModel):
     stage_balance: StageBalance = StageBalance.LAYERS
     """What is distributed evenly over the stages. `Layers`: the number of layers. `Flops`: the work, with the last
     stage's output projection. `Measured` (Experimental): the same, and once the first steps are timed, their times: if
-    that makes the slowest rank at least 3 % faster, the ranks restart once, from a checkpoint, with other layers."""
+    that makes the slowest rank at least 3% faster, the ranks restart once, from a checkpoint, with other layers."""
     rematerialize: bool = False
     """Store only the input of each stage for a micro-batch, and recompute the stage before its backward pass (GPipe,
     arXiv 1811.06965, section 2.3)."""

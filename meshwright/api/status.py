@@ -450,7 +450,7 @@ class StepLimit(ApiModel):
     """`Data`: ranks wait for samples. `Rank`: one rank computes longer than its peers. `Communication`: ranks wait for
     collectives of one dimension. `Pipeline`: ranks wait for other stages. `Compute`: none of these."""
     percent: Annotated[int, Field(ge=0, le=100)]
-    """Its part of a step, in steps of 5 %."""
+    """Its part of a step, in steps of 5%."""
     dimension: Annotated[str, Field(max_length=16)] = ""
     """The dimension of `Communication`: `tensor`, `context`, `expert` or `data`."""
     rank: Count | None = None

@@ -127,7 +127,7 @@ class AnomaliesSpec(ApiModel):
     """The same for a spike: a loss or gradient norm above the mean of the window by more than `spikeSigmas` standard
     deviations; the norm also at least five times the mean. By default spikes are not looked for."""
     spike_sigmas: Annotated[float, Field(ge=1, le=1000)] = 6.0
-    """Standard deviations from which on a step is a spike. A standard deviation counts as at least 1 % of the mean."""
+    """Standard deviations from which on a step is a spike. A standard deviation counts as at least 1% of the mean."""
     window: Annotated[int, Field(ge=8, le=1024)] = 128
     """Number of updates before a step that it is compared with. No step is a spike before half as many."""
     go_back_steps: Annotated[int, Field(ge=1, le=1000000)] = 100

@@ -207,8 +207,8 @@ class Automatic(PipelineScheduleKind):
 
         With a limit of as many micro-batches as stages it is that of ZB-H1, and each further micro-batch fills the wait
         with one more gradient of weights. With a smaller limit a rank's micro-batches go to the last stage and back
-        before others can start. The last stage always waits for the first forward passes. The formula is within 5 % of
-        a step of the search if the limit is at least `ranks`, and within 15 % below that.
+        before others can start. The last stage always waits for the first forward passes. The formula is within 5% of
+        a step of the search if the limit is at least `ranks`, and within 15% below that.
         """
         room = min(shape.limit, shape.micro_batches)
         round_trip = times.forward + times.backward_input

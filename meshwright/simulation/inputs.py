@@ -68,7 +68,7 @@ class FaultKind(ApiModel):
     detection: Duration | None = None
     """Time from the failure to the operator's decision. Without it, that of a hang: `recovery.hangTimeoutSeconds`."""
     repair: Duration = Spread(median=36000.0, sigma=2.7, longest=30 * 86400.0)
-    """Time until the nodes are available again: median 10 h, 10 % above 14 days (arXiv 2402.06194), at most 30."""
+    """Time until the nodes are available again: median 10 h, 10% above 14 days (arXiv 2402.06194), at most 30."""
     restart: Duration | None = None
     """Time from the decision to the next step. Without it, it is the sum of the phases."""
     pods: bool = False
@@ -91,7 +91,7 @@ DEFAULT_FAULTS: dict[str, FaultKind] = {
     "rack": FaultKind(share=0.02, cause="NodeLost", nodes=4, detection=60.0, repair=Spread(median=7200.0, sigma=1.0)),
     "maintenance": FaultKind(share=0.1, cause="NodeDrained", nodes=1, detection=0.0, repair=3600.0, planned=True),
 }
-"""75 % of stops need no other node (arXiv 2401.00134), planned stops are 10 % more (arXiv 2407.21783, table 5)."""
+"""75% of stops need no other node (arXiv 2401.00134), planned stops are 10% more (arXiv 2407.21783, table 5)."""
 
 
 class Phases(ApiModel):
@@ -134,7 +134,7 @@ class MemoryTier(ApiModel):
     every_steps: Annotated[int, Field(ge=1, le=1000000)] = 1
     """Steps between two copies."""
     overhead: Share = 0.009
-    """Share of the training time that copies cost (arXiv 2509.16293: below 0.9 % for a copy in every step)."""
+    """Share of the training time that copies cost (arXiv 2509.16293: below 0.9% for a copy in every step)."""
     durable: NotNegative = 0.0
     """Time until a copy is complete."""
 

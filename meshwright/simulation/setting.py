@@ -10,7 +10,7 @@ from meshwright.rules.recovery_times import hang_timeout
 from meshwright.simulation.inputs import Duration, FaultKind, Inputs, mean
 
 LEAVE_SECONDS = 0.012
-"""95 % of the ranks that survive a loss leave their collectives within this time
+"""95% of the ranks that survive a loss leave their collectives within this time
 (`benchmarks/results/recovery-4.json`).
 """
 

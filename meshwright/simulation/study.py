@@ -44,7 +44,7 @@ class Result:
 
     @property
     def error(self) -> float:
-        """Half of the 95 % confidence interval of the goodput, as of a ratio of two means."""
+        """Half of the 95% confidence interval of the goodput, as of a ratio of two means."""
         if len(self.outcomes) < 2:
             return math.inf
         goodput, mean = self.goodput, statistics.fmean(one.elapsed for one in self.outcomes)

@@ -35,7 +35,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line, followed by its traceback, if any."""
         text = "".join(f" {key}={_value(value)}" for key, value in _fields(record).items())
-        line = f"{_time(record)} {record.levelname.lower():7} {record.getMessage()}{text}"
+        line = f"{_time(record)} {record.levelname.lower():7} {_one_line(record.getMessage())}{text}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -77,4 +77,9 @@ def _time(record: logging.LogRecord) -> str:
 
 def _value(value: object) -> str:
     text = str(value)
-    return repr(text) if not text or any(c.isspace() or c == '"' for c in text) else text
+    return repr(text) if not text.isprintable() or not text or any(c in ' "' for c in text) else text
+
+
+def _one_line(message: str) -> str:
+    """The message with control characters escaped: an event may repeat what a user's pod has written."""
+    return message if message.isprintable() else repr(message)[1:-1]

@@ -35,6 +35,18 @@ def test_unknown_command_is_an_error():
     assert "No such command" in result.output
 
 
+@pytest.mark.parametrize(("value", "colored"), [("1", False), ("", True)])
+def test_no_color_turns_colors_off_in_a_terminal(value, colored, monkeypatch):
+    @click.command()
+    def red():
+        click.echo(click.style("red", fg="red"))
+
+    monkeypatch.setitem(main._lazy, "red", LazyCommand("tests.red:red", "Red.", ""))
+    monkeypatch.setattr("meshwright_cli.lazy_group.load", lambda name, entry: red)
+    result = CliRunner().invoke(main, ["red"], env={"NO_COLOR": value}, color=True)
+    assert ("\x1b[" in result.output) is colored
+
+
 def test_missing_dependency_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "needs_absent.py").write_text("import a_package_that_is_absent\n")
     monkeypatch.syspath_prepend(str(tmp_path))

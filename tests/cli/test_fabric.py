@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from meshwright_cli.doctor.capacity import check_fabric
 from meshwright_cli.doctor.facts import Facts
+from meshwright_cli.fabric import read_fabric
 from meshwright_cli.main import main
 from tests.cli.test_plan import job
 
@@ -55,6 +56,15 @@ def test_a_wrong_document_is_named_with_its_field(tmp_path: Path) -> None:
     assert "No such file" in command("validate", "--fabric", tmp_path / "none.yaml").output
     assert command("validate", "--fabric", FABRIC).output == f"{FABRIC}: fabric of the site: valid\n"
     assert command("validate").exit_code == 2
+
+
+def test_the_fabric_may_be_in_values_of_the_chart(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump({"operator": {}, "fabric": yaml.safe_load(FABRIC.read_text())}))
+    assert read_fabric(values) == read_fabric(FABRIC)
+    assert command("validate", "--fabric", values).exit_code == 0
+    values.write_text("fabric: {levels: {rack: {gigabytesPerSecond: fast}}}")
+    assert "`levels.rack.gigabytesPerSecond`" in command("validate", "--fabric", values).output
 
 
 def test_explain_allreduce_takes_the_document(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from meshwright_cli.explain.cluster import ClusterView
 from meshwright_cli.explain.job import explanation, facts
 from meshwright_cli.jobs.goodput import Ledger
 from meshwright_cli.jobs.list_view import list_lines
+from meshwright_cli.jobs.output import line_as_lines, wrapped
 from meshwright_cli.jobs.placement_tree import placement_tree
 from meshwright_cli.jobs.status_view import JobView, next_step, status_lines
 from meshwright_cli.jobs.top_view import TopView, top_lines
@@ -58,6 +59,37 @@ def test_status_fits_the_terminal(columns, workers):
     lines = status_lines(JobView(made(status), pods(*["Running"] * workers)), NOW, columns)
     assert max(len(click.unstyle(line)) for line in lines) <= columns + (30 if workers == 128 else 0)
     assert len(lines) <= 40
+
+
+def test_a_command_in_a_message_stays_on_one_line():
+    command = "`meshwright crd | kubectl apply --server-side -f -`"
+    lines = wrapped(f"Install the chart, or only the definition: {command} for all of its namespaces", 40)
+    assert command in lines
+    assert all(len(line) <= 40 for line in lines if line != command)
+
+
+def test_a_terminal_wraps_sentences_of_a_report_but_no_drawing_of_a_node():
+    sentence, drawing = (
+        "  - DP 4: set by `replicas`, as in the manifest",
+        "  └─ node w0   [0 d0p0t0] [1 d0p0t1] [2 d0p0t2]",
+    )
+    assert line_as_lines(sentence, 30) == ["  - DP 4: set by `replicas`,", "    as in the manifest"]
+    assert line_as_lines(drawing, 30) == [drawing]
+    assert line_as_lines(sentence, None) == [sentence]
+    assert line_as_lines("", 30) == [""]
+
+
+def test_an_explanation_says_nothing_twice():
+    cluster = ClusterView(nodes=[node("n0", gpus=2)])
+    workers = {"image": "w:1", "gpusPerWorker": 8}
+
+    def waiting(message: str) -> Job:
+        unplaced = [condition("Placed", "False", "InvalidSpec", message)]
+        return made({"state": "Placing", "conditions": unplaced}, workers=workers)
+
+    why = dict(facts(waiting("another reason"), cluster))["Plan"]
+    assert "gpusPerWorker" in why
+    assert " ".join(explanation(waiting(why), [], cluster, 500)).count(why) == 1
 
 
 def test_a_job_that_no_operator_has_reported_on_says_how_to_find_out():
@@ -134,7 +166,7 @@ def test_the_ledger_counts_the_time_since_the_last_booking():
     assert ledger is not None
     assert ledger.seconds == {"Suspended": 10_000, "Training": 180, "Queued": 60}
     assert ledger.ratio == pytest.approx(180 / 240)
-    assert str(ledger) == "75 %: Suspended 2h46m, Training 3m, Queued 60s"
+    assert str(ledger) == "75%: Suspended 2h46m, Training 3m, Queued 60s"
 
 
 def test_the_next_step_depends_on_the_state():
@@ -257,11 +289,11 @@ def test_the_recorded_failure_is_chosen_and_pointed_to():
 @pytest.mark.parametrize(
     ("limit", "text"),
     [
-        ({"kind": "Compute", "percent": 80}, "computation, 80 % of a step"),
-        ({"kind": "Communication", "percent": 35, "dimension": "data"}, "communication of the dimension `data`, 35 %"),
+        ({"kind": "Compute", "percent": 80}, "computation, 80% of a step"),
+        ({"kind": "Communication", "percent": 35, "dimension": "data"}, "communication of the dimension `data`, 35%"),
         ({"kind": "Rank", "percent": 20, "rank": 3}, "rank 3, which computes longer than the other ranks of its stage"),
-        ({"kind": "Pipeline", "percent": 25, "stage": 1}, "the pipeline: ranks wait for stage 1, 25 % of a step"),
-        ({"kind": "Data", "percent": 55, "rank": 2}, "data: rank 2 waits for samples, 55 % of a step"),
+        ({"kind": "Pipeline", "percent": 25, "stage": 1}, "the pipeline: ranks wait for stage 1, 25% of a step"),
+        ({"kind": "Data", "percent": 55, "rank": 2}, "data: rank 2 waits for samples, 55% of a step"),
     ],
 )
 def test_what_limits_a_step_is_shown_while_the_job_trains(limit, text):

@@ -55,6 +55,15 @@ def run(*words: object) -> Result:
     return CliRunner().invoke(main, ["plan", *map(str, words)])
 
 
+def test_the_manifest_is_an_argument_or_an_option(manifest):
+    by_argument, by_option = run(manifest, "--gpus", 16), run("-f", manifest, "--gpus", 16)
+    assert by_argument.exit_code == 0
+    assert by_argument.output == by_option.output
+    for wrong in (run(), run(manifest, "-f", manifest)):
+        assert wrong.exit_code == 2
+        assert "exactly one manifest is needed: `plan FILE`, or `plan -f FILE`" in wrong.output
+
+
 @pytest.mark.parametrize(
     "text",
     ["metadata: {creationTimestamp: 2020-13-41}", f"spec: {{replicas: {'9' * 5000}}}", "[" * 500],

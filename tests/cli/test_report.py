@@ -110,7 +110,7 @@ def test_the_page_of_a_running_pipeline_has_the_measured_timeline_below_the_simu
     page = render(page_of(replace(job_inputs(), measured=step)))
     assert page.index("Simulated with") < page.index("Measured timeline of step 52 on 4 pipeline ranks")
     # From the first start to the last end 590 us, of which each rank computes 270.
-    assert "Step 52 of the first pipeline took 0.00059 s. Ranks waited <b>54.2 %</b> of the time." in page
+    assert "Step 52 of the first pipeline took 0.00059 s. Ranks waited <b>54.2%</b> of the time." in page
     assert page.count('aria-label="Measured timeline of the pipeline"') == 1
     assert "Measured timeline" not in render(page_of(job_inputs()))
 

@@ -199,7 +199,7 @@ def test_a_ledger_is_shown_next_to_its_simulation(tmp_path: Path) -> None:
         (("-f", PRODUCTION, "--replay"), "`status` is missing: use the output of `kubectl get ptj NAME -o yaml`"),
         (("-f", EXAMPLES / "torch-ddp.yaml", "--mtbf", "8h"), "--interval: required for a job with `runtime.command`"),
         (("-f", "missing.yaml"), "No such file"),
-        (("--nodes", 3), "Missing option '-f'"),
+        (("--nodes", 3), "exactly one manifest is needed: `simulate FILE`, or `simulate -f FILE`"),
     ],
 )
 def test_a_wrong_option_is_explained(words: tuple[object, ...], message: str) -> None:

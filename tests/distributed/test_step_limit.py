@@ -36,7 +36,7 @@ def limit(pool: RankPool, text: Path, layout: dict[str, Any], *slow: Any) -> Ste
 
 
 def check_parts(steps: list[Any]) -> None:
-    """The parts of all steps of a rank sum to their time within 5 %."""
+    """The parts of all steps of a rank sum to their time within 5%."""
     total = sum(step.seconds for step in steps)
     parts = sum(
         step.data_seconds + step.times.compute + step.times.update + sum(step.times.waits.values()) for step in steps

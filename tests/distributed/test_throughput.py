@@ -21,7 +21,7 @@ SHORT = {"globalBatchSize": 4, "sequenceLength": 16}
 
 def test_a_ratio_is_the_median_between_two_of_its_pairs() -> None:
     ratio = ratio_of([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 1000.0], [1.0] * 10)
-    # 2 (1 + 10) / 2^10 is below 5 %, 2 (1 + 10 + 45) / 2^10 is above: the second from either end.
+    # 2 (1 + 10) / 2^10 is below 5%, 2 (1 + 10 + 45) / 2^10 is above: the second from either end.
     assert (ratio.low, ratio.median, ratio.high) == (2.0, 5.5, 9.0)
 
 
@@ -32,7 +32,7 @@ def test_the_interval_holds_the_true_ratio_as_often_as_it_says() -> None:
         ours = [1.02 * draw.lognormvariate(0, 0.1) for _ in range(15)]
         ratio = ratio_of(ours, [draw.lognormvariate(0, 0.1) for _ in range(15)])
         held += ratio.low <= 1.02 <= ratio.high
-    assert 945 <= held <= 985  # 96.5 % by the binomial
+    assert 945 <= held <= 985  # 96.5% by the binomial
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "within"), (1.05, "above"), (1.03, "undecided")])

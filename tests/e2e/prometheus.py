@@ -15,12 +15,17 @@ from typing import Any
 import aiohttp
 import yaml
 
+from meshwright.api.labels import LABEL_JOB
 from meshwright.api.objects import KubeObject
 from meshwright_cli.child_processes import Program, Programs
 from meshwright_cli.demo.setup import free_port, wait_until_ready
 
 PROMETHEUS = shutil.which("prometheus")
 SCRAPE_SECONDS = 1
+JOB_LABEL = "__meta_kubernetes_pod_label_meshwright_dev_job_name"
+JOB_NAME = [{"source_labels": [JOB_LABEL], "target_label": "job_name"}]
+WITHOUT_CLAIMED_LABELS = [{"action": "labeldrop", "regex": "exported_(namespace|job_name)"}]
+"""What the chart's PodMonitor does with the labels of worker pods."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +93,23 @@ def discovered(pods: Sequence[KubeObject]) -> list[dict[str, Any]]:
         ports = [port for container in pod["spec"]["containers"] for port in container.get("ports", ())]
         numbers = [port["containerPort"] for port in ports if port.get("name") == "metrics"]
         if address and numbers:
-            where = {"namespace": pod["metadata"]["namespace"], "pod": name}
+            where = {
+                "namespace": pod["metadata"]["namespace"],
+                "pod": name,
+                JOB_LABEL: pod["metadata"]["labels"][LABEL_JOB],
+            }
             found.append({"targets": [f"{address}:{number}" for number in numbers], "labels": where})
     return found
+
+
+def workers(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The scrape configuration of worker pods, which `found` discovers, as the chart's PodMonitor makes it."""
+    return {
+        "job_name": "workers",
+        **found,
+        "relabel_configs": JOB_NAME,
+        "metric_relabel_configs": WITHOUT_CLAIMED_LABELS,
+    }
 
 
 def configuration(operator: str, exporter: str, rules: Path) -> dict[str, Any]:
@@ -102,7 +121,7 @@ def configuration(operator: str, exporter: str, rules: Path) -> dict[str, Any]:
         "rule_files": [str(rules)],
         "scrape_configs": [
             {"job_name": "operator", "honor_labels": True, "static_configs": [{"targets": [operator]}]},
-            {"job_name": "workers", "honor_labels": True, "http_sd_configs": [pods]},
+            workers({"http_sd_configs": [pods]}),
             {"job_name": "dcgm", "static_configs": [own]},
             {"job_name": "dcgm-honored", "honor_labels": True, "static_configs": [own]},
         ],

@@ -120,7 +120,7 @@ def check_restarts(status: ParallelTrainingJobStatus, faults: Faults) -> None:
 
 
 async def check_time(stage: Stage, status: ParallelTrainingJobStatus) -> tuple[float, dict[str, float]]:
-    """Booked seconds add up to the life of the job within 1 %. Return its seconds, and those of each cause."""
+    """Booked seconds add up to the life of the job within 1%. Return its seconds, and those of each cause."""
     created = (await stage.client.get(JOBS, NAME, NAMESPACE))["metadata"]["creationTimestamp"]
     ended = next(c.last_transition_time for c in status.conditions if c.type == COMPLETE)
     wall = (moment(ended) - moment(created)).total_seconds()

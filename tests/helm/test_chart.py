@@ -16,6 +16,7 @@ from meshwright.crd.definition import custom_resource_definition
 from meshwright.planner.topology.site import parse_fabric
 from meshwright_operator import settings
 from meshwright_operator.feature_gates import FeatureGates
+from tests.e2e.prometheus import JOB_NAME, WITHOUT_CLAIMED_LABELS
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "meshwright"
@@ -327,8 +328,14 @@ def test_monitoring_is_off_unless_one_value_turns_it_on():
     assert len(on) == len(off) + 6
 
 
+def _scrape_config(relabeling):
+    """A relabeling of the Prometheus Operator, as Prometheus's own configuration has it."""
+    names = {"sourceLabels": "source_labels", "targetLabel": "target_label"}
+    return {names.get(name, name): value for name, value in relabeling.items()}
+
+
 @needs_helm
-def test_prometheus_finds_the_operator_and_its_workers_and_keeps_their_labels():
+def test_prometheus_finds_the_operator_and_its_workers_and_believes_the_labels_of_the_first_only():
     found = render("monitoring.enabled=true", "monitoring.labels.release=kps", "monitoring.scrape.interval=15s")
     monitor, service = found["ServiceMonitor", "mw-meshwright"], found["Service", "mw-meshwright"]
     assert monitor["metadata"]["labels"]["release"] == "kps"
@@ -338,7 +345,10 @@ def test_prometheus_finds_the_operator_and_its_workers_and_keeps_their_labels():
     assert "metrics" in {port["name"] for port in service["spec"]["ports"]}
     spec = found["PodMonitor", "mw-meshwright-workers"]["spec"]
     assert spec["namespaceSelector"] == {"any": True}
-    assert spec["podMetricsEndpoints"] == [endpoint]
+    (workers,) = spec["podMetricsEndpoints"]
+    assert workers.items() >= {**endpoint, "honorLabels": False}.items()
+    assert [_scrape_config(one) for one in workers["relabelings"]] == JOB_NAME
+    assert [_scrape_config(one) for one in workers["metricRelabelings"]] == WITHOUT_CLAIMED_LABELS
     assert spec["selector"]["matchExpressions"] == [{"key": labels.LABEL_JOB, "operator": "Exists"}]
     named = render("monitoring.enabled=true", "watchNamespaces={red,blue}")["PodMonitor", "mw-meshwright-workers"]
     assert named["spec"]["namespaceSelector"] == {"matchNames": ["red", "blue"]}

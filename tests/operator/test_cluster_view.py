@@ -51,7 +51,7 @@ def test_changes_give_what_counting_from_scratch_gives(seed: int) -> None:
             assert free.has_capacity(plan, {}) is fits
         for job in "abc":
             others = requested_by_node([one for one in pods.values() if one.job_uid != job], GPU)[0]
-            changed = free.without(view.used_by_job(job, GPU))
+            changed = free.without(view.used_by_job("ns", job, GPU))
             without = empty.holding(others)
             for plan in plans:
                 fits = FreeCapacity(plan, without, {}).total_blocks() >= GangShape(plan).blocks

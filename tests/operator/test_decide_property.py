@@ -26,10 +26,12 @@ from meshwright_operator.decide.agents import Agents, ReceivedReport, WaitingAge
 from meshwright_operator.decide.applied_spec import revision_of
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
+from meshwright_operator.decide.goodput import update_goodput
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.observed import Observed, Rejection
 from meshwright_operator.decide.placement_outcome import Granted, NotGranted, apply_grant
 from meshwright_operator.kube.pod_info import Pod
+from meshwright_operator.timestamps import format_time, parse_time, unix_milliseconds
 from tests.operator.builders import JOB, NOW, observed, spec
 from tests.operator.builders import pod as make_pod
 from tests.operator.support import node
@@ -146,6 +148,7 @@ class Life(RuleBasedStateMachine):
         decision = decide(seen)
         if decision.place is not None:
             self._place(decision)
+        update_goodput(decision, format_time(NOW))
         self.status = ParallelTrainingJobStatus.model_validate(decision.status.wire())
         self._announce(seen, decision)
         self.rejection = None
@@ -221,6 +224,19 @@ class Life(RuleBasedStateMachine):
         for worker in range(WORKERS):
             live = [pod.name for pod in self._of(worker) if not pod.terminal and not self._was_lost(pod)]
             assert len(live) <= 1, live
+
+    @invariant()
+    def all_time_is_booked_once(self) -> None:
+        ledger = self.status.goodput
+        if ledger is None:
+            return
+        until = parse_time(ledger.since)
+        assert until is not None
+        booked = sum(entry.milliseconds for entry in ledger.booked)
+        assert booked == unix_milliseconds(until) - unix_milliseconds(NOW), ledger
+        assert until <= self.now
+        finished = self.status.completion_time is not None
+        assert finished == (ledger.cause == ""), (ledger, self.status.conditions)
 
     # Helpers.
 

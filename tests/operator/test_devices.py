@@ -22,6 +22,7 @@ from meshwright_operator.kube.cache import Cache
 from meshwright_operator.kube.client import ApiError, KubeClient, Page
 from meshwright_operator.kube.pod_requests import read_pod_request, request_json_for
 from meshwright_operator.kube.watch_liveness import WatchLiveness
+from meshwright_operator.manifests.owned_objects import owner_reference
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from tests.operator.support import node, until
 
@@ -154,8 +155,17 @@ def test_nodes_of_the_cache_have_their_devices_until_these_are_gone() -> None:
 def test_a_worker_pod_counts_what_its_annotation_says() -> None:
     name = f"{CLASS_PREFIX}{GPU}"
     pod = {
-        "metadata": {"name": "job-w0-0", "namespace": "x", "annotations": {ANNOTATION_DEVICES: f'{{"{name}": 8}}'}},
-        "spec": {"nodeName": "n0", "containers": [{"resources": {"requests": {"cpu": "1"}}}]},
+        "metadata": {
+            "name": "job-w0-0",
+            "namespace": "x",
+            "annotations": {ANNOTATION_DEVICES: f'{{"{name}": 8}}'},
+            "ownerReferences": [owner_reference("job", "u")],
+        },
+        "spec": {
+            "nodeName": "n0",
+            "containers": [{"resources": {"requests": {"cpu": "1"}}}],
+            "resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "gpus"}],
+        },
     }
     request = read_pod_request(pod, {})
     assert request is not None

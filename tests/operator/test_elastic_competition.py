@@ -19,9 +19,12 @@ from typing import Any
 
 import pytest
 
+from meshwright.api.goodput import TimeCause
 from meshwright.api.objects import KubeObject
+from meshwright.api.parsing import parse_status
 from meshwright.protocol.messages import AgentState, FailureKind
 from meshwright_operator.kube.client import ApiError
+from meshwright_operator.timestamps import parse_time, unix_milliseconds
 from tests.operator.test_settling import NODES, Cluster, runs, submitted
 from tests.operator.world import Operator
 from tests.randomness import first_seed, seeds
@@ -87,6 +90,8 @@ class History:
         self.cluster = Cluster(seed)
         self.faults: Counter[str] = Counter()
         self.edits: Counter[str] = Counter()
+        self.ledgers: dict[str, tuple[int, int]] = {}
+        """Uid of a job -> when the time of its ledger begins, and up to when it is booked, in milliseconds."""
         self.lists: list[tuple[Operator, Callable[[], None]]] = []
         self.log: list[str] = []
         for name in NAMES:
@@ -149,6 +154,7 @@ class History:
         if self.draw.random() < END_SHARE:
             self.end_faults()
         self.cluster.do(self.world.run(self.draw.choice([1, 2, 5, 20, 60])))
+        self.check_ledgers()
 
     def note(self, counts: Counter[str], kind: str, what: str) -> None:
         """Counts it, for the totals and for the message of a failure."""
@@ -315,6 +321,23 @@ class History:
             self.cluster.check_steady()
         except AssertionError as error:
             raise AssertionError("\n".join([f"seed {self.seed}: {error}", *self.log])) from error
+
+    def check_ledgers(self) -> None:
+        """All time of each job since the begin of its ledger is booked once, to causes that there are."""
+        for name, obj in self.cluster.jobs().items():
+            if (ledger := parse_status(obj).goodput) is None:
+                continue
+            booked = {entry.cause: entry.milliseconds for entry in ledger.booked}
+            until = parse_time(ledger.since)
+            assert until is not None
+            now = unix_milliseconds(until)
+            begin = now - sum(booked.values())
+            first, last = self.ledgers.setdefault(obj["metadata"]["uid"], (begin, now))
+            told = f"seed {self.seed}, {name}: {ledger}\n" + "\n".join(self.log)
+            assert begin == first, told
+            assert now >= last, told
+            assert set(booked) <= set(TimeCause), told
+            self.ledgers[obj["metadata"]["uid"]] = first, now
 
     def check(self, settled: dict[str, Any]) -> None:
         """Every gang is whole and within its bounds, and the nodes are used as a fresh operator would use them."""

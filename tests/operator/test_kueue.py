@@ -437,6 +437,43 @@ async def test_a_job_for_another_cluster_gets_a_workload_and_no_pods() -> None:
     assert not found.status("away").get("conditions"), "its status is that of the other cluster"
 
 
+def sent_workload(count: int, gpus: int) -> KubeObject:
+    """The Workload that MultiKueue sends with a job."""
+    amounts = {"limits": {labels.GPU_RESOURCE: str(gpus)}}
+    template = {"spec": {"containers": [{"name": "worker", "resources": amounts}]}}
+    pod_set = {"name": "workers", "count": count, "template": template}
+    return {"metadata": {"name": "sent-by-manager"}, "spec": {"queueName": "team", "podSets": [pod_set]}}
+
+
+@pytest.mark.parametrize(
+    ("count", "gpus", "text"),
+    [(1, 2, "asks for 1 pods, and the job needs 2"), (2, 0, "asks for 0 GPUs per pod, and the job needs 2")],
+)
+async def test_a_job_runs_with_no_smaller_quota_than_it_needs(count: int, gpus: int, text: str) -> None:
+    found = world()
+    body = queued("sent", 2)
+    body["metadata"]["annotations"] = {labels.KUEUE_PREBUILT: "sent-by-manager"}
+    found.cluster.put(f"{WORKLOADS}/sent-by-manager", sent_workload(count, gpus))
+    found.submit(body)
+    await found.run(180, 5)
+    found.admit("sent", 2)
+    await found.run(60, 5)
+    assert text in found.condition("sent", "Ready")["message"]
+    assert not found.pods()
+
+
+async def test_a_workload_of_somebody_else_with_the_jobs_name_for_it_is_named() -> None:
+    found = world()
+    body = queued("job", 2)
+    found.submit(body)
+    uid = found.cluster.objects[f"{JOBS}/job"]["metadata"]["uid"]
+    name = workload_name("job", uid)
+    found.cluster.put(f"{WORKLOADS}/{name}", {"metadata": {"name": name}, "spec": {"podSets": []}})
+    await found.run(60, 5)
+    assert f"Workload {name} exists and does not belong to this job" in found.condition("job", "Ready")["message"]
+    assert not found.pods()
+
+
 @pytest.mark.parametrize("where", ["labels", "annotations"], ids=["Kueue before 0.18", "Kueue 0.18"])
 async def test_a_job_from_another_cluster_takes_the_workload_that_came_with_it(where: str) -> None:
     found = world()
@@ -445,9 +482,7 @@ async def test_a_job_from_another_cluster_takes_the_workload_that_came_with_it(w
     found.submit(body)
     await found.run(10)
     assert "Waiting for Workload sent-by-manager" in found.condition("sent", "Ready")["message"]
-    pod_set = {"name": "workers", "count": 2, "template": {}}
-    sent = {"metadata": {"name": "sent-by-manager"}, "spec": {"queueName": "team", "podSets": [pod_set]}}
-    found.cluster.put(f"{WORKLOADS}/sent-by-manager", sent)
+    found.cluster.put(f"{WORKLOADS}/sent-by-manager", sent_workload(2, 2))
     await found.run(180, 5)
     assert found.workload("sent")["metadata"]["ownerReferences"][0]["name"] == "sent"
     found.admit("sent", 2)

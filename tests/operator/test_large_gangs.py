@@ -78,7 +78,7 @@ async def test_the_manifests_of_a_large_gang_are_not_built_all_at_once(monkeypat
 def test_the_status_and_the_mesh_document_list_the_ranks_of_the_workers_a_fixed_number_of_times(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Listing them for each worker took 40 % of the start of a thousand pods."""
+    """Listing them for each worker took 40% of the start of a thousand pods."""
     training = {"steps": 100, "globalBatchSize": 4 * workers, "sequenceLength": 64}
     plan = make_plan(spec(replicas=workers // 2, training=training), Inventory())
     named = {worker: f"n{worker}" for worker in range(workers)}

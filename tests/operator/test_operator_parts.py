@@ -422,12 +422,12 @@ async def test_an_event_that_cannot_be_written_does_not_stop_those_after_it() ->
 
     async def post(cluster: KubeClient) -> None:
         recorder = EventRecorder(cluster, "test", OperatorMetrics())
-        for message in ("file \udcff is missing", "next"):
-            recorder.post(job, JobEvent("PodLost", message))
+        for reason, message in (("Pod\udcff", "broken"), ("PodLost", "file \udcff is missing"), ("PodLost", "next")):
+            recorder.post(job, JobEvent(reason, message))
         await recorder.flush(5)
 
     await with_cluster(server, post)
-    assert [body["message"] for _, _, body in server.requests] == ["next"]
+    assert [body["message"] for _, _, body in server.requests] == ["file ? is missing", "next"]
 
 
 def test_the_chronicle_tells_where_a_recovery_spent_its_time() -> None:

@@ -177,14 +177,14 @@ async def test_replan_that_is_turned_on_while_the_job_waits() -> None:
 async def test_a_job_on_gpus_of_the_catalog_is_planned_anew() -> None:
     world = World(9, nodes=2, work=FOREVER)
     for name, obj in world.nodes.items():
-        labelled = copy.deepcopy(obj)
-        labelled["metadata"]["labels"] |= {
+        labeled = copy.deepcopy(obj)
+        labeled["metadata"]["labels"] |= {
             "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3",
             "nvidia.com/gpu.memory": "81559",
         }
-        world.cluster.stamp(labelled)
-        world.nodes[name] = labelled
-        world.operators[0].cache.put_node(labelled)
+        world.cluster.stamp(labeled)
+        world.nodes[name] = labeled
+        world.operators[0].cache.put_node(labeled)
         world.operators[0].nodes_changed()
     world.submit(replanning("job"))
     await world.run(30)

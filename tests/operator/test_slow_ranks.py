@@ -112,7 +112,7 @@ def test_times_from_a_pod_that_cannot_be_are_ignored() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_of_a_busy_machine_is_not_a_slow_rank(seed: int) -> None:
-    """Twenty healthy runs of ten minutes, in which each rank's recent time is off by up to 15 %."""
+    """Twenty healthy runs of ten minutes, in which each rank's recent time is off by up to 15%."""
     drawn, known = random.Random(seed), None
     for second in range(0, 600, 5):
         decision = judged(tuple(drawn.uniform(0.85, 1.15) for _ in range(8)), known, later=float(second))

@@ -167,13 +167,13 @@ def clusters(draw: st.DrawFn) -> Inventory:
     nodes = []
     for index in range(draw(st.integers(1, 6))):
         rack = draw(st.integers(0, 2))
-        labelled = draw(st.integers(0, 9)) > 0
+        labeled = draw(st.integers(0, 9)) > 0
         nodes.append(
             node(
                 f"n{index}",
                 gpus=draw(st.integers(1, 4)),
-                rack=f"r{rack}" if labelled else None,
-                domain=f"r{rack}d{draw(st.integers(0, 1))}" if labelled else None,
+                rack=f"r{rack}" if labeled else None,
+                domain=f"r{rack}d{draw(st.integers(0, 1))}" if labeled else None,
                 zone=f"z{rack // 2}" if zoned else None,
             )
         )

@@ -18,9 +18,9 @@ from meshwright.models.presets import PRESETS
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import materialize
 from meshwright_worker.parallel.shards import ParameterShard
-from meshwright_worker.pretrained.errors import PretrainedError
 from meshwright_worker.pretrained.load import check_pretrained, load_pretrained
 from meshwright_worker.pretrained.tensor_files import TensorFiles
+from meshwright_worker.rank.failures import PretrainedError
 from tests.pretrained import reference
 from tests.pretrained.published import (
     DEEPSEEK,

@@ -15,10 +15,10 @@ from meshwright.models.huggingface.reader import architecture_from_config
 from meshwright_worker.checkpoint.manifest import TokenizerRecord
 from meshwright_worker.checkpoint.safetensors_format import write_tensors
 from meshwright_worker.pretrained.base_tokenizer import copy_companions, other_tokenizer
-from meshwright_worker.pretrained.errors import PretrainedError
 from meshwright_worker.pretrained.hf_export import special_tokens
 from meshwright_worker.pretrained.load import check_pretrained, load_pretrained
 from meshwright_worker.pretrained.tensor_files import TensorFiles
+from meshwright_worker.rank.failures import PretrainedError
 from tests.pretrained.published import LLAMA, random_weights, write_model
 
 

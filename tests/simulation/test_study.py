@@ -46,7 +46,7 @@ def test_the_interval_of_the_mean_contains_the_exact_value() -> None:
         inside += abs(result.goodput - expected) <= result.error
         low, high = result.between(lambda one: one.goodput)
         assert low < result.goodput < high
-    assert inside >= 16  # 95 % of 20 is 19
+    assert inside >= 16  # 95% of 20 is 19
 
 
 def test_the_best_of_the_simulated_intervals_is_the_one_of_the_formula() -> None:

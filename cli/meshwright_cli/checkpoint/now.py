@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from meshwright_cli.client.async_client import AsyncClient
+from meshwright_cli.client.errors import JobFailedError
 from meshwright_cli.client.objects import Job
 from meshwright_cli.completion import complete_jobs
 from meshwright_cli.jobs.access import Access, cluster_options
@@ -21,12 +22,15 @@ from meshwright_cli.jobs.wait import timeout_option
 @output_option("json", "yaml", "name")
 @cluster_options
 def now(job: str, waits: bool, timeout: float | None, output: str | None, access: Access) -> None:
-    """Ask a job that trains for a checkpoint after its current step. Training goes on.
+    """Ask a running job for a checkpoint after its current step.
 
-    Exits with 1 if there will be none, for example because the job is not Running, and with 5 if the time-out passes.
+    Training continues. Exits with 1 if there will be none, for example because the job is not Running, and with 5 if
+    the time-out passes.
     """
 
     async def ask(client: AsyncClient) -> Job:
+        if not (await client.get(job)).raw["spec"].get("checkpoint"):
+            raise JobFailedError(f"{job} saves no checkpoints: it has no `spec.checkpoint`")
         request = await client.request_checkpoint(job)
         if waits and output is None:
             click.echo("asked for a checkpoint; Ctrl-C ends only the wait for it", err=True)

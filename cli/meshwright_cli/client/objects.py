@@ -15,6 +15,7 @@ from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import parse_known_fields, parse_status
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus, parse_ranks
+from meshwright.printable import printable
 from meshwright_cli.client.html import job_page
 
 NOT_REPORTED = "No operator has reported on this job yet. If that stays so, `meshwright doctor` says why"
@@ -88,7 +89,7 @@ class Job:
     @property
     def message(self) -> str:
         """The message of the condition `Ready`. Before the operator has written a condition: what to do about that."""
-        return conditions.message(self.status.conditions) if self.status.conditions else NOT_REPORTED
+        return printable(conditions.message(self.status.conditions)) if self.status.conditions else NOT_REPORTED
 
     def is_true(self, condition: str) -> bool:
         """Whether a condition is True."""
@@ -192,8 +193,8 @@ class JobEvent:
             uid=str(metadata.get("uid") or metadata["name"]),
             time=parse_time(next((time for time in times if time), metadata.get("creationTimestamp"))),
             warning=event.get("type") == "Warning",
-            reason=str(event.get("reason") or ""),
-            message=str(event.get("message") or ""),
+            reason=printable(str(event.get("reason") or "")),
+            message=printable(str(event.get("message") or "")),
             count=int(series.get("count") or event.get("count") or 1),
             about="" if own else f"{about.get('kind', '')} {about.get('name', '')}".strip(),
         )

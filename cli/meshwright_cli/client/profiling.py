@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import gzip
+import io
 import json
 import math
 import secrets
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -35,6 +37,8 @@ STEPS = 3
 """Steps that are profiled if no others are named."""
 LEAD_SECONDS = 5.0
 """Time from the request to the first step, if no steps are named. It doubles after each request that was too late."""
+MAX_TRACE_BYTES = 2 << 30
+"""Largest trace of a rank, as text."""
 TRIES = 6
 _TOO_LATE = "is over: the next one is"
 """In the answer of a rank that has passed the first step."""
@@ -202,10 +206,29 @@ async def _trace(client: AsyncClient, name: str, rank: int, pod: WorkerPod) -> R
         if content:
             break
         await asyncio.sleep(POLL_SECONDS)
-    trace: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(content)))
+    trace = read_trace(content, rank)
     if error := (trace.get("meshwright") or {}).get("error"):
         raise RejectedError(f"rank {rank}: {error}")
     return RankTrace(rank, pod.worker, pod.node, trace)
+
+
+def read_trace(content: bytes, rank: int) -> dict[str, Any]:
+    """The trace that a pod has sent.
+
+    Raises:
+        RejectedError: it is none. The pod runs an image of the job's choice, so its size is limited too.
+    """
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(base64.b64decode(content))) as file:
+            text = file.read(MAX_TRACE_BYTES + 1)
+        trace = json.loads(text) if len(text) <= MAX_TRACE_BYTES else None
+    except (ValueError, EOFError, OSError, zlib.error, RecursionError):
+        trace = None
+    if not isinstance(trace, dict):
+        raise RejectedError(
+            f"rank {rank} has sent no trace of at most {MAX_TRACE_BYTES >> 20} MiB: profile fewer steps"
+        )
+    return trace
 
 
 async def _run(client: AsyncClient, pod: str, command: Sequence[str], seconds: float = START_SECONDS) -> bytes:

@@ -102,7 +102,7 @@ def _steps(sample: RankSample) -> tuple[float, float, float]:
 
 
 def slowness(times: list[RankTimes]) -> dict[int, float]:
-    """How much slower each rank is than the median rank: 0.2 for 20 %.
+    """How much slower each rank is than the median rank: 0.2 for 20%.
 
     The pods' own straggler scores count if they report any: ranks that wait for a slow one have the same step time.
     """

@@ -53,7 +53,7 @@ print(json.dumps({"files": count, "bytes": size, "sha256": total.hexdigest()}))
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("claim")
 @click.option("--to", "target", default="", help="Directory on the claim. Defaults to its root.")
 @click.option(
@@ -64,28 +64,28 @@ print(json.dumps({"files": count, "bytes": size, "sha256": total.hexdigest()}))
 )
 @cluster_options
 def upload(
-    folder: Path,
+    directory: Path,
     claim: str,
     target: str,
     image: str,
     timeout: float,
     access: Access,
 ) -> None:
-    """Copy the files of FOLDER onto the PersistentVolumeClaim CLAIM.
+    """Copy the files of DIRECTORY onto the PersistentVolumeClaim CLAIM.
 
     Needs kubectl 1.31 or newer. Files of the same name are replaced, others stay. Hidden files are left out. The number
     of files, their size and a checksum are compared at the end.
     """
     if ".." in PurePosixPath(target).parts:
         raise click.ClickException(f"--to {target}: must not contain `..`")
-    files = _files(folder)
+    files = _files(directory)
     kubectl = _Kubectl(access)
     kubectl.run("get", "persistentvolumeclaim", claim)
     pod = f"meshwright-upload-{secrets.token_hex(4)}"
     kubectl.run("create", "-f", "-", stdin=json.dumps(_pod(pod, claim, image)))
     try:
         _wait_until_ready(kubectl, pod, timeout)
-        sent, received = _send(kubectl, pod, folder, files, f"{MOUNT}/{target}".rstrip("/"))
+        sent, received = _send(kubectl, pod, directory, files, f"{MOUNT}/{target}".rstrip("/"))
     finally:
         kubectl.run("delete", "pod", pod, f"--grace-period={GRACE_SECONDS}", "--wait=false", check=False)
     if sent != received:
@@ -93,16 +93,16 @@ def upload(
     click.echo(f"{sent['files']} files, {sent['bytes']:,} bytes on claim {claim}{f' in {target}' if target else ''}")
 
 
-def _files(folder: Path) -> list[Path]:
-    """The files below a folder, by name.
+def _files(directory: Path) -> list[Path]:
+    """The files below a directory, by name.
 
     Raises:
         click.ClickException: there is none.
     """
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    found = sorted(path for path in directory.rglob("*") if path.is_file())
+    visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(directory).parts)]
     if not visible:
-        raise click.ClickException(f"{folder} has no file to upload")
+        raise click.ClickException(f"{directory} has no file to upload")
     return visible
 
 
@@ -181,7 +181,7 @@ def _wait_until_ready(kubectl: _Kubectl, pod: str, timeout: float) -> None:
 
 
 def _send(
-    kubectl: _Kubectl, pod: str, folder: Path, files: Sequence[Path], target: str
+    kubectl: _Kubectl, pod: str, directory: Path, files: Sequence[Path], target: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Send the files; return what was sent and what the pod received.
 
@@ -194,7 +194,7 @@ def _send(
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), tarfile.open(fileobj=process.stdin, mode="w|") as archive:
             for path in files:
-                name = path.relative_to(folder).as_posix()
+                name = path.relative_to(directory).as_posix()
                 with path.open("rb") as source:
                     entry = archive.gettarinfo(arcname=name, fileobj=source)
                     archive.addfile(entry, _Hashing(source, total))

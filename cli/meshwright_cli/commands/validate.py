@@ -15,8 +15,8 @@ from meshwright.api.labels import KIND, PLURAL, SHORT_NAME, SINGULAR
 from meshwright.api.parsing import parse_spec
 from meshwright.crd.manifest_check import check_manifest, check_mistakes
 from meshwright.crd.schema_check import ManifestProblem
-from meshwright.planner.topology.site import parse_fabric
 from meshwright.profiles.document import Profiles
+from meshwright_cli.fabric import parse_fabric_file
 from meshwright_cli.plan.pod_additions import parse_profile_file, profile_of
 
 _STDIN = Path("-")
@@ -80,7 +80,7 @@ def _check_fabric(file: Path) -> dict[str, Any]:
     """The result for the document of the site's fabric."""
     problems = []
     try:
-        parse_fabric(file.read_text())
+        parse_fabric_file(file.read_text())
     except OSError as error:
         problems = [ManifestProblem("(file)", str(error.strerror))]
     except ValueError as error:

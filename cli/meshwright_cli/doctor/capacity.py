@@ -59,18 +59,18 @@ def check_gpu_nodes(facts: Facts) -> Iterator[Finding]:
         yield report(
             name, f"{len(unusable)} of {total} GPU nodes get no workers ({text})", _fix_unusable(reasons[0][0])
         )
-    unlabelled = sum(not node.gpu_product for node in usable)
-    if unlabelled:
+    unlabeled = sum(not node.gpu_product for node in usable)
+    if unlabeled:
         fix = (
             "Set the label `nvidia.com/gpu.product`, as GPU feature discovery does. Without it, steps are not estimated"
         )
-        yield warning(name, f"{unlabelled} of {plural(len(usable), 'GPU node')} have no product label", fix)
+        yield warning(name, f"{unlabeled} of {plural(len(usable), 'GPU node')} have no product label", fix)
     products = {node.gpu_product for node in usable if node.gpu_product}
     unknown = sorted(product for product in products if accelerator(product) is None)
     if unknown:
         fix = f"Set the parallel degrees in your jobs. The catalog has {', '.join(sorted(ACCELERATORS))}"
         yield warning(name, f"steps on {', '.join(unknown[:MAX_NAMED])} cannot be estimated", fix)
-    if usable and not unusable and not unknown and not unlabelled:
+    if usable and not unusable and not unknown and not unlabeled:
         counts = Counter(node.gpu_product for node in usable)
         yield ok(name, ", ".join(f"{plural(count, 'node')} with {product}" for product, count in counts.items()))
 

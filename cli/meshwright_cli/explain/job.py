@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import click
 
 from meshwright.api import conditions
+from meshwright.printable import printable
 from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.objects import Job, WorkerPod
 from meshwright_cli.completion import complete_jobs
@@ -22,7 +23,7 @@ from meshwright_cli.jobs.status_view import last_failure
 LABEL = 12
 
 
-@click.command(epilog="Next: meshwright plan -f MANIFEST to try a change, or meshwright scale JOB N.")
+@click.command(epilog="Next: meshwright plan MANIFEST to try a change, or meshwright scale JOB N.")
 @click.argument("job", shell_complete=complete_jobs)
 @output_option("json")
 @cluster_options
@@ -56,6 +57,8 @@ def explanation(job: Job, pods: Sequence[WorkerPod], cluster: ClusterView, colum
         lines += wrapped(text, columns)
     lines.append("")
     for name, value in facts(job, cluster):
+        if value in texts:
+            continue
         first, *rest = wrapped(value, columns - LABEL)
         lines += [f"{name:<{LABEL}}{first}", *(" " * LABEL + line for line in rest)]
     if not waits_for_nodes(job):
@@ -86,7 +89,7 @@ def _messages(job: Job) -> list[tuple[str, str]]:
     for name in (conditions.READY, conditions.PLACED):
         condition = conditions.find(job.status.conditions, name)
         if condition is not None and condition.message and (name == conditions.READY or condition.status != "True"):
-            found.append((name, condition.message))
+            found.append((name, printable(condition.message)))
     return found if job.status.conditions else [(conditions.READY, job.message)]
 
 

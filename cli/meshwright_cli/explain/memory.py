@@ -45,7 +45,9 @@ class Case:
 @click.command()
 @click.option("--model", default="llama-3-8b", show_default=True, help="Preset of the model.")
 @click.option("--ranks", type=click.IntRange(1, 65536), default=8, show_default=True, help="Data-parallel ranks.")
-@click.option("--sequence-length", type=click.IntRange(1, 1 << 24), default=8192, show_default=True, help="Tokens.")
+@click.option(
+    "--sequence-length", type=click.IntRange(1, 1 << 24), default=8192, show_default=True, help="Tokens of a sequence."
+)
 @click.option("--gpu", default="NVIDIA-H100-80GB-HBM3", show_default=True, help="Product of the GPUs.")
 @svg_option
 def memory(model: str, ranks: int, sequence_length: int, gpu: str, svg: Path | None) -> None:

@@ -45,7 +45,7 @@ def _cost(placement: PlacementStatus) -> str:
         return f"{text}. The bound is unknown"
     if gap == 0:
         return f"{text}. Proved optimal for the nodes that were free"
-    return f"{text}. The best placement on the same nodes could save at most {100 * gap:.1f} % of it"
+    return f"{text}. The best placement on the same nodes could save at most {100 * gap:.1f}% of it"
 
 
 def _crossings(placement: PlacementStatus) -> str:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from meshwright.printable import printable
 from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.errors import MeshwrightError
 from meshwright_cli.completion import complete_contexts, complete_namespaces
@@ -22,7 +23,7 @@ class CommandError(click.ClickException):
     """An error with the exit code of its cause."""
 
     def __init__(self, error: MeshwrightError) -> None:
-        super().__init__(str(error))
+        super().__init__(printable(str(error)))
         self.code = int(error.exit_code)
 
     @property

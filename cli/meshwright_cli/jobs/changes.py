@@ -14,7 +14,7 @@ from meshwright_cli.jobs.list_view import CHANGING
 PROGRESS_SECONDS = 60.0
 """Time between two lines about progress only."""
 PROGRESS_PARTS = 20
-"""A line about progress also when this part of all steps is done: every 5 %."""
+"""A line about progress also when this part of all steps is done: every 5%."""
 
 
 def change_line(job: Job | None) -> str:

@@ -35,4 +35,4 @@ class Ledger:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{cause} {duration(value)}" for cause, value in self.seconds.items() if value >= 0.5)
-        return f"{100 * self.ratio:.0f} %: {parts}" if self.ratio is not None and parts else parts
+        return f"{100 * self.ratio:.0f}%: {parts}" if self.ratio is not None and parts else parts

@@ -31,8 +31,7 @@ WARNINGS = 3
 def list_jobs(all_namespaces: bool, selector: str, watches: bool, output: str | None, access: Access) -> None:
     """List jobs with their state and progress.
 
-    With --watch, a row is printed again only when its state, step or another column has changed; times that pass by
-    themselves are no change.
+    With --watch, a row is printed again when its state, step or another column changes, but not if only its times do.
     """
     if watches:
         _check_watchable(output)
@@ -61,7 +60,7 @@ def status(job: str, watches: bool, output: str | None, access: Access) -> None:
     """Show a job: state, progress, goodput, and its ranks on nodes.
 
     Workers are shown by rack and NVLink domain with the coordinates of their ranks. If there are more than 32 workers,
-    racks are summarized, unless you use `-o wide`. With --watch, progress is printed every minute, or every 5 % of the
+    racks are summarized, unless you use `-o wide`. With --watch, progress is printed every minute, or every 5% of the
     steps.
     """
     if watches:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from meshwright_cli.client.async_client import AsyncClient
@@ -9,6 +11,7 @@ from meshwright_cli.client.log_stream import LogSource
 from meshwright_cli.client.objects import LogLine
 from meshwright_cli.completion import complete_jobs, complete_ranks
 from meshwright_cli.jobs.access import Access, cluster_options
+from meshwright_cli.text import log_line
 
 
 @click.command(epilog="Next: meshwright events JOB, or meshwright status JOB.")
@@ -54,11 +57,13 @@ def logs(
     ) if value]  # fmt: skip
     if len(chosen) > 1:
         raise click.UsageError(f"{chosen[0]} cannot be used with {chosen[1]}: leave one of them out")
+    terminal = sys.stdout.isatty()
     source = LogSource(ranks, workers, stages, every_worker, failed_first, follow, previous, tail)
 
     async def show(client: AsyncClient) -> None:
         async for line in client.logs(job, source):
-            click.echo(prefixed(line, several=len(workers) != 1 and bool(chosen)))
+            text = prefixed(line, several=len(workers) != 1 and bool(chosen))
+            click.echo(log_line(text) if terminal else text)
 
     access.run(show)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -19,6 +20,9 @@ WIDTH = 100
 """Columns to assume if the output is not a terminal."""
 LONGEST = 140
 """Widest text: longer lines are hard to read."""
+_UNBROKEN = "\N{NO-BREAK SPACE}"
+"""Stands for a space at which `wrapped` ends no line."""
+_TREE = tuple("├└│")
 COLORS = {"Running": "green", "Completed": "green", "Failed": "red"}
 
 
@@ -72,16 +76,36 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def width() -> int:
-    """Columns of the terminal."""
-    return min(LONGEST, shutil.get_terminal_size((WIDTH, 24)).columns) if sys.stdout.isatty() else WIDTH
+    """Columns to wrap text at."""
+    return terminal_width() or WIDTH
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal, at most `LONGEST`. None if the output is not a terminal."""
+    return min(LONGEST, shutil.get_terminal_size((WIDTH, 24)).columns) if sys.stdout.isatty() else None
+
+
+def line_as_lines(line: str, columns: int | None) -> list[str]:
+    """A line of a report for a terminal with so many columns: sentences are wrapped, drawings of nodes are not.
+
+    None: as it is, for output that another program reads.
+    """
+    indent = len(line) - len(line.lstrip(" -"))
+    if columns is None or line[indent : indent + 1] in _TREE:
+        return [line]
+    return wrapped(line, columns, " " * indent)
 
 
 def wrapped(text: str, columns: int, indent: str = "") -> list[str]:
-    """A text as lines of at most this many columns, all but the first with an indent."""
+    """A text as lines of at most this many columns, all but the first with an indent.
+
+    Code in backticks stays on one line, even if that is longer, so that a command can be copied.
+    """
+    unbroken = re.sub("`[^`]+`", lambda code: code[0].replace(" ", _UNBROKEN), text)
     lines = textwrap.wrap(
-        text, max(20, columns), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        unbroken, max(20, columns), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
-    return lines or [""]
+    return [line.replace(_UNBROKEN, " ") for line in lines] or [""]
 
 
 def colored(state: str) -> str:

@@ -8,6 +8,7 @@ from datetime import datetime
 
 from meshwright.api import conditions
 from meshwright.api.status import LimitKind
+from meshwright.printable import printable
 from meshwright_cli.client.objects import Job, JobEvent, WorkerPod, parse_time
 from meshwright_cli.jobs.goodput import Ledger
 from meshwright_cli.jobs.output import colored, wrapped
@@ -120,7 +121,7 @@ def step_limit(job: Job) -> str:
         LimitKind.COMMUNICATION: f"communication of the dimension `{limit.dimension}`",
         LimitKind.PIPELINE: f"the pipeline: ranks wait for stage {limit.stage}",
     }
-    return f"{names[limit.kind]}, {limit.percent} % of a step"
+    return f"{names[limit.kind]}, {limit.percent}% of a step"
 
 
 def slow_rank(job: Job, now: datetime) -> str:
@@ -179,25 +180,25 @@ def _checkpoint(job: Job, now: datetime) -> str:
     saved = job.status.checkpoint
     if saved is None:
         return "none yet" if job.raw.get("spec", {}).get("checkpoint") else "none: `spec.checkpoint` is not set"
-    return f"step {saved.step:,}, {age(parse_time(saved.time), now)} ago, {saved.path}"
+    return f"step {saved.step:,}, {age(parse_time(saved.time), now)} ago, {printable(saved.path)}"
 
 
 def _interval(job: Job) -> str:
     """How often checkpoints are saved, and why. Empty before ranks have said so."""
-    told = []
+    intervals = []
     tiers = job.status.checkpoint_tiers or ()
     for tier in tiers if not job.finished else ():
         seconds = duration(tier.interval_seconds) if tier.interval_seconds is not None else "not known yet"
         every = f"every {plural(tier.every_steps, 'step')}" if tier.every_steps else f"every {seconds}"
         where = f"{tier.place.partition('://')[0] if '://' in tier.place else 'volume'}: " if len(tiers) > 1 else ""
-        told.append(f"{where}{every}{f' ({tier.reason})' if tier.reason else ''}")
-    return "; ".join(told)
+        intervals.append(f"{where}{every}{f' ({tier.reason})' if tier.reason else ''}")
+    return "; ".join(intervals)
 
 
 def _saving(job: Job) -> str:
     """Why checkpoints are not saved. Empty if they are."""
     condition = conditions.find(job.status.conditions, conditions.CHECKPOINT_HEALTHY)
-    return condition.message if condition is not None and condition.status == "False" else ""
+    return printable(condition.message) if condition is not None and condition.status == "False" else ""
 
 
 def _restarts(job: Job) -> str:

@@ -17,15 +17,14 @@ from meshwright_cli.jobs.access import Access, cluster_options
 from meshwright_cli.jobs.log_commands import prefixed
 from meshwright_cli.jobs.output import next_command, output_option, print_job
 from meshwright_cli.jobs.wait import timeout_option, wait_and_report
+from meshwright_cli.parameters import manifest_parameter
 
 DRAIN_SECONDS = 5.0
 """Time in which the last lines of a log may arrive after the job has finished."""
 
 
 @click.command(epilog="Next: meshwright status JOB, or meshwright logs JOB -f.")
-@click.argument("manifest", type=click.Path(path_type=Path, allow_dash=True), required=False)
-@click.option("-f", "--filename", type=click.Path(path_type=Path, allow_dash=True),
-              help="The same as MANIFEST, for those used to kubectl.")  # fmt: skip
+@manifest_parameter
 @click.option("--wait", "waits", is_flag=True, help="Wait until the job has finished.")
 @click.option("--follow", is_flag=True, help="Print the log of the pod with rank 0 until the job has finished.")
 @click.option("--dry-run", is_flag=True, help="Let the API server validate the manifest, and store nothing.")
@@ -33,8 +32,7 @@ DRAIN_SECONDS = 5.0
 @output_option("json", "yaml", "name")
 @cluster_options
 def submit(
-    manifest: Path | None,
-    filename: Path | None,
+    manifest: Path,
     waits: bool,
     follow: bool,
     dry_run: bool,
@@ -48,12 +46,9 @@ def submit(
     fields are errors. With --wait or --follow the exit code is the job's result: 0 if it completed, 1 if it failed or
     stalled, 5 if the time-out passed.
     """
-    source = manifest or filename
-    if source is None or (manifest is not None and filename is not None):
-        raise click.UsageError("exactly one manifest is needed: `submit FILE`, or `submit -f FILE`")
 
     async def run(client: AsyncClient) -> Job:
-        job = await client.submit(source, dry_run=dry_run)
+        job = await client.submit(manifest, dry_run=dry_run)
         where = client.server.connection.where
         print_job(
             job, output, f"{'would be submitted' if dry_run else 'submitted'} to namespace {job.namespace} of {where}"

@@ -19,6 +19,8 @@ from meshwright.planner.frameworks.registry import TARGETS
 from meshwright.planner.search.request import Objective
 from meshwright_cli.cost.forecast import Forecast, as_json, forecast, sentences
 from meshwright_cli.fabric import fabric_option, read_fabric
+from meshwright_cli.jobs.output import line_as_lines, terminal_width
+from meshwright_cli.parameters import manifest_parameter
 from meshwright_cli.plan.framework_launch import as_json as launch_as_json
 from meshwright_cli.plan.framework_launch import launch_for, script
 from meshwright_cli.plan.inventory_file import MAX_NODES, InventoryFileError, NodeEntry, nodes_of, read_nodes
@@ -33,9 +35,7 @@ ASSUMED_GPUS = 64
 
 
 @click.command()
-@click.option(
-    "-f", "--filename", required=True, type=click.Path(path_type=Path), help="Manifest that contains the job."
-)
+@manifest_parameter
 @click.option(
     "--inventory",
     type=click.Path(path_type=Path),
@@ -78,7 +78,7 @@ ASSUMED_GPUS = 64
     "-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output format."
 )
 def plan(
-    filename: Path,
+    manifest: Path,
     inventory: Path | None,
     gpus: int | None,
     gpu: str,
@@ -101,15 +101,15 @@ def plan(
     With --for, prints a shell script instead, which every rank runs: the plan in the flags or the configuration of that
     framework. Comments name the fields of the job that have no equivalent.
     """
-    job, site = job_of_manifest(filename), read_fabric(fabric)
+    job, site = job_of_manifest(manifest), read_fabric(fabric)
     nodes, pods = nodes_to_plan_for(inventory, gpus, gpu, gpu_resource(job), node_selector(job))
-    files = [filename] if inventory is None else [filename, inventory]
+    files = [manifest] if inventory is None else [manifest, inventory]
     additions = additions_of(job, parse_spec(job), profiles, *files)
-    if framework is not None:
-        spec = additions.spec_of(parse_spec(job))
-        _print_launch(filename, framework, job, inventory_of(spec, nodes, pods, site), output)
-        return
     try:
+        if framework is not None:
+            planned = inventory_of(additions.spec_of(parse_spec(job)), nodes, pods, site)
+            _print_launch(framework, job, planned, output)
+            return
         found = plan_report(
             job,
             nodes,
@@ -121,34 +121,35 @@ def plan(
             additions=additions,
         )
     except (InvalidSpecError, PlanError) as error:
-        raise click.ClickException(f"{filename}: {error}") from error
-    spending = _forecast(found, tokens, price)
-    if output == "json":
-        more = {} if spending is None else {"forecast": as_json(spending)}
-        click.echo(json.dumps({**document(found), **more}, indent=2))
-    else:
-        if inventory is None:
-            click.echo(f"No --inventory given: assuming {gpus or ASSUMED_GPUS} free {gpu}.\n", err=True)
-        for line in lines(found):
-            click.echo(line)
-        if spending is not None:
-            click.echo("\nThe run")
-            for line in sentences(spending):
-                click.echo(f"  {line}")
+        raise click.ClickException(f"{manifest}: {error}") from error
+    if inventory is None and output == "text":
+        click.echo(f"No --inventory given: assuming {gpus or ASSUMED_GPUS} free {gpu}.\n", err=True)
+    _print_report(found, _forecast(found, tokens, price), output)
     if found.placement is None:
         raise SystemExit(3)
 
 
-def _print_launch(filename: Path, framework: str, job: dict[str, Any], nodes: Inventory, output: str) -> None:
-    try:
-        found, launch = launch_for(framework, job, nodes)
-    except (InvalidSpecError, PlanError) as error:
-        raise click.ClickException(f"{filename}: {error}") from error
+def _print_launch(framework: str, job: dict[str, Any], nodes: Inventory, output: str) -> None:
+    found, launch = launch_for(framework, job, nodes)
     if output == "json":
         click.echo(launch_as_json(framework, found, launch))
         return
     for line in script(framework, found, launch):
         click.echo(line)
+
+
+def _print_report(found: PlanReport, spending: Forecast | None, output: str) -> None:
+    if output == "json":
+        more = {} if spending is None else {"forecast": as_json(spending)}
+        click.echo(json.dumps({**document(found), **more}, indent=2))
+        return
+    columns = terminal_width()
+    for line in lines(found):
+        click.echo("\n".join(line_as_lines(line, columns)))
+    if spending is not None:
+        click.echo("\nThe run")
+        for line in sentences(spending):
+            click.echo(f"  {line}")
 
 
 def _forecast(found: PlanReport, tokens: int | None, price: float | None) -> Forecast | None:

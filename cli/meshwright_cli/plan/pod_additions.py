@@ -15,8 +15,7 @@ from typing import Any
 import click
 import yaml
 
-from meshwright.administrator import load_mapping
-from meshwright.api.labels import ANNOTATION_DEVICES
+from meshwright.administrator import document_in_values
 from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.devices.amounts import amounts_by_node, with_amounts
@@ -25,7 +24,7 @@ from meshwright.devices.job_claims import CLAIMS, KINDS, TEMPLATES, named_claims
 from meshwright.devices.selectors import selectors_of
 from meshwright.devices.slices import MALFORMED, devices_by_node
 from meshwright.planner.cluster.inventory import Inventory
-from meshwright.planner.cluster.pod_resources import is_terminal
+from meshwright.planner.cluster.pod_resources import claimed_devices, is_terminal
 from meshwright.planner.plan import Plan
 from meshwright.profiles.document import Profiles, ProfilesError, parse_profiles
 from meshwright.profiles.merged import conflict, with_extra_request, with_profile
@@ -70,7 +69,7 @@ class PodAdditions:
         workers = {
             (str(pod["metadata"].get("namespace", "")), str(pod["metadata"]["name"]), str(pod["metadata"].get("uid")))
             for pod in pods
-            if ANNOTATION_DEVICES in (pod["metadata"].get("annotations") or {}) and not is_terminal(pod)
+            if claimed_devices(pod) and not is_terminal(pod)
         }
         requested = [wanted for one in self.claims.values() for wanted in one]
         found = amounts_by_node(
@@ -148,11 +147,9 @@ def parse_profile_file(text: str) -> Profiles:
         ProfilesError: the document is invalid.
     """
     try:
-        document = load_mapping(text, "a mapping from names to profiles")
+        return parse_profiles(document_in_values(text, "profiles", "a mapping from names to profiles"))
     except ValueError as error:
         raise ProfilesError(str(error)) from None
-    inner = document.get("profiles")
-    return parse_profiles(yaml.safe_dump(inner) if isinstance(inner, dict) else text)
 
 
 def _of_objects(

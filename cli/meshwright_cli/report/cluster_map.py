@@ -113,11 +113,8 @@ def cluster_map(inputs: ReportInputs) -> ClusterMap | None:
     selected = next((key for key in ("pipeline", "tensor", "data") if _has(dimensions, key)), dimensions[0].key)
     straddling = _straddling_groups(layout, inputs.places, per_worker)
     ranks_that_straddle = {rank for _, group, _ in straddling for rank in group}
-    by_rack: defaultdict[str, defaultdict[str, list[WorkerPlacement]]] = defaultdict(lambda: defaultdict(list))
-    for worker in sorted(placement.workers, key=lambda one: (parse_ranks(one.ranks) or range(0)).start):
-        by_rack[_rack_name(worker)][worker.node].append(worker)
     racks = []
-    for name, nodes in by_rack.items():
+    for name, nodes in _workers_by_rack(placement).items():
         views = [
             _node(
                 layout,
@@ -149,6 +146,14 @@ def cluster_map(inputs: ReportInputs) -> ClusterMap | None:
             "expert": layout.expert,
         },
     )
+
+
+def _workers_by_rack(placement: PlacementStatus) -> Mapping[str, Mapping[str, list[WorkerPlacement]]]:
+    """Rack -> node -> its workers, each in the order of the ranks."""
+    found: defaultdict[str, defaultdict[str, list[WorkerPlacement]]] = defaultdict(lambda: defaultdict(list))
+    for worker in sorted(placement.workers, key=lambda one: (parse_ranks(one.ranks) or range(0)).start):
+        found[_rack_name(worker)][worker.node].append(worker)
+    return found
 
 
 def coordinate(layout: Layout, rank: int, dimension: str) -> int:

@@ -71,6 +71,29 @@ def measured_step_seconds(history: History) -> float | None:
     return median(seconds) if seconds else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Axes:
+    """The steps and values at the edges of a plot."""
+
+    first: int
+    last: int
+    low: float
+    high: float
+
+    def x(self, step: int) -> float:
+        """Distance from the left edge."""
+        return WIDTH * (step - self.first) / max(1, self.last - self.first)
+
+    def y(self, value: float) -> float:
+        """Distance from the upper edge."""
+        return HEIGHT * (self.high - value) / (self.high - self.low)
+
+    def line(self, samples: Sequence[tuple[int, float]], css_class: str) -> Element:
+        """A line through the samples."""
+        points = " ".join(f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in _thinned(samples))
+        return element("polyline", points=points, class_=css_class, vector_effect="non-scaling-stroke")
+
+
 def _curve(
     history: History,
     title: str,
@@ -86,22 +109,12 @@ def _curve(
     more = [(point.step, value) for point in history.points if others and (value := others(point)) is not None]
     first, last = samples[0][0], samples[-1][0]
     values = [value for _, value in (*samples, *more)]
-    low, high = (0.0 if from_zero else min(values)), max(values)
-    low, high = _padded(low, high, from_zero)
-
-    def x(step: int) -> float:
-        return WIDTH * (step - first) / max(1, last - first)
-
-    def y(value: float) -> float:
-        return HEIGHT * (high - value) / (high - low)
-
+    low, high = _padded(0.0 if from_zero else min(values), max(values), from_zero)
+    axes = _Axes(first, last, low, high)
     marks = [_mark(mark, first, last) for mark in history.marks if first <= mark.step <= last][:MAX_MARKS]
-    children = [_mark_line(mark) for mark in marks]
-    line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in _thinned(samples))
-    children.append(element("polyline", points=line, class_="curve", vector_effect="non-scaling-stroke"))
+    children = [*map(_mark_line, marks), axes.line(samples, "curve")]
     if more:
-        dots = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in _thinned(more))
-        children.append(element("polyline", points=dots, class_="curve second", vector_effect="non-scaling-stroke"))
+        children.append(axes.line(more, "curve second"))
     svg = element(
         "svg",
         *children,
@@ -118,8 +131,8 @@ def _curve(
         title=title,
         description=description,
         svg=svg,
-        y_ticks=[Tick(as_text(value), 100 * y(value) / HEIGHT) for value in _ticks(low, high)],
-        x_ticks=[Tick(f"{step:,}", 100 * x(step) / WIDTH) for step in _step_ticks(first, last)],
+        y_ticks=[Tick(as_text(value), 100 * axes.y(value) / HEIGHT) for value in _ticks(low, high)],
+        x_ticks=[Tick(f"{step:,}", 100 * axes.x(step) / WIDTH) for step in _step_ticks(first, last)],
         marks=marks,
         last=as_text(samples[-1][1]),
     )

@@ -167,7 +167,7 @@ def _environment() -> Environment:
     )
     environment.filters["svg"] = lambda figure: Markup(to_markup(figure))  # noqa: S704 - made by the XML library
     environment.filters["code"] = _with_code
-    environment.filters["percent"] = lambda part: f"{100 * part:.1f} %"
+    environment.filters["percent"] = lambda part: f"{100 * part:.1f}%"
     return environment
 
 
@@ -230,7 +230,7 @@ def _run_tiles(inputs: ReportInputs) -> list[Tile]:
         tiles.append(Tile("Time left", duration(status.eta_seconds)))
     if status.goodput is not None and (found := goodput_bars(status.goodput, inputs.generated)):
         training = next((part.percent for part in found.rows if part.label == "training"), 0.0)
-        tiles.append(Tile("Goodput", f"{training:.1f} %", "training, of all time"))
+        tiles.append(Tile("Goodput", f"{training:.1f}%", "training, of all time"))
     restarts = status.restart_count
     tiles.append(Tile("Restarts", f"{restarts:,}"))
     return tiles

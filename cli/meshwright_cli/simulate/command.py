@@ -20,7 +20,7 @@ from meshwright.simulation.inputs import Inputs, mean
 from meshwright.simulation.published import table
 from meshwright.simulation.replay import Replay, ReplayError, replay
 from meshwright.simulation.setting import Setting
-from meshwright_cli.parameters import Duration
+from meshwright_cli.parameters import Duration, manifest_parameter
 from meshwright_cli.plan.command import gpu_resource, job_of_manifest, node_selector, nodes_to_plan_for
 from meshwright_cli.simulate.planned_job import PlannedJob, planned_job
 from meshwright_cli.simulate.report import simulation_report
@@ -50,7 +50,7 @@ def _print_inputs(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 
 @click.command()
-@click.option("-f", "--filename", required=True, type=click.Path(path_type=Path), help="Manifest with the job.")
+@manifest_parameter
 @click.option(
     "--nodes",
     type=click.IntRange(1, 100_000),
@@ -85,23 +85,23 @@ def _print_inputs(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     "--published", is_flag=True, is_eager=True, expose_value=False, callback=_print_published,
     help="Simulate published runs of large jobs, print both results, and exit.",
 )  # fmt: skip
-def simulate(filename: Path, output: str, runs: int, seed: int, **options: Any) -> None:
+def simulate(manifest: Path, output: str, runs: int, seed: int, **options: Any) -> None:
     """Simulate months of a job with failures, and print its expected goodput.
 
     Also prints the best checkpoint interval, how many spare nodes and which smallest size are worth it, and what each
     rung of recovery adds. Failures are random; the times of recoveries are published ones unless you give yours.
     """
-    job = job_of_manifest(filename)
-    name = str(job["metadata"].get("name") or filename.stem)
+    job = job_of_manifest(manifest)
+    name = str(job["metadata"].get("name") or manifest.stem)
     try:
         planned = _planned(job, options)
     except (InvalidSpecError, PlanError) as error:
-        raise click.ClickException(f"{filename}: {error}") from error
+        raise click.ClickException(f"{manifest}: {error}") from error
     setting, source, notes = _setting(planned, options)
     notes = (*notes, *planned.notes)
     replayed: Replay | None = None
     if options["replays"]:
-        replayed = _replayed(filename, job, planned, setting)
+        replayed = _replayed(manifest, job, planned, setting)
         setting, source = replayed.setting, "`status.restarts`"
     replicas = planned.plan.layout.data
     report = simulation_report(name, setting, replicas, source, runs, seed, replayed=replayed, notes=notes)

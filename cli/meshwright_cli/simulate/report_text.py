@@ -90,7 +90,7 @@ def _result(report: SimulationReport) -> Iterator[str]:
     result = report.result
     low, high = result.between(lambda one: one.goodput)
     error = f" (± {result.error:.3f})" if result.error >= 0.0005 else ""
-    yield f"Goodput      {result.goodput:.3f} expected{error}; 90 % of runs: {low:.3f} to {high:.3f}"
+    yield f"Goodput      {result.goodput:.3f} expected{error}; 90% of runs: {low:.3f} to {high:.3f}"
     if math.isfinite(result.setting.work):
         yield from _completion(result)
     kinds = result.setting.inputs.faults
@@ -99,7 +99,7 @@ def _result(report: SimulationReport) -> Iterator[str]:
         return float(sum(count for name, count in outcome.failures.items() if not kinds[name].planned))
 
     few, many = result.between(failures)
-    yield f"Failures     {result.mean(failures):.3g} expected; 90 % of runs: {few:.0f} to {many:.0f}"
+    yield f"Failures     {result.mean(failures):.3g} expected; 90% of runs: {few:.0f} to {many:.0f}"
     if degraded := result.mean(lambda one: one.degraded / one.elapsed):
         yield f"Smaller      {degraded:.1%} of the time, which counts in proportion to the speed"
 
@@ -111,7 +111,7 @@ def _completion(result: Result) -> Iterator[str]:
     if unfinished == 1:
         yield f"Complete     no run within {duration(result.setting.horizon)}"
         return
-    yield f"Complete     after {duration(result.days * 86400)} expected; 90 % of runs: {first} to {last}"
+    yield f"Complete     after {duration(result.days * 86400)} expected; 90% of runs: {first} to {last}"
     if unfinished:
         yield f"             {unfinished:.0%} of the runs are not complete within {duration(result.setting.horizon)}"
 
@@ -154,7 +154,7 @@ def _replay(report: SimulationReport) -> Iterator[str]:
     assert replay is not None
     yield f"Ledger       {replay.goodput:.3f}"
     yield ""
-    yield "Cause                ledger  simulated  90 % of runs"
+    yield "Cause                ledger  simulated  90% of runs"
     for cause in TimeCause:
         booked = replay.seconds.get(cause, 0.0)
         if cause in NOT_SIMULATED:

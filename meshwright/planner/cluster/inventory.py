@@ -17,7 +17,7 @@ from meshwright.planner.cluster.pod_resources import (
     HOSTNAME_LABEL,
     Resources,
     is_terminal,
-    node_of,
+    occupied_node,
     parse_resources,
     pod_request,
 )
@@ -316,7 +316,7 @@ def _usage_by_node(
         try:
             if is_terminal(pod) or (without_job and _job_uid(pod) == without_job):
                 continue
-            node = node_of(pod, node_by_hostname)
+            node = occupied_node(pod, node_by_hostname)
             if node is not None:
                 used[node] += pod_request(pod, gpu_resource)
         except MALFORMED as error:
@@ -339,11 +339,11 @@ def missing_label_warnings(usable: Mapping[Location, int], levels: Sequence[str]
     total = sum(usable.values())
     for below, level in zip(levels, levels[1:], strict=False):
         # A location named after the level below has no label (see `locate`).
-        unlabelled_nodes = sum(count for place, count in usable.items() if "/" in place.at(level))
-        if unlabelled_nodes:
+        unlabeled_nodes = sum(count for place, count in usable.items() if "/" in place.at(level))
+        if unlabeled_nodes:
             inner = "NVLink domain" if below == DOMAIN else below
             found.append(
-                f"{unlabelled_nodes} of {total} GPU nodes carry no {level} label: each {inner} of theirs counts "
+                f"{unlabeled_nodes} of {total} GPU nodes carry no {level} label: each {inner} of theirs counts "
                 f"as a {level}"
             )
     return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from meshwright.api.labels import ANNOTATION_DEVICES, METRICS_PORT
+from meshwright.api.labels import ANNOTATION_DEVICES, KIND, METRICS_PORT
 from meshwright.api.workers import WorkersSpec
 from meshwright.planner.cluster.quantities import parse_quantity
 
@@ -18,6 +18,10 @@ EPHEMERAL_STORAGE = "ephemeral-storage"
 HUGE_PAGES = "hugepages-"
 HOST_PORT = "host-port/"
 """Name of a port of the node as a resource, of which each node has one."""
+DEFAULT_SCHEDULER = "default-scheduler"
+LONGEST_CLAIMS = 8192
+MAX_CLAIMED = 4096
+"""Longest annotation with the claimed devices of a pod, and most devices of a kind: the pod's user can change it."""
 
 
 Amounts = tuple[tuple[str, int], ...]
@@ -159,9 +163,17 @@ def pod_request(pod: Mapping[str, Any], gpu_resource: str) -> Resources:
     Raises:
         ValueError: a quantity is malformed.
     """
-    spec = pod.get("spec") or {}
+    return spec_request(pod.get("spec") or {}, claimed_devices(pod), gpu_resource)
+
+
+def spec_request(spec: Mapping[str, Any], claimed: Mapping[str, int], gpu_resource: str) -> Resources:
+    """The request of a pod with this spec that claims these devices: see `pod_request`.
+
+    Raises:
+        ValueError: a quantity is malformed.
+    """
     running = _summed(spec.get("containers") or (), gpu_resource)
-    running += parse_resources(claimed_devices(pod), gpu_resource)
+    running += parse_resources(claimed, gpu_resource)
     peak = Resources()
     for container in spec.get("initContainers") or ():
         requests = _container(container, gpu_resource)
@@ -182,13 +194,30 @@ def pod_request(pod: Mapping[str, Any], gpu_resource: str) -> Resources:
     )
 
 
-def claimed_devices(pod: Mapping[str, Any]) -> dict[str, Any]:
-    """What a worker pod claims through Dynamic Resource Allocation, by resource, from its annotation."""
+def job_of(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The reference to the job that owns the pod; empty if none does."""
+    owners = (pod.get("metadata") or {}).get("ownerReferences") or ()
+    return next((one for one in owners if one.get("controller") and one.get("kind") == KIND), {})
+
+
+def claimed_devices(pod: Mapping[str, Any]) -> dict[str, int]:
+    """What a worker pod claims through Dynamic Resource Allocation, by resource, from its annotation.
+
+    Any user can set the annotation, and a pod that takes capacity only in the operator's books would block a node. So
+    it counts for a pod that a job owns and that has claims, and only what can be a number of devices.
+    """
     text = ((pod.get("metadata") or {}).get("annotations") or {}).get(ANNOTATION_DEVICES)
-    found = json.loads(text) if text else {}
-    if not isinstance(found, dict):
-        raise ValueError(f"its annotation {ANNOTATION_DEVICES} is not an object")
-    return found
+    if not text or not job_of(pod) or not (pod.get("spec") or {}).get("resourceClaims"):
+        return {}
+    try:
+        found = json.loads(text) if len(text) <= LONGEST_CLAIMS else None
+    except (ValueError, RecursionError):
+        return {}
+    return {name: count for name, count in found.items() if _is_claim(name, count)} if isinstance(found, dict) else {}
+
+
+def _is_claim(name: str, count: object) -> bool:
+    return "/" in name and isinstance(count, int) and not isinstance(count, bool) and 0 < count <= MAX_CLAIMED
 
 
 def host_ports(spec: Mapping[str, Any]) -> Amounts:
@@ -218,6 +247,25 @@ def node_of(pod: Mapping[str, Any], node_by_hostname: Mapping[str, str]) -> str 
         return name
     hostname = _only_value(terms[0].get("matchExpressions") or (), HOSTNAME_LABEL)
     return None if hostname is None else node_by_hostname.get(hostname, hostname)
+
+
+def occupied_node(pod: Mapping[str, Any], node_by_hostname: Mapping[str, str]) -> str | None:
+    """The node on which the pod's requests count. None if it may get any node, or waits for what may never come.
+
+    A pod that a job owns counts where it is pinned: the operator has granted the node. Any other one must be bound, or
+    about to be. Otherwise users could take nodes away from jobs with pods that never start.
+    """
+    bound = bool((pod.get("spec") or {}).get("nodeName"))
+    return node_of(pod, node_by_hostname) if bound or job_of(pod) or _is_about_to_be_bound(pod) else None
+
+
+def _is_about_to_be_bound(pod: Mapping[str, Any]) -> bool:
+    """Whether kube-scheduler looks at the pod, and has not found yet that it fits nowhere."""
+    spec = pod.get("spec") or {}
+    if spec.get("schedulingGates") or spec.get("schedulerName", DEFAULT_SCHEDULER) != DEFAULT_SCHEDULER:
+        return False
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return not any((one.get("type"), one.get("status")) == ("PodScheduled", "False") for one in conditions)
 
 
 def _only_value(expressions: Iterable[Mapping[str, Any]], key: str) -> str | None:

@@ -49,7 +49,7 @@ def _group_spans(
     data_stride = inner * pipeline if order is RankOrder.PIPELINE_INNER else inner
     from_context = gcd(expert, context)
     from_data = expert // from_context
-    neighbour_level = next(
+    neighbor_level = next(
         (index for index, level in enumerate(fabric.levels) if level.gpus // stage_stride >= 2), len(fabric.levels) - 1
     )
     return GroupSpans(
@@ -60,7 +60,7 @@ def _group_spans(
         expert_shard_ranks=_span_of(
             ((context // from_context, tensor * from_context), (data // from_data, data_stride * from_data)), fabric
         ),
-        pipeline_level=neighbour_level,
+        pipeline_level=neighbor_level,
         pipeline=_span_of(((pipeline, stage_stride),), fabric),
     )
 

@@ -11,7 +11,7 @@ from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.collectives import all_gather, all_reduce, all_to_all, send
 from meshwright.planner.cost.comm_groups import GroupSpans
-from meshwright.planner.cost.constants import SYNCHRONISE
+from meshwright.planner.cost.constants import SYNCHRONIZE
 from meshwright.planner.cost.fabric import Fabric, Span
 from meshwright.planner.cost.frameworks import Framework
 from meshwright.planner.cost.strategy import LayerStrategy, Strategy, Workload, matmul_bytes
@@ -94,7 +94,7 @@ def context_comm_time(
     inner = strategy.ulysses if strategy.context_method is ContextMethod.RING_ULYSSES else 1
     ring_steps = strategy.context // inner - 1
     ring = ring_steps * send(own_bytes, span.top, fabric)
-    step_overhead = ring_steps * SYNCHRONISE  # each turn waits for its neighbor and launches separate kernels
+    step_overhead = ring_steps * SYNCHRONIZE  # each turn waits for its neighbor and launches separate kernels
     exchange_seconds = all_to_all(
         exchanged_bytes, Span(tuple(min(ranks_inside, inner) for ranks_inside in span.members)), fabric
     )

@@ -29,7 +29,7 @@ HOST_PER_LAYER = 0.8e-3
 Runs of vTrain that are too small for anything else to matter (h = 1,024 and 2,048 on 2 and 4 GPUs) take 0.75 to 0.91 ms
 per layer and pass.
 """
-SYNCHRONISE = 0.1e-3
+SYNCHRONIZE = 0.1e-3
 """Seconds that a blocking collective of `JITTER_RANKS` ranks, or a send to the next rank, loses to jitter."""
 JITTER_RANKS = 8
 PER_STEP = 1e-3
@@ -48,7 +48,7 @@ def jitter(ranks: int) -> float:
     If what delays a rank is exponentially distributed, the slowest of n is late by H_n times the mean, and the others
     wait H_n - 1 times the mean, where H_n is the n-th harmonic number.
     """
-    return SYNCHRONISE * (_harmonic(ranks) - 1.0) / (_harmonic(JITTER_RANKS) - 1.0)
+    return SYNCHRONIZE * (_harmonic(ranks) - 1.0) / (_harmonic(JITTER_RANKS) - 1.0)
 
 
 def _harmonic(count: int) -> float:
@@ -133,26 +133,17 @@ def calibrate(
     if any(seconds <= 0 for seconds in measured):
         raise ValueError("a measured step must take more than 0 seconds")
     start = prior or Constants()
-    centre = [log(start.compute), log(start.communication), log(start.host)]
+    center = [log(start.compute), log(start.communication), log(start.host)]
     lowest, highest = [-log(WIDEST)] * 3, [log(WIDEST)] * 3
     if reach is not None:
-        lowest = [max(low, c - log(reach)) for low, c in zip(lowest, centre, strict=True)]
-        highest = [min(high, c + log(reach)) for high, c in zip(highest, centre, strict=True)]
-    point, point_weights = list(centre), list(weights or [1.0] * len(measured))
+        lowest = [max(low, c - log(reach)) for low, c in zip(lowest, center, strict=True)]
+        highest = [min(high, c + log(reach)) for high, c in zip(highest, center, strict=True)]
+    point, point_weights = list(center), list(weights or [1.0] * len(measured))
     for _ in range(_ROUNDS):
         rows = [
             _residual_and_slope(estimate, seconds, point) for estimate, seconds in zip(estimates, measured, strict=True)
         ]
-        outlier_threshold = _outlier_threshold(rows)
-        matrix = [[prior_weight if i == j else 0.0 for j in range(3)] for i in range(3)]
-        right_side = [prior_weight * (centre[i] - point[i]) for i in range(3)]
-        for (residual, slope), weight in zip(rows, point_weights, strict=True):
-            effective_weight = weight / max(1.0, abs(residual) / outlier_threshold)
-            for i in range(3):
-                right_side[i] -= effective_weight * slope[i] * residual
-                for j in range(3):
-                    matrix[i][j] += effective_weight * slope[i] * slope[j]
-        update = _solve(matrix, right_side)
+        update = _newton_step(rows, point_weights, prior_weight, [c - p for c, p in zip(center, point, strict=True)])
         longest = max(abs(step) for step in update)
         shrink = min(1.0, 0.5 / longest) if longest else 1.0
         moved = [p + shrink * m for p, m in zip(point, update, strict=True)]
@@ -160,6 +151,32 @@ def calibrate(
         if longest < 1e-4:
             break
     return Constants(*(exp(p) for p in point))
+
+
+def _newton_step(
+    rows: Sequence[tuple[float, Sequence[float]]],
+    weights: Sequence[float],
+    prior_weight: float,
+    to_prior: Sequence[float],
+) -> list[float]:
+    """The change of the logarithms of the constants that minimizes the weighted squares of linearized residuals.
+
+    Args:
+        rows: Residual and slopes of each measurement. Residuals beyond the outlier threshold weigh less (Huber).
+        weights: Weight of each measurement.
+        prior_weight: Weight of the distance from the prior.
+        to_prior: From the current point to the prior.
+    """
+    outlier_threshold = _outlier_threshold(rows)
+    matrix = [[prior_weight if i == j else 0.0 for j in range(3)] for i in range(3)]
+    right_side = [prior_weight * distance for distance in to_prior]
+    for (residual, slope), weight in zip(rows, weights, strict=True):
+        effective_weight = weight / max(1.0, abs(residual) / outlier_threshold)
+        for i in range(3):
+            right_side[i] -= effective_weight * slope[i] * residual
+            for j in range(3):
+                matrix[i][j] += effective_weight * slope[i] * slope[j]
+    return _solve(matrix, right_side)
 
 
 def agreed(votes: Sequence[Constants], prior: Constants) -> Constants:
@@ -191,7 +208,7 @@ def _residual_and_slope(estimate: Estimator, seconds: float, point: list[float])
     return base - log(seconds), slope
 
 
-def _outlier_threshold(rows: list[tuple[float, list[float]]]) -> float:
+def _outlier_threshold(rows: Sequence[tuple[float, Sequence[float]]]) -> float:
     """Residual above which a measurement counts as an outlier (Huber's, at 1.5 times the median)."""
     ordered = sorted(abs(residual) for residual, _ in rows)
     return max(0.02, 1.5 * ordered[len(ordered) // 2]) if ordered else 1.0

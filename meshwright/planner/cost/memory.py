@@ -254,8 +254,8 @@ def _parts(work: Workload, strategy: Strategy, runtime: Framework, stage: Stage,
         )
         activations = min(activations, layers_resident * saved / max(1, stage.layers))
     logits = common.logits if stage.output else 0.0
-    neighbours = (stage.rank > 0) + (stage.rank < strategy.pipeline - 1)
-    buffers = neighbours * common.sends + common.layer + (common.experts if stage.mixtures else 0.0) + states.bucket
+    neighbors = (stage.rank > 0) + (stage.rank < strategy.pipeline - 1)
+    buffers = neighbors * common.sends + common.layer + (common.experts if stage.mixtures else 0.0) + states.bucket
     if strategy.fp8:
         buffers += runtime.fp8_weights * stage_params.total
     transient = working if working > logits else logits

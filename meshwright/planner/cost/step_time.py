@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.planner.cost.comm_groups import GroupSpans
 from meshwright.planner.cost.comm_time import stage_send_seconds
-from meshwright.planner.cost.constants import PER_STEP, SYNCHRONISE
+from meshwright.planner.cost.constants import PER_STEP, SYNCHRONIZE
 from meshwright.planner.cost.machine import Machine
 from meshwright.planner.cost.schedule_cost import bubble_seconds, paired_passes
 from meshwright.planner.cost.stage_time import MicroBatchTime, bottleneck_of, forward_and_backward_parts
@@ -119,7 +119,7 @@ def stage_transfer_seconds(work: Workload, strategy: Strategy, machine: Machine,
         return 0.0
     tokens = -(-work.sequence_length * strategy.micro_batch_size // strategy.context)
     one = stage_send_seconds(float(tokens), work.model, strategy, groups, machine.fabric, machine.runtime)
-    return one * machine.constants.communication + SYNCHRONISE * machine.constants.host
+    return one * machine.constants.communication + SYNCHRONIZE * machine.constants.host
 
 
 def _sending(work: Workload, strategy: Strategy, machine: Machine, groups: GroupSpans) -> float:

@@ -124,12 +124,12 @@ class LocalSearch:
         cost = self._evaluate(packer, keys)
         evaluations, failures = 1, 0
         while evaluations < limit and failures < _PATIENCE and not self._optimal():
-            neighbour = keys.changed()
-            found = self._evaluate(packer, neighbour)
+            neighbor = keys.changed()
+            found = self._evaluate(packer, neighbor)
             evaluations += 1
             failures = 0 if found < cost - _TOLERANCE else failures + 1
             if found <= cost + _TOLERANCE:
-                keys, cost = neighbour, found
+                keys, cost = neighbor, found
         elite = self._elite.get(index)
         if elite is None or cost <= elite[0]:
             self._elite[index] = (cost, keys)

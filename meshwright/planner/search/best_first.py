@@ -4,7 +4,7 @@ The first bound of a layout is its step at the largest micro-batch, without the 
 bubble, gradient reduction, recomputation and offload. Then micro-batch, schedule and context method are filled in, each
 with a new bound. The memory savings are last. The first that fits is taken, since saving more memory never makes a
 layout faster that fits already. The entry with the lowest bound is expanded first. So no cost is estimated for layouts
-whose bound exceeds the best by more than 1 %, within which plans count as equally good.
+whose bound exceeds the best by more than 1%, within which plans count as equally good.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SearchResult:
     request: SearchRequest
     best: Candidate
     ranked: tuple[Candidate, ...]
-    """Within 1 % of the best score, the simplest first; for a job one for each layout, the best first. `best` is the
+    """Within 1% of the best score, the simplest first; for a job one for each layout, the best first. `best` is the
     first.
     """
     alternatives: tuple[Candidate, ...]
@@ -205,7 +205,7 @@ def _score(request: SearchRequest, layout: Layout, least: float) -> float:
 
 
 def _ranked(request: SearchRequest, found: list[Candidate]) -> list[Candidate]:
-    """Return all candidates within 1 % of the best: the simplest first, and of equally simple ones the fastest."""
+    """Return all candidates within 1% of the best: the simplest first, and of equally simple ones the fastest."""
     objective = request.objective
     least = min(one.score(objective) for one in found)
     within_tolerance = [one for one in found if one.score(objective) <= least * TIE_TOLERANCE]
@@ -221,7 +221,7 @@ def _ranked(request: SearchRequest, found: list[Candidate]) -> list[Candidate]:
 def _in_order_of_preference(found: list[Candidate]) -> list[Candidate]:
     """One candidate for each layout, the best first.
 
-    The best is the first in the order of `found` that takes at most 1 % longer than the fastest. First one is chosen
+    The best is the first in the order of `found` that takes at most 1% longer than the fastest. First one is chosen
     for each layout and checkpointing, among its micro-batches and schedules, and then one of these. The others follow
     by time.
     """

@@ -24,7 +24,7 @@ from meshwright.schedules.registry import kind_of
 from meshwright.schedules.schedule import PipelineShape
 
 TIE_TOLERANCE = 1.01
-"""Plans within 1 % of the best count as equally good, because estimates are not more exact. The simplest is chosen."""
+"""Plans within 1% of the best count as equally good, because estimates are not more exact. The simplest is chosen."""
 FEW_MICRO_BATCHES = 2
 """With so few micro-batches, ZeRO-3 may be the fastest stage also with a pipeline."""
 MAX_ESTIMATED = 16

@@ -39,6 +39,9 @@ Interface = Annotated[str, Field(min_length=1, max_length=15, pattern=r"^[A-Za-z
 VARIABLE = r"^(NCCL|RCCL|OFI|FI|UCX|SHARP|GLOO|IBV|MLX5)_[A-Z0-9_]+$"
 """Names of the variables of communication libraries."""
 
+FABRIC_DOCUMENT = "a mapping with `levels` and `network`"
+"""What a document of the fabric must be, for error messages."""
+
 
 class FabricError(ValueError):
     """The fabric's document is invalid. The message names the fields and what they must be."""
@@ -218,6 +221,6 @@ def parse_fabric(text: str) -> SiteFabric:
         FabricError: the document is invalid.
     """
     try:
-        return parse_document(SiteFabric, text, "a mapping with `levels` and `network`")
+        return parse_document(SiteFabric, text, FABRIC_DOCUMENT)
     except ValueError as error:
         raise FabricError(str(error)) from None

@@ -17,6 +17,7 @@ from meshwright.api import conditions as names
 from meshwright.api.checkpoint import CheckpointSpec
 from meshwright.api.conditions import find
 from meshwright.api.status import CheckpointTierStatus, ParallelTrainingJobStatus
+from meshwright.printable import printable
 from meshwright.protocol.messages import CheckpointCommit, CheckpointTier, FailureHistory, WorkerReport
 from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide.decision import Decision
@@ -160,8 +161,8 @@ def _status_of(tier: CheckpointTier) -> CheckpointTierStatus | None:
             time=_time(tier.saved_at) or None,
             every_steps=tier.every_steps,
             interval_seconds=round(tier.interval_seconds) if tier.interval_seconds is not None else None,
-            reason=tier.reason,
-            error=tier.error,
+            reason=printable(tier.reason),
+            error=printable(tier.error),
         )
     except (ValidationError, OverflowError, ValueError):
         return None

@@ -12,6 +12,7 @@ from datetime import datetime
 from meshwright.api import conditions as names
 from meshwright.api.conditions import find, with_condition
 from meshwright.api.status import MAX_CONDITIONS, Condition, ParallelTrainingJobStatus
+from meshwright.printable import printable
 from meshwright_operator.text import sentences
 from meshwright_operator.timestamps import format_time
 
@@ -78,7 +79,7 @@ def set_condition(
             observed_generation=generation,
             last_transition_time=format_time(now),
             reason=reason,
-            message=message[:MESSAGE_LIMIT],
+            message=printable(message[:MESSAGE_LIMIT]),
         ),
     )
 

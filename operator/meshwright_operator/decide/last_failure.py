@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from meshwright.api.base import MAX_SAFE_INTEGER
 from meshwright.api.status import FailureStatus, ParallelTrainingJobStatus
+from meshwright.printable import printable
 from meshwright.protocol.messages import FailureEvidence
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.observed import Observed
@@ -26,7 +27,7 @@ def record(decision: Decision, verdict: Interruption) -> None:
         time=format_time(observed.now),
         generation=observed.mesh.generation,
         cause=verdict.cause.name,
-        message=verdict.message[:MAX_MESSAGE],
+        message=printable(verdict.message[:MAX_MESSAGE]),
         worker=verdict.worker,
         pod=failed.pod.name if failed is not None and failed.pod is not None else "",
         node=failed.node if failed is not None else "",
@@ -46,7 +47,8 @@ def add_evidence(observed: Observed, status: ParallelTrainingJobStatus) -> None:
         return
     longer = len(evidence.log) + len(evidence.stacks) > len(failure.log) + len(failure.stacks)
     if longer or (failure.rank, failure.path) != (evidence.rank, evidence.path):
-        changes = {"rank": evidence.rank, "log": evidence.log, "stacks": evidence.stacks, "path": evidence.path}
+        log, stacks = printable(evidence.log), printable(evidence.stacks)
+        changes = {"rank": evidence.rank, "log": log, "stacks": stacks, "path": evidence.path}
         status.last_failure = failure.model_copy(update=changes)
 
 

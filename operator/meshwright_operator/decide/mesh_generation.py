@@ -123,20 +123,8 @@ def document(
         groups = replica_groups.groups_of(observed, mesh)
     except ValueError:
         return None
-    members, known, ranks_by_worker = [], plan_workers(observed), observed.plan.workers
-    for worker in sorted(observed.workers, key=lambda worker: known.get(worker.index, -1)):
-        if worker.pod is None or not worker.pod.address or worker.index not in known:
-            return None
-        ranks = ranks_by_worker[known[worker.index]]
-        members.append(
-            MeshMember(
-                worker=worker.index,
-                incarnation=worker.incarnation,
-                address=worker.pod.address,
-                first_rank=ranks.start,
-                ranks=len(ranks),
-            )
-        )
+    if (members := _members(observed)) is None:
+        return None
     return MeshDocument(
         generation=mesh.generation,
         world_size=observed.plan.layout.world_size,
@@ -158,6 +146,25 @@ def document(
         history=history,
         image=_image(observed),
     )
+
+
+def _members(observed: Observed) -> list[MeshMember] | None:
+    """The workers in the order of their ranks; None if a pod or its address is not known."""
+    members, known, ranks_by_worker = [], plan_workers(observed), observed.plan.workers
+    for worker in sorted(observed.workers, key=lambda worker: known.get(worker.index, -1)):
+        if worker.pod is None or not worker.pod.address or worker.index not in known:
+            return None
+        ranks = ranks_by_worker[known[worker.index]]
+        members.append(
+            MeshMember(
+                worker=worker.index,
+                incarnation=worker.incarnation,
+                address=worker.pod.address,
+                first_rank=ranks.start,
+                ranks=len(ranks),
+            )
+        )
+    return members
 
 
 def _resume(observed: Observed) -> CheckpointCommit | None:

@@ -131,7 +131,7 @@ class DeviceInventory:
             self._on_change()
 
     def _counted_with_pod(self, claim: AllocatedClaim) -> bool:
-        return claim.pod is not None and self._cache.has_live_worker(*claim.pod)
+        return claim.pod is not None and self._cache.counts_claims_of(*claim.pod)
 
     def _apply(self, put: Callable[[KubeObject, bool], None], event: KubeObject) -> None:
         put(event["object"], event["type"] != "DELETED")

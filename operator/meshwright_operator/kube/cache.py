@@ -17,7 +17,7 @@ from meshwright_operator.decide.rejected_job import NO_LAYOUT
 from meshwright_operator.kube.parsed_jobs import ParsedJobs
 from meshwright_operator.kube.pod_index import JobKey, PodIndex, PodKey, RequestListener
 from meshwright_operator.kube.pod_info import Pod
-from meshwright_operator.kube.pod_requests import PodRequest, read_pod_request
+from meshwright_operator.kube.pod_requests import PodRequest, has_claims, read_pod_request
 from meshwright_operator.kube.versioned_store import Listing, VersionedStore, parse_version
 
 __all__ = ["Cache", "JobKey", "awaits_layout", "key_of", "pod_key_of", "trim_job", "trim_node"]
@@ -223,10 +223,10 @@ class Cache:
             return allocatable
         return with_amounts(allocatable, devices)
 
-    def has_live_worker(self, namespace: str, name: str, uid: str) -> bool:
-        """Whether this is a worker pod that has not terminated."""
+    def counts_claims_of(self, namespace: str, name: str, uid: str) -> bool:
+        """Whether this is a worker pod that has not terminated, and whose request contains the devices it claims."""
         pod = self._pods.values.get(PodKey(namespace, name))
-        return isinstance(pod, Pod) and pod.uid == uid and not pod.terminal
+        return isinstance(pod, Pod) and pod.uid == uid and not pod.terminal and has_claims(pod.request_json)
 
     def remove_node(self, name: str, uid: str = "", version: int = 0) -> bool:
         """Remove a node, in any case if no uid is given. Return whether it was stored."""

@@ -34,7 +34,7 @@ from kubernetes.aio.client.rest import RESTClientObject
 from meshwright.api.labels import FIELD_MANAGER
 from meshwright.api.objects import KubeObject
 from meshwright_operator.kube.fence import Fence
-from meshwright_operator.kube.paths import LEASES, resource_of
+from meshwright_operator.kube.paths import LEASES, is_safe, resource_of
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
 from meshwright_operator.text import shortened
 
@@ -285,6 +285,8 @@ class KubeClient:
         body: KubeObject | None = None,
         content_type: str = "application/json",
     ) -> KubeObject:
+        if not is_safe(path):
+            raise ApiError(404, "NotFound", f"{resource_of(path)}: no object can have this name")
         present = {k: v for k, v in (query or {}).items() if v}
         url = path + (f"?{urlencode(present)}" if present else "")
         if path.startswith(LEASES):

@@ -76,6 +76,12 @@ class EventBacklog:
         self._busy.discard(queued.uid)
         self._changed.set()
 
+    async def empty(self) -> None:
+        """Wait until no event waits or is being posted."""
+        while self._waiting or self._busy:
+            self._changed.clear()
+            await self._changed.wait()
+
     def _remove(self, number: int) -> QueuedEvent:
         queued = self._waiting.pop(number)
         self._of_job[queued.uid] -= 1

@@ -43,16 +43,7 @@ async def watch_jobs(
         idle_seconds: A watch reconnects if nothing arrives for this long, not even a bookmark.
         on_ready: Called when the watches are connected.
     """
-    registry = kopf.OperatorRegistry()
-
-    async def login(**_: Any) -> kopf.AiohttpSession:
-        return await kopf_session(configuration, liveness)
-
-    async def changed(event: Any, **_: Any) -> None:
-        handle({"type": event["type"], "object": dict(event["object"])})
-
-    kopf.on.login(registry=registry)(login)
-    kopf.on.event(GROUP, VERSION, PLURAL, registry=registry, id="job")(changed)
+    registry = _registry(handle, configuration, liveness)
     ready = asyncio.Event()
 
     async def signal_ready() -> None:
@@ -78,6 +69,23 @@ async def watch_jobs(
             ready_task.cancel()
             insist_task.cancel()
     raise RuntimeError("watches ended")
+
+
+def _registry(
+    handle: Callable[[KubeObject], None], configuration: Configuration, liveness: WatchLiveness
+) -> kopf.OperatorRegistry:
+    """What kopf calls: for credentials, and for each event of a job."""
+    registry = kopf.OperatorRegistry()
+
+    async def login(**_: Any) -> kopf.AiohttpSession:
+        return await kopf_session(configuration, liveness)
+
+    async def changed(event: Any, **_: Any) -> None:
+        handle({"type": event["type"], "object": dict(event["object"])})
+
+    kopf.on.login(registry=registry)(login)
+    kopf.on.event(GROUP, VERSION, PLURAL, registry=registry, id="job")(changed)
+    return registry
 
 
 async def cancel_stuck_watchers(check_seconds: float = 1.0) -> None:

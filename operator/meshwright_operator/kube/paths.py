@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from meshwright.api.labels import GROUP, PLURAL, VERSION
 
@@ -63,6 +63,15 @@ def network_policies_path(namespace: str, name: str | None = None) -> str:
     return _path(NETWORKING, namespace, "networkpolicies", name)
 
 
+def is_safe(path: str) -> bool:
+    """Whether a path leads where it was built to lead: each of its parts is one name.
+
+    Users choose names that end up in paths, such as that of a claim. With `../` in one, the operator would read or
+    change an object of another namespace.
+    """
+    return not any(part in ("", ".", "..") or "/" in part for part in map(unquote, path.split("/")[1:]))
+
+
 def _path(root: str, namespace: str | None, resource: str, name: str | None) -> str:
-    where = f"/namespaces/{quote(namespace)}" if namespace else ""
-    return f"{root}{where}/{resource}" + (f"/{quote(name)}" if name else "")
+    where = f"/namespaces/{quote(namespace, safe='')}" if namespace else ""
+    return f"{root}{where}/{resource}" + (f"/{quote(name, safe='')}" if name else "")

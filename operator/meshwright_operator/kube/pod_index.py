@@ -98,7 +98,10 @@ class PodIndex:
 
 
 def request_of(pod: Pod) -> PodRequest | None:
-    """What a worker pod requests; None if it has no node or has terminated."""
-    if not pod.node or pod.terminal:
+    """What a worker pod requests; None if it has no node or has terminated.
+
+    A pod that no job owns must be bound: see `occupied_node`.
+    """
+    if not pod.node or pod.terminal or not (pod.bound or pod.of_job):
         return None
     return PodRequest(pod.name, pod.namespace, pod.node, pod.request_json, pod.job, pod.owner)

@@ -6,7 +6,6 @@ as JSON strings, which the pods of a gang share and which are parsed once.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from meshwright.api.labels import ANNOTATION_DEVICES, KIND, METRICS_PORT
+from meshwright.api.labels import METRICS_PORT
 from meshwright.api.objects import KubeObject
 from meshwright.planner.cluster.inventory import MALFORMED
 from meshwright.planner.cluster.pod_resources import (
@@ -25,8 +24,9 @@ from meshwright.planner.cluster.pod_resources import (
     claimed_devices,
     host_ports,
     is_terminal,
-    node_of,
-    pod_request,
+    job_of,
+    occupied_node,
+    spec_request,
 )
 
 REQUEST_FIELDS = ("overhead", "resources")
@@ -75,24 +75,26 @@ def request_json_of(pod: Mapping[str, Any]) -> str:
 
 
 @lru_cache(maxsize=4096)
+def has_claims(request_json: str) -> bool:
+    """Whether a request contains devices that the pod claims through Dynamic Resource Allocation."""
+    return bool((orjson.loads(request_json) or {}).get("claimed"))
+
+
+@lru_cache(maxsize=4096)
 def _amount(request_json: str, gpu_resource: str) -> Resources:
     spec = orjson.loads(request_json)
     if spec is None:
         raise ValueError("its containers cannot be parsed")
-    claimed = spec.pop("claimed", None)
-    annotations = {ANNOTATION_DEVICES: json.dumps(claimed)} if claimed else {}
-    return pod_request({"metadata": {"annotations": annotations}, "spec": spec}, gpu_resource)
+    return spec_request(spec, spec.pop("claimed", None) or {}, gpu_resource)
 
 
 def read_pod_request(obj: Mapping[str, Any], node_by_hostname: Mapping[str, str]) -> PodRequest | None:
-    """Parse the requests of a raw pod; None if it has terminated, has no node, or is malformed."""
+    """Parse the requests of a raw pod; None if it has terminated, occupies no node, or is malformed."""
     try:
-        node = None if is_terminal(obj) else node_of(obj, node_by_hostname)
+        node = None if is_terminal(obj) else occupied_node(obj, node_by_hostname)
         if node is None:
             return None
-        metadata = obj["metadata"]
-        owners = metadata.get("ownerReferences") or ()
-        job: KubeObject = next((o for o in owners if o.get("controller") and o.get("kind") == KIND), {})
+        metadata, job = obj["metadata"], job_of(obj)
         where = str(metadata.get("namespace", ""))
         return PodRequest(metadata["name"], where, node, request_json_of(obj), job.get("name", ""), job.get("uid", ""))
     except MALFORMED:

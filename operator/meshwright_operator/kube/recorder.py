@@ -12,11 +12,12 @@ import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
 from meshwright.api.labels import API_VERSION, FIELD_MANAGER, KIND
+from meshwright.printable import printable
 from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.kube.client import ApiError, KubeClient
 from meshwright_operator.kube.event_backlog import EventBacklog, QueuedEvent
@@ -67,7 +68,7 @@ class EventRecorder:
 
     def post(self, job: Mapping[str, Any], event: JobEvent) -> None:
         """Queue an event about a job. Drops an older one if too many wait."""
-        metadata = job["metadata"]
+        metadata, event = job["metadata"], replace(event, message=printable(event.message))
         queued = QueuedEvent(
             metadata.get("namespace", "default"), metadata["name"], str(metadata.get("uid", "")), event, utc_now()
         )
@@ -94,6 +95,7 @@ class EventRecorder:
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
                 for _ in range(min(POSTED_AT_ONCE, len(self._backlog))):
                     group.create_task(self._post_remaining())
+                group.create_task(self._backlog.empty())  # also what `run` is posting
         except TimeoutError:
             log.warning("events not posted before the exit")
 

@@ -16,6 +16,8 @@ from meshwright.api import labels
 from meshwright.api.conditions import COMPLETE, READY, find, is_true
 from meshwright.api.objects import KubeObject
 from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.planner.cluster.inventory import MALFORMED
+from meshwright.planner.cluster.pod_resources import pod_request
 from meshwright_operator.decide import lifecycle, sizing
 from meshwright_operator.decide.admission import Admission
 from meshwright_operator.decide.decision import Decision
@@ -106,8 +108,8 @@ class Kueue:
             return await self._follow_prebuilt(key, job, observed, found)
         demand = demand_of(job, observed)
         if found is None:
-            await self._create(key, job, observed, demand)
-            return observed
+            taken = await self._create(key, job, observed, demand)
+            return replace(observed, admission=Admission(admitted=False, message=taken)) if taken else observed
         if found["metadata"].get("deletionTimestamp"):
             return observed
         if not _covers(found, demand) or state.is_true(found, state.FINISHED):
@@ -169,19 +171,23 @@ class Kueue:
         if found is not None and not found["metadata"].get("deletionTimestamp"):
             await self._delete(found)
 
-    async def _create(self, key: JobKey, job: KubeObject, observed: Observed, demand: Demand) -> None:
+    async def _create(self, key: JobKey, job: KubeObject, observed: Observed, demand: Demand) -> str:
         priority = await self._priority(job, observed.spec)
-        await self._post(key, observed.uid, demand, priority, suspended=observed.spec.suspend)
+        return await self._post(key, observed.uid, demand, priority, suspended=observed.spec.suspend)
 
-    async def _post(self, key: JobKey, uid: str, demand: Demand, priority: Priority, *, suspended: bool) -> None:
+    async def _post(self, key: JobKey, uid: str, demand: Demand, priority: Priority, *, suspended: bool) -> str:
+        """Makes the Workload. Returns why it cannot be made; empty if it is there."""
         body = workload(key.name, key.namespace, uid, demand, priority, self._watch.version, suspended=suspended)
         try:
             self._watch.put(await self._client.create(self._watch.path(key.namespace), body))
         except ApiError as error:
             if error.code != CONFLICT:
                 raise
-            path = self._watch.path(key.namespace, body["metadata"]["name"])
-            self._watch.put(await self._client.get(path))
+            name = body["metadata"]["name"]
+            self._watch.put(await self._client.get(self._watch.path(key.namespace, name)))
+            if self._watch.of(key.namespace, uid) is None:
+                return f"Workload {name} exists and does not belong to this job. Delete it"
+        return ""
 
     async def _renew(self, job: KubeObject, observed: Observed, found: KubeObject, demand: Demand) -> Observed:
         """The job needs another quota than its Workload asks for."""
@@ -221,7 +227,10 @@ class Kueue:
         """A job that MultiKueue has sent here: its Workload is there, and becomes the job's own."""
         name = _prebuilt(job)
         if found is not None:
-            return observed
+            if not (short := _shortage(found, demand_of(job, observed))):
+                return observed
+            text = f"Workload {name} {short}: it is not that of this job"
+            return replace(observed, admission=Admission(admitted=False, message=text))
         waiting = replace(observed, admission=Admission(admitted=False, message=f"Waiting for Workload {name}"))
         try:
             there = await self._client.get(self._watch.path(key.namespace, name))
@@ -356,6 +365,22 @@ def _covers(found: KubeObject, demand: Demand) -> bool:
         return True
     count = int(state.pod_set_of(found).get("count") or 0)
     return demand.least is not None and state.is_reserved(found) and shape == demand.shape and demand.workers <= count
+
+
+def _shortage(found: KubeObject, demand: Demand) -> str:
+    """How a Workload that somebody else made asks for less than the job needs, so that its quota is not enough."""
+    pods = state.pod_set_of(found)
+    count, needed = int(pods.get("count") or 0), demand.workers if demand.least is None else demand.least
+    if count < needed:
+        return f"asks for {count} pods, and the job needs {needed}"
+    workers = demand.spec.workers
+    try:
+        gpus = pod_request({"spec": (pods.get("template") or {}).get("spec") or {}}, workers.gpu_resource).gpus
+    except MALFORMED:
+        gpus = 0
+    if gpus < workers.gpus_per_worker and not workers.resource_claims:
+        return f"asks for {gpus} GPUs per pod, and the job needs {workers.gpus_per_worker}"
+    return ""
 
 
 def _reclaimable(observed: Observed) -> int:

@@ -43,8 +43,8 @@ class Attempt:
     """Whether nodes are reserved for the job if it does not fit."""
     reserved: tuple[str, ...] = ()
     """The nodes that are reserved for it so far."""
-    without_pods_of: str = ""
-    """uid of a job whose pods do not count, because they would be deleted first; empty for none."""
+    without_pods_of: tuple[str, str] | None = None
+    """Namespace and uid of a job whose pods do not count, because they would be deleted first; None for none."""
     holders: Sequence[Holder] = ()
     """Jobs that may have to shrink or to stop if the job does not fit; empty if it must not take anything."""
     victims: Sequence[Victim] = ()
@@ -80,9 +80,10 @@ def run_attempt(attempt: Attempt, view: ClusterView) -> Outcome:
     request = attempt.request
     resource = request.spec.workers.gpu_resource
     free = view.free_nodes(NodeRequirements.of(request.spec), attempt.empty, resource)
-    freed: Amounts = dict(view.used_by_job(request.uid, resource)) if request.reuses_own_pods else {}
-    if attempt.without_pods_of not in ("", request.uid):
-        freed |= _sum(freed, view.used_by_job(attempt.without_pods_of, resource))
+    own = request.key.namespace, request.uid
+    freed: Amounts = dict(view.used_by_job(*own, resource)) if request.reuses_own_pods else {}
+    if attempt.without_pods_of not in (None, own):
+        freed |= _sum(freed, view.used_by_job(*attempt.without_pods_of, resource))
     changed = free.excluding(attempt.kept_off, free.without(freed))
     changed = within_domains(request, free.nodes, changed)
     rest = free.excluding(attempt.claims, changed)
@@ -120,12 +121,12 @@ def _victims(
     """
     request, resource = attempt.request.smallest, attempt.request.spec.workers.gpu_resource
     others = [one for one in attempt.holders if one.uid != request.uid and one.against(attempt.priority) is not None]
-    holders = [holder.using(view.used_by_job(holder.uid, resource)) for holder in others]
+    holders = [holder.using(view.used_by_job(holder.key.namespace, holder.uid, resource)) for holder in others]
     spare_of = {node: f"spare node of job {one.key}" for one in holders for node in one.spares}
     leaving: dict[str, Resources] = {}
     for holder in attempt.holders:
         if holder.uid != request.uid:
-            leaving |= _sum(leaving, holder.leaving(view.used_by_job(holder.uid, resource)))
+            leaving |= _sum(leaving, holder.leaving(view.used_by_job(holder.key.namespace, holder.uid, resource)))
 
     def changed(taken: Mapping[str, Resources]) -> dict[str, Node]:
         amounts = {**leaving, **_sum(leaving, taken)}

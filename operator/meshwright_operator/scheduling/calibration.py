@@ -19,13 +19,14 @@ from meshwright.api.data import DataFormat
 from meshwright.api.objects import KubeObject
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
-from meshwright.api.status import PlacementStatus
+from meshwright.api.status import PlacementStatus, PlanStatus
 from meshwright.api.training import ActivationCheckpointing
 from meshwright.layout import Layout
 from meshwright.models.presets import UnknownModelError, resolve
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost.constants import Constants
-from meshwright.planner.cost_model import Calibration, StepMeasurement, cost_model_for, recalibrate
+from meshwright.planner.cost.strategy import Strategy
+from meshwright.planner.cost_model import Calibration, CostModel, StepMeasurement, cost_model_for, recalibrate
 from meshwright.planner.placement.placed_cost import group_spans_of_status
 from meshwright.rules.elastic import fixed_size
 from meshwright_operator.kube.cache import Cache
@@ -111,17 +112,7 @@ class CalibrationLoop:
         layout = Layout(plan.tensor, plan.pipeline, plan.data, plan.context, plan.expert)
         if plan.micro_batches < 1 or cost_model.work.global_batch % (layout.data * plan.micro_batches):
             return None  # not a layout that can have run
-        schedule = plan.schedule or PipelineSchedule.ONE_F_ONE_B
-        checkpointing = plan.activation_checkpointing or ActivationCheckpointing.NONE
-        strategy = cost_model.job.strategy(
-            layout,
-            plan.micro_batches,
-            schedule,
-            checkpointing,
-            virtual_stages=plan.virtual_stages,
-            context_method=plan.context_method,
-            zero_stage=plan.zero_stage,
-        )
+        strategy = _strategy_of(plan, layout, cost_model)
         if cost_model.estimate(strategy).seconds <= 0:
             return None
         seconds = cost_model.work.tokens / status.tokens_per_second
@@ -134,6 +125,19 @@ class CalibrationLoop:
         )
         namespace = str(job["metadata"].get("namespace", ""))
         return StepMeasurement(cost_model, strategy, seconds, status.step, groups, namespace)
+
+
+def _strategy_of(plan: PlanStatus, layout: Layout, cost_model: CostModel) -> Strategy:
+    """How a job with this plan trains."""
+    return cost_model.job.strategy(
+        layout,
+        plan.micro_batches,
+        plan.schedule or PipelineSchedule.ONE_F_ONE_B,
+        plan.activation_checkpointing or ActivationCheckpointing.NONE,
+        virtual_stages=plan.virtual_stages,
+        context_method=plan.context_method,
+        zero_stage=plan.zero_stage,
+    )
 
 
 def _depends_on_claims(placement: PlacementStatus | None, inventory: Inventory) -> bool:

@@ -136,7 +136,8 @@ class ClusterView:
     def __init__(self) -> None:
         self._requests: dict[str, PodRequest] = {}
         self._by_occupant: defaultdict[tuple[str, str], dict[str, PodRequest]] = defaultdict(dict)
-        self._by_job: defaultdict[str, dict[str, PodRequest]] = defaultdict(dict)
+        self._by_job: defaultdict[tuple[str, str], dict[str, PodRequest]] = defaultdict(dict)
+        """(namespace, uid) of a job -> its pods. A pod of another namespace may claim the uid."""
         self._foreign: set[str] = set()
         self._uses: dict[str, ResourceUse] = {}
         self._free: OrderedDict[Hashable, FreeNodes] = OrderedDict()
@@ -214,9 +215,9 @@ class ClusterView:
         self._free.move_to_end(requirements)
         return free
 
-    def used_by_job(self, uid: str, gpu_resource: str) -> dict[str, Resources]:
+    def used_by_job(self, namespace: str, uid: str, gpu_resource: str) -> dict[str, Resources]:
         """Node -> what the pods of a job request there."""
-        return _by_node(self._by_job.get(uid, {}).values(), gpu_resource)
+        return _by_node(self._by_job.get((namespace, uid), {}).values(), gpu_resource)
 
     def used_by_occupant(self, occupant: tuple[str, str], gpu_resource: str) -> dict[str, Resources]:
         """Node -> what a job, or a foreign pod, requests there."""
@@ -227,14 +228,14 @@ class ClusterView:
         total = sum(use.gpus_by_namespace[namespace] for use in self._uses.values())
         if not without_job:
             return total
-        own = self._by_job.get(without_job, {}).values()
+        own = self._by_job.get((namespace, without_job), {}).values()
         return total - sum(amount.gpus for resource in self._uses for amount in _by_node(own, resource).values())
 
     def _add(self, pod_id: str, request: PodRequest) -> None:
         self._requests[pod_id] = request
         self._by_occupant[occupant_of(request)][pod_id] = request
         if request.job_uid:
-            self._by_job[request.job_uid][pod_id] = request
+            self._by_job[request.namespace, request.job_uid][pod_id] = request
         for use in self._uses.values():
             use.count(pod_id, request, 1)
 
@@ -242,7 +243,7 @@ class ClusterView:
         del self._requests[pod_id]
         _discard(self._by_occupant, occupant_of(request), pod_id)
         if request.job_uid:
-            _discard(self._by_job, request.job_uid, pod_id)
+            _discard(self._by_job, (request.namespace, request.job_uid), pod_id)
         for use in self._uses.values():
             use.count(pod_id, request, -1)
 

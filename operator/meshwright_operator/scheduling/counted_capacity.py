@@ -38,8 +38,8 @@ class CountedCapacity:
         self.view = ClusterView()
         """Changed only by the placer's task, and never while an attempt runs."""
         self._changes: dict[str, PodRequest | None] = {}
-        self._assumed: dict[str, dict[str, list[str]]] = {}
-        """uid of a job -> node -> ids of the pods that are assumed there."""
+        self._assumed: dict[tuple[str, str], dict[str, list[str]]] = {}
+        """(namespace, uid) of a job -> node -> ids of the pods that are assumed there."""
         self._counting = False
         """Whether a thread counts changes."""
         self.freed = 0
@@ -69,19 +69,21 @@ class CountedCapacity:
 
     def assume(self, pod: str, request: PodRequest) -> None:
         """Counts a pod that a job was granted until the job has a pod on its node, or until it is given up."""
-        self._assumed.setdefault(request.job_uid, {}).setdefault(request.node, []).append(pod)
+        job = request.namespace, request.job_uid
+        self._assumed.setdefault(job, {}).setdefault(request.node, []).append(pod)
         self._note(pod, request)
         self.changed += 1
 
     def give_up_assumed(self, job_uid: str) -> None:
         """Frees the nodes of the pods that were assumed for a job and do not exist."""
-        for pods in self._assumed.pop(job_uid, {}).values():
-            for pod in pods:
-                self.pod_changed(pod, None)
+        for job in [job for job in self._assumed if job[1] == job_uid]:
+            for pods in self._assumed.pop(job).values():
+                for pod in pods:
+                    self.pod_changed(pod, None)
 
     def _replace_assumed(self, new: PodRequest) -> None:
         """A pod of a job exists now. If it was assumed, it must not count twice."""
-        pods = self._assumed.get(new.job_uid, {}).get(new.node)
+        pods = self._assumed.get((new.namespace, new.job_uid), {}).get(new.node)
         if pods:
             self._note(pods.pop(), None)
 

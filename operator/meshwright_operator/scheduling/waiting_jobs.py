@@ -360,7 +360,7 @@ class WaitingJobs:
             first = first or (other.request.key if other.fits else None)
         namespace, view = request.key.namespace, self._capacity.view
         if request.restarts and view.gpus_in_use(namespace) != view.gpus_in_use(namespace, request.uid):
-            claims, first = await self._claims_without(request.uid, ahead)
+            claims, first = await self._claims_without((namespace, request.uid), ahead)
         reserving = {other.request.key.namespace for other in ahead if other.reserved}
         reserves = member is not None and _due(request) and namespace not in reserving
         attempt = await self._attempt_of(request, claims, explain=explain)
@@ -383,12 +383,14 @@ class WaitingJobs:
         )
         return await asyncio.to_thread(run_attempt, attempt, view)
 
-    async def _claims_without(self, uid: str, ahead: Sequence[Member]) -> tuple[dict[str, str], JobKey | None]:
-        """What the jobs ahead would claim if the pods of the job `uid` were deleted."""
+    async def _claims_without(
+        self, job: tuple[str, str], ahead: Sequence[Member]
+    ) -> tuple[dict[str, str], JobKey | None]:
+        """What the jobs ahead would claim if the pods of this job (namespace, uid) were deleted."""
         claims: dict[str, str] = {}
         first: JobKey | None = None
         for other in ahead:
-            attempt = await self._attempt_of(other.request, claims, explain=False, without_pods_of=uid)
+            attempt = await self._attempt_of(other.request, claims, explain=False, without_pods_of=job)
             try:
                 outcome = await asyncio.to_thread(run_attempt, attempt, self._capacity.view)
             except Exception:
@@ -403,7 +405,12 @@ class WaitingJobs:
         return claims, first
 
     async def _attempt_of(
-        self, request: PlacementRequest, claims: Mapping[str, str], *, explain: bool, without_pods_of: str = ""
+        self,
+        request: PlacementRequest,
+        claims: Mapping[str, str],
+        *,
+        explain: bool,
+        without_pods_of: tuple[str, str] | None = None,
     ) -> Attempt:
         bounds = self.queue.policy.of(request.key.namespace)
         request = self._within_quota(request, bounds)

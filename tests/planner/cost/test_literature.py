@@ -53,7 +53,7 @@ def test_zero_divides_states_by_4_by_8_and_by_the_number_of_ranks(stage: int, fa
     [("naive", 4, 0.75), ("gpipe", 4, 3 / 7), ("gpipe", 16, 3 / 19), ("1f1b", 16, 3 / 19)],
 )
 def test_bubbles_of_four_stages(schedule: str, micro_batches: int, bubble: float) -> None:
-    """75, 43 and 16 % of the step: (S - 1) / (M + S - 1). GPipe's (S - 1) / M is the same over the busy time."""
+    """75, 43 and 16% of the step: (S - 1) / (M + S - 1). GPipe's (S - 1) / M is the same over the busy time."""
     assert predicted(schedule, 4, micro_batches) == pytest.approx({"simulated": bubble, "closed form": bubble})
     if schedule != "naive":
         assert bubble / (1 - bubble) == pytest.approx(3 / micro_batches)
@@ -86,7 +86,7 @@ def test_llama_3_took_38_yotta_flops() -> None:
 
 @pytest.mark.parametrize(("teraflops", "share"), [(400, 0.40), (380, 0.38)])
 def test_llama_3_ran_at_forty_percent_of_the_peak(teraflops: float, share: float) -> None:
-    """arXiv 2407.21783, table 4, at 8K and 128K tokens. 57 %, which some give for 400 of 989, is wrong."""
+    """arXiv 2407.21783, table 4, at 8K and 128K tokens. 57%, which some give for 400 of 989, is wrong."""
     assert teraflops * TERA / ACCELERATORS["H100-SXM5-80GB"].half == pytest.approx(share, abs=0.006)
 
 

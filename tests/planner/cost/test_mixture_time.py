@@ -23,7 +23,7 @@ from meshwright.planner.cost.comm_time import (
     nodes_per_token,
     tensor_comm_time,
 )
-from meshwright.planner.cost.constants import SYNCHRONISE
+from meshwright.planner.cost.constants import SYNCHRONIZE
 from meshwright.planner.cost.estimate import estimate, machine_for
 from meshwright.planner.cost.fabric import BASE_LATENCY, INTER_LATENCY, INTRA_LATENCY, Fabric
 from meshwright.planner.cost.frameworks import FRAMEWORKS
@@ -50,7 +50,7 @@ def exchange(strategy: Strategy, runtime: str = "meshwright") -> float:
 
 
 def test_every_expert_of_a_token_gets_a_row() -> None:
-    # 8 rows of 7,168 bf16 numbers for each token, there and back, of which 63/64 leave the rank: 50 GB/s, 96 % of it.
+    # 8 rows of 7,168 bf16 numbers for each token, there and back, of which 63/64 leave the rank: 50 GB/s, 96% of it.
     sent = 2 * 2 * TOKENS * PER_TOKEN * HIDDEN * 63 / 64
     assert exchange(SPREAD) == pytest.approx(sent / (50e9 * 0.96), rel=0.01)
 
@@ -164,7 +164,7 @@ def test_context_parallelism_moves_the_expanded_keys_and_values() -> None:
         span = group_spans(Strategy(context=2), H100S.fabric, H100S.runtime.order).context
         time = context_comm_time(TOKENS, V3, shared, span, H100S.fabric, 0.0)
         moved = TOKENS * key_value_width(V3) * 2
-        overhead = 0.0 if method is ContextMethod.ALL_GATHER else SYNCHRONISE
+        overhead = 0.0 if method is ContextMethod.ALL_GATHER else SYNCHRONIZE
         assert time.forward - overhead == pytest.approx(moved / (450e9 * 0.8), rel=0.06)
 
 

@@ -24,7 +24,7 @@ from meshwright.planner.cost.constants import (
     HOST_PER_LAYER,
     JITTER_RANKS,
     PER_STEP,
-    SYNCHRONISE,
+    SYNCHRONIZE,
     Constants,
     calibrate,
     constants_for,
@@ -413,7 +413,7 @@ def test_launching_shows_only_where_kernels_are_shorter(launching: float, busy: 
 def test_a_collective_waits_for_the_slowest_of_its_ranks() -> None:
     # The largest of n exponential delays with mean 1 is H_n in the mean: 1.5 of 2 ranks, 11/6 of 3. All wait for it.
     assert jitter(1) == 0.0
-    assert jitter(JITTER_RANKS) == pytest.approx(SYNCHRONISE)
+    assert jitter(JITTER_RANKS) == pytest.approx(SYNCHRONIZE)
     assert jitter(3) / jitter(2) == pytest.approx((11 / 6 - 1) / 0.5)
     drawn = random.Random(4)
     slowest = [max(drawn.expovariate(1.0) for _ in range(64)) for _ in range(4000)]
@@ -424,7 +424,7 @@ def test_the_host_launches_ahead_while_ranks_wait_for_each_other() -> None:
     # Where launches are longer than everything else, a wait fits in between: only longer kernels leave it exposed.
     split, model = Strategy(tensor=8, sequence_parallel=False), published("llama-3.2-1b")
     short, long = (estimate(Workload(model, length, 1), split, H100S).time for length in (64, 65536))
-    waits = 4 * model.layers * SYNCHRONISE * H100S.constants.host
+    waits = 4 * model.layers * SYNCHRONIZE * H100S.constants.host
     launches = 3 * model.layers * HOST_PER_LAYER * H100S.constants.host
     shown = short.total - short.optimizer
     assert shown == pytest.approx(launches + PER_STEP * H100S.constants.host, rel=0.05)

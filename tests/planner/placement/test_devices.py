@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.api.labels import ANNOTATION_DEVICES
+from meshwright.api.labels import ANNOTATION_DEVICES, KIND
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cluster.pod_resources import Resources, parse_resources, pod_request, worker_requests
@@ -49,12 +49,15 @@ def node(name: str, gpus: int, others: dict[str, int]) -> dict[str, Any]:
 
 def pod(name: str, where: str, requests: dict[str, int], *, claims: bool = False) -> dict[str, Any]:
     """A pod that requests these amounts, or claims them through Dynamic Resource Allocation as worker pods do."""
-    annotations = {ANNOTATION_DEVICES: json.dumps(requests)} if claims else {}
-    amounts = {} if claims else {kind: str(amount) for kind, amount in requests.items()}
+    claimed = {kind: amount for kind, amount in requests.items() if claims and "/" in kind}
+    annotations = {ANNOTATION_DEVICES: json.dumps(claimed)} if claims else {}
+    owners = [{"kind": KIND, "name": "job", "uid": "u", "controller": True}] if claims else []
+    amounts = {kind: str(amount) for kind, amount in requests.items() if kind not in claimed}
     return {
-        "metadata": {"name": name, "namespace": "other", "annotations": annotations},
+        "metadata": {"name": name, "namespace": "other", "annotations": annotations, "ownerReferences": owners},
         "spec": {
             "nodeName": where,
+            "resourceClaims": [{"name": "devices", "resourceClaimTemplateName": "devices"}] if claims else [],
             "containers": [{"name": "c", "resources": {"requests": amounts, "limits": amounts}}],
         },
     }

@@ -89,9 +89,9 @@ def test_estimates_know_whether_nvlink_joins_the_hosts() -> None:
 
 
 def test_other_labels_name_the_rack_and_nodes_without_a_clique_are_as_before() -> None:
-    labelled = [node(f"a{i}", gpus=4, rack=f"leaf{i}", labels=GB200) for i in range(2)]
+    labeled = [node(f"a{i}", gpus=4, rack=f"leaf{i}", labels=GB200) for i in range(2)]
     others = [node(f"b{i}", gpus=4, rack="leaf9", domain="d") for i in range(2)]
-    found = Inventory.from_objects([*labelled, *others], [], channel=False)
+    found = Inventory.from_objects([*labeled, *others], [], channel=False)
     assert {name for name, one in found.nodes.items() if one.separate_host} == {"a0", "a1"}
     assert {name: (one.place.domain, one.place.rack) for name, one in found.nodes.items()} == {
         "a0": ("host/a0", "leaf0"),

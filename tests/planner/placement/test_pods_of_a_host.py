@@ -108,8 +108,8 @@ def test_a_group_spans_pods_if_nothing_else_fits() -> None:
 def test_a_pod_alone_on_its_host_keeps_the_domain_of_the_host() -> None:
     taken = Inventory.from_objects(HOSTS, [], channel=False)
     nodes = {name: replace(one, free=replace(one.free, gpus=4)) for name, one in taken.nodes.items()}
-    labelled = replace(taken, nodes=nodes)
-    plan, placement = choose_plan(job(replicas=4, parallelism={"tensor": 4, "pipeline": 1}), labelled)
+    labeled = replace(taken, nodes=nodes)
+    plan, placement = choose_plan(job(replicas=4, parallelism={"tensor": 4, "pipeline": 1}), labeled)
     assert placement is not None
     assert len(set(placement.nodes.values())) == 4
     assert placement.crossings.straddling_tensor_groups == 0

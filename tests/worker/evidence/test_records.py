@@ -7,11 +7,11 @@ import os
 import time
 from pathlib import Path
 
+from meshwright.printable import printable
 from meshwright_worker.evidence import directory
 from meshwright_worker.evidence.directory import DIRECTORY, MAX_RECORDS, record_path, write_record
-from meshwright_worker.evidence.record import LOG_FILE, RECORD_FILE, STACKS_FILE, FailureRecord
-from meshwright_worker.evidence.stacks import current_thread_first
-from meshwright_worker.evidence.tail_buffer import CUT, TailBuffer, last_lines, printable
+from meshwright_worker.evidence.record import LOG_FILE, RECORD_FILE, STACKS_FILE, FailureRecord, current_thread_first
+from meshwright_worker.evidence.tail_buffer import CUT, TailBuffer, last_lines
 
 
 def record(generation: int = 1, rank: int = 0, log: str = "boom\n", stacks: str = "") -> FailureRecord:

@@ -27,7 +27,7 @@ from meshwright_worker.rank.task import progress_of
 from meshwright_worker.trainer import training_loop
 from meshwright_worker.trainer.evaluation import Evaluation
 from meshwright_worker.trainer.initial_state import load_state
-from meshwright_worker.trainer.long_waits import telling_at_work, telling_of_compilation
+from meshwright_worker.trainer.long_waits import reporting_compilation, reporting_work
 from meshwright_worker.trainer.train import build_trainer
 from meshwright_worker.trainer.training_loop import TrainingLoop
 from tests.distributed.configs import small_run
@@ -41,7 +41,7 @@ def test_the_first_evaluation_has_the_limit_of_a_start(monkeypatch: pytest.Monke
     monkeypatch.setattr(training_loop, "set_collective_timeout", order.append)
     told = threading.Event()
     events = SimpleNamespace(at_work=told.set)
-    monkeypatch.setattr(training_loop, "telling_at_work", partial(telling_at_work, seconds=0.01))
+    monkeypatch.setattr(training_loop, "reporting_work", partial(reporting_work, seconds=0.01))
     loop: Any = SimpleNamespace(_trainer=None, _mesh=None, _has_evaluated=False, _tell_at_work=None, _events=events)
 
     def loss(trainer: Any, mesh: Any, tell: Any = "first") -> float:
@@ -78,7 +78,7 @@ def test_each_graph_that_is_compiled_tells_that_the_first_step_goes_on(compiles:
     told: list[int] = []
     events: Any = SimpleNamespace(at_work=lambda: told.append(1))
     graphs = [torch.compile(lambda x, n=n: x * n, backend="eager", dynamic=False) for n in range(3)]
-    with telling_of_compilation(events, compiles=compiles):
+    with reporting_compilation(events, compiles=compiles):
         for graph in graphs[:2]:
             graph(torch.ones(2))
             graph(torch.ones(2))

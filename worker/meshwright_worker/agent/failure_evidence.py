@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 
 from meshwright.api import labels
 from meshwright.api.objects import pod_name
+from meshwright.printable import printable
 from meshwright.protocol.messages import FailureEvidence, FailureKind
 from meshwright_worker.agent.mesh_generation import Failure, MeshGeneration
 from meshwright_worker.agent.rank_process import RankOutput
@@ -20,9 +21,8 @@ from meshwright_worker.agent.settings import Settings
 from meshwright_worker.agent.volume_writes import VolumeWrites
 from meshwright_worker.evidence.directory import record_path, write_record
 from meshwright_worker.evidence.masking import Masker
-from meshwright_worker.evidence.record import HANG, FailureRecord
-from meshwright_worker.evidence.stacks import current_thread_first
-from meshwright_worker.evidence.tail_buffer import LOG_BYTES, last_lines, printable
+from meshwright_worker.evidence.record import HANG, FailureRecord, current_thread_first
+from meshwright_worker.evidence.tail_buffer import LOG_BYTES, last_lines
 
 log = logging.getLogger(__name__)
 

@@ -305,7 +305,11 @@ def bind_to_numa_node(pid: int, local_rank: int, local_ranks: int, host: Host | 
 
 
 def write_line(line: str) -> None:
-    """Write one line to the pod's log. If it cannot be written, it is lost: a full disk must not stop the ranks."""
+    """Write one line to the pod's log. If it cannot be written, it is lost: a full disk must not stop the ranks.
+
+    The log is UTF-8, whatever the image's variables say: a character that their encoding lacks would end the reader.
+    """
     with contextlib.suppress(OSError):
-        sys.stdout.write(line + "\n")
         sys.stdout.flush()
+        sys.stdout.buffer.write(line.encode(errors="replace") + b"\n")
+        sys.stdout.buffer.flush()

@@ -24,7 +24,17 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
         ValueError: the run's degrees do not match the document's world size.
     """
     layout = _layout(document.run, document.world_size)
-    where = layout.coordinates(rank)
+    return (
+        _torchrun_variables(document, member, rank, settings.uid)
+        | _mesh_variables(layout, rank)
+        | {labels.ENV_GENERATION: str(document.generation)}
+        | ({} if document.replica_groups is None else _replica_group_variables(document.replica_groups, rank))
+        | _storage_variables(document, settings)
+    )
+
+
+def _torchrun_variables(document: MeshDocument, member: MeshMember, rank: int, run_id: str) -> dict[str, str]:
+    """The variables that torchrun sets for a process, with their meaning there."""
     world = _world(document, rank)
     pod = world.members.index(member)
     numbers = {
@@ -39,7 +49,24 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
         "ROLE_WORLD_SIZE": world.size,
         "MASTER_PORT": world.port,
         "TORCHELASTIC_RESTART_COUNT": document.generation - 1,
-        labels.ENV_GENERATION: document.generation,
+    }
+    if document.max_restarts is not None:
+        numbers["TORCHELASTIC_MAX_RESTARTS"] = document.max_restarts
+    return {name: str(value) for name, value in numbers.items()} | {
+        "MASTER_ADDR": world.address,
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RUN_ID": run_id,
+        # Rank 0 hosts the store, as with torchrun when no agent does.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        # Without it torch reuses a store across restarts and reads the previous generation's keys.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+
+def _mesh_variables(layout: Layout, rank: int) -> dict[str, str]:
+    """The sizes of the mesh's dimensions, and the rank's coordinates."""
+    where = layout.coordinates(rank)
+    numbers = {
         labels.ENV_TENSOR_SIZE: layout.tensor,
         labels.ENV_TENSOR_RANK: where.tensor,
         labels.ENV_PIPELINE_SIZE: layout.pipeline,
@@ -49,30 +76,23 @@ def rank_environment(document: MeshDocument, member: MeshMember, rank: int, sett
         labels.ENV_DATA_SIZE: layout.data,
         labels.ENV_DATA_RANK: where.data,
     }
-    environment = {name: str(value) for name, value in numbers.items()}
-    environment |= {
-        "MASTER_ADDR": world.address,
-        "ROLE_NAME": "default",
-        "TORCHELASTIC_RUN_ID": settings.uid,
-        # Rank 0 hosts the store, as with torchrun when no agent does.
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        # Without it torch reuses a store across restarts and reads the previous generation's keys.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    return {name: str(value) for name, value in numbers.items()}
+
+
+def _storage_variables(document: MeshDocument, settings: Settings) -> dict[str, str]:
+    """Where checkpoints and data are, and the checkpoint to resume from."""
+    found = {
+        labels.ENV_CHECKPOINT_URI: settings.checkpoint_uri,
+        labels.ENV_CHECKPOINT_DIR: settings.checkpoint_dir,
+        labels.ENV_DATA_DIR: settings.data_dir,
     }
-    if document.max_restarts is not None:
-        environment["TORCHELASTIC_MAX_RESTARTS"] = str(document.max_restarts)
-    if document.replica_groups is not None:
-        environment |= _replica_group_variables(document.replica_groups, rank)
+    variables = {name: value for name, value in found.items() if value}
     if document.resume is not None:
-        environment[labels.ENV_RESUME_PATH] = document.resume.path
-        environment[labels.ENV_RESUME_STEP] = str(document.resume.step)
-    if settings.checkpoint_uri:
-        environment[labels.ENV_CHECKPOINT_URI] = settings.checkpoint_uri
-    if settings.checkpoint_dir:
-        environment[labels.ENV_CHECKPOINT_DIR] = settings.checkpoint_dir
-    if settings.data_dir:
-        environment[labels.ENV_DATA_DIR] = settings.data_dir
-    return environment
+        variables |= {
+            labels.ENV_RESUME_PATH: document.resume.path,
+            labels.ENV_RESUME_STEP: str(document.resume.step),
+        }
+    return variables
 
 
 @dataclass(frozen=True, slots=True)

@@ -401,6 +401,27 @@ async def _report_file(rank: int, environment: Mapping[str, str]) -> tuple[Pipe 
     return None, lambda: None
 
 
+async def _start_guard(
+    command: Sequence[str], environment: Mapping[str, str], lifeline: int, output: int
+) -> asyncio.subprocess.Process:
+    """Start the guard of a command. It stops when the other end of the pipe `lifeline` is closed.
+
+    Raises:
+        OSError: no process can be started.
+    """
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        # An injected agent ignores what the user's image says to Python, and its guards do too.
+        *(("-I",) if sys.flags.isolated else ()),
+        *("-m", "meshwright_worker.rank.command_guard", *command),
+        stdin=lifeline,
+        stdout=output,
+        stderr=output,
+        env=dict(environment),
+        start_new_session=True,
+    )
+
+
 async def start_command(rank: int, command: Sequence[str], environment: Mapping[str, str]) -> RankHandle:
     """Start `command` with exactly `environment` as the process of `rank`.
 
@@ -413,17 +434,7 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
     reports, close_reports = await _report_file(rank, environment)
     lifeline_read, lifeline = os.pipe2(os.O_CLOEXEC)
     try:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            # An injected agent ignores what the user's image says to Python, and its guards do too.
-            *(("-I",) if sys.flags.isolated else ()),
-            *("-m", "meshwright_worker.rank.command_guard", *command),
-            stdin=lifeline_read,
-            stdout=output_write,
-            stderr=output_write,
-            env=dict(environment),
-            start_new_session=True,
-        )
+        process = await _start_guard(command, environment, lifeline_read, output_write)
     except OSError:
         os.close(lifeline)
         output.close()

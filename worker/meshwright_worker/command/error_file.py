@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,9 +16,10 @@ MAX_LINES = 20
 def recorded_error(path: Path) -> list[str]:
     """The lines of the error in a file, without its stack. Empty if there is none, or if it is not valid."""
     try:
-        with path.open("rb") as file:
-            found = json.loads(file.read(MAX_BYTES))
-    except (OSError, ValueError):
+        # The command may have put a pipe there, which nobody writes to.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = json.loads(file.read(MAX_BYTES)) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+    except (OSError, ValueError, RecursionError):
         return []
     message = found.get("message") if isinstance(found, dict) else None
     if isinstance(message, dict):

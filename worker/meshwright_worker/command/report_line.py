@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
 MAX_LINE = 4096
 MAX_NUMBER = (1 << 53) - 1
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 class ReportLineError(ValueError):
@@ -52,8 +54,9 @@ def parse_report(line: bytes) -> ReportedStep:
     if step is None:
         raise ReportLineError("`step` is required")
     path = found.get("checkpoint")
-    if path is not None and not (isinstance(path, str) and 0 < len(path) <= 1024):
-        raise ReportLineError("`checkpoint` must be a path of at most 1024 characters")
+    # A name with a null character could be no variable of the next start, and no file.
+    if path is not None and not (isinstance(path, str) and 0 < len(path) <= 1024 and not _CONTROL.search(path)):
+        raise ReportLineError("`checkpoint` must be a path of at most 1024 characters, without control characters")
     return ReportedStep(
         step=step,
         loss=_number(found, "loss"),

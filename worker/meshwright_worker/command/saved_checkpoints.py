@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.api import labels
+from meshwright_worker.evidence.tail_buffer import TailBuffer
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ LIST_NAME = ".meshwright-checkpoints.json"
 MAX_LISTED = 1000
 VERIFY_SECONDS = 3600.0
 """Longest time that a verification may take: while it runs, no other checkpoint counts."""
+CHUNK = 65536
 LAST_CHARACTERS = 500
 """Characters of the output of a verification that are logged if it fails."""
 
@@ -69,7 +71,7 @@ class SavedCheckpoints:
             return False
         try:
             async with asyncio.timeout(VERIFY_SECONDS):
-                output, _ = await process.communicate()
+                text = await _last_characters(process)
         except TimeoutError:
             _kill_group(process.pid)
             log.warning("`checkpoint.verify` took over %.0f s, so step %d does not count", VERIFY_SECONDS, step)
@@ -78,7 +80,6 @@ class SavedCheckpoints:
             _kill_group(process.pid)
             raise
         if process.returncode:
-            text = output.decode(errors="replace").strip()[-LAST_CHARACTERS:]
             log.warning(
                 "the checkpoint of step %d at %s is not valid (code %d): %s", step, place, process.returncode, text
             )
@@ -98,6 +99,16 @@ class SavedCheckpoints:
         os.replace(temporary, directory / LIST_NAME)
 
 
+async def _last_characters(process: asyncio.subprocess.Process) -> str:
+    """The end of what a process writes until it exits. It may write more than this pod has memory."""
+    assert process.stdout is not None
+    output = TailBuffer(4 * LAST_CHARACTERS)
+    while chunk := await process.stdout.read(CHUNK):
+        output.feed(chunk)
+    await process.wait()
+    return output.text().strip()[-LAST_CHARACTERS:]
+
+
 def _kill_group(leader: int) -> None:
     """Kill a command and what it has started."""
     with contextlib.suppress(ProcessLookupError):
@@ -108,7 +119,7 @@ def _read(path: Path) -> list[tuple[int, str]]:
     """The checkpoints that are listed; none if the list is missing or damaged."""
     try:
         return [(int(step), str(place)) for step, place in json.loads(path.read_text())]
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return []
 
 

@@ -30,8 +30,8 @@ class BatchNormStatistics:
     """The statistics of all batch norms of a module.
 
     Args:
-        module: whose.
-        group: the replicas, ranks in the order of their micro-batches.
+        module: the user's module. Its synchronized batch norms are left out.
+        group: the replicas, as ranks in the order of their micro-batches.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -78,9 +78,10 @@ class BatchNormStatistics:
 
 
 def _weights(momentum: float | None, tracked: int, counts: list[int], rank: int) -> tuple[float, float]:
-    """What a replica's averages after the step count in the whole, and what is taken off of those before it.
+    """The weights of a replica's averages in its contribution to the sum over replicas.
 
-    What the first replica takes off is less what is left of them in the whole.
+    Returns the weight of the averages after the step, and that of the averages before it, which is subtracted. The sum
+    contains the averages before the step once: the first replica therefore subtracts less.
     """
     if momentum is None:
         # The mean over all micro-batches so far.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ STACKS_FILE = "stacks.txt"
 VERSION = 1
 
 MAX_PHASES = 32
+_THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
+"""The beginning of a thread's stack, as Python's fault handler writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +65,12 @@ class FailureRecord:
             found[STACKS_FILE] = self.stacks.encode(errors="replace")
         found[RECORD_FILE] = (json.dumps(self.description(), indent=2) + "\n").encode()
         return found
+
+
+def current_thread_first(text: str) -> str:
+    """The stacks that Python's fault handler wrote, first that of the thread which the signal interrupted.
+
+    That is usually the thread that trains.
+    """
+    head, *threads = _THREAD.split(text)
+    return head + "".join(sorted(threads, key=lambda thread: not thread.startswith("Current thread")))

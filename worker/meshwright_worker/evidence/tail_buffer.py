@@ -57,8 +57,3 @@ def last_lines(text: str, size: int, *, cut: bool = False) -> str:
     if (cut or begins) and "\n" in kept:
         kept = kept.partition("\n")[2]
     return CUT + kept if room else ""
-
-
-def printable(text: str) -> str:
-    """The text without control characters, except for tabs and line feeds: JSON would escape each in six bytes."""
-    return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)

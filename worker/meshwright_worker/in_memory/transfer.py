@@ -115,13 +115,13 @@ def _announce(memory: MemoryRecovery, known: _Known | None, mesh: Mesh) -> _Know
     if content:
         payload = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     dist.broadcast(payload, memory.leader, group=mesh.checkpoint_group)
-    told = json.loads(bytes(payload.tolist()))
-    values, record = told["sums"], told["provenance"]
+    header = json.loads(bytes(payload.tolist()))
+    values, record = header["sums"], header["provenance"]
     results = torch.tensor(values, dtype=torch.float64, device=mesh.device) if values is not None else None
     return _Known(
-        TrainingState(**told["state"]),
+        TrainingState(**header["state"]),
         Provenance.model_validate(record) if record is not None else None,
-        StepSums(results, told["digest"]) if results is not None else None,
+        StepSums(results, header["digest"]) if results is not None else None,
     )
 
 

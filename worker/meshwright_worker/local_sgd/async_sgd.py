@@ -158,7 +158,7 @@ class _ServerConnection:
         for tensor in tensors:
             dist.send(tensor.cpu(), group=self._between, group_dst=island)
 
-    def tell(self, event: Event | None) -> None:
+    def announce(self, event: Event | None) -> None:
         """Send an event from rank 0 to the other ranks of its island; None at the end."""
         numbers = torch.tensor([-1, 0] if event is None else [int(event.kind == "write"), event.island])
         for place in range(1, self.places if self._broadcasts_events else 0):
@@ -178,7 +178,7 @@ class _ServerConnection:
         for thread in self.threads:
             thread.join()
         # The servers of other ranks follow this one's order until its last connection is closed.
-        self.tell(None)
+        self.announce(None)
 
     def _header(self, kind: int, value: float) -> None:
         dist.send(torch.tensor([kind, value], dtype=torch.float64), group=self._between, group_dst=0)
@@ -193,7 +193,7 @@ def _serve(
 ) -> ParameterServer:
     """Start this rank's server, and a thread for each other island."""
     order = StalenessGate(staleness) if connection.place == 0 else ReplayOrder()
-    server = ParameterServer(shards, optimizer, connection.islands, order, connection.tell)
+    server = ParameterServer(shards, optimizer, connection.islands, order, connection.announce)
     tasks: list[Callable[[], None]] = [
         _serve_island(server, connection, island) for island in range(1, connection.islands)
     ]

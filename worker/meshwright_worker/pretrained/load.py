@@ -20,9 +20,9 @@ from meshwright.models.huggingface.reader import read_architecture
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import local_shard
 from meshwright_worker.parallel.shards import ParameterShard
-from meshwright_worker.pretrained.errors import PretrainedError
 from meshwright_worker.pretrained.name_mapping import StackedSource, TensorSource, parameter_sources
 from meshwright_worker.pretrained.tensor_files import CONFIG, TensorFiles
+from meshwright_worker.rank.failures import PretrainedError
 from meshwright_worker.rank.task import Progress, no_report
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meshwright_worker.checkpoint.safetensors_format import DTYPES, map_tensor
-from meshwright_worker.pretrained.errors import PretrainedError
+from meshwright_worker.rank.failures import PretrainedError
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -16,7 +16,6 @@ from pathlib import Path
 from meshwright.data.errors import DataError, is_storage_fault
 from meshwright.protocol.messages import FailureKind
 from meshwright_worker.checkpoint.errors import CheckpointMismatchError, ForeignCheckpointError
-from meshwright_worker.pretrained.errors import PretrainedError
 
 _PEER_LOST = re.compile(
     "|".join(
@@ -66,6 +65,10 @@ _INVALID_COMMAND = re.compile(
     r"(SyntaxError|IndentationError|ModuleNotFoundError|meshwright_worker\.custom_module\.plan\.PlanError)\b"
     r"|.*: can't open file "
 )
+
+
+class PretrainedError(ValueError):
+    """Pretrained weights that cannot be used. The message names the file or field and the fix."""
 
 
 class InvalidRunError(ValueError):

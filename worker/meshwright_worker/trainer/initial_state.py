@@ -16,8 +16,8 @@ from meshwright_worker.distributed.mesh import Mesh, is_same_on_all_ranks
 from meshwright_worker.models.init_weights import draw_into
 from meshwright_worker.models.lora import is_adapter
 from meshwright_worker.parallel.shards import ParameterShard
-from meshwright_worker.pretrained.errors import PretrainedError
 from meshwright_worker.pretrained.load import load_pretrained
+from meshwright_worker.rank.failures import PretrainedError
 from meshwright_worker.rank.task import Progress, no_report
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.trainer import Trainer

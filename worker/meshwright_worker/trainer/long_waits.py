@@ -1,4 +1,4 @@
-"""Tells the agent that a rank does not hang while it reports no step."""
+"""Reports to the agent that a rank works, while it completes no step, so that the rank does not count as hanging."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from meshwright_worker.rank.task import AT_WORK_SECONDS, RankEvents
 
 
 @contextmanager
-def telling_at_work(events: RankEvents, seconds: float = AT_WORK_SECONDS) -> Iterator[None]:
-    """Tell from time to time that the rank is at work, in a thread. The block has a time limit of its own, and reports
-    no events itself.
+def reporting_work(events: RankEvents, seconds: float = AT_WORK_SECONDS) -> Iterator[None]:
+    """Report in a thread, every `seconds`, that the rank works.
+
+    The block must have a time limit, because a rank that hangs in it is not detected, and must report no events.
     """
     over = threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         while not over.wait(seconds):
             events.at_work()
 
-    thread = threading.Thread(target=tell, name="at work", daemon=True)
+    thread = threading.Thread(target=report, name="at work", daemon=True)
     thread.start()
     try:
         yield
@@ -30,21 +31,21 @@ def telling_at_work(events: RankEvents, seconds: float = AT_WORK_SECONDS) -> Ite
 
 
 @contextmanager
-def telling_of_compilation(events: RankEvents, *, compiles: bool) -> Iterator[None]:
-    """If the block compiles, tell whenever torch.compile begins or ends a graph: the first step has several."""
+def reporting_compilation(events: RankEvents, *, compiles: bool) -> Iterator[None]:
+    """If the block compiles, report whenever torch.compile begins or ends a graph: the first step has several."""
     if not compiles:
         yield
         return
     # Imported here, because the import takes longer than that of torch.
     from torch._dynamo.callback import callback_handler
 
-    def tell(_: object) -> None:
+    def report(_: object) -> None:
         events.at_work()
 
-    callback_handler.register_start_callback(tell)
-    callback_handler.register_end_callback(tell)
+    callback_handler.register_start_callback(report)
+    callback_handler.register_end_callback(report)
     try:
         yield
     finally:
-        callback_handler.remove_start_callback(tell)
-        callback_handler.remove_end_callback(tell)
+        callback_handler.remove_start_callback(report)
+        callback_handler.remove_end_callback(report)

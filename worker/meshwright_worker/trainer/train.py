@@ -44,10 +44,9 @@ from meshwright_worker.distributed.device import device_properties
 from meshwright_worker.distributed.device_checks import validate_device
 from meshwright_worker.distributed.mesh import START_TIMEOUT, Mesh, join_mesh, set_collective_timeout
 from meshwright_worker.pretrained.base_tokenizer import other_tokenizer
-from meshwright_worker.pretrained.errors import PretrainedError
 from meshwright_worker.pretrained.load import check_pretrained
 from meshwright_worker.pretrained.tensor_files import CONFIG
-from meshwright_worker.rank.failures import InvalidRunError
+from meshwright_worker.rank.failures import InvalidRunError, PretrainedError
 from meshwright_worker.rank.task import Outcome, Progress, RankEvents, RankTask, progress_of
 from meshwright_worker.tracking.tracked_events import tracked
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer

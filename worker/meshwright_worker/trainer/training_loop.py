@@ -42,7 +42,7 @@ from meshwright_worker.rank.task import Outcome, RankEvents, StepReport, StepTim
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.checkpoint_requests import CheckpointRequests
 from meshwright_worker.trainer.evaluation import Evaluation
-from meshwright_worker.trainer.long_waits import telling_at_work, telling_of_compilation
+from meshwright_worker.trainer.long_waits import reporting_compilation, reporting_work
 from meshwright_worker.trainer.loss_anomalies import DivergedError
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
 from meshwright_worker.trainer.repeated_steps import RepeatedSteps
@@ -138,7 +138,7 @@ class TrainingLoop:
         try:
             with (
                 timed_collectives(self._mesh, compiles=self._training.compile) as self._clock,
-                telling_of_compilation(self._events, compiles=self._training.compile),
+                reporting_compilation(self._events, compiles=self._training.compile),
                 self._garbage.controlled(),
             ):
                 return self._run(state)
@@ -347,7 +347,7 @@ class TrainingLoop:
                 return evaluation.loss(self._trainer, self._mesh, self._tell_at_work)
             self._has_evaluated = True
             set_collective_timeout(START_TIMEOUT)
-            with telling_at_work(self._events):
+            with reporting_work(self._events):
                 loss = evaluation.loss(self._trainer, self._mesh)
             set_collective_timeout(STEP_TIMEOUT)
         return loss

@@ -311,12 +311,12 @@ def failure_message(code: int, reason: str, lines: Sequence[str], memory: str | 
         return f"the pod ran out of memory (limit {memory or 'of its node'}): pass more with --memory"
     if reason == "DeadlineExceeded":
         return f"the pod did not finish within {LIFE_SECONDS // 3600} hours"
-    told = [line for line in lines if line.strip()]
-    for line in reversed(told):
+    printed = [line for line in lines if line.strip()]
+    for line in reversed(printed):
         _, found, message = line.partition(": error: ")
         if found:
             return message
-    return f"the program exited with code {code}: {told[-1] if told else reason or 'its log is empty'}"
+    return f"the program exited with code {code}: {printed[-1] if printed else reason or 'its log is empty'}"
 
 
 def _summary(lines: Sequence[str], where: str) -> str:

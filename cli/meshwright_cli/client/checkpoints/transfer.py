@@ -1,6 +1,7 @@
 """Copies the files of a directory out of a pod, through the `exec` subresource.
 
 A connection that is cut is opened again, and continues where the file ends here. Sizes and checksums are compared.
+The pod runs an image of the job's choice: what it says is checked before anything is written.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 import aiohttp
 
+from meshwright.printable import printable
 from meshwright_cli.client.errors import RejectedError, UnreachableError
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 TRIES = 5
 """Connections in a row that bring no byte of a file, before the transfer fails."""
 RETRY_SECONDS = 1.0
+MAX_LIST_BYTES = 64 << 20
+"""Largest list of files that a pod may send."""
 _STDOUT, _STDERR, _STATUS = 1, 2, 3
 _LIST = """
 import hashlib, json, os, sys
@@ -61,16 +65,39 @@ class PodDirectory:
             progress: called with the name and size of each file that is complete.
 
         Raises:
-            RejectedError: a file has another checksum than in the pod, or the pod's container has ended.
+            RejectedError: a file has another checksum than in the pod, the pod names files outside of the directory,
+                or its container has ended.
             UnreachableError: the connection is cut again and again.
         """
-        out = b"".join([block async for block in self._output("python", "-c", _LIST, self.path)])
+        listed = b""
+        async for block in self._output("python", "-c", _LIST, self.path):
+            listed += block
+            if len(listed) > MAX_LIST_BYTES:
+                raise RejectedError(f"pod {self.pod} sends a list of files of more than {MAX_LIST_BYTES:,} bytes")
         total = 0
-        for name, size, digest in json.loads(out):
-            await self._copy_file(name, int(size), str(digest), target)
-            progress(name, int(size))
-            total += int(size)
+        for name, size, digest in self._files(listed):
+            await self._copy_file(name, size, digest, target)
+            progress(name, size)
+            total += size
         return total
+
+    def _files(self, listed: bytes) -> list[tuple[str, int, str]]:
+        """Name, size and checksum of each file.
+
+        Raises:
+            RejectedError: it is not such a list, or a name is not that of a file below the directory.
+        """
+        try:
+            found = [(str(name), int(size), str(digest)) for name, size, digest in json.loads(listed)]
+        except (ValueError, TypeError, RecursionError):
+            raise RejectedError(f"pod {self.pod} does not send a list of files: check the job's image") from None
+        for name, _, _ in found:
+            path = PurePosixPath(name)
+            # A drive, or a backslash, is a separator only on Windows.
+            if path.is_absolute() or not path.parts or ".." in path.parts or "\\" in name or not name.isprintable():
+                text = f"pod {self.pod} names a file that is not below the directory: {printable(name)}"
+                raise RejectedError(f"{text}. Nothing of it is written. Check the job's image")
+        return found
 
     async def _copy_file(self, name: str, size: int, digest: str, target: Path) -> None:
         path = target / name
@@ -85,6 +112,8 @@ class PodDirectory:
                         file.write(block)
                         checksum.update(block)
                         received += len(block)
+                        if received > size:
+                            raise RejectedError(f"{name} has more bytes than pod {self.pod} has said: export again")
                 except UnreachableError:
                     failures = failures + 1 if received == before else 0
                     if failures >= TRIES:
