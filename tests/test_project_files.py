@@ -137,7 +137,7 @@ def test_an_image_installs_only_its_package(directory: str) -> None:
 def test_the_worker_image_has_a_compiler_and_the_libraries_of_rdma() -> None:
     text = (ROOT / "worker" / "Dockerfile").read_text(encoding="utf-8")
     final_stage = text.rpartition("\nFROM ")[2]
-    assert {"gcc", "libc6-dev", "libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(final_stage.split())
+    assert {"g++", "gcc", "libc6-dev", "libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(final_stage.split())
     assert final_stage.index("apt-get") < final_stage.index("USER ")
 
 

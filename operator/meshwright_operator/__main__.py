@@ -5,10 +5,17 @@ Whatever happens then, it exits within the drain period and `exit_limit.STOP_SEC
 
 from __future__ import annotations
 
+import os
+import signal
+
+if __name__ == "__main__":
+    # A container's first process ignores SIGTERM until it has a handler: a pod that is deleted during the imports would
+    # end only after its grace period.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
 import asyncio
 import gc
 import logging
-import signal
 import sys
 
 import prometheus_client

@@ -123,6 +123,13 @@ async def test_exec_passes_both_ways(kit):
         assert (await socket.receive()).type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
 
 
+async def test_exec_has_no_media_type_that_could_be_asked_for(kit):
+    url = f"{kit.server.url}{PODS}/p/exec?container=a&command=ls&stdout=true"
+    with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+        await kit.session.ws_connect(url, protocols=["v5.channel.k8s.io"], headers={"Accept": "application/json"})
+    assert refused.value.status == 406
+
+
 async def test_a_node_that_cannot_be_reached(kit):
     _, node = await kit.call("GET", "/api/v1/nodes/n")
     node["status"]["daemonEndpoints"]["kubeletEndpoint"]["Port"] = 1

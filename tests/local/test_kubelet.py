@@ -28,7 +28,8 @@ async def execute(kit, name, *command, stdin=None, **params):
         query.append(("stdin", "true"))
     output = {1: b"", 2: b"", 3: b""}
     url = kit.cluster.url + PODS.path("default", name, "exec")
-    async with kit.client.session.ws_connect(url, params=query, protocols=["v5.channel.k8s.io"]) as socket:
+    protocols, anything = ["v5.channel.k8s.io"], {"Accept": "*/*"}
+    async with kit.client.session.ws_connect(url, params=query, protocols=protocols, headers=anything) as socket:
         if stdin is not None:
             await socket.send_bytes(b"\0" + stdin)
             await socket.send_bytes(b"\xff\0")

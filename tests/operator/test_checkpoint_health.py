@@ -100,6 +100,28 @@ def test_a_commit_that_is_reported_before_its_tier_ends_the_failure() -> None:
     assert found.status == "True"
 
 
+@pytest.mark.parametrize(("store_saved", "healthy"), [(NOW.timestamp() - 60, False), (NOW.timestamp() - 5, True)])
+def test_each_tier_has_to_have_a_newer_checkpoint(store_saved: float, healthy: bool) -> None:
+    known = Condition(
+        type=CHECKPOINT_HEALTHY, status="False", reason="SaveFailed", message="", last_transition_time=ago(10)
+    )
+    volume = tier(step=60, saved_at=NOW.timestamp() - 1)
+    found = health(judged(volume, tier(place=STORE, saved_at=store_saved), known=known, step=61))
+    assert found is not None
+    assert found.status == str(healthy)
+
+
+def test_a_commit_on_the_volume_says_nothing_about_the_store() -> None:
+    commit = CheckpointCommit(step=60, time=ago(1), path=f"{PLACE}/step-00000060")
+    broken = tier(place=STORE, error="CheckpointStoreError: 500")
+    decision = judged(tier(), broken, commit=commit, step=61)
+    first, second = decision.status.checkpoint_tiers or ()
+    assert (first.step, second.step, second.error) == (60, 40, "CheckpointStoreError: 500")
+    found = health(decision)
+    assert found is not None
+    assert (found.status, STORE in found.message) == ("False", True)
+
+
 def test_a_store_that_fails_is_named_although_the_volume_works() -> None:
     found = health(judged(tier(), tier(place=STORE, error="CheckpointStoreError: 500")))
     assert found is not None

@@ -70,6 +70,22 @@ def test_a_pod_that_is_deleted_on_a_dead_node_is_lost() -> None:
     assert "is lost, because node n2 is down" in verdict.message
 
 
+def test_of_losses_at_once_the_cause_is_the_one_that_brought_the_others() -> None:
+    deleted, evicted = pod(0, deleting=True), pod(1, deleting=True, disruption="EvictionByEvictionAPI")
+    preempted, lost = pod(2, deleting=True, disruption="PreemptionByScheduler"), pod(3, deleting=True)
+
+    def cause(*pods: Pod, **changes: Any) -> str:
+        left = [pod(worker) for worker in range(4) if worker not in {one.worker for one in pods}]
+        verdict = detect(observed([*pods, *left], **changes))
+        assert isinstance(verdict, Interruption)
+        return verdict.cause.name
+
+    assert cause(deleted) == "PodLost"
+    assert cause(deleted, evicted) == "Evicted"
+    assert cause(deleted, evicted, preempted) == "Preempted"
+    assert cause(deleted, evicted, preempted, lost, down={**NODES, "n3": True}) == "NodeLost"
+
+
 def test_a_worker_that_is_done_before_the_others_is_no_loss() -> None:
     assert detect(observed([pod(0, phase="Succeeded"), pod(1), pod(2), pod(3)])) is None
 

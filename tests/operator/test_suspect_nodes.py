@@ -77,6 +77,22 @@ def test_every_worker_of_the_node_moves() -> None:
     assert {pod.name for pod in decision.delete} == {"train-w1-0", "train-w2-0"}
 
 
+def test_a_worker_of_the_node_that_has_completed_the_run_stays() -> None:
+    pods = [pod(0), pod(1), pod(2, node="n1"), pod(3)]
+    reports = [failed(1, FailureKind.ERROR), *(failed(other, FailureKind.PEER_LOST) for other in (0, 3))]
+    status = running_status(suspect_nodes=[suspect("n1", 1)])
+    assert status.mesh is not None
+    status.mesh.succeeded_workers = "2"
+    decision = decide(observed(pods, status, received=agents(reports, halted_seconds=11), **ON))
+    assert {pod.name for pod in decision.delete} == {"train-w1-0"}
+
+
+def test_no_clock_and_no_edit_makes_a_node_avoided_for_longer_than_the_job_asks() -> None:
+    entries = [suspect("n5", 2, failures=2, until=3600), suspect("n6", 2, failures=2, until=3700)]
+    decision = decide(observed(status=running_status(suspect_nodes=entries), **ON))
+    assert set(decision.blocked_nodes) == {"n5"}
+
+
 @pytest.mark.parametrize(
     ("entries", "recovery"),
     [

@@ -95,6 +95,14 @@ def test_stalls_are_those_of_the_generation() -> None:
     assert booked(ledger) == {"Training": 35 + 8, "CheckpointStall": 5 + 2, "Restarting": 10}
 
 
+def test_a_report_without_the_stalls_books_none_of_them_again() -> None:
+    """While the loss is not finite there is no progress, and the next report has all stalls of the generation again."""
+    ledger = book(seen(0, TimeCause.STARTING), training(0, 0), training(20, 10, stall_seconds=5))
+    ledger = advance(ledger, training(30, 15))
+    ledger = advance(ledger, training(40, 20, stall_seconds=6))
+    assert booked(ledger) == {"Training": 34, "CheckpointStall": 6}
+
+
 def test_a_run_that_is_over_before_a_step_is_seen() -> None:
     ledger = book(seen(3, TimeCause.STARTING), seen(30, "", Steps(20, seconds=1)))
     assert booked(ledger) == {"Queued": 3, "Starting": 7, "Training": 20}

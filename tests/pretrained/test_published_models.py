@@ -19,7 +19,7 @@ from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import materialize
 from meshwright_worker.parallel.shards import ParameterShard
 from meshwright_worker.pretrained.load import check_pretrained, load_pretrained
-from meshwright_worker.pretrained.tensor_files import TensorFiles
+from meshwright_worker.pretrained.tensor_files import INDEX, SINGLE, TensorFiles
 from meshwright_worker.rank.failures import PretrainedError
 from tests.pretrained import reference
 from tests.pretrained.published import (
@@ -231,6 +231,17 @@ def test_weights_of_another_model_are_rejected(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model", LLAMA, random_weights(LLAMA))
     with pytest.raises(PretrainedError, match=r"`layers` 3 there, 5 in `model`"):
         loaded(directory, {**LLAMA, "num_hidden_layers": 5})
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_weights_with_deeply_nested_json_are_rejected(tmp_path: Path, indexed: bool) -> None:
+    deep = b'{"a":' * 100_000
+    if indexed:
+        (tmp_path / INDEX).write_bytes(deep)
+    else:
+        (tmp_path / SINGLE).write_bytes(len(deep).to_bytes(8, "little") + deep)
+    with pytest.raises(PretrainedError, match="is not an? (index|safetensors)"):
+        TensorFiles(tmp_path)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

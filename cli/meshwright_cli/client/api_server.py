@@ -29,6 +29,8 @@ from meshwright_cli.client.kubeconfig import Connection
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 
+_ANYTHING = {"Accept": "*/*"}
+"""kube-apiserver answers a WebSocket's request for JSON alone with 406."""
 EXEC_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 
 _PAGE = "500"
@@ -179,7 +181,9 @@ class ApiServer:
         try:
             session, more = await self._prepared()
             url = self.connection.url + path
-            connecting = session.ws_connect(url, params=params, protocols=protocols, max_msg_size=0, **more)
+            connecting = session.ws_connect(
+                url, params=params, protocols=protocols, max_msg_size=0, headers=_ANYTHING, **more
+            )
             async with connecting as socket:
                 async for message in socket:
                     if message.type is aiohttp.WSMsgType.BINARY:
@@ -260,7 +264,13 @@ class ApiServer:
             session, more = await self._prepared()
             url = self.connection.url + PODS.path(namespace, pod, "exec")
             async with session.ws_connect(
-                url, params=query, protocols=EXEC_PROTOCOLS, max_msg_size=0, heartbeat=_PING_SECONDS, **more
+                url,
+                params=query,
+                protocols=EXEC_PROTOCOLS,
+                max_msg_size=0,
+                heartbeat=_PING_SECONDS,
+                headers=_ANYTHING,
+                **more,
             ) as socket:
                 yield socket
         except aiohttp.WSServerHandshakeError as error:

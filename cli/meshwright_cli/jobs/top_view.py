@@ -36,7 +36,8 @@ def top_lines(top: TopView, now: datetime, columns: int, height: int) -> list[st
         reason = next(iter(top.unreachable.values()), "the job has no running pod")
         if top.unreachable and job.state != "Running":
             reason = "the pods are not ready yet"
-        note = f"No metrics of ranks: {reason}. This is the status, which is written every 10 s."
+        often = "written every 10 s, less often if hundreds of jobs train"
+        note = f"No metrics of ranks: {reason}. This is the status, which is {often}."
         return [*status_lines(top.view, now, columns), "", note]
     listed = list(top.times)
     slow = stragglers(listed)

@@ -155,7 +155,7 @@ def test_a_directory_without_a_manifest_is_not_a_checkpoint(tmp_path: Path) -> N
     assert directory.steps() == []
 
 
-@pytest.mark.parametrize("content", [b"", b"null", b'{"format": 1', b"\0" * 40, b'{"format": "\xff"}'])
+@pytest.mark.parametrize("content", [b"", b"null", b'{"format": 1', b"\0" * 40, b'{"format": "\xff"}', b"[" * 100_000])
 def test_a_manifest_that_no_version_wrote_is_damaged(tmp_path: Path, content: bytes) -> None:
     (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(DamagedCheckpointError, match=f"{MANIFEST} is damaged"):

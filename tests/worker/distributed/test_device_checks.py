@@ -10,7 +10,12 @@ import torch
 from meshwright.api.precision import Precision
 from meshwright.protocol.messages import FailureKind
 from meshwright_worker.distributed.device import DeviceProperties, device_properties
-from meshwright_worker.distributed.device_checks import DeviceMissingError, device_problems, validate_device
+from meshwright_worker.distributed.device_checks import (
+    DeviceMissingError,
+    compiler_problems,
+    device_problems,
+    validate_device,
+)
 from meshwright_worker.rank.failures import InvalidRunError, classify
 from meshwright_worker.trainer import train as training_loop
 from tests.distributed.cases import Recorder
@@ -56,6 +61,33 @@ def test_what_a_device_takes(
 def test_each_problem_is_reported() -> None:
     problems = [*device_problems(DeviceProperties(TURING, "T4", 4), Precision.BF16, fp8=True)]
     assert [problem.split("`")[1] for problem in problems] == ["training.precision: bf16", "training.fp8"]
+
+
+@pytest.mark.parametrize(
+    ("properties", "environment", "there", "says"),
+    [
+        (DeviceProperties(), {}, "gcc", "a C++ compiler on a CPU, and `workers.image` has no g++: add one"),
+        (DeviceProperties(), {"CXX": "clang++ -O1"}, "g++", "has no clang++ -O1"),
+        (DeviceProperties(), {}, "g++", ""),
+        (DeviceProperties(HOPPER, "H100", 8), {}, "g++", "a C compiler on a GPU, and `workers.image` has no gcc or"),
+        (DeviceProperties(HOPPER, "H100", 8), {"CC": "tcc"}, "gcc", "has no tcc"),
+        (DeviceProperties(HOPPER, "H100", 8), {}, "clang", ""),
+    ],
+)
+def test_compiled_layers_need_a_compiler(
+    properties: DeviceProperties, environment: dict[str, str], there: str, says: str
+) -> None:
+    found = [*compiler_problems(properties, environment, lambda name: name if name == there else None)]
+    assert len(found) == bool(says)
+    assert says in "".join(found)
+
+
+def test_a_run_that_compiles_is_rejected_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    run = small_run(training={"compile": True})
+    with pytest.raises(InvalidRunError, match=r"`training.compile` needs a C\+\+ compiler .* no no-such-compiler"):
+        validate_device(DeviceProperties(), 1, run.training)
+    validate_device(DeviceProperties(), 1, small_run().training)
 
 
 def test_gpus_that_are_missing_may_come_back() -> None:

@@ -218,7 +218,7 @@ def read_manifest_as(checkpoint: CheckpointPath, manifest_type: type[ManifestTyp
     content, label = files.read(MANIFEST), files.label(MANIFEST)
     try:
         fields = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
         raise DamagedCheckpointError(f"{label} is damaged: it is not a JSON object")

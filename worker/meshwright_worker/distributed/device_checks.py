@@ -1,13 +1,15 @@
-"""Checks which number formats a device supports, from its properties, before any process group is created.
+"""Checks what a device supports, from its properties, before any process group is created.
 
 A CPU computes every format correctly but slowly, which is acceptable for tests. A GPU must support the format in
 hardware: a format that it would only emulate, or lacks, is rejected, and the message names the nearest supported
-format.
+format. `training.compile` needs a compiler, which the device determines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 
 from meshwright.api.precision import Precision
 from meshwright.api.training import TrainingSpec
@@ -43,6 +45,8 @@ def validate_device(properties: DeviceProperties, ranks: int, training: Training
             f"`workers.gpusPerWorker: {ranks}`: the pod sees {properties.count} GPUs; nearest: {properties.count}"
         )
     problems = [*device_problems(properties, training.precision, fp8=training.fp8 is not None)]
+    if training.compile:
+        problems += compiler_problems(properties, os.environ)
     if problems:
         raise InvalidRunError("; ".join(problems))
 
@@ -64,6 +68,25 @@ def device_problems(properties: DeviceProperties, precision: Precision, *, fp8: 
             f"`training.fp8` needs a GPU of compute capability {_text(_FP8_NEEDS)}, and {properties.name} has "
             f"{_text(properties.capability)}, which would only emulate it; nearest: leave it out, with "
             f"`training.precision: {best.value}`"
+        )
+
+
+def compiler_problems(
+    properties: DeviceProperties, environment: Mapping[str, str], find: Callable[[str], str | None] = shutil.which
+) -> Iterator[str]:
+    """Return why torch.compile would fail at its first kernel: it makes C++ for CPUs, and for GPUs launchers of Triton
+    kernels, which are in C.
+    """
+    if properties.capability is None:
+        names: tuple[str, ...] = (environment.get("CXX") or "g++",)
+        language = "C++"
+    else:
+        names = (environment["CC"],) if environment.get("CC") else ("gcc", "clang")
+        language = "C"
+    if not any(find(name.split()[0]) for name in names):
+        yield (
+            f"`training.compile` needs a {language} compiler on a {'CPU' if properties.capability is None else 'GPU'}, "
+            f"and `workers.image` has no {' or '.join(names)}: add one to the image, or leave `training.compile` out"
         )
 
 

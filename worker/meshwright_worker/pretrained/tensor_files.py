@@ -96,7 +96,7 @@ class TensorFiles:
         try:
             file_of: dict[str, str] = dict(json.loads(index.read_bytes())["weight_map"])
             files = sorted(set(file_of.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PretrainedError(f"{index} is not an index of safetensors files: {error!r}") from None
         foreign = [file for file in files if not isinstance(file, str) or Path(file).name != file]
         if foreign:
@@ -138,7 +138,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
             found[name] = StoredTensor(path, 8 + length + begin, kind, shape)
     except OSError as error:
         raise PretrainedError(f"{path} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, PretrainedError):
             raise
         raise PretrainedError(f"{path} is not a safetensors file with supported formats: {error!r}") from None

@@ -161,14 +161,15 @@ def _why_killed() -> str:
     """Why the kernel or somebody else killed a rank, by the events of this pod's cgroup."""
     if _oom_kills() <= _OOM_KILLS_BEFORE:
         return " (out of memory, or killed from outside)"
-    limit = _cgroup_value("memory.max")
+    limit = _cgroup_value("memory.max") or _cgroup_value("memory/memory.limit_in_bytes")
     size = f", limit {int(limit) / 2**30:.3g}Gi" if limit.isdigit() else ""
     return f": out of memory{size}: raise `workers.resources.memory`"
 
 
 def _oom_kills() -> int:
-    """How many processes of this pod's cgroup the kernel has killed because memory ran out."""
-    counts = dict(line.split() for line in _cgroup_value("memory.events").splitlines() if len(line.split()) == 2)  # noqa: PLR2004
+    """How many processes of this pod's cgroup, of version 1 or 2, the kernel has killed because memory ran out."""
+    events = _cgroup_value("memory.events") or _cgroup_value("memory/memory.oom_control")
+    counts = dict(line.split() for line in events.splitlines() if len(line.split()) == 2)  # noqa: PLR2004
     return int(counts.get("oom_kill", 0))
 
 

@@ -75,6 +75,9 @@ class KubeletProxy:
                 raise bad_request("unable to upgrade: only WebSocket connections are served; SPDY is not")
             text = f'unable to upgrade connection: container not found ("{container}")'
             raise ApiError(500, "InternalError", text)
+        if "*/*" not in request.headers.get("Accept", "*/*"):
+            # As kubelets do with containerd: the streams are of no media type that could be asked for.
+            raise ApiError(406, "NotAcceptable", "406: Not Acceptable")
         query = [(key, value) for key in _EXEC_PARAMETERS for value in request.query.getall(key, [])]
         offered = [p.strip() for p in request.headers.get("Sec-WebSocket-Protocol", "").split(",")]
         protocols = [p for p in offered if p in EXEC_PROTOCOLS]
