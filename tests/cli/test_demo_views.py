@@ -188,7 +188,8 @@ def test_the_command_for_kubectl_is_never_cut(path: str, columns: int, shown: st
     assert kubectl_hint(Path(path), columns, Path("/home/ann")) == shown
 
 
-def test_the_last_view_does_not_name_a_cluster_that_is_gone():
+def test_the_last_view_does_not_name_a_cluster_that_is_gone(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one is shown nothing live
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
     with LiveDisplay(console, Path("/srv/kubeconfig")) as shown:
         shown.show(snapshot(running(50), [pod(0)], []), LossCurve({}))

@@ -258,7 +258,7 @@ SEEDS: dict[str, tuple[Seed, str, str, str]] = {
     ),
     "missing rack label": (
         lambda server: server.patch(f"{NODES}/node0", {"metadata": {"labels": {LEAF: None}}}),
-        "Fabric levels", "1 of 4 GPU nodes carry no rack label", "topograph",
+        "Fabric levels", "1 of 4 GPU nodes has no rack label", "topograph",
     ),
     "contradicting labels": (
         lambda server: server.patch(f"{NODES}/node1", {"metadata": {"labels": {"topology.kubernetes.io/zone": "b"}}}),

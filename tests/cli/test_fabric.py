@@ -86,7 +86,7 @@ def test_doctor_checks_the_document_and_reads_levels_by_it() -> None:
         return Facts("default", datetime.now(UTC), nodes=[node], fabrics=[document])
 
     assert [one.level.value for one in check_fabric(facts(FABRIC.read_text()))] == ["ok"]
-    assert "carry no rack label" in next(iter(check_fabric(facts("{}")))).message
+    assert "no rack label" in next(iter(check_fabric(facts("{}")))).message
     first = next(iter(check_fabric(facts("levels: 3"))))
     assert (first.check, first.level.value) == ("Fabric of the site", "error")
     assert "ops/mw-fabric is invalid: `levels`" in first.message

@@ -15,7 +15,7 @@ from meshwright_worker.rank.task import RankTask
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.trainer import Trainer
 from tests.distributed.cases import samples_of
-from tests.distributed.gloo_threads import wait_for_gloo
+from tests.distributed.gloo_threads import most_of
 from tests.distributed.mesh_cache import kept_mesh, uses_kept_mesh
 from tests.distributed.tensor_memory import Allocated
 
@@ -29,9 +29,7 @@ class _Sampled(schedule_executor._Step):
 
     def _run_action(self, *arguments: Any) -> None:
         super()._run_action(*arguments)
-        if self._bytes() > max(self._peaks):
-            wait_for_gloo()
-        self._peaks.append(self._bytes())
+        self._peaks.append(most_of(self._peaks[-1], self._bytes))
 
     def _bytes(self) -> int:
         messages: list[torch.Tensor] = [pending._buffer for pending in self._pending_receives.values()]
@@ -90,9 +88,7 @@ class _Peak(Allocated):
     ) -> Any:
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "c10d" or func._schema.name in ("aten::mm", "aten::addmm", "aten::bmm"):
-            if self.bytes() > self.most:
-                wait_for_gloo()
-            self.most = max(self.most, self.bytes())
+            self.most = most_of(self.most, self.bytes)
         return output
 
 

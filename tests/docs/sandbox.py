@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -131,11 +132,13 @@ class Sandbox:
         """Our programs as `make setup` installs them, and its stamp."""
         self._programs.mkdir(parents=True)
         for name in ("python", "python3"):
-            _executable(self._programs / name, f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+            _executable(self._programs / name, f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
         for name, target in programs.scripts().items():
             module, _, function = target.partition(":")
-            code = f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
-            _executable(self._programs / name, code)
+            # The kernel takes no interpreter whose path has a space: to a shell, the second line is a command.
+            code = f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n"
+            start = f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} \"$0\" \"$@\"\n' '''\n"
+            _executable(self._programs / name, start + code)
         (self._programs / "activate").write_text(f'PATH="{self._programs}:$PATH"\n')
         (self.checkout / ".venv" / ".setup-done").touch()
 

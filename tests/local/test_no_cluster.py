@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,8 +34,9 @@ def test_kubectl_does_not_fall_back_to_another_cluster(tmp_path: Path, kubectl: 
         "contexts: [{name: production, context: {cluster: c, user: u}}]\n"
         "clusters: [{name: c, cluster: {server: 'http://127.0.0.1:1'}}]\nusers: [{name: u, user: {token: t}}]\n"
     )
-    meshwright = f"{sys.executable} -c 'from meshwright_cli.main import main; main()'"
-    script = f'export KUBECONFIG="$({meshwright} local kubeconfig --directory {tmp_path}/none)"; {kubectl} config view'
+    meshwright = f"{shlex.quote(sys.executable)} -c 'from meshwright_cli.main import main; main()'"
+    asked = f"{meshwright} local kubeconfig --directory {shlex.quote(str(tmp_path))}/none"
+    script = f'export KUBECONFIG="$({asked})"; {kubectl} config view'
     environment = {key: value for key, value in os.environ.items() if key != "KUBECONFIG"} | {"HOME": str(tmp_path)}
     done = subprocess.run(
         ["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=patient(60), check=False

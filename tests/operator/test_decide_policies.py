@@ -327,7 +327,7 @@ def test_what_was_strange_about_the_nodes_is_told_with_the_placement() -> None:
     apply_grant(decision, Granted(found, tuple(inventory.warnings)))
     message = next(c.message for c in decision.status.conditions if c.type == "Placed")
     assert message.startswith("4 workers on 4 nodes")
-    assert "4 of 4 GPU nodes carry no rack label" in message
+    assert "4 of 4 GPU nodes have no rack label" in message
 
 
 def test_sentences_count_right() -> None:

@@ -220,6 +220,15 @@ def test_a_silent_agent_is_lost_when_training_stands() -> None:
     assert decision.status.restarts_toward_limit == 0
 
 
+@pytest.mark.parametrize(("idle", "lost"), [(290.0, False), (301.0, True)])
+def test_an_agent_that_is_silent_during_a_long_step_is_left_alone(idle: float, lost: bool) -> None:
+    """The others finish no step either for so long: three steps without one show that training stands."""
+    first = trains(0, idle, progress=Progress(step=7, loss=1.0, step_seconds=100.0))
+    reports = [first, *(trains(w, idle) for w in range(1, 4))]
+    found = verdict(observed(received=received(reports, {2: 75.0})))
+    assert (found is not None and found.cause.name == "PodLost") is lost
+
+
 def test_when_nobody_is_heard_the_operator_is_the_one_cut_off() -> None:
     reports = [trains(w, 70.0) for w in range(4)]
     assert verdict(observed(received=received(reports, dict.fromkeys(range(4), 75.0)))) is None
@@ -244,6 +253,8 @@ def test_an_agent_whose_old_ranks_do_not_end_loses_its_pod() -> None:
     assert found is not None
     assert "Ranks of an older generation than 2 do not exit: worker 1 on n1" in found.message
     assert [w.index for w in found.lost] == [1]
+    just_started = observed(status=status, received=received(reports, listening=100.0), now=seen.now)
+    assert detect(just_started) is None, "agents learned of the generation only when this operator started"
 
 
 async def test_a_hang_and_a_cut_off_agent_in_a_whole_job() -> None:

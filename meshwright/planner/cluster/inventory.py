@@ -113,13 +113,14 @@ class Inventory:
             pods_joined: whether a claim joins the pods of one host. Default: whether they have a channel.
         """
         levels = site.fabric_levels() if levels is None else levels
-        warnings: list[str] = []
+        selector = node_selector or {}
         found: dict[str, Node] = {}
         node_by_hostname: dict[str, str] = {}
+        warnings: list[str] = []
         for obj in nodes:
             try:
                 read = ReadNode.of(obj, gpu_resource, levels, channel=channel)
-                node = replace(read.node, unusable=read.unusable_for(node_selector or {}, tolerations))
+                node = replace(read.node, unusable=read.unusable_for(selector, tolerations))
             except MALFORMED as error:
                 warnings.append(malformed_node_warning(obj, error))
                 continue
@@ -135,18 +136,9 @@ class Inventory:
             for name, node in found.items()
         }
         names = next(iter(places.values())).levels if places else (DOMAIN, RACK)
-        return cls(
-            counted_nodes,
-            (
-                *warnings,
-                *conflicts,
-                *_overcommit_warnings(counted_nodes),
-                *_missing_label_warnings(counted_nodes, names),
-            ),
-            names,
-            site,
-            channel if pods_joined is None else pods_joined,
-        )
+        more = (*conflicts, *_overcommit_warnings(counted_nodes), *_missing_label_warnings(counted_nodes, names))
+        joined = channel if pods_joined is None else pods_joined
+        return cls(counted_nodes, (*warnings, *more), names, site, joined)
 
     def holding(self, used: Mapping[str, Resources], warnings: Sequence[str] = ()) -> Inventory:
         """The same nodes with further resources in use (node -> amount).
@@ -342,10 +334,9 @@ def missing_label_warnings(usable: Mapping[Location, int], levels: Sequence[str]
         unlabeled_nodes = sum(count for place, count in usable.items() if "/" in place.at(level))
         if unlabeled_nodes:
             inner = "NVLink domain" if below == DOMAIN else below
-            found.append(
-                f"{unlabeled_nodes} of {total} GPU nodes carry no {level} label: each {inner} of theirs counts "
-                f"as a {level}"
-            )
+            one = unlabeled_nodes == 1
+            has, those = ("has", f"its {inner}") if one else ("have", f"each of their {inner}s")
+            found.append(f"{unlabeled_nodes} of {total} GPU nodes {has} no {level} label: {those} counts as a {level}")
     return found
 
 
@@ -364,6 +355,6 @@ def _overcommit_warnings(nodes: Mapping[str, Node]) -> list[str]:
     if overcommitted:
         more = f" and {len(overcommitted) - 3} more" if len(overcommitted) > 3 else ""
         return [
-            f"pods hold more GPUs than these nodes have: {', '.join(overcommitted[:3])}{more}; nothing is placed there"
+            f"pods use more GPUs than these nodes have: {', '.join(overcommitted[:3])}{more}; nothing is placed there"
         ]
     return []

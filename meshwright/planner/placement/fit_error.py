@@ -148,7 +148,12 @@ def _per_rack(capacity: FreeCapacity, shape: GangShape) -> str:
     if not counts:
         return ""
     more = f" and {len(counts) - _MAX_NAMED} more racks" if len(counts) > _MAX_NAMED else ""
-    return f" ({', '.join(f'{rack}: {count}' for rack, count in counts[:_MAX_NAMED])}{more})"
+    return f" ({', '.join(f'{_rack_name(rack)}: {count}' for rack, count in counts[:_MAX_NAMED])}{more})"
+
+
+def _rack_name(rack: str) -> str:
+    """The rack's label, or without one, the name of the domain or the node that counts as a rack (see `locate`)."""
+    return rack.rpartition("/")[2]
 
 
 def _other_resources(

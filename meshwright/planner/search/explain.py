@@ -60,8 +60,8 @@ def step_text(estimate: Estimate) -> str:
     }
     name, seconds = max(parts.items(), key=lambda part: part[1])
     return (
-        f"a step spends {time.compute / time.total:.0%} in matrix products and most of the rest, "
-        f"{seconds / time.total:.0%}, in {name}"
+        f"a step spends {time.compute / time.total:.0%} in matrix products and most of the rest "
+        f"in {name} ({seconds / time.total:.0%})"
     )
 
 

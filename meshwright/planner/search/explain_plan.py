@@ -111,8 +111,8 @@ def _zero(request: SearchRequest, used: Strategy, estimate: Estimate | None) -> 
     needed, limit = _bytes_of(request, other), request.memory_limit(1)
     if needed > limit:
         return (
-            f"ZeRO-{stage}: with stage {lower[-1]} a rank needs {format_bytes(needed)}, usable are "
-            f"{format_bytes(limit)}"
+            f"ZeRO-{stage}: with stage {lower[-1]} a rank needs {format_bytes(needed)}, "
+            f"and {format_bytes(limit)} are usable"
         )
     return f"ZeRO-{stage}: {_gain(request, used, other, estimate)} than stage {lower[-1]}, which fits too"
 
@@ -151,7 +151,7 @@ def _why_not_less_tensor(request: SearchRequest, used: Strategy) -> str:
     ]
     least = [_bytes_of(request, job_strategy(narrowed, layout, sizes[0], one)) for one in choices if sizes]
     if least and min(least) > limit:
-        need = f"TP {smaller[-1]} needs {format_bytes(min(least))} per GPU, usable are {format_bytes(limit)}"
+        need = f"TP {smaller[-1]} needs {format_bytes(min(least))} per GPU, and {format_bytes(limit)} are usable"
         return f"whose ranks hold their part of the model ({need})"
     return f"that fills workers of {request.gpus_per_worker} GPUs"
 
@@ -179,7 +179,7 @@ def _against_half(request: SearchRequest, used: Strategy, name: str, label: str,
     variants = [replace(other, zero_stage=stage) for stage in stages] or [other]
     least, limit = min(_bytes_of(request, one) for one in variants), request.memory_limit(1)
     if least > limit:
-        return f"with {label} {half} a rank needs at least {format_bytes(least)}, usable are {format_bytes(limit)}"
+        return f"with {label} {half} a rank needs at least {format_bytes(least)}, and {format_bytes(limit)} are usable"
     fitting = [one for one in variants if _bytes_of(request, one) <= limit]
     best = min(fitting, key=lambda one: estimate_cost(request, one).seconds)
     return f"{_gain(request, used, best, estimate)} than {label} {half} with as many micro-batches"
@@ -193,7 +193,7 @@ def _schedule(request: SearchRequest, used: Strategy) -> str:
     if request.pins.schedule is not None:
         return set_by(name, "parallelism.schedule")
     if used.schedule is plain:
-        return f"{name}: no other is estimated to be faster by more than 1 %, and fits"
+        return f"{name}: no other is estimated to be faster by more than 1%, and fits"
     if not kind_of(plain).accepts(used.pipeline, used.micro_batches):
         return f"{name}: the fastest that fits"
     other = request.pinned_job.strategy(
@@ -238,7 +238,7 @@ def _micro_batches(request: SearchRequest, used: Strategy) -> str:
     name = f"{count} micro-batch" if count == 1 else f"{count} micro-batches"
     idle = round(100 * (pipeline - 1) / (count + pipeline - 1))
     plain = pipeline > 1 and used.schedule is PipelineSchedule.ONE_F_ONE_B
-    tail = f"; the pipeline idles {idle} % of a step" if plain else ""
+    tail = f"; the pipeline idles {idle}% of a step" if plain else ""
     if request.pins.micro_batches is not None:
         return set_by(name, "parallelism.microBatches") + tail
     if pipeline == 1:
@@ -257,7 +257,7 @@ def _checkpointing(request: SearchRequest, used: Strategy) -> str:
     name = f"activation checkpointing {used.checkpointing.value}"
     needed, limit = _bytes_of(request, replace(used, checkpointing=none)), request.memory_limit(1)
     if needed > limit:
-        return f"{name}: without it a rank needs {format_bytes(needed)}, usable are {format_bytes(limit)}"
+        return f"{name}: without it a rank needs {format_bytes(needed)}, and {format_bytes(limit)} are usable"
     return f"{name}: other layouts of as many GPUs fit without it and are slower"
 
 
@@ -268,7 +268,7 @@ def _memory(request: SearchRequest, memory: Memory) -> str:
     limit = request.memory_limit(1)
     if limit == inf:
         return f"{text}; not compared, since the memory of the GPUs is not known"
-    return f"{text}, usable are {format_bytes(limit)}"
+    return f"{text}, and {format_bytes(limit)} are usable"
 
 
 def _time(request: SearchRequest, estimate: Estimate | None) -> str:

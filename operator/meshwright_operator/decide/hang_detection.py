@@ -225,9 +225,8 @@ def silent_agents(observed: Observed) -> Interruption | None:
     rule, ranks = HangRule(observed), _live_ranks(observed)
     running = [worker for worker in observed.workers if worker.state is PodState.RUNNING]
     silent = [(worker, rule.silence(worker)) for worker in running if rule.is_silent(worker)]
-    # If no agent reports, the operator itself is disconnected.
-    received = any(_has_fresh_report(observed, worker) for worker in running)
-    if not silent or not received or not ranks or not all(rule.is_stalled(rank) for rank in ranks):
+    # If no agent reports, the operator itself is disconnected, and no rank is known to live.
+    if not silent or not ranks or not all(rule.is_stalled(rank) for rank in ranks):
         return None
     named = ", ".join(f"worker {worker.index} on {worker.node} for {seconds:.0f} s" for worker, seconds in silent[:3])
     missing = f"No heartbeat from {named}, and no rank has completed a step since"
@@ -324,11 +323,6 @@ def _find_fresh_ranks(observed: Observed) -> list[IdleRank]:
 def _report(observed: Observed, worker: Worker) -> ReceivedReport | None:
     received = observed.agents.reports.get(worker.index)
     return received if received is not None and received.report.incarnation == worker.incarnation else None
-
-
-def _has_fresh_report(observed: Observed, worker: Worker) -> bool:
-    received = _report(observed, worker)
-    return received is not None and received.fresh
 
 
 def _is_behind(observed: Observed, worker: Worker) -> bool:

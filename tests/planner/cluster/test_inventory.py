@@ -222,7 +222,7 @@ def test_fabric_labels_of_every_generation(labels: dict[str, str], domain: str, 
 def test_unlabeled_nodes_share_nothing_and_are_warned_of() -> None:
     found = inventory(*(node(f"n{i}", rack=None) for i in range(3)), node("n3"))
     assert len({n.place.rack for n in found.usable}) == 4
-    assert found.warnings == ("3 of 4 GPU nodes carry no rack label: each NVLink domain of theirs counts as a rack",)
+    assert found.warnings == ("3 of 4 GPU nodes have no rack label: each of their NVLink domains counts as a rack",)
 
 
 def test_a_host_named_like_a_domain_label_is_not_in_that_domain() -> None:
@@ -242,7 +242,7 @@ def test_zones_count_only_where_someone_names_them() -> None:
     assert none.warnings == ()
     some = inventory(node("n0", rack="a"), node("n1", rack="a", zone=None), node("n2", rack="b", zone=None))
     assert [n.place.zone for n in some.usable] == ["zone0", "zone0", "rack/b"]
-    assert "1 of 3 GPU nodes carry no zone label" in some.warnings[0]
+    assert "1 of 3 GPU nodes has no zone label" in some.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_a_memory_label_that_is_no_memory_is_ignored_and_named(stated: str) -> N
 
 def test_nodes_on_which_pods_hold_more_than_there_is_are_named() -> None:
     found = inventory(node("n0", gpus=4), node("n1"), pods=(pod("p", gpus=6, on="n0"),))
-    assert found.warnings == ("pods hold more GPUs than these nodes have: n0; nothing is placed there",)
+    assert found.warnings == ("pods use more GPUs than these nodes have: n0; nothing is placed there",)
     assert place(plan_of(4, 1, 2, 4), found).nodes == {0: "n1", 1: "n1"}
 
 

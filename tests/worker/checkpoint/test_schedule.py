@@ -202,6 +202,11 @@ def test_a_checkpoint_whose_age_is_unknown_is_not_young() -> None:
     assert removable([1, 2, 3], Retention(1, seconds=1e9), 0.0, lambda step: None) == [2, 1]
 
 
+@pytest.mark.parametrize(("saved_at", "removed"), [(40.0, [1]), (40.5, [])])
+def test_a_checkpoint_is_young_until_its_time_is_over(saved_at: float, removed: list[int]) -> None:
+    assert removable([1, 2], Retention(1, seconds=60.0), 100.0, lambda step: saved_at) == removed
+
+
 def test_the_store_has_the_settings_of_the_volume_unless_it_has_its_own() -> None:
     spec = CheckpointSpec(uri="s3://b/x", every="30m", keep=3, keep_for="2d", keep_every_steps=1000)
     assert spec.interval_of(StoreSpec()) == Interval(seconds=1800.0)
