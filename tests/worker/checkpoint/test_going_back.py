@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from meshwright.api.checkpoint import Retention
+from meshwright_worker.checkpoint.loader import newest_of_all
 from meshwright_worker.checkpoint.manager import CheckpointManager
-from meshwright_worker.checkpoint.manifest import TrainingState, check_files, read_manifest
+from meshwright_worker.checkpoint.manifest import Manifest, TrainingState, check_files, read_manifest
 from meshwright_worker.checkpoint.object_store import ObjectDirectory
 from meshwright_worker.checkpoint.store import CheckpointStore, Tier, open_store
 from meshwright_worker.distributed.mesh import Mesh
@@ -120,3 +121,17 @@ def test_a_damaged_copy_on_one_tier_is_not_the_one_to_go_back_to(tmp_path: Path,
     assert state.step == 10
     assert (volume.steps(), store.steps()) == ([], [10])
     assert read_manifest(store.files(10)).state == state
+
+
+def test_of_the_same_step_on_two_tiers_the_faster_one_is_loaded(tmp_path: Path, mesh: Mesh) -> None:
+    volume, store = open_store(str(tmp_path / "volume"), 3), open_store(f"file://{tmp_path}/store", 3)
+    for one in (volume, store):
+        save(one, 10)
+    for tiers in ([volume, store], [store, volume]):
+        found = newest_of_all(tiers, mesh, Manifest)
+        assert found is not None
+        assert found[0] is tiers[0]
+    save(store, 20)
+    newest = newest_of_all([volume, store], mesh, Manifest)
+    assert newest is not None
+    assert newest[0] is store
