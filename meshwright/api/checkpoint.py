@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from meshwright.api.base import ApiModel, ShortText
+from meshwright.api.base import ApiModel, ClaimName, ShortText
 
 DEFAULT_CHECKPOINT_INTERVAL = 100
 """Steps between checkpoints where `checkpoint.everySteps` is left out."""
@@ -120,7 +120,7 @@ def seconds_of(text: str) -> float:
 class CheckpointSpec(ApiModel):
     """Where and how often checkpoints are saved."""
 
-    claim_name: ShortText | None = None
+    claim_name: ClaimName | None = None
     """PersistentVolumeClaim for the checkpoints, writable from every node that runs workers (ReadWriteMany). Needs
     this, `uri`, or both."""
     uri: Annotated[str, Field(min_length=6, max_length=512, pattern=r"^[a-z][a-z0-9+.-]*://[^\s]+$")] | None = None

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from meshwright.api.base import ApiModel, ShortText
+from meshwright.api.base import ApiModel, ClaimName
 
 RelativePath = Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[^/].*$")]
 
@@ -69,7 +69,7 @@ class DataSpec(ApiModel):
     source: DataSource = DataSource.FILES
     """`PythonStdlib`: the source code of the Python standard library in the image. `Files`: the files of a volume or
     behind a URI."""
-    claim_name: ShortText | None = None
+    claim_name: ClaimName | None = None
     """PersistentVolumeClaim that contains the files, mounted read-only. `source: Files` needs this or `uri`."""
     uri: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[a-z][a-z0-9+.-]*://.+$")] | None = None
     """Directory of the files as a URI that fsspec can read, such as `s3://bucket/text`. The image must contain the

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from meshwright.api.base import ApiModel, Quantity, ShortText
+from meshwright.api.base import ApiModel, ClaimName, Image, Quantity, ShortText
 from meshwright.api.labels import GPU_RESOURCE
 
 
@@ -90,7 +90,7 @@ class VolumeSpec(ApiModel):
     """Name, unique in the list. `shm`, `checkpoints`, `data` and `scripts` are reserved."""
     mount_path: Annotated[str, Field(min_length=2, max_length=253, pattern=r"^/[^:]*[^:/]$")]
     """Absolute path in the container. Paths below `/meshwright` and `/dev` are reserved."""
-    claim_name: ShortText | None = None
+    claim_name: ClaimName | None = None
     """A PersistentVolumeClaim of the job's namespace that every node with workers can mount."""
     config_map_name: ShortText | None = None
     """A ConfigMap of the job's namespace: its keys become files."""
@@ -160,7 +160,7 @@ class PodGroupSpec(ApiModel):
 class WorkersSpec(ApiModel):
     """The worker pods. One pod runs the consecutive ranks of `gpusPerWorker` GPUs on one node."""
 
-    image: Annotated[str, Field(min_length=1, max_length=1024)]
+    image: Image
     """Container image with the worker runtime, or with the command of `runtime.command`."""
     image_pull_policy: ImagePullPolicy | None = None
     """When the image is pulled. Defaults to `Always` for the tag `latest` and to `IfNotPresent` for others."""

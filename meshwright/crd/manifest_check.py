@@ -19,6 +19,7 @@ from meshwright.crd.definition import custom_resource_definition
 from meshwright.crd.schema_check import ManifestProblem, check_value, kind_of, unknown_field, yaml_text
 from meshwright.crd.structural_schema import Schema
 from meshwright.models.presets import UnknownModelError, resolve
+from meshwright.rules.likely_mistakes import likely_mistakes_of_spec
 from meshwright.rules.validation import explained_problems, with_model_numbers
 
 _JOB_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -54,6 +55,12 @@ def _check_rules(spec: ParallelTrainingJobSpec) -> list[ManifestProblem]:
         except UnknownModelError as error:
             return [ManifestProblem("spec.model", str(error))]
     return [ManifestProblem(f"spec.{problem.field}", problem.message) for problem in broken]
+
+
+def check_mistakes(job: Mapping[str, Any]) -> list[ManifestProblem]:
+    """What is probably not meant in a job that `check_manifest` accepts. A cluster accepts it."""
+    found = likely_mistakes_of_spec(parse_spec(job))
+    return [ManifestProblem(f"spec.{mistake.field}", mistake.message) for mistake in found]
 
 
 @cache

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.api.base import QUANTITY
+from meshwright.api.base import CLAIM_NAME, IMAGE, QUANTITY
 from meshwright.api.checkpoint import AGE, EVERY
 from meshwright.api.spec import MANAGER_PATTERN
 from meshwright.crd.field_names import places_of, same_name
@@ -33,6 +33,8 @@ FORMS = {
     QUANTITY: "must be a quantity such as `64Gi`, `1.5T` or `500m`",
     AGE: "must be a number of seconds, minutes, hours or days, such as `90s`, `30m`, `12h` or `7d`",
     EVERY: "must be `Auto`, or a number of seconds, minutes, hours or days, such as `90s`, `30m` or `12h`",
+    CLAIM_NAME: "must be the name of a PersistentVolumeClaim: lower-case letters, digits, `-` and `.` between them",
+    IMAGE: "must be the name of an image, without spaces",
     "^/": "must be an absolute path, such as `/models/llama`",
     r"^/[^:]*[^:/]$": "must be an absolute path without `:` and without `/` at its end, such as `/models`",
     r"^[^/].*$": "must be a path below the root of the volume or URI, without `/` at its beginning",
@@ -220,6 +222,8 @@ def _wrong_form(value: str, pattern: str) -> str:
         nearest = found[1] + ("k" if unit == "K" else unit)
     elif pattern in (AGE, EVERY) and (found := _ALMOST_DURATION.fullmatch(value.strip())):
         nearest = found[1] + found[2].lower()
+    elif pattern in (CLAIM_NAME, IMAGE):
+        nearest = "".join(value.split()) if pattern == IMAGE else re.sub(r"[^a-z0-9.]+", "-", value.lower()).strip("-.")
     return f"{message}: write `{nearest}`" if nearest and re.search(pattern, nearest) else message
 
 

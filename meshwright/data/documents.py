@@ -20,6 +20,24 @@ from meshwright.data.files import Directory, FileEntry
 MAX_EXAMPLES = 20
 """Number of skipped records that are reported one by one."""
 _PARQUET_ROWS = 1024
+_GZIP = ".gz"
+_GZIP_INSTEAD = "decompress it, or compress it with gzip"
+_BINARY_FORMATS = {
+    b"\x1f\x8b": ("compressed with gzip", "end its name in `.gz`"),
+    b"\x28\xb5\x2f\xfd": ("compressed with zstd", _GZIP_INSTEAD),
+    b"\xfd7zXZ": ("compressed with xz", _GZIP_INSTEAD),
+    b"BZh": ("compressed with bzip2", _GZIP_INSTEAD),
+    b"PK\x03\x04": ("a zip archive", "unpack it"),
+    b"PAR1": ("a Parquet file", "use `data.format: Parquet`"),
+    b"\xff\xfe": ("UTF-16", "convert it to UTF-8"),
+    b"\xfe\xff": ("UTF-16", "convert it to UTF-8"),
+}
+"""The first bytes of files without lines of UTF-8: what the file is, and what to do. No line of JSON begins so."""
+_MAGIC = 6
+COMPRESSED_ENDINGS = (_GZIP, ".zst", ".xz", ".bz2", ".zip", ".parquet")
+"""Ends of the names of files that are not text."""
+_MAX_NAMES, _LONGEST_NAME = 8, 64
+_ONE_OBJECT_PER_LINE = "each line must be a JSON object; write the items of an array, one per line, with `jq -c '.[]'`"
 
 
 @dataclass
@@ -69,21 +87,31 @@ def _text(file: IO[bytes], name: str, key: str) -> Iterator[str | CorruptRecordE
     try:
         yield file.read().decode()
     except UnicodeDecodeError as error:
-        yield CorruptRecordError(f"{name}: not UTF-8 at byte {error.start}")
+        found = _binary_format(error.object)
+        yield CorruptRecordError(f"{name}: not UTF-8 at byte {error.start}{f' (it is {found[0]})' if found else ''}")
 
 
 def _json_lines(file: IO[bytes], name: str, key: str) -> Iterator[str | CorruptRecordError]:
-    return (_line(line, where, key) for where, line in lines(file, name))
+    return (
+        line if isinstance(line, CorruptRecordError) else _line(line, where, key) for where, line in lines(file, name)
+    )
 
 
-def lines(file: IO[bytes], name: str) -> Iterator[tuple[str, bytes]]:
+def lines(file: IO[bytes], name: str) -> Iterator[tuple[str, bytes | CorruptRecordError]]:
     """The non-empty lines of a file, with file name and line number. Decompresses if `name` ends in `.gz`.
+
+    A file that does not contain lines of text, such as one compressed with zstd, is one corrupt record.
 
     Raises:
         DataError: it cannot be read to its end.
     """
     try:
-        with gzip.open(file) if name.endswith(".gz") else nullcontext(file) as content:
+        head = file.read(_MAGIC)
+        file.seek(0)
+        if not name.endswith(_GZIP) and (found := _binary_format(head)) is not None:
+            yield name, CorruptRecordError(f"{name} is {found[0]}: {found[1]}")
+            return
+        with gzip.open(file) if name.endswith(_GZIP) else nullcontext(file) as content:
             for number, line in enumerate(content, start=1):
                 if line.strip():
                     yield f"{name}:{number}", line
@@ -92,14 +120,27 @@ def lines(file: IO[bytes], name: str) -> Iterator[tuple[str, bytes]]:
         raise DataError(f"{name} cannot be read to its end: {error}") from error
 
 
+def _binary_format(head: bytes) -> tuple[str, str] | None:
+    """What a file is that begins with these bytes, and what to do, if it is not text."""
+    return next((found for magic, found in _BINARY_FORMATS.items() if head.startswith(magic)), None)
+
+
 def _line(line: bytes, where: str, key: str) -> str | CorruptRecordError:
     record = parse_json(line, where)
     if isinstance(record, CorruptRecordError):
         return record
-    text = record.get(key) if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return CorruptRecordError(f"{where}: no text in field `{key}`: {_ONE_OBJECT_PER_LINE}")
+    text = record.get(key)
     if not isinstance(text, str):
-        return CorruptRecordError(f"{where}: no text in field `{key}` (set `data.field` to another)")
+        return CorruptRecordError(f"{where}: no text in field `{key}` (set `data.field` to another{_names(record)})")
     return encoding_problem(text, where) or text
+
+
+def _names(record: dict[str, Any]) -> str:
+    """The fields of a record that contain text, for an error."""
+    found = [f"`{name}`" for name, value in record.items() if isinstance(value, str) and len(name) <= _LONGEST_NAME]
+    return f": {', '.join(found[:_MAX_NAMES])}" if found else ""
 
 
 def parse_json(line: bytes, where: str) -> Any:
@@ -107,7 +148,9 @@ def parse_json(line: bytes, where: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        return CorruptRecordError(f"{where}: not JSON ({error})")
+        # The first line of a file that contains one array or one object over several lines.
+        hint = f"; {_ONE_OBJECT_PER_LINE}" if line.strip() in (b"[", b"{") else ""
+        return CorruptRecordError(f"{where}: not JSON ({error}){hint}")
 
 
 def encoding_problem(text: str, where: str) -> CorruptRecordError | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +17,13 @@ BYTE_SEPARATOR = 256
 BYTE_VOCABULARY = 257
 """The 256 byte values and the separator."""
 
-_SEPARATOR_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+_SEPARATOR_TOKENS = (
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]"),
+    # New ones come last, so that a tokenizer that has an earlier one keeps it.
+    *("<｜end▁of▁sentence｜>", "[EOS]", "<|im_end|>"),
+)
+"""Tokens that end a document, of GPT-2 and Qwen, Llama 3, Llama 1, Gemma, ..., DeepSeek, ... The first that exists."""
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/=]+ \d+\n")
 
 
 class Tokenizer(Protocol):
@@ -74,7 +82,9 @@ class BPETokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain Exception
-            raise DataError(f"{path} is not a valid tokenizer.json: {error}") from error
+            raise DataError(
+                f"{path} is not a valid tokenizer.json: {_what_it_is(content, Kind.BPE) or error}"
+            ) from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         known = [self._tokenizer.token_to_id(token) for token in _SEPARATOR_TOKENS]
@@ -115,7 +125,8 @@ class SentencePieceTokenizer:
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (RuntimeError, OSError) as error:
-            raise DataError(f"{path} is not a valid SentencePiece model: {error}") from error
+            found = _what_it_is(content, Kind.SENTENCE_PIECE) or error
+            raise DataError(f"{path} is not a valid SentencePiece model: {found}") from error
         self.separator = int(self._model.eos_id())
         if self.separator < 0:
             raise DataError(f"{path} has no end-of-sentence token: train it with one")
@@ -150,6 +161,21 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"`data.tokenizerFile`: {path} cannot be read: {error.strerror}") from error
+
+
+def _what_it_is(content: bytes, expected: Kind) -> str:
+    """What a file is if it is not the `expected` kind of tokenizer, and what to do. Empty if it is not known."""
+    try:
+        fields = json.loads(content)
+    except ValueError:
+        fields = None
+    if isinstance(fields, dict) and not isinstance(fields.get("model"), dict):
+        return "it is another JSON file of the model: set `data.tokenizerFile` to `tokenizer.json`"
+    if _TIKTOKEN_LINE.match(content):
+        return "it is a tiktoken file: use the model's `tokenizer.json` and `data.tokenizer: BPE`"
+    # The first field of a SentencePiece model is a list of pieces: field 1, with a length.
+    kind = Kind.BPE if isinstance(fields, dict) else Kind.SENTENCE_PIECE if content.startswith(b"\n") else expected
+    return "" if kind is expected else f"set `data.tokenizer: {kind.value}`"
 
 
 def _split_at(tokens: Iterable[int], separator: int) -> list[list[int]]:

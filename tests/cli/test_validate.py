@@ -11,8 +11,10 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from meshwright.api.parsing import parse_spec
 from meshwright.crd.manifest_check import check_manifest, spec_schema
 from meshwright.crd.schema_check import CHOICE, FORMS
+from meshwright.rules.validation import check_spec
 from meshwright_cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +63,14 @@ MISTAKES: list[tuple[str, Any, str, str]] = [
     ("spec.workers", None, "spec.workers", "is missing"),
     ("spec.workers.image", None, "spec.workers.image", "is missing"),
     ("spec.workers.image", "", "spec.workers.image", "must not be empty"),
+    (
+        "spec.workers.image",
+        "worker 0.1.0",
+        "spec.workers.image",
+        "without spaces, got `worker 0.1.0`",
+    ),
+    ("spec.data", {"claimName": "My_Text"}, "spec.data.claimName", "got `My_Text`: write `my-text`"),
+    ("spec.checkpoint", {"claimName": "Runs"}, "spec.checkpoint.claimName", "write `runs`"),
     ("spec.workers.imagePullPolicy", "always", "spec.workers.imagePullPolicy", "did you mean `Always`?"),
     ("spec.workers.gpuResource", "gpu", "spec.workers.gpuResource", "such as `nvidia.com/gpu`, got `gpu`"),
     ("spec.workers.resources", {"memory": "8GB"}, "spec.workers.resources.memory", "got `8GB`: write `8G`"),
@@ -178,6 +188,30 @@ def test_exit_codes_text_and_json(tmp_path: Path) -> None:
     assert validate(tmp_path / "no.yaml").exit_code == 1
     assert "No such file or directory" in validate(tmp_path / "no.yaml").output
     assert validate("-", stdin=yaml.safe_dump(GOOD)).output == "(standard input): ParallelTrainingJob train: valid\n"
+
+
+def test_a_likely_mistake_is_a_warning(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(changed("spec.training.lora", {"rank": 8})))
+    result = validate(file)
+    assert result.exit_code == 0
+    valid, warning = result.output.splitlines()
+    assert valid == f"{file}: ParallelTrainingJob train: valid"
+    says = "trains adapters of random weights, because `training.initialWeights` is not set"
+    assert warning.startswith(f"{file}: ParallelTrainingJob train: warning: spec.training.lora: {says}")
+    (found,) = json.loads(validate("-o", "json", file).output)
+    assert found["valid"]
+    assert [one["field"] for one in found["warnings"]] == ["spec.training.lora"]
+
+
+def test_what_an_earlier_version_stored_is_still_read() -> None:
+    """A schema became stricter about names: the API server accepts unchanged values, and so does the operator."""
+    stored = changed("spec.data", {"claimName": "Text"})
+    stored["spec"]["workers"]["image"] = "worker latest"
+    assert {problem.field for problem in check_manifest(stored)} == {"spec.data.claimName", "spec.workers.image"}
+    spec = parse_spec(stored)
+    assert (spec.data and spec.data.claim_name, spec.workers.image) == ("Text", "worker latest")
+    assert check_spec(spec) == []
 
 
 @pytest.mark.parametrize(

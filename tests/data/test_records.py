@@ -135,3 +135,40 @@ def test_a_directory_behind_a_uri_is_the_same_directory(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_opened(where: str) -> None:
     with pytest.raises(DataError, match="nosuch|/no/such/directory is not a directory"):
         open_directory(where)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (gzip.compress(lines({"text": "a"})), r"a\.jsonl is compressed with gzip: end its name in `\.gz`"),
+        (b"\x28\xb5\x2f\xfd" + b"x\n" * 9, r"a\.jsonl is compressed with zstd: decompress it"),
+        (b"PAR1" + bytes(9), r"a\.jsonl is a Parquet file: use `data\.format: Parquet`"),
+        ('{"text": "a"}\n'.encode("utf-16"), r"a\.jsonl is UTF-16: convert it to UTF-8"),
+    ],
+    ids=["gzip", "zstd", "parquet", "utf-16"],
+)
+def test_a_file_without_lines_of_text_is_one_corrupt_record(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(CorruptRecordError, match=says):
+        read(tmp_path / "a.jsonl", DataFormat.JSON_LINES)
+    found, skipped = read(tmp_path / "a.jsonl", DataFormat.JSON_LINES, OnCorrupt.SKIP)
+    assert (found, skipped.count) == ([], 1)
+
+
+@pytest.mark.parametrize("content", [b'[\n{"text": "a"}\n]\n', b'[{"text": "a"}]', b'{\n "text": "a"\n}\n'])
+def test_json_that_is_not_one_object_per_line_says_how_to_convert_it(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(CorruptRecordError, match="each line must be a JSON object; .* `jq -c"):
+        read(tmp_path / "a.json", DataFormat.JSON_LINES)
+
+
+def test_a_record_without_the_field_names_those_with_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines({"content": "a", "id": 3, "title": "b"}))
+    with pytest.raises(CorruptRecordError, match=r"set `data\.field` to another: `content`, `title`"):
+        read(tmp_path / "a.jsonl", DataFormat.JSON_LINES)
+
+
+def test_compressed_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(gzip.compress(b"text"))
+    with pytest.raises(CorruptRecordError, match=r"not UTF-8 at byte 1 \(it is compressed with gzip\)"):
+        read(tmp_path / "a.txt", DataFormat.TEXT)

@@ -147,6 +147,7 @@ def observed(
     down: dict[str, bool] | None = None,
     refused: dict[str, str] | None = None,
     now: datetime = NOW,
+    some_node_ready: bool = True,
     **fields: Any,
 ) -> Observed:
     """A job that trains in generation 1 with four pods by default."""
@@ -175,6 +176,7 @@ def observed(
         excess_pods=excess_pods,
         agents=received,
         stuck_pods=stuck_pods(pods, down or NODES, now),
+        some_node_ready=some_node_ready,
     )
 
 

@@ -12,7 +12,7 @@ from meshwright.protocol.messages import AgentState, WorkerReport
 from meshwright_operator.decide.agents import Agents, ReceivedReport
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
-from tests.operator.builders import ago, observed, report, running_status
+from tests.operator.builders import NODES, ago, observed, pod, report, running_status
 from tests.operator.test_gang_races import command, small
 from tests.operator.world import World
 
@@ -37,6 +37,27 @@ def test_a_job_of_which_nothing_was_heard_for_a_minute_is_unknown() -> None:
     assert decision.status.ready_ranks == "0/8"
     assert decision.mesh.generation == 1
     assert not decision.delete
+
+
+def test_workers_on_nodes_that_kubernetes_does_not_reach_either_are_lost() -> None:
+    """A job on one node would otherwise wait for the eviction, 300 s."""
+    silent, down = received(dict.fromkeys(range(4), 61.0)), dict.fromkeys(NODES, True)
+    decision = decide(observed(received=silent, down=down))
+    assert decision.mesh.pending_cause == "NodeLost"
+    assert len(decision.delete) == 4
+    one = decide(observed(received=silent, down={**NODES, "n1": True}))
+    assert [pod.name for pod in one.delete] == [pod(1).name]
+
+
+def test_nothing_is_lost_while_kubernetes_reaches_no_node_or_agents_report() -> None:
+    down = dict.fromkeys(NODES, True)
+    silent = received(dict.fromkeys(range(4), 61.0))
+    apart = decide(observed(received=silent, down=down, some_node_ready=False))
+    assert (ready(apart).reason, list(apart.delete)) == ("AgentsSilent", [])
+    soon = decide(observed(received=received(dict.fromkeys(range(4), 41.0)), down=down))
+    assert (soon.mesh.generation, list(soon.delete)) == (1, [])
+    fresh = decide(observed(received=received(dict.fromkeys(range(4), 1.0)), down=down))
+    assert (ready(fresh).status, list(fresh.delete)) == ("True", [])
 
 
 def test_agents_that_report_make_the_job_ready_and_the_next_check_is_in_time() -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from meshwright.api.data import Tokenizer
 from meshwright.data.files import open_directory, split_uri
 from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.checkpoint.manifest import TokenizerRecord
 from meshwright_worker.checkpoint.provenance import EXPORT_RECORD, export_record
-from meshwright_worker.pretrained.hf_export import export
+from meshwright_worker.pretrained.base_tokenizer import FILE_OF, copy_companions
+from meshwright_worker.pretrained.hf_export import base_model_dir, export
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GIBIBYTE = 1024**3
@@ -53,6 +53,9 @@ def main() -> None:
         content = export_record(str(checkpoint), state.step, state.digest, record)
         (arguments.output / EXPORT_RECORD).write_text(content, encoding="utf-8")
         tokenizer = _write_tokenizer(manifest.tokenizer, arguments.tokenizer, arguments.output)
+        model = base_model_dir(manifest, arguments.base)
+        if model is not None and manifest.tokenizer is not None:
+            tokenizer = ", ".join([tokenizer, *copy_companions(model, manifest.tokenizer, arguments.output)])
     except (OSError, ValueError) as error:
         parser.error(str(error))
     sys.stdout.write(f"step {manifest.state.step}: {len(files)} file(s) in {arguments.output}; {tokenizer}\n")
@@ -76,7 +79,7 @@ def _write_tokenizer(record: TokenizerRecord | None, option: Path | None, output
         return f"without the tokenizer, whose file is not at its old path ({error}): pass it with `--tokenizer FILE`"
     if record.identity.rpartition("/")[2] != hashlib.sha256(content).hexdigest()[:32]:
         raise ValueError(f"{option or record.file} is not the tokenizer of the run (`{record.identity}`)")
-    target = output / ("tokenizer.json" if record.kind is Tokenizer.BPE else "tokenizer.model")
+    target = output / FILE_OF[record.kind]
     target.write_bytes(content)
     return f"tokenizer in {target.name}"
 

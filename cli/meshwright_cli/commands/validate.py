@@ -13,7 +13,7 @@ import yaml
 
 from meshwright.api.labels import KIND, PLURAL, SHORT_NAME, SINGULAR
 from meshwright.api.parsing import parse_spec
-from meshwright.crd.manifest_check import check_manifest
+from meshwright.crd.manifest_check import check_manifest, check_mistakes
 from meshwright.crd.schema_check import ManifestProblem
 from meshwright.profiles.document import Profiles
 from meshwright_cli.fabric import parse_fabric_file
@@ -54,9 +54,9 @@ def validate(files: Sequence[Path], fabric: Path | None, profiles: Path | None, 
     """Check manifests of jobs without a cluster.
 
     Checks all that a cluster checks at admission (schema, names, rules), and the model's preset or configuration. Each
-    problem names the field and the nearest value or name. `-` reads standard input. Objects of other kinds are listed
-    as not checked. Exits with 1 if a job is invalid or a file cannot be read. `meshwright plan` says how a valid job
-    would run.
+    problem names the field and the nearest value or name. A warning names a valid setting that is probably a mistake.
+    `-` reads standard input. Objects of other kinds are listed as not checked. Exits with 1 if a job is invalid or a
+    file cannot be read. `meshwright plan` says how a valid job would run.
     """
     if not files and fabric is None and profiles is None:
         raise click.UsageError(
@@ -139,7 +139,7 @@ def _check_object(file: str, document: Any, profiles: Profiles | None = None) ->
         problems = check_manifest(document)
         if not problems and profiles is not None:
             problems = _check_profile(document, profiles)
-        return _result(file, kind, name, problems)
+        return _result(file, kind, name, problems, warnings=[] if problems else check_mistakes(document))
     missing = [field for field in ("apiVersion", "kind") if not document.get(field)]
     problems = [ManifestProblem(field, "is missing") for field in missing]
     return _result(file, kind, name, problems, checked=bool(problems))
@@ -152,10 +152,19 @@ def _is_job(document: dict[str, Any], kind: str) -> bool:
 
 
 def _result(
-    file: str, kind: str, name: str, problems: Sequence[ManifestProblem], *, checked: bool = True
+    file: str,
+    kind: str,
+    name: str,
+    problems: Sequence[ManifestProblem],
+    *,
+    checked: bool = True,
+    warnings: Sequence[ManifestProblem] = (),
 ) -> dict[str, Any]:
-    found = [{"field": problem.field, "message": problem.message} for problem in problems]
-    return {"file": file, "kind": kind, "name": name, "checked": checked, "valid": not found, "problems": found}
+    found, mistakes = (
+        [{"field": one.field, "message": one.message} for one in listed] for listed in (problems, warnings)
+    )
+    result = {"file": file, "kind": kind, "name": name, "checked": checked, "valid": not found, "problems": found}
+    return result | {"warnings": mistakes}
 
 
 def _lines(result: dict[str, Any]) -> list[str]:
@@ -164,5 +173,6 @@ def _lines(result: dict[str, Any]) -> list[str]:
     if not result["checked"]:
         return [f"{subject}: not checked"]
     if result["valid"]:
-        return [f"{subject}: valid"]
+        warnings = [f"{subject}: warning: {one['field']}: {one['message']}" for one in result["warnings"]]
+        return [f"{subject}: valid", *warnings]
     return [f"{subject}: {problem['field']}: {problem['message']}" for problem in result["problems"]]

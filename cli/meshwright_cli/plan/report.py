@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.api.parsing import parse_spec
@@ -30,6 +30,7 @@ from meshwright.planner.search.spec_request import apply_strategy, pinned_reques
 from meshwright.planner.search.what_if import WhatIf, what_ifs
 from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 from meshwright.rules.elastic import with_own_batch
+from meshwright.rules.likely_mistakes import likely_mistakes_of_spec
 from meshwright_cli.plan.pod_additions import NO_ADDITIONS, PodAdditions
 
 MAX_NAMED = 8
@@ -95,6 +96,8 @@ def plan_report(
     """
     spec = additions.spec_of(parse_spec(job))
     inventory = additions.explained(inventory_of(spec, additions.nodes_of(nodes, pods), pods, site))
+    mistakes = [f"`{mistake.field}` {mistake.message}" for mistake in likely_mistakes_of_spec(spec)]
+    inventory = replace(inventory, warnings=(*inventory.warnings, *mistakes))
     plans = [additions.extended(spec, plan) for plan in make_plans(spec, inventory)]
     plan, placement, pending = plans[0], None, ""
     sized = with_own_batch(spec)

@@ -208,6 +208,7 @@ class _JobObserver:
             joining=workers[len(indices) :],
             excess_pods=excess_pods,
             stuck_pods=stuck_pods(pods, down, self.now),
+            some_node_ready=not all(down.values()) or any(map(_is_ready, self.cache.nodes.values())),
             namesakes=self.cache.namesakes(self.key, uid),
             agents=self.agents,
             rejection=self.rejection,

@@ -20,7 +20,7 @@ from meshwright_operator.decide.agents import ReceivedReport
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, PodState, Worker
 from meshwright_operator.decide.report_interval import SILENT_SECONDS, known_idle_seconds, silent_after
-from meshwright_operator.decide.restart_policy import HANG, POD_LOST, Interruption
+from meshwright_operator.decide.restart_policy import HANG, NODE_LOST, POD_LOST, Interruption
 from meshwright_operator.text import counted, sentences
 from meshwright_operator.timestamps import parse_time, seconds_since
 
@@ -221,17 +221,32 @@ def describe_stuck_process(ranks: Sequence[IdleRank]) -> str:
 
 
 def silent_agents(observed: Observed) -> Interruption | None:
-    """Agents that do not report while training has stopped."""
+    """Agents that do not report while training has stopped, or whose nodes are down."""
     rule, ranks = HangRule(observed), _live_ranks(observed)
     running = [worker for worker in observed.workers if worker.state is PodState.RUNNING]
     silent = [(worker, rule.silence(worker)) for worker in running if rule.is_silent(worker)]
-    # If no agent reports, the operator itself is disconnected, and no rank is known to live.
+    if not any(report is not None and report.fresh for report in (_report(observed, worker) for worker in running)):
+        return _silent_nodes(observed, silent)
     if not silent or not ranks or not all(rule.is_stalled(rank) for rank in ranks):
         return None
     named = ", ".join(f"worker {worker.index} on {worker.node} for {seconds:.0f} s" for worker, seconds in silent[:3])
     missing = f"No heartbeat from {named}, and no rank has completed a step since"
     message = sentences(missing, _replacing(len(silent)))
     return Interruption(POD_LOST, message, detected_in=silent[0][1], lost=tuple(worker for worker, _ in silent))
+
+
+def _silent_nodes(observed: Observed, silent: Sequence[tuple[Worker, float]]) -> Interruption | None:
+    """No agent reports: nodes that Kubernetes does not reach either are lost.
+
+    Otherwise the operator itself is disconnected. If no node of the cluster is ready, so is Kubernetes, which evicts no
+    pod then.
+    """
+    down = [(worker, seconds) for worker, seconds in silent if worker.node_down]
+    if not down or not observed.some_node_ready:
+        return None
+    named = ", ".join(f"worker {worker.index} on {worker.node} for {seconds:.0f} s" for worker, seconds in down[:3])
+    message = sentences(f"No heartbeat from {named}, and Kubernetes does not reach the node", _replacing(len(down)))
+    return Interruption(NODE_LOST, message, detected_in=down[0][1], lost=tuple(worker for worker, _ in down))
 
 
 @dataclass(frozen=True, slots=True)

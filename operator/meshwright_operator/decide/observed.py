@@ -142,6 +142,8 @@ class Observed:
     """Live pods whose worker index is not in the plan."""
     stuck_pods: Sequence[Pod] = ()
     """Pods that do not terminate although their node is ready."""
+    some_node_ready: bool = True
+    """Whether any node of the cluster is ready. Otherwise the control plane may have lost its network."""
     namesakes: Sequence[Pod] = ()
     """Pods with the job's name that it does not own, such as those of a deleted job."""
     agents: Agents = field(default_factory=Agents)

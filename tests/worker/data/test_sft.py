@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 from pathlib import Path
 
@@ -108,3 +109,42 @@ def test_the_tokenizers_file_is_not_a_record(tmp_path: Path, data: DataSpec, bpe
     (tmp_path / "v" / "tokenizer.json").write_bytes(bpe_file.read_bytes())
     bpe = data.model_copy(update={"tokenizer": Tokenizer.BPE, "tokenizer_file": "tokenizer.json"})
     assert isinstance(open_stream(bpe, str(tmp_path / "v"), 12, 0), PromptCompletionStream)
+
+
+def test_truncated_completions_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = [json.dumps({"prompt": "ab", "completion": "c" * count}) for count in (5, 6, 7)]
+    open_stream(data_of(tmp_path / "v", lines), str(tmp_path / "v"), 8, 0)
+    assert "truncated 1 of 3 completions" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"messages": []}, "with the chat template of the model"),
+        ({"instruction": "a", "output": "b"}, "it has `instruction`, `output`"),
+        ([{"prompt": "a", "completion": "b"}], "each line must be one JSON object"),
+    ],
+)
+def test_records_of_another_form_say_what_to_do(tmp_path: Path, record: object, says: str) -> None:
+    with pytest.raises(CorruptRecordError, match=says):
+        open_stream(data_of(tmp_path / "v", [json.dumps(record)]), str(tmp_path / "v"), 8, 0)
+
+
+def test_padding_is_not_stored(tmp_path: Path, data: DataSpec) -> None:
+    """Rows were stored in full: a million records of 4,096 tokens took 32 GiB on each rank."""
+    stream = open_stream(data, str(tmp_path / "v"), 1 << 16, 0)
+    assert isinstance(stream, PromptCompletionStream)
+    stored = [value for value in vars(stream).values() if isinstance(value, torch.Tensor)]
+    assert sum(tensor.nbytes for tensor in stored) < 1024
+    assert stream.batch(0, 1).shape == (1, (1 << 16) + 1)
+
+
+def test_the_identity_is_that_of_padded_rows(tmp_path: Path, data: DataSpec) -> None:
+    """Checkpoints of version 0.1.0 contain it: the hash of every record's row, in the order of the file."""
+    rows = []
+    for record in RECORDS:
+        prompt, completion = (list(record[name].encode()) for name in ("prompt", "completion"))
+        row = [*(-1 - token for token in prompt), *completion, 256]
+        rows.append(row + [-257] * (13 - len(row)))
+    digest = hashlib.sha256(torch.tensor(rows, dtype=torch.int64).numpy().tobytes()).hexdigest()
+    assert open_stream(data, str(tmp_path / "v"), 12, 0).identity == f"{digest[:32]}/12/0"

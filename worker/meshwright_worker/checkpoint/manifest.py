@@ -24,6 +24,7 @@ from pydantic import (
 from meshwright.api.base import ApiModel
 from meshwright.api.data import Tokenizer
 from meshwright.api.lora import LoraSpec
+from meshwright.data.tokenizers import BYTE_SEPARATOR
 from meshwright.manifest_checksum import checksum_error, with_checksum
 from meshwright.models.architecture import Architecture
 from meshwright_worker.checkpoint.errors import DamagedCheckpointError, ForeignCheckpointError
@@ -73,6 +74,13 @@ class TokenizerRecord(Record):
     """See `Tokenizer.identity`: a file with another identity gives other tokens."""
     file: str | None = None
     """Path or URI at which the run found the tokenizer's file; None for bytes."""
+    separator: Annotated[int | None, Field(exclude_if=lambda number: number is None)] = None
+    """The token after each document; None for bytes, and in checkpoints of versions that did not record it."""
+
+    @property
+    def end_token(self) -> int | None:
+        """The token after each document, if it is known."""
+        return BYTE_SEPARATOR if self.kind is Tokenizer.BYTE else self.separator
 
 
 class FileRecord(Record):

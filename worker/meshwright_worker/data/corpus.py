@@ -8,6 +8,7 @@ The page cache speeds up repeated reads.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -15,10 +16,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.data.documents import COMPRESSED_ENDINGS
 from meshwright.data.errors import DataError
 from meshwright.data.files import Directory, FileEntry, join_uri
 from meshwright.data.shards import Tokens, TokenShards
 from meshwright.data.tokenizers import BYTE_SEPARATOR
+
+log = logging.getLogger(__name__)
 
 _SCAN_TOKENS = 1 << 20
 
@@ -84,6 +88,12 @@ class TextCorpus:
         if not self._documents:
             raise CorpusError("no text to train on: no file matches `data.pattern`, or all of them are empty")
         self._ends = np.cumsum([document.size + 1 for document in self._documents])
+        if binary := [document.name for document in self._documents if document.name.endswith(COMPRESSED_ENDINGS)]:
+            log.warning(
+                "%d of %d files, such as %s, are compressed, and are trained on byte by byte as they are: decompress "
+                "them, or exclude them with `data.pattern`",
+                *(len(binary), len(self._documents), binary[0]),
+            )
 
     def __len__(self) -> int:
         return int(self._ends[-1])

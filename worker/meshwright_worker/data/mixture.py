@@ -8,20 +8,28 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.api.data import DataFormat, DataSpec
-from meshwright.data.corpus_mixture import Mixture
+from meshwright.data.corpus_mixture import BLOCK, Mixture
 from meshwright_worker.data.corpus import Corpus, CorpusError, naming_corpus, split_held_out
 from meshwright_worker.data.open_corpus import data_root, open_corpus, open_data_directory
 from meshwright_worker.data.sample_order import SampleStream
 from meshwright_worker.data.sft import PromptCompletionStream, read_pairs, select_split
 from meshwright_worker.data.token_cache import data_source, open_data_tokenizer
 
+CorpusStream = SampleStream | PromptCompletionStream
+"""The samples of one corpus."""
+
 
 class MixtureStream:
     """Samples of several streams. A sample's number alone determines its stream (`Mixture`)."""
 
-    def __init__(self, streams: Sequence[SampleStream | PromptCompletionStream], mixture: Mixture) -> None:
+    def __init__(self, streams: Sequence[CorpusStream], mixture: Mixture) -> None:
         self._streams = streams
         self._mixture = mixture
+
+    @property
+    def shares(self) -> list[tuple[CorpusStream, float]]:
+        """The stream of each corpus, and its share of the samples."""
+        return [(s, quota / BLOCK) for s, quota in zip(self._streams, self._mixture.quotas, strict=True)]
 
     @property
     def identity(self) -> str:
@@ -49,7 +57,7 @@ class MixtureStream:
         return self._streams[pick.corpus].documents(pick.sample)
 
 
-Stream = SampleStream | PromptCompletionStream | MixtureStream
+Stream = CorpusStream | MixtureStream
 
 
 def open_stream(
@@ -61,7 +69,7 @@ def open_stream(
         DataError: they cannot be read, or are too few.
     """
 
-    def stream(path: str | None = None) -> SampleStream | PromptCompletionStream:
+    def stream(path: str | None = None) -> CorpusStream:
         if data.format is DataFormat.PROMPT_COMPLETION:
             tokenizer = open_data_tokenizer(data, data_root(data, data_dir))
             pairs = read_pairs(

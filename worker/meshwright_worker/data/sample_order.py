@@ -42,6 +42,16 @@ class SampleStream:
         self._order = self._permutation(0)
 
     @property
+    def tokens(self) -> int:
+        """Number of tokens of the corpus."""
+        return len(self._corpus)
+
+    @property
+    def unused_tokens(self) -> int:
+        """Number of tokens at the end of the corpus that fill no sample."""
+        return self.tokens - 1 - self.samples_per_epoch * self._length
+
+    @property
     def identity(self) -> str:
         """Name of the stream: two streams with the same identity return the same sample for every number."""
         return f"{self._corpus.fingerprint[:32]}/{self._length}/{self._seed}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +22,10 @@ from meshwright_worker.data.permutation import Permutation
 
 log = logging.getLogger(__name__)
 
-Pair = tuple[list[int], list[int]]
+_MAX_NAMES = 6
+"""Maximum number of fields of a record in an error message."""
+
+Pair = tuple[Sequence[int], Sequence[int]]
 """The tokens of a prompt and of its completion."""
 
 
@@ -45,9 +50,12 @@ class PromptCompletionStream:
             raise CorpusError(
                 "no records: a smaller `data.heldOut` leaves more to train on, a larger one more to evaluate on"
             )
-        self._rows = [_row(prompt, completion, length + 1, separator) for prompt, completion in pairs]
+        # Without padding: rows are longer than most records, and each rank has all of them.
+        rows = [_row(prompt, completion, length + 1, separator) for prompt, completion in pairs]
+        self._ends = list(accumulate(len(row) for row in rows))
+        self._tokens = torch.cat(rows)
         self.separator = separator
-        self.samples_per_epoch = len(self._rows)
+        self.samples_per_epoch = len(pairs)
         self._length = length
         self._seed = seed
         self._epoch = 0
@@ -57,8 +65,8 @@ class PromptCompletionStream:
     def identity(self) -> str:
         """See `SampleStream.identity`."""
         hashed = hashlib.sha256()
-        for row in self._rows:
-            hashed.update(row.numpy().tobytes())
+        for record in range(self.samples_per_epoch):
+            hashed.update(self._row(record).numpy().tobytes())
         return f"{hashed.hexdigest()[:32]}/{self._length}/{self._seed}"
 
     def batch(self, first: int, count: int) -> torch.Tensor:
@@ -67,23 +75,30 @@ class PromptCompletionStream:
 
     def rows(self, samples: Sequence[int]) -> torch.Tensor:
         """See `SampleStream.rows`."""
-        return torch.stack([self._rows[self._record(number)] for number in samples])
+        return torch.stack([self._row(self._record(number)) for number in samples])
 
     def documents(self, sample: int) -> list[int]:
         """See `SampleStream.documents`."""
-        row = self._rows[self._record(sample)][:-1]
+        row = self._row(self._record(sample))[:-1]
         ends = (torch.where(row < 0, ~row, row) == self.separator).nonzero().flatten() + 1
         borders = [0, *(end for end in ends.tolist() if end < self._length), self._length]
         return [end - begin for begin, end in zip(borders, borders[1:], strict=False)]
 
+    def _row(self, record: int) -> torch.Tensor:
+        """The record, padded to a sample, int64 [length + 1]."""
+        begin, end = self._ends[record - 1] if record else 0, self._ends[record]
+        row = torch.full((self._length + 1,), ~self.separator)
+        row[: end - begin] = self._tokens[begin:end]
+        return row
+
     def _record(self, sample: int) -> int:
-        epoch, position = divmod(sample, len(self._rows))
+        epoch, position = divmod(sample, self.samples_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._permutation(epoch)
         return self._order(position)
 
     def _permutation(self, epoch: int) -> Permutation:
-        return Permutation(len(self._rows), f"{self._seed}/{epoch}")
+        return Permutation(self.samples_per_epoch, f"{self._seed}/{epoch}")
 
 
 def read_pairs(source: TextSource, tokenizer: Tokenizer, length: int) -> list[Pair]:
@@ -96,12 +111,14 @@ def read_pairs(source: TextSource, tokenizer: Tokenizer, length: int) -> list[Pa
     """
     skipped = SkippedRecords()
     pairs: list[Pair] = []
+    truncated = 0
     for entry in matching_files(source):
         with source.directory.open(entry.name) as file:
             for where, line in lines(file, entry.name):
-                found = _pair(line, where, tokenizer, length)
+                found = line if isinstance(line, CorruptRecordError) else _pair(line, where, tokenizer, length)
                 if not isinstance(found, CorruptRecordError):
                     pairs.append(found)
+                    truncated += sum(map(len, found)) > length
                 elif source.on_corrupt is OnCorrupt.FAIL:
                     raise found
                 else:
@@ -110,6 +127,11 @@ def read_pairs(source: TextSource, tokenizer: Tokenizer, length: int) -> list[Pa
         log.warning("skipped: %s", example)
     if skipped.count:
         log.warning("skipped %d records (`data.onCorruptRecord: Skip`)", skipped.count)
+    if truncated:
+        log.warning(
+            "truncated %d of %d completions, which do not end in a sequence of %d tokens (`training.sequenceLength`)",
+            *(truncated, len(pairs), length),
+        )
     if not pairs:
         raise CorpusError(f"the files that `data.pattern: {source.pattern}` matches have no usable record")
     return pairs
@@ -127,7 +149,7 @@ def _pair(line: bytes, where: str, tokenizer: Tokenizer, length: int) -> Pair | 
         return record
     texts: list[Any] = [record.get(key) for key in ("prompt", "completion")] if isinstance(record, dict) else [None]
     if not all(isinstance(text, str) for text in texts) or not texts[1]:
-        return CorruptRecordError(f"{where}: a record needs the texts `prompt` and `completion`")
+        return CorruptRecordError(f"{where}: a record needs the texts `prompt` and `completion`{_instead(record)}")
     problem = next((found for text in texts if (found := encoding_problem(text, where))), None)
     if problem is not None:
         return problem
@@ -137,11 +159,20 @@ def _pair(line: bytes, where: str, tokenizer: Tokenizer, length: int) -> Pair | 
             f"{where}: the prompt's {len(prompt)} tokens leave a sequence of {length} no room for the completion "
             "(`training.sequenceLength`)"
         )
-    return prompt, completion
+    return array("i", prompt), array("i", completion)
 
 
-def _row(prompt: list[int], completion: list[int], size: int, separator: int) -> torch.Tensor:
+def _instead(record: Any) -> str:
+    """How to get the two texts from a record of another common form."""
+    if isinstance(record, list):
+        return "; each line must be one JSON object"
+    if isinstance(record, dict) and ("messages" in record or "conversations" in record):
+        return "; write a conversation as them with the chat template of the model"
+    names = [f"`{name}`" for name in list(record)[:_MAX_NAMES]] if isinstance(record, dict) else []
+    return f"; it has {', '.join(names)}" if names else ""
+
+
+def _row(prompt: Sequence[int], completion: Sequence[int], size: int, separator: int) -> torch.Tensor:
+    """A record's first `size` tokens, int32: the prompt's as complements."""
     target_tokens = [*completion, separator][: size - len(prompt)]
-    prompt_tokens = torch.tensor(prompt, dtype=torch.int64)
-    padding = torch.full((size - len(prompt) - len(target_tokens),), separator)
-    return torch.cat((~prompt_tokens, torch.tensor(target_tokens, dtype=torch.int64), ~padding))
+    return torch.tensor([*(~token for token in prompt), *target_tokens], dtype=torch.int32)

@@ -40,8 +40,9 @@ def check_vocabulary(task: RankTask[NativeRun]) -> TokenizerRecord:
             f"`model.vocabSize: {model.vocab_size}` must be at least {needed} for the ids of {where}, and divisible by "
             f"`parallelism.tensor: {tensor}`; nearest: {-(-needed // tensor) * tensor}"
         )
+    separator = None if place is None else tokenizer.separator
     file = None if place is None else join_uri(place, str(data.tokenizer_file))
-    return TokenizerRecord(kind=data.tokenizer, identity=tokenizer.identity, file=file)
+    return TokenizerRecord(kind=data.tokenizer, identity=tokenizer.identity, file=file, separator=separator)
 
 
 def _manifests(data: DataSpec, root: str | None) -> Iterator[tuple[str, int]]:

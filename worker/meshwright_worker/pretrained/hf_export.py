@@ -6,10 +6,11 @@ Full tensors are read one after the other, so memory use is at most one file of 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,8 +60,10 @@ def export(
         FileExistsError: `output` holds something.
     """
     model = manifest.architecture
+    base_config = _base_config(manifest, base)
     config = {
-        **config_from_architecture(model, _max_sequence_length(manifest, base)),
+        **config_from_architecture(model, _max_sequence_length(manifest, base_config)),
+        **special_tokens(base_config, manifest.tokenizer.end_token if manifest.tokenizer is not None else None),
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     if output.exists() and any(output.iterdir()):
@@ -164,24 +167,44 @@ def _reader(checkpoint: CheckpointPath, manifest: Manifest, base: Path | None) -
     return read
 
 
-def _base_model_dir(manifest: Manifest, base: Path | None) -> Path | None:
+def base_model_dir(manifest: Manifest, base: Path | None) -> Path | None:
     """Return the directory of the model that adapters belong to, or that training began from, if known."""
     return base or (Path(manifest.initial_weights) if manifest.initial_weights else None)
 
 
-def _max_sequence_length(manifest: Manifest, base: Path | None) -> int:
-    """Return the longest sequence length that the model was trained on, in this run or before."""
-    found, configured_length = _base_model_dir(manifest, base), 0
+def _base_config(manifest: Manifest, base: Path | None) -> dict[str, Any]:
+    """Return the `config.json` of the model that training began from. Empty if there is none."""
+    found = base_model_dir(manifest, base)
     with suppress(OSError, ValueError):
-        configured_length = (
-            int(json.loads((found / CONFIG).read_text()).get("max_position_embeddings", 0)) if found else 0
-        )
-    return max(manifest.sequence_length, configured_length)
+        config = json.loads((found / CONFIG).read_text()) if found else {}
+        return config if isinstance(config, dict) else {}
+    return {}
+
+
+def _max_sequence_length(manifest: Manifest, base_config: Mapping[str, Any]) -> int:
+    """Return the longest sequence length that the model was trained on, in this run or before."""
+    configured_length = base_config.get("max_position_embeddings", 0)
+    return max(manifest.sequence_length, configured_length if isinstance(configured_length, int) else 0)
+
+
+def special_tokens(base_config: Mapping[str, Any], separator: int | None) -> dict[str, Any]:
+    """Return the fields of a `config.json` with the tokens that begin, end and pad a text.
+
+    They are those of the model that training began from. A text also ends at the token after each document of the run.
+    Without them, transformers would take those of its own defaults, such as token 2 of a Llama.
+    """
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    known = {name: base_config.get(name) for name in names if name in base_config or not base_config}
+    ends = known.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if separator is not None and separator not in ends:
+        known["eos_token_id"] = [*ends, separator] if ends else separator
+    return known
 
 
 def _base_reader(manifest: Manifest, base: Path | None) -> Reader:
     model = manifest.architecture
-    found = _base_model_dir(manifest, base)
+    found = base_model_dir(manifest, base)
     shapes = _shapes(model)
     if found is None:
         return lambda name: initial_parameter(name, shapes[name], model, manifest.seed, tiled=manifest.weights_in_tiles)

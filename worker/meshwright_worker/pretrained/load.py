@@ -5,6 +5,8 @@ Before that, their headers show whether they are complete and fit the model.
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,7 +25,13 @@ from meshwright_worker.pretrained.tensor_files import CONFIG, TensorFiles
 from meshwright_worker.rank.failures import PretrainedError
 from meshwright_worker.rank.task import Progress, no_report
 
+log = logging.getLogger(__name__)
+
 _BIASED = "mixture.balancing"
+_LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")
+_COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Ends of the names of tensors that old files contain, and that are computed from `config.json`."""
+_ROTARY = {"rope_theta", "rope_scaling"}
 
 
 def load_pretrained(
@@ -32,6 +40,8 @@ def load_pretrained(
     directory: Path,
     buffers: Mapping[str, torch.Tensor] | None = None,
     progress: Progress = no_report,
+    *,
+    begins: bool = True,
 ) -> str:
     """Fill shards from a directory with `config.json` and safetensors files.
 
@@ -41,6 +51,8 @@ def load_pretrained(
         directory: see above.
         buffers: the routers' balancing biases, which are filled where the files have some and stay 0 where not.
         progress: called after each shard.
+        begins: whether the run begins with these weights. A run that goes on may have begun with weights that an
+            earlier version did not reject.
 
     Returns:
         The fingerprint of the files; every rank should have the same.
@@ -51,6 +63,8 @@ def load_pretrained(
     published = check_architecture(model, directory)
     files = TensorFiles(directory)
     sources_by_name = parameter_sources(model)
+    if begins:
+        check_unused(model, files, directory)
     for shard in shards:
         if shard.name not in sources_by_name:
             raise PretrainedError(f"the published weights have no tensor for the parameter `{shard.name}`")
@@ -62,6 +76,26 @@ def load_pretrained(
         for name, buffer in (buffers or {}).items():
             load_part(buffer, sources_by_name[name], files, tuple(buffer.shape), (slice(0, len(buffer)),))
     return files.fingerprint
+
+
+def check_unused(model: Architecture, files: TensorFiles, directory: Path) -> None:
+    """Reject weights that have more in a layer than the model, such as biases: its outputs would differ from theirs.
+
+    Raises:
+        PretrainedError: a layer of the model has such a tensor. The message names it.
+    """
+    sources = parameter_sources(model).values()
+    used = {one.tensor for each in sources for one in (each.parts if isinstance(each, StackedSource) else (each,))}
+    unused = [name for name in files.names_except(used) if not name.endswith(_COMPUTED)]
+    in_layers = [name for name in unused if (found := _LAYER.match(name)) and int(found[1]) < model.layers]
+    if in_layers:
+        more = f" and {len(in_layers) - 1} more" if len(in_layers) > 1 else ""
+        raise PretrainedError(
+            f"`training.initialWeights: {directory}` has the tensor `{in_layers[0]}`{more}, which a model with its "
+            "`config.json` does not have: its outputs would differ. Correct `config.json`, or remove the tensors"
+        )
+    if unused:
+        log.info("%d tensors in %s are not used, such as %s", len(unused), directory, unused[0])
 
 
 @torch.no_grad()
@@ -105,10 +139,13 @@ def check_architecture(model: Architecture, directory: Path) -> Architecture:
     except ConfigError as error:
         raise PretrainedError(f"{directory / CONFIG}: {error}") from error
     there, here = _shape(found), _shape(model)
-    differing = [f"`{n}` {there[n]} there, {here[n]} in `model`" for n in there if _differ(there, here, n)]
-    if differing:
+    fields = [name for name in there if _differ(there, here, name)]
+    if fields:
+        differing = "; ".join(f"`{name}` {there[name]} there, {here[name]} in `model`" for name in fields)
+        longer = ", or train a longer context with a copy of the directory whose `config.json` has your values"
         raise PretrainedError(
-            f"`training.initialWeights: {directory}` contains another model: {'; '.join(differing)}: change `model`"
+            f"`training.initialWeights: {directory}` contains another model: {differing}: change `model`"
+            f"{longer if _ROTARY.issuperset(fields) else ''}"
         )
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from meshwright_worker.checkpoint.safetensors_format import DTYPES, map_tensor
 from meshwright_worker.rank.failures import PretrainedError
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""The formats of weights, by their names in the files."""
 _LARGEST_HEADER = 100 * 1024 * 1024
 _PREFIXES = ("", "model.", "transformer.")
 
@@ -24,12 +27,13 @@ class StoredTensor:
 
     path: Path
     offset: int
-    dtype: torch.dtype
+    format: str
+    """Name of its number format in the file."""
     shape: torch.Size
 
     def map(self) -> torch.Tensor:
         """The tensor, mapped into memory."""
-        return map_tensor(self.path, self.offset, self.dtype, self.shape)
+        return map_tensor(self.path, self.offset, DTYPES[self.format], self.shape)
 
 
 class TensorFiles:
@@ -42,18 +46,25 @@ class TensorFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._tensors: dict[str, StoredTensor] = {}
-        for file in self._files():
-            self._tensors |= _header(directory / file)
+        files, file_of = self._files()
+        for file in files:
+            found = _header(directory / file)
+            # A tensor that is in several files is taken from the one that the index names.
+            self._tensors |= {name: tensor for name, tensor in found.items() if file_of.get(name, file) == file}
 
     @property
     def names(self) -> list[str]:
         """Every tensor's name."""
         return list(self._tensors)
 
+    def names_except(self, used: Collection[str]) -> list[str]:
+        """The tensors whose names, without a prefix, are not among `used`."""
+        return [name for name in self._tensors if not any(name.removeprefix(prefix) in used for prefix in _PREFIXES)]
+
     @property
     def fingerprint(self) -> str:
         """Hash of names, formats, shapes and offsets: equal if two machines see the same files."""
-        lines = (f"{n}\0{t.path.name}\0{t.offset}\0{t.dtype}\0{tuple(t.shape)}" for n, t in self._tensors.items())
+        lines = (f"{n}\0{t.path.name}\0{t.offset}\0{t.format}\0{tuple(t.shape)}" for n, t in self._tensors.items())
         return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
     def find(self, name: str) -> StoredTensor:
@@ -61,28 +72,49 @@ class TensorFiles:
         `transformer.`.
 
         Raises:
-            PretrainedError: there is no such tensor.
+            PretrainedError: there is no such tensor, or its numbers are quantized.
         """
         for prefix in _PREFIXES:
             found = self._tensors.get(prefix + name)
+            if found is not None and found.format not in FLOATS:
+                raise PretrainedError(
+                    f"`{name}` in {found.path} has the format {found.format}: use weights in {', '.join(FLOATS)}"
+                )
             if found is not None:
                 return found
         raise PretrainedError(f"{self._directory} has no tensor `{name}`, which its `config.json` requires")
 
-    def _files(self) -> list[str]:
+    def _files(self) -> tuple[list[str], dict[str, str]]:
+        """The files, and the file of each tensor that the index names."""
         index = self._directory / INDEX
         if not index.is_file():
             if not (self._directory / SINGLE).is_file():
-                raise PretrainedError(f"{self._directory} contains neither `{INDEX}` nor `{SINGLE}`")
-            return [SINGLE]
+                raise PretrainedError(
+                    f"{self._directory} contains neither `{INDEX}` nor `{SINGLE}`{_what_it_has(self._directory)}"
+                )
+            return [SINGLE], {}
         try:
-            files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            file_of: dict[str, str] = dict(json.loads(index.read_bytes())["weight_map"])
+            files = sorted(set(file_of.values()))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PretrainedError(f"{index} is not an index of safetensors files: {error!r}") from None
         foreign = [file for file in files if not isinstance(file, str) or Path(file).name != file]
         if foreign:
             raise PretrainedError(f"{index} names {foreign[0]!r}, which is not a file in its directory")
-        return files
+        return files, file_of
+
+
+def _what_it_has(directory: Path) -> str:
+    """The weights in another form that a directory has, and what to do. Empty if it has none."""
+    names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+    adapters = [name for name in names if name.startswith("adapter_model.")]
+    if adapters:
+        return f": `{adapters[0]}` has adapters only; merge them into their model, and name the merged one"
+    parts = [name for name in names if name.endswith(".safetensors")]
+    if parts:
+        return f": it has `{parts[0]}`; download the index too, or the files of the format of transformers"
+    other = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
+    return f": it has `{other[0]}`; convert it to safetensors" if other else ""
 
 
 def _header(path: Path) -> dict[str, StoredTensor]:
@@ -98,10 +130,12 @@ def _header(path: Path) -> dict[str, StoredTensor]:
             if name == "__metadata__":
                 continue
             begin, end = entry["data_offsets"]
-            dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
-            if not 0 <= begin <= end <= size - 8 - length or end - begin != shape.numel() * dtype.itemsize:
+            kind, shape = str(entry["dtype"]), torch.Size(entry["shape"])
+            # A format that torch does not have here matters only if the model needs the tensor.
+            expected = shape.numel() * DTYPES[kind].itemsize if kind in DTYPES else end - begin
+            if not 0 <= begin <= end <= size - 8 - length or end - begin != expected:
                 raise PretrainedError(f"{path} is shorter than its header says, at `{name}`: download it again")
-            found[name] = StoredTensor(path, 8 + length + begin, dtype, shape)
+            found[name] = StoredTensor(path, 8 + length + begin, kind, shape)
     except OSError as error:
         raise PretrainedError(f"{path} cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

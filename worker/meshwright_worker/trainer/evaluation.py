@@ -11,7 +11,7 @@ import torch.distributed as dist
 from meshwright.api.data import DataSpec
 from meshwright.api.training import EvaluationSpec, TrainingSpec
 from meshwright_worker.data.batch import IGNORED, Batch, make_batch
-from meshwright_worker.data.mixture import open_stream
+from meshwright_worker.data.mixture import MixtureStream, open_stream
 from meshwright_worker.data.sample_assignment import SampleAssignment
 from meshwright_worker.distributed.collectives import all_reduce_sum
 from meshwright_worker.distributed.mesh import Mesh
@@ -74,6 +74,16 @@ class Evaluation:
         self._training = training
         self._data = data
         self._stream = open_stream(data, data_dir, training.sequence_length, training.seed, held_out=True)
+
+    @property
+    def repeats(self) -> str:
+        """What is wrong if samples are evaluated several times, because too few are held out. Empty if none is."""
+        if isinstance(self._stream, MixtureStream) or self._stream.samples_per_epoch >= self._spec.samples:
+            return ""
+        return (
+            f"`training.evaluation.samples: {self._spec.samples}` is more than the {self._stream.samples_per_epoch} "
+            "that `data.heldOut` leaves: some count several times in `evaluationLoss`"
+        )
 
     def due(self, step: int) -> bool:
         """Return whether an evaluation follows `step`."""

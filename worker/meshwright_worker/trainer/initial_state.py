@@ -58,7 +58,7 @@ def load_state(
     published = [shard for shard in missing if not is_adapter(shard.name)]
     if published or not resumed:
         directory, buffers = Path(run.training.initial_weights), {} if resumed else trainer.buffers
-        fingerprint = load_pretrained(published, run.architecture, directory, buffers, progress)
+        fingerprint = load_pretrained(published, run.architecture, directory, buffers, progress, begins=not resumed)
         if not is_same_on_all_ranks(fingerprint, mesh):
             raise PretrainedError(
                 "the ranks see different files in `training.initialWeights`: every pod needs the same"

@@ -25,21 +25,27 @@ from pathlib import Path
 from typing import Protocol
 
 from meshwright.models.architecture import Architecture
+from meshwright.models.huggingface.reader import parse_config
 from meshwright.models.lora import skipped_targets
 from meshwright.protocol.run_config import NativeRun
+from meshwright.rules.facts import facts_of_run
+from meshwright.rules.likely_mistakes import beyond_trained_length, likely_mistakes
 from meshwright.rules.validation import run_problems
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.manager import CheckpointManager, manifest_template
 from meshwright_worker.checkpoint.manifest import TokenizerRecord, TrainingState
 from meshwright_worker.checkpoint.provenance import Provenance, provenance_of
 from meshwright_worker.data.corpus import CorpusError
+from meshwright_worker.data.epochs import data_use
 from meshwright_worker.data.mixture import open_stream
-from meshwright_worker.data.sample_assignment import combined_identity, island_data_dir
+from meshwright_worker.data.sample_assignment import combined_identity, is_federated, island_data_dir
 from meshwright_worker.data.vocabulary_check import check_vocabulary
 from meshwright_worker.distributed.device import device_properties
 from meshwright_worker.distributed.device_checks import validate_device
 from meshwright_worker.distributed.mesh import START_TIMEOUT, Mesh, join_mesh, set_collective_timeout
+from meshwright_worker.pretrained.base_tokenizer import other_tokenizer
 from meshwright_worker.pretrained.load import check_pretrained
+from meshwright_worker.pretrained.tensor_files import CONFIG
 from meshwright_worker.rank.failures import InvalidRunError, PretrainedError
 from meshwright_worker.rank.task import Outcome, Progress, RankEvents, RankTask, progress_of
 from meshwright_worker.tracking.tracked_events import tracked
@@ -149,6 +155,8 @@ def train_on_mesh(
         state = _load(run, trainer, mesh, manager, memory, progress_of(events))
         trainer.on_parameters_loaded(state.step)
     trainer.restore_state(state)
+    if mesh.rank == 0:
+        log_inputs(run, opened)
     if manager is not None:
         manager.resumed(state.step, memory.provenance if memory is not None else None)
     warm_up(run, mesh)
@@ -167,6 +175,25 @@ def train_on_mesh(
             ranks_per_worker=task.local_world_size,
         )
         return loop.run(state)
+
+
+def log_inputs(run: NativeRun, opened: OpenedRun) -> None:
+    """Log how the run uses its data, and what may be a mistake in its inputs."""
+    inputs, training, tokenizer = opened.inputs, run.training, opened.tokenizer
+    batch = training.global_batch_size // (run.islands if is_federated(training) else 1)
+    use = data_use(inputs.stream, [part.path for part in run.data.mixture], training.steps * batch, batch)
+    for line in use.lines:
+        log.info(line)
+    warnings = [*use.warnings, inputs.evaluation.repeats if inputs.evaluation is not None else ""]
+    warnings += [f"`{mistake.field}` {mistake.message}" for mistake in likely_mistakes(facts_of_run(run))]
+    if training.initial_weights is not None:
+        directory = Path(training.initial_weights)
+        config = parse_config((directory / CONFIG).read_text(encoding="utf-8"))
+        if message := beyond_trained_length(config, training.sequence_length):
+            warnings.append(f"`training.sequenceLength` {message}")
+        warnings.append(other_tokenizer(directory, tokenizer) if tokenizer is not None else "")
+    for warning in filter(None, warnings):
+        log.warning(warning)
 
 
 def _load(

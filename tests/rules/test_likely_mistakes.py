@@ -1,0 +1,75 @@
+"""Valid settings that are probably mistakes: named, and accepted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.rules.likely_mistakes import beyond_trained_length, likely_mistakes_of_spec
+from meshwright.rules.validation import check_spec
+from tests.rules.test_rules import COMMAND, GOOD, changed
+
+FILES = {"data.source": None, "data.claimName": "text"}
+RECORDS = {**FILES, "data.format": "PromptCompletion"}
+CONFIG = {
+    **{"model_type": "llama", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 320},
+    **{"num_attention_heads": 4, "max_position_embeddings": 64},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"training.lora": {"rank": 4}}, "training.lora"),
+        ({**FILES, "model.vocabSize": 32000}, "data.tokenizer"),
+        ({**FILES, "model": {"preset": "llama-3.2-1b"}}, "data.tokenizer"),
+        ({"data.heldOut": 0.1}, "data.heldOut"),
+        ({**FILES, "data.format": "Tokens", "data.pattern": "*.tokens"}, "data.pattern"),
+        ({**RECORDS, "data.packing": "Documents"}, "data.packing"),
+        ({"training.initialWeights": "/models/a"}, "training.optimizer.learningRate"),
+        ({"training.steps": 1000}, "checkpoint"),
+        ({"training.checkpointEvery": 4}, "training.checkpointEvery"),
+        ({"training.lossScale": {"initial": 2}, "training.precision": "bf16"}, "training.lossScale"),
+        ({"training.optimizer": {"momentum": 0.9}}, "training.optimizer.momentum"),
+        ({"model": {"huggingFace": json.dumps(CONFIG)}}, "training.sequenceLength"),
+    ],
+)
+def test_a_likely_mistake_is_named_and_accepted(changes: dict[str, Any], field: str) -> None:
+    spec = ParallelTrainingJobSpec.model_validate(changed(GOOD, changes))
+    assert check_spec(spec) == []
+    assert [mistake.field for mistake in likely_mistakes_of_spec(spec)] == [field]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            **{"training.lora": {"rank": 4}, "training.initialWeights": "/models/a", "data.heldOut": 0.1},
+            "training.evaluation": {},
+        },
+        {"training.initialWeights": "/models/a", "training.optimizer": {"learningRate": 1e-5}},
+        {"training.steps": 5000, "checkpoint": {"claimName": "c", "everySteps": 100}},
+        {"training.checkpointEvery": 4, "training.activationCheckpointing": "EveryK"},
+        {"training.lossScale": {"initial": 2}, "training.precision": "fp16"},
+        {"training.optimizer": {"name": "Muon", "momentum": 0.9}},
+        {**FILES, "model.vocabSize": 32000, "data.tokenizer": "BPE", "data.tokenizerFile": "tokenizer.json"},
+        {"model": {"huggingFace": json.dumps({**CONFIG, "max_position_embeddings": 128})}},
+        {"model": {"preset": "no-such-model"}},
+        {"model": {"huggingFace": "{}"}},
+    ],
+)
+def test_nothing_is_said_of_what_is_meant(changes: dict[str, Any]) -> None:
+    assert likely_mistakes_of_spec(ParallelTrainingJobSpec.model_validate(changed(GOOD, changes))) == []
+
+
+def test_nothing_is_said_of_a_command() -> None:
+    assert likely_mistakes_of_spec(ParallelTrainingJobSpec.model_validate(COMMAND)) == []
+
+
+def test_a_length_that_is_no_number_is_not_compared() -> None:
+    assert beyond_trained_length({"max_position_embeddings": "long"}, 10) == ""
+    assert "more than the 4 tokens" in beyond_trained_length({"max_position_embeddings": 4}, 10)
