@@ -13,10 +13,10 @@ ShortText = Annotated[str, Field(min_length=1, max_length=253)]
 """The name of an object, or a string of that length."""
 
 CLAIM_NAME, IMAGE = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", r"^\S+$"
-ClaimName = Annotated[str, Field(min_length=1, max_length=253, json_schema_extra={"pattern": CLAIM_NAME})]
-"""The name of a PersistentVolumeClaim. Only the schema has the pattern: an object that is stored with another one is
+ClaimName = Annotated[str, Field(min_length=1, max_length=253, json_schema_extra={"x-pattern": CLAIM_NAME})]
+"""The name of a PersistentVolumeClaim. Only the CRD has the pattern: an object that is stored with another one is
 still read, and an API server accepts it as long as the field does not change."""
-Image = Annotated[str, Field(min_length=1, max_length=1024, json_schema_extra={"pattern": IMAGE})]
+Image = Annotated[str, Field(min_length=1, max_length=1024, json_schema_extra={"x-pattern": IMAGE})]
 """The name of a container image, in the same way."""
 
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"

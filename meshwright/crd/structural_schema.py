@@ -71,6 +71,8 @@ class _Converter:
         if handler is None:
             raise SchemaError(f"{path}: type {kind!r} has no structural form")
         result: Schema = {"type": kind} | {key: source[key] for key in _COPIED if key in source}
+        if "x-pattern" in source:
+            result["pattern"] = source["x-pattern"]
         if "description" in source:
             result["description"] = " ".join(source["description"].split())
         result |= handler(source, path)

@@ -103,7 +103,7 @@ def check_fabric(facts: Facts) -> Iterator[Finding]:
             yield warning(name, text, "Correct the node's object")
         elif "gpu.memory" in text:
             yield warning(name, text, "Correct the label: GPU feature discovery sets it in MiB")
-        elif "carry no" in text:
+        elif "no rack label" in text:
             fix = "Label the nodes with their switch, for example with topograph: docs/placement.md lists the labels"
             yield warning(name, text, fix)
         else:

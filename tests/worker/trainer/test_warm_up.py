@@ -120,7 +120,8 @@ def test_groups_that_a_model_creates_have_the_limit_of_a_start_too(monkeypatch: 
     monkeypatch.setattr(train, "set_collective_timeout", set_limit, raising=False)
     monkeypatch.setattr(train, "warm_up", reached)
     events: Any = SimpleNamespace(phase=lambda name, seconds: None)
-    inputs: Any = SimpleNamespace(stream=SimpleNamespace(identity="text"), samples=1)
+    stream = SimpleNamespace(identity="text", samples_per_epoch=1, tokens=1)
+    inputs: Any = SimpleNamespace(stream=stream, samples=1, evaluation=None)
     with simulated_mesh(RINGS, 0) as mesh:
         with pytest.raises(ReachedError):
             train_on_mesh(task_of(RINGS, 0), events, OpenedRun(inputs, None), mesh)
