@@ -254,7 +254,7 @@ SEEDS: dict[str, tuple[Seed, str, str, str]] = {
     ),
     "no product label": (
         each_node({"metadata": {"labels": {"nvidia.com/gpu.product": None}}}),
-        "GPU nodes", "have no product label", "nvidia.com/gpu.product",
+        "GPU nodes", "no product label", "nvidia.com/gpu.product",
     ),
     "missing rack label": (
         lambda server: server.patch(f"{NODES}/node0", {"metadata": {"labels": {LEAF: None}}}),

@@ -64,7 +64,8 @@ def check_gpu_nodes(facts: Facts) -> Iterator[Finding]:
         fix = (
             "Set the label `nvidia.com/gpu.product`, as GPU feature discovery does. Without it, steps are not estimated"
         )
-        yield warning(name, f"{unlabeled} of {plural(len(usable), 'GPU node')} have no product label", fix)
+        have = "has" if unlabeled == 1 else "have"
+        yield warning(name, f"{unlabeled} of {len(usable)} GPU nodes {have} no product label", fix)
     products = {node.gpu_product for node in usable if node.gpu_product}
     unknown = sorted(product for product in products if accelerator(product) is None)
     if unknown:
