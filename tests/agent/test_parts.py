@@ -265,7 +265,7 @@ def test_a_rank_that_the_kernel_killed_for_its_memory_says_so(tmp_path: Path, mo
     assert said == "rank 1 was killed by SIGKILL: out of memory, limit 8Gi: raise `workers.resources.memory`"
 
 
-def test_so_it_does_with_the_first_version_of_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_it_does_with_cgroup_v1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{2**30}\n")

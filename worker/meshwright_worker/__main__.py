@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import signal
 
-EXIT_STOPPED = 143
-
 if __name__ == "__main__":
     # A container's first process ignores SIGTERM until it has a handler: a pod that is deleted during the imports would
     # end only after its grace period.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_STOPPED))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
 
 import asyncio
 import contextlib

@@ -167,7 +167,7 @@ def _why_killed() -> str:
 
 
 def _oom_kills() -> int:
-    """How many processes of this pod's cgroup, of version 1 or 2, the kernel has killed because memory ran out."""
+    """How many processes of this pod's cgroup (v1 or v2) the kernel has killed because memory ran out."""
     events = _cgroup_value("memory.events") or _cgroup_value("memory/memory.oom_control")
     counts = dict(line.split() for line in events.splitlines() if len(line.split()) == 2)  # noqa: PLR2004
     return int(counts.get("oom_kill", 0))
