@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks._contests import OurLoop, random_tokens, run_of
-from benchmarks._gpu_settings import ENTRIES, GOALS, Entry, Setting
+from benchmarks._entry_process import EntryProcess
+from benchmarks._gpu_settings import ENTRIES, GOALS, Entry, Setting, goal_on
 from benchmarks._plain_llama import PlainLlama
 from benchmarks._plain_loops import Loop, PlainLoop, plain_loop
 from benchmarks._report import table
@@ -32,6 +33,8 @@ from tests.distributed.rank_pool import free_port, tasks_of
 
 MODELS: dict[str, Architecture] = {name: PRESETS[name] for name in GOALS}
 FEWEST_STEPS = 5
+ENTRY_LIMIT = 600.0
+"""Seconds for an entry: compiling an 8B model takes up to a minute on a slow machine, and hanging must not take all."""
 WARM_UP = 3
 """Steps before the measured ones: compilation, the allocator's blocks, kernels that are chosen by trying."""
 
@@ -47,6 +50,16 @@ class Steps:
     mfu: float | None
     """None where the GPU's peak is not known."""
     hfu: float | None
+    device: str = ""
+    """Name of the GPU."""
+    recomputed: float = 1.0
+    """Operations of a step, over those without activation checkpointing."""
+
+
+_TOO_SMALL = "needs a GPU of"
+
+Outcome = tuple[Setting | None, Steps | None, str]
+"""What an entry came to: its setting and steps, or what went wrong."""
 
 
 def train_for(task: RankTask, steps: int, plain: bool) -> Steps | None:
@@ -72,7 +85,9 @@ def train_for(task: RankTask, steps: int, plain: bool) -> Steps | None:
         memory = torch.cuda.max_memory_allocated() if mesh.device.type == "cuda" else None
         work, typical = step_flops(model, training, 1, mesh.device), median(seconds)
         mfu = work.model / typical / work.peak if work.peak else None
-        return Steps(seconds, losses, memory, mfu, work.hardware / typical / work.peak if work.peak else None)
+        hfu = work.hardware / typical / work.peak if work.peak else None
+        name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
+        return Steps(seconds, losses, memory, mfu, hfu, name, work.hardware / work.model)
 
 
 def _stepper(run: NativeRun, mesh: Mesh, *, plain: bool) -> Callable[[int], float]:
@@ -127,41 +142,58 @@ def measure_models(
     numbers: dict[str, Any] = {}
     rows = []
     bare: dict[str, float] = {}
-    for entry in ENTRIES:
-        if entry.model not in models or (runs and entry.label not in runs):
-            continue
-        setting, taken, problem = _first_that_fits(entry, 2 if quick else max(steps, FEWEST_STEPS), quick=quick)
-        if setting is None or taken is None:
-            print(f"{entry.model} {entry.label}: {problem}", flush=True)
-            rows.append([entry.model, entry.label, problem, *[""] * 6])
-            numbers[f"{entry.model} {entry.label}"] = {"problem": problem}
-            continue
-        tokens = setting.training()["globalBatchSize"] * setting.training()["sequenceLength"]  # type: ignore[operator]
-        rate = tokens / median(taken.seconds)
-        if entry.plain:
-            bare[entry.model] = rate
-        rows.append(_row(entry, setting, taken, rate, bare.get(entry.model)))
-        numbers[f"{entry.model} {entry.label}"] = {
-            "tokens a second": rate,
-            "seconds": taken.seconds,
-            "MFU": taken.mfu,
-            "HFU": taken.hfu,
-            "peak memory": taken.memory,
-            "losses": taken.losses,
-            "setting": setting.numbers(),
-            "goal in bf16": GOALS[entry.model],
-            "ratio to the bare loop": rate / bare[entry.model] if entry.model in bare else None,
-        }
-        print(f"{entry.model} {entry.label}: {rate:,.0f} tokens a second", flush=True)
-        save(numbers)
+    process = EntryProcess(first_that_fits, ENTRY_LIMIT)
+    try:
+        for entry in ENTRIES:
+            if entry.model not in models or (runs and entry.label not in runs):
+                continue
+            setting, taken, problem = process.outcome(entry, 2 if quick else max(steps, FEWEST_STEPS), quick=quick)
+            if setting is None or taken is None:
+                print(f"{entry.model} {entry.label}: {problem}", flush=True)
+                rows.append([entry.model, entry.label, problem, *[""] * 6])
+                numbers[f"{entry.model} {entry.label}"] = {"problem": problem}
+                save(numbers)
+                continue
+            tokens = setting.training()["globalBatchSize"] * setting.training()["sequenceLength"]  # type: ignore[operator]
+            rate = tokens / median(taken.seconds)
+            if entry.plain:
+                bare[entry.model] = rate
+            goal = goal_on(taken.device, entry.model, taken.recomputed) or GOALS[entry.model]
+            rows.append(_row(entry, setting, taken, rate, goal, bare.get(entry.model)))
+            numbers[f"{entry.model} {entry.label}"] = _numbers(setting, taken, rate, goal, bare.get(entry.model))
+            print(f"{entry.model} {entry.label}: {rate:,.0f} tokens a second", flush=True)
+            save(numbers)
+    finally:
+        process.close()
     columns = ["model", "run", "tokens/s", "of the goal", "of the bare loop", "MFU", "HFU", "peak GiB", "setting"]
     table("One GPU, 4,096 tokens a sequence", columns, rows)
     return numbers
 
 
-def _first_that_fits(entry: Entry, steps: int, *, quick: bool) -> tuple[Setting | None, Steps | None, str]:
+def failed(numbers: Mapping[str, Any]) -> list[str]:
+    """The entries that should have run on this GPU and did not."""
+    problems = {name: run.get("problem", "") for name, run in numbers.items()}
+    return [name for name, problem in problems.items() if problem and not problem.startswith(_TOO_SMALL)]
+
+
+def _numbers(setting: Setting, taken: Steps, rate: float, goal: float, bare: float | None) -> dict[str, Any]:
+    return {
+        "tokens a second": rate,
+        "seconds": taken.seconds,
+        "MFU": taken.mfu,
+        "HFU": taken.hfu,
+        "peak memory": taken.memory,
+        "losses": taken.losses,
+        "setting": setting.numbers(),
+        "goal in bf16": goal,
+        "ratio to the bare loop": rate / bare if bare else None,
+    }
+
+
+def first_that_fits(entry: Entry, steps: int, quick: bool) -> Outcome:
+    """Run the first setting of an entry that fits into this device's memory."""
     settings = entry.settings_for(device_gibibytes())
-    problem = "out of memory" if settings else f"needs a GPU of {min(one.gpu_memory for one in entry.settings)} GiB"
+    problem = "out of memory" if settings else f"{_TOO_SMALL} {min(one.gpu_memory for one in entry.settings)} GiB"
     for setting in settings:
         model = MODELS[entry.model]
         run = run_of(
@@ -197,7 +229,7 @@ def device_gibibytes() -> float | None:
     return float(torch.cuda.get_device_properties(0).total_memory / 2**30)
 
 
-def _row(entry: Entry, setting: Setting, taken: Steps, rate: float, bare: float | None) -> list[str]:
+def _row(entry: Entry, setting: Setting, taken: Steps, rate: float, goal: float, bare: float | None) -> list[str]:
     how = [
         f"{setting.rows} x {setting.micro_batches} rows",
         f"checkpointing {setting.checkpointing}" if setting.checkpointing != "None" else "",
@@ -210,7 +242,7 @@ def _row(entry: Entry, setting: Setting, taken: Steps, rate: float, bare: float 
         entry.model,
         entry.label,
         f"{rate:,.0f}",
-        "" if setting.fp8 else f"{rate / GOALS[entry.model]:.0%}",
+        "" if setting.fp8 else f"{rate / goal:.0%}",
         f"{rate / bare:.2f}" if bare else "",
         f"{taken.mfu:.1%}" if taken.mfu else "",
         f"{taken.hfu:.1%}" if taken.hfu else "",

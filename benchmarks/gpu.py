@@ -1,9 +1,9 @@
 """Everything that only a GPU can show, in one run: tests, throughput and profiles, and one report of them.
 
-    python -m benchmarks.gpu [--quick] [--parity-seconds SECONDS] [--output DIRECTORY]
+    python -m benchmarks.gpu [--quick] [--parity-seconds SECONDS] [--within SECONDS] [--output DIRECTORY]
 
-`make gpu` runs it. Each part has a limit of time, and the report is written anew after each, because machines with GPUs
-are lent for a time.
+`make gpu` runs it. A part that fails, crashes or takes too long does not stop the others. The report is written again
+after each part, because machines with GPUs are lent for a time, and the full output of all parts is in a log beside it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +31,10 @@ _LAST_LINES = 40
 _PROCESSES = max(1, min(8, (os.cpu_count() or 1) // 2))
 """That run tests: importing torch and compiling take more of their time than the GPU."""
 _ALLOCATOR = (("PYTORCH_ALLOC_CONF", "expandable_segments:True"),)
+_FAILURE = re.compile(r"^(FAILED|ERROR) ")
+"""A line of pytest's summary that names a test."""
+SUCCEEDED = "succeeded"
+_PROBE = "import torch; print(torch.compile(lambda x: x * 2 + 1)(torch.ones(4096, device='cuda')).sum().item())"
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,10 @@ class Part:
     """Seconds."""
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that it gets in addition."""
+    usual: float = 0.0
+    """Seconds that it takes on an H200 with 16 CPUs."""
+    compiles: bool = False
+    """Whether all of it needs torch's compiler."""
 
 
 @dataclass(frozen=True)
@@ -52,89 +63,177 @@ class Ran:
     text: str
 
 
-def parts(output: Path, *, quick: bool, parity_seconds: float) -> list[Part]:
-    """The parts in order: what is right first, then how fast it is."""
+def card_name(device: str) -> str:
+    """The GPU's name as part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def parts(output: Path, name: str, *, quick: bool, parity_seconds: float) -> list[Part]:
+    """The parts in order: what is right first, then how fast it is. Their files have the GPU's `name`."""
     small = ("--quick",) if quick else ()
-    python, throughput = sys.executable, str(output / "throughput-cuda.json")
+    python, throughput = sys.executable, str(output / f"throughput-{name}.json")
     # With `-k`, no page is written. The rows take turns on the GPU, and there are more than a thousand.
-    rows = ("-k", "=", "--seconds", f"{parity_seconds:g}", "--json", str(output / "parity-cuda.json"))
+    rows = ("-k", "=", "--seconds", f"{parity_seconds:g}", "--json", str(output / f"parity-{name}.json"))
+    tests = ("-m", "pytest", "-q", "--tb=short", "-n", str(_PROCESSES), "-m", "cuda", "tests/cuda")
     return [
-        Part("Tests", (python, "-m", "pytest", "-q", "-n", str(_PROCESSES), "-m", "cuda", "tests/cuda"), 900),
+        # Without a C compiler or Python's headers, the first kernel of torch's compiler fails: found out in seconds.
+        Part("Compiler", (python, "-c", _PROBE), 120, usual=15),
+        Part("Tests", (python, *tests), 900, usual=130),
         Part(
-            "Parity", (python, "-m", "tests.parity", *rows), parity_seconds + 300, (("MESHWRIGHT_TEST_DEVICE", "cuda"),)
+            "Parity",
+            (python, "-m", "tests.parity", *rows),
+            parity_seconds + 300,
+            (("MESHWRIGHT_TEST_DEVICE", "cuda"),),
+            usual=parity_seconds + 10,
         ),
         Part(
             "Throughput",
             (python, "-m", "benchmarks.throughput", "--device", "cuda", "--json", throughput, *small),
             2400,
             _ALLOCATOR,
+            usual=220,
+            compiles=True,
         ),
-        *(_profile(output, name, (*flags, *small)) for name, flags in (("bf16", ()), ("fp8", ("--fp8",)))),
+        *(_profile(output, name, kind, (*flags, *small)) for kind, flags in (("bf16", ()), ("fp8", ("--fp8",)))),
     ]
 
 
-def _profile(output: Path, name: str, flags: tuple[str, ...]) -> Part:
-    file = str(output / f"profile-{name}.json")
+def _profile(output: Path, name: str, kind: str, flags: tuple[str, ...]) -> Part:
+    file = str(output / f"profile-{kind}-{name}.json")
     command = (sys.executable, "-m", "benchmarks.profile_step", "--json", file, *flags)
-    return Part(f"Profile of 1B in {name}", command, 600, _ALLOCATOR)
+    return Part(f"Profile of 1B in {kind}", command, 600, _ALLOCATOR, usual=35, compiles=True)
+
+
+def parity_seconds_within(seconds: float) -> float:
+    """Time for the parity matrix if all parts are to end within `seconds`: what the others leave, and 20 at least."""
+    others = sum(part.usual for part in parts(OUTPUT, "", quick=False, parity_seconds=0))
+    return max(20.0, seconds * 0.95 - others)
+
+
+def limited(part: Part, later: Sequence[Part], left: float) -> Part:
+    """The part with the time that it has, when `left` seconds are left for it and the later ones."""
+    own = left - sum(other.usual for other in later)
+    return replace(part, limit=max(min(part.limit, own), min(part.usual, left), 1.0))
 
 
 def run_part(part: Part) -> Ran:
-    """Run a part; what it printed is kept if it takes too long, too."""
+    """Run a part; what it printed is kept if it takes too long, too. Then its processes are killed: all of them."""
     began = time.monotonic()
-    try:
-        done = subprocess.run(
-            part.command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=part.limit,
-            check=False,
-            env={**os.environ, **dict(part.environment)},
-        )
-        text = done.stdout
-        outcome = "succeeded" if done.returncode == 0 else f"failed with exit status {done.returncode}"
-    except subprocess.TimeoutExpired as error:
-        printed = error.stdout or b""
-        text = printed.decode(errors="replace") if isinstance(printed, bytes) else printed
-        outcome = f"did not end within {part.limit:.0f} s"
-    return Ran(part.title, outcome, time.monotonic() - began, text)
+    # Not a pipe: a process that the part left behind would keep it open.
+    with tempfile.TemporaryFile() as printed:
+        try:
+            process = subprocess.Popen(
+                part.command,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **dict(part.environment)},
+                start_new_session=True,
+            )
+        except OSError as error:
+            return Ran(part.title, f"could not be started: {error}", 0.0, "")
+        try:
+            code = process.wait(part.limit)
+            outcome = SUCCEEDED if code == 0 else f"failed with exit status {code}" if code > 0 else _killed(-code)
+        except subprocess.TimeoutExpired:
+            outcome = f"did not end within {part.limit:.0f} s"
+        finally:
+            # Ranks that outlive their parent would occupy the GPU that the next part measures.
+            _kill_session(process)
+        printed.seek(0)
+        return Ran(part.title, outcome, time.monotonic() - began, printed.read().decode(errors="replace"))
+
+
+def _killed(number: int) -> str:
+    return f"was ended by {signal.Signals(number).name}"
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def last_line(ran: Ran) -> str:
+    """What it printed last."""
+    lines = ran.text.strip().splitlines()
+    return lines[-1].strip() if lines else "it printed nothing"
+
+
+def without_compiler(part: Part, probe: Ran) -> Ran | None:
+    """Why a part cannot run, if torch's compiler does not work."""
+    if not part.compiles or probe.outcome == SUCCEEDED:
+        return None
+    reason = f"torch.compile does not work here ({last_line(probe)})"
+    hint = "It needs `gcc` or `clang` (or the variable `CC`) and the headers of this Python, such as `python3-dev`."
+    return Ran(part.title, "was not run", 0.0, f"{reason}. {hint}")
 
 
 def report(known: dict[str, object], ran: Sequence[Ran]) -> str:
-    """The report as Markdown."""
+    """The report as Markdown: the outcomes, what failed, and the last lines of each part."""
     lines = ["# Results on a GPU", "", *(f"- {name}: {value}" for name, value in known.items()), ""]
+    lines += ["| Part | Outcome | Seconds |", "|---|---|---|"]
+    lines += [f"| {each.title} | {each.outcome} | {each.seconds:.0f} |" for each in ran]
+    lines += [""]
     for each in ran:
         lines += [f"## {each.title}", "", f"It {each.outcome} after {each.seconds:.0f} s.", "", "```text"]
-        lines += each.text.strip().splitlines()[-_LAST_LINES:]
-        lines += ["```", ""]
+        printed = each.text.strip().splitlines()
+        # More tests may have failed than the last lines have place for.
+        lines += [line for line in printed[:-_LAST_LINES] if _FAILURE.match(line)]
+        lines += [*printed[-_LAST_LINES:], "```", ""]
     return "\n".join(lines)
+
+
+def run_all(planned: Sequence[Part], seconds: float | None, save: Callable[[Sequence[Ran]], None]) -> list[Ran]:
+    """Run the parts one after the other, all within `seconds` if given, and save the outcomes after each."""
+    began = time.monotonic()
+    ran: list[Ran] = []
+    for number, part in enumerate(planned):
+        if seconds is not None:
+            part = limited(part, planned[number + 1 :], seconds - (time.monotonic() - began))
+        print(f"{part.title}: {' '.join(part.command[1:])}", flush=True)
+        ran.append((without_compiler(part, ran[0]) if ran else None) or run_part(part))
+        failed = "" if ran[-1].outcome == SUCCEEDED else f": {last_line(ran[-1])}"
+        print(f"{part.title}: {ran[-1].outcome} after {ran[-1].seconds:.0f} s{failed}", flush=True)
+        save(ran)
+    return ran
 
 
 def main() -> None:
     """Run all parts; exit status 1 if one failed, 2 without a GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two layers of each model: whether it runs, not how fast")
-    parser.add_argument(
-        "--parity-seconds", type=float, default=600, help="start no row of the parity matrix after this time"
-    )
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="directory of the report")
-    args = parser.parse_args()
+    args = _parser().parse_args()
     if not torch.cuda.is_available():
         print("there is no GPU that torch can use: run this on a machine with one", file=sys.stderr)
         sys.exit(2)
     args.output.mkdir(parents=True, exist_ok=True)
     known = circumstances("cuda")
-    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
-    ran: list[Ran] = []
-    for part in parts(args.output, quick=args.quick, parity_seconds=60 if args.quick else args.parity_seconds):
-        print(f"{part.title}: {' '.join(part.command[1:])}", flush=True)
-        ran.append(run_part(part))
-        print(f"{part.title}: {ran[-1].outcome} after {ran[-1].seconds:.0f} s", flush=True)
+    name = card_name(torch.cuda.get_device_name(0))
+    parity_seconds = args.parity_seconds
+    if parity_seconds is None:
+        parity_seconds = 600 if args.within is None else parity_seconds_within(args.within)
+    planned = parts(args.output, name, quick=args.quick, parity_seconds=60 if args.quick else parity_seconds)
+
+    def save(ran: Sequence[Ran]) -> None:
         (args.output / f"gpu-{name}.md").write_text(report(known, ran), encoding="utf-8")
         summary = [{"title": one.title, "outcome": one.outcome, "seconds": one.seconds} for one in ran]
         (args.output / f"gpu-{name}.json").write_text(json.dumps({"circumstances": known, "parts": summary}, indent=2))
-    sys.exit(0 if all(one.outcome == "succeeded" for one in ran) else 1)
+        log = "\n".join(f"===== {one.title}: {one.outcome}\n{one.text}" for one in ran)
+        (args.output / f"gpu-{name}.log").write_text(log, encoding="utf-8")
+
+    ran = run_all(planned, args.within, save)
+    sys.exit(0 if all(one.outcome == SUCCEEDED for one in ran) else 1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two layers of each model: whether it runs, not how fast")
+    parser.add_argument(
+        "--parity-seconds",
+        type=float,
+        help="start no row of the parity matrix after this time (600; with --within, what the other parts leave)",
+    )
+    parser.add_argument("--within", type=float, help="seconds for all parts: each ends in time for the later ones")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="directory of the report")
+    return parser
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from benchmarks._circumstances import circumstances
 from benchmarks._contests import OurLoop, random_tokens, run_of
 from benchmarks._gpu_settings import ENTRIES
 from benchmarks._gpu_throughput import MODELS, device_gibibytes, fill
-from benchmarks._ranks import on_ranks
+from benchmarks._ranks import RankError, on_ranks
 from benchmarks._report import table, write_json
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.rank.task import RankTask
@@ -125,21 +125,32 @@ def main() -> None:
 
 
 def profile_model(name: str, *, fp8: bool, quick: bool) -> Profile:
-    """Profile the first setting of a model that the device's memory allows."""
+    """Profile the first setting of a model that the device's memory allows.
+
+    Raises:
+        RankError: the steps failed, or no setting fits.
+    """
     label = "fp8" if fp8 else "bf16"
     entry = next(
         entry for entry in ENTRIES if entry.model == name and entry.label.startswith(label) and not entry.plain
     )
-    setting = entry.settings_for(device_gibibytes())[0]
-    model = MODELS[name]
-    training = setting.training()
-    if quick:
-        small = {"layers": 1, "hidden_size": 64, "intermediate_size": 96, "heads": 4, "kv_heads": 2, "head_size": 16}
-        model = model.model_copy(update={**small, "value_size": 16, "vocab_size": 512})
-        training |= {"sequenceLength": 64, "compile": False, "lossChunkTokens": None}
-    (found,) = on_ranks(profile_steps, run_of(model, training, micro_batches=setting.micro_batches))
-    profiled: Profile = found
-    return profiled
+    settings = entry.settings_for(device_gibibytes())
+    for number, setting in enumerate(settings, 1):
+        model = MODELS[name]
+        training = setting.training()
+        if quick:
+            small = {"layers": 1, "hidden_size": 64, "intermediate_size": 96, "heads": 4, "kv_heads": 2}
+            model = model.model_copy(update={**small, "head_size": 16, "value_size": 16, "vocab_size": 512})
+            training |= {"sequenceLength": 64, "compile": False, "lossChunkTokens": None}
+        try:
+            (found,) = on_ranks(profile_steps, run_of(model, training, micro_batches=setting.micro_batches))
+        except RankError as error:
+            if "OutOfMemoryError" not in str(error) or number == len(settings):
+                raise
+            continue
+        profiled: Profile = found
+        return profiled
+    raise RankError(f"no setting of {name} is for a GPU with this little memory")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 from benchmarks._circumstances import circumstances
 from benchmarks._contests import CLOCKS, contest, run_of
 from benchmarks._gpu_settings import LABELS
-from benchmarks._gpu_throughput import MODELS, measure_models
+from benchmarks._gpu_throughput import MODELS, failed, measure_models
 from benchmarks._pairs import FEWEST, Ratio, ratio_of
 from benchmarks._ranks import on_ranks
 from benchmarks._report import table, write_json
@@ -85,7 +85,7 @@ def on_cpu(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> 
 
 
 def main() -> None:
-    """Runs it; exit status 1 when an overhead on CPU is above the limit for certain."""
+    """Runs it; exit status 1 when an overhead on CPU is above the limit for certain, or a run on a GPU failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the same numbers")
     parser.add_argument("--quick", action="store_true", help="tiny models and few steps: whether it runs, not how fast")
@@ -106,7 +106,10 @@ def main() -> None:
 
     slow: list[str] = []
     if device == "cuda":
-        measure_models(args.models, args.steps, quick=args.quick, runs=args.runs, save=save)
+        numbers = measure_models(args.models, args.steps, quick=args.quick, runs=args.runs, save=save)
+        if problems := failed(numbers):
+            print(f"did not run: {', '.join(problems)}")
+            sys.exit(1)
     else:
         slow = on_cpu(args, save)
     if slow and not args.quick:

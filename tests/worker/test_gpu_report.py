@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import Part, Ran, parts, report, run_part
+from benchmarks._entry_process import EntryProcess
+from benchmarks._gpu_settings import GOALS, goal_on
+from benchmarks._gpu_throughput import failed
+from benchmarks.gpu import Part, Ran, card_name, limited, parity_seconds_within, parts, report, run_all, run_part
 from benchmarks.profile_step import Kernel, kind_of, summarize
 
 
@@ -53,6 +59,124 @@ def test_a_part_that_fails_or_takes_too_long_is_reported() -> None:
     assert "\n10\n" not in text  # the last lines only
 
 
+def test_processes_that_a_part_leaves_behind_neither_hold_it_up_nor_survive(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    leaves = (
+        "import subprocess, sys; "
+        "left = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        f"open({str(pid)!r}, 'w').write(str(left.pid)); print('done')"
+    )
+    ran = run_part(Part("a", (sys.executable, "-c", leaves), 300))
+    assert (ran.outcome, ran.text) == ("succeeded", "done\n")
+    left = Path("/proc", pid.read_text(), "stat")
+    while is_running(left):
+        time.sleep(0.05)  # until the test's limit
+
+
+def is_running(stat: Path) -> bool:
+    """Whether a process runs: one that was killed stays as a zombie until init reaps it."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_part_that_crashes_or_cannot_start_is_reported() -> None:
+    crashed = run_part(Part("a", (sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"), 60))
+    assert crashed.outcome == "was ended by SIGSEGV"
+    assert "could not be started" in run_part(Part("b", ("/nowhere/python",), 60)).outcome
+
+
+def test_a_report_begins_with_the_outcomes_and_names_every_failed_test() -> None:
+    printed = [f"FAILED tests/cuda/test_a.py::test_{number} - Error" for number in range(60)]
+    text = report({"device": "some GPU"}, [Ran("Tests", "failed with exit status 1", 9.0, "\n".join(printed))])
+    assert "| Tests | failed with exit status 1 | 9 |" in text
+    assert all(line in text for line in printed)
+
+
+def printing(title: str, text: str, *, status: int = 0, **options: Any) -> Part:
+    return Part(title, (sys.executable, "-c", f"print({text!r}); raise SystemExit({status})"), 60, **options)
+
+
+def test_a_failed_part_costs_no_other_its_result(capsys: pytest.CaptureFixture[str]) -> None:
+    planned = [printing("Compiler", "found"), printing("b", "why", status=1), printing("c", "c", compiles=True)]
+    saved: list[list[str]] = []
+    ran = run_all(planned, None, lambda so_far: saved.append([one.outcome for one in so_far]))
+    assert [one.outcome for one in ran] == ["succeeded", "failed with exit status 1", "succeeded"]
+    assert [len(so_far) for so_far in saved] == [1, 2, 3]
+    assert "b: failed with exit status 1 after 0 s: why" in capsys.readouterr().out
+
+
+def test_without_a_c_compiler_parts_that_compile_are_not_run() -> None:
+    """What Triton says where there is none."""
+    said = "RuntimeError: Failed to find C compiler. Please specify via CC environment variable."
+    planned = [printing("Compiler", said, status=1), printing("b", "b", compiles=True), printing("c", "c")]
+    ran = run_all(planned, None, lambda _: None)
+    assert [one.outcome for one in ran] == ["failed with exit status 1", "was not run", "succeeded"]
+    assert said in ran[1].text
+    assert "needs `gcc` or `clang`" in ran[1].text
+
+
+def test_parts_share_the_time_that_is_given() -> None:
+    planned = parts(Path(), "card", quick=False, parity_seconds=parity_seconds_within(600))
+    assert sum(part.usual for part in planned) < 600
+    first, *later = planned
+    # One that takes too long leaves the others what they usually need.
+    assert limited(first, later, 600).limit + sum(part.usual for part in later) <= 600
+    assert limited(first, later, 10).limit == 10
+    assert limited(planned[-1], [], 100_000).limit == planned[-1].limit
+
+
+def test_files_have_the_name_of_the_card() -> None:
+    assert card_name("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
+    written = [word for part in parts(Path("out"), "card", quick=False, parity_seconds=60) for word in part.command]
+    files = [word for word in written if word.startswith("out/")]
+    assert len({*files}) == 4
+    assert all("card" in file for file in files)
+
+
+def test_goals_on_other_gpus_are_in_proportion() -> None:
+    for model, goal in GOALS.items():
+        assert goal_on("NVIDIA H200", model, recomputed=4 / 3) == pytest.approx(goal)
+        h100 = goal_on("NVIDIA H100 80GB HBM3", model)
+        assert h100 is not None
+        assert 0.8 * goal < h100 < 0.95 * goal
+        assert goal_on("NVIDIA H100 80GB HBM3", model, recomputed=4 / 3) == pytest.approx(h100 * 3 / 4)
+        assert goal_on("unknown", model) is None
+
+
+def outcome(entry: str, steps: int, quick: bool) -> tuple[Any, Any, str]:
+    if entry == "dies":
+        os._exit(3)
+    if entry == "hangs":
+        time.sleep(600)
+    if entry == "loses the device":
+        return None, None, "AcceleratorError: CUDA error: an illegal memory access was encountered"
+    return os.getpid(), (steps, quick), ""
+
+
+def test_an_entry_that_breaks_its_process_costs_no_other_its_result() -> None:
+    process = EntryProcess(outcome, 600)
+    try:
+        first = process.outcome("fine", 5, quick=False)
+        assert first[1:] == ((5, False), "")
+        assert process.outcome("fine", 2, quick=True) == (first[0], (2, True), "")
+        assert process.outcome("dies", 5, quick=False) == (None, None, "its process ended with exit code 3")
+        second = process.outcome("fine", 5, quick=False)
+        assert second[0] != first[0]
+        assert "illegal memory access" in process.outcome("loses the device", 5, quick=False)[2]
+        assert process.outcome("fine", 5, quick=False)[0] != second[0]
+    finally:
+        process.close()
+    hanging = EntryProcess(outcome, 1)
+    assert hanging.outcome("hangs", 5, quick=False) == (None, None, "did not end within 1 s")
+
+
+def test_runs_that_a_gpu_is_too_small_for_have_not_failed() -> None:
+    numbers = {"a": {"problem": "needs a GPU of 139 GiB"}, "b": {"problem": "out of memory"}, "c": {"seconds": [1.0]}}
+    assert failed(numbers) == ["b"]
+
+
 def help_of(module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     """What `python -m module --help` prints. Our modules run in this process, which has imported torch."""
     if module == "pytest":
@@ -69,7 +193,9 @@ def test_every_part_is_a_command_of_this_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     helped: dict[str, str] = {}
-    for part in parts(tmp_path, quick=True, parity_seconds=60):
+    for part in parts(tmp_path, "card", quick=True, parity_seconds=60):
+        if part.command[1] == "-c":
+            continue
         module = part.command[2]
         if module not in helped:
             helped[module] = help_of(module, monkeypatch, capsys)

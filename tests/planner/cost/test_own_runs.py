@@ -16,7 +16,7 @@ from meshwright.planner.cost.accelerators import accelerator
 from meshwright.planner.cost.estimate import Estimate, estimate, machine_for
 from meshwright.planner.workload import TrainingJob
 
-RESULTS_FILE = Path(__file__).parents[3] / "benchmarks" / "results" / "throughput-cuda.json"
+RESULTS_FILE = Path(__file__).parents[3] / "benchmarks" / "results" / "throughput-nvidia-h200.json"
 RESULTS = json.loads(RESULTS_FILE.read_text(encoding="utf-8"))
 RUNS = {
     name: run
