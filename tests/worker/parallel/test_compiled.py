@@ -33,7 +33,7 @@ from meshwright_worker.optimizers import master_adamw
 from meshwright_worker.optimizers.adamw import AdamW
 from meshwright_worker.optimizers.adamw_rule import ROW
 from meshwright_worker.optimizers.bf16_adamw import BF16AdamW, _update_rows
-from meshwright_worker.optimizers.master_adamw import MasterAdamW
+from meshwright_worker.optimizers.master_adamw import MasterAdamW, launched_together
 from meshwright_worker.parallel.parallelize import apply_memory_options, compile_layers
 from meshwright_worker.parallel.shards import ParameterShard
 from meshwright_worker.parallel.tensor.cross_entropy import ChunkedLoss, _compiled_pass, _whole_pass
@@ -324,12 +324,15 @@ def test_one_graph_serves_the_updates_of_all_matrices(
 def test_compiled_updates_of_master_weights_are_torchs(
     graphs: Graphs, monkeypatch: pytest.MonkeyPatch, gradients: torch.dtype
 ) -> None:
-    """One graph for all large shards, whose gradients it also scales; also after a checkpoint was loaded."""
+    """One graph for eight shards of one size and one for each other, which scale gradients; also after a load."""
     monkeypatch.setattr(master_adamw, "_WORTH", 2048)
     monkeypatch.setattr(
         master_adamw, "compiled", lambda update: torch.compile(update, backend=graphs, dynamic=True, fullgraph=True)
     )
     shapes = {"a": (64, 32), "b": (2, 6, 512), "small": (2, 512), "odd": (600, 7), "vector": (8192,)}
+    shapes |= {f"layer {number}": (32, 64) for number in range(8)} | {
+        f"wide {number}": (16, 256) for number in range(8)
+    }
     ours, theirs = (optimizer_shards(shapes, torch.float32) for _ in range(2))
     spec = OptimizerSpec(weight_decay=0.1)
     compiled, plain = MasterAdamW(ours, spec, compiles=True), AdamW(theirs, spec)
@@ -344,8 +347,16 @@ def test_compiled_updates_of_master_weights_are_torchs(
         torch.testing.assert_close(mine.local, other.local, rtol=1e-5, atol=1e-6)
         for name, moment in compiled.moments(mine).items():
             torch.testing.assert_close(moment, plain.moments(other)[name], rtol=1e-5, atol=1e-7)
-    assert graphs.columns == [{ROW}]
+    assert graphs.columns == [{ROW}] * 2
     assert compiled.factor == 1.0
+
+
+def test_shards_of_one_kind_are_updated_together() -> None:
+    kinds = [*"aaabaaaaaaaaabaaaaaaaac"]
+    groups = launched_together(range(len(kinds)), kinds.__getitem__)
+    assert sorted(number for group in groups for number in group) == [*range(len(kinds))]
+    assert [len(group) for group in groups] == [8, 8, 1, 1, 1, 1, 1, 1, 1]
+    assert all(len({kinds[number] for number in group}) == 1 for group in groups)
 
 
 @pytest.mark.parametrize("vocabulary", [48, 512, 600])

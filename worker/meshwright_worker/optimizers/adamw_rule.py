@@ -18,6 +18,8 @@ from meshwright_worker.optimizers.optimizer import EPSILON
 
 ROW = 1024
 """Numbers in a row of `as_rows`."""
+_SHARED_BYTES = 64
+"""What two operations have to read in common to become one kernel: more than the numbers of a rule, less than a row."""
 
 
 def factors(spec: OptimizerSpec, step: int, rate: float, decay: float) -> list[torch.Tensor]:
@@ -62,5 +64,9 @@ def has_rows(tensor: torch.Tensor) -> bool:
 
 
 def compiled(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile an update once for all shapes, but for what `as_rows` keeps."""
-    return torch.compile(update, dynamic=True)
+    """Compile an update once for all shapes, but for what `as_rows` keeps.
+
+    An update of several parameters becomes one kernel for each: all of them in one kernel, which share no more than the
+    numbers of the rule, would need more registers than there are.
+    """
+    return torch.compile(update, dynamic=True, options={"score_fusion_memory_threshold": _SHARED_BYTES})

@@ -7,7 +7,7 @@ gradients themselves, and scaled after the conversion, so that this rounds nothi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch.optim.adamw import adamw
@@ -22,6 +22,10 @@ _ELEMENTS = 1 << 24
 """Elements that are converted and updated at a time."""
 _WORTH = 1 << 16
 """Elements of the smallest shard that is worth a kernel of its own: smaller ones are updated many at a time."""
+_TOGETHER = 8
+"""Shards of one size whose kernels are launched in one call of compiled code. Such a call takes the host longer than
+the GPU takes for a matrix of a small model: with a call for each, updates would wait for the host.
+"""
 
 
 class MasterAdamW:
@@ -45,12 +49,15 @@ class MasterAdamW:
         self._steps = [torch.zeros((), dtype=torch.float32, device=shard.local.device) for shard in shards]
         self._numbers = {id(shard): number for number, shard in enumerate(shards)}
         self._update_rows = compiled(_update_rows) if compiles else _update_rows
-        self._large = [
+        large = [
             number
             for number, shard in enumerate(shards)
             if compiles and has_rows(shard.local) and shard.local.numel() >= _WORTH and shard.local.is_contiguous()
         ]
-        small = sorted({*range(len(shards))} - {*self._large})
+        self._calls = launched_together(
+            large, lambda number: (shards[number].local.numel(), applies_weight_decay(shards[number]))
+        )
+        small = sorted({*range(len(shards))} - {*large})
         self._buckets = split_into_buckets(
             small,
             lambda number: shards[number].local.numel(),
@@ -87,11 +94,15 @@ class MasterAdamW:
 
     def _update_large(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
         betas, factor = (self._spec.beta1, self._spec.beta2), torch.tensor(self.factor, dtype=torch.float64)
-        decays = {number: self._decay(number) for number in self._large}
-        rules = {decay: factors(self._spec, self._count, rate, decay) for decay in {*decays.values()}}
-        for number, decay in decays.items():
-            stored = [as_rows(tensor) for tensor in (self._shards[number].local, *self._moments[number].values())]
-            self._update_rows(stored, as_rows(gradients[number].contiguous()), factor, rules[decay], betas)
+        decays = [self._decay(numbers[0]) for numbers in self._calls]
+        rules = {decay: factors(self._spec, self._count, rate, decay) for decay in {*decays}}
+        for numbers, decay in zip(self._calls, decays, strict=True):
+            stored = [
+                [as_rows(tensor) for tensor in (self._shards[number].local, *self._moments[number].values())]
+                for number in numbers
+            ]
+            rows = [as_rows(gradients[number].contiguous()) for number in numbers]
+            self._update_rows(stored, rows, factor, rules[decay], betas)
 
     def _update_bucket(self, bucket: Sequence[int], gradients: Sequence[torch.Tensor], rate: float) -> None:
         masters, spec = [self._shards[number].local for number in bucket], self._spec
@@ -117,14 +128,28 @@ class MasterAdamW:
         )
 
 
+def launched_together(numbers: Sequence[int], kind: Callable[[int], Hashable]) -> list[list[int]]:
+    """Return shards in groups of `_TOGETHER` of one kind, and the rest one by one: there are two graphs to compile."""
+    of_kind: dict[Hashable, list[int]] = {}
+    for number in numbers:
+        of_kind.setdefault(kind(number), []).append(number)
+    groups = []
+    for same in of_kind.values():
+        whole = len(same) - len(same) % _TOGETHER
+        groups += [same[first : first + _TOGETHER] for first in range(0, whole, _TOGETHER)]
+        groups += [[number] for number in same[whole:]]
+    return groups
+
+
 def _update_rows(
-    stored: list[torch.Tensor],
-    gradient: torch.Tensor,
+    stored: list[list[torch.Tensor]],
+    gradients: list[torch.Tensor],
     factor: torch.Tensor,
     rule: list[torch.Tensor],
     betas: tuple[float, float],
 ) -> None:
-    """Update a master weight and its moments in place, all [rows, columns], with a gradient times `factor`, fp64 []."""
-    scaled = gradient.to(stored[0].dtype) * factor
-    for tensor, new in zip(stored, updated(stored, scaled, rule, betas), strict=True):
-        tensor.copy_(new)
+    """Update master weights and their moments in place, all [rows, columns], with gradients times `factor`, fp64 []."""
+    for state, gradient in zip(stored, gradients, strict=True):
+        scaled = gradient.to(state[0].dtype) * factor
+        for tensor, new in zip(state, updated(state, scaled, rule, betas), strict=True):
+            tensor.copy_(new)
