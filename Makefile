@@ -53,8 +53,8 @@ parity: setup ## Compare every technique, in every layout, with a single-process
 	$(VENV)/bin/python -m tests.parity
 	$(VENV)/bin/python -m tests.parity.curves
 
-gpu: setup ## On a machine with a GPU: run its tests, throughput and profiles; writes benchmarks/results/gpu-NAME.md
-	$(VENV)/bin/python -m benchmarks.gpu
+gpu: setup ## On a machine with a GPU: run its tests, throughput and profiles; make gpu WITHIN=580 (seconds)
+	$(VENV)/bin/python -m benchmarks.gpu $(if $(WITHIN),--within $(WITHIN))
 
 agent-bundle: setup ## Assemble the agent of `runtime.agent: Injected` in .agent, the root of its image
 	rm -rf .agent

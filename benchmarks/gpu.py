@@ -30,6 +30,8 @@ OUTPUT = Path(__file__).parent / "results"
 _LAST_LINES = 40
 _PROCESSES = max(1, min(8, (os.cpu_count() or 1) // 2))
 """That run tests: importing torch and compiling take more of their time than the GPU."""
+_LEAST_PARITY = 60.0
+"""Seconds for the parity matrix, if all parts share a limited time."""
 _ALLOCATOR = (("PYTORCH_ALLOC_CONF", "expandable_segments:True"),)
 _FAILURE = re.compile(r"^(FAILED|ERROR) ")
 """A line of pytest's summary that names a test."""
@@ -51,6 +53,8 @@ class Part:
     """Seconds that it takes on an H200 with 16 CPUs."""
     compiles: bool = False
     """Whether all of it needs torch's compiler."""
+    shortens: bool = False
+    """Whether it takes the time that its option `--seconds` says."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,8 @@ def parts(output: Path, name: str, *, quick: bool, parity_seconds: float) -> lis
             (python, "-m", "tests.parity", *rows),
             parity_seconds + 300,
             (("MESHWRIGHT_TEST_DEVICE", "cuda"),),
-            usual=parity_seconds + 10,
+            usual=_LEAST_PARITY,
+            shortens=True,
         ),
         Part(
             "Throughput",
@@ -104,16 +109,16 @@ def _profile(output: Path, name: str, kind: str, flags: tuple[str, ...]) -> Part
     return Part(f"Profile of 1B in {kind}", command, 600, _ALLOCATOR, usual=35, compiles=True)
 
 
-def parity_seconds_within(seconds: float) -> float:
-    """Time for the parity matrix if all parts are to end within `seconds`: what the others leave, and 20 at least."""
-    others = sum(part.usual for part in parts(OUTPUT, "", quick=False, parity_seconds=0))
-    return max(20.0, seconds * 0.95 - others)
-
-
 def limited(part: Part, later: Sequence[Part], left: float) -> Part:
     """The part with the time that it has, when `left` seconds are left for it and the later ones."""
     own = left - sum(other.usual for other in later)
-    return replace(part, limit=max(min(part.limit, own), min(part.usual, left), 1.0))
+    limit = max(min(part.limit, own), min(part.usual, left), 1.0)
+    command = [*part.command]
+    if part.shortens:
+        value = command.index("--seconds") + 1
+        # The rows that have begun still take their time.
+        command[value] = f"{min(float(command[value]), max(1.0, limit * 0.8 - 10)):g}"
+    return replace(part, limit=limit, command=tuple(command))
 
 
 def run_part(part: Part) -> Ran:
@@ -207,10 +212,8 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     known = circumstances("cuda")
     name = card_name(torch.cuda.get_device_name(0))
-    parity_seconds = args.parity_seconds
-    if parity_seconds is None:
-        parity_seconds = 600 if args.within is None else parity_seconds_within(args.within)
-    planned = parts(args.output, name, quick=args.quick, parity_seconds=60 if args.quick else parity_seconds)
+    seconds = 60 if args.quick else args.parity_seconds
+    planned = parts(args.output, name, quick=args.quick, parity_seconds=seconds)
 
     def save(ran: Sequence[Ran]) -> None:
         (args.output / f"gpu-{name}.md").write_text(report(known, ran), encoding="utf-8")
@@ -227,9 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two layers of each model: whether it runs, not how fast")
     parser.add_argument(
-        "--parity-seconds",
-        type=float,
-        help="start no row of the parity matrix after this time (600; with --within, what the other parts leave)",
+        "--parity-seconds", type=float, default=600, help="start no row of the parity matrix after this time"
     )
     parser.add_argument("--within", type=float, help="seconds for all parts: each ends in time for the later ones")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="directory of the report")

@@ -16,7 +16,7 @@ import torch
 from benchmarks._entry_process import EntryProcess
 from benchmarks._gpu_settings import GOALS, goal_on
 from benchmarks._gpu_throughput import failed
-from benchmarks.gpu import Part, Ran, card_name, limited, parity_seconds_within, parts, report, run_all, run_part
+from benchmarks.gpu import Part, Ran, card_name, limited, parts, report, run_all, run_part
 from benchmarks.profile_step import Kernel, kind_of, summarize
 
 
@@ -118,13 +118,27 @@ def test_without_a_c_compiler_parts_that_compile_are_not_run() -> None:
 
 
 def test_parts_share_the_time_that_is_given() -> None:
-    planned = parts(Path(), "card", quick=False, parity_seconds=parity_seconds_within(600))
-    assert sum(part.usual for part in planned) < 600
+    planned = parts(Path(), "card", quick=False, parity_seconds=600)
+    assert sum(part.usual for part in planned) < 580
     first, *later = planned
     # One that takes too long leaves the others what they usually need.
-    assert limited(first, later, 600).limit + sum(part.usual for part in later) <= 600
+    assert limited(first, later, 580).limit + sum(part.usual for part in later) <= 580
     assert limited(first, later, 10).limit == 10
-    assert limited(planned[-1], [], 100_000).limit == planned[-1].limit
+    assert limited(planned[-1], [], 100_000) == planned[-1]
+
+
+def test_the_parity_matrix_gets_the_seconds_that_other_parts_leave() -> None:
+    planned = parts(Path(), "card", quick=False, parity_seconds=600)
+    number = next(number for number, part in enumerate(planned) if part.title == "Parity")
+
+    def seconds(left: float) -> float:
+        command = limited(planned[number], planned[number + 1 :], left).command
+        return float(command[command.index("--seconds") + 1])
+
+    others = sum(part.usual for part in planned[number + 1 :])
+    assert seconds(others + 200) == 150
+    assert 0 < seconds(others) < 60
+    assert seconds(5000) == 600
 
 
 def test_files_have_the_name_of_the_card() -> None:
