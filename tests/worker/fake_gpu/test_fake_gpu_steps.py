@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.worker.fake_gpu.library import library
 from tests.worker.fake_gpu.steps import RUNS
@@ -21,7 +22,11 @@ ctypes.CDLL(sys.argv.pop(1))  # before torch, which looks for devices once
 runpy.run_module("tests.worker.fake_gpu.steps", run_name="__main__")
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has a CUDA device of its own"),
+]
 
 
 @pytest.fixture(scope="module")
