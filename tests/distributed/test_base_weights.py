@@ -96,6 +96,7 @@ def test_nothing_is_exported_or_generated_over_other_weights(
 
     programs = (
         (export_program, ["--output", str(tmp_path / "merged")]),
+        (export_program, ["--output", str(tmp_path / "adapter"), "--adapter"]),
         (generate_program, ["--prompt", "a", "--tokens", "2", "--cpu"]),
     )
     moved = model.rename(tmp_path / "moved")
@@ -107,6 +108,7 @@ def test_nothing_is_exported_or_generated_over_other_weights(
             f"({first}, then at {model}): pass the directory of that model with `--base`"
         ) in capsys.readouterr().err
         assert not (tmp_path / "merged").exists()
+        assert not (tmp_path / "adapter").exists()
     for program, words in programs:
         assert run(program, *words, "--base", str(moved))
     # Somebody has put other weights at the old path.
