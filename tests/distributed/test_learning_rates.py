@@ -10,6 +10,7 @@ import torch
 
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.inspection import copied
 from meshwright_worker.checkpoint.manifest import read_manifest
 from meshwright_worker.optimizers.learning_rate import learning_rate
 from meshwright_worker.rank.task import Outcome
@@ -22,8 +23,8 @@ STABLE_THEN_DECAY = {"warmup_steps": 3, "decay": "SquareRoot", "decay_steps": 4}
 PEAK = 1e-3
 
 
-def run_of(steps: int, **options: Any) -> NativeRun:
-    return small_run(steps=steps, every=100, optimizer=STABLE_THEN_DECAY, **options)
+def run_of(steps: int, every: int = 100, **options: Any) -> NativeRun:
+    return small_run(steps=steps, every=every, optimizer=STABLE_THEN_DECAY, **options)
 
 
 def train(pool: RankPool, run: NativeRun, root: Path, text: Path, stop_after: int | None = None) -> Recorder:
@@ -55,7 +56,7 @@ def assert_same_end(one: Path, other: Path, step: int) -> None:
     [
         pytest.param(2, id="warm-up"),
         pytest.param(5, id="stable"),
-        pytest.param(6, id="border"),
+        pytest.param(6, id="border", marks=pytest.mark.long),
         pytest.param(8, id="decay"),
     ],
 )
@@ -94,6 +95,21 @@ def test_a_run_extended_within_its_decay_returns_to_the_peak(pool: RankPool, tmp
     assert found[14] == 0.0
 
 
+def test_another_job_continues_a_finished_one_from_a_copy_before_its_decay(
+    pool: RankPool, tmp_path: Path, text: Path
+) -> None:
+    """What docs/learning-rate.md describes, with `meshwright checkpoint copy` to where the other job looks."""
+    finished = train(pool, run_of(10, every=5), tmp_path / "finished", text)
+    assert copied([str(tmp_path / "finished")], 5, str(tmp_path / "other")).step == 5
+    longer = train(pool, run_of(14), tmp_path / "longer", text)
+    other = train(pool, run_of(14), tmp_path / "other", text)
+    assert other.began_at == 5
+    assert losses(other) == {step: loss for step, loss in losses(longer).items() if step > 5}
+    assert losses(finished)[5] == losses(longer)[5]
+    assert losses(finished)[8] != losses(longer)[8]
+    assert_same_end(tmp_path / "longer", tmp_path / "other", 14)
+
+
 def test_a_run_shortened_to_begin_its_decay_now_is_bitwise_the_shorter_run(
     pool: RankPool, tmp_path: Path, text: Path
 ) -> None:
@@ -107,7 +123,7 @@ def test_a_run_shortened_to_begin_its_decay_now_is_bitwise_the_shorter_run(
 @pytest.mark.parametrize(
     "options",
     [
-        {"data": 2, "outer": {"method": "LocalSGD", "every_steps": 5}},
+        pytest.param({"data": 2, "outer": {"method": "LocalSGD", "every_steps": 5}}, marks=pytest.mark.long),
         {"data": 2, "outer": {"method": "DiLoCo", "every_steps": 5}},
         {"data": 2, "outer": {"method": "AsyncSGD", "every_steps": 5, "staleness": 0}},
         {"pipeline": 2, "micro_batches": 1, "clip": 0.0, "parallelism": {"schedule": "PipeDream"}},
