@@ -104,7 +104,7 @@ def test_the_inverse_square_root_continues_the_warm_up() -> None:
     expected = [math.sqrt(10) * min(step**-0.5, step * 10**-1.5) for step in range(1, STEPS + 1)]
     assert rates(one) == pytest.approx(expected, rel=1e-12)
     assert learning_rate(40, STEPS, one) == pytest.approx(0.5, rel=1e-15)
-    assert learning_rate(1000, STEPS, SPEC.model_copy(update={"decay": RateDecay.INVERSE_SQUARE_ROOT})) == 0.1
+    assert learning_rate(4000, STEPS, SPEC.model_copy(update={"decay": RateDecay.INVERSE_SQUARE_ROOT})) == 0.1
     assert rates(one, 200)[:STEPS] == rates(one), "it does not depend on the number of steps"
 
 
