@@ -24,7 +24,8 @@ from meshwright.api.training import TrainingSpec
 from meshwright.layout import split_layers
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.run_config import NativeRun
-from meshwright_worker.optimizers.optimizer import EPSILON, learning_rate
+from meshwright_worker.optimizers.learning_rate import learning_rate
+from meshwright_worker.optimizers.optimizer import EPSILON
 
 
 class Loop(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright_worker.optimizers.optimizer import learning_rate
+from meshwright_worker.optimizers.learning_rate import learning_rate
 from tests.distributed.configs import small_run
 from tests.distributed.custom_module_cases import (
     PLAN,
