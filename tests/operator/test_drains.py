@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 
 from meshwright.protocol.messages import AgentState, FailureKind
 from tests.operator.support import JOBS
 from tests.operator.test_elastic import FOREVER, edit, elastic, events, grouped, pods, size
+from tests.operator.test_replicas_continue import MemoryWorld
 from tests.operator.test_settling import submitted
 from tests.operator.world import World
 
@@ -237,9 +239,11 @@ async def test_replacements_that_do_not_start_are_tried_again_while_the_job_trai
     assert (size(world, "job"), world.status("job")["mesh"]["generation"]) == (2, 2)
 
 
-async def moving(world: World) -> tuple[str, str]:
+async def moving(world: World, **recovery: Any) -> tuple[str, str]:
     """A job of two workers, of which one is being replaced beside it: the one that leaves, and the new one."""
-    world.submit(elastic("job", 2))
+    body = elastic("job", 2)
+    body["spec"]["recovery"] = recovery
+    world.submit(body)
     await world.run(20)
     before, node = pods(world, "job"), node_of(world, 1)
     world.unprepared = True
@@ -280,6 +284,24 @@ async def test_a_restart_for_another_reason_uses_replacements_only_if_they_are_r
     await world.run(10)
     assert events(world, "job", "MoveEnded"), "the ranks start again at once in the pods that are ready"
     assert new not in pods(world, "job")
+
+
+async def test_ranks_that_hold_their_state_go_on_in_their_pods_after_a_failure() -> None:
+    """The state of the rank that moves would be lost with its pod."""
+    world = MemoryWorld(15, nodes=4, work=FOREVER)
+    leaving, new = await moving(world, inMemory=True)
+    (stays,) = pods(world, "job") - {leaving, new}
+    agent = world.agents[stays]
+    world.agents[new].preparing = False
+    agent.state, agent.failure = AgentState.FAILED, FailureKind.ERROR
+    for _ in range(60):
+        await world.tick()
+        if world.status("job")["mesh"]["generation"] == 2:
+            break
+    assert pods(world, "job") == {stays, leaving}
+    assert events(world, "job", "MoveEnded")
+    assert not events(world, "job", "WorkersReplaced")
+    assert not events(world, "job", "MemoryLost")
 
 
 async def test_a_lost_worker_is_replaced_by_one_that_was_to_make_the_job_larger() -> None:

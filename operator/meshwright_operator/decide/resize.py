@@ -9,16 +9,17 @@ beside the job, unless it would have to wait for them longer than for others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import is_true
 from meshwright.api.objects import pod_name
 from meshwright.api.status import ParallelTrainingJobStatus, PlacementStatus, format_ranks
 from meshwright.planner.plan import Plan
-from meshwright_operator.decide import restart_policy, sizing
+from meshwright_operator.decide import in_memory, restart_policy, sizing
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.gang_actions import Place, Size, size_of
@@ -251,30 +252,44 @@ def take_over(decision: Decision) -> bool:
     They must be ready. In a move they need not, if only workers that they replace are lost: other pods would start
     later still. With `onLoss: Shrink` the job continues without them meanwhile.
     """
+    observed = decision.observed
+    take = _taking_over(decision) if _usable(decision) else None
+    if take is None:
+        return False
+    ending = sum(worker.state is PodState.ENDING for worker in observed.workers)
+    if ending:
+        # Until then its ranks save a checkpoint with the others.
+        decision.starting(f"Waiting for {counted(ending, 'pod')} to terminate")
+        decision.requeue_within(ENDING_SECONDS)
+    else:
+        take()
+    return True
+
+
+def _taking_over(decision: Decision) -> Callable[[], None] | None:
+    """How the next generation uses the workers that start beside the job. None if it does not."""
     observed, following = decision.observed, sizing.state(decision.observed).next_placement
     plan = _plan_of(observed, following) if following is not None else None
-    if following is None or plan is None or not _usable(decision):
-        return False
+    if following is None or plan is None:
+        return None
     lost = [worker for worker in observed.workers if worker.state not in LIVE or worker.node_down]
+    holds = bool(observed.mesh.in_memory) and in_memory.goes_on(observed, decision.mesh.pending_cause)
+    if holds and not lost:
+        return None  # the ranks continue from their memory, in the same layout
     leaving = sizing.leaving(observed)
     if sizing.moves(observed):
-        starting_is_enough = bool(lost) and not sizing.shrinks_on_loss(observed)
-        if not any(worker in lost or worker.node_drain_reason for worker in leaving):
-            return False  # their nodes do not drain any more
-        if not _ready(observed) and not (starting_is_enough and all(worker in leaving for worker in lost)):
-            return False
-        _replace(decision, following, leaving, "Move")
-        return True
+        needed = any(worker in lost or worker.node_drain_reason for worker in leaving)
+        all_start = lost and not sizing.shrinks_on_loss(observed) and all(worker in leaving for worker in lost)
+        usable = needed and (_ready(observed) or all_start)
+        return partial(_replace, decision, following, leaving, "Move") if usable else None
     if not _ready(observed):
-        return False
+        return None
     live = [worker for worker in (*observed.workers, *observed.joining) if worker not in lost]
     larger = replace(observed, plan=plan, workers=live, status=_with_placement(observed, following))
     size = sizing.size_for(larger, observed.plan, live)
     if lost and not size.new_workers:
-        _replace(decision, _shrunk(following, size), lost, "Growth")
-    else:
-        apply_size(decision, plan, following, "the new workers are ready")
-    return True
+        return partial(_replace, decision, _shrunk(following, size), lost, "Growth")
+    return None if holds else partial(apply_size, decision, plan, following, "the new workers are ready")
 
 
 def _usable(decision: Decision) -> bool:

@@ -256,5 +256,5 @@ def _chosen(attempt: Attempt, free: FreeNodes, rest: dict[str, Node]) -> tuple[s
     return choose_nodes(attempt.request, without_jobs, busy, attempt.calibration, attempt.reserved)
 
 
-def _sum(first: Amounts, second: Mapping[str, Resources]) -> Amounts:
+def _sum(first: Mapping[str, Resources], second: Mapping[str, Resources]) -> Amounts:
     return {name: first.get(name, NOTHING) + amount for name, amount in second.items()}
