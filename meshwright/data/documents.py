@@ -37,6 +37,8 @@ _BINARY_FORMATS = {
 _MAGIC = 6
 COMPRESSED_ENDINGS = (".gz", ".zst", ".xz", ".bz2", ".zip", ".parquet")
 """Ends of the names of files that are not text."""
+RECORD_ENDINGS = (".json", ".ndjson")
+"""Parts of the names of files with a record in each line. A data set often has a `README.md` next to them."""
 _MAX_NAMES, _LONGEST_NAME = 8, 64
 _ONE_OBJECT_PER_LINE = "each line must be a JSON object; write the items of an array, one per line, with `jq -c '.[]'`"
 
@@ -201,6 +203,8 @@ def parse_json(line: bytes, where: str) -> Any:
     except (ValueError, RecursionError) as error:
         # The first line of a file that contains one array or one object over several lines.
         hint = f"; {_ONE_OBJECT_PER_LINE}" if line.strip() in (b"[", b"{") else ""
+        if not any(ending in where for ending in RECORD_ENDINGS):
+            hint += "; if the file has no records, exclude it with `data.pattern`"
         return CorruptRecordError(f"{where}: not JSON ({error}){hint}")
 
 

@@ -185,6 +185,17 @@ def test_lines_in_another_encoding_are_named(tmp_path: Path) -> None:
     assert (found, skipped.count) == (["a"], 1)
 
 
+def test_a_file_next_to_the_records_is_to_be_excluded(tmp_path: Path) -> None:
+    """Snapshots of published data sets have a README."""
+    for name in ("README.md", "a.jsonl"):
+        (tmp_path / name).write_text("# A data set\n")
+    with pytest.raises(CorruptRecordError, match=r"README\.md:1: not JSON .* exclude it with `data\.pattern`"):
+        read(tmp_path / "README.md", DataFormat.JSON_LINES)
+    with pytest.raises(CorruptRecordError, match=r"a\.jsonl:1: not JSON") as caught:
+        read(tmp_path / "a.jsonl", DataFormat.JSON_LINES)
+    assert "data.pattern" not in str(caught.value)
+
+
 def test_a_directory_behind_a_uri_is_the_same_directory(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.txt").write_text("abc")

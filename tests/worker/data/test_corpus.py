@@ -117,6 +117,26 @@ def test_a_volume_full_of_other_files_is_not_listed_for_its_tokens(
     assert row(volume, spec, "tokens") == want("a") + want("b")
 
 
+def test_records_that_are_read_as_text_are_a_probable_mistake(volume: Path, caplog: pytest.LogCaptureFixture) -> None:
+    open_corpus(DataSpec(claim_name="v"), str(volume))
+    assert "2 of 2 files, such as a/part.jsonl, have a record in each line" in caplog.text
+    caplog.clear()
+    open_corpus(records(), str(volume))
+    assert caplog.text == ""
+
+
+def test_documents_that_cross_the_border_of_shards_are_whole(volume: Path) -> None:
+    source = TextSource(open_directory(str(volume)), kind=DataFormat.JSON_LINES)
+    tokenize(source, ByteTokenizer(), volume.parent / "one")
+    tokenize(source, ByteTokenizer(), volume.parent / "many", shard=50)
+    spec = DataSpec(claim_name="v", format=DataFormat.TOKENS)
+    one, many = (open_corpus(spec, str(volume.parent / name)) for name in ("one", "many"))
+    assert len(list((volume.parent / "many").glob("*.tokens"))) > 10
+    for start in range(0, len(one) - 200, 37):
+        assert one.documents(start, start + 200) == many.documents(start, start + 200)
+    assert one.documents(0, len(one)) == [len(f"{name} {text}".encode()) + 1 for name in ("a", "b") for text in TEXTS]
+
+
 def test_tokens_written_before_are_the_same_row(volume: Path) -> None:
     tokenize(
         TextSource(open_directory(str(volume)), kind=DataFormat.JSON_LINES), ByteTokenizer(), volume.parent / "tokens"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.api.data import DataFormat, DataSource, DataSpec, Tokenizer
@@ -15,6 +17,9 @@ from meshwright_worker.data.corpus import Corpus, CorpusError, ShardCorpus, Text
 from meshwright_worker.data.token_cache import data_source, open_data_tokenizer, tokenized_shards
 from meshwright_worker.rank.task import WorkProgress
 
+log = logging.getLogger(__name__)
+
+_LINE_ENDINGS = (".jsonl", ".ndjson")
 _MAX_NAMED = 5
 """Maximum number of files or directories in an error message."""
 
@@ -47,9 +52,22 @@ def open_corpus(
         return shards
     source, progress = data_source(data, directory, path), progress or WorkProgress()
     entries = matching_files(source, progress)
-    if data.format is DataFormat.TEXT and data.tokenizer is Tokenizer.BYTE:
-        return TextCorpus(directory, entries)
+    if data.format is DataFormat.TEXT:
+        _warn_of_records(entries)
+        if data.tokenizer is Tokenizer.BYTE:
+            return TextCorpus(directory, entries)
     return ShardCorpus(tokenized_shards(source, entries, open_data_tokenizer(data, root), progress))
+
+
+def _warn_of_records(entries: Sequence[FileEntry]) -> None:
+    """Warn of files that are probably to be read record by record: as text, names of fields would be trained on."""
+    names = [entry.name for entry in entries if entry.size and any(end in entry.name for end in _LINE_ENDINGS)]
+    if names:
+        log.warning(
+            "%d of %d files, such as %s, have a record in each line by their names, and each file is read as one text: "
+            "set `data.format: JSONLines`, or exclude them with `data.pattern`",
+            *(len(names), len(entries), names[0]),
+        )
 
 
 def matching_files(source: TextSource, progress: WorkProgress) -> list[FileEntry]:
