@@ -78,11 +78,11 @@ class DataSpec(ApiModel):
     """Pattern of the files to read with `source: Files`, relative to the root. The tokenizer's file is never read as
     text."""
     format: DataFormat = DataFormat.TEXT
-    """Format of the files. `Text`: each file is a document. `JSONLines`: each line is a document; gzip if the name ends
-    in `.gz`. `Parquet`: each row is a document. `Tokens`: the output of `meshwright data tokenize`, memory-mapped. The
-    other formats, except text with `tokenizer: Byte`, are tokenized on every worker when it starts.
+    """Format of the files. `Text`: each file is a document. `JSONLines`: each line is a document; `.gz`, `.zst`, `.xz`
+    and `.bz2` are decompressed. `Parquet`: each row is a document. `Tokens`: the output of `meshwright data tokenize`,
+    memory-mapped. The other formats, except text with `tokenizer: Byte`, are tokenized on every worker when it starts.
     `PromptCompletion`: each line is a JSON object with the strings `prompt` and `completion`, for supervised
-    fine-tuning. A record is a sequence, and only its completion is predicted; gzip as with `JSONLines`."""
+    fine-tuning. A record is a sequence, and only its completion is predicted; decompressed as `JSONLines`."""
     field: Annotated[str, Field(min_length=1, max_length=253)] = "text"
     """Field or column that contains the text, with `format: JSONLines` or `Parquet`."""
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.0

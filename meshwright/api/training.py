@@ -133,7 +133,7 @@ class EvaluationSpec(ApiModel):
     every_steps: Annotated[int, Field(ge=1, le=1000000000)] = 100
     """Steps between evaluations. The last step is evaluated too."""
     samples: Annotated[int, Field(ge=1, le=16777216)] = 64
-    """Number of sequences of an evaluation, the same ones each time. Rounded up to full batches."""
+    """Number of sequences of an evaluation, the same ones each time and at each size of the job."""
 
 
 class AnomalyAction(StrEnum):

@@ -7,7 +7,7 @@ import errno
 _PERMANENT_ERRNOS = frozenset(
     {
         *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM),
-        *(errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL),
+        *(errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EROFS),
     }
 )
 """A path that is wrong or must not be read. Others, such as EIO, ESTALE or ETIMEDOUT, are faults of the storage."""

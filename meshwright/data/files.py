@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -17,6 +17,8 @@ from meshwright.data.errors import DataError, StorageUnavailableError, is_perman
 
 _LOST_AND_FOUND = "lost+found"
 """A file system's directory for repaired files at the root of a volume. Only root can read it."""
+_LISTED = 1000
+"""Files that are listed between two reports of progress: on a file server each takes a request."""
 _STAMP_KEYS = (
     *("ETag", "etag", "md5Hash", "sha", "blob_id", "CRC"),
     *("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created"),
@@ -45,8 +47,14 @@ class Directory(Protocol):
     def where(self) -> str:
         """Its path or URI."""
 
-    def files(self) -> list[FileEntry]:
-        """All files below the directory, by name, without hidden ones (such as `..data` of projected volumes)."""
+    def files(self, on_listed: Callable[[int], None] = lambda _: None) -> list[FileEntry]:
+        """All files below the directory, by name, without hidden ones (such as `..data` of projected volumes).
+
+        `on_listed` is called from time to time with the number of files found so far.
+        """
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """Bytes of each of these files that exists, without a list of all others."""
 
     def open(self, name: str) -> IO[bytes]:
         """Open a file for reading. The result can seek."""
@@ -79,7 +87,7 @@ class LocalDirectory:
         """See `Directory.where`."""
         return str(self.root.resolve())
 
-    def files(self) -> list[FileEntry]:
+    def files(self, on_listed: Callable[[int], None] = lambda _: None) -> list[FileEntry]:
         """See `Directory.files`. Follows links, except those to a directory that contains them.
 
         Skipped directories are never entered, because every rank walks the tree at every start.
@@ -88,7 +96,11 @@ class LocalDirectory:
             DataError: a directory cannot be read.
         """
         entry_stat = self.root.stat()
-        found = self._below(str(self.root), "", frozenset({(entry_stat.st_dev, entry_stat.st_ino)}))
+        found = []
+        for entry in self._below(str(self.root), "", frozenset({(entry_stat.st_dev, entry_stat.st_ino)})):
+            found.append(entry)
+            if len(found) % _LISTED == 0:
+                on_listed(len(found))
         return sorted(found, key=lambda entry: entry.name)
 
     def _below(self, directory: str, prefix: str, ancestors: frozenset[tuple[int, int]]) -> Iterator[FileEntry]:
@@ -123,6 +135,17 @@ class LocalDirectory:
                 if identity not in ancestors:
                     yield from self._below(entry.path, f"{prefix}{entry.name}/", ancestors | {identity})
 
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """See `Directory.sizes`. A volume may have a million other files below the directory."""
+        found = {}
+        for name in names:
+            try:
+                found[name] = (self.root / name).stat().st_size
+            except OSError as error:
+                if not is_permanent(error):
+                    raise StorageUnavailableError(f"{self.root / name} cannot be read: {error}") from error
+        return found
+
     def open(self, name: str) -> IO[bytes]:
         """See `Directory.open`."""
         return (self.root / name).open("rb")
@@ -155,7 +178,7 @@ class RemoteDirectory:
         """See `Directory.where`."""
         return self._uri
 
-    def files(self) -> list[FileEntry]:
+    def files(self, on_listed: Callable[[int], None] = lambda _: None) -> list[FileEntry]:
         """See `Directory.files`. The list is cached, because a page of links takes a request per link.
 
         Raises:
@@ -163,6 +186,7 @@ class RemoteDirectory:
         """
         if self._found is None:
             self._found = self._list()
+            on_listed(len(self._found))
         return list(self._found)
 
     def _list(self) -> list[FileEntry]:
@@ -195,6 +219,11 @@ class RemoteDirectory:
             return FileEntry(name, 0, problem="`data.uri` does not report its size; copy the files to a volume")
         stamp = next((str(found[key]) for key in _STAMP_KEYS if found.get(key)), "")
         return FileEntry(name, int(found["size"]), stamp)
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """See `Directory.sizes`. One listing takes fewer requests than the files."""
+        wanted = frozenset(names)
+        return {entry.name: entry.size for entry in self.files() if entry.name in wanted}
 
     def open(self, name: str) -> IO[bytes]:
         """See `Directory.open`."""
@@ -246,14 +275,17 @@ def split_uri(where: str) -> tuple[str, str]:
     return f"{directory}{'/' if directory.endswith(':/') else ''}{link}{rest}", name
 
 
-def matching_files(directory: Directory, pattern: str) -> Iterator[FileEntry]:
-    """The files whose names match a pattern: `**` matches any number of directories, `*` and `?` within one name.
+def matching_files(
+    directory: Directory, pattern: str, on_listed: Callable[[int], None] = lambda _: None
+) -> Iterator[FileEntry]:
+    """The files whose names match a pattern: `**` matches any number of directories, `*` and `?` within one name. For
+    `on_listed` see `Directory.files`.
 
     Raises:
         DataError: the directory cannot be listed, or a matching file cannot be read.
     """
     pattern_regex = _glob(pattern)
-    for entry in directory.files():
+    for entry in directory.files(on_listed):
         if not pattern_regex.fullmatch(entry.name):
             continue
         if entry.problem:

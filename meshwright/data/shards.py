@@ -156,10 +156,15 @@ class ShardWriter:
         content = np.concatenate(self._pending).view(np.uint8).data
         self._pending = []
         name = f"{len(self._shards):05}.tokens"
-        with (self._directory / name).open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        path = self._directory / name
+        with path.open("wb") as file:
+            try:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError as error:
+                error.filename = str(path)  # errors of a full disk have none
+                raise
         sums = block_sums(content)
         self._shards.append(ShardRecord(file=name, tokens=self._held, crc32=zlib.crc32(content), block_crc32=sums))
         self._held = 0
@@ -178,7 +183,7 @@ class TokenShards:
         self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self._ends = list(accumulate(shard.tokens for shard in self.manifest.shards))
         self._maps: dict[int, npt.NDArray[np.uint8]] = {}
-        sizes = {entry.name: entry.size for entry in directory.files()}
+        sizes = directory.sizes(shard.file for shard in self.manifest.shards)
         for shard in self.manifest.shards:
             if sizes.get(shard.file) != shard.tokens * self._dtype.itemsize:
                 raise DataError(
@@ -260,6 +265,8 @@ def read_manifest(directory: Directory) -> TokensManifest:
     manifest = _parsed(content)
     itemsize = np.dtype(manifest.dtype).itemsize
     for shard in manifest.shards:
+        if "/" in shard.file:
+            raise DataError(f"{MANIFEST} is damaged: `{shard.file}` is not the name of a file next to it")
         if len(shard.block_crc32) not in (0, -(-shard.tokens * itemsize // BLOCK)):
             raise DataError(f"{MANIFEST} is damaged: {shard.file} has {len(shard.block_crc32)} checksums of blocks")
     return manifest

@@ -20,9 +20,11 @@ BYTE_VOCABULARY = 257
 _SEPARATOR_TOKENS = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]"),
     # New ones come last, so that a tokenizer that has an earlier one keeps it.
-    *("<｜end▁of▁sentence｜>", "[EOS]", "<|im_end|>"),
+    *("<｜end▁of▁sentence｜>", "[EOS]", "<|im_end|>", "<EOS_TOKEN>"),
 )
-"""Tokens that end a document, of GPT-2 and Qwen, Llama 3, Llama 1, Gemma, ..., DeepSeek, ... The first that exists."""
+"""Tokens that end a document, of GPT-2 and Qwen, Llama 3, Llama 1, Gemma, ..., DeepSeek, ..., Cohere. The first that
+exists.
+"""
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/=]+ \d+\n")
 
 

@@ -328,6 +328,23 @@ class HeldState(OpenMessage):
     """The copies that it has (`MeshDocument.copies`)."""
 
 
+class RankWork(OpenMessage):
+    """How far a rank is with work that takes long, before its first step."""
+
+    name: Annotated[str, Field(max_length=16)]
+    """`list`: the files of the data are listed, and counted. `tokenize`: their bytes become tokens."""
+    done: Int64
+    """Files or bytes that are done."""
+    total: Int64 | None = None
+    """All of them, if that is known."""
+    part: Int64 = 1
+    """Number of the corpus, from 1."""
+    parts: Int64 = 1
+    """Corpora of the job."""
+    seconds: float = 0.0
+    """Time since this work on this corpus began."""
+
+
 class RankProcess(OpenMessage):
     """One rank's process."""
 
@@ -343,8 +360,8 @@ class RankProcess(OpenMessage):
     phase: Annotated[str, Field(max_length=32)] = ""
     """Last phase of the start it finished; empty before the first, and for a user's command."""
     idle_seconds: Annotated[float, Field(ge=0, le=1e9)] = 0.0
-    """Time since its last progress: a start, a completed phase or step, or a saved checkpoint. For a user's command
-    without a step, time since it last wrote to its standard output or error."""
+    """Time since its last progress: a start, a part of the work before the first step, a completed phase or step, or a
+    saved checkpoint. For a user's command without a step, time since it last wrote to its standard output or error."""
     state: Annotated[str, Field(max_length=1)] = ""
     """State letter of the process (proc(5)) if it has been idle for a while, such as `T` for stopped."""
     compute_seconds: float | None = None
@@ -356,6 +373,8 @@ class RankProcess(OpenMessage):
     waits: Annotated[dict[Annotated[str, Field(max_length=16)], float], Field(max_length=16)] = {}
     """Dimension of the mesh -> recent seconds of a step in which it waits for communication that no computation hides;
     `job`: for all ranks. Agents before 0.2 send none."""
+    work: RankWork | None = None
+    """What it is at work on, if it has told how much is done. Agents before 0.2 send none."""
 
 
 class Progress(OpenMessage):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import pytest
 
-from meshwright.protocol.messages import AgentState, Evaluation, FailureKind, MeshDocument, MeshRequest
+from meshwright.protocol.messages import AgentState, Evaluation, FailureKind, MeshDocument, MeshRequest, RankWork
 from meshwright_worker.agent.state_machine import (
     Action,
     AgentStateMachine,
@@ -30,7 +31,7 @@ from meshwright_worker.rank.messages import (
     decode,
     encode,
 )
-from meshwright_worker.rank.task import Outcome, StepReport
+from meshwright_worker.rank.task import Outcome, StepReport, Work
 from tests.agent.support import mesh, training_run
 from tests.runs import command_run
 
@@ -396,6 +397,18 @@ def test_a_rank_is_idle_since_it_last_said_that_it_is_at_work(driver: Driver) ->
     report = build_report(driver.state_machine, driver.now, lambda _: "R")
     assert [process.idle_seconds for process in report.ranks] == [12.0, 412.0]
     assert report.ranks[0].step == 1
+
+
+def test_a_rank_is_at_work_until_it_completes_the_phase(driver: Driver) -> None:
+    driver.start(document())
+    work = Work("tokenize", 3 << 30, 12 << 30, 1, 2, 40.5)
+    driver.tell(0, decode(encode(AtWork(work))))
+    report = build_report(driver.state_machine)
+    assert [process.work for process in report.ranks] == [RankWork(**asdict(work)), None]
+    driver.tell(0, decode(encode(AtWork())))
+    assert build_report(driver.state_machine).ranks[0].work == RankWork(**asdict(work)), "nothing newer is known"
+    driver.tell(0, decode(encode(PhaseDone("data", 60.0))))
+    assert build_report(driver.state_machine).ranks[0].work is None
 
 
 def test_a_command_is_idle_since_its_last_output(driver: Driver) -> None:

@@ -55,6 +55,18 @@ def test_a_change_of_the_state_is_told_at_once_and_once():
     ]
 
 
+def tokenizing(percent: int, ranks: int = 0) -> Job:
+    text = f"{ranks} of 4 ranks are training in generation 1. Tokenizing the data: {percent}% of 1.2 GB at 25 MB/s"
+    return made(conditions=[condition("Ready", "False", "Starting", f"{text} on worker 0")])
+
+
+def test_how_much_text_is_tokenized_is_told_every_minute():
+    lines = lines_of((10.0 * tick, tokenizing(tick)) for tick in range(13))
+    assert [line.split("%")[0].split()[-1] for line in lines] == ["0", "6", "12"]
+    assert len(lines_of([(0.0, tokenizing(1)), (1.0, tokenizing(1, ranks=2))])) == 2, "more than progress"
+    assert len(rows_of([tokenizing(1), tokenizing(2), tokenizing(3, ranks=1)], wide=True)) == 3, "with the header"
+
+
 def rows_of(jobs, *, wide: bool = False) -> list[str]:
     rows = ChangedRows(list_header(wide=wide, namespaces=False))
     found = []

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
+import errno
 import gzip
+import io
 import json
+import lzma
 from pathlib import Path
 
 import pyarrow
@@ -12,7 +16,8 @@ from pyarrow import parquet
 
 from meshwright.api.data import DataFormat, OnCorrupt
 from meshwright.data.documents import MAX_EXAMPLES, SkippedRecords, documents
-from meshwright.data.errors import CorruptRecordError, DataError
+from meshwright.data.documents import lines as records_of
+from meshwright.data.errors import CorruptRecordError, DataError, is_storage_fault
 from meshwright.data.files import FileEntry, LocalDirectory, matching_files, open_directory
 
 TEXTS = ["one", "two\nlines", "", "drei: ü"]
@@ -117,6 +122,80 @@ def test_a_broken_archive_and_a_broken_table_are_never_skipped(tmp_path: Path) -
         read(tmp_path / "a.parquet", DataFormat.PARQUET, OnCorrupt.SKIP)
 
 
+COMPRESSORS = {
+    ".gz": gzip.compress,
+    ".zst": lambda content: pyarrow.compress(content, "zstd", asbytes=True),
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+}
+
+
+@pytest.mark.parametrize("ending", COMPRESSORS)
+def test_lines_are_decompressed_by_the_end_of_the_name(tmp_path: Path, ending: str) -> None:
+    compress, path = COMPRESSORS[ending], tmp_path / f"a.jsonl{ending}"
+    records = [{"text": f"{number} ü " + "x" * (number % 500)} for number in range(3000)]
+    # Shards are joined with `cat`, and some programs write one block after the other.
+    path.write_bytes(compress(lines(*records[:1000])) + compress(lines(*records[1000:])))
+    assert read(path, DataFormat.JSON_LINES)[0] == [record["text"] for record in records]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "other"])
+@pytest.mark.parametrize("ending", [*COMPRESSORS, ".parquet"])
+def test_damage_is_not_tried_again_as_a_fault_of_the_storage(tmp_path: Path, ending: str, damage: str) -> None:
+    content = lines(*({"text": f"{n * n} " * 20} for n in range(2000)))
+    if ending == ".parquet":
+        parquet.write_table(pyarrow.table({"text": [str(n * n) * 9 for n in range(2000)]}), tmp_path / "table")
+    compressed = bytearray((tmp_path / "table").read_bytes() if ending == ".parquet" else COMPRESSORS[ending](content))
+    middle = len(compressed) // 3
+    compressed[middle : middle + 40] = bytes(40 if damage == "flipped" else 0) or compressed[middle : middle + 40]
+    found = {"truncated": compressed[:middle], "flipped": compressed, "other": content}[damage]
+    path = tmp_path / f"a{ending}"
+    path.write_bytes(found)
+    kind = DataFormat.PARQUET if ending == ".parquet" else DataFormat.JSON_LINES
+    with pytest.raises(DataError, match="a.* cannot be read to its end|is not a complete Parquet file") as caught:
+        read(path, kind, OnCorrupt.SKIP)
+    assert not is_storage_fault(caught.value)
+
+
+def test_storage_that_fails_in_a_file_is_tried_again(tmp_path: Path) -> None:
+    class Failing(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if self.tell() > 100:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return super().read(50 if size is None or size < 0 else min(50, size))
+
+        read1 = readinto = None  # type: ignore[assignment]
+
+    content = gzip.compress(lines(*({"text": f"{n * n}"} for n in range(2000))))
+    with pytest.raises(DataError) as caught:
+        list(records_of(Failing(content), "a.jsonl.gz"))
+    assert is_storage_fault(caught.value)
+
+
+def test_a_byte_order_mark_before_a_line_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines({"text": "a"}, {"text": "b"}))
+    assert read(tmp_path / "a.jsonl", DataFormat.JSON_LINES)[0] == ["a", "b"]
+
+
+def test_lines_in_another_encoding_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines({"text": "a"}) + '{"text": "ü"}\n'.encode("latin-1"))
+    with pytest.raises(CorruptRecordError, match=r"a\.jsonl:2: not JSON \('utf-8' codec can't decode byte 0xfc"):
+        read(tmp_path / "a.jsonl", DataFormat.JSON_LINES)
+    found, skipped = read(tmp_path / "a.jsonl", DataFormat.JSON_LINES, OnCorrupt.SKIP)
+    assert (found, skipped.count) == (["a"], 1)
+
+
+def test_a_file_next_to_the_records_is_to_be_excluded(tmp_path: Path) -> None:
+    """Snapshots of published data sets have a README."""
+    for name in ("README.md", "a.jsonl"):
+        (tmp_path / name).write_text("# A data set\n")
+    with pytest.raises(CorruptRecordError, match=r"README\.md:1: not JSON .* exclude it with `data\.pattern`"):
+        read(tmp_path / "README.md", DataFormat.JSON_LINES)
+    with pytest.raises(CorruptRecordError, match=r"a\.jsonl:1: not JSON") as caught:
+        read(tmp_path / "a.jsonl", DataFormat.JSON_LINES)
+    assert "data.pattern" not in str(caught.value)
+
+
 def test_a_directory_behind_a_uri_is_the_same_directory(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.txt").write_text("abc")
@@ -141,7 +220,7 @@ def test_a_directory_that_cannot_be_opened(where: str) -> None:
     ("content", "says"),
     [
         (gzip.compress(lines({"text": "a"})), r"a\.jsonl is compressed with gzip: end its name in `\.gz`"),
-        (b"\x28\xb5\x2f\xfd" + b"x\n" * 9, r"a\.jsonl is compressed with zstd: decompress it"),
+        (b"\x28\xb5\x2f\xfd" + b"x\n" * 9, r"a\.jsonl is compressed with zstd: end its name in `\.zst`"),
         (b"PAR1" + bytes(9), r"a\.jsonl is a Parquet file: use `data\.format: Parquet`"),
         ('{"text": "a"}\n'.encode("utf-16"), r"a\.jsonl is UTF-16: convert it to UTF-8"),
     ],

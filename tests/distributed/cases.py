@@ -24,8 +24,8 @@ from meshwright_worker.local_sgd.async_sgd import AsynchronousSGD
 from meshwright_worker.optimizers.master_adamw import MasterAdamW
 from meshwright_worker.parallel.shards import ParameterShard
 from meshwright_worker.rank.failures import classify, describe
-from meshwright_worker.rank.task import Outcome, RankTask, StepReport
-from meshwright_worker.trainer.train import build_trainer, train
+from meshwright_worker.rank.task import Outcome, RankTask, StepReport, Work
+from meshwright_worker.trainer.train import build_trainer, open_inputs, train
 from meshwright_worker.trainer.trainer import StepResult, Trainer
 from tests.distributed.comm_counter import Counting, Traffic
 from tests.distributed.mesh_cache import kept_mesh, uses_kept_mesh
@@ -65,6 +65,8 @@ class Recorder:
     checkpoints: list[int] = field(default_factory=list)
     said_at_work: int = 0
     """How often the rank said that it does not hang."""
+    work: list[Work] = field(default_factory=list)
+    """What it said about work before the first step."""
 
     def phase(self, name: str, seconds: float) -> None:
         self.phases.append(name)
@@ -77,8 +79,9 @@ class Recorder:
         if report.step == self.die_after:
             raise InterruptedTrainingError
 
-    def at_work(self) -> None:
+    def at_work(self, work: Work | None = None) -> None:
         self.said_at_work += 1
+        self.work += [work] if work is not None else []
 
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
         self.checkpoints.append(step)
@@ -263,6 +266,15 @@ def train_fully(
         return train(task, recorder), recorder
     except InterruptedTrainingError:
         return None, recorder
+
+
+@uses_kept_mesh
+def evaluate_first(task: RankTask[NativeRun]) -> float:
+    """The evaluation of a run's initial weights."""
+    evaluation = open_inputs(task).evaluation
+    assert evaluation is not None
+    with kept_mesh(task) as mesh:
+        return evaluation.loss(build_trainer(task.run, mesh), mesh)
 
 
 def train_and_ask(task: RankTask, ask_after: int) -> Recorder:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshwright.api.data import DataSpec
+from meshwright.api.data import DataFormat, DataSpec, Packing
+from meshwright.api.precision import Precision
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.data.corpus import CorpusError, split_held_out
 from meshwright_worker.data.open_corpus import open_corpus
 from meshwright_worker.rank.task import StepReport
-from tests.distributed.cases import train_fully
+from tests.distributed.cases import evaluate_first, train_fully
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
 from tests.tiers import mostly_long
@@ -72,6 +75,56 @@ def test_every_layout_has_the_same_evaluation(
         if want.evaluation_loss is not None:
             assert got.evaluation_loss == pytest.approx(want.evaluation_loss, rel=1e-5)
         assert got.loss == pytest.approx(want.loss, rel=1e-5)
+
+
+def initial_loss(pool: RankPool, text: Path, fields: Mapping[str, Any], samples: int = 10, **layout: Any) -> float:
+    evaluation = {"evaluation": {"every_steps": 2, "samples": samples}}
+    run = small_run(**layout, precision=Precision.FP64, training=evaluation)
+    run = run.model_copy(update={"data": run.data.model_copy(update={"held_out": 0.2, **fields})})
+    losses: set[float] = {*pool.run(evaluate_first, run, data_dir=text)}
+    (loss,) = losses
+    return loss
+
+
+SIZES = [
+    {"data": 2, "batch": 8},
+    {"data": 3, "batch": 12},
+    {"data": 4, "batch": 16},
+    {"data": 4, "batch": 32, "zero": 2},
+    {"data": 3, "batch": 24, "micro_batches": 4},
+    {"pipeline": 2, "data": 2, "batch": 24},
+    {"tensor": 2, "context": 2, "batch": 6},
+]
+
+
+@pytest.mark.parametrize("packing", Packing)
+@pytest.mark.parametrize("layout", mostly_long(SIZES, lambda layout: layout.get("batch") in (12, 32)), ids=str)
+def test_no_size_and_no_batch_changes_what_is_evaluated(
+    pool: RankPool, text: Path, layout: dict[str, Any], packing: Packing
+) -> None:
+    """An elastic job with `scaledBatch` has another batch at each size. 10 samples fill none of them."""
+    data = {"packing": packing}
+    alone = initial_loss(pool, text, data, batch=2)
+    assert initial_loss(pool, text, data, **layout) == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", [{"data": 3, "batch": 12}, {"data": 4, "batch": 32, "micro_batches": 4}], ids=str)
+def test_neither_does_it_if_records_are_padded(pool: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
+    records = [{"prompt": "?" * (n % 5), "completion": "yes" * (1 + n % 4)} for n in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    data = {"format": DataFormat.PROMPT_COMPLETION, "pattern": "*.jsonl", "packing": Packing.TEXT}
+    alone = initial_loss(pool, tmp_path, data, batch=2)
+    assert initial_loss(pool, tmp_path, data, **layout) == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.parametrize("batch", [4, 8, 24])
+def test_neither_does_it_with_a_corpus_for_each_island(pool: RankPool, tmp_path: Path, text: Path, batch: int) -> None:
+    for island in range(2):
+        shutil.copytree(text, tmp_path / f"island-{island}")
+        (tmp_path / f"island-{island}" / f"z{island}.py").write_text(f"x{island} = {'1234567890' * 40}\n")
+    federated = {"outer": {"method": "FedAvg", "every_steps": 2}, "data": 2, "micro_batches": 1}
+    alone = initial_loss(pool, tmp_path, {}, samples=7, batch=2, **federated)
+    assert initial_loss(pool, tmp_path, {}, samples=7, batch=batch, **federated) == pytest.approx(alone, rel=1e-12)
 
 
 def test_a_pipeline_without_a_flush_drains_and_evaluates(pool: RankPool, text: Path) -> None:

@@ -15,8 +15,9 @@ from meshwright_local.kube.client import APPLY_PATCH, MERGE_PATCH, ApiError
 from meshwright_local.kube.resources import JOBS, NAMESPACES, PODS
 from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
 from tests.e2e.local_stack import EXAMPLES, NAMESPACE, holds, tiny
+from tests.rules.broken_specs import CASES
+from tests.rules.specs import COMMAND, GOOD, changed
 from tests.rules.test_edits import FINE_EDITS, REFUSED_EDITS
-from tests.rules.test_rules import CASES, COMMAND, GOOD, changed
 
 CLAIM = {"name": "v", "mountPath": "/v", "claimName": "c"}
 # What the schema alone refuses: (the field named in the error, changes to a good spec).

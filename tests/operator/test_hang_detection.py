@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
-from meshwright.protocol.messages import AgentState, Progress, RankProcess, WorkerReport
+from meshwright.api.conditions import find
+from meshwright.protocol.messages import AgentState, Progress, RankProcess, RankWork, WorkerReport
+from meshwright_operator.controller.status_patch import is_news, is_urgent
 from meshwright_operator.decide import hang_detection
 from meshwright_operator.decide.agents import Agents, ReceivedReport
 from meshwright_operator.decide.decide_job import decide
@@ -109,6 +112,88 @@ def test_a_rank_that_never_finished_a_step_gets_the_time_of_a_start() -> None:
     found = verdict(observed(received=received([trains(w, 901.0, step=None) for w in range(4)])))
     assert found is not None
     assert "Last completed phase: load" in found.message
+
+
+def tokenizes(worker: int, idle: float, done: int, **fields: Any) -> WorkerReport:
+    """The first rank of a worker tokenizes, the second waits for it since the start."""
+    work = RankWork(name="tokenize", done=done, total=12_000_000_000, seconds=100.0)
+    ranks = [
+        RankProcess(rank=2 * worker, pid=100, idle_seconds=idle, work=work.model_copy(update=fields)),
+        RankProcess(rank=2 * worker + 1, pid=101, idle_seconds=3000.0),
+    ]
+    return report(worker, AgentState.STARTING, ranks=ranks)
+
+
+def test_ranks_that_wait_while_text_is_tokenized_do_not_hang() -> None:
+    reports = [tokenizes(w, 20.0 if w == 1 else 1000.0, 5) for w in range(4)]
+    seen = observed(status=running_status(), received=received(reports))
+    assert verdict(seen) is None
+    assert seconds_until_hung(seen) == pytest.approx(900 - 20.1)
+
+
+def test_the_rank_that_stopped_tokenizing_is_named_and_not_those_that_wait_for_it() -> None:
+    others = [trains(w, 1000.0, step=None) for w in range(3)]
+    found = verdict(observed(received=received([*others, tokenizes(3, 901.0, 3_000_000_000)])))
+    assert found is not None
+    assert "Rank 6 (worker 3 on n3, pid 100) has made no progress for 901 s" in found.message
+    assert "Tokenizing the data: 25% of 12 GB at 30 MB/s" in found.message
+
+
+def test_a_job_says_how_much_text_is_tokenized_where_that_takes_longest() -> None:
+    def message(*reports: WorkerReport) -> str:
+        decision = decide(observed(status=running_status(), received=received([*reports])))
+        ready = find(decision.status.conditions, "Ready")
+        assert ready is not None
+        assert ready.status == "False"
+        return ready.message
+
+    training = "0 of 8 ranks are training in generation 1"
+    others = [trains(w, 1.0, step=None, state="") for w in range(2)]
+    starting = [each.model_copy(update={"state": AgentState.STARTING}) for each in others]
+    two = tokenizes(2, 1.0, 6_000_000_000), tokenizes(3, 1.0, 3_000_000_000)
+    assert message(*starting, *two) == (
+        f"{training}. Tokenizing the data: 25% of 12 GB at 30 MB/s on worker 3, the slowest of 2 workers"
+    )
+    assert message(*starting, two[0]) == f"{training}. Tokenizing the data: 50% of 12 GB at 60 MB/s on worker 2"
+    mixture = [tokenizes(2 + n, 1.0, (6 - 3 * n) * 1_000_000_000, part=1 + n, parts=3) for n in range(2)]
+    assert "Tokenizing the data, corpus 1 of 3: 50%" in message(*starting, *mixture), "a later corpus is further"
+    lists = tokenizes(2, 1.0, 120_000, name="list", total=None)
+    assert message(lists, two[1]) == (
+        f"{training}. Listing the files of the data: 120,000 files at 1,200/s on worker 2, the slowest of 2 workers"
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "of a later version"},
+        {"done": 13_000_000_000},
+        {"done": -1},
+        {"total": 0},
+        {"seconds": 0.0},
+        {"seconds": float("nan")},
+        {"part": 3, "parts": 2},
+    ],
+    ids=str,
+)
+def test_work_that_makes_no_sense_is_not_shown(fields: dict[str, Any]) -> None:
+    """Reports come from a user's pod."""
+    strange = tokenizes(0, 1.0, **{"done": 3_000_000_000, **fields})
+    decision = decide(observed(status=running_status(), received=received([strange])))
+    ready = find(decision.status.conditions, "Ready")
+    assert ready is not None
+    assert ready.message == "0 of 8 ranks are training in generation 1"
+
+
+def test_how_much_text_is_tokenized_is_no_urgent_write() -> None:
+    """It shares the budget of all jobs' progress."""
+    statuses = []
+    for done in (3_000_000_000, 6_000_000_000):
+        decision = decide(observed(status=running_status(), received=received([tokenizes(0, 1.0, done)])))
+        statuses.append(dict(decision.status.wire()))
+    assert statuses[0] != statuses[1]
+    assert not is_urgent(*statuses)
+    assert not is_news(*statuses)
 
 
 def test_before_the_first_step_no_rank_hangs_while_another_one_loads_or_compiles() -> None:

@@ -12,7 +12,7 @@ from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import WorkerPlacement
 from meshwright.rules.validation import check_spec
 from meshwright_operator.manifests.worker_pod import PodContext, worker_pod
-from tests.rules.test_rules import COMMAND, GOOD, changed
+from tests.rules.specs import COMMAND, GOOD, changed
 
 EVERYTHING = {
     "data": {"source": "Files", "claimName": "texts"},

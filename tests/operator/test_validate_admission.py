@@ -11,7 +11,9 @@ from meshwright.crd.manifest_check import check_manifest
 from tests.cli.test_validate import GOOD, MISTAKES
 from tests.cli.test_validate import changed as with_mistake
 from tests.operator.support import JOBS, Api
-from tests.rules.test_rules import CASES, FINE, changed
+from tests.rules.broken_specs import CASES
+from tests.rules.specs import changed
+from tests.rules.valid_specs import FINE
 
 OFFLINE_ONLY = "spec.model"
 """The API server knows neither presets nor Hugging Face configurations."""

@@ -12,7 +12,8 @@ import pytest
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.rules.facts import ResolvedFacts
 from meshwright.rules.validation import FACT_RULES, broken_rules, is_allowed, rules_on
-from tests.rules.test_rules import CASES, GOOD, changed, mixture
+from tests.rules.broken_specs import CASES
+from tests.rules.specs import GOOD, changed, mixture
 
 DEGREES: dict[str, list[Any]] = {
     "tensor": [1, 2, 4, 8],

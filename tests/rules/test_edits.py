@@ -21,7 +21,7 @@ from meshwright.rules.edits import (
     with_live_fields,
 )
 from meshwright.rules.validation import check_edit
-from tests.rules.test_rules import COMMAND, GOOD, changed
+from tests.rules.specs import COMMAND, GOOD, changed
 
 STARTED = {"observedGeneration": 1, "startTime": "2026-01-02T03:04:05Z"}
 TRAINED = STARTED | {"step": 3}

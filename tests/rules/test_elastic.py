@@ -13,7 +13,7 @@ from meshwright.rules.edits import Effect, effect_of, with_live_fields
 from meshwright.rules.elastic import MAX_SIZES, fixed_size, resized, sizes, smallest_size, wanted_replicas
 from meshwright.rules.revision import revision_of_fields
 from meshwright.rules.validation import check_spec
-from tests.rules.test_rules import COMMAND, GOOD, changed
+from tests.rules.specs import COMMAND, GOOD, changed
 
 
 def spec(base: dict[str, Any] = GOOD, **changes: Any) -> ParallelTrainingJobSpec:

@@ -10,7 +10,7 @@ import pytest
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.rules.likely_mistakes import beyond_trained_length, likely_mistakes_of_spec
 from meshwright.rules.validation import check_spec
-from tests.rules.test_rules import COMMAND, GOOD, changed
+from tests.rules.specs import COMMAND, GOOD, changed
 
 FILES = {"data.source": None, "data.claimName": "text"}
 RECORDS = {**FILES, "data.format": "PromptCompletion"}

@@ -22,7 +22,7 @@ from meshwright.rules.revision import (
     without_later_defaults,
 )
 from meshwright.rules.spec_defaults import DEFAULTS, NO_RESTART, SCHEME
-from tests.rules.test_rules import COMMAND, GOOD, changed
+from tests.rules.specs import COMMAND, GOOD, changed
 
 MIXTURE = {
     "model.mixture": {"experts": 4, "perToken": 2, "intermediateSize": 64},

@@ -43,7 +43,7 @@ from tests.distributed.configs import small_run
 from tests.distributed.mesh_cache import uses_kept_mesh
 from tests.distributed.rank_pool import RankPool
 from tests.planner.builders import inventory, racks
-from tests.rules.test_rules import GOOD, changed
+from tests.rules.specs import GOOD, changed
 
 
 class LastInFirstOut(PipelineScheduleKind):

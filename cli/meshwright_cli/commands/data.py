@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from meshwright.api.data import DataFormat, OnCorrupt, Tokenizer
 from meshwright.data.documents import SkippedRecords
@@ -101,7 +101,7 @@ def tokenize_command(
             task = bar.add_task("tokenizing", total=None)
 
             def report_progress(done: Done) -> None:
-                bar.update(task, completed=done.files, total=done.of, description=done.file[-40:] or "done")
+                bar.update(task, completed=done.bytes, total=done.of_bytes, description=done.file[-40:] or "done")
 
             manifest, skipped = tokenize(token_source, tokenizer, target, report_progress, shard_tokens)
     _print_skipped(console, skipped)
@@ -209,7 +209,8 @@ def _print_skipped(console: Console, skipped: SkippedRecords) -> None:
 
 
 def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    name = TextColumn("{task.description}", markup=False)
+    columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 

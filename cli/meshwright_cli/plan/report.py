@@ -99,35 +99,47 @@ def plan_report(
     mistakes = [f"`{mistake.field}` {mistake.message}" for mistake in likely_mistakes_of_spec(spec)]
     inventory = replace(inventory, warnings=(*inventory.warnings, *mistakes))
     plans = [additions.extended(spec, plan) for plan in make_plans(spec, inventory)]
-    plan, placement, pending = plans[0], None, ""
-    sized = with_own_batch(spec)
-    cost_model = cost_model_for(sized, plan.architecture, inventory)
+    cost_model = cost_model_for(with_own_batch(spec), plans[0].architecture, inventory)
+    placed = _placed(spec, plans, inventory, cost_model)
+    if cost_model is None:
+        return placed
+    techniques = ALL_TECHNIQUES if every_technique else MESHWRIGHT_TECHNIQUES
+    found = _with_alternatives(placed, cost_model, objective, techniques)
+    best = found.whole_cluster
+    return replace(
+        found,
+        what_if=what_ifs(best) if with_what_if and best else (),
+        proposal=apply_strategy(spec, best.best.strategy) if best and not every_technique else None,
+    )
+
+
+def _placed(
+    spec: ParallelTrainingJobSpec, plans: Sequence[Plan], inventory: Inventory, cost_model: CostModel | None
+) -> PlanReport:
+    """The plan that is placed best, or why none fits now."""
     try:
         placement = with_spares(place_best(plans, inventory, cost_model), inventory, spec.recovery.spare_nodes)
-        plan = placement.plan
     except DoesNotFitError as error:
-        pending = ". ".join(filter(None, (str(error), _nodes_to_free(plan, inventory))))
-    fragmentation_cost = _fragmentation_cost(placement, inventory, cost_model) if placement else 0.0
-    of_cluster = cost_model
-    if cost_model is not None and placement is not None:
-        cost_model = cost_model.on_nodes(inventory, placement.nodes.values())
-    if cost_model is None or of_cluster is None:
-        return PlanReport(spec, inventory, plan, placement, pending, fragmentation_cost)
-    techniques = ALL_TECHNIQUES if every_technique else MESHWRIGHT_TECHNIQUES
-    ideal_estimate = cost_model.estimate(plan.strategy)
-    whole_cluster = _whole_cluster(sized, inventory, of_cluster, objective, techniques)
-    return PlanReport(
-        spec,
-        inventory,
-        plan,
-        placement,
-        pending,
-        fragmentation_cost,
+        pending = ". ".join(filter(None, (str(error), _nodes_to_free(plans[0], inventory))))
+        return PlanReport(spec, inventory, plans[0], None, pending)
+    cost = _fragmentation_cost(placement, inventory, cost_model)
+    return PlanReport(spec, inventory, placement.plan, placement, "", cost)
+
+
+def _with_alternatives(
+    placed: PlanReport, cost_model: CostModel, objective: Objective, techniques: Techniques
+) -> PlanReport:
+    """The report with what the plan is compared with: on the nodes of its placement, and on the whole cluster."""
+    spec, inventory = with_own_batch(placed.spec), placed.inventory
+    on_nodes = cost_model
+    if placed.placement is not None:
+        on_nodes = cost_model.on_nodes(inventory, placed.placement.nodes.values())
+    ideal_estimate = on_nodes.estimate(placed.plan.strategy)
+    return replace(
+        placed,
         ideal_estimate=ideal_estimate,
-        rejected=_lost(sized, plan, ideal_estimate, cost_model, techniques),
-        whole_cluster=whole_cluster,
-        what_if=what_ifs(whole_cluster) if with_what_if and whole_cluster else (),
-        proposal=apply_strategy(spec, whole_cluster.best.strategy) if whole_cluster and not every_technique else None,
+        rejected=_lost(spec, placed.plan, ideal_estimate, on_nodes, techniques),
+        whole_cluster=_whole_cluster(spec, inventory, cost_model, objective, techniques),
     )
 
 

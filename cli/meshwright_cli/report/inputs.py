@@ -31,7 +31,7 @@ from meshwright.planner.topology.site import DEFAULT_SITE, SiteFabric
 from meshwright.rules.elastic import with_own_batch
 from meshwright.schedules.measured import MeasuredStep
 from meshwright_cli.client.objects import JobEvent
-from meshwright_cli.plan.report import PlanReport
+from meshwright_cli.plan.report import PlanReport, inventory_of
 from meshwright_cli.report.history import History
 
 
@@ -150,26 +150,21 @@ def inputs_of_job(
         events=tuple(events),
         notes=tuple(notes),
     )
+
+    def without_estimates(why: str) -> ReportInputs:
+        return replace(found, notes=(*found.notes, why))
+
     try:
         spec = _running_spec(job, status)
     except InvalidSpecError as error:
-        return replace(found, notes=(*found.notes, f"The job's spec is not valid: {error}."))
+        return without_estimates(f"The job's spec is not valid: {error}.")
     if status.plan is None:
-        return replace(found, notes=(*found.notes, "The operator has not planned the job yet."))
-    inventory = Inventory.from_objects(
-        list(nodes or ()),
-        [],
-        gpu_resource=spec.workers.gpu_resource,
-        node_selector=spec.workers.node_selector,
-        tolerations=spec.workers.tolerations,
-        channel=spec.has_channel,
-        pods_joined=spec.joins_pods,
-        site=site,
-    )
+        return without_estimates("The operator has not planned the job yet.")
+    inventory = inventory_of(spec, [dict(node) for node in nodes or ()], [], site)
     try:
         planned = _planned(spec, status, inventory)
     except (PlanError, ValueError) as error:
-        return replace(found, notes=(*found.notes, f"No estimates: {error}."))
+        return without_estimates(f"No estimates: {error}.")
     return replace(
         found, planned=planned, gpus_by_node={node.name: node.capacity.gpus for node in inventory.nodes.values()}
     )

@@ -82,8 +82,7 @@ def layer_activations(
         matmul_inputs /= 1 if runtime.keeps_gathered else tensor
     core = 0.0 if runtime.flash else model.heads * sequence * (2 * element + mask) / tensor
     attention = _attention(model, element, runtime)
-    fused = runtime.fused or compiled
-    feed_forward = _feed_forward(model, mixture, stored, element, fused=fused)
+    feed_forward = _feed_forward(model, mixture, stored, element, fused=runtime.fused or compiled)
     split = (attention + stored * split_copies + feed_forward) / tensor
     routed_bytes = _routed(model, stored, element, runtime) if mixture else 0.0
     if not runtime.copies_routed or (spread and sequence_parallel):
@@ -92,12 +91,16 @@ def layer_activations(
     kept = unsplit + matmul_inputs + split + routed_bytes + core
     if not runtime.selects_products:
         return LayerActivations(kept, core, boundary, (kept - core) * runtime.selective_part)
-    # The layer's input, attention's input and output, and the outputs of the products in and after attention.
-    matmul_outputs = (
-        element * (_matmul_output_width(model, mixture) + _latent_outputs(model)) / tensor
-        + 2 * element * model.hidden_size
-    )
-    return LayerActivations(kept, core, boundary, min(kept, boundary + attention / tensor + matmul_outputs + core))
+    selected = boundary + attention / tensor + _products(model, mixture, element, tensor) + core
+    return LayerActivations(kept, core, boundary, min(kept, selected))
+
+
+def _products(model: Architecture, mixture: bool, element: float, tensor: int) -> float:
+    """Bytes of what selective recomputation stores beside the layer's input and what attention stores: attention's
+    input and output, and the outputs of the products in and after it.
+    """
+    split = element * (_matmul_output_width(model, mixture) + _latent_outputs(model)) / tensor
+    return split + 2 * element * model.hidden_size
 
 
 def requantizes(strategy: Strategy, runtime: Framework) -> bool:

@@ -16,6 +16,7 @@ from math import inf
 from meshwright.protocol.messages import DEFAULT_REPORT_SECONDS, AgentState, RankProcess
 from meshwright.protocol.run_config import CommandRun, NativeRun
 from meshwright.rules.recovery_times import FIRST_STEP_SECONDS, MIN_TIMEOUT_SECONDS, TIMEOUT_STEPS, hang_timeout
+from meshwright_operator.decide import start_work
 from meshwright_operator.decide.agents import ReceivedReport
 from meshwright_operator.decide.mesh_generation import rank_zero_worker
 from meshwright_operator.decide.observed import Observed, PodState, Worker
@@ -55,10 +56,13 @@ class IdleRank:
         return self.seconds if self.started or self.process.state in STUCK_PROCESS_STATES else least
 
     @property
-    def likely_cause_order(self) -> tuple[bool, int, float, int]:
-        """The smallest is the likely cause: stopped processes, then the lowest step, then the longest idle time."""
+    def likely_cause_order(self) -> tuple[bool, int, bool, float, int]:
+        """The smallest is the likely cause: stopped processes, then the lowest step, then one at work for which others
+        wait longer than it has done nothing, then the longest idle time.
+        """
         step = -1 if self.process.step is None else self.process.step
-        return self.process.state not in STUCK_PROCESS_STATES, step, -self.seconds, self.process.rank
+        waits = self.started or self.process.work is None
+        return self.process.state not in STUCK_PROCESS_STATES, step, waits, -self.seconds, self.process.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,7 @@ def _describe(rank: IdleRank) -> str:
     return sentences(
         f"{who} has made no progress for {rank.seconds:.0f} s",
         f"Last completed {step if process.step is not None else phase}",
+        start_work.describe(process.work),
     )
 
 

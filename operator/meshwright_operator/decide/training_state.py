@@ -12,7 +12,15 @@ from meshwright.api.spec import CordonedNodes
 from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.protocol.run_config import CommandRun
 from meshwright.rules.recovery_times import MIN_TIMEOUT_SECONDS
-from meshwright_operator.decide import gang_actions, hang_detection, mesh_generation, progress, resize, slow_ranks
+from meshwright_operator.decide import (
+    gang_actions,
+    hang_detection,
+    mesh_generation,
+    progress,
+    resize,
+    slow_ranks,
+    start_work,
+)
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.hang_detection import Silence
 from meshwright_operator.decide.observed import Observed
@@ -59,7 +67,8 @@ def report_ready_ranks(decision: Decision, *, unsure: bool) -> bool:
         training = world
     status.ready_ranks = f"{training}/{world}"
     if training < world:
-        decision.starting(f"{training} of {world} ranks are training in generation {decision.mesh.generation}")
+        ranks = f"{training} of {world} ranks are training in generation {decision.mesh.generation}"
+        decision.starting(sentences(ranks, start_work.slowest_work(observed)))
         return False
     trains = f"{counted(world, 'rank')} {'is' if world == 1 else 'are'} training"
     text = sentences(

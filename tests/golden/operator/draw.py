@@ -17,7 +17,7 @@ from tests import definition
 from tests.golden.files import ROOT, encode
 from tests.golden.operator.moves import BASE, COMMAND, MALFORMED, NATIVE, OF_COMMANDS, PARALLELISM, applied
 from tests.golden.operator.specs import FOLDER, cases, outcome, problems
-from tests.rules.test_rules import CASES
+from tests.rules.broken_specs import CASES
 
 SPECS, EDITS, UNPLANNED = 300, 150, 25
 LARGEST_WORLD = 48

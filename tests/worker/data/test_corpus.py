@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import threading
@@ -15,8 +17,8 @@ import torch
 from pyarrow import parquet
 
 from meshwright.api.data import DataFormat, DataSpec, MixturePart, OnCorrupt, Tokenizer
-from meshwright.data.errors import CorruptRecordError, DataError
-from meshwright.data.files import open_directory
+from meshwright.data.errors import CorruptRecordError, DataError, is_storage_fault
+from meshwright.data.files import LocalDirectory, open_directory
 from meshwright.data.tokenize import TextSource, tokenize
 from meshwright.data.tokenizers import BYTE_SEPARATOR, ByteTokenizer
 from meshwright_worker.data.mixture import MixtureStream, open_stream
@@ -85,6 +87,54 @@ def test_an_interrupted_tokenizing_is_done_again(volume: Path, cache: Path) -> N
     (shard,) = cache.glob("*/*/00000.tokens")
     shard.write_bytes(shard.read_bytes()[:-2])
     assert row(volume, records()) == want("a") + want("b")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.ENOLCK])
+def test_scratch_space_that_cannot_be_used_is_named_and_not_the_data(
+    volume: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    where = {errno.ENOSPC: (os, "fsync"), errno.EROFS: (Path, "mkdir"), errno.ENOLCK: (fcntl, "flock")}[number]
+    monkeypatch.setattr(*where, failing)
+    with pytest.raises(DataError) as caught:
+        row(volume, records())
+    said = f"the tokens of `data` cannot be written to {cache}/meshwright-tokens-{os.getuid()}: {os.strerror(number)}"
+    assert str(caught.value).startswith(said)
+    assert ENV_CACHE_DIR in str(caught.value)
+    # A full disk may be emptied; a volume that is read-only stays so.
+    assert is_storage_fault(caught.value) is (number != errno.EROFS)
+
+
+def test_a_volume_full_of_other_files_is_not_listed_for_its_tokens(
+    volume: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens may be at its root, next to a million files, and every rank opens them at every start."""
+    tokenize(TextSource(open_directory(str(volume)), kind=DataFormat.JSON_LINES), ByteTokenizer(), volume / "tokens")
+    monkeypatch.setattr(LocalDirectory, "files", None)
+    spec = DataSpec(claim_name="v", format=DataFormat.TOKENS)
+    assert row(volume, spec, "tokens") == want("a") + want("b")
+
+
+def test_records_that_are_read_as_text_are_a_probable_mistake(volume: Path, caplog: pytest.LogCaptureFixture) -> None:
+    open_corpus(DataSpec(claim_name="v"), str(volume))
+    assert "2 of 2 files, such as a/part.jsonl, have a record in each line" in caplog.text
+    caplog.clear()
+    open_corpus(records(), str(volume))
+    assert caplog.text == ""
+
+
+def test_documents_that_cross_the_border_of_shards_are_whole(volume: Path) -> None:
+    source = TextSource(open_directory(str(volume)), kind=DataFormat.JSON_LINES)
+    tokenize(source, ByteTokenizer(), volume.parent / "one")
+    tokenize(source, ByteTokenizer(), volume.parent / "many", shard=50)
+    spec = DataSpec(claim_name="v", format=DataFormat.TOKENS)
+    one, many = (open_corpus(spec, str(volume.parent / name)) for name in ("one", "many"))
+    assert len(list((volume.parent / "many").glob("*.tokens"))) > 10
+    for start in range(0, len(one) - 200, 37):
+        assert one.documents(start, start + 200) == many.documents(start, start + 200)
+    assert one.documents(0, len(one)) == [len(f"{name} {text}".encode()) + 1 for name in ("a", "b") for text in TEXTS]
 
 
 def test_tokens_written_before_are_the_same_row(volume: Path) -> None:

@@ -58,7 +58,7 @@ def test_the_first_evaluation_has_the_limit_of_a_start(monkeypatch: pytest.Monke
 def test_a_rank_that_has_left_its_generation_tells_nothing_more() -> None:
     told: list[int] = []
     gate = MemoryGate()
-    events = EventsOfGeneration(SimpleNamespace(at_work=lambda: told.append(1)), gate)  # type: ignore[arg-type]
+    events = EventsOfGeneration(SimpleNamespace(at_work=lambda work: told.append(1)), gate)  # type: ignore[arg-type]
     events.at_work()
     gate.leave()
     events.at_work()

@@ -21,7 +21,7 @@ from meshwright_worker.parallel.parallelize import LocalStage, apply_memory_opti
 from meshwright_worker.parallel.pipeline.stage import PipelineStage
 from meshwright_worker.precision.loss_scale import LossScale
 from meshwright_worker.rank.task import StepReport
-from meshwright_worker.trainer.training_loop import step_flops
+from meshwright_worker.trainer.step_reports import step_flops
 from tests.tiers import mostly_long
 
 CPU = torch.device("cpu")

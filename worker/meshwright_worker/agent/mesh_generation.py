@@ -21,6 +21,7 @@ from meshwright.protocol.messages import (
     Phase,
     Progress,
     RankProcess,
+    RankWork,
 )
 from meshwright_worker.rank import failures, messages
 from meshwright_worker.rank.task import Outcome, StepReport, TierReport
@@ -94,6 +95,8 @@ class RankStatus:
     """The state that its process holds since it has left the generation, or the one before if it waits."""
     waits_to_go_on: bool = False
     """Whether its process is that of the generation before, and has not been told to go on."""
+    work: RankWork | None = None
+    """How far it is with work that takes long, until it completes that phase."""
     process_state: str = ""
     """State letter of its process when it was last read."""
     compute: deque[float] = field(default_factory=lambda: deque(maxlen=THROUGHPUT_STEPS))
@@ -217,6 +220,7 @@ class MeshGeneration:
         view = self.ranks[rank]
         view.last_message_at = now
         self._record_rank_progress(view, message)
+        view.work = _work_of(message, view.work)
         match message:
             case messages.Running():
                 view.running = True
@@ -379,6 +383,7 @@ class MeshGeneration:
                     held=view.held if view.live and (self.failures or not view.waits_to_go_on) else None,
                     data_seconds=view.data_seconds,
                     waits=view.waits,
+                    work=view.work if view.live else None,
                 )
             )
         return processes_report
@@ -410,6 +415,13 @@ class MeshGeneration:
 def _tier_of(tier: TierReport) -> CheckpointTier:
     texts = {"place": tier.place[:1024], "reason": tier.reason[:512], "error": tier.error[:1024]}
     return CheckpointTier(**{**asdict(tier), **texts})
+
+
+def _work_of(message: messages.RankMessage, before: RankWork | None) -> RankWork | None:
+    """What a rank is at work on after a message: any but one that says so ends it."""
+    if not isinstance(message, messages.AtWork):
+        return None
+    return RankWork(**asdict(message.work)) if message.work is not None else before
 
 
 def _describe_exit(rank: int, code: int, tail: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from meshwright.api import labels
@@ -430,24 +430,30 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
     Raises:
         OSError: no process can be started. If the command does not exist, this does not raise: its rank exits with 127.
     """
-    output, output_write = await open_pipe()
-    reports, close_reports = await _report_file(rank, environment)
-    lifeline_read, lifeline = os.pipe2(os.O_CLOEXEC)
-    try:
-        process = await _start_guard(command, environment, lifeline_read, output_write)
-    except OSError:
-        os.close(lifeline)
-        output.close()
+    with contextlib.ExitStack() as guards_ends, contextlib.ExitStack() as own_ends:
+        output, output_write = await open_pipe()
+        own_ends.callback(output.close)
+        guards_ends.callback(os.close, output_write)
+        reports, close_reports = await _report_file(rank, environment)
+        own_ends.callback(close_reports)
         if reports is not None:
-            reports.close()
-        close_reports()
-        raise
-    finally:
-        os.close(lifeline_read)
-        os.close(output_write)
-    # The guard then kills every process of the command, and exits.
-    kill_guard = _closer(lifeline)
+            own_ends.callback(reports.close)
+        lifeline_read, lifeline = os.pipe2(os.O_CLOEXEC)
+        own_ends.callback(os.close, lifeline)
+        guards_ends.callback(os.close, lifeline_read)
+        process = await _start_guard(command, environment, lifeline_read, output_write)
+        own_ends.pop_all()
+    handle = _handle_of_command(rank, process, kill_guard=_closer(lifeline), output=output)
     recorded = environment.get(error_file.VARIABLE)
+    return replace(
+        handle, reports=reports, close_reports=close_reports, error_file=Path(recorded) if recorded else None
+    )
+
+
+def _handle_of_command(
+    rank: int, process: asyncio.subprocess.Process, *, kill_guard: Callable[[], None], output: Pipe
+) -> RankHandle:
+    """A command's process. `kill_guard` makes its guard kill every process of the command, and exit."""
 
     async def wait() -> int:
         code = await process.wait()
@@ -467,8 +473,5 @@ async def start_command(rank: int, command: Sequence[str], environment: Mapping[
         kill=kill_guard,
         output=output,
         events=None,
-        reports=reports,
-        close_reports=close_reports,
-        error_file=Path(recorded) if recorded else None,
         dump_stacks=lambda: abort_with_stacks(process.pid),
     )

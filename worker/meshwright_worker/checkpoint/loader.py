@@ -217,7 +217,8 @@ def check_same_run(actual: Manifest, expected: Manifest) -> None:
     if actual.stream != expected.stream:
         raise CheckpointMismatchError(
             "the checkpoint was trained on another stream of samples, so its position is not valid in this one: "
-            f"`data`, `training.sequenceLength` or `training.seed` differ: {fix}"
+            "`data`, `training.sequenceLength` or `training.seed` differ, or a file of `data` was added, removed or "
+            f"changed: {fix}. To continue with other data, begin a job with `training.initialWeights`"
         )
 
 

@@ -32,7 +32,7 @@ def data_use(stream: Stream, paths: Sequence[str], samples: int, batch: int) -> 
         batch: samples of one step.
     """
     lines, warnings = [], []
-    for name, part, share in _parts(stream, paths):
+    for name, part, share in corpus_streams(stream, paths):
         taken, size = round(samples * share), part.samples_per_epoch
         lines.append(f"{name}: {size:,} samples per epoch; the run takes {taken:,}, {taken / size:.2f} epochs")
         if batch * share > size:
@@ -48,7 +48,7 @@ def data_use(stream: Stream, paths: Sequence[str], samples: int, batch: int) -> 
     return DataUse(tuple(lines), tuple(warnings))
 
 
-def _parts(stream: Stream, paths: Sequence[str]) -> Iterator[tuple[str, CorpusStream, float]]:
+def corpus_streams(stream: Stream, paths: Sequence[str]) -> Iterator[tuple[str, CorpusStream, float]]:
     """The stream of each corpus, with a name and its share of the samples."""
     if not isinstance(stream, MixtureStream):
         yield "data", stream, 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +15,7 @@ from meshwright_worker.data.open_corpus import data_root, open_corpus, open_data
 from meshwright_worker.data.sample_order import SampleStream
 from meshwright_worker.data.sft import PromptCompletionStream, read_pairs, select_split
 from meshwright_worker.data.token_cache import data_source, open_data_tokenizer
+from meshwright_worker.rank.task import WorkProgress
 
 CorpusStream = SampleStream | PromptCompletionStream
 """The samples of one corpus."""
@@ -68,28 +70,71 @@ def open_stream(
     Raises:
         DataError: they cannot be read, or are too few.
     """
+    trained, evaluated = open_streams(data, data_dir, sequence_length, seed, evaluates=held_out)
+    return evaluated or trained
 
-    def stream(path: str | None = None) -> CorpusStream:
-        if data.format is DataFormat.PROMPT_COMPLETION:
-            tokenizer = open_data_tokenizer(data, data_root(data, data_dir))
-            pairs = read_pairs(
-                data_source(data, open_data_directory(data, data_dir, path), path), tokenizer, sequence_length
-            )
-            split_pairs = select_split(pairs, data.held_out, held_out=held_out)
-            return PromptCompletionStream(split_pairs, sequence_length, seed, tokenizer.separator)
-        corpus: Corpus = open_corpus(data, data_dir, path)
-        if data.held_out:
-            corpus = split_held_out(corpus, data.held_out)[held_out]
-        return SampleStream(corpus, sequence_length, seed)
 
+def open_streams(
+    data: DataSpec,
+    data_dir: str | None,
+    sequence_length: int,
+    seed: int,
+    *,
+    evaluates: bool,
+    progress: WorkProgress | None = None,
+) -> tuple[Stream, Stream | None]:
+    """Open the samples that `data` names, each corpus once: those to train on and, if a run `evaluates`, the held-out
+    ones. `progress` receives what is done.
+
+    Raises:
+        DataError: they cannot be read, or are too few.
+    """
+    opener = _CorpusOpener(data, data_dir, sequence_length, seed, evaluates, progress or WorkProgress())
     if not data.mixture:
-        return stream()
+        trained, *evaluated = opener.streams(None)
+        return trained, evaluated[0] if evaluated else None
     try:
         mixture = Mixture([part.weight for part in data.mixture], seed)
     except ValueError as error:
         raise CorpusError(f"`data.mixture`: {error}") from error
-    streams = []
-    for part in data.mixture:
+    found = []
+    for number, part in enumerate(data.mixture, start=1):
+        opener.progress.begin_part(number, len(data.mixture))
         with naming_corpus(part.path):
-            streams.append(stream(part.path))
-    return MixtureStream(streams, mixture)
+            found.append(opener.streams(part.path))
+    splits = [MixtureStream(split, mixture) for split in zip(*found, strict=True)]
+    return splits[0], splits[1] if evaluates else None
+
+
+@dataclass(frozen=True, slots=True)
+class _CorpusOpener:
+    """Opens each corpus of a run once."""
+
+    data: DataSpec
+    data_dir: str | None
+    sequence_length: int
+    seed: int
+    evaluates: bool
+    progress: WorkProgress
+
+    def streams(self, path: str | None) -> list[CorpusStream]:
+        """The samples to train on and, if the run evaluates, the held-out ones, of the mixture's corpus at `path`."""
+        count = 2 if self.evaluates else 1
+        if self.data.format is DataFormat.PROMPT_COMPLETION:
+            return self._records(path)
+        share, corpus = self.data.held_out, open_corpus(self.data, self.data_dir, path, self.progress)
+        corpora: Sequence[Corpus] = split_held_out(corpus, share) if share else (corpus, corpus)
+        return [SampleStream(part, self.sequence_length, self.seed) for part in corpora[:count]]
+
+    def _records(self, path: str | None) -> list[CorpusStream]:
+        data, length = self.data, self.sequence_length
+        tokenizer = open_data_tokenizer(data, data_root(data, self.data_dir))
+        source = data_source(data, open_data_directory(data, self.data_dir, path), path)
+        pairs = read_pairs(source, tokenizer, length, self.progress)
+        splits = [False, True] if self.evaluates else [False]
+        return [
+            PromptCompletionStream(
+                select_split(pairs, data.held_out, held_out=held_out), length, self.seed, tokenizer.separator
+            )
+            for held_out in splits
+        ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.api.data import DataFormat, DataSource, DataSpec, Tokenizer
@@ -13,7 +15,11 @@ from meshwright.data.shards import MANIFEST, TokensManifest, read_manifest
 from meshwright.data.tokenize import TextSource
 from meshwright_worker.data.corpus import Corpus, CorpusError, ShardCorpus, TextCorpus
 from meshwright_worker.data.token_cache import data_source, open_data_tokenizer, tokenized_shards
+from meshwright_worker.rank.task import WorkProgress
 
+log = logging.getLogger(__name__)
+
+_LINE_ENDINGS = (".jsonl", ".ndjson")
 _MAX_NAMED = 5
 """Maximum number of files or directories in an error message."""
 
@@ -21,9 +27,11 @@ _MAX_NAMED = 5
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
-def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -> Corpus:
+def open_corpus(
+    data: DataSpec, data_dir: str | None, path: str | None = None, progress: WorkProgress | None = None
+) -> Corpus:
     """Open the corpus that `data` names, or the mixture's corpus at `path`; `data_dir` is the root of the mounted
-    volume.
+    volume. `progress` receives what is done.
 
     Raises:
         DataError: there is no volume, no file matches, or the corpus cannot be read.
@@ -42,20 +50,33 @@ def open_corpus(data: DataSpec, data_dir: str | None, path: str | None = None) -
                 "`data.tokenizer` and `data.tokenizerFile` to the tokenizer that wrote them"
             )
         return shards
-    source = data_source(data, directory, path)
-    entries = matching_files(source)
-    if data.format is DataFormat.TEXT and data.tokenizer is Tokenizer.BYTE:
-        return TextCorpus(directory, entries)
-    return ShardCorpus(tokenized_shards(source, open_data_tokenizer(data, root)))
+    source, progress = data_source(data, directory, path), progress or WorkProgress()
+    entries = matching_files(source, progress)
+    if data.format is DataFormat.TEXT:
+        _warn_of_records(entries)
+        if data.tokenizer is Tokenizer.BYTE:
+            return TextCorpus(directory, entries)
+    return ShardCorpus(tokenized_shards(source, entries, open_data_tokenizer(data, root), progress))
 
 
-def matching_files(source: TextSource) -> list[FileEntry]:
-    """Return the files that match `data.pattern`.
+def _warn_of_records(entries: Sequence[FileEntry]) -> None:
+    """Warn of files that are probably to be read record by record: as text, names of fields would be trained on."""
+    names = [entry.name for entry in entries if entry.size and any(end in entry.name for end in _LINE_ENDINGS)]
+    if names:
+        log.warning(
+            "%d of %d files, such as %s, have a record in each line by their names, and each file is read as one text: "
+            "set `data.format: JSONLines`, or exclude them with `data.pattern`",
+            *(len(names), len(entries), names[0]),
+        )
+
+
+def matching_files(source: TextSource, progress: WorkProgress) -> list[FileEntry]:
+    """Return the files that match `data.pattern`. `progress` receives their number while they are listed.
 
     Raises:
         CorpusError: all of them are empty, or none matches; lists the existing files.
     """
-    entries = source.files()
+    entries = source.files(lambda found: progress("list", found))
     if any(entry.size for entry in entries):
         return entries
     existing = [entry.name for entry in source.directory.files() if entry.size and entry.name != source.without]

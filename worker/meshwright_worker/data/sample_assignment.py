@@ -71,6 +71,13 @@ class SampleAssignment:
         first = step.start // self.islands if self.separate_data else step.start + self.island * share
         return range(first, first + share)
 
+    def end_of_first(self, count: int) -> int:
+        """Return the end of the numbers that the first `count` samples over all islands have in this island's corpus.
+
+        Islands with separate corpora take equally many of them, up to one.
+        """
+        return -(-(count - self.island) // self.islands) if self.separate_data else count
+
     def replica_samples(self, step: range) -> range:
         """Return the numbers of the samples that this replica takes."""
         own = self.island_samples(step)

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from meshwright.api.data import OnCorrupt
-from meshwright.data.documents import SkippedRecords, encoding_problem, lines, parse_json
+from meshwright.data.documents import SkippedRecords, encoding_problem, lines, parse_json, share_read
 from meshwright.data.errors import CorruptRecordError
 from meshwright.data.tokenize import TextSource
 from meshwright.data.tokenizers import Tokenizer
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.open_corpus import matching_files
 from meshwright_worker.data.permutation import Permutation
+from meshwright_worker.data.token_cache import log_skipped
+from meshwright_worker.rank.task import WorkProgress
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +103,10 @@ class PromptCompletionStream:
         return Permutation(self.samples_per_epoch, f"{self._seed}/{epoch}")
 
 
-def read_pairs(source: TextSource, tokenizer: Tokenizer, length: int) -> list[Pair]:
-    """Read the records of every file of a source, in the order of names and lines.
+def read_pairs(
+    source: TextSource, tokenizer: Tokenizer, length: int, progress: WorkProgress | None = None
+) -> list[Pair]:
+    """Read the records of every file of a source, in the order of names and lines. `progress` receives what is done.
 
     Raises:
         CorruptRecordError: a record cannot be read, or its completion does not fit, and `data.onCorruptRecord` is
@@ -111,10 +115,14 @@ def read_pairs(source: TextSource, tokenizer: Tokenizer, length: int) -> list[Pa
     """
     skipped = SkippedRecords()
     pairs: list[Pair] = []
-    truncated = 0
-    for entry in matching_files(source):
+    truncated = done = 0
+    progress = progress or WorkProgress()
+    entries = matching_files(source, progress)
+    size = sum(entry.size for entry in entries)
+    for entry in entries:
         with source.directory.open(entry.name) as file:
             for where, line in lines(file, entry.name):
+                progress("tokenize", done + int(share_read(file, entry) * entry.size), size)
                 found = line if isinstance(line, CorruptRecordError) else _pair(line, where, tokenizer, length)
                 if not isinstance(found, CorruptRecordError):
                     pairs.append(found)
@@ -123,10 +131,8 @@ def read_pairs(source: TextSource, tokenizer: Tokenizer, length: int) -> list[Pa
                     raise found
                 else:
                     skipped.add(str(found))
-    for example in skipped.examples:
-        log.warning("skipped: %s", example)
-    if skipped.count:
-        log.warning("skipped %d records (`data.onCorruptRecord: Skip`)", skipped.count)
+        done += entry.size
+    log_skipped(skipped)
     if truncated:
         log.warning(
             "truncated %d of %d completions, which do not end in a sequence of %d tokens (`training.sequenceLength`)",

@@ -14,22 +14,26 @@ import posixpath
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from meshwright.api.data import DataSpec
 from meshwright.api.data import Tokenizer as Kind
+from meshwright.data.documents import SkippedRecords
 from meshwright.data.errors import DataError
-from meshwright.data.files import Directory, LocalDirectory, open_directory
+from meshwright.data.files import Directory, FileEntry, LocalDirectory, open_directory
 from meshwright.data.shards import TokenShards
-from meshwright.data.tokenize import TextSource, tokenize
+from meshwright.data.tokenize import Progress, TextSource, tokenize
 from meshwright.data.tokenizers import Tokenizer, open_tokenizer
+from meshwright_worker.rank.task import WorkProgress
 
 log = logging.getLogger(__name__)
 
 ENV_CACHE_DIR = "MESHWRIGHT_CACHE_DIR"
 """Directory for the tokens instead of the temporary directory: use a volume that outlives the pod to tokenize once."""
+_LOG_SECONDS = 60.0
+"""Time between two lines of the log while text is tokenized."""
 _VERSION = "2"
 """Changed whenever the same text and tokenizer give other tokens. 2: special tokens in text are ordinary text."""
 
@@ -83,24 +87,52 @@ def data_source(data: DataSpec, directory: Directory, path: str | None = None) -
     return TextSource(directory, data.pattern, data.format, data.field, data.on_corrupt_record, file)
 
 
-def tokenized_shards(source: TextSource, tokenizer: Tokenizer) -> Directory:
+def tokenized_shards(
+    source: TextSource, files: Sequence[FileEntry], tokenizer: Tokenizer, progress: WorkProgress
+) -> Directory:
     """Return the directory of shards with the tokens of `source`; creates it unless a rank of this pod already has.
+
+    Args:
+        source: what to read.
+        files: its files.
+        tokenizer: how to convert it.
+        progress: receives the bytes that are tokenized. Ranks that wait for another one of their pod report nothing,
+            so that nobody takes them for ranks at work if that one hangs.
 
     Raises:
         CorruptRecordError: a record cannot be read, and `data.onCorruptRecord` is `Fail`.
         DataError: no file matches, or a file cannot be read.
     """
     base = Path(os.environ.get(ENV_CACHE_DIR) or tempfile.gettempdir()) / f"meshwright-tokens-{os.getuid()}"
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if base.stat().st_uid != os.getuid():
-        raise DataError(f"{base} belongs to another user: set {ENV_CACHE_DIR} to a directory of this user")
-    target = base / _key(source, tokenizer)
-    with (base / f"{target.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    target = base / _key(source, files, tokenizer)
+    with ExitStack() as opened:
+        with _writing_to(base, everything=True):
+            base.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if base.stat().st_uid != os.getuid():
+                raise DataError(f"{base} belongs to another user: set {ENV_CACHE_DIR} to a directory of this user")
+            lock = opened.enter_context((base / f"{target.name}.lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if not _is_complete(target):
             shutil.rmtree(target, ignore_errors=True)
-            _tokenize(source, tokenizer, target)
+            with _writing_to(base, everything=False):
+                _tokenize(source, files, tokenizer, target, progress)
     return LocalDirectory(target)
+
+
+@contextmanager
+def _writing_to(base: Path, *, everything: bool) -> Iterator[None]:
+    """Make an error of the scratch space say so, and not that the data cannot be read. It is one if its file is there,
+    or if `everything` in the block happens there.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not everything and not str(error.filename or "").startswith(f"{base}/"):
+            raise
+        raise DataError(
+            f"the tokens of `data` cannot be written to {base}: {error.strerror or error}: set {ENV_CACHE_DIR} to a "
+            "directory that can be written and is large enough, or tokenize once with `meshwright data tokenize`"
+        ) from error
 
 
 def _is_complete(target: Path) -> bool:
@@ -112,19 +144,34 @@ def _is_complete(target: Path) -> bool:
     return True
 
 
-def _tokenize(source: TextSource, tokenizer: Tokenizer, target: Path) -> None:
-    started = time.monotonic()
-    manifest, skipped = tokenize(source, tokenizer, target)
-    for example in skipped.examples:
-        log.warning("skipped: %s", example)
-    if skipped.count:
-        log.warning("skipped %d records (`data.onCorruptRecord: Skip`)", skipped.count)
+def _tokenize(
+    source: TextSource, files: Sequence[FileEntry], tokenizer: Tokenizer, target: Path, progress: WorkProgress
+) -> None:
+    started = logged = time.monotonic()
+
+    def report(now: Progress) -> None:
+        nonlocal logged
+        progress("tokenize", now.bytes, now.of_bytes)
+        if time.monotonic() - logged >= _LOG_SECONDS:
+            logged = time.monotonic()
+            log.info("tokenized %d of %d bytes in %.0f s", now.bytes, now.of_bytes, logged - started)
+
+    manifest, skipped = tokenize(source, tokenizer, target, report, files=files)
+    log_skipped(skipped)
     seconds = time.monotonic() - started
     log.info("tokenized %d documents, %d tokens, in %.1f s", manifest.documents, manifest.tokens, seconds)
 
 
-def _key(source: TextSource, tokenizer: Tokenizer) -> str:
+def log_skipped(skipped: SkippedRecords) -> None:
+    """Log the records that could not be read."""
+    for example in skipped.examples:
+        log.warning("skipped: %s", example)
+    if skipped.count:
+        log.warning("skipped %d records (`data.onCorruptRecord: Skip`)", skipped.count)
+
+
+def _key(source: TextSource, files: Sequence[FileEntry], tokenizer: Tokenizer) -> str:
     parts = [_VERSION, tokenizer.identity, source.kind, source.key, source.on_corrupt, source.directory.where]
-    parts += [f"{entry.name}\0{entry.size}\0{entry.stamp}" for entry in source.files()]
+    parts += [f"{entry.name}\0{entry.size}\0{entry.stamp}" for entry in files]
     # A name need not be valid UTF-8, and neither need a directory's.
     return hashlib.sha256("\n".join(parts).encode(errors="surrogateescape")).hexdigest()[:32]

@@ -17,7 +17,7 @@ from meshwright_worker.in_memory.copies import Copier, HostCopies
 from meshwright_worker.in_memory.gate import Held, LeftError, MemoryGate
 from meshwright_worker.in_memory.leaving import Connections, destroy_groups
 from meshwright_worker.in_memory.transfer import restore
-from meshwright_worker.rank.task import Outcome, RankEvents, RankTask, StepReport
+from meshwright_worker.rank.task import Outcome, RankEvents, RankTask, StepReport, Work
 from meshwright_worker.trainer.train import OpenedRun, train_on_mesh
 from meshwright_worker.trainer.trainer import StepGate, Trainer
 
@@ -48,10 +48,10 @@ class EventsOfGeneration:
         """See `RankEvents.step`."""
         self._report(lambda: self._events.step(report))
 
-    def at_work(self) -> None:
+    def at_work(self, work: Work | None = None) -> None:
         """See `RankEvents.at_work`. May be called in another thread."""
         with suppress(LeftError):
-            self._report(self._events.at_work)
+            self._report(lambda: self._events.at_work(work))
 
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
         """See `RankEvents.checkpoint`."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from meshwright.protocol.messages import FailureKind
-from meshwright_worker.rank.task import Outcome, StepReport
+from meshwright_worker.rank.task import Outcome, StepReport, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,10 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class AtWork:
-    """A load, a compilation, an evaluation or the wait for a save goes on."""
+    """Text is tokenized, or a load, a compilation, an evaluation or the wait for a save goes on."""
 
+    work: Work | None = None
+    """How much is done, if that is known."""
     kind: Literal["at-work"] = "at-work"
 
 

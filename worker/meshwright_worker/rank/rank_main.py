@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from meshwright.api.checkpoint import Writer
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank import failures, messages
-from meshwright_worker.rank.task import RankTask, StepReport
+from meshwright_worker.rank.task import RankTask, StepReport, Work
 
 if TYPE_CHECKING:
     from meshwright_worker.checkpoint.writer_process import WriterProcess
@@ -55,9 +55,9 @@ class PipeEvents:
         """See `RankEvents.step`."""
         self.send(messages.StepDone(report))
 
-    def at_work(self) -> None:
+    def at_work(self, work: Work | None = None) -> None:
         """See `RankEvents.at_work`."""
-        self.send(messages.AtWork())
+        self.send(messages.AtWork(work))
 
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
         """See `RankEvents.checkpoint`."""

@@ -198,6 +198,46 @@ def no_report() -> None:
     """The `Progress` of work that nobody watches."""
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work that takes long, before the first step, and how much of it is done: see `RankWork` of the protocol."""
+
+    name: str
+    done: int
+    total: int | None
+    part: int
+    parts: int
+    seconds: float
+
+
+class WorkProgress:
+    """Reports from time to time how much is done of work that takes long.
+
+    Args:
+        events: where to; None if nobody watches.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, events: RankEvents | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._events, self._clock = events, clock
+        self._told_at = self._begun_at = clock()
+        self._work = ("", 0)
+        self._parts = 1
+
+    def begin_part(self, part: int, parts: int) -> None:
+        """The work on one of several corpora begins, numbered from 1."""
+        self._work, self._parts = ("", part - 1), parts
+
+    def __call__(self, name: str, done: int, total: int | None = None) -> None:
+        """So much of the work `name` is done."""
+        now, (_, part) = self._clock(), self._work
+        if self._work != (name, part):
+            self._work, self._begun_at = (name, part), now
+        if self._events is not None and now - self._told_at >= AT_WORK_SECONDS:
+            self._told_at = now
+            self._events.at_work(Work(name, done, total, part + 1, self._parts, round(now - self._begun_at, 1)))
+
+
 def progress_of(events: RankEvents, clock: Callable[[], float] = time.monotonic) -> Progress:
     """A `Progress` that tells from time to time that the rank is at work."""
     told_at = clock()
@@ -223,9 +263,9 @@ class RankEvents(Protocol):
     def step(self, report: StepReport) -> None:
         """A step is complete."""
 
-    def at_work(self) -> None:
-        """A load, a compilation, an evaluation or the wait for a save goes on: a rank that completes no phase or step
-        for so long does not hang.
+    def at_work(self, work: Work | None = None) -> None:
+        """Text is tokenized, or a load, a compilation, an evaluation or the wait for a save goes on: a rank that
+        completes no phase or step for so long does not hang. `work` says how much is done, if that is known.
         """
 
     def checkpoint(self, step: int, path: str, seconds: float) -> None:

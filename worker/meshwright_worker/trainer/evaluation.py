@@ -1,4 +1,8 @@
-"""The loss on held-out documents, during training."""
+"""The loss on held-out documents, during training.
+
+It is over the same tokens in every layout, with every number of replicas and every global batch: the rows that fill up
+the last batch have no targets, and the mean is over targets, not over batches.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ import torch.distributed as dist
 from meshwright.api.data import DataSpec
 from meshwright.api.training import EvaluationSpec, TrainingSpec
 from meshwright_worker.data.batch import IGNORED, Batch, make_batch
-from meshwright_worker.data.mixture import MixtureStream, open_stream
+from meshwright_worker.data.epochs import corpus_streams
+from meshwright_worker.data.mixture import Stream
 from meshwright_worker.data.sample_assignment import SampleAssignment
 from meshwright_worker.distributed.collectives import all_reduce_sum
 from meshwright_worker.distributed.mesh import Mesh
@@ -63,27 +68,29 @@ class Evaluation:
         spec: the interval, and the number of samples over all islands.
         training: the job's training section.
         data: the job's data section.
-        data_dir: directory with the corpus of this rank's island.
-
-    Raises:
-        DataError: the held-out documents cannot be read, or are too short for one sample.
+        stream: the held-out samples of this rank's island.
     """
 
-    def __init__(self, spec: EvaluationSpec, training: TrainingSpec, data: DataSpec, data_dir: str | None) -> None:
+    def __init__(self, spec: EvaluationSpec, training: TrainingSpec, data: DataSpec, stream: Stream) -> None:
         self._spec = spec
         self._training = training
         self._data = data
-        self._stream = open_stream(data, data_dir, training.sequence_length, training.seed, held_out=True)
+        self._stream = stream
 
-    @property
-    def repeats(self) -> str:
-        """What is wrong if samples are evaluated several times, because too few are held out. Empty if none is."""
-        if isinstance(self._stream, MixtureStream) or self._stream.samples_per_epoch >= self._spec.samples:
-            return ""
-        return (
-            f"`training.evaluation.samples: {self._spec.samples}` is more than the {self._stream.samples_per_epoch} "
-            "that `data.heldOut` leaves: some count several times in `evaluationLoss`"
-        )
+    def repeats(self, corpora: int = 1) -> str:
+        """What is wrong if samples are evaluated several times, because too few are held out. Empty if none is.
+
+        `corpora` is the number of islands with separate corpora, which share the samples.
+        """
+        samples = -(-self._spec.samples // corpora)
+        for where, part, share in corpus_streams(self._stream, [part.path for part in self._data.mixture]):
+            if samples * share > part.samples_per_epoch:
+                return (
+                    f"`training.evaluation.samples: {self._spec.samples}` takes {round(samples * share)} samples of "
+                    f"{where}, and `data.heldOut` leaves {part.samples_per_epoch}: some count several times in "
+                    "`evaluationLoss`"
+                )
+        return ""
 
     def due(self, step: int) -> bool:
         """Return whether an evaluation follows `step`."""
@@ -95,8 +102,15 @@ class Evaluation:
 
     def _batches(self, mesh: Mesh, on_batch: Callable[[], None]) -> Iterator[Batch]:
         size, assignment = self._training.global_batch_size, SampleAssignment.of(self._training, mesh)
+        end = assignment.end_of_first(self._spec.samples)
         for first in range(0, self._spec.samples, size):
             if first:
                 on_batch()
             sample_numbers = assignment.replica_samples(range(first, first + size))
-            yield make_batch(self._stream.rows(sample_numbers), self._data, self._stream.separator)
+            yield make_batch(self._rows(sample_numbers, end), self._data, self._stream.separator)
+
+    def _rows(self, numbers: Sequence[int], end: int) -> torch.Tensor:
+        """The samples of these numbers, int64 [rows, length + 1]. Those from `end` on are sample 0 without targets."""
+        samples = self._stream.rows([number if number < end else 0 for number in numbers])
+        is_filler = torch.tensor([number >= end for number in numbers]).unsqueeze(1)
+        return torch.where(is_filler & (samples >= 0), ~samples, samples)

@@ -37,7 +37,7 @@ from meshwright_worker.checkpoint.manifest import Origin, TokenizerRecord, Train
 from meshwright_worker.checkpoint.provenance import provenance_of
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.epochs import data_use
-from meshwright_worker.data.mixture import open_stream
+from meshwright_worker.data.mixture import open_streams
 from meshwright_worker.data.sample_assignment import combined_identity, is_federated, island_data_dir
 from meshwright_worker.data.vocabulary_check import check_vocabulary
 from meshwright_worker.distributed.device import device_properties
@@ -47,7 +47,7 @@ from meshwright_worker.pretrained.base_tokenizer import other_tokenizer
 from meshwright_worker.pretrained.load import check_pretrained
 from meshwright_worker.pretrained.tensor_files import CONFIG
 from meshwright_worker.rank.failures import InvalidRunError, PretrainedError
-from meshwright_worker.rank.task import Outcome, Progress, RankEvents, RankTask, progress_of
+from meshwright_worker.rank.task import Outcome, Progress, RankEvents, RankTask, WorkProgress, progress_of
 from meshwright_worker.tracking.tracked_events import tracked
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.evaluation import Evaluation
@@ -128,7 +128,7 @@ def open_run(task: RankTask[NativeRun], events: RankEvents) -> OpenedRun:
     validate_device(device_properties(task.local_rank), task.local_world_size, task.run.training)
     with _phase(events, "data"):
         tokenizer = check_vocabulary(task)
-        return OpenedRun(open_inputs(task), tokenizer)
+        return OpenedRun(open_inputs(task, WorkProgress(events)), tokenizer)
 
 
 def train_on_mesh(
@@ -144,13 +144,7 @@ def train_on_mesh(
         trainer = build_trainer(run, mesh, inputs.samples, memory.gate if memory is not None else None, draw=False)
         # Pipelines and attention have created groups of their own, with torch's shorter limit.
         set_collective_timeout(START_TIMEOUT)
-    manager = None
-    if run.checkpoint is not None and (task.checkpoint_dir or task.checkpoint_uri):
-        known: dict[str, object] = {"tokenizer": opened.tokenizer}
-        if task.job and mesh.rank == 0:
-            known["provenance"] = provenance_of(run, task.job, task.image)
-        template = manifest_template(run, identity, mesh).model_copy(update=known)
-        manager = CheckpointManager(task, run.checkpoint, mesh, events, template)
+    manager = _checkpoint_manager(task, events, opened, mesh, identity)
     with _phase(events, "load"):
         state = _load(run, trainer, mesh, manager, memory, progress_of(events))
         trainer.on_parameters_loaded(state.step)
@@ -177,14 +171,29 @@ def train_on_mesh(
         return loop.run(state)
 
 
+def _checkpoint_manager(
+    task: RankTask[NativeRun], events: RankEvents, opened: OpenedRun, mesh: Mesh, identity: str
+) -> CheckpointManager | None:
+    """Loads and saves the run's checkpoints, which record the stream of samples with this `identity`; None without."""
+    run = task.run
+    if run.checkpoint is None or not (task.checkpoint_dir or task.checkpoint_uri):
+        return None
+    known: dict[str, object] = {"tokenizer": opened.tokenizer}
+    if task.job and mesh.rank == 0:
+        known["provenance"] = provenance_of(run, task.job, task.image)
+    template = manifest_template(run, identity, mesh).model_copy(update=known)
+    return CheckpointManager(task, run.checkpoint, mesh, events, template)
+
+
 def log_inputs(run: NativeRun, opened: OpenedRun) -> None:
     """Log how the run uses its data, and what may be a mistake in its inputs."""
     inputs, training, tokenizer = opened.inputs, run.training, opened.tokenizer
-    batch = training.global_batch_size // (run.islands if is_federated(training) else 1)
+    corpora = run.islands if is_federated(training) else 1
+    batch = training.global_batch_size // corpora
     use = data_use(inputs.stream, [part.path for part in run.data.mixture], training.steps * batch, batch)
     for line in use.lines:
         log.info(line)
-    warnings = [*use.warnings, inputs.evaluation.repeats if inputs.evaluation is not None else ""]
+    warnings = [*use.warnings, inputs.evaluation.repeats(corpora) if inputs.evaluation is not None else ""]
     warnings += [f"`{mistake.field}` {mistake.message}" for mistake in likely_mistakes(facts_of_run(run))]
     if training.initial_weights is not None:
         directory = Path(training.initial_weights)
@@ -223,8 +232,9 @@ def validate_run(run: NativeRun) -> None:
         raise InvalidRunError("; ".join(problems))
 
 
-def open_inputs(task: RankTask[NativeRun]) -> RunInputs:
-    """Open the training samples and the held-out samples, after checking the initial weights.
+def open_inputs(task: RankTask[NativeRun], progress: WorkProgress | None = None) -> RunInputs:
+    """Open the training samples and the held-out samples, after checking the initial weights. `progress` receives what
+    is done.
 
     Raises:
         DataError: the corpus is missing, damaged or too short; the message names the field and a value that works.
@@ -235,11 +245,18 @@ def open_inputs(task: RankTask[NativeRun]) -> RunInputs:
         _check_initial_weights(task.run.architecture, training.initial_weights)
     island_dir = island_data_dir(task.run, task.data_dir, task.rank)
     try:
-        stream = open_stream(data, island_dir, training.sequence_length, training.seed)
-        requested = training.evaluation
-        evaluation = Evaluation(requested, training, data, island_dir) if requested is not None else None
+        stream, held_out = open_streams(
+            data,
+            island_dir,
+            training.sequence_length,
+            training.seed,
+            evaluates=training.evaluation is not None,
+            progress=progress,
+        )
     except OSError as error:
         raise CorpusError(f"`data` cannot be read: {error}") from error
+    spec = training.evaluation
+    evaluation = Evaluation(spec, training, data, held_out) if spec is not None and held_out is not None else None
     return RunInputs(stream, evaluation)
 
 

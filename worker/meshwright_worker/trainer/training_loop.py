@@ -1,28 +1,13 @@
-"""The steps of a run on one rank: reads samples, trains, evaluates, saves checkpoints, and reports each step.
-
-A report compares the floating-point operations of a step with the peak of the GPUs. Model FLOPs (for MFU, arXiv
-2204.02311) are 6·N + 12·L·d·s per token; with adapters, frozen parameters count 4·N. Hardware FLOPs (for HFU) add
-recomputation by activation checkpointing and `parallelism.rematerialize`, as entire forward passes. Both are compared
-with the dense bf16 peak, for every number format, so that runs are comparable. If the GPU is unknown, there is no peak
-and no utilization.
-"""
+"""The steps of a run on one rank: reads samples, trains, evaluates, saves checkpoints, and reports each step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NoReturn
 
-import torch
-
-from meshwright.api.training import ActivationCheckpointing, TrainingSpec
-from meshwright.models.architecture import Architecture
-from meshwright.models.counts import forward_pass_flops, recomputed_layers_flops, training_flops
-from meshwright.planner.cost.accelerators import accelerator
 from meshwright.protocol.run_config import NativeRun
-from meshwright.schedules.measured import RankTimeline
 from meshwright_worker.checkpoint.manager import CheckpointManager
 from meshwright_worker.checkpoint.manifest import AnomalyState, TrainingState
 from meshwright_worker.checkpoint.schedule import REQUEST
@@ -35,25 +20,20 @@ from meshwright_worker.data.sample_order import MODULUS, SampleDigest
 from meshwright_worker.distributed.mesh import START_TIMEOUT, STEP_TIMEOUT, Mesh, set_collective_timeout
 from meshwright_worker.distributed.step_clock import phase
 from meshwright_worker.distributed.timed_collectives import timed_collectives
-from meshwright_worker.memory.peaks import memory_peaks
 from meshwright_worker.parallel.pipeline.slot_times import is_timed
 from meshwright_worker.rank.failures import WentBackError
-from meshwright_worker.rank.task import Outcome, RankEvents, StepReport, StepTimes, progress_of
+from meshwright_worker.rank.task import Outcome, RankEvents, progress_of
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.checkpoint_requests import CheckpointRequests
 from meshwright_worker.trainer.evaluation import Evaluation
 from meshwright_worker.trainer.long_waits import reporting_compilation, reporting_work
 from meshwright_worker.trainer.loss_anomalies import DivergedError
-from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts
+from meshwright_worker.trainer.micro_batches import MicroBatches
 from meshwright_worker.trainer.repeated_steps import RepeatedSteps
 from meshwright_worker.trainer.step_garbage import StepGarbage
 from meshwright_worker.trainer.step_profiler import StepProfiler
-from meshwright_worker.trainer.step_times import simulated_bubble, step_times
+from meshwright_worker.trainer.step_reports import StepReports
 from meshwright_worker.trainer.trainer import StepResult, Trainer
-
-_RECOMPUTES_LAYERS = (ActivationCheckpointing.FULL, ActivationCheckpointing.EVERY_K, ActivationCheckpointing.SQRT)
-"""`Selective` stores the result of every matrix product: what it recomputes does not count in FLOPs."""
-
 
 _CHECKPOINT, _EVALUATION, _REPEAT = "checkpoint", "evaluation", "repeat"
 """Phases of the clock beside those of a step."""
@@ -101,20 +81,10 @@ class TrainingLoop:
         self._checkpoint_manager = checkpoint_manager
         self._mesh = mesh
         self._assignment = SampleAssignment.of(self._training, mesh)
-        self._islands = run.islands
-        self._step_flops = partial(
-            step_flops,
-            run.architecture,
-            self._training,
-            mesh.layout.world_size,
-            mesh.device,
-            rematerializes=run.parallelism.rematerialize,
-        )
         self._repeated_steps: RepeatedSteps | None = None
         if isinstance(trainer, Trainer):
             trainer.before_update = self._wait_for_copy
             self._repeated_steps = RepeatedSteps(self._training, trainer, mesh, ranks_per_worker)
-        self._full_row_flops = self._step_flops()
         self._events = events
         tiers = checkpoint_manager.tiers if checkpoint_manager is not None else ()
         self._requests = CheckpointRequests(run, mesh, events, tiers)
@@ -123,12 +93,11 @@ class TrainingLoop:
         """Seconds of steps without a result yet: a pipeline without flushes reports results later."""
         self._stall_seconds = 0.0
         """Time in which steps stood still for a save."""
-        self._reported_stall = 0.0
         self._first = 0
         """The first step of this mesh generation."""
         self._has_evaluated = False
         self._tell_at_work = progress_of(events)
-        self._simulated_bubble = simulated_bubble(run) if mesh.rank == 0 else None
+        self._reports = StepReports(run, mesh, trainer, checkpoint_manager)
         self._samples = Prefetcher(self._read_samples, mesh.device)
         self._garbage = StepGarbage(self._training.garbage_collection_steps)
         self._profiler = StepProfiler(mesh.rank, synchronous=run.islands == 1 and isinstance(trainer, Trainer))
@@ -332,7 +301,9 @@ class TrainingLoop:
             # Several results arrive at once: divide the elapsed time equally between their steps.
             seconds, self._unreported = (seconds + self._unreported) / len(results), 0.0
         for result in results:
-            report = self._report(result, state, seconds, data_seconds / len(results))
+            report = self._reports.report(
+                result, state, seconds, data_seconds / len(results), self._clock.take(), self._stall_seconds
+            )
             if evaluation is not None and result is results[-1]:
                 report = replace(report, evaluation_loss=self._evaluate(evaluation))
             self._events.step(report)
@@ -369,85 +340,3 @@ class TrainingLoop:
         return assignment.balanced_samples(
             step, lambda n: self._cost.row(self._stream.documents(n)), self._micro_batches
         )
-
-    def _report(self, result: StepResult, state: TrainingState, seconds: float, data_seconds: float) -> StepReport:
-        tokens, flops = self._training.global_batch_size * self._training.sequence_length, self._full_row_flops
-        if result.token_counts is not None:
-            # Islands exchange results only after a round: multiply this island's counts instead.
-            token_counts = TokenCounts(
-                result.token_counts.tokens * self._islands, result.token_counts.squares * self._islands
-            )
-            tokens, flops = token_counts.tokens, self._step_flops(token_counts)
-        return StepReport(
-            step=result.step,
-            loss=result.loss,
-            gradient_norm=result.gradient_norm,
-            learning_rate=result.learning_rate,
-            tokens=tokens,
-            samples=state.samples - (state.step - result.step) * self._training.global_batch_size,
-            seconds=seconds,
-            data_seconds=data_seconds,
-            model_flops=flops.model,
-            hardware_flops=flops.hardware,
-            peak_flops=flops.peak,
-            checkpoint_stall_seconds=self._stall_seconds,
-            experts=result.experts,
-            pipeline_bubble=result.bubble,
-            skipped=result.skipped,
-            memory=memory_peaks(self._mesh.device),
-            times=self._times(),
-            timeline=self._timeline(),
-            tiers=self._checkpoint_manager.reports() if self._checkpoint_manager is not None else None,
-            simulated_bubble=result.bubble if result.bubble is not None else self._simulated_bubble,
-        )
-
-    def _timeline(self) -> RankTimeline | None:
-        """The slots of the step that was timed last, once."""
-        recorder = self._trainer.slot_recorder
-        return recorder.take() if recorder is not None else None
-
-    def _times(self) -> StepTimes:
-        """The times since the last report."""
-        stall, self._reported_stall = self._stall_seconds - self._reported_stall, self._stall_seconds
-        return step_times(self._clock.take(), checkpoint=stall, stages=self._mesh.layout.pipeline)
-
-
-@dataclass(frozen=True, slots=True)
-class StepFlops:
-    """The operations of one step of the entire job."""
-
-    model: float
-    hardware: float
-    peak: float | None
-    """FLOP/s of all of the job's GPUs; None if they are not known."""
-
-
-def step_flops(
-    architecture: Architecture,
-    training: TrainingSpec,
-    ranks: int,
-    device: torch.device,
-    token_counts: TokenCounts | None = None,
-    *,
-    rematerializes: bool = False,
-) -> StepFlops:
-    """Return the operations of one step on `ranks` devices of this rank's type.
-
-    `token_counts` is the content of the rows, if they are padded. `rematerializes` says whether pipeline stages
-    recompute their forward pass. Padding does not count as work, even where it is computed.
-    """
-    tokens, length, lora = (
-        training.global_batch_size * training.sequence_length,
-        training.sequence_length,
-        training.lora,
-    )
-    if token_counts is not None:
-        # FLOPs per token are linear in the row's length, so rows of different lengths count as rows of this mean
-        # length.
-        tokens, length = token_counts.tokens, round(token_counts.squares / max(1, token_counts.tokens))
-    model = training_flops(architecture, length, lora=lora)
-    recomputed = forward_pass_flops(architecture, length, lora) if rematerializes else 0.0
-    if training.checkpointing in _RECOMPUTES_LAYERS:
-        recomputed += recomputed_layers_flops(architecture, length, lora)
-    gpu = accelerator(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return StepFlops(tokens * model, tokens * (model + recomputed), gpu.half * ranks if gpu else None)

@@ -1,0 +1,70 @@
+"""How far ranks are with work before their first step that may take hours, such as tokenizing text: for conditions.
+
+Every worker tokenizes the text itself, and the last one decides when training begins. The numbers come from a user's
+pod: those that make no sense are ignored.
+"""
+
+from __future__ import annotations
+
+from meshwright.protocol.messages import AgentState, RankWork
+from meshwright_operator.decide.observed import Observed
+from meshwright_operator.text import counted
+
+_VERBS = {"list": "Listing the files of the data", "tokenize": "Tokenizing the data"}
+"""By the name of the work, in the order in which ranks do it."""
+_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+_THOUSAND = 1000.0
+
+
+def slowest_work(observed: Observed) -> str:
+    """What the worker that is furthest behind is doing, how much of it is done, and how fast. Empty if none reports it.
+
+    The message changes while they work. Like other progress, that is written every 10 s, within the budget of all jobs.
+    """
+    behind = [
+        (_progress(rank.work), worker, rank.work)
+        for worker, received in sorted(observed.reports_in(AgentState.STARTING).items())
+        if received.fresh
+        for rank in received.report.ranks
+        if rank.exit_code is None and rank.work is not None and _is_plausible(rank.work)
+    ]
+    if not behind:
+        return ""
+    _, slowest, work = min(behind, key=lambda found: found[:2])
+    workers = len({worker for _, worker, _ in behind})
+    where = f"worker {slowest}, the slowest of {counted(workers, 'worker')}" if workers > 1 else f"worker {slowest}"
+    return f"{describe(work)} on {where}"
+
+
+def describe(work: RankWork | None) -> str:
+    """What a rank is doing, how much of it is done, and how fast. Empty if it reports nothing that makes sense."""
+    if work is None or not _is_plausible(work):
+        return ""
+    corpus = f", corpus {work.part} of {work.parts}" if work.parts > 1 else ""
+    return f"{_VERBS[work.name]}{corpus}: {_amount(work)}"
+
+
+def _is_plausible(work: RankWork) -> bool:
+    total = work.total if work.total is not None else work.done
+    return work.name in _VERBS and 0 <= work.done <= total and 1 <= work.part <= work.parts and 0 < work.seconds < 1e9  # noqa: PLR2004 - 30 years
+
+
+def _progress(work: RankWork) -> tuple[int, float, float]:
+    """How far a rank is, to compare it with others: the kind of work, the corpus, and the part of it."""
+    return list(_VERBS).index(work.name), work.part, work.done / work.total if work.total else work.done
+
+
+def _amount(work: RankWork) -> str:
+    rate = work.done / work.seconds
+    if work.name == "list":
+        return f"{work.done:,} files at {rate:,.0f}/s"
+    share = f"{int(100 * work.done / work.total)}% of {_size(work.total)}" if work.total else _size(work.done)
+    return f"{share} at {_size(rate)}/s"
+
+
+def _size(size: float) -> str:
+    """Bytes in decimal units, with two or three digits."""
+    unit = 0
+    while size >= _THOUSAND and unit < len(_UNITS) - 1:
+        size, unit = size / _THOUSAND, unit + 1
+    return f"{size:.1f} {_UNITS[unit]}" if size < 10 and unit else f"{size:.0f} {_UNITS[unit]}"  # noqa: PLR2004 - a digit
