@@ -28,7 +28,7 @@ from meshwright.models.presets import PRESETS
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.distributed.mesh import Mesh, join_mesh
 from meshwright_worker.rank.task import RankTask
-from meshwright_worker.trainer.training_loop import step_flops
+from meshwright_worker.trainer.step_reports import step_flops
 from tests.distributed.rank_pool import free_port, tasks_of
 
 MODELS: dict[str, Architecture] = {name: PRESETS[name] for name in GOALS}
