@@ -17,9 +17,10 @@ from meshwright.crd.manifest_check import check_manifest, check_mistakes
 from meshwright_cli.importing import deepspeed, kubernetes, megatron, torchtitan
 from meshwright_cli.importing.settings import Imported, ImportFileError
 
+_KINDS = list(kubernetes.KINDS)
 FORMATS = (
-    f"the manifest of a {', '.join(list(kubernetes.KINDS)[:-1])} or {list(kubernetes.KINDS)[-1]}, DeepSpeed's JSON, "
-    "arguments of Megatron-LM or torchtitan's TOML"
+    "DeepSpeed's JSON, arguments of Megatron-LM, torchtitan's TOML, or the manifest of a "
+    f"{', '.join(_KINDS[:-1])} or {_KINDS[-1]}"
 )
 _STDIN = Path("-")
 
