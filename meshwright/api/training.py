@@ -28,8 +28,23 @@ class OptimizerOffload(StrEnum):
     FILE = "File"
 
 
+class RateDecay(StrEnum):
+    """How the learning rate decays after the warm-up."""
+
+    COSINE = "Cosine"
+    LINEAR = "Linear"
+    SQUARE_ROOT = "SquareRoot"
+    INVERSE_SQUARE_ROOT = "InverseSquareRoot"
+    CONSTANT = "Constant"
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the rate reaches its minimum in the last step of the run, whenever the decay begins."""
+        return self not in (RateDecay.INVERSE_SQUARE_ROOT, RateDecay.CONSTANT)
+
+
 class OptimizerSpec(ApiModel):
-    """The optimizer, with linear warm-up and cosine decay."""
+    """The optimizer and the learning-rate schedule, with linear warm-up."""
 
     name: OptimizerName = OptimizerName.ADAMW
     """`AdamW` (arXiv 1711.05101), or `Muon` (arXiv 2502.16982) for the matrices of layers and AdamW for the rest."""
@@ -43,9 +58,15 @@ class OptimizerSpec(ApiModel):
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 3e-4
     """Peak learning rate."""
     min_learning_rate: Annotated[float, Field(ge=0, le=10)] = 0.0
-    """Learning rate at the end of the cosine decay."""
+    """Learning rate at the end of the decay."""
     warmup_steps: Annotated[int, Field(ge=0, le=1000000000)] = 0
     """Steps of linear warm-up from 0 to the peak."""
+    decay: RateDecay | None = None
+    """How the rate decays, by default `Cosine`. `SquareRoot`: 1 - sqrt(progress). `InverseSquareRoot`: in proportion to
+    sqrt(`warmupSteps` / step), over all steps."""
+    decay_steps: Annotated[int, Field(ge=1, le=1000000000)] | None = None
+    """Number of last steps in which the rate decays. Before, it is the peak (warmup-stable-decay, arXiv 2404.06395).
+    By default it decays in all steps after the warm-up."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
     """Decoupled weight decay. It applies to matrices, not to norms."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -54,6 +75,15 @@ class OptimizerSpec(ApiModel):
     """Decay of the second moment."""
     gradient_clip: Annotated[float, Field(ge=0, le=1000000)] = 1.0
     """Largest global gradient norm, over all dimensions of the mesh. 0 turns clipping off."""
+
+    @property
+    def decay_or_default(self) -> RateDecay:
+        """The decay; `Cosine` if the field is left out."""
+        return self.decay or RateDecay.COSINE
+
+    def decay_start(self, steps: int) -> int:
+        """The last step with the peak rate in a run of `steps` steps, if the decay has an end."""
+        return self.warmup_steps if self.decay_steps is None else steps - self.decay_steps
 
 
 class ActivationCheckpointing(StrEnum):

@@ -28,12 +28,14 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from meshwright.api.base import ApiModel
 from meshwright.api.parsing import parse_known_fields
+from meshwright.api.training import RateDecay
 from meshwright.protocol.preflight import PreflightReport
-from meshwright.protocol.run_config import RunConfig, RunMessage, UnsupportedRun
+from meshwright.protocol.run_config import NativeRun, RunConfig, RunMessage, UnsupportedRun
 from meshwright.protocol.trust import MAX_BUNDLE_BYTES
 
-RUN_VERSION = 2
-"""The newest `run_version` that this release executes. Version 2 has replica groups."""
+RUN_VERSION = 3
+"""The newest `run_version` that this release executes. Version 2 has replica groups, version 3 has `decay` and
+`decaySteps` of the optimizer."""
 
 MAX_GENERATION = 1 << 31
 DEFAULT_REPORT_SECONDS = 2.0
@@ -254,6 +256,14 @@ class MeshDocument(OpenMessage):
     image: Annotated[str, Field(max_length=1024)] | None = None
     """The image of rank 0 with its digest, for the record in checkpoints. None if the kubelet has not reported it.
     Agents before 0.2 ignore it."""
+
+
+def run_version_of(run: RunConfig, groups: ReplicaGroups | None) -> int:
+    """The `run_version` of a run: the lowest that executes it, so that older images do as long as they can."""
+    optimizer = run.training.optimizer if isinstance(run, NativeRun) else None
+    if optimizer is not None and (optimizer.decay_or_default is not RateDecay.COSINE or optimizer.decay_steps):
+        return 3
+    return 1 if groups is None else 2
 
 
 class AgentState(StrEnum):

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.api.data import DataFormat, DataSource, DataSpec, Packing, Tokenizer
 from meshwright.api.precision import LossScaleSpec, Precision
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerSpec, TrainingSpec
+from meshwright.api.training import ActivationCheckpointing, OptimizerName, OptimizerSpec, RateDecay, TrainingSpec
 from meshwright.models.huggingface.config_fields import ConfigError
 from meshwright.models.huggingface.reader import parse_config
 from meshwright.models.presets import UnknownModelError, resolve
@@ -58,6 +58,11 @@ def _rate_is_for_fine_tuning(facts: Facts) -> bool:
     if training is None or training.initial_weights is None or training.lora is not None:
         return True
     return training.optimizer.learning_rate != _default(OptimizerSpec, "learning_rate")
+
+
+def _least_rate_is_used(facts: Facts) -> bool:
+    optimizer = facts.training.optimizer if facts.training is not None else None
+    return optimizer is None or optimizer.decay is not RateDecay.CONSTANT or optimizer.min_learning_rate == 0
 
 
 def _result_is_saved(facts: Facts) -> bool:
@@ -133,6 +138,12 @@ _LIKELY_MISTAKES: tuple[Rule[Facts], ...] = (
         "to 0.00005",
         None,
         _rate_is_for_fine_tuning,
+    ),
+    Rule(
+        "training.optimizer.minLearningRate",
+        "has no effect with `decay: Constant`: remove one of the two",
+        None,
+        _least_rate_is_used,
     ),
     Rule(
         "checkpoint",

@@ -11,6 +11,8 @@ from meshwright.api.training import (
     AnomalyAction,
     OptimizerName,
     OptimizerOffload,
+    OptimizerSpec,
+    RateDecay,
 )
 from meshwright.models.lora import layer_targets
 from meshwright.rules.facts import SCALED_BATCH, Facts, scales_batch
@@ -31,6 +33,27 @@ def _micro_batches_split(facts: Facts) -> bool:
     return facts.training.global_batch_size % (facts.replicas * micro_batches) == 0
 
 
+def _optimizer(facts: Facts) -> OptimizerSpec | None:
+    return facts.training.optimizer if facts.training is not None else None
+
+
+def _decay_fits(facts: Facts) -> bool:
+    training, optimizer = facts.training, _optimizer(facts)
+    if training is None or optimizer is None or optimizer.decay_steps is None:
+        return True
+    return optimizer.warmup_steps + optimizer.decay_steps <= training.steps
+
+
+def _decay_has_steps(facts: Facts) -> bool:
+    optimizer = _optimizer(facts)
+    return optimizer is None or optimizer.decay_steps is None or optimizer.decay_or_default.has_end
+
+
+def _decay_continues_warm_up(facts: Facts) -> bool:
+    optimizer = _optimizer(facts)
+    return optimizer is None or optimizer.decay is not RateDecay.INVERSE_SQUARE_ROOT or optimizer.warmup_steps > 0
+
+
 def _warm_up_ends(facts: Facts) -> bool:
     return facts.training is None or facts.training.optimizer.warmup_steps <= facts.training.steps
 
@@ -41,7 +64,7 @@ def _evaluated_on_something(facts: Facts) -> bool:
 
 
 def _rate_decays(facts: Facts) -> bool:
-    optimizer = facts.training.optimizer if facts.training is not None else None
+    optimizer = _optimizer(facts)
     return optimizer is None or optimizer.min_learning_rate <= optimizer.learning_rate
 
 
@@ -73,7 +96,7 @@ def _offload_needs_adamw(facts: Facts) -> bool:
 
 
 def _path_for_file(facts: Facts) -> bool:
-    optimizer = facts.training.optimizer if facts.training is not None else None
+    optimizer = _optimizer(facts)
     if optimizer is None:
         return True
     return (optimizer.offload is OptimizerOffload.FILE) == (optimizer.offload_path is not None)
@@ -198,6 +221,27 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
         "must be at most `training.steps`",
         "!has(self.training) || self.training.optimizer.warmupSteps <= self.training.steps",
         _warm_up_ends,
+    ),
+    Rule(
+        "training.optimizer.decaySteps",
+        "plus `training.optimizer.warmupSteps` must be at most `training.steps`",
+        "!has(self.training) || !has(self.training.optimizer.decaySteps)"
+        " || self.training.optimizer.warmupSteps + self.training.optimizer.decaySteps <= self.training.steps",
+        _decay_fits,
+    ),
+    Rule(
+        "training.optimizer.decaySteps",
+        "is not supported with `decay: Constant` and `InverseSquareRoot`: remove it",
+        "!has(self.training) || !has(self.training.optimizer.decaySteps) || !has(self.training.optimizer.decay)"
+        " || !(self.training.optimizer.decay in ['Constant', 'InverseSquareRoot'])",
+        _decay_has_steps,
+    ),
+    Rule(
+        "training.optimizer.warmupSteps",
+        "must be at least 1 with `decay: InverseSquareRoot`, whose rates follow from it",
+        "!has(self.training) || !has(self.training.optimizer.decay)"
+        " || self.training.optimizer.decay != 'InverseSquareRoot' || self.training.optimizer.warmupSteps > 0",
+        _decay_continues_warm_up,
     ),
     Rule(
         "training.evaluation",

@@ -71,8 +71,7 @@ async def _main(chosen: settings.Settings) -> None:
 
     handle_signals()
     try:
-        # kopf installs its own signal handlers when its watches start: replace them.
-        await run(chosen, stop, on_ready=handle_signals, on_failure=limit.start)
+        await run(chosen, stop, on_failure=limit.start, handle_signals=handle_signals)
     finally:
         limit.start()  # the event loop and the interpreter wait for tasks and threads that are left
 

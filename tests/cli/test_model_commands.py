@@ -242,12 +242,20 @@ def test_a_target_is_needed_and_must_be_empty(server, tmp_path):
 def test_a_directory_runs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     commands = []
     monkeypatch.setattr("subprocess.run", lambda command, **_: commands.append(command[1:]) or Result())
-    for words in (("generate", f"{tmp_path}/", "--gpus", "0"), ("export", f"{tmp_path}", "-d", "out")):
+    for words in (
+        ("generate", f"{tmp_path}/", "--gpus", "0"),
+        ("export", f"{tmp_path}", "-d", "out"),
+        ("export", f"{tmp_path}", "-d", "out", "--adapter", "--dtype", "bf16"),
+    ):
         assert CliRunner().invoke(main, words).exit_code == 0
     assert commands == [
         ["-m", "meshwright_worker.generate", f"--checkpoint={tmp_path}", "--cpu"],
         ["-m", "meshwright_worker.export", f"--checkpoint={tmp_path}", "--output=out"],
+        ["-m", "meshwright_worker.export", f"--checkpoint={tmp_path}", "--output=out", "--dtype=bf16", "--adapter"],
     ]
+    refused = CliRunner().invoke(main, ("export", f"{tmp_path}", "-d", "out", "--adapter", "--file-gib", "1"))
+    assert (refused.exit_code, len(commands)) == (2, 3)
+    assert "--file-gib is not supported with --adapter" in refused.output
     missing = CliRunner().invoke(main, ["generate", "./none"])
     assert "`none` is not a directory" in missing.output
 

@@ -16,7 +16,7 @@ from meshwright_worker.data.batch import Batch
 from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import init_weights
-from meshwright_worker.optimizers.optimizer import learning_rate
+from meshwright_worker.optimizers.learning_rate import learning_rate
 from meshwright_worker.rank.task import Outcome, RankTask
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from tests.distributed.cases import Trained, samples_of, train_fully, whole_of

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 
-from meshwright.protocol.messages import AgentState
+from meshwright.protocol.messages import AgentState, FailureKind
 from tests.operator.support import JOBS
 from tests.operator.test_elastic import FOREVER, edit, elastic, events, grouped, pods, size
+from tests.operator.test_replicas_continue import MemoryWorld
 from tests.operator.test_settling import submitted
 from tests.operator.world import World
 
@@ -235,3 +237,89 @@ async def test_replacements_that_do_not_start_are_tried_again_while_the_job_trai
     assert world.true("job", "Ready"), world.condition("job", "Ready")
     assert len(pods(world, "job") & before) == 1
     assert (size(world, "job"), world.status("job")["mesh"]["generation"]) == (2, 2)
+
+
+async def moving(world: World, **recovery: Any) -> tuple[str, str]:
+    """A job of two workers, of which one is being replaced beside it: the one that leaves, and the new one."""
+    body = elastic("job", 2)
+    body["spec"]["recovery"] = recovery
+    world.submit(body)
+    await world.run(20)
+    before, node = pods(world, "job"), node_of(world, 1)
+    world.unprepared = True
+    cordon(world, node, cordoned=True)
+    await world.run(5)
+    (new,) = pods(world, "job") - before
+    world.unprepared = False
+    return next(pod.name for pod in world.pods("job") if pod.node == node), new
+
+
+@pytest.mark.parametrize("ready", [True, False])
+async def test_an_evicted_worker_is_replaced_by_the_pod_that_has_started_beside_it(ready: bool) -> None:
+    """As with `kubectl drain`, which evicts the pods of a node as soon as it is cordoned."""
+    world = World(12, nodes=4, work=FOREVER)
+    leaving, new = await moving(world)
+    (stays,) = pods(world, "job") - {leaving, new}
+    world.agents[new].preparing = not ready
+    await world.evict(leaving)
+    await world.run(20)
+    world.agents[new].preparing = False
+    await world.run(40)
+    assert pods(world, "job") == {stays, new}
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert not world.true("job", "Rescaling")
+    assert (size(world, "job"), world.status("job")["mesh"]["generation"]) == (2, 2)
+    (event,) = events(world, "job", "WorkersReplaced")
+    assert event.message.startswith("Worker 2 on n"), event.message
+    assert "replaces worker 1" in event.message
+    assert not events(world, "job", "MoveEnded")
+
+
+async def test_a_restart_for_another_reason_uses_replacements_only_if_they_are_ready() -> None:
+    world = World(13, nodes=4, work=FOREVER)
+    leaving, new = await moving(world)
+    (stays,) = pods(world, "job") - {leaving, new}
+    agent = world.agents[stays]
+    agent.state, agent.failure = AgentState.FAILED, FailureKind.ERROR
+    await world.run(10)
+    assert events(world, "job", "MoveEnded"), "the ranks start again at once in the pods that are ready"
+    assert new not in pods(world, "job")
+
+
+async def test_ranks_that_hold_their_state_go_on_in_their_pods_after_a_failure() -> None:
+    """The state of the rank that moves would be lost with its pod."""
+    world = MemoryWorld(15, nodes=4, work=FOREVER)
+    leaving, new = await moving(world, inMemory=True)
+    (stays,) = pods(world, "job") - {leaving, new}
+    agent = world.agents[stays]
+    world.agents[new].preparing = False
+    agent.state, agent.failure = AgentState.FAILED, FailureKind.ERROR
+    for _ in range(60):
+        await world.tick()
+        if world.status("job")["mesh"]["generation"] == 2:
+            break
+    assert pods(world, "job") == {stays, leaving}
+    assert events(world, "job", "MoveEnded")
+    assert not events(world, "job", "WorkersReplaced")
+    assert not events(world, "job", "MemoryLost")
+
+
+async def test_a_lost_worker_is_replaced_by_one_that_was_to_make_the_job_larger() -> None:
+    world = World(14, nodes=3, work=FOREVER)
+    world.submit(elastic("job", 2, maxReplicas=3))
+    await world.run(20)
+    before = pods(world, "job")
+    world.unprepared = True
+    edit(world, "job", replicas=3)
+    await world.run(5)
+    (new,) = pods(world, "job") - before
+    world.unprepared = False
+    (lost,) = {pod.name for pod in world.pods("job") if pod.worker == 1}
+    cordon(world, node_of(world, 1), cordoned=True)
+    world.agents[new].preparing = False  # at the moment of the loss
+    world.crash(lost)
+    await world.run(30)
+    assert pods(world, "job") == before - {lost} | {new}
+    assert world.true("job", "Ready"), world.condition("job", "Ready")
+    assert (size(world, "job"), world.status("job")["mesh"]["generation"]) == (2, 2)
+    assert sorted(entry["ranks"] for entry in world.status("job")["placement"]["workers"]) == ["0-1", "2-3"]

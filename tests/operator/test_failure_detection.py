@@ -51,9 +51,14 @@ def test_a_healthy_generation_holds() -> None:
         (None, "PodLost", "The pod of worker 2 no longer exists"),
         (pod(2, deleting=True), "PodLost", "Pod train-w2-0 is being deleted"),
         (pod(2, phase="Failed", disrupted=True), "PodLost", "Pod train-w2-0 was stopped"),
+        (
+            pod(2, phase="Failed", disrupted=True, disruption="ContainerStatusUnknown"),
+            "NodeLost",
+            "Pod train-w2-0 is lost, because node n2 has restarted",
+        ),
         (crashed(2, code=137), "PodFailed", "Pod train-w2-0 exited with code 137"),
     ],
-    ids=["gone", "deleting", "evicted", "crashed"],
+    ids=["gone", "deleting", "evicted", "node restarted", "crashed"],
 )
 def test_a_pod_that_ends_ends_the_generation(changed: Pod | None, cause: str, words: str) -> None:
     pods = [pod(0), pod(1), pod(3), *([changed] if changed else [])]

@@ -17,6 +17,7 @@ QUOTA = (
     "used: requests.nvidia.com/gpu=4, limited: requests.nvidia.com/gpu=4"
 )
 DENIED = 'admission webhook "policy.example" denied the request: no'
+ENDS = 'services "x" is forbidden: unable to create new content in namespace team because it is being terminated'
 LIMIT = 'pods "x" is forbidden: maximum cpu usage per Pod is 1, but limit is 8'
 
 
@@ -25,6 +26,7 @@ LIMIT = 'pods "x" is forbidden: maximum cpu usage per Pod is 1, but limit is 8'
     [
         (403, QUOTA, "QuotaExceeded"),
         (403, LIMIT, "PodsForbidden"),
+        (403, ENDS, "NamespaceTerminating"),
         (400, DENIED, "AdmissionDenied"),
         (500, 'failed calling webhook "policy.example": timeout', "AdmissionUnavailable"),
         (422, "Pod is invalid: spec.tolerations[0].key: Invalid value", "PodsInvalid"),

@@ -9,7 +9,7 @@ import pytest
 from meshwright.api.status import ParallelTrainingJobStatus, WorkerPlacement
 from meshwright.planner.cost_model import Calibration
 from meshwright.planner.plan import Plan
-from meshwright_operator.controller.observe import JobRejectedError, managed_here, observe_job
+from meshwright_operator.controller.observe import JobObserver, JobRejectedError, managed_here
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.applied_spec import encode_spec, revision_of
 from meshwright_operator.decide.observed import Observed
@@ -39,7 +39,7 @@ def look(status: ParallelTrainingJobStatus | None, pods: list[Pod] | None = None
     obj["status"] = status.wire() if status is not None else {"observedGeneration": -1}
     scheduler = JobScheduler(None, cache, None, ())  # type: ignore[arg-type]  # nothing is placed here
     planner = Planner(Inventories(cache), lambda: scheduler.calibration)
-    return observe_job(KEY, obj, cache, scheduler, planner, Agents(), NOW)
+    return JobObserver(cache, scheduler, planner).observe(KEY, obj, Agents(), NOW)
 
 
 def started(**changes: Any) -> ParallelTrainingJobStatus:

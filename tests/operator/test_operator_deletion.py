@@ -90,3 +90,32 @@ async def test_a_job_that_is_being_deleted_gets_nothing_more(
         return "spec" not in await api.call("GET", f"{JOBS}/going", ok=False)
 
     await until(gone, "it is gone")
+
+
+async def test_a_job_whose_namespace_is_being_deleted_raises_no_alarm_when_its_pods_go_first(
+    api: Api, kubelet: Kubelet, start_operator: StartOperator
+) -> None:
+    """The namespace controller deletes one kind of object after the other. An API server with many takes minutes."""
+    name = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "doomed"}}
+    await api.create("/api/v1/namespaces", name)
+    jobs, pods_of = JOBS.replace("/default/", "/doomed/"), "/api/v1/namespaces/doomed/pods"
+    await start_operator()
+    body = job("ends")
+    await api.create(jobs, {**body, "metadata": {**body["metadata"], "namespace": "doomed"}})
+
+    async def all_pods() -> bool:
+        return len(await api.items(pods_of)) == 4
+
+    async def refused() -> list[dict[str, Any]]:
+        status = (await api.get(f"{jobs}/ends"))["status"]
+        found = [condition(status, kind) for kind in ("Placed", "Stalled")]
+        return found if found[0].get("reason") == "NamespaceTerminating" else []
+
+    await until(all_pods, "its pods are created", 60)
+    await api.delete("/api/v1/namespaces/doomed")
+    for pod in await api.items(pods_of):
+        await api.delete(f"{pods_of}/{pod['metadata']['name']}", grace=0)
+    placed, stalled = await until(refused, "the API server refuses what replaces them", 60)
+    assert "because it is being terminated" in placed["message"]
+    assert stalled["status"] == "False"
+    assert await api.items(pods_of) == []

@@ -212,6 +212,26 @@ def test_a_pod_is_identified_by_name_and_owner_not_by_labels() -> None:
     assert read_pod(pod_object(metadata={**pod_object()["metadata"], "name": "other-w2-5"})) is None
 
 
+UNSEEN = [(137, "ContainerStatusUnknown"), (255, "Unknown")]
+"""What the kubelet, or containerd, reports of a container after its node has restarted."""
+
+
+def terminated(state: dict[str, Any], reason: str = "") -> dict[str, Any]:
+    """The status of a pod that had run."""
+    return {
+        "phase": "Failed",
+        "reason": reason,
+        "containerStatuses": [{"name": "worker", "state": {"terminated": state}}],
+    }
+
+
+@pytest.mark.parametrize(("code", "reason"), UNSEEN)
+def test_a_pod_whose_node_has_restarted_says_so(code: int, reason: str) -> None:
+    found = read_pod(pod_object(status=terminated({"exitCode": code, "reason": reason})))
+    assert found is not None
+    assert found.disruption == "ContainerStatusUnknown"
+
+
 @pytest.mark.parametrize(
     ("status", "disrupted"),
     [
@@ -229,6 +249,9 @@ def test_a_pod_is_identified_by_name_and_owner_not_by_labels() -> None:
             {"phase": "Failed", "containerStatuses": [{"name": "worker", "state": {"terminated": {"exitCode": 1}}}]},
             False,
         ),
+        *((terminated({"exitCode": code, "reason": reason}), True) for code, reason in UNSEEN),
+        (terminated({"exitCode": 255, "reason": "Error"}), False),
+        *((terminated({"exitCode": 137}, reason), True) for reason in ("OutOfnvidia.com/gpu", "TopologyAffinityError")),
     ],
 )
 def test_whose_fault_a_failed_pod_is(status: dict[str, Any], disrupted: bool) -> None:

@@ -54,6 +54,23 @@ async def names(api: Api, name: str) -> set[str]:
     return {pod["metadata"]["name"] for pod in await api.pods(name)}
 
 
+@pytest.mark.parametrize(("code", "reason"), [(137, "ContainerStatusUnknown"), (255, "Unknown")])
+async def test_a_pod_whose_node_has_restarted_uses_up_no_restart(
+    api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled, code: int, reason: str
+) -> None:
+    """A node that is back within 40 s was never down for Kubernetes. Its kubelet finds no container, or a dead one."""
+    await start_operator()
+    await api.create(JOBS, job("rebooted", recovery={"maxRestarts": 0}))
+    await settled("rebooted")
+    ended = {"exitCode": code, "reason": reason, "startedAt": None, "finishedAt": None}
+    container = {"name": "worker", "state": {"terminated": ended}}
+    status = {"phase": "Failed", "containerStatuses": [container]}
+    await api.patch(f"{PODS}/rebooted-w2-0/status", {"status": status})
+    found = await generation(api, "rebooted", 2)
+    assert found["restarts"] == [{"cause": "NodeLost", "count": 1}]
+    assert found["restartsTowardLimit"] == 0
+
+
 async def test_a_deleted_pod_is_replaced_and_the_rest_stays(
     api: Api, kubelet: Kubelet, start_operator: StartOperator, settled: Settled
 ) -> None:

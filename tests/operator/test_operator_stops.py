@@ -19,7 +19,7 @@ from meshwright_operator.kube.resync import Resync
 from meshwright_operator.settings import Settings
 from tests.operator.agents import Kubelet
 from tests.operator.conftest import Settled, StartOperator
-from tests.operator.support import JOBS, Api, OperatorThread, job, until
+from tests.operator.support import JOBS, Api, OperatorThread, job, until, write_kubeconfig
 from tests.operator.test_first_contact import KUBECONFIG
 from tests.patience import patient
 from tests.tiers import mostly_long
@@ -57,6 +57,22 @@ manager.wait_for_cluster = wait_for_cluster
 program.main()
 """
 
+SIGNAL_TO_KOPF = """
+import asyncio, os, signal
+from meshwright_operator import __main__ as program
+
+install = asyncio.SelectorEventLoop.add_signal_handler
+
+def add_signal_handler(loop, number, callback, *arguments):
+    install(loop, number, callback, *arguments)
+    if number == signal.SIGTERM and arguments:  # the operator's own handler has none
+        print("kopf's handler", flush=True)
+        os.kill(os.getpid(), number)
+
+asyncio.SelectorEventLoop.add_signal_handler = add_signal_handler
+program.main()
+"""
+
 
 WAITS = [
     ("deaf", "task operator at "),
@@ -83,6 +99,20 @@ def test_what_never_ends_does_not_keep_the_process(tmp_path: Path, name: str, sa
     assert process.returncode == 1
     assert (last["level"], last["message"], last["seconds"]) == ("error", "did not stop in time; exiting", 1.0)
     assert says in last["waits_for"]
+
+
+async def test_a_signal_that_arrives_when_kopf_has_replaced_the_handlers_is_an_orderly_stop(
+    api: Api, operators_token: str, tmp_path: Path
+) -> None:
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, operators_token)
+    listen = ("--metrics-listen=127.0.0.1:0", "--coordinator-listen=127.0.0.1:0", "--tls=disabled")
+    flags = (f"--kubeconfig={kubeconfig}", f"--key-file={tmp_path / 'key'}", *listen)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", SIGNAL_TO_KOPF, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    output, errors = await asyncio.wait_for(process.communicate(), patient(60))
+    assert (process.returncode, output.decode()) == (0, "kopf's handler\n"), errors.decode()
+    assert b"stopping" in errors
 
 
 async def test_a_handover_that_fails_leaves_nothing_running(

@@ -123,6 +123,7 @@ async def test_a_process_knows_whether_another_led_since_it_looked() -> None:
     await second.look()
     await first.acquire()
     assert first.led_alone
+    assert not first.other_leads
     await first.release()
     await second.acquire()
     assert not second.led_alone, "the first may have written since the second looked"
@@ -134,6 +135,25 @@ async def test_a_process_knows_whether_another_led_since_it_looked() -> None:
     await third.look()
     await third.acquire()
     assert third.led_alone
+
+
+async def test_a_process_on_standby_knows_whether_another_leads() -> None:
+    cluster = Cluster()
+    leader, standby = (LeaderElector(cluster, Fence(), "default", "lease", name, 15.0) for name in "ab")
+    await leader.look()
+    await leader.acquire()
+    waiting = asyncio.create_task(standby.acquire())
+
+    async def knows() -> bool:
+        return standby.other_leads
+
+    await until(knows, "it has read the lease", 60)
+    await leader.release()
+    await waiting
+    assert not standby.other_leads
+    third = LeaderElector(cluster, Fence(), "default", "lease", "c", 15.0)
+    await third.look()
+    assert third.other_leads, "while it lists everything"
 
 
 class FailingLists(KubeClient):
@@ -162,7 +182,8 @@ async def test_liveness_fails_only_without_any_progress(monkeypatch: pytest.Monk
 
 
 async def test_the_gate_answers_open_polls_when_it_closes() -> None:
-    gate, entered = LeadershipGate(), asyncio.Event()
+    other_leads = False
+    gate, entered = LeadershipGate(lambda: other_leads), asyncio.Event()
 
     async def poll(_: web.Request) -> web.Response:
         entered.set()
@@ -195,6 +216,8 @@ async def test_the_gate_answers_open_polls_when_it_closes() -> None:
         gate.close()
         assert await asyncio.wait_for(polling, 60) == unavailable
         assert await post("/v1/report") == unavailable
+        other_leads = True
+        assert await post("/v1/report") == (503, "", "close"), "the next connection probably reaches the leader"
 
 
 async def led_by(api: Api, name: str) -> None:
@@ -242,6 +265,7 @@ async def test_one_of_two_replicas_leads_and_the_other_takes_over(
         assert (await get(1, "readyz"))[0] == 200, "its cache is up to date"
         async with session.post(f"http://127.0.0.1:{ports[1]}/v1/jobs/default/duel/u/report") as response:
             assert response.status == 503, "agents must ask another replica"
+            assert "Retry-After" not in response.headers, "at once: another replica leads"
 
         await replicas[0].stop()
 

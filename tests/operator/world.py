@@ -35,6 +35,8 @@ from meshwright.protocol.messages import (
 from meshwright_operator.controller.job_devices import JobDevices
 from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
+from meshwright_operator.controller.observe import JobObserver
+from meshwright_operator.controller.pod_contexts import PodContexts
 from meshwright_operator.controller.pod_deletions import PodDeletions
 from meshwright_operator.controller.progress_budget import PROGRESS_WRITES_PER_SECOND, ProgressBudget
 from meshwright_operator.controller.reconciler import Reconciler
@@ -142,23 +144,23 @@ class Operator:
         self.devices = DeviceInventory(self.cluster, self.cache, lambda: None)
         budget = ProgressBudget(world.progress_writes_per_second, world.seconds)
         writer = StatusWriter(self.cluster, self.cache, self.queue, world.seconds, budget)
-        self.reconciler = Reconciler(
-            cluster=self.cluster,
-            cache=self.cache,
-            queue=self.queue,
-            coordinator=self.coordinator,
-            tokens=tokens,
-            reporter=JobReporter(writer, self.notes, self.metrics, self.jobs, self.now),
-            metrics=self.metrics,
-            scheduler=self.scheduler,
-            planner=self.planner,
-            inventories=inventories,
-            coordinator_url=lambda: "http://coordinator",
-            now=self.now,
-            network_policies=world.network_policies,
+        observer = JobObserver(
+            self.cache,
+            self.scheduler,
+            self.planner,
             profiles=self.profiles,
             devices=JobDevices(self.cluster, self.devices, world.seconds),
             deletions=PodDeletions(world.seconds),
+        )
+        self.reconciler = Reconciler(
+            self.cluster,
+            self.queue,
+            self.coordinator,
+            observer,
+            PodContexts(tokens, inventories, lambda: "http://coordinator", network_policies=world.network_policies),
+            JobReporter(writer, self.notes, self.metrics, self.jobs, self.now),
+            self.metrics,
+            self.now,
         )
         self.relist()
         world.cluster.watchers.append(self.see)

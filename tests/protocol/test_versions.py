@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.api.training import OptimizerSpec
 from meshwright.protocol import versions
 from meshwright.protocol.messages import (
     RUN_VERSION,
@@ -17,6 +18,7 @@ from meshwright.protocol.messages import (
     WorkerReport,
     parse_mesh_document,
     parse_message,
+    run_version_of,
 )
 from meshwright.protocol.run_config import NativeRun, UnsupportedRun
 from meshwright.protocol.versions import VersionError, negotiate
@@ -114,6 +116,24 @@ def test_a_run_of_a_newer_release_is_rejected_by_name(newer: dict[str, Any]) -> 
     again = parse_mesh_document(json.dumps(document(generation=2)).encode())
     assert isinstance(again.run, NativeRun)
     assert isinstance(agent.on_mesh(again, 1.0)[0], StartRanks)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "version"),
+    [
+        ({}, 1),
+        ({"decay": "Cosine"}, 1),
+        ({"minLearningRate": 1e-5, "warmupSteps": 1}, 1),
+        ({"decay": "Linear"}, 3),
+        ({"decay": "Constant"}, 3),
+        ({"decaySteps": 1}, 3),
+    ],
+)
+def test_images_that_would_train_with_other_rates_reject_the_run(optimizer: dict[str, Any], version: int) -> None:
+    run = mesh_document().run
+    assert isinstance(run, NativeRun)
+    training = run.training.model_copy(update={"optimizer": OptimizerSpec.model_validate(optimizer)})
+    assert run_version_of(run.model_copy(update={"training": training}), None) == version
 
 
 def test_what_is_not_a_mesh_document_is_an_error() -> None:

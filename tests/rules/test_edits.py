@@ -52,6 +52,8 @@ REFUSED_EDITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 FINE_EDITS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({}, {"training.steps": 1000, "training.optimizer": {"learningRate": 0.01}}),
+    ({"training.optimizer": {"decaySteps": 50}}, {"training.steps": 1000}),
+    ({"training.optimizer.decay": "Constant"}, {"training.optimizer": {"decay": "Linear", "decaySteps": 9}}),
     ({}, {"workers.image": "worker:2", "parallelism.tensor": 1}),
     ({}, {"suspend": True, "recovery": {"maxRestarts": 1}}),
     ({}, CHECKPOINT),
@@ -161,6 +163,8 @@ def test_the_table_names_only_fields_that_exist() -> None:
         ({"workers.imagePullSecrets": [{"name": "s"}]}, Effect.RESTART),
         ({"training.steps": 7}, Effect.RESTART),
         ({"training.optimizer.learningRate": 0.5}, Effect.RESTART),
+        ({"training.optimizer.decay": "Constant"}, Effect.RESTART),
+        ({"training.optimizer.decaySteps": 50}, Effect.RESTART),
         ({"parallelism.tensor": 1}, Effect.RESTART),
         ({"replicas": 1}, Effect.RESTART),
         ({"priorityClassName": "high"}, Effect.RESTART),

@@ -122,7 +122,7 @@ def test_every_size_keeps_the_batch_and_enlarges_no_micro_batch(full: int, count
 
 def scaled(rule: str, **changes: Any) -> ParallelTrainingJobSpec:
     """A job with 16 sequences and a learning rate of 0.01 at two replicas."""
-    rates = {"learningRate": 0.01, "minLearningRate": 0.001}
+    rates = {"learningRate": 0.01, "minLearningRate": 0.001, "warmupSteps": 3, "decay": "Linear", "decaySteps": 5}
     return spec(
         elastic={"maxReplicas": 9, "scaledBatch": {"replicas": 2, "learningRate": rule}},
         training__globalBatchSize=16,
@@ -141,6 +141,8 @@ def test_a_scaled_batch_follows_the_replicas_and_the_rates_the_rule(rule: str, f
     assert (found.replicas, found.training.global_batch_size, found.parallelism.micro_batches) == (3, 24, 4)
     assert found.training.optimizer.learning_rate == pytest.approx(0.01 * factor)
     assert found.training.optimizer.min_learning_rate == pytest.approx(0.001 * factor)
+    schedule = ("warmup_steps", "decay", "decay_steps")
+    assert [getattr(found.training.optimizer, name) for name in schedule] == [3, "Linear", 5]
     assert check_spec(found) == []
     same = resized(scaled(rule), 2)
     assert same is not None

@@ -25,6 +25,7 @@ from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.inference.checkpoint_tokenizer import BYTES, tokenizer_for
 from meshwright_worker.inference.model import CachedModel, inference_run, load_full_model, load_sharded_model
 from meshwright_worker.inference.sampling import check_temperature, sample
+from meshwright_worker.pretrained.base_fingerprint import base_of_adapters, check_base
 from meshwright_worker.rank.torchrun import task_from_environment
 
 
@@ -83,16 +84,17 @@ def _generate(
 
 
 def _with_base(manifest: Manifest, base: Path | None) -> Manifest:
-    """The manifest with the base model of its adapters at another path.
+    """The manifest with the base model of its adapters at another path, which has been checked to be the same model.
 
     Raises:
-        ValueError: the checkpoint has no adapters.
+        ValueError: the checkpoint has no adapters, or those of another model.
     """
-    if base is None:
-        return manifest
-    if manifest.lora is None:
+    if base is not None and manifest.lora is None:
         raise ValueError("--base: the checkpoint contains the full model and no adapters: leave it out")
-    return manifest.model_copy(update={"initial_weights": str(base)})
+    directory = base_of_adapters(manifest, base)
+    if directory is not None:
+        check_base(manifest, directory)
+    return manifest if base is None else manifest.model_copy(update={"initial_weights": str(base)})
 
 
 def _parser() -> argparse.ArgumentParser:

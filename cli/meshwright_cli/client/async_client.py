@@ -410,7 +410,7 @@ class AsyncClient:
             name: name of the job.
             target: a new or empty directory.
             on_claim: whether `target` is on the job's checkpoint claim, and not on this machine.
-            export: number format and size of files.
+            export: number format and size of files, and whether only adapters are exported.
             step: step of the checkpoint. None: the newest that is complete and intact.
             options: memory of the pod.
             notify: is called with lines about what happens.

@@ -8,6 +8,7 @@ from typing import Any
 from meshwright_cli.importing.settings import Imported, Settings, flat, replicas_of, without_none
 
 _OFFLOAD = {"cpu": "CPU", "nvme": "File"}
+_DECAYS = {"WarmupDecayLR": "Linear", "WarmupLR": "Constant"}
 
 
 def is_deepspeed(values: Mapping[str, Any]) -> bool:
@@ -38,6 +39,7 @@ def read(values: Mapping[str, Any], gpus: int | None) -> Imported:
         replicas = replicas_of(gpus, tensor=tensor, pipeline=pipeline, context=context)
     if batch is None and micro and accumulation and replicas:
         batch = micro * accumulation * replicas
+    notes = ["the model, the data and the length of sequences are in the script, not in this file"]
     spec = without_none(
         {
             "replicas": replicas,
@@ -50,10 +52,9 @@ def read(values: Mapping[str, Any], gpus: int | None) -> Imported:
                 "microBatches": accumulation,
                 "zeroStage": found.integer("zero_optimization.stage", 0),
             },
-            "training": _training(found, batch, automatic),
+            "training": _training(found, batch, automatic, notes),
         }
     )
-    notes = ["the model, the data and the length of sequences are in the script, not in this file"]
     if automatic:
         notes.append(f"the script's arguments set what is `auto`: {', '.join(sorted(automatic))}")
     if found.get("zero_optimization.offload_param.device") not in (None, "none"):
@@ -63,7 +64,7 @@ def read(values: Mapping[str, Any], gpus: int | None) -> Imported:
     return Imported("DeepSpeed", spec, found.unread, notes)
 
 
-def _training(found: Settings, batch: int | None, automatic: set[str]) -> dict[str, Any]:
+def _training(found: Settings, batch: int | None, automatic: set[str], notes: list[str]) -> dict[str, Any]:
     betas = found.get("optimizer.params.betas")
     kind = str(found.get("optimizer.type", "AdamW"))
     offload = _OFFLOAD.get(str(found.get("zero_optimization.offload_optimizer.device")))
@@ -71,17 +72,12 @@ def _training(found: Settings, batch: int | None, automatic: set[str]) -> dict[s
         found.read.discard("optimizer.type")
     otherwise = None if automatic & {"bf16.enabled", "fp16.enabled"} else "fp32"
     precision = "bf16" if found.flag("bf16.enabled") else "fp16" if found.flag("fp16.enabled") else otherwise
-    ratio, rate = found.number("scheduler.params.cos_min_ratio"), found.number("optimizer.params.lr")
-    if found.get("scheduler.type") not in (None, "WarmupCosineLR"):
-        found.read.discard("scheduler.type")
     return {
         "steps": found.integer("scheduler.params.total_num_steps"),
         "globalBatchSize": batch,
         "precision": precision,
         "optimizer": {
-            "learningRate": rate,
-            "minLearningRate": ratio * rate if ratio and rate else None,
-            "warmupSteps": found.integer("scheduler.params.warmup_num_steps"),
+            **_schedule(found, notes),
             "weightDecay": found.number("optimizer.params.weight_decay"),
             "beta1": betas[0] if isinstance(betas, list) and len(betas) == 2 else None,
             "beta2": betas[1] if isinstance(betas, list) and len(betas) == 2 else None,
@@ -90,3 +86,33 @@ def _training(found: Settings, batch: int | None, automatic: set[str]) -> dict[s
             "offloadPath": found.get("zero_optimization.offload_optimizer.nvme_path") if offload == "File" else None,
         },
     }
+
+
+def _schedule(found: Settings, notes: list[str]) -> dict[str, Any]:
+    """Rates, warm-up and decay, of the schedulers that a job has too."""
+    kind, prefix = found.get("scheduler.type"), "scheduler.params."
+    rate, warm_up = found.number("optimizer.params.lr"), found.integer(f"{prefix}warmup_num_steps")
+    schedule: dict[str, Any] = {"learningRate": rate, "warmupSteps": warm_up}
+    if kind is None:
+        return schedule
+    if kind == "WarmupCosineLR":
+        ratio = found.number(f"{prefix}cos_min_ratio")
+        schedule["minLearningRate"] = ratio * rate if ratio and rate else None
+        if found.values.get(f"{prefix}warmup_min_ratio") == 1:  # which is no warm-up
+            found.read |= {f"{prefix}warmup_min_ratio", f"{prefix}warmup_type"}
+            return {**schedule, "warmupSteps": 0}
+    elif kind in _DECAYS:
+        schedule["decay"] = _DECAYS[kind]
+        schedule["learningRate"] = found.number(f"{prefix}warmup_max_lr", rate)
+        least = found.number(f"{prefix}warmup_min_lr")
+        if kind == "WarmupDecayLR":
+            schedule["minLearningRate"] = least or None
+        elif least:
+            found.read.discard(f"{prefix}warmup_min_lr")
+    else:
+        found.read.discard("scheduler.type")
+        return schedule
+    if found.get(f"{prefix}warmup_type", "log") != "linear":
+        found.read.discard(f"{prefix}warmup_type")
+        notes.append(f"the warm-up of {kind} is logarithmic, and that of a job linear")
+    return schedule

@@ -7,11 +7,12 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.planner.frameworks.megatron_lm import CONTEXT_COMMUNICATION
+from meshwright.planner.frameworks.megatron_lm import CONTEXT_COMMUNICATION, DECAYS, LAST_DECAYS
 from meshwright_cli.importing.settings import (
     Imported,
     ImportFileError,
     Settings,
+    default_left_out,
     micro_batches,
     replicas_of,
     without_none,
@@ -24,6 +25,7 @@ _FLAGS_OF_VARIABLE = re.compile(r"([A-Za-z_]\w*)\+?=((?:.*\s)?--[a-zA-Z].*)", re
 _QUOTED_FLAGS = re.compile(r"(?:.*\s)?--[a-zA-Z].*\s.*", re.DOTALL)
 """A word that has several words itself, with flags."""
 _CONTEXT = {name: str(method) for method, name in CONTEXT_COMMUNICATION.items()}
+_DECAYS, _LAST_DECAYS = default_left_out(DECAYS), default_left_out(LAST_DECAYS)
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
@@ -242,8 +244,6 @@ def _training(found: Settings, batch: int | None) -> dict[str, Any]:
     recomputation = {"selective": "Selective", "full": "Full"}.get(str(granularity), "None")
     if recomputation == "Full" and grouped > 1 and uniform:
         recomputation = "EveryK"
-    if found.get("lr-decay-style", "linear") != "cosine":
-        found.read.discard("lr-decay-style")
     return {
         "steps": found.integer("train-iters"),
         "globalBatchSize": batch,
@@ -258,7 +258,7 @@ def _training(found: Settings, batch: int | None) -> dict[str, Any]:
         "optimizer": {
             "learningRate": found.number("lr"),
             "minLearningRate": found.number("min-lr"),
-            "warmupSteps": found.integer("lr-warmup-iters"),
+            **_schedule(found),
             "weightDecay": found.number("weight-decay", 0.01),
             "beta1": found.number("adam-beta1"),
             "beta2": found.number("adam-beta2", 0.999),
@@ -266,6 +266,25 @@ def _training(found: Settings, batch: int | None) -> dict[str, Any]:
             "offload": "CPU" if found.flag("optimizer-cpu-offload") else None,
         },
     }
+
+
+def _schedule(found: Settings) -> dict[str, Any]:
+    """Warm-up and decay. `--lr-decay-iters` has an equivalent only if it is the length of the run."""
+    warm_up, steps = found.integer("lr-warmup-iters"), found.integer("train-iters")
+    if found.integer("lr-decay-iters") not in (None, steps):
+        found.read.discard("lr-decay-iters")
+    style = str(found.get("lr-decay-style", "linear"))
+    if style == "WSD":
+        form = str(found.get("lr-wsd-decay-style", "exponential"))
+        if form not in _LAST_DECAYS:
+            found.read -= {"lr-decay-style", "lr-wsd-decay-style"}
+        length = found.integer("lr-wsd-decay-iters")
+        return {"warmupSteps": warm_up, "decay": _LAST_DECAYS.get(form), "decaySteps": length}
+    if style not in _DECAYS:
+        found.read.discard("lr-decay-style")
+    if style == "inverse-square-root":
+        warm_up = warm_up or 1
+    return {"warmupSteps": warm_up, "decay": _DECAYS.get(style)}
 
 
 def _checkpoint(found: Settings) -> dict[str, Any] | None:

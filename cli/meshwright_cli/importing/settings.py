@@ -7,9 +7,16 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from meshwright.api.training import RateDecay
+
 
 class ImportFileError(ValueError):
     """The file is not a configuration that can be read. The message says why."""
+
+
+def default_left_out(names: Mapping[RateDecay, str]) -> dict[str, str | None]:
+    """A framework's names of decays, and `decay` of a job with each: None for the cosine."""
+    return {name: None if decay is RateDecay.COSINE else str(decay) for decay, name in names.items()}
 
 
 @dataclass(slots=True)

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.planner.frameworks.torchtitan import SCHEDULES
-from meshwright_cli.importing.settings import Imported, Settings, flat, micro_batches, replicas_of, without_none
+from meshwright.planner.frameworks.torchtitan import DECAYS, SCHEDULES
+from meshwright_cli.importing.settings import (
+    Imported,
+    Settings,
+    default_left_out,
+    flat,
+    micro_batches,
+    replicas_of,
+    without_none,
+)
 
 _PRESETS = {
     ("llama3", "8b"): "llama-3.1-8b",
@@ -17,6 +25,7 @@ _PRESETS = {
     ("deepseek_v3", "671b"): "deepseek-v3",
 }
 _SCHEDULES = {name.lower(): str(schedule) for schedule, name in SCHEDULES.items()} | {"interleavedzerobubble": "ZBH1"}
+_DECAYS = default_left_out(DECAYS)
 _STAGE = {"always": 3, "default": 3, "never": 2}
 
 
@@ -101,14 +110,13 @@ def _micro_batches(found: Settings, pipeline: int, replicas: int) -> int | None:
 
 def _training(found: Settings, replicas: int) -> dict[str, Any]:
     rate = found.number("optimizer.lr")
-    factor = found.number("lr_scheduler.min_lr_factor")
+    factor = found.number("lr_scheduler.min_lr_factor", found.number("lr_scheduler.lr_min"))
+    steps = found.integer("training.steps", 10000) or 10000
     if found.get("optimizer.name", "AdamW") not in ("Adam", "AdamW"):
         found.read.discard("optimizer.name")
-    if found.get("lr_scheduler.decay_type", "linear") != "cosine":
-        found.read.discard("lr_scheduler.decay_type")
     mode = str(found.get("activation_checkpoint.mode", "selective"))
     return {
-        "steps": found.integer("training.steps", 10000),
+        "steps": steps,
         "globalBatchSize": _global_batch(found, replicas),
         "sequenceLength": found.integer("training.seq_len", 2048),
         "seed": found.integer("training.seed"),
@@ -118,12 +126,26 @@ def _training(found: Settings, replicas: int) -> dict[str, Any]:
         "optimizer": {
             "learningRate": rate,
             "minLearningRate": factor * rate if factor and rate else None,
-            "warmupSteps": found.integer("lr_scheduler.warmup_steps"),
+            **_schedule(found, steps),
             "weightDecay": found.number("optimizer.weight_decay"),
             "beta1": found.number("optimizer.beta1"),
             "beta2": found.number("optimizer.beta2"),
             "gradientClip": found.number("training.max_norm"),
         },
+    }
+
+
+def _schedule(found: Settings, steps: int) -> dict[str, Any]:
+    """Warm-up and decay. A decay that begins before the warm-up has ended is shortened, as torchtitan does it."""
+    warm_up = min(found.integer("lr_scheduler.warmup_steps", 200) or 0, steps)
+    ratio, name = found.number("lr_scheduler.decay_ratio"), str(found.get("lr_scheduler.decay_type", "linear"))
+    length = round(steps * ratio) if ratio is not None else None
+    if name not in _DECAYS:
+        found.read.discard("lr_scheduler.decay_type")
+    return {
+        "warmupSteps": warm_up,
+        "decay": "Constant" if length == 0 else _DECAYS.get(name),
+        "decaySteps": length if length and length < steps - warm_up else None,
     }
 
 

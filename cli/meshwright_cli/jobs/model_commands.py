@@ -99,6 +99,8 @@ def generate(
               help="A new or empty directory of this machine.")  # fmt: skip
 @click.option("--on-claim", metavar="DIRECTORY",
               help="A new directory on the job's checkpoint claim, instead of one of this machine.")  # fmt: skip
+@click.option("--adapter", is_flag=True,
+              help="Export only the LoRA adapters, as PEFT and inference servers read them.")  # fmt: skip
 @click.option("--dtype", type=click.Choice(DTYPES), help="Number format of the exported weights (default: fp32).")
 @click.option("--file-gib", type=click.FloatRange(min=0, min_open=True),
               help="Maximum size of one file, in GiB (default: 4).")  # fmt: skip
@@ -108,6 +110,7 @@ def export(
     source: str,
     target: Path | None,
     on_claim: str | None,
+    adapter: bool,
     dtype: str | None,
     file_gib: float | None,
     step: int | None,
@@ -119,14 +122,16 @@ def export(
 ) -> None:
     """Export the model of a job's newest checkpoint as a Hugging Face directory.
 
-    Adapters are merged, and the tokenizer is copied. For a JOB, a short-lived pod of its worker image does it: it
-    mounts the job's claims read-only, and is deleted at the end. Its files are copied to this machine, which needs the
-    right to create `pods/exec`, or with --on-claim stay on the claim. For a DIRECTORY, whose name has a `/`, the export
-    runs on this machine, which needs the package meshwright-worker.
+    Adapters are merged into the model; with --adapter, only they are exported. The tokenizer is copied. For a JOB, a
+    short-lived pod of its worker image does it: it mounts the job's claims read-only, and is deleted at the end. Its
+    files are copied to this machine, which needs the right to create `pods/exec`, or with --on-claim stay on the claim.
+    For a DIRECTORY, whose name has a `/`, the export runs on this machine, which needs the package meshwright-worker.
     """
     if (target is None) == (on_claim is None):
         raise click.UsageError("pass either -d DIRECTORY or --on-claim DIRECTORY")
-    wanted, options = Export(dtype, file_gib, tokenizer, base), PodOptions(0, memory, timeout)
+    if adapter and file_gib is not None:
+        raise click.UsageError("--file-gib is not supported with --adapter: PEFT reads adapters from one file")
+    wanted, options = Export(dtype, file_gib, tokenizer, base, adapter), PodOptions(0, memory, timeout)
     if is_directory(source):
         if target is None:
             raise click.UsageError("--on-claim needs the name of a job: pass -d DIRECTORY")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,22 +113,16 @@ class Inventory:
             pods_joined: whether a claim joins the pods of one host. Default: whether they have a channel.
         """
         levels = site.fabric_levels() if levels is None else levels
-        selector = node_selector or {}
+        warnings: list[str] = []
         found: dict[str, Node] = {}
         node_by_hostname: dict[str, str] = {}
-        warnings: list[str] = []
-        for obj in nodes:
-            try:
-                read = ReadNode.of(obj, gpu_resource, levels, channel=channel)
-                node = replace(read.node, unusable=read.unusable_for(selector, tolerations))
-            except MALFORMED as error:
-                warnings.append(malformed_node_warning(obj, error))
-                continue
-            found[node.name] = node
+        selector = node_selector or {}
+        for read, unusable in _read_nodes(
+            nodes, gpu_resource, levels, selector, tolerations, warnings, channel=channel
+        ):
+            found[read.node.name] = replace(read.node, unusable=unusable)
             if read.hostname is not None:
-                node_by_hostname[read.hostname] = node.name
-            if read.warning:
-                warnings.append(read.warning)
+                node_by_hostname[read.hostname] = read.node.name
         used = _usage_by_node(pods, gpu_resource, without_job, node_by_hostname, warnings)
         places, conflicts = as_tree({name: node.place for name, node in found.items() if node.capacity.gpus}, levels)
         counted_nodes = {
@@ -233,6 +227,29 @@ class ReadNode:
             or _untolerated_taint(self.taints, tolerations)
             or self.shared_gpu
         )
+
+
+def _read_nodes(
+    nodes: Iterable[Mapping[str, Any]],
+    gpu_resource: str,
+    levels: Sequence[Level],
+    selector: Mapping[str, str],
+    tolerations: Sequence[Toleration],
+    warnings: list[str],
+    *,
+    channel: bool,
+) -> Iterator[tuple[ReadNode, str]]:
+    """Each node, and why the job may not use it. Adds warnings about malformed objects and labels to `warnings`."""
+    for obj in nodes:
+        try:
+            read = ReadNode.of(obj, gpu_resource, levels, channel=channel)
+            unusable = read.unusable_for(selector, tolerations)
+        except MALFORMED as error:
+            warnings.append(malformed_node_warning(obj, error))
+            continue
+        if read.warning:
+            warnings.append(read.warning)
+        yield read, unusable
 
 
 def malformed_node_warning(obj: object, error: Exception) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.api.precision import Precision
-from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
+from meshwright.api.training import ActivationCheckpointing, OptimizerOffload, OptimizerSpec, RateDecay
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.frameworks.target import (
@@ -18,10 +19,12 @@ from meshwright.planner.frameworks.target import (
     FrameworkRun,
     Launch,
     Target,
+    decay_note,
 )
 from meshwright.planner.search.request import Techniques
 
 FILE = "ds_config.json"
+_LEAST_WARM_UP = 2
 _NUMBER_FORMATS = {Precision.BF16: "bf16", Precision.FP16: "fp16"}
 
 
@@ -60,6 +63,7 @@ def _launch(run: FrameworkRun) -> Launch:
     if used.checkpointing is not ActivationCheckpointing.NONE:
         interval = used.recompute_group(run.architecture.layers)
         notes.append(f"in the script, recompute activations every {interval} layers ({used.checkpointing})")
+    notes.extend(_schedule_notes(run.training.optimizer, run.training.steps))
     notes.append("the model and the data are those of your script, train.py")
     config = json.dumps(_config(run), indent=2) + "\n"
     command = ("python", "train.py", "--deepspeed", "--deepspeed_config", FILE)
@@ -91,17 +95,9 @@ def _config(run: FrameworkRun) -> dict[str, Any]:
                 "weight_decay": optimizer.weight_decay,
             },
         },
-        "scheduler": {
-            "type": "WarmupCosineLR",
-            "params": {
-                "total_num_steps": training.steps,
-                # DeepSpeed rejects 0. Warm-up from the full rate is none.
-                "warmup_num_steps": max(1, optimizer.warmup_steps),
-                **({} if optimizer.warmup_steps else {"warmup_min_ratio": 1.0}),
-                "cos_min_ratio": optimizer.min_learning_rate / optimizer.learning_rate,
-            },
-        },
     }
+    if (scheduler := _scheduler(optimizer, training.steps)) is not None:
+        config["scheduler"] = scheduler
     if (name := _NUMBER_FORMATS.get(training.precision)) is not None:
         config[name] = {"enabled": True}
     if used.tensor > 1:
@@ -111,6 +107,37 @@ def _config(run: FrameworkRun) -> dict[str, Any]:
     if used.context > 1:
         config["sequence_parallel_size"] = used.context
     return config
+
+
+def _scheduler(optimizer: OptimizerSpec, steps: int) -> dict[str, Any] | None:
+    """Its scheduler with the job's rates; None if it has none, or needs none."""
+    decay, warm_up = optimizer.decay_or_default, optimizer.warmup_steps
+    # DeepSpeed rejects 0, and warms up on a logarithmic curve by default.
+    params: dict[str, Any] = {"warmup_num_steps": max(1, warm_up), "warmup_type": "linear"}
+    rates = {"warmup_min_lr": 0.0, "warmup_max_lr": optimizer.learning_rate}
+    if decay is RateDecay.CONSTANT:
+        return {"type": "WarmupLR", "params": {**rates, **params}} if warm_up else None
+    if optimizer.decay_steps is not None or decay not in (RateDecay.COSINE, RateDecay.LINEAR):
+        return None
+    params = {"total_num_steps": steps, **params}
+    if decay is RateDecay.LINEAR:
+        # It decays to the rate at which its warm-up begins.
+        return {"type": "WarmupDecayLR", "params": {**params, **rates, "warmup_min_lr": optimizer.min_learning_rate}}
+    # A warm-up from the full rate is none.
+    begin = {} if warm_up else {"warmup_min_ratio": 1.0}
+    ratio = optimizer.min_learning_rate / optimizer.learning_rate
+    return {"type": "WarmupCosineLR", "params": {**params, **begin, "cos_min_ratio": ratio}}
+
+
+def _schedule_notes(optimizer: OptimizerSpec, steps: int) -> Iterator[str]:
+    """How its rates differ from those of the job."""
+    if _scheduler(optimizer, steps) is None and optimizer.decay_or_default is not RateDecay.CONSTANT:
+        yield decay_note(optimizer)
+    elif optimizer.decay_or_default is RateDecay.LINEAR and optimizer.decay_steps is None:
+        if optimizer.warmup_steps < _LEAST_WARM_UP:
+            yield f"WarmupDecayLR warms up for at least {_LEAST_WARM_UP} steps"
+        if optimizer.min_learning_rate:
+            yield "the warm-up of WarmupDecayLR begins at minLearningRate, not at 0"
 
 
 DEEPSPEED = Target(

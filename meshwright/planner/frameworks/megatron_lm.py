@@ -8,7 +8,7 @@ from meshwright.api.mixture import Balancing, Router
 from meshwright.api.model_parts import Activation, Norm, RopeScaling
 from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.api.precision import Precision
-from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
+from meshwright.api.training import ActivationCheckpointing, OptimizerOffload, OptimizerSpec, RateDecay
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.frameworks.target import (
@@ -31,6 +31,15 @@ CONTEXT_COMMUNICATION = {
     ContextMethod.ALL_GATHER: "all_gather",
 }
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
+DECAYS = {
+    RateDecay.COSINE: "cosine",
+    RateDecay.LINEAR: "linear",
+    RateDecay.INVERSE_SQUARE_ROOT: "inverse-square-root",
+    RateDecay.CONSTANT: "constant",
+}
+"""`--lr-decay-style` of decays that begin at the end of the warm-up."""
+LAST_DECAYS = {RateDecay.COSINE: "cosine", RateDecay.LINEAR: "linear", RateDecay.SQUARE_ROOT: "minus_sqrt"}
+"""`--lr-wsd-decay-style` of decays over the last steps."""
 
 
 def _model_problem(model: Architecture) -> str:
@@ -201,7 +210,7 @@ def _training(run: FrameworkRun) -> Iterator[str]:
     yield from ("--seq-length", str(training.sequence_length), "--max-position-embeddings", str(length))
     yield from ("--train-iters", str(training.steps), "--seed", str(training.seed))
     yield from ("--lr", number(optimizer.learning_rate), "--min-lr", number(optimizer.min_learning_rate))
-    yield from ("--lr-decay-style", "cosine", "--lr-warmup-iters", str(optimizer.warmup_steps))
+    yield from (*_decay(optimizer, training.steps), "--lr-warmup-iters", str(optimizer.warmup_steps))
     yield from ("--weight-decay", number(optimizer.weight_decay))
     yield from ("--adam-beta1", number(optimizer.beta1), "--adam-beta2", number(optimizer.beta2))
     yield from ("--clip-grad", number(optimizer.gradient_clip))
@@ -211,6 +220,16 @@ def _training(run: FrameworkRun) -> Iterator[str]:
     if run.strategy.fp8:
         yield from ("--fp8-format", "hybrid")
     yield from ("--log-interval", "1")
+
+
+def _decay(optimizer: OptimizerSpec, steps: int) -> Iterator[str]:
+    decay = optimizer.decay_or_default
+    if decay in DECAYS and optimizer.decay_steps is None:
+        yield from ("--lr-decay-style", DECAYS[decay])
+        return
+    length = steps - optimizer.decay_start(steps)
+    yield from ("--lr-decay-style", "WSD", "--lr-wsd-decay-style", LAST_DECAYS[decay])
+    yield from ("--lr-wsd-decay-iters", str(length))
 
 
 def _recomputation(run: FrameworkRun) -> Iterator[str]:

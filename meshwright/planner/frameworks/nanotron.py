@@ -9,7 +9,7 @@ import yaml
 from meshwright.api.model_parts import Activation, Norm
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.precision import Precision
-from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
+from meshwright.api.training import ActivationCheckpointing, OptimizerOffload, OptimizerSpec, RateDecay
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.frameworks.target import (
@@ -21,12 +21,14 @@ from meshwright.planner.frameworks.target import (
     FrameworkRun,
     Launch,
     Target,
+    decay_note,
 )
 from meshwright.planner.search.request import Techniques
 
 FILE = "nanotron.yaml"
 _ENGINES = {PipelineSchedule.ONE_F_ONE_B: "1f1b", PipelineSchedule.GPIPE: "afab"}
 _NUMBER_FORMATS = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
+_DECAYS = {RateDecay.COSINE: "cosine", RateDecay.LINEAR: "linear", RateDecay.SQUARE_ROOT: "1-sqrt"}
 
 
 def _model_problem(model: Architecture) -> str:
@@ -67,6 +69,8 @@ def _launch(run: FrameworkRun) -> Launch:
     notes = ["data_stages[0].data.dataset is null, which is random data: name your data set and tokenizer"]
     if run.spec.checkpoint is not None:
         notes.append(f"replace {CHECKPOINT_DIRECTORY} in {FILE}, for example with envsubst")
+    if run.training.optimizer.decay_or_default is RateDecay.INVERSE_SQUARE_ROOT:
+        notes.append(decay_note(run.training.optimizer))
     command = ("python", "run_train.py", "--config-file", FILE)
     return Launch(command, files={FILE: text}, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, notes=tuple(notes))
 
@@ -131,7 +135,7 @@ def _model(run: FrameworkRun) -> dict[str, Any]:
 
 
 def _optimizer(run: FrameworkRun) -> dict[str, Any]:
-    optimizer, steps = run.training.optimizer, run.training.steps
+    optimizer = run.training.optimizer
     return {
         "zero_stage": run.strategy.zero_stage,
         "weight_decay": optimizer.weight_decay,
@@ -148,11 +152,21 @@ def _optimizer(run: FrameworkRun) -> dict[str, Any]:
             "learning_rate": optimizer.learning_rate,
             "lr_warmup_steps": optimizer.warmup_steps,
             "lr_warmup_style": "linear",
-            "lr_decay_style": "cosine",
-            "lr_decay_steps": max(1, steps - optimizer.warmup_steps),
+            **_decay(optimizer, run.training.steps),
             "min_decay_lr": optimizer.min_learning_rate,
         },
     }
+
+
+def _decay(optimizer: OptimizerSpec, steps: int) -> dict[str, Any]:
+    decay = optimizer.decay_or_default
+    if decay is RateDecay.CONSTANT:
+        return {"lr_decay_style": "linear", "lr_decay_steps": 1, "lr_decay_starting_step": steps}
+    if decay not in _DECAYS:
+        return {}
+    start = optimizer.decay_start(steps)
+    stable = {"lr_decay_starting_step": start} if optimizer.decay_steps is not None else {}
+    return {"lr_decay_style": _DECAYS[decay], "lr_decay_steps": max(1, steps - start), **stable}
 
 
 NANOTRON = Target(

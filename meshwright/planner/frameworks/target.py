@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.api import labels
 from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.training import TrainingSpec
+from meshwright.api.training import OptimizerSpec, TrainingSpec
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.strategy import Strategy, Workload
 from meshwright.planner.search.request import Techniques
@@ -112,9 +112,20 @@ LAYOUT_FIELDS = frozenset(
 BATCH_FIELDS = frozenset({"training.steps", "training.globalBatchSize", "training.sequenceLength"})
 OPTIMIZER_FIELDS = frozenset(
     f"training.optimizer.{name}"
-    for name in ("learningRate", "minLearningRate", "warmupSteps", "weightDecay", "beta1", "beta2", "gradientClip")
+    for name in (
+        *("learningRate", "minLearningRate", "warmupSteps", "decay", "decaySteps"),
+        *("weightDecay", "beta1", "beta2", "gradientClip"),
+    )
 )
+"""A target that cannot express a `decay` names it in a note (`decay_note`)."""
 CHECKPOINT_FIELDS = frozenset({"checkpoint.claimName", "checkpoint.everySteps"})
+
+
+def decay_note(optimizer: OptimizerSpec) -> str:
+    """The note of a target that has no schedule like the job's, and writes none."""
+    parts = {"decay": optimizer.decay, "decaySteps": optimizer.decay_steps}
+    stated = " and ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
+    return f"no equivalent: spec.training.optimizer.{stated}: set the schedule in the framework"
 
 
 def number(value: float) -> str:

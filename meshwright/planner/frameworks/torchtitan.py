@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from meshwright.api.parallelism import ContextMethod, PipelineSchedule
 from meshwright.api.precision import Precision
-from meshwright.api.training import ActivationCheckpointing, OptimizerOffload
+from meshwright.api.training import ActivationCheckpointing, OptimizerOffload, OptimizerSpec, RateDecay
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.strategy import Strategy
 from meshwright.planner.frameworks.target import (
@@ -18,6 +18,7 @@ from meshwright.planner.frameworks.target import (
     FrameworkRun,
     Launch,
     Target,
+    decay_note,
     number,
 )
 from meshwright.planner.search.request import Techniques
@@ -49,6 +50,8 @@ _RECOMPUTATION = {
     ActivationCheckpointing.SELECTIVE: "selective",
     ActivationCheckpointing.FULL: "full",
 }
+DECAYS = {RateDecay.COSINE: "cosine", RateDecay.LINEAR: "linear", RateDecay.SQUARE_ROOT: "sqrt"}
+"""`lr_scheduler.decay_type` of each decay that ends with the run."""
 
 
 def _model_problem(model: Architecture) -> str:
@@ -90,6 +93,8 @@ def _launch(run: FrameworkRun) -> Launch:
     notes = ["the tokenizer and the data set are those of the configuration: set --hf_assets_path and --dataloader.*"]
     if used.checkpointing is ActivationCheckpointing.SELECTIVE:
         notes.append("selective recomputation is torchtitan's: it recomputes every second product too")
+    if run.training.optimizer.decay_or_default is RateDecay.INVERSE_SQUARE_ROOT:
+        notes.append(decay_note(run.training.optimizer))
     chosen = f"activation-checkpoint:{_RECOMPUTATION[used.checkpointing]}"
     words = ("--module", module, "--config", config, *flags, chosen)
     return Launch(("python", "-m", "torchtitan.train", *words), words, notes=tuple(notes))
@@ -137,10 +142,20 @@ def _training(run: FrameworkRun) -> Iterator[str]:
     yield from (f"{group}.lr", number(optimizer.learning_rate))
     yield from (f"{group}.betas", number(optimizer.beta1), number(optimizer.beta2))
     yield from (f"{group}.weight_decay", number(optimizer.weight_decay))
-    yield from ("--lr_scheduler.warmup_steps", str(optimizer.warmup_steps), "--lr_scheduler.decay_type", "cosine")
+    yield from ("--lr_scheduler.warmup_steps", str(optimizer.warmup_steps), *_decay(optimizer, training.steps))
     yield from ("--lr_scheduler.min_lr_factor", number(factor), "--debug.seed", str(training.seed))
     if training.compile:
         yield "--compile.enable"
+
+
+def _decay(optimizer: OptimizerSpec, steps: int) -> Iterator[str]:
+    """The part of the run in which the rate decays. Always written, because some configurations have their own."""
+    decay = optimizer.decay_or_default
+    if decay in DECAYS:
+        ratio = (steps - optimizer.decay_start(steps)) / steps
+        yield from ("--lr_scheduler.decay_type", DECAYS[decay], "--lr_scheduler.decay_ratio", number(ratio))
+    elif decay is RateDecay.CONSTANT:
+        yield from ("--lr_scheduler.decay_ratio", "0")
 
 
 def _checkpoint(run: FrameworkRun) -> Iterator[str]:

@@ -76,31 +76,33 @@ class DomainBins:
         groups = mesh.groups()
         self._costs = [[weights.of(g.dimension, level) * g.count for level in levels] for g in groups]
         self._costs += [list(group.weights) for group in extra]
-        members = [group.blocks for group in groups] + [group.blocks for group in extra]
-        self._lengths = list(map(len, members))
+        self._members = [group.blocks for group in groups] + [group.blocks for group in extra]
         self._ignores_domains = not any(costs[0] for costs in self._costs)
         self._domains: defaultdict[Key, list[str]] = defaultdict(list)
         self._isolating: dict[Key, bool] = {}
         self._key_of: dict[str, Key] = {}
         fixed = self._collect_bins(stays)
-        keys = list(self._isolating)
-        self._number = {key: j for j, key in enumerate(keys)}
-        paths = self._paths(keys)
+        self._keys = list(self._isolating)
+        self._number = {key: j for j, key in enumerate(self._keys)}
+        self.problem = self._problem(mesh.blocks, fixed)
+
+    def _problem(self, blocks: int, fixed: Mapping[int, Key]) -> Problem:
+        """The bins and groups as numbers, for this number of blocks, of which some have a bin."""
+        keys, paths = self._keys, self._paths(self._keys)
         mixed = any(self._isolating.values()) and not all(self._isolating.values())
         units: dict[str, int] = {}
-        self._keys = keys
-        self.problem = Problem(
-            size=mesh.blocks,
+        return Problem(
+            size=blocks,
             groups=[
-                WeightedGroup(blocks, tuple(costs))
-                for blocks, costs in zip(members, self._costs, strict=True)
+                WeightedGroup(members, tuple(costs))
+                for members, costs in zip(self._members, self._costs, strict=True)
                 if any(costs)
             ],
             bins=[
-                Bin(sum(map(capacity.blocks, self._domains[key])), path, mixed and self._isolating[key])
+                Bin(sum(map(self._capacity.blocks, self._domains[key])), path, mixed and self._isolating[key])
                 for key, path in zip(keys, paths, strict=True)
             ],
-            fixed=[self._number[fixed[block]] if block in fixed else UNPLACED for block in range(mesh.blocks)],
+            fixed=[self._number[fixed[block]] if block in fixed else UNPLACED for block in range(blocks)],
             unit=[units.setdefault(key[min(1, len(key) - 1)] if key else "", len(units)) for key in keys],
         )
 
@@ -135,7 +137,7 @@ class DomainBins:
         costs: list[list[float]] = [[] for _ in self._costs]
         for level in range(len(self._levels)):
             if level == 0 and (self._ignores_domains or all(self._isolating.values())):
-                self.constant = sum(c[0] * (n - 1) for c, n in zip(self._costs, self._lengths, strict=True))
+                self.constant = sum(c[0] * (len(m) - 1) for c, m in zip(self._costs, self._members, strict=True))
                 continue
             ids: dict[str, int] = {}
             column = [

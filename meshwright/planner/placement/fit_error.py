@@ -1,7 +1,12 @@
-"""Explains why a plan does not fit: what is missing, which nodes are excluded, and how many replicas fit now."""
+"""Explains why a plan does not fit: what is missing, which nodes are excluded, and what would fit now.
+
+That is the largest number of replicas, and the largest workers with which all replicas fit. If neither helps, both are
+changed.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,6 +18,7 @@ from meshwright.planner.errors import DoesNotFitError
 from meshwright.planner.placement.capacity import FreeCapacity, GangShape, why_too_small
 from meshwright.planner.placement.group_levels import GroupLevels, with_nodes_as_level
 from meshwright.planner.placement.nested_capacity import LevelShortage, NestedCapacity
+from meshwright.planner.placement.smaller_workers import with_smaller_workers
 from meshwright.planner.plan import Plan
 from meshwright.planner.topology.levels import DOMAIN
 from meshwright.planner.units import count_gpus
@@ -63,21 +69,22 @@ def fit_error(
     workers_that_fit = capacity.total_blocks() * shape.block_workers
     short = blocked or max(1, needed - workers_that_fit)
     replicas_fitting = _replicas_that_fit(plan, inventory, levels)
-    missing_gpus = count_gpus(short * plan.gpus_per_worker)
-    # More workers may fit in other domains than in those of the workers that stay.
-    fitting = _fitting(plan, min(workers_that_fit, needed - short), needed, len(kept))
+    now = _what_fits_now(plan, inventory, levels, replicas_fitting)
     if shortage is not None:
-        sentences = [_level_sentence(plan, shape, shortage), *_never_fits(plan, inventory, shortage)]
-        free = "Free more GPUs there, or set a wider level"
+        missing = [_level_sentence(plan, shape, shortage), *_never_fits(plan, inventory, shortage)]
+        fix = [_what_to_free("Free more GPUs there, or set a wider level", now)]
     else:
-        sentences = [
+        # More workers may fit in other domains than in those of the workers that stay.
+        fitting = _fitting(plan, min(workers_that_fit, needed - short), needed, len(kept))
+        missing_gpus = count_gpus(short * plan.gpus_per_worker)
+        missing = [
             f"{fitting}{_per_rack(capacity, shape)}: {missing_gpus} missing",
             *_groups(shape, levels),
             *_other_resources(plan, inventory, kept, levels, workers_that_fit),
         ]
-        free = f"Free {missing_gpus}"
-    too_small = _too_small_when_empty(plan, inventory, levels, replicas_fitting) if shortage is None else []
-    sentences += [*_skipped_nodes(plan, inventory), *(too_small or [_what_to_free(plan, free, replicas_fitting)])]
+        too_small = _too_small_when_empty(plan, inventory, levels, replicas_fitting, now)
+        fix = too_small or [_what_to_free(f"Free {missing_gpus}", now)]
+    sentences = [*missing, *_skipped_nodes(plan, inventory), *fix]
     blocked_by_kept_workers = bool(kept) and fits(plan, inventory)
     if blocked_by_kept_workers:
         sentences.append("It would fit if all workers were placed again")
@@ -113,13 +120,28 @@ def _never_fits(plan: Plan, inventory: Inventory, shortage: LevelShortage) -> li
     return [f"It would not fit on the empty nodes either: set {names} to a wider level, or lower the degree"]
 
 
-def _what_to_free(plan: Plan, free: str, replicas_fitting: int) -> str:
-    if not replicas_fitting:
+def _what_fits_now(plan: Plan, inventory: Inventory, levels: GroupLevels, replicas_fitting: int) -> str:
+    """What to set so that the job fits on what is free now. Empty if nothing helps."""
+    smaller, world = list(with_smaller_workers(plan, inventory)), plan.layout.world_size
+    workers = (_worker_to_set(one) for one, gpus in smaller if gpus >= world and fits(one, inventory))
+    settings = [*itertools.islice(workers, 1), *([_size_to_set(plan, replicas_fitting)] if replicas_fitting else [])]
+    if settings:
+        return " or ".join(settings)
+    replica = plan.layout.replica_size
+    both = ((_replicas_that_fit(one, inventory, levels), one) for one, gpus in smaller if gpus >= replica)
+    most, one = max(both, key=lambda pair: (pair[0], pair[1].gpus_per_worker), default=(0, plan))
+    return f"{_worker_to_set(one)} and {_size_to_set(plan, most)}" if most else ""
+
+
+def _what_to_free(free: str, fits_now: str) -> str:
+    if not fits_now:
         return "No smaller number of replicas fits now"
-    return f"{free}, or set {_size_to_set(plan, replicas_fitting)} to start now"
+    return f"{free}, or set {fits_now} to start now"
 
 
-def _too_small_when_empty(plan: Plan, inventory: Inventory, levels: GroupLevels, fitting_now: int) -> list[str]:
+def _too_small_when_empty(
+    plan: Plan, inventory: Inventory, levels: GroupLevels, fitting_now: int, fits_now: str
+) -> list[str]:
     """What to do if the job would not fit without other pods either, on all nodes. Empty if it would.
 
     Excluded nodes count: most are usable again later, such as those that are reserved for another job.
@@ -129,6 +151,7 @@ def _too_small_when_empty(plan: Plan, inventory: Inventory, levels: GroupLevels,
         inventory: the nodes.
         levels: the levels that groups must not leave.
         fitting_now: number of replicas that fit now.
+        fits_now: what to set so that the job fits now.
     """
     shape, empty = GangShape(plan), inventory.emptied()
     every = replace(empty, nodes={name: replace(node, unusable="") for name, node in empty.nodes.items()})
@@ -138,28 +161,31 @@ def _too_small_when_empty(plan: Plan, inventory: Inventory, levels: GroupLevels,
     where = "all nodes, with the excluded ones" if inventory.unusable else "the usable nodes"
     if not blocks:
         none = f"without any other pod, no worker fits on {where}"
-        return [f"Freeing GPUs is not enough: {none}. Add nodes on which one fits"]
+        instead = f", or set {fits_now} to start now" if fits_now else ""
+        return [f"Freeing GPUs is not enough: {none}. Add nodes on which one fits{instead}"]
     fitting, size = blocks * shape.block_workers, plan.gpus_per_worker
     sentence = (
         f"Freeing GPUs is not enough: the job needs {count_gpus(plan.layout.world_size)}, and without any other pod "
         f"{fitting} of its {shape.workers} workers ({count_gpus(fitting * size)}) fit on {where}"
     )
-    return [sentence, _nearest_that_fits(plan, fitting_now, _replicas_that_fit(plan, every, levels))]
+    return [sentence, _nearest_that_fits(plan, fitting_now, fits_now, _replicas_that_fit(plan, every, levels))]
 
 
-def _nearest_that_fits(plan: Plan, now: int, when_empty: int) -> str:
-    """What to set if a job is too large for its cluster, by the numbers of replicas that fit."""
+def _nearest_that_fits(plan: Plan, now: int, fits_now: str, when_empty: int) -> str:
+    """What to set if a job is too large for its cluster, by the numbers of replicas that fit and `fits_now`."""
+    if not when_empty and fits_now:
+        return f"Add nodes, or set {fits_now} to start now"
     if not when_empty:
         replica = plan.layout.replica_size
         if replica == 1:
             return "Add nodes"
         return f"Add nodes, or lower the degrees: one replica ({plan.replica_summary}) needs {count_gpus(replica)}"
     largest = f"{_size_to_set(plan, when_empty)}, the most that fits without other pods"
-    if not now:
+    if not fits_now:
         return f"Add nodes, or set {largest}"
     if now == when_empty:
-        return f"Add nodes, or set {_size_to_set(plan, now)} to start now"
-    return f"Add nodes, or set {_size_to_set(plan, now)} to start now, or {largest}"
+        return f"Add nodes, or set {fits_now} to start now"
+    return f"Add nodes, or set {fits_now} to start now, or {largest}"
 
 
 _LEVEL_NAMES = {DOMAIN: "NVLink domain"}
@@ -170,6 +196,10 @@ def _size_to_set(plan: Plan, replicas: int) -> str:
     if plan.gpus is None:
         return f"`spec.replicas: {replicas}`"
     return f"`spec.gpus: {replicas * plan.layout.replica_size}`"
+
+
+def _worker_to_set(plan: Plan) -> str:
+    return f"`spec.workers.gpusPerWorker: {plan.gpus_per_worker}`"
 
 
 def _fitting(plan: Plan, fitting: int, needed: int, kept: int) -> str:

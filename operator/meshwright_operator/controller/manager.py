@@ -25,6 +25,8 @@ from meshwright_operator.controller.http_server import health_application, serve
 from meshwright_operator.controller.job_devices import JobDevices
 from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
+from meshwright_operator.controller.observe import JobObserver
+from meshwright_operator.controller.pod_contexts import PodContexts
 from meshwright_operator.controller.progress_budget import ProgressBudget
 from meshwright_operator.controller.reconciler import Reconciler
 from meshwright_operator.controller.stall_monitor import StallMonitor
@@ -77,6 +79,7 @@ async def run(
     stop: asyncio.Event,
     on_ready: Callable[[], None] = lambda: None,
     on_failure: Callable[[], None] = lambda: None,
+    handle_signals: Callable[[], None] = lambda: None,
 ) -> None:
     """Runs until `stop` is set.
 
@@ -86,6 +89,7 @@ async def run(
             is released.
         on_ready: Called when the watches are connected, whether this process leads or is on standby.
         on_failure: Called when a part fails for good, before the other parts have ended.
+        handle_signals: Installs the process's handlers of signals again. The library that watches jobs replaces them.
 
     Raises:
         KubeConfigError: No configuration of the cluster can be read.
@@ -97,7 +101,7 @@ async def run(
         BaseExceptionGroup: A part failed for good, such as the lease or a watch. The process must exit.
     """
     manager = await Manager.build(settings, on_failure)
-    leading = asyncio.create_task(manager.serve_and_lead(on_ready), name="operator")
+    leading = asyncio.create_task(manager.serve_and_lead(on_ready, handle_signals), name="operator")
     stopping = asyncio.create_task(stop.wait(), name="stop")
     try:
         await asyncio.wait({leading, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -144,7 +148,7 @@ class Manager:
         )
         self._resync = Resync(cluster, self._cache, self._queue, metrics, settings.namespaces, settings.resync_seconds)
         self._access = CoordinatorAccess(settings, configuration, tokens, self._coordinator, metrics)
-        self._gate = LeadershipGate()
+        self._gate = LeadershipGate(lambda: self._elector.other_leads)
         self._elected = asyncio.Event()
         self._elected_at = 0.0
         self._listed = asyncio.Event()
@@ -194,25 +198,32 @@ class Manager:
     def _new_reconciler(self, tokens: Tokens, inventories: Inventories) -> Reconciler:
         """What reconciles a job."""
         settings = self._settings
-        return Reconciler(
-            cluster=self._client,
-            cache=self._cache,
-            queue=self._queue,
-            coordinator=self._coordinator,
-            tokens=tokens,
-            reporter=self._new_reporter(),
-            metrics=self._metrics,
-            scheduler=self._scheduler,
-            planner=self._planner,
-            inventories=inventories,
+        observer = JobObserver(
+            self._cache,
+            self._scheduler,
+            self._planner,
+            BindingLimits(settings.unbound_seconds, settings.partly_bound_seconds),
+            self._profiles,
+            JobDevices(self._client, self._device_inventory),
+        )
+        pod_contexts = PodContexts(
+            tokens,
+            inventories,
             coordinator_url=lambda: self._access.url,
             trust=lambda: self._access.trust,
             network_policies=settings.job_network_policies,
             agent_image=settings.agent_image,
-            binding=BindingLimits(settings.unbound_seconds, settings.partly_bound_seconds),
-            kueue=Kueue(self._client, self._cache, self._kueue_watch),
-            profiles=self._profiles,
-            devices=JobDevices(self._client, self._device_inventory),
+        )
+        kueue = Kueue(self._client, self._cache, self._kueue_watch)
+        return Reconciler(
+            self._client,
+            self._queue,
+            self._coordinator,
+            observer,
+            pod_contexts,
+            self._new_reporter(),
+            self._metrics,
+            kueue=kueue,
         )
 
     @classmethod
@@ -254,7 +265,7 @@ class Manager:
             await self._elector.release()
             self._metrics.leader.set(0)
 
-    async def serve_and_lead(self, on_ready: Callable[[], None]) -> None:
+    async def serve_and_lead(self, on_ready: Callable[[], None], handle_signals: Callable[[], None]) -> None:
         """Serves health, watches, and leads whenever this process holds the lease, until cancelled."""
         application = health_application(self._metrics, self._resync.makes_progress, self._not_ready)
         health = serve_application(
@@ -266,9 +277,9 @@ class Manager:
         )
         async with health:
             await wait_for_cluster(self._client, self._configuration.host, self._resync.record_progress)
-            await self._run_parts(on_ready)
+            await self._run_parts(on_ready, handle_signals)
 
-    async def _run_parts(self, on_ready: Callable[[], None]) -> None:
+    async def _run_parts(self, on_ready: Callable[[], None], handle_signals: Callable[[], None]) -> None:
         async with (
             self._stalls.running(),
             self._serve_agents(),
@@ -277,7 +288,7 @@ class Manager:
             self._start(group, self._access.run(), name="certificates")
             self._start(group, self._elect(), name="lease")
             self._start(group, self._lead(), name="lead")
-            self._start(group, self._watch(on_ready), name="watch")
+            self._start(group, self._watch(on_ready, handle_signals), name="watch")
             # On standby too: the first reconcile as the leader must be bounded by the policy of that moment.
             for document in self._documents:
                 self._start(group, document.run(), name=document.what)
@@ -331,7 +342,7 @@ class Manager:
             if gates.enabled(KUEUE_QUEUES):
                 self._start(group, self._kueue_watch.run(), name="Kueue")
 
-    async def _watch(self, on_ready: Callable[[], None]) -> None:
+    async def _watch(self, on_ready: Callable[[], None], handle_signals: Callable[[], None]) -> None:
         await self._elector.look()
         if self._elector.found_free:
             self._planner.prestart()  # while everything is listed: this process will probably lead
@@ -358,7 +369,9 @@ class Manager:
             for informer in informers:
                 await informer.connected.wait()
             # When kopf stops, it cancels every task that was started after it. By then, all of them must stop anyway.
-            watching = watch_jobs(handlers.job, self._configuration, namespaces, self._liveness, idle, on_ready)
+            watching = watch_jobs(
+                handlers.job, self._configuration, namespaces, self._liveness, idle, on_ready, handle_signals
+            )
             self._start(group, watching, name="watch of jobs")
 
     def _start(self, group: asyncio.TaskGroup, part: Coroutine[Any, Any, None], name: str) -> None:

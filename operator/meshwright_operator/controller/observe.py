@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from typing import NamedTuple
@@ -59,62 +59,64 @@ class JobRejectedError(Exception):
         self.retryable = retryable
 
 
-def observe_job(
-    key: JobKey,
-    job: KubeObject,
-    cache: Cache,
-    scheduler: JobScheduler,
-    planner: Planner,
-    agents: Agents,
-    now: datetime,
-    rejection: Rejection | None = None,
-    binding: BindingLimits = DEFAULT_LIMITS,
-    admission: Admission | None = None,
-    profiles: JobProfiles | None = None,
-    devices: JobDevices | None = None,
-    deletions: PodDeletions | None = None,
-) -> Observed:
-    """Observe one job, its pods and nodes, from the cache.
+@dataclass(frozen=True, slots=True)
+class JobObserver:
+    """Observes jobs, their pods and nodes, from the cache."""
 
-    Args:
-        key: The job's key.
-        job: The job's object.
-        cache: The operator's view of the cluster.
-        scheduler: Knows which nodes accept the job's pods.
-        planner: Has the plans.
-        agents: The state of the job's agents.
-        now: The current time.
-        rejection: The API server's rejection of the last attempt to create pods, if any.
-        binding: The operator's limits for other schedulers.
-        admission: What the queue that the job names says.
-        profiles: The administrator's profiles; none if this is None.
-        devices: Knows what the job's pods claim; nothing if this is None.
-        deletions: Knows since when pods are being deleted.
+    cache: Cache
+    """The operator's view of the cluster."""
+    scheduler: JobScheduler
+    """Knows which nodes accept a job's pods."""
+    planner: Planner
+    """Has the plans."""
+    binding: BindingLimits = DEFAULT_LIMITS
+    """The operator's limits for other schedulers."""
+    profiles: JobProfiles = field(default_factory=lambda: JobProfiles(lambda *job_and_text: ""))
+    """The administrator's profiles."""
+    devices: JobDevices | None = None
+    """Knows what a job's pods claim; nothing if this is None."""
+    deletions: PodDeletions = field(default_factory=PodDeletions)
+    """Knows since when pods are being deleted."""
 
-    Raises:
-        JobRejectedError: The spec is invalid or no plan fits, and no earlier revision of the job is running.
-        PlanPendingError: A plan is being made.
-    """
-    status = cache.parsed.status(job)
-    known = profiles or JobProfiles(lambda *job_and_text: "")
-    seen = deletions or PodDeletions()
-    observer = _JobObserver(
-        key, job, status, cache, scheduler, planner, agents, now, rejection, binding, admission, known, devices, seen
-    )
-    running = running_spec(status)
-    if running is None:
-        spec = _parsed(job, cache)
-        return observer.observe_as(*spec_at_start(job["spec"], status, spec))
-    if lifecycle.finished(status):
-        return observer.observe_as(_running_with_live_fields(running, job, cache), running.revision)
-    try:
-        requested = _parsed(job, cache)
-    except JobRejectedError as error:
-        as_running = observer.observe_as(_running_with_live_fields(running, job, cache), running.revision)
-        return replace(as_running, blocked_edit=_blocked(error))
-    if running.runs(job["spec"]):
-        return _observe_deferred_edit(observer, running, requested)
-    return _observe_edit(observer, running, requested)
+    def observe(
+        self,
+        key: JobKey,
+        job: KubeObject,
+        agents: Agents,
+        now: datetime,
+        rejection: Rejection | None = None,
+        admission: Admission | None = None,
+    ) -> Observed:
+        """Observe one job.
+
+        Args:
+            key: The job's key.
+            job: The job's object.
+            agents: The state of the job's agents.
+            now: The current time.
+            rejection: The API server's rejection of the last attempt to create pods, if any.
+            admission: What the queue that the job names says.
+
+        Raises:
+            JobRejectedError: The spec is invalid or no plan fits, and no earlier revision of the job is running.
+            PlanPendingError: A plan is being made.
+        """
+        status = self.cache.parsed.status(job)
+        observation = _Observation(self, key, job, status, agents, now, rejection, admission)
+        running = running_spec(status)
+        if running is None:
+            spec = _parsed(job, self.cache)
+            return observation.with_spec(*spec_at_start(job["spec"], status, spec))
+        if lifecycle.finished(status):
+            return observation.with_spec(_running_with_live_fields(running, job, self.cache), running.revision)
+        try:
+            requested = _parsed(job, self.cache)
+        except JobRejectedError as error:
+            spec = _running_with_live_fields(running, job, self.cache)
+            return replace(observation.with_spec(spec, running.revision), blocked_edit=_blocked(error))
+        if running.runs(job["spec"]):
+            return _observe_deferred_edit(observation, running, requested)
+        return _observe_edit(observation, running, requested)
 
 
 def managed_here(job: KubeObject) -> bool:
@@ -154,25 +156,19 @@ class _Planned(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _JobObserver:
-    """Observes a job with a given spec."""
+class _Observation:
+    """Observes one job at one moment, with a spec that is given: that of its object, or the applied one."""
 
+    by: JobObserver
     key: JobKey
     job: KubeObject
     status: ParallelTrainingJobStatus
-    cache: Cache
-    scheduler: JobScheduler
-    planner: Planner
     agents: Agents
     now: datetime
     rejection: Rejection | None
-    binding: BindingLimits
     admission: Admission | None
-    profiles: JobProfiles
-    devices: JobDevices | None
-    deletions: PodDeletions
 
-    def observe_as(self, spec: ParallelTrainingJobSpec, revision: str) -> Observed:
+    def with_spec(self, spec: ParallelTrainingJobSpec, revision: str) -> Observed:
         """The job with this spec, whose revision is `revision`.
 
         Raises:
@@ -180,11 +176,11 @@ class _JobObserver:
             PlanPendingError: The plan is being made.
         """
         uid = self.job["metadata"]["uid"]
-        pods = self.deletions.as_seen(self.cache.pods(self.key, uid), self.now)
+        pods = self.by.deletions.as_seen(self.by.cache.pods(self.key, uid), self.now)
         made = self._planned(spec, revision, pods)
         plan, spec = made.plan, made.spec
-        down = _down_nodes(self.status, pods, self.cache)
-        rejecting, draining = _rejecting_nodes(self._placed(spec), pods, self.cache, self.scheduler)
+        down = _down_nodes(self.status, pods, self.by.cache)
+        rejecting, draining = _rejecting_nodes(self._placed(spec), pods, self.by.cache, self.by.scheduler)
         indices, joining = _workers(plan, self.status, revision, elastic=made.elastic is not None)
         workers, excess_pods = observe_workers(
             [*indices, *joining], self.status, pods, down, rejecting, draining, self.agents, self.now
@@ -208,11 +204,11 @@ class _JobObserver:
             joining=workers[len(indices) :],
             excess_pods=excess_pods,
             stuck_pods=stuck_pods(pods, down, self.now),
-            some_node_ready=not all(down.values()) or any(map(_is_ready, self.cache.nodes.values())),
-            namesakes=self.cache.namesakes(self.key, uid),
+            some_node_ready=not all(down.values()) or any(map(_is_ready, self.by.cache.nodes.values())),
+            namesakes=self.by.cache.namesakes(self.key, uid),
             agents=self.agents,
             rejection=self.rejection,
-            binding=self.binding,
+            binding=self.by.binding,
             admission=self.admission,
             checkpoint_request=(self.job["metadata"].get("annotations") or {}).get(ANNOTATION_CHECKPOINT, ""),
             own_workers=made.own_workers if made.profile is not None or plan.copies_bytes else None,
@@ -222,17 +218,17 @@ class _JobObserver:
 
     def _planned(self, spec: ParallelTrainingJobSpec, revision: str, pods: Sequence[Pod]) -> _Planned:
         """The job's plans, with what its profile, its devices and the copies of its ranks' state add to its pods."""
-        if self.devices is not None:
-            spec = self.devices.joined(self.key.namespace, spec)
+        if self.by.devices is not None:
+            spec = self.by.devices.joined(self.key.namespace, spec)
         own_workers, profile = spec.workers, self._profile(spec, revision)
         if profile is not None:
             spec = with_profile(spec, profile.profile)
         elastic = spec if spec.elastic is not None else None
-        limit = self.scheduler.replica_limit(self.job["metadata"]["uid"])
+        limit = self.by.scheduler.replica_limit(self.job["metadata"]["uid"])
         preempted_by = str(limit[1]) if limit is not None and not limit[0] else ""
         taken_by, sizes, full = "", list[Plan](), None
         if elastic is None:
-            plan, *others = _plans(self.key, spec, self.status, revision, self.planner)
+            plan, *others = _plans(self.key, spec, self.status, revision, self.by.planner)
         else:
             limit = None if preempted_by else limit
             found = self._elastic_plans(spec, revision, pods, limit)
@@ -241,7 +237,7 @@ class _JobObserver:
             plan, sizes = found.plan.with_copies(elastic), [size.with_copies(elastic) for size in found.sizes]
             elastic = with_copies_memory(elastic, plan.copies_bytes)
         spec = with_copies_memory(spec, plan.copies_bytes)
-        devices = self.devices.requests(self.key.namespace, spec) if self.devices is not None else {}
+        devices = self.by.devices.requests(self.key.namespace, spec) if self.by.devices is not None else {}
         if profile is not None or devices:
             extended = partial(with_extra_request, spec, profile.profile if profile is not None else None, devices)
             plan, others, sizes = extended(plan), list(map(extended, others)), list(map(extended, sizes))
@@ -252,9 +248,9 @@ class _JobObserver:
     ) -> SizePlans:
         """The plans of the sizes that an elastic job may have."""
         left = sum(not pod.terminal and not pod.deleting for pod in pods) * spec.workers.gpus_per_worker
-        drains = bool(_rejecting_nodes(self._placed(spec), pods, self.cache, self.scheduler)[1])
+        drains = bool(_rejecting_nodes(self._placed(spec), pods, self.by.cache, self.by.scheduler)[1])
         allowed = self._replicas(limit)
-        return _size_plans(self.key, spec, self.status, revision, self.planner, allowed, left, drains=drains)
+        return _size_plans(self.key, spec, self.status, revision, self.by.planner, allowed, left, drains=drains)
 
     def _placed(self, spec: ParallelTrainingJobSpec) -> ParallelTrainingJobSpec:
         """The spec with what the queue requires of nodes."""
@@ -275,8 +271,8 @@ class _JobObserver:
         """
         if spec.workers.profile is None:
             return None
-        has_pods = any(not pod.terminal for pod in self.cache.pods(self.key, self.job["metadata"]["uid"]))
-        found = self.profiles.choose(self.key, self.job, spec, revision, self.status, has_pods=has_pods)
+        has_pods = any(not pod.terminal for pod in self.by.cache.pods(self.key, self.job["metadata"]["uid"]))
+        found = self.by.profiles.choose(self.key, self.job, spec, revision, self.status, has_pods=has_pods)
         if not isinstance(found, Rejection):
             return found
         if lifecycle.finished(self.status) or spec.suspend:
@@ -291,15 +287,15 @@ def _parsed(job: KubeObject, cache: Cache) -> ParallelTrainingJobSpec:
         raise JobRejectedError("InvalidSpec", str(error)) from None
 
 
-def _observe_edit(observer: _JobObserver, running: RunningSpec, requested: ParallelTrainingJobSpec) -> Observed:
+def _observe_edit(observation: _Observation, running: RunningSpec, requested: ParallelTrainingJobSpec) -> Observed:
     """A started job whose edit needs a restart: with the edit, or with its applied spec if the edit is not valid."""
-    as_running = observer.observe_as(with_live_fields(running.spec, requested), running.revision)
-    forbidden = check_edit(running.spec, requested) if _has_trained(running.spec, observer) else []
+    as_running = observation.with_spec(with_live_fields(running.spec, requested), running.revision)
+    forbidden = check_edit(running.spec, requested) if _has_trained(running.spec, observation) else []
     if forbidden:
         text = "; ".join(f"spec.{p.field}: {p.message}" for p in forbidden)
         return replace(as_running, blocked_edit=BlockedEdit("ImmutableField", text, retryable=False))
     try:
-        edited = replace(observer.observe_as(requested, revision_of(requested)), fallback=as_running)
+        edited = replace(observation.with_spec(requested, revision_of(requested)), fallback=as_running)
         waiting = waiting_edit(as_running, edited)
         return (
             edited if waiting is None else replace(as_running, waiting_edit=waiting, blocked_edit=edit_waits(waiting))
@@ -313,28 +309,28 @@ def _observe_edit(observer: _JobObserver, running: RunningSpec, requested: Paral
         return replace(as_running, blocked_edit=_blocked(JobRejectedError("Planning", PLANNING, retryable=True)))
 
 
-def _has_trained(running: ParallelTrainingJobSpec, observer: _JobObserver) -> bool:
+def _has_trained(running: ParallelTrainingJobSpec, observation: _Observation) -> bool:
     """Whether a step is finished, by status or by a report that is newer. A command reports none, so it counts as
     such.
     """
-    status = observer.status
-    reported = any(received.report.progress is not None for received in observer.agents.reports.values())
+    status = observation.status
+    reported = any(received.report.progress is not None for received in observation.agents.reports.values())
     return running.runtime.command is not None or status.checkpoint is not None or bool(status.step) or reported
 
 
 def _observe_deferred_edit(
-    observer: _JobObserver, running: RunningSpec, requested: ParallelTrainingJobSpec
+    observation: _Observation, running: RunningSpec, requested: ParallelTrainingJobSpec
 ) -> Observed:
     """A started job whose edit takes effect at the next start of its ranks. Blocked if the ranks would reject it."""
     # Only these fields of the request: the others are equal, or a later version of the CRD added them.
     edited = with_later_fields(running.spec, requested)
-    seen = observer.observe_as(edited, running.revision)
+    seen = observation.with_spec(edited, running.revision)
     if edited == running.spec:
         return seen
     problems = seen.plan.problems(edited)
     if not problems or seen.plan.problems(running.spec):
         return seen
-    as_running = observer.observe_as(with_live_fields(running.spec, requested), running.revision)
+    as_running = observation.with_spec(with_live_fields(running.spec, requested), running.revision)
     return replace(as_running, blocked_edit=_blocked(JobRejectedError("InvalidSpec", "; ".join(problems))))
 
 

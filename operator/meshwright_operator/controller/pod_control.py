@@ -227,9 +227,11 @@ def rejection_reason(error: ApiError) -> str | None:
     """The CamelCase reason why a pod was rejected; None for errors that are not rejections.
 
     Quotas, LimitRange and Pod Security answer with 403, a webhook with any code. A webhook that cannot be called
-    causes a 500.
+    causes a 500. A namespace that is being deleted takes no new objects, and its pods may go before its jobs.
     """
     text = error.message.lower()
+    if "because it is being terminated" in text:
+        return "NamespaceTerminating"
     if "exceeded quota" in text:
         return "QuotaExceeded"
     if 'webhook "' in text or "admission webhook" in text:  # not only the name of a job

@@ -18,27 +18,24 @@ from meshwright.api.parsing import InvalidSpecError
 from meshwright.api.status import WorkerPlacement
 from meshwright_operator import logging_config
 from meshwright_operator.controller.claim_check import ClaimCheck
-from meshwright_operator.controller.job_devices import JobDevices
-from meshwright_operator.controller.job_profiles import JobProfiles
 from meshwright_operator.controller.job_reporter import JobReporter
 from meshwright_operator.controller.missing_pods import Incarnation
 from meshwright_operator.controller.observe import (
     PLANNING,
+    JobObserver,
     JobRejectedError,
     managed_here,
-    observe_job,
     sent_elsewhere,
     suspended_by_user,
 )
+from meshwright_operator.controller.pod_contexts import PodContexts
 from meshwright_operator.controller.pod_control import PodControl, PodsRejectedError
-from meshwright_operator.controller.pod_deletions import PodDeletions
 from meshwright_operator.controller.pod_events import PodEvents
 from meshwright_operator.controller.policy_check import check_agent_image, check_policy
 from meshwright_operator.controller.stale_retries import StaleRetries
 from meshwright_operator.controller.status_patch import ConflictError
 from meshwright_operator.coordinator.agent_registry import AgentRegistry
 from meshwright_operator.coordinator.server import Coordinator
-from meshwright_operator.coordinator.tokens import Tokens
 from meshwright_operator.decide import (
     checkpoint_request,
     decide_job,
@@ -56,36 +53,24 @@ from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING, JobEvent
 from meshwright_operator.decide.mesh_generation import document
 from meshwright_operator.decide.missing_claims import MissingClaim, wait_for_claims
-from meshwright_operator.decide.observed import (
-    DEFAULT_LIMITS,
-    BindingLimits,
-    Observed,
-    PodState,
-    Rejection,
-    has_started,
-)
+from meshwright_operator.decide.observed import Observed, PodState, Rejection, has_started
 from meshwright_operator.decide.placement_outcome import WAITING_RETRY_SECONDS
 from meshwright_operator.decide.profile_use import record_profile
 from meshwright_operator.decide.restart_policy import SPEC_CHANGED
 from meshwright_operator.decide.stuck_pods import seconds_until_stuck
-from meshwright_operator.kube.cache import Cache, JobKey
+from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import KubeClient
 from meshwright_operator.kube.paths import jobs_path
 from meshwright_operator.kube.pod_info import Pod
 from meshwright_operator.kube.workqueue import WorkQueue
-from meshwright_operator.manifests import network_policy
-from meshwright_operator.manifests.network_policy import NetworkPolicyOptions
-from meshwright_operator.manifests.owned_objects import TOKEN_KEY, token_secret
-from meshwright_operator.manifests.worker_pod import CoordinatorTrust, PodContext
+from meshwright_operator.manifests.worker_pod import PodContext
 from meshwright_operator.metrics.operator_metrics import OperatorMetrics
-from meshwright_operator.planning.planner import Planner, PlanPendingError
+from meshwright_operator.planning.planner import PlanPendingError
 from meshwright_operator.queues.kueue import Kueue, QueueUnknownError, demand_of, queue_of
 from meshwright_operator.queues.workload_manifest import Demand
 from meshwright_operator.scheduling.edit_admission import EditAdmission
-from meshwright_operator.scheduling.inventories import Inventories
 from meshwright_operator.scheduling.job_queue import PlacementRequest
 from meshwright_operator.scheduling.placer import Later
-from meshwright_operator.scheduling.scheduler import JobScheduler
 from meshwright_operator.text import capitalized
 from meshwright_operator.timestamps import utc_now
 
@@ -103,50 +88,30 @@ class Reconciler:
     def __init__(
         self,
         cluster: KubeClient,
-        cache: Cache,
         queue: WorkQueue[JobKey],
         coordinator: Coordinator,
-        tokens: Tokens,
+        observer: JobObserver,
+        pod_contexts: PodContexts,
         reporter: JobReporter,
         metrics: OperatorMetrics,
-        scheduler: JobScheduler,
-        planner: Planner,
-        inventories: Inventories,
-        coordinator_url: Callable[[], str],
         now: Callable[[], datetime] = utc_now,
-        trust: Callable[[], CoordinatorTrust] = CoordinatorTrust,
-        network_policies: NetworkPolicyOptions | None = None,
-        agent_image: str = "",
-        binding: BindingLimits = DEFAULT_LIMITS,
         kueue: Kueue | None = None,
-        profiles: JobProfiles | None = None,
-        devices: JobDevices | None = None,
-        deletions: PodDeletions | None = None,
     ) -> None:
         self._client = cluster
-        self._cache = cache
         self._queue = queue
         self._coordinator = coordinator
-        self._tokens = tokens
+        self._observer = observer
+        self._cache, self._scheduler, self._planner = observer.cache, observer.scheduler, observer.planner
+        self._devices, self._deletions = observer.devices, observer.deletions
+        self._pod_contexts = pod_contexts
         self._reporter = reporter
         self._metrics = metrics
-        self._scheduler = scheduler
-        self._planner = planner
-        self._inventories = inventories
-        self._coordinator_url = coordinator_url
         self._now = now
-        self._trust = trust
-        self._network_policies = network_policies
-        self._agent_image = agent_image
-        self._binding = binding
         self._kueue = kueue
-        self._profiles = profiles or JobProfiles(tokens.seal)
-        self._devices = devices
-        self._deletions = deletions or PodDeletions()
-        self._pod_control = PodControl(cluster, cache, metrics)
+        self._pod_control = PodControl(cluster, self._cache, metrics)
         self._claims = ClaimCheck(cluster)
         self._pod_events = PodEvents(cluster, queue.add)
-        self._edit_admission = EditAdmission(scheduler)
+        self._edit_admission = EditAdmission(self._scheduler)
         self._stale_retries = StaleRetries()
         self._rejections: dict[str, Rejection] = {}
         self._uids: dict[JobKey, str] = {}
@@ -199,14 +164,23 @@ class Reconciler:
 
         # 3. Decide.
         draft = decide_job.decide(observed)
-        self._scheduler.avoid(uid, draft.avoid, draft.avoid_seconds)
+        self._avoid_nodes(key, draft)
+
+        # 4. Place if needed, write the status, then act.
+        await self._carry_out(key, job, registry, draft)
+
+    def _avoid_nodes(self, key: JobKey, draft: Decision) -> None:
+        """Pass the nodes on to the scheduler that the job must not use, or not for a while."""
+        observed = draft.observed
+        self._scheduler.avoid(observed.uid, draft.avoid, draft.avoid_seconds)
         unreachable = {}
         if self._devices is not None and observed.spec.workers.resource_claims:
             unreachable = self._devices.unreachable(key.namespace, observed.spec, self._cache.nodes)
-        self._scheduler.set_blocked(uid, {**unreachable, **draft.blocked_nodes})
+        self._scheduler.set_blocked(observed.uid, {**unreachable, **draft.blocked_nodes})
 
-        # 4. Place if needed, write the status, then act.
-        if draft.place is not None and (missing := await self._missing_claims(key, observed)):
+    async def _carry_out(self, key: JobKey, job: KubeObject, registry: AgentRegistry, draft: Decision) -> None:
+        """Carry out a decision. If the job needs nodes first, it waits for the scheduler's answer."""
+        if draft.place is not None and (missing := await self._missing_claims(key, draft.observed)):
             wait_for_claims(draft, missing, key.namespace)
         if draft.place is not None:
             async with self._scheduler.grant(PlacementRequest.of_decision(key, job, draft, draft.place)) as grant:
@@ -218,7 +192,7 @@ class Reconciler:
                 placement_outcome.apply_grant(draft, grant)
                 await self._execute(key, job, registry, draft)
             return
-        await self._carry_out(key, job, registry, draft)
+        await self._carry_out_without_nodes(key, job, registry, draft)
 
     async def _missing_claims(self, key: JobKey, observed: Observed) -> list[MissingClaim]:
         """The claims that a job names, and that do not exist."""
@@ -227,7 +201,9 @@ class Reconciler:
             return missing
         return missing + await self._devices.missing(key.namespace, observed.spec, len(observed.workers))
 
-    async def _carry_out(self, key: JobKey, job: KubeObject, registry: AgentRegistry, draft: Decision) -> None:
+    async def _carry_out_without_nodes(
+        self, key: JobKey, job: KubeObject, registry: AgentRegistry, draft: Decision
+    ) -> None:
         """Carries out a decision that needs no nodes before the status is written, or only tries whether some fit."""
         observed = draft.observed
         restarts = draft.mesh.pending_cause == SPEC_CHANGED.name
@@ -257,7 +233,7 @@ class Reconciler:
             admission = await self._kueue.admission(job) if self._kueue is not None else None
             observed = self._observe(key, job, registry, admission)
             observed = await self._confirm_missing_pods(key, job, registry, observed)
-            check_agent_image(observed, self._agent_image)
+            check_agent_image(observed, self._pod_contexts.agent_image)
             observed = check_policy(observed, key.namespace, self._scheduler.bounds(key.namespace))
             if self._kueue is not None:
                 observed = await self._kueue.follow(key, job, observed)
@@ -284,8 +260,8 @@ class Reconciler:
 
         def demand() -> Demand:
             bare = {**job, "status": {}}
-            observed = observe_job(key, bare, self._cache, self._scheduler, self._planner, Agents(), self._now())
-            return demand_of(job, observed)
+            plain = JobObserver(self._cache, self._scheduler, self._planner)
+            return demand_of(job, plain.observe(key, bare, Agents(), self._now()))
 
         try:
             await kueue.hand_over(key, job, demand)
@@ -297,21 +273,7 @@ class Reconciler:
 
     def _observe(self, key: JobKey, job: KubeObject, registry: AgentRegistry, admission: Admission | None) -> Observed:
         rejection = self._rejections.get(job["metadata"]["uid"])
-        return observe_job(
-            key,
-            job,
-            self._cache,
-            self._scheduler,
-            self._planner,
-            registry.agents(),
-            self._now(),
-            rejection,
-            self._binding,
-            admission,
-            self._profiles,
-            self._devices,
-            self._deletions,
-        )
+        return self._observer.observe(key, job, registry.agents(), self._now(), rejection, admission)
 
     async def _report_pending(self, key: JobKey, job: KubeObject, pending: PlanPendingError) -> None:
         """Report that planning takes long. The planner adds the key to the queue. A running job keeps its status."""
@@ -340,8 +302,9 @@ class Reconciler:
             if self._devices is not None and spec.workers.resource_claims:
                 await self._devices.prepare(job["metadata"]["namespace"], spec)
                 spec = self._devices.joined(job["metadata"]["namespace"], spec)
-            if self._inventories.need_preparation:
-                await self._inventories.prepare(spec)
+            inventories = self._pod_contexts.inventories
+            if inventories.need_preparation:
+                await inventories.prepare(spec)
 
     async def _confirm_missing_pods(
         self, key: JobKey, job: KubeObject, registry: AgentRegistry, observed: Observed
@@ -366,7 +329,7 @@ class Reconciler:
             await self._write_and_act(key, job, registry, draft)
             return
         record_profile(draft)
-        context, secret = self._pod_context(key, job, draft)
+        context, secret = self._pod_contexts.of(key, job, draft)
         async with self._pod_control.shared_objects(context, secret) as shared:
             await self._write_and_act(key, job, registry, draft, (context, shared))
 
@@ -409,39 +372,6 @@ class Reconciler:
                 self._queue.add(key)
         if draft.requeue_after is not None:
             self._queue.add_after(key, max(0.05, draft.requeue_after))
-
-    def _pod_context(self, key: JobKey, job: KubeObject, draft: Decision) -> tuple[PodContext, KubeObject]:
-        """What the manifests of the job's pods have in common, and the job's Secret."""
-        observed = draft.observed
-        token = self._tokens.token(key.namespace, key.name, observed.uid)
-        secret = token_secret(key.name, key.namespace, observed.uid, {TOKEN_KEY: token})
-        context = PodContext(
-            name=key.name,
-            namespace=key.namespace,
-            uid=observed.uid,
-            spec=observed.placed_spec,
-            revision=observed.revision,
-            coordinator_url=self._coordinator_url(),
-            trust=self._trust(),
-            secret=secret["metadata"]["name"],
-            network=self._inventories.site.network.kind or "",
-            agent_image=self._agent_image,
-            several_workers=len(observed.plan.workers) > 1 or observed.elastic is not None,
-            members=len(observed.workers),
-            queue_labels=observed.admission.pod_labels if observed.admission is not None else {},
-            queue_annotations=observed.admission.pod_annotations if observed.admission is not None else {},
-            devices=observed.devices,
-            network_policy=self._network_policy(key, job),
-            profile=observed.profile.profile if observed.profile is not None else None,
-        )
-        return context, secret
-
-    def _network_policy(self, key: JobKey, job: KubeObject) -> KubeObject | None:
-        """The job's NetworkPolicy, if the administrator wants them and the job does not say no."""
-        if self._network_policies is None or not network_policy.wanted(job):
-            return None
-        uid = job["metadata"]["uid"]
-        return network_policy.network_policy(key.name, key.namespace, uid, self._network_policies)
 
     async def _publish(self, registry: AgentRegistry, draft: Decision) -> None:
         """Publish the persisted generation to the agents."""

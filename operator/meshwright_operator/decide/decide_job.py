@@ -259,6 +259,8 @@ def _advance_generation(decision: Decision) -> None:
     if not decision.mesh.pending_cause:
         decision.mesh.pending_cause = restart_policy.START.name
     if observed.joining:
+        if resize.take_over(decision):
+            return  # the job's workers follow from the new status
         resize.abandon_growth(decision, "the job restarts", failed=False)
     _repair_pending_since(decision)
     decision.status.ready_ranks = f"0/{observed.plan.layout.world_size}"
@@ -394,7 +396,7 @@ def _start_generation(decision: Decision) -> None:
 
 def _take(decision: Decision, action: gang_actions.GangAction) -> None:
     """Decides what the gang's next action asks for."""
-    observed, cause = decision.observed, decision.mesh.pending_cause
+    observed = decision.observed
     match action:
         case gang_actions.Delete(pods, why):
             decision.delete += [pod for pod in pods if pod not in decision.delete]
@@ -425,16 +427,22 @@ def _take(decision: Decision, action: gang_actions.GangAction) -> None:
             decision.add_event("GangStarted", text if count > 1 else single)
             decision.starting(f"Starting {counted(count, 'pod')}")
         case gang_actions.FormGeneration():
-            cause = restart_policy.RESCALED.name if size_status.is_replanning(decision.status) else cause
-            recovery = in_memory.plan(observed, cause)
-            decision.status.mesh = next_generation(decision.observed, cause, decision.mesh.failures)
-            decision.mesh.in_memory = in_memory.layout(observed)
-            decision.mesh.copies = in_memory.copies(observed)
-            decision.mesh.node_check = suspect_nodes.needs_check(observed, decision.status, cause) or None
-            if isinstance(recovery, MemoryRecovery):
-                decision.mesh.recovery = in_memory.to_status(recovery)
-            _announce(decision, recovery)
-            decision.starting(f"Starting generation {decision.mesh.generation}")
+            _form_generation(decision)
+
+
+def _form_generation(decision: Decision) -> None:
+    observed = decision.observed
+    replans = size_status.is_replanning(decision.status)
+    cause = restart_policy.RESCALED.name if replans else decision.mesh.pending_cause
+    recovery = in_memory.plan(observed, cause)
+    decision.status.mesh = next_generation(observed, cause, decision.mesh.failures)
+    decision.mesh.in_memory = in_memory.layout(observed)
+    decision.mesh.copies = in_memory.copies(observed)
+    decision.mesh.node_check = suspect_nodes.needs_check(observed, decision.status, cause) or None
+    if isinstance(recovery, MemoryRecovery):
+        decision.mesh.recovery = in_memory.to_status(recovery)
+    _announce(decision, recovery)
+    decision.starting(f"Starting generation {decision.mesh.generation}")
 
 
 def _announce(decision: Decision, recovery: MemoryRecovery | str | None) -> None:

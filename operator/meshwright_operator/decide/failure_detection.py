@@ -28,7 +28,7 @@ from meshwright_operator.decide.restart_policy import (
     RestartCause,
     Undetermined,
 )
-from meshwright_operator.kube.pod_info import EVICTIONS, PREEMPTIONS, Pod
+from meshwright_operator.kube.pod_info import EVICTIONS, NODE_RESTARTED, PREEMPTIONS, Pod
 from meshwright_operator.text import capitalized
 from meshwright_operator.timestamps import parse_time
 
@@ -183,14 +183,16 @@ def crash_message(workers: list[Worker]) -> str:
 
 def _cause(worker: Worker) -> RestartCause:
     """Why a worker's pod was deleted or is being deleted."""
-    if worker.node_down:
-        return NODE_LOST
     reason = worker.pod.disruption if worker.pod is not None else ""
+    if worker.node_down or reason == NODE_RESTARTED:
+        return NODE_LOST
     return PREEMPTED if reason in PREEMPTIONS else EVICTED if reason in EVICTIONS else POD_LOST
 
 
 def _describe_loss(worker: Worker) -> str:
     pod = f"pod {worker.pod.name}" if worker.pod else f"the pod of worker {worker.index}"
+    if worker.pod is not None and worker.state is PodState.DISRUPTED and worker.pod.disruption == NODE_RESTARTED:
+        return f"{pod} is lost, because node {worker.node} has restarted"
     happened = {
         PodState.MISSING: "no longer exists",
         PodState.ENDING: "is being deleted",

@@ -20,6 +20,7 @@ from meshwright.protocol.messages import (
     MeshDocument,
     MeshMember,
     WorkerReport,
+    run_version_of,
 )
 from meshwright.protocol.run_config import CommandRun
 from meshwright_operator.decide import replica_groups
@@ -136,7 +137,7 @@ def document(
         numa_binding=None if observed.spec.preflight is None or observed.spec.preflight.numa_binding else False,
         environment=dict(observed.plan.environment) or None,
         resume=_resume(observed),
-        run_version=1 if groups is None else 2,
+        run_version=run_version_of(observed.run, groups),
         replica_groups=groups,
         max_restarts=observed.spec.recovery.max_restarts if isinstance(observed.run, CommandRun) else None,
         in_memory=bool(mesh.in_memory) or None,

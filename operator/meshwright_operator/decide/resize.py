@@ -3,20 +3,23 @@
 To shrink, the pods of the replicas that end are deleted; the ranks save a checkpoint, and the workers that stay form a
 smaller generation. To grow, new workers start beside the job. Once all of them are ready, the ranks pause at a step,
 save a checkpoint, and all workers form a larger generation. Workers on draining nodes move in the same way: others
-start beside the job and replace them.
+start beside the job and replace them. If the generation ends before that, the next one uses the workers that start
+beside the job, unless it would have to wait for them longer than for others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 from meshwright.api import conditions as names
 from meshwright.api.conditions import is_true
 from meshwright.api.objects import pod_name
-from meshwright.api.status import PlacementStatus, format_ranks
+from meshwright.api.status import ParallelTrainingJobStatus, PlacementStatus, format_ranks
 from meshwright.planner.plan import Plan
-from meshwright_operator.decide import sizing
+from meshwright_operator.decide import in_memory, restart_policy, sizing
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
 from meshwright_operator.decide.gang_actions import Place, Size, size_of
@@ -32,6 +35,7 @@ from meshwright_operator.decide.size_status import (
     layout_text,
     record_incarnations,
     remember_full_plan,
+    use_placement,
 )
 from meshwright_operator.text import capitalized, counted, sentences
 from meshwright_operator.timestamps import format_time
@@ -90,16 +94,20 @@ def _revision(observed: Observed) -> str:
 
 def shrink(decision: Decision, size: Size, why: str) -> None:
     """Continues with the workers of a smaller size. The pods of the others are excess, and are deleted next."""
-    observed = decision.observed
-    assert observed.status.placement is not None
-    before = {entry.worker: entry for entry in observed.status.placement.workers}
+    assert decision.observed.status.placement is not None
+    apply_size(decision, size.plan, _shrunk(decision.observed.status.placement, size), why)
+
+
+def _shrunk(placement: PlacementStatus, size: Size) -> PlacementStatus:
+    """The placement with the workers of a smaller size only, which get its ranks."""
+    before = {entry.worker: entry for entry in placement.workers}
     ranks = size.plan.workers
     entries = [
         before[worker].model_copy(update={"ranks": format_ranks(ranks[plan_worker])})
         for worker, plan_worker in sorted(size.plan_workers.items())
     ]
     layout = size.plan.layout
-    placement = observed.status.placement.model_copy(
+    return placement.model_copy(
         update={
             "workers": entries,
             "tensor": layout.tensor,
@@ -112,7 +120,6 @@ def shrink(decision: Decision, size: Size, why: str) -> None:
             "straddling_replicas": 0,
         }
     )
-    apply_size(decision, size.plan, placement, why)
 
 
 def leave_draining_nodes(decision: Decision) -> None:
@@ -217,8 +224,7 @@ def _continue_growth(decision: Decision) -> None:
     observed = decision.observed
     following, moves = sizing.state(observed).next_placement, sizing.moves(observed)
     assert following is not None
-    plan = next((plan for plan in (*observed.size_plans, observed.plan) if _is_of(following, plan)), None)
-    joining = observed.joining
+    plan, joining = _plan_of(observed, following), observed.joining
     ended = [worker for worker in joining if worker.state in ENDED or worker.state is PodState.ENDING]
     if moves and not any(worker.node_drain_reason for worker in sizing.leaving(observed)):
         abandon_growth(decision, "their nodes do not drain any more", failed=False)
@@ -238,6 +244,95 @@ def _continue_growth(decision: Decision) -> None:
         apply_size(decision, plan, following, "the new workers are ready")
         return
     decision.requeue_within(15.0)
+
+
+def take_over(decision: Decision) -> bool:
+    """Continues with the workers that start beside the job, now that its generation has ended. Returns whether it does.
+
+    They must be ready. In a move they need not, if only workers that they replace are lost: other pods would start
+    later still. With `onLoss: Shrink` the job continues without them meanwhile.
+    """
+    observed = decision.observed
+    take = _taking_over(decision) if _usable(decision) else None
+    if take is None:
+        return False
+    ending = sum(worker.state is PodState.ENDING for worker in observed.workers)
+    if ending:
+        # Until then its ranks save a checkpoint with the others.
+        decision.starting(f"Waiting for {counted(ending, 'pod')} to terminate")
+        decision.requeue_within(ENDING_SECONDS)
+    else:
+        take()
+    return True
+
+
+def _taking_over(decision: Decision) -> Callable[[], None] | None:
+    """How the next generation uses the workers that start beside the job. None if it does not."""
+    observed, following = decision.observed, sizing.state(decision.observed).next_placement
+    plan = _plan_of(observed, following) if following is not None else None
+    if following is None or plan is None:
+        return None
+    lost = [worker for worker in observed.workers if worker.state not in LIVE or worker.node_down]
+    holds = bool(observed.mesh.in_memory) and in_memory.goes_on(observed, decision.mesh.pending_cause)
+    if holds and not lost:
+        return None  # the ranks continue from their memory, in the same layout
+    leaving = sizing.leaving(observed)
+    if sizing.moves(observed):
+        needed = any(worker in lost or worker.node_drain_reason for worker in leaving)
+        all_start = lost and not sizing.shrinks_on_loss(observed) and all(worker in leaving for worker in lost)
+        usable = needed and (_ready(observed) or all_start)
+        return partial(_replace, decision, following, leaving, "Move") if usable else None
+    if not _ready(observed):
+        return None
+    live = [worker for worker in (*observed.workers, *observed.joining) if worker not in lost]
+    larger = replace(observed, plan=plan, workers=live, status=_with_placement(observed, following))
+    size = sizing.size_for(larger, observed.plan, live)
+    if lost and not size.new_workers:
+        return partial(_replace, decision, _shrunk(following, size), lost, "Growth")
+    return None if holds else partial(apply_size, decision, plan, following, "the new workers are ready")
+
+
+def _usable(decision: Decision) -> bool:
+    """Whether the pods that start beside the job can be part of its next generation."""
+    observed = decision.observed
+    if restart_policy.cause_named(decision.mesh.pending_cause).replaces_gang:
+        return False
+    return _problem(observed) is None and all(
+        worker.state in LIVE
+        and not worker.node_down
+        and not worker.node_rejection
+        and not worker.node_drain_reason
+        and worker.pod is not None
+        and worker.pod.revision == observed.revision
+        for worker in observed.joining
+    )
+
+
+def _replace(decision: Decision, placement: PlacementStatus, gone: Sequence[Worker], kind: str) -> None:
+    """Continues in the same layout, in which workers that have started beside the job replace others."""
+    use_placement(decision, placement)
+    used = {entry.worker for entry in placement.workers}
+    joined = [f"{worker.index} on {worker.node}" for worker in decision.observed.joining if worker.index in used]
+    new, old = _listed("worker", joined), _listed("worker", [str(worker.index) for worker in gone])
+    text = f"{capitalized(new)} {'replaces' if len(joined) == 1 else 'replace'} {old}"
+    decision.add_event("WorkersReplaced", sentences(text, "The pods have started beside the job"))
+    decision.condition(names.RESCALING, False, f"{kind}Ended", text)
+    decision.starting(text)
+
+
+def _listed(what: str, items: Sequence[str]) -> str:
+    """Such as `workers 1, 2, 3 and 4 more`."""
+    more = f" and {len(items) - 3} more" if len(items) > 3 else ""
+    return f"{what}{'' if len(items) == 1 else 's'} {', '.join(items[:3])}{more}"
+
+
+def _with_placement(observed: Observed, placement: PlacementStatus) -> ParallelTrainingJobStatus:
+    return observed.status.model_copy(update={"placement": placement})
+
+
+def _plan_of(observed: Observed, placement: PlacementStatus) -> Plan | None:
+    """The plan of a placement, if the job may still have it."""
+    return next((plan for plan in (*observed.size_plans, observed.plan) if _is_of(placement, plan)), None)
 
 
 def _is_of(placement: PlacementStatus, plan: Plan) -> bool:

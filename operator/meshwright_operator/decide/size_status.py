@@ -41,11 +41,8 @@ def apply_size(decision: Decision, plan: Plan, placement: PlacementStatus, why: 
     new = plan.layout.data
     status.plan = plan.to_status()
     status.plan.revision = observed.revision
-    status.placement, status.replicas = placement, new
-    record_incarnations(decision, placement)
-    elastic = elastic_status(decision)
-    elastic.next_placement, elastic.growing_since = None, None
-    elastic.attempts, elastic.retry_time = 0, None
+    status.replicas = new
+    use_placement(decision, placement)
     _report_size(decision, plan, why)
     if observed.mesh.generation > 0 and not decision.mesh.pending_cause:
         decision.count_restart(restart_policy.RESCALED)
@@ -56,14 +53,19 @@ def apply_size(decision: Decision, plan: Plan, placement: PlacementStatus, why: 
     decision.starting(f"{how} with {text}")
 
 
-def apply_move(decision: Decision, placement: PlacementStatus, leaving: str) -> None:
-    """Takes over the placement in which new workers have replaced those on draining nodes, and ends the generation."""
-    observed, status = decision.observed, decision.status
-    status.placement = placement
+def use_placement(decision: Decision, placement: PlacementStatus) -> None:
+    """Takes over the workers of a placement. Those that were to join the job are among them, or end."""
+    decision.status.placement = placement
     record_incarnations(decision, placement)
     elastic = elastic_status(decision)
     elastic.next_placement, elastic.growing_since = None, None
     elastic.attempts, elastic.retry_time = 0, None
+
+
+def apply_move(decision: Decision, placement: PlacementStatus, leaving: str) -> None:
+    """Takes over the placement in which new workers have replaced those on draining nodes, and ends the generation."""
+    observed = decision.observed
+    use_placement(decision, placement)
     text = f"Saving a checkpoint, then moving {leaving}, whose replacements are ready"
     decision.add_cause_event(restart_policy.NODE_DRAINED, text)
     decision.count_restart(restart_policy.NODE_DRAINED)

@@ -32,6 +32,7 @@ async def watch_jobs(
     liveness: WatchLiveness,
     idle_seconds: float,
     on_ready: Callable[[], None],
+    handle_signals: Callable[[], None] = lambda: None,
 ) -> None:
     """Watch jobs until cancelled. Raises if a watch fails for good, so that the process exits.
 
@@ -42,6 +43,7 @@ async def watch_jobs(
         liveness: Records when data arrives.
         idle_seconds: A watch reconnects if nothing arrives for this long, not even a bookmark.
         on_ready: Called when the watches are connected.
+        handle_signals: Installs the handlers of signals again, which kopf replaces.
     """
     registry = _registry(handle, configuration, liveness)
     ready = asyncio.Event()
@@ -55,20 +57,35 @@ async def watch_jobs(
         # Not in the group: it must go on while the group's tasks are being cancelled.
         insist_task = asyncio.create_task(cancel_stuck_watchers(), name="watches-insist")
         try:
-            await kopf.operator(
-                registry=registry,
-                settings=_settings(idle_seconds),
-                # Without peers it is nobody's. kopf would look up the user's name, which a container may not have.
-                identity=cast(Any, FIELD_MANAGER),
-                standalone=True,
-                clusterwide=not namespaces,
-                namespaces=list(namespaces),
-                ready_flag=ready,
-            )
+            await _run_kopf(registry, namespaces, idle_seconds, ready, handle_signals)
         finally:
             ready_task.cancel()
             insist_task.cancel()
     raise RuntimeError("watches ended")
+
+
+async def _run_kopf(
+    registry: kopf.OperatorRegistry,
+    namespaces: Sequence[str],
+    idle_seconds: float,
+    ready: asyncio.Event,
+    handle_signals: Callable[[], None],
+) -> None:
+    """Run kopf until it ends, or this is cancelled. The two calls are `kopf.operator`."""
+    others = asyncio.all_tasks()
+    tasks = await kopf.spawn_tasks(
+        registry=registry,
+        settings=_settings(idle_seconds),
+        # Without peers it is nobody's. kopf would look up the user's name, which a container may not have.
+        identity=cast(Any, FIELD_MANAGER),
+        standalone=True,
+        clusterwide=not namespaces,
+        namespaces=list(namespaces),
+        ready_flag=ready,
+    )
+    # Before the event loop can see a signal: kopf's handlers would end the watches, and nothing else.
+    handle_signals()
+    await kopf.run_tasks(tasks, ignored=others)
 
 
 def _registry(

@@ -67,6 +67,8 @@ class LeaderElector:
         """resourceVersion of the lease when `look` found it free, empty if there was none. None if it was not free."""
         self.led_alone = False
         """Whether no other process has led since `look`: what was listed in between has all that others wrote."""
+        self.other_leads = False
+        """Whether another process held the lease when this one read it last, and had renewed it in time."""
 
     @property
     def found_free(self) -> bool:
@@ -83,6 +85,7 @@ class LeaderElector:
             return
         holder = ((lease or {}).get("spec") or {}).get("holderIdentity") or self._identity
         self._free_version = _version(lease) if holder == self._identity else None
+        self.other_leads = not self.found_free
 
     async def acquire(self) -> None:
         """Wait until this process leads."""
@@ -94,6 +97,7 @@ class LeaderElector:
             except (ApiError, TimeoutError) as error:
                 log.warning("lease request failed", extra={"error": str(error) or "timed out"})
                 holder = UNKNOWN_HOLDER
+            self.other_leads = holder not in ("", UNKNOWN_HOLDER)
             if not holder:
                 log.info("acquired the lease", extra={"lease": self._name, "identity": self._identity})
                 return

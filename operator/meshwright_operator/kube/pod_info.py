@@ -27,9 +27,17 @@ DISRUPTION_REASONS = frozenset(
     {
         *("Evicted", "Preempting", "Preempted", "Terminated"),
         *("NodeLost", "NodeShutdown", "Shutdown", "NodeAffinity"),
-        *("UnexpectedAdmissionError", "OutOfcpu", "OutOfmemory", "OutOfpods"),
+        *("UnexpectedAdmissionError", "TopologyAffinityError"),
     }
 )
+OUT_OF = "OutOf"
+"""Begins the reason of a pod for which its node had too little of a resource, whose name follows. A kubelet that
+restarts asks this again for pods that run: a GPU may have failed since."""
+UNSEEN_EXITS = frozenset({"ContainerStatusUnknown", "Unknown"})
+"""Reasons of a container whose exit nobody saw, of the kubelet and of containerd: its node has restarted, or another
+machine has its name. The exit code, 137 or 255, is made up."""
+NODE_RESTARTED = "ContainerStatusUnknown"
+"""The disruption of a pod whose container's exit nobody saw."""
 SIGTERM_EXIT = 143
 # Reasons of a Failed pod without a container that do not come from the kubelet's admission.
 NOT_REJECTIONS = frozenset({"Evicted", "Preempting", "Preempted", "Terminated", "NodeLost", "NodeShutdown", "Shutdown"})
@@ -212,8 +220,17 @@ def _disrupted(metadata: Mapping[str, Any], status: Mapping[str, Any], exit_code
     if status.get("phase") != "Failed":
         return False
     stop_requested = bool(metadata.get("deletionTimestamp")) or exit_code == SIGTERM_EXIT
-    disrupted = status.get("reason") in DISRUPTION_REASONS or bool(_rejection(status))
-    return stop_requested or _is_target(status) or disrupted
+    disrupted = _by_the_node(str(status.get("reason") or "")) or bool(_rejection(status))
+    return stop_requested or _is_target(status) or disrupted or _exit_unseen(status)
+
+
+def _by_the_node(reason: str) -> bool:
+    """Whether a Failed pod with this reason was ended by its node, the kubelet or the scheduler."""
+    return reason in DISRUPTION_REASONS or reason.startswith(OUT_OF)
+
+
+def _exit_unseen(status: Mapping[str, Any]) -> bool:
+    return (_container(status).get("terminated") or {}).get("reason") in UNSEEN_EXITS
 
 
 def _rejection(status: Mapping[str, Any]) -> str:
@@ -238,7 +255,9 @@ def _disruption(status: Mapping[str, Any]) -> str:
         if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
             return str(condition.get("reason") or "")
     reason = str(status.get("reason") or "")
-    return reason if reason in DISRUPTION_REASONS else ""
+    if not reason and _exit_unseen(status):
+        return NODE_RESTARTED
+    return reason[:REASON_LIMIT] if _by_the_node(reason) else ""
 
 
 def _problem(status: Mapping[str, Any]) -> str:

@@ -120,46 +120,62 @@ def _victims(
     the nodes that the job then gets besides those that it has: no job behind it may use them meanwhile.
     """
     request, resource = attempt.request.smallest, attempt.request.spec.workers.gpu_resource
-    others = [one for one in attempt.holders if one.uid != request.uid and one.against(attempt.priority) is not None]
-    holders = [holder.using(view.used_by_job(holder.key.namespace, holder.uid, resource)) for holder in others]
-    spare_of = {node: f"spare node of job {one.key}" for one in holders for node in one.spares}
+    others = [one for one in attempt.holders if one.uid != request.uid]
+    may_give = [one for one in others if one.against(attempt.priority) is not None]
+    holders = [holder.using(view.used_by_job(holder.key.namespace, holder.uid, resource)) for holder in may_give]
     leaving: dict[str, Resources] = {}
-    for holder in attempt.holders:
-        if holder.uid != request.uid:
-            leaving |= _sum(leaving, holder.leaving(view.used_by_job(holder.key.namespace, holder.uid, resource)))
-
-    def changed(taken: Mapping[str, Resources]) -> dict[str, Node]:
-        amounts = {**leaving, **_sum(leaving, taken)}
-        nodes = {name: rest.get(name) or free.nodes.get(name) for name in amounts}
-        usable = {
-            name: replace(node, unusable="") if node.unusable and node.unusable == spare_of.get(name) else node
-            for name, node in nodes.items()
-            if node is not None
-        }
-        return {
-            name: replace(node, free=node.free + amounts[name]) for name, node in usable.items() if not node.unusable
-        }
-
-    def placed(taken: Mapping[str, Resources]) -> Placement | None:
-        try:
-            return placement_for(request, free.inventory({**rest, **changed(taken)}), attempt.calibration)
-        except DoesNotFitError:
-            return None
-
-    def fits(taken: Mapping[str, Resources]) -> bool:
-        if not request.reuses_own_pods:
-            return free.has_capacity(request.plan, {**rest, **changed(taken)})
-        return placed(taken) is not None
-
+    for holder in others:
+        leaving |= _sum(leaving, holder.leaving(view.used_by_job(holder.key.namespace, holder.uid, resource)))
+    spare_of = {node: f"spare node of job {one.key}" for one in holders for node in one.spares}
+    with_taken = _WithTaken(request, attempt.calibration, free, rest, leaving, spare_of)
     victims: tuple[Victim, ...] = tuple(attempt.victims)
     freed: Mapping[str, Resources] = {}
-    if not leaving or not fits({}):
-        victims, freed = _choose(attempt, holders, fits)
-    placement = placed(freed) if victims else None
+    if not leaving or not with_taken.fits({}):
+        victims, freed = _choose(attempt, holders, with_taken.fits)
+    placement = with_taken.placed(freed) if victims else None
     if placement is None:
         return (), ()
     kept = set(request.kept_in(placement).values())
     return victims, tuple(sorted(set(placement.nodes.values()) - kept))
+
+
+@dataclass(frozen=True, slots=True)
+class _WithTaken:
+    """A job on what is free and what is taken from other jobs (node -> amount)."""
+
+    request: PlacementRequest
+    calibration: Calibration
+    free: FreeNodes
+    rest: Mapping[str, Node]
+    """The nodes that differ for this job."""
+    leaving: Mapping[str, Resources]
+    """What other jobs are giving up already."""
+    spare_of: Mapping[str, str]
+    """Spare node of a job that may have to stop -> why it is not usable as long as that job runs."""
+
+    def fits(self, taken: Mapping[str, Resources]) -> bool:
+        """Whether the job fits then."""
+        if not self.request.reuses_own_pods:
+            return self.free.has_capacity(self.request.plan, {**self.rest, **self._changed(taken)})
+        return self.placed(taken) is not None
+
+    def placed(self, taken: Mapping[str, Resources]) -> Placement | None:
+        """The placement then. None if it does not fit."""
+        inventory = self.free.inventory({**self.rest, **self._changed(taken)})
+        try:
+            return placement_for(self.request, inventory, self.calibration)
+        except DoesNotFitError:
+            return None
+
+    def _changed(self, taken: Mapping[str, Resources]) -> dict[str, Node]:
+        amounts = {**self.leaving, **_sum(self.leaving, taken)}
+        found = {name: self.rest.get(name) or self.free.nodes.get(name) for name in amounts}
+        nodes = [(name, self._without_spare(name, node)) for name, node in found.items() if node is not None]
+        return {name: replace(node, free=node.free + amounts[name]) for name, node in nodes if not node.unusable}
+
+    def _without_spare(self, name: str, node: Node) -> Node:
+        is_spare = bool(node.unusable) and node.unusable == self.spare_of.get(name)
+        return replace(node, unusable="") if is_spare else node
 
 
 def _choose(
@@ -240,5 +256,5 @@ def _chosen(attempt: Attempt, free: FreeNodes, rest: dict[str, Node]) -> tuple[s
     return choose_nodes(attempt.request, without_jobs, busy, attempt.calibration, attempt.reserved)
 
 
-def _sum(first: Amounts, second: Mapping[str, Resources]) -> Amounts:
+def _sum(first: Mapping[str, Resources], second: Mapping[str, Resources]) -> Amounts:
     return {name: first.get(name, NOTHING) + amount for name, amount in second.items()}

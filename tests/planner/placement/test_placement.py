@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -285,6 +286,44 @@ def fit_message(plan: Plan, nodes: Inventory) -> str:
     with pytest.raises(DoesNotFitError) as caught:
         place(plan, nodes)
     return str(caught.value)
+
+
+def free_by_node(*free: int) -> Inventory:
+    """Nodes of 8 GPUs each, of which this many are free."""
+    nodes = [node(f"n{i}", gpus=8) for i in range(len(free))]
+    return inventory(*nodes, pods=tuple(pod(f"p{i}", gpus=8 - gpus, on=f"n{i}") for i, gpus in enumerate(free)))
+
+
+def test_workers_of_fewer_gpus_that_fit_in_the_gaps_are_suggested() -> None:
+    assert fit_message(plan_of(1, 1, 16, 8), free_by_node(4, 6, 4, 5)) == (
+        "0 of 2 workers with 8 GPUs each fit: 16 GPUs missing. Free 16 GPUs, or set `spec.workers.gpusPerWorker: 4` to "
+        "start now"
+    )
+    message = fit_message(plan_of(1, 1, 16, 8), free_by_node(8, 4, 2, 2))
+    assert message.endswith("Free 8 GPUs, or set `spec.workers.gpusPerWorker: 2` or `spec.replicas: 8` to start now"), (
+        message
+    )
+
+
+def test_workers_of_fewer_gpus_have_complete_tensor_groups_and_the_same_memory() -> None:
+    message = fit_message(plan_of(4, 1, 4, 8), free_by_node(3, 3, 3, 3, 3, 3))
+    assert message.endswith("No smaller number of replicas fits now"), message
+    plan = plan_of(1, 1, 16, 8)
+    greedy = replace(plan, worker_request=replace(plan.worker_request, cpu_milli=60_000))
+    message = fit_message(greedy, free_by_node(4, 6, 4, 5))
+    assert "gpusPerWorker: 4" in message, "each node has one worker"
+    message = fit_message(greedy, free_by_node(4, 6, 2))
+    assert message.endswith(
+        "Free 16 GPUs, or set `spec.workers.gpusPerWorker: 4` and `spec.replicas: 8` to start now"
+    ), message
+    message = fit_message(plan_of(1, 4, 2, 8), free_by_node(3, 2))
+    assert message.endswith("or set `spec.workers.gpusPerWorker: 2` and `spec.replicas: 1` to start now"), message
+
+
+def test_workers_of_fewer_gpus_are_suggested_for_a_cluster_of_different_nodes() -> None:
+    mixed = inventory(node("n0", gpus=8), *(node(f"m{i}", gpus=4) for i in range(2)))
+    message = fit_message(plan_of(1, 1, 16, 8), mixed)
+    assert message.endswith("Add nodes, or set `spec.workers.gpusPerWorker: 4` or `spec.replicas: 8` to start now")
 
 
 def test_a_job_that_is_larger_than_its_cluster_is_not_told_to_free_gpus() -> None:

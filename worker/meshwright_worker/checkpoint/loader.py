@@ -31,6 +31,7 @@ from meshwright_worker.checkpoint.manifest import (
     ManifestType,
     check_file,
     check_files,
+    has_other_base,
     read_manifest_as,
 )
 from meshwright_worker.checkpoint.store import CheckpointStore
@@ -206,6 +207,12 @@ def check_same_run(actual: Manifest, expected: Manifest) -> None:
         raise CheckpointMismatchError(
             "the checkpoint has other adapters, or adapters of another model: `training.lora` or "
             f"`training.initialWeights` differ: {fix}"
+        )
+    if has_other_base(actual.base_fingerprint, expected.base_fingerprint):
+        raise CheckpointMismatchError(
+            f"the checkpoint's adapters were trained on other weights (fingerprint {actual.base_fingerprint}) than "
+            f"those in `training.initialWeights: {expected.initial_weights}` now ({expected.base_fingerprint}): "
+            "restore the original files there, or use an empty `checkpoint.claimName`"
         )
     if actual.stream != expected.stream:
         raise CheckpointMismatchError(

@@ -29,8 +29,15 @@ from meshwright_worker.checkpoint.loader import (
     read_intact,
     tensor_names,
 )
-from meshwright_worker.checkpoint.manifest import LayoutRecord, Manifest, TrainingState, read_manifest
-from meshwright_worker.checkpoint.provenance import Provenance, continued
+from meshwright_worker.checkpoint.manifest import (
+    LayoutRecord,
+    Manifest,
+    Origin,
+    TrainingState,
+    origin_of,
+    read_manifest,
+)
+from meshwright_worker.checkpoint.provenance import continued
 from meshwright_worker.checkpoint.schedule import CheckpointSchedule
 from meshwright_worker.checkpoint.state_dict import checkpoint_tensors, copy_to_duplicates
 from meshwright_worker.checkpoint.store import CheckpointStore, Tier, open_store
@@ -127,6 +134,10 @@ class CheckpointManager:
         """Whether the frozen random weights of a run that was loaded are drawn in tiles."""
         return self._template.weights_in_tiles
 
+    def adapters_belong_to(self, base_fingerprint: str | None) -> None:
+        """Record the weights on which this run trains adapters, before `load`, which compares them. Not collective."""
+        self._template = self._template.model_copy(update={"base_fingerprint": base_fingerprint})
+
     def go_back(
         self, step: int, at_least: int, change: Callable[[TrainingState], TrainingState]
     ) -> TrainingState | None:
@@ -171,22 +182,26 @@ class CheckpointManager:
         """Where checkpoints are saved."""
         return self._tiers
 
-    def resumed(self, step: int, held: Provenance | None = None) -> None:
-        """Training goes on after `step`, from what was loaded, or from memory: then `held` is the record that the ranks
-        hold. Not collective.
+    def resumed(self, step: int, held: Origin | None = None) -> None:
+        """Training goes on after `step`, from what was loaded, or from memory: then `held` is what the ranks hold about
+        the beginning of the run. Not collective.
         """
         self._from_memory = self._loaded is None and step > 0
+        if held is not None:
+            kept = {"base_fingerprint": held.base_fingerprint, "weights_in_tiles": held.weights_in_tiles}
+            self._template = self._template.model_copy(update=kept)
         if self._mesh.rank != 0:
             return
         self._schedule.resumed(step)
         own = self._template.provenance
         if own is not None and step > 0:
-            record = continued(self._loaded.provenance if self._loaded is not None else held, own, step)
+            before = self._loaded if self._loaded is not None else held
+            record = continued(before.provenance if before is not None else None, own, step)
             self._template = self._template.model_copy(update={"provenance": record})
 
-    def provenance(self) -> Provenance | None:
-        """The record of the checkpoints to come, on every rank, so that it outlives rank 0. Collective."""
-        return on_first_rank(lambda: self._template.provenance, self._mesh)
+    def origin(self) -> Origin | None:
+        """What checkpoints to come say about the beginning, on every rank, so that it outlives rank 0. Collective."""
+        return on_first_rank(lambda: origin_of(self._template), self._mesh)
 
     def wait_before(self, step: int) -> None:
         """On rank 0: let a save in progress end before a step after which another one is due. Not collective."""

@@ -175,12 +175,44 @@ class Manifest(BaseManifest):
     """The adapters that the checkpoint contains instead of the model's parameters; None if it contains the model."""
     initial_weights: str | None = None
     """Path of the model that the adapters belong to; None for random weights from `seed`."""
+    base_fingerprint: Annotated[str | None, Field(exclude_if=lambda text: text is None)] = None
+    """Fingerprint of that model's weights. None without adapters, and in checkpoints of versions that did not record
+    it."""
     weights_in_tiles: bool = False
     """Whether these random weights are drawn in tiles. Version 0.1.0, which does not say so, drew whole matrices."""
     provenance: Annotated[
         Provenance | None, WrapValidator(_none_if_unknown), Field(exclude_if=lambda record: record is None)
     ] = None
     """Where the checkpoint comes from; None in those of versions that did not record it."""
+
+
+class Origin(Record):
+    """What a run's checkpoints say about its beginning. Ranks that continue from memory keep it with their state: files
+    may be others by then.
+    """
+
+    provenance: Provenance | None = None
+    """See `Manifest.provenance`."""
+    base_fingerprint: str | None = None
+    """See `Manifest.base_fingerprint`."""
+    weights_in_tiles: bool = False
+    """See `Manifest.weights_in_tiles`."""
+
+
+def origin_of(manifest: Manifest) -> Origin:
+    """Return what a manifest says about the beginning of its run."""
+    return Origin(
+        provenance=manifest.provenance,
+        base_fingerprint=manifest.base_fingerprint,
+        weights_in_tiles=manifest.weights_in_tiles,
+    )
+
+
+def has_other_base(one: str | None, other: str | None) -> bool:
+    """Return whether two fingerprints are of different weights. Those of other schemes do not say."""
+    if one is None or other is None or one.partition("-")[0] != other.partition("-")[0]:
+        return False
+    return one != other
 
 
 class ModuleManifest(BaseManifest):

@@ -27,7 +27,7 @@ from meshwright_worker.distributed.mesh import (
     is_same_on_all_ranks,
     set_collective_timeout,
 )
-from meshwright_worker.optimizers.optimizer import learning_rate
+from meshwright_worker.optimizers.learning_rate import learning_rate
 from meshwright_worker.parallel.data.fsdp import reshard
 from meshwright_worker.parallel.grad_norm import all_reduce_partial, local_square_sum, scale_and_clip
 from meshwright_worker.parallel.shards import ParameterShard

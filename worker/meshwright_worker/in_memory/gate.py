@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from meshwright_worker.checkpoint.manifest import TrainingState
-from meshwright_worker.checkpoint.provenance import Provenance
+from meshwright_worker.checkpoint.manifest import Origin, TrainingState
 from meshwright_worker.data.sample_order import MODULUS
 from meshwright_worker.in_memory.copies import Copier
 from meshwright_worker.trainer.trainer import ReducedStep, StepGate, StepResult, StepSums, Trainer
@@ -34,8 +33,8 @@ class Held:
     samples_per_step: int
     reduced: ReducedStep | None = None
     """The next step, if its gradients are reduced."""
-    provenance: Provenance | None = None
-    """The record of its checkpoints, the same on every rank."""
+    origin: Origin | None = None
+    """What its checkpoints say about the beginning of the run, the same on every rank."""
     sums: StepSums | None = None
     """The sums of the last update, for ranks that have not received them. None if this process has made none."""
 

@@ -11,8 +11,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from meshwright.protocol.run_config import NativeRun
-from meshwright_worker.checkpoint.manifest import TrainingState
-from meshwright_worker.checkpoint.provenance import Provenance
+from meshwright_worker.checkpoint.manifest import Origin, TrainingState
 from meshwright_worker.distributed.mesh import STEP_TIMEOUT, Mesh, build_mesh, connect, new_host_group
 from meshwright_worker.in_memory.copies import Copier, HostCopies
 from meshwright_worker.in_memory.gate import Held, LeftError, MemoryGate
@@ -134,9 +133,9 @@ class Generation(threading.Thread):
         self._formed = True
 
     @property
-    def provenance(self) -> Provenance | None:
-        """See `Memory.provenance`."""
-        return self._restored.provenance if self._restored is not None else None
+    def origin(self) -> Origin | None:
+        """See `Memory.origin`."""
+        return self._restored.origin if self._restored is not None else None
 
     def restore(self, trainer: Trainer, mesh: Mesh) -> TrainingState | None:
         """See `Memory.restore`."""
@@ -145,13 +144,13 @@ class Generation(threading.Thread):
         self._restored = restore(self.task, trainer, mesh, self.memory_gate, self._copies)
         return self._restored.state
 
-    def begin(self, trainer: Trainer, state: TrainingState, provenance: Provenance | None) -> None:
+    def begin(self, trainer: Trainer, state: TrainingState, origin: Origin | None) -> None:
         """See `Memory.begin`."""
         if dist.get_backend() != "gloo":
             return  # its collectives cannot be left
         samples = self.task.run.training.global_batch_size
         held, self._restored = self._restored or Held(trainer, state, samples), None
-        held.provenance = provenance
+        held.origin = origin
         self.memory_gate.hold(held)
         # The modules of the generation before are cycles, which keep its groups alive, whose threads spin.
         gc.collect()

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from meshwright.memory_recovery import keeping_ranks, transfers
 from meshwright.protocol.messages import MemoryRecovery
 from meshwright.protocol.run_config import NativeRun
-from meshwright_worker.checkpoint.manifest import TrainingState
-from meshwright_worker.checkpoint.provenance import Provenance
+from meshwright_worker.checkpoint.manifest import Origin, TrainingState
 from meshwright_worker.distributed.mesh import Mesh
 from meshwright_worker.in_memory.copies import HostCopies, HostCopy, pack, pieces, unpack
 from meshwright_worker.in_memory.gate import Held, MemoryGate
@@ -31,8 +30,8 @@ class _Known:
 
     state: TrainingState
     """The state outside of tensors."""
-    provenance: Provenance | None
-    """The record of its checkpoints."""
+    origin: Origin | None
+    """What its checkpoints say about the beginning of the run."""
     sums: StepSums | None = None
     """The sums of its update."""
 
@@ -52,7 +51,7 @@ def restore(task: RankTask[NativeRun], trainer: Trainer, mesh: Mesh, gate: Memor
     keeps = mesh.rank in keeping_ranks(memory)
     if keeps and (held is None or held.state.step > memory.step):
         raise StateMissingError(f"rank {mesh.rank} does not hold the state of step {memory.step}")
-    known = _announce(memory, _Known(held.state, held.provenance, held.sums) if held else None, mesh)
+    known = _announce(memory, _Known(held.state, held.origin, held.sums) if held else None, mesh)
     state = known.state
     if keeps and held is not None:
         _catch_up(held, memory, known.sums, gate)
@@ -60,7 +59,7 @@ def restore(task: RankTask[NativeRun], trainer: Trainer, mesh: Mesh, gate: Memor
     _transfer(task.run, memory, trainer, mesh)
     trainer.optimizer.set_step_count(state.step - state.skipped)
     trainer.restore_state(state)
-    return Held(trainer, state, task.run.training.global_batch_size, provenance=known.provenance, sums=known.sums)
+    return Held(trainer, state, task.run.training.global_batch_size, origin=known.origin, sums=known.sums)
 
 
 def _restore_copies(
@@ -70,10 +69,8 @@ def _restore_copies(
     own = copies.get(mesh.rank, memory.step) if mesh.rank in keeping_ranks(memory) else None
     if mesh.rank in keeping_ranks(memory) and own is None:
         raise StateMissingError(f"rank {mesh.rank} has no copy of step {memory.step}")
-    provenance = held.provenance if held is not None else None
-    known = _announce(
-        memory, _Known(own.state, provenance) if own is not None and own.state is not None else None, mesh
-    )
+    origin = held.origin if held is not None else None
+    known = _announce(memory, _Known(own.state, origin) if own is not None and own.state is not None else None, mesh)
     state = known.state
     tensors = trainer.inventory()
     for rank, holder in transfers(run, memory).items():
@@ -95,7 +92,7 @@ def _restore_copies(
     unpack(own.content, tensors)
     trainer.optimizer.set_step_count(state.step - state.skipped)
     trainer.restore_state(state)
-    return Held(trainer, state, run.training.global_batch_size, provenance=known.provenance)
+    return Held(trainer, state, run.training.global_batch_size, origin=known.origin)
 
 
 def _announce(memory: MemoryRecovery, known: _Known | None, mesh: Mesh) -> _Known:
@@ -103,11 +100,11 @@ def _announce(memory: MemoryRecovery, known: _Known | None, mesh: Mesh) -> _Know
     content = b""
     if mesh.rank == memory.leader:
         assert known is not None
-        fields: dict[str, Any] = {"state": known.state.model_dump(), "sums": None, "digest": 0, "provenance": None}
+        fields: dict[str, Any] = {"state": known.state.model_dump(), "sums": None, "digest": 0, "origin": None}
         if known.sums is not None:
             fields |= {"sums": known.sums.results.tolist(), "digest": known.sums.digest}
-        if known.provenance is not None:
-            fields["provenance"] = known.provenance.model_dump(mode="json")
+        if known.origin is not None:
+            fields["origin"] = known.origin.model_dump(mode="json")
         content = json.dumps(fields).encode()
     length = torch.tensor([len(content)])
     dist.broadcast(length, memory.leader, group=mesh.checkpoint_group)
@@ -116,11 +113,11 @@ def _announce(memory: MemoryRecovery, known: _Known | None, mesh: Mesh) -> _Know
         payload = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     dist.broadcast(payload, memory.leader, group=mesh.checkpoint_group)
     header = json.loads(bytes(payload.tolist()))
-    values, record = header["sums"], header["provenance"]
+    values, record = header["sums"], header["origin"]
     results = torch.tensor(values, dtype=torch.float64, device=mesh.device) if values is not None else None
     return _Known(
         TrainingState(**header["state"]),
-        Provenance.model_validate(record) if record is not None else None,
+        Origin.model_validate(record) if record is not None else None,
         StepSums(results, header["digest"]) if results is not None else None,
     )
 

@@ -1,14 +1,12 @@
-"""The optimizer interface, what the optimizers share, and the learning-rate schedule."""
+"""The optimizer interface, and what the optimizers share."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from meshwright.api.training import OptimizerSpec
 from meshwright_worker.parallel.shards import ParameterShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -41,14 +39,3 @@ def clear_gradients(shards: Sequence[ParameterShard]) -> None:
     for shard in shards:
         shard.local.grad = None
         shard.parameter.grad = None
-
-
-def learning_rate(step: int, steps: int, spec: OptimizerSpec) -> float:
-    """Return the rate of step `step`, 1 to `steps`: linear warm-up to the peak, then a cosine (SGDR, arXiv
-    1608.03983).
-    """
-    if step < spec.warmup_steps:
-        return spec.learning_rate * step / spec.warmup_steps
-    progress = (step - spec.warmup_steps) / max(1, steps - spec.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return spec.min_learning_rate + (spec.learning_rate - spec.min_learning_rate) * cosine

@@ -24,6 +24,7 @@ from meshwright_worker.checkpoint.state_dict import MODEL
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import initial_parameter
 from meshwright_worker.models.lora import DOWN, UP, merge_adapter
+from meshwright_worker.pretrained.base_fingerprint import base_of_adapters, check_base
 from meshwright_worker.pretrained.load import check_architecture, load_part
 from meshwright_worker.pretrained.name_mapping import StackedSource, TensorSource, parameter_sources
 from meshwright_worker.pretrained.tensor_files import CONFIG, INDEX, SINGLE, TensorFiles
@@ -56,7 +57,7 @@ def export(
 
     Raises:
         ConfigError: no published kind of model has this shape.
-        PretrainedError: the model that adapters belong to cannot be read.
+        PretrainedError: the model that adapters belong to cannot be read, or is another one.
         FileExistsError: `output` holds something.
     """
     model = manifest.architecture
@@ -66,18 +67,16 @@ def export(
         **special_tokens(base_config, manifest.tokenizer.end_token if manifest.tokenizer is not None else None),
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    if output.exists() and any(output.iterdir()):
-        raise FileExistsError(f"`--output {output}` is not empty: choose a new directory")
-    output.mkdir(parents=True, exist_ok=True)
+    # The experts of a layer are one parameter here and many published tensors, one after the other.
+    reader = lru_cache(maxsize=1)(_reader(checkpoint, manifest, base))
+    make_output(output)
     shapes = _shapes(model)
     groups = _groups(model)
     plan = list(_files(groups, shapes, dtype, file_bytes))
-    # The experts of a layer are one parameter here and many published tensors, one after the other.
-    reader = lru_cache(maxsize=1)(_reader(checkpoint, manifest, base))
     where: dict[str, str] = {}
     for number, tensors in enumerate(plan, start=1):
         file = SINGLE if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
-        content = {_full_name(model, name): _published(groups[name], shapes, reader, dtype) for name in tensors}
+        content = {published_name(model, name): _published(groups[name], shapes, reader, dtype) for name in tensors}
         write_tensors(output / file, content, {"format": "pt"})
         where |= dict.fromkeys(content, file)
     if len(plan) > 1:
@@ -86,6 +85,17 @@ def export(
         (output / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
     (output / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
     return sorted(set(where.values()))
+
+
+def make_output(output: Path) -> None:
+    """Create the directory of an export.
+
+    Raises:
+        FileExistsError: it holds something.
+    """
+    if output.exists() and any(output.iterdir()):
+        raise FileExistsError(f"`--output {output}` is not empty: choose a new directory")
+    output.mkdir(parents=True, exist_ok=True)
 
 
 def _groups(model: Architecture) -> dict[str, list[Piece]]:
@@ -138,7 +148,8 @@ def _published(group: list[Piece], shapes: dict[str, torch.Size], reader: Reader
     return whole
 
 
-def _full_name(model: Architecture, tensor: str) -> str:
+def published_name(model: Architecture, tensor: str) -> str:
+    """Return the full name of a published tensor, with the prefix of its model type."""
     if tensor.startswith("lm_head"):
         return tensor
     return f"{model_type_of(model).prefix}.{tensor}"
@@ -204,11 +215,12 @@ def special_tokens(base_config: Mapping[str, Any], separator: int | None) -> dic
 
 def _base_reader(manifest: Manifest, base: Path | None) -> Reader:
     model = manifest.architecture
-    found = base_model_dir(manifest, base)
+    found = base_of_adapters(manifest, base)
     shapes = _shapes(model)
     if found is None:
         return lambda name: initial_parameter(name, shapes[name], model, manifest.seed, tiled=manifest.weights_in_tiles)
     check_architecture(model, found)
+    check_base(manifest, found)
     files, sources_by_name = TensorFiles(found), parameter_sources(model)
 
     def read(name: str) -> torch.Tensor:

@@ -20,7 +20,7 @@ from meshwright.models.huggingface.reader import read_architecture
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.models.init_weights import local_shard
 from meshwright_worker.parallel.shards import ParameterShard
-from meshwright_worker.pretrained.name_mapping import StackedSource, TensorSource, parameter_sources
+from meshwright_worker.pretrained.name_mapping import StackedSource, TensorSource, parameter_sources, published_tensors
 from meshwright_worker.pretrained.tensor_files import CONFIG, TensorFiles
 from meshwright_worker.rank.failures import PretrainedError
 from meshwright_worker.rank.task import Progress, no_report
@@ -84,9 +84,7 @@ def check_unused(model: Architecture, files: TensorFiles, directory: Path) -> No
     Raises:
         PretrainedError: a layer of the model has such a tensor. The message names it.
     """
-    sources = parameter_sources(model).values()
-    used = {one.tensor for each in sources for one in (each.parts if isinstance(each, StackedSource) else (each,))}
-    unused = [name for name in files.names_except(used) if not name.endswith(_COMPUTED)]
+    unused = [name for name in files.names_except(published_tensors(model)) if not name.endswith(_COMPUTED)]
     in_layers = [name for name in unused if (found := _LAYER.match(name)) and int(found[1]) < model.layers]
     if in_layers:
         more = f" and {len(in_layers) - 1} more" if len(in_layers) > 1 else ""

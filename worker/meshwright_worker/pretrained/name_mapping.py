@@ -64,6 +64,12 @@ def parameter_sources(model: Architecture) -> dict[str, TensorSource | StackedSo
     return dict(_gpt2(model) if model_type_of(model) is GPT2 else _llama(model))
 
 
+def published_tensors(model: Architecture) -> set[str]:
+    """Return the names of all published tensors that the model is read from, without a prefix."""
+    sources = parameter_sources(model).values()
+    return {one.tensor for each in sources for one in (each.parts if isinstance(each, StackedSource) else (each,))}
+
+
 def _llama(model: Architecture) -> Iterator[tuple[str, TensorSource | StackedSource]]:
     yield "embedding.weight", TensorSource("embed_tokens.weight")
     yield "norm.weight", TensorSource("norm.weight")

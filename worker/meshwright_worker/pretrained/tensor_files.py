@@ -35,6 +35,21 @@ class StoredTensor:
         """The tensor, mapped into memory."""
         return map_tensor(self.path, self.offset, DTYPES[self.format], self.shape)
 
+    def numbers(self, first: int, count: int) -> torch.Tensor:
+        """Read `count` numbers from the flat index `first` on, without the read-ahead that a mapped file causes.
+
+        Raises:
+            PretrainedError: the file cannot be read.
+        """
+        dtype = DTYPES[self.format]
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.offset + first * dtype.itemsize)
+                content = file.read(count * dtype.itemsize)
+        except OSError as error:
+            raise PretrainedError(f"{self.path} cannot be read: {error}") from error
+        return torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
+
 
 class TensorFiles:
     """The tensors of a directory, by the index file's list of files, or of the one file without an index.
@@ -60,6 +75,10 @@ class TensorFiles:
     def names_except(self, used: Collection[str]) -> list[str]:
         """The tensors whose names, without a prefix, are not among `used`."""
         return [name for name in self._tensors if not any(name.removeprefix(prefix) in used for prefix in _PREFIXES)]
+
+    def has(self, name: str) -> bool:
+        """Whether `find` would find the tensor."""
+        return any(prefix + name in self._tensors for prefix in _PREFIXES)
 
     @property
     def fingerprint(self) -> str:

@@ -24,7 +24,7 @@ from meshwright_worker.distributed.mesh import TENSOR, Mesh, new_host_group
 from meshwright_worker.distributed.step_clock import PASSES, UPDATE, phase
 from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer
 from meshwright_worker.optimizers.build import build_optimizer
-from meshwright_worker.optimizers.optimizer import learning_rate
+from meshwright_worker.optimizers.learning_rate import learning_rate
 from meshwright_worker.parallel.data.data_parallel import build_data_parallel
 from meshwright_worker.parallel.grad_norm import all_reduce_partial, local_square_sum, scale_and_clip
 from meshwright_worker.parallel.parallelize import build_stages

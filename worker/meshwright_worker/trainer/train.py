@@ -33,8 +33,8 @@ from meshwright.rules.likely_mistakes import beyond_trained_length, likely_mista
 from meshwright.rules.validation import run_problems
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.manager import CheckpointManager, manifest_template
-from meshwright_worker.checkpoint.manifest import TokenizerRecord, TrainingState
-from meshwright_worker.checkpoint.provenance import Provenance, provenance_of
+from meshwright_worker.checkpoint.manifest import Origin, TokenizerRecord, TrainingState
+from meshwright_worker.checkpoint.provenance import provenance_of
 from meshwright_worker.data.corpus import CorpusError
 from meshwright_worker.data.epochs import data_use
 from meshwright_worker.data.mixture import open_stream
@@ -108,14 +108,14 @@ class Memory(Protocol):
         """All groups of the generation exist."""
 
     @property
-    def provenance(self) -> Provenance | None:
-        """The record of the state that was restored."""
+    def origin(self) -> Origin | None:
+        """What the checkpoints of the state that was restored say about the beginning of its run."""
 
     def restore(self, trainer: Trainer, mesh: Mesh) -> TrainingState | None:
         """Fill the trainer with a state that ranks hold, if the generation goes on from one. Collective."""
 
-    def begin(self, trainer: Trainer, state: TrainingState, provenance: Provenance | None) -> None:
-        """The trainer has its state, which is held from now on, with the record of its checkpoints."""
+    def begin(self, trainer: Trainer, state: TrainingState, origin: Origin | None) -> None:
+        """The trainer has its state, which is held from now on, with what its checkpoints say about the beginning."""
 
 
 def open_run(task: RankTask[NativeRun], events: RankEvents) -> OpenedRun:
@@ -158,10 +158,10 @@ def train_on_mesh(
     if mesh.rank == 0:
         log_inputs(run, opened)
     if manager is not None:
-        manager.resumed(state.step, memory.provenance if memory is not None else None)
+        manager.resumed(state.step, memory.origin if memory is not None else None)
     warm_up(run, mesh)
     if memory is not None and isinstance(trainer, Trainer):
-        memory.begin(trainer, state, manager.provenance() if manager is not None else None)
+        memory.begin(trainer, state, manager.origin() if manager is not None else None)
     events.running(state.step)
     with tracked(task, events, state.step) as tracked_events:
         loop = TrainingLoop(

@@ -23,8 +23,8 @@ from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer, RoundSch
 from meshwright_worker.local_sgd.parameter_averaging import average_over_islands
 from meshwright_worker.models.init_weights import draw_into
 from meshwright_worker.optimizers.build import build_optimizer
+from meshwright_worker.optimizers.learning_rate import learning_rate
 from meshwright_worker.optimizers.master_adamw import MasterAdamW
-from meshwright_worker.optimizers.optimizer import learning_rate
 from meshwright_worker.parallel.data.data_parallel import build_data_parallel
 from meshwright_worker.parallel.expert.expert_load import ExpertLoads
 from meshwright_worker.parallel.grad_norm import all_reduce_partial, clipped_factor, local_square_sum, scale_and_clip

@@ -88,12 +88,15 @@ class Export:
     file_gib: float | None = None
     tokenizer: str | None = None
     base: str | None = None
+    adapter: bool = False
+    """Whether to export only the adapters, instead of merging them into the model."""
 
     def arguments(self) -> list[str]:
         """Arguments of `python -m meshwright_worker.export`."""
-        return _given({
+        given = _given({
             "--dtype": self.dtype, "--file-gib": self.file_gib, "--tokenizer": self.tokenizer, "--base": self.base,
         })  # fmt: skip
+        return [*given, *(["--adapter"] if self.adapter else [])]
 
 
 def generate_command(checkpoint: str, generation: Generation, gpus: int) -> list[str]:

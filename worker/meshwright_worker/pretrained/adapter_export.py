@@ -1,0 +1,188 @@
+"""Exports only the adapters of a checkpoint, in the format of PEFT: `adapter_config.json` and one safetensors file.
+
+The model that they belong to is only compared with the one that they were trained on. An adapter of the runtime belongs
+to one of its matrices; one of PEFT belongs to a module of transformers. Where a module has several matrices (GPT-2's
+queries, keys and values), its adapter has the rows of A of all of them, and in B each matrix's rows read only its own:
+the rank is the sum, the product is the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.api.lora import LoraSpec
+from meshwright.api.mixture import Balancing
+from meshwright.models.architecture import Architecture
+from meshwright_worker.checkpoint.files import CheckpointPath
+from meshwright_worker.checkpoint.full_tensors import FullTensorReader
+from meshwright_worker.checkpoint.manifest import Manifest
+from meshwright_worker.checkpoint.safetensors_format import write_tensors
+from meshwright_worker.checkpoint.state_dict import MODEL
+from meshwright_worker.models.lora import DOWN, UP, is_adapter
+from meshwright_worker.pretrained.base_fingerprint import base_of_adapters, check_base
+from meshwright_worker.pretrained.hf_export import make_output, published_name
+from meshwright_worker.pretrained.name_mapping import TensorSource, parameter_sources, published_tensors
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_WEIGHT = ".weight"
+
+
+class AdapterError(ValueError):
+    """The adapters of a checkpoint have no equivalent in PEFT. The message names the reason and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedModule:
+    """A module of the published model with an adapter."""
+
+    name: str
+    """Its path in transformers, such as `model.layers.0.self_attn.q_proj`."""
+    matrices: Mapping[str, TensorSource]
+    """The runtime's matrices that it contains, by their path, such as `layers.0.attention.query`."""
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the module stores its weight as [inputs, outputs]."""
+        return any(source.transposed for source in self.matrices.values())
+
+
+def export_adapter(
+    checkpoint: CheckpointPath, manifest: Manifest, output: Path, *, dtype: torch.dtype, base: Path | None = None
+) -> list[str]:
+    """Write the adapters of a checkpoint into the new or empty directory `output`; the names of its safetensors files.
+
+    Args:
+        checkpoint: a complete checkpoint.
+        manifest: its manifest.
+        output: where to write.
+        dtype: the format of the adapters there.
+        base: the name or directory of the model that they belong to; None for where the manifest says. A directory that
+            does not exist here is not compared with it.
+
+    Raises:
+        AdapterError: the checkpoint has no adapters, or none that PEFT could apply.
+        PretrainedError: they belong to other weights than those in the directory of the model.
+        FileExistsError: `output` holds something.
+    """
+    model, lora, stored = manifest.architecture, manifest.lora, FullTensorReader(checkpoint)
+    if lora is None:
+        raise AdapterError("--adapter: the checkpoint contains the full model and no adapters: leave it out")
+    modules = adapted_modules(model, [name.removeprefix(f"{MODEL}.") for name in stored.names])
+    if problem := _problem(manifest, modules):
+        raise AdapterError(f"--adapter: {problem}: leave it out, which merges the adapters into the model")
+    where = base_of_adapters(manifest, base)
+    if where is not None and where.is_dir():
+        check_base(manifest, where)
+    make_output(output)
+    tensors: dict[str, torch.Tensor] = {}
+    for module in modules:
+        down, up = module_adapter(module, stored, lora)
+        at = f"base_model.model.{module.name}"
+        tensors |= {f"{at}.lora_A.weight": down.to(dtype), f"{at}.lora_B.weight": up.to(dtype)}
+    write_tensors(output / ADAPTER_WEIGHTS, tensors, {"format": "pt"})
+    config = adapter_config(model, lora, modules, str(where))
+    (output / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return [ADAPTER_WEIGHTS]
+
+
+def _problem(manifest: Manifest, modules: Iterable[AdaptedModule]) -> str:
+    """Why PEFT could not reproduce the trained model from a published one and adapters. Empty if it can."""
+    mixture = manifest.architecture.mixture
+    dense = [path for module in modules for path in module.matrices if ".feed_forward." in path]
+    if manifest.initial_weights is None:
+        return "the adapters belong to random weights (`training.initialWeights` was not set), not to a published model"
+    if mixture is not None and mixture.balancing is Balancing.BIAS and mixture.bias_rate:
+        return (
+            f"training has moved the routers' biases (`model.mixture.biasRate: {mixture.bias_rate}`), and an adapter "
+            "does not contain them"
+        )
+    if mixture is not None and dense:
+        # With transformers 5, PEFT converts every target `gate_proj`, `up_proj` or `down_proj` of such a model.
+        return f"`{dense[0]}` has an adapter, and PEFT takes those of dense layers between mixtures for the experts'"
+    return ""
+
+
+def adapted_modules(model: Architecture, stored: Collection[str]) -> list[AdaptedModule]:
+    """Return the published modules whose matrices have adapters among the `stored` parameters, in the model's order.
+
+    Raises:
+        AdapterError: an adapter belongs to no module of the published model.
+    """
+    matrices = {name.rpartition(".")[0] for name in stored if is_adapter(name)}
+    modules: dict[str, dict[str, TensorSource]] = {}
+    for name, source in parameter_sources(model).items():
+        path = name.removesuffix(_WEIGHT)
+        if path in matrices and isinstance(source, TensorSource):
+            module = published_name(model, source.tensor).removesuffix(_WEIGHT)
+            modules.setdefault(module, {})[path] = source
+    unknown = sorted(matrices.difference(*modules.values()))
+    if unknown:
+        raise AdapterError(
+            f"--adapter: the adapter of `{unknown[0]}` belongs to no module of the published model: leave it out, "
+            "which merges the adapters into the model"
+        )
+    return [AdaptedModule(name, parts) for name, parts in modules.items()]
+
+
+def module_adapter(
+    module: AdaptedModule, stored: FullTensorReader, lora: LoraSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A, [rank, inputs], and B, [outputs, rank], of a module; `rank` is that of all its matrices together."""
+    downs = [stored.read(f"{MODEL}.{path}.{DOWN}") for path in module.matrices]
+    ups = [stored.read(f"{MODEL}.{path}.{UP}") for path in module.matrices]
+    rows = next(iter(module.matrices.values())).parts * len(ups[0])
+    whole = ups[0].new_zeros(rows, lora.rank * len(ups))
+    for number, (up, source) in enumerate(zip(ups, module.matrices.values(), strict=True)):
+        columns = whole[:, number * lora.rank : (number + 1) * lora.rank]
+        # B has a row per output also where the module stores its weight transposed.
+        replace(source, transposed=False).write_into(up, columns)
+    return torch.cat(downs), whole
+
+
+def adapter_config(model: Architecture, lora: LoraSpec, modules: list[AdaptedModule], base: str) -> dict[str, Any]:
+    """Return the `adapter_config.json` of a LoRA adapter for the causal language model at `base`."""
+    every = {published_name(model, tensor).removesuffix(_WEIGHT) for tensor in published_tensors(model)}
+    names = _names({module.name for module in modules}, every)
+    # Every module has the scale alpha / rank, so both are multiplied by its number of matrices.
+    multiples = {names[module.name]: len(module.matrices) for module in modules}
+    usual = max(multiples.values()) if len(set(multiples.values())) == 1 else 1
+    other = {name: multiple for name, multiple in multiples.items() if multiple != usual}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank * usual,
+        "lora_alpha": _number(lora.alpha * usual),
+        "target_modules": sorted(multiples),
+        "rank_pattern": {name: lora.rank * multiple for name, multiple in other.items()},
+        "alpha_pattern": {name: _number(lora.alpha * multiple) for name, multiple in other.items()},
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": any(module.transposed for module in modules),
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def _names(adapted: Collection[str], every: Collection[str]) -> dict[str, str]:
+    """Return for each adapted module the shortest end of its path that no other module of the model has."""
+    others = [name.split(".") for name in set(every) - set(adapted)]
+    found = {}
+    for name in adapted:
+        parts = name.split(".")
+        ends = (length for length in range(1, len(parts)) if all(o[-length:] != parts[-length:] for o in others))
+        found[name] = ".".join(parts[-next(ends, len(parts)) :])
+    return found
+
+
+def _number(value: float) -> float | int:
+    """PEFT documents `lora_alpha` as an integer, and servers store it as one."""
+    return int(value) if value.is_integer() else value
