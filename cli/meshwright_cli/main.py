@@ -87,7 +87,7 @@ COMMANDS = {
     ),
     "import": LazyCommand(
         "meshwright_cli.importing.command:import_job",
-        "Print the job that a configuration of another framework stands for.",
+        "Print the job that another tool's manifest or configuration means.",
         "meshwright-cli",
         PLANNING,
     ),

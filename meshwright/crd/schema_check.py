@@ -145,6 +145,9 @@ def _wrong_type(value: Any, schema: Schema) -> str:
         except ValueError:
             return message
         return f"{message}: write {int(number) if number.is_integer() else number:g}" if number == number else message
+    if kind == "string" and isinstance(value, bool):
+        words = "y, yes, on and true" if value else "n, no, off and false"
+        return f'{message}: write "{yaml_text(value)}", or the word in the file in quotes: YAML reads {words} alike'
     if kind == "string" and isinstance(value, int | float):
         return f'{message}: write "{yaml_text(value)}"'
     if kind == "array" and isinstance(value, str) and schema["items"]["type"] == "string":

@@ -16,6 +16,7 @@ from meshwright.models.huggingface.config_fields import ConfigError
 from meshwright.models.huggingface.reader import parse_config
 from meshwright.models.presets import UnknownModelError, resolve
 from meshwright.rules.facts import Facts
+from meshwright.rules.launchers import launcher_of
 from meshwright.rules.rule import Rule
 from meshwright.rules.validation import Problem, with_model_numbers
 
@@ -86,6 +87,11 @@ def _momentum_is_used(facts: Facts) -> bool:
     if optimizer is None or optimizer.name is OptimizerName.MUON:
         return True
     return optimizer.momentum == _default(OptimizerSpec, "momentum")
+
+
+def _command_starts_one_rank(facts: Facts) -> bool:
+    command = facts.runtime.command
+    return command is None or launcher_of(command) is None
 
 
 def _default(model: type[DataSpec | TrainingSpec | OptimizerSpec], field: str) -> object:
@@ -163,6 +169,14 @@ _LIKELY_MISTAKES: tuple[Rule[Facts], ...] = (
         "has no effect without `training.optimizer.name: Muon`: AdamW has `beta1`",
         None,
         _momentum_is_used,
+    ),
+    Rule(
+        "runtime.command",
+        "runs a launcher, such as `torchrun`, in each rank, which then starts ranks of its own. A worker has one rank "
+        "for each of its GPUs, with the variables that torchrun sets: run the script itself, such as "
+        "`[python, train.py]`",
+        None,
+        _command_starts_one_rank,
     ),
 )
 

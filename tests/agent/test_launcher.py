@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -122,3 +123,20 @@ async def test_only_the_pod_of_rank_0_runs_the_lighthouse_and_reports_that_it_ca
         await launcher.prepare(StartRanks(made, made.members[0]))
     none = groups_document(launcher.store_port)
     await launcher.prepare(StartRanks(none, none.members[0]))
+
+
+async def test_a_command_that_starts_ranks_itself_is_named_in_the_log(
+    launcher: Launcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    hello = MeshRequest(worker=0, incarnation=0, pod_uid="uid", address="10.0.0.0", store_port=20000)
+    for command, words in (
+        ([sys.executable, "-c", "pass"], ""),
+        (["sh", "-c", "true || torchrun train.py"], "runs `torchrun` in each rank"),
+    ):
+        made = mesh(1, command_run(command, 2), [hello], 2)
+        for rank in (0, 1):
+            await launcher.spawn(StartRanks(made, made.members[0]), rank)
+        found = [record.message for record in caplog.records if "runtime.command" in record.message]
+        assert len(found) == bool(words)
+        assert all(words in message for message in found)
+    await launcher.close()

@@ -109,6 +109,13 @@ def test_explain_says_what_comes_before_the_nodes(reason, says):
     assert says in dict(facts(made(status), ClusterView(nodes)))["Fits now"]
 
 
+def test_explain_says_that_the_reasons_are_those_of_more_replicas():
+    elastic = running(replicas=1, elastic={"wantedReplicas": 2})
+    assert "1 of 2 replicas. Reasons at full size:" in "\n".join(explanation(made(elastic), [], ClusterView(), 120))
+    for status in (running(replicas=2, elastic={"wantedReplicas": 2}), running()):
+        assert "full size" not in "\n".join(explanation(made(status), [], ClusterView(), 120))
+
+
 def test_lines_do_not_break_names_at_hyphens():
     message = f"claim `{'x' * 50}-checkpoints` does not exist"
     status = running(conditions=[condition("Ready", "False", "ClaimNotFound", message)])

@@ -234,3 +234,15 @@ def test_the_layout_that_fits_what_is_free_is_taken(tmp_path: Path, manifest: Pa
     assert result.exit_code == 0, result.output
     assert "Plan: TP 1 x PP 2 x DP 4" in result.output
     assert "TP 2 x PP 1 x DP 4 would be faster, but does not fit on the GPUs that are free now" in result.output
+
+
+def test_assumed_nodes_have_the_devices_that_the_job_requests(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    resources = {
+        **{"memory": "64Gi", "devices": {"vpc.amazonaws.com/efa": 32}},
+        **{"hugePages": {"2Mi": "5120Mi"}, "ephemeralStorage": "1Ti"},
+    }
+    wanted = job(data={"source": "PythonStdlib"}, workers={"image": "w:1", "gpusPerWorker": 8, "resources": resources})
+    path.write_text(yaml.safe_dump(wanted))
+    result = CliRunner().invoke(main, ["plan", str(path), "--gpus", "16"])
+    assert result.exit_code == 0, result.output

@@ -249,3 +249,20 @@ def test_plan_refuses_what_the_cluster_refuses(tmp_path: Path, path: str) -> Non
     result = CliRunner().invoke(main, ["plan", "-f", str(file)])
     assert result.exit_code == 1
     assert f"{path}: must be" in result.output
+
+
+def test_words_that_kubectl_reads_as_true_or_false_are_not_strings(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    text = (
+        "apiVersion: meshwright.dev/v1alpha1\nkind: ParallelTrainingJob\nmetadata: {name: a}\nspec:\n"
+        "  runtime: {command: [python, -n, yes.py]}\n"
+        "  workers: {image: w, gpusPerWorker: 1, env: [{name: N, value: 'y'}, {name: NO, value: on}]}\n"
+    )
+    path.write_text(text)
+    result = CliRunner().invoke(main, ["validate", str(path)])
+    assert result.exit_code == 1
+    for field, words in (("env[0].name", "n, no, off and false"), ("env[1].value", "y, yes, on and true")):
+        assert f"spec.workers.{field}: must be a string, got true or false" in result.output
+        assert f"or the word in the file in quotes: YAML reads {words} alike" in result.output
+    path.write_text(text.replace(": N,", ": 'N',").replace("NO", "'NO'").replace(": on}", ": 'on'}"))
+    assert CliRunner().invoke(main, ["validate", str(path)]).exit_code == 0

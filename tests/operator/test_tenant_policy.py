@@ -281,3 +281,19 @@ async def test_a_storm_of_jobs_of_one_tenant_does_not_delay_another() -> None:
     await tenants.ask(tenants.request("quiet/job", 2))
     tenants.end("other/runs")
     assert await tenants.freed() == ["quiet/job"]
+
+
+async def test_finished_jobs_without_a_time_to_live_get_that_of_the_policy() -> None:
+    world = World(23, nodes=6, work=20.0)
+    operator = world.operators[0]
+    world.submit(small("plain", 2))
+    world.submit(small("kept", 1, ttlSecondsAfterFinished=10**6))
+    await world.run(100)
+    assert world.true("plain", "Complete")
+    assert world.true("kept", "Complete")
+    operator.scheduler.set_policy(parse_policy("defaults: {ttlSecondsAfterFinished: 100000}"))
+    await world.run(150)
+    assert {path for path in world.cluster.objects if path.startswith(JOBS)} == {f"{JOBS}/plain", f"{JOBS}/kept"}
+    operator.scheduler.set_policy(parse_policy("namespaces: [{match: 'def*', ttlSecondsAfterFinished: 100}]"))
+    await world.run(150)
+    assert {path for path in world.cluster.objects if path.startswith(JOBS)} == {f"{JOBS}/kept"}

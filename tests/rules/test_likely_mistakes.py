@@ -68,8 +68,37 @@ def test_nothing_is_said_of_what_is_meant(changes: dict[str, Any]) -> None:
     assert likely_mistakes_of_spec(ParallelTrainingJobSpec.model_validate(changed(GOOD, changes))) == []
 
 
-def test_nothing_is_said_of_a_command() -> None:
-    assert likely_mistakes_of_spec(ParallelTrainingJobSpec.model_validate(COMMAND)) == []
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["python", "train.py"],
+        ["python", "-m", "torch.distributed.nn"],
+        ["bash", "-c", "cd /src && exec python train.py --launcher torchrun"],
+        ["sh", "-c", "pip install deepspeed; python train.py"],
+        ["bash", "/scripts/torchrun.sh"],
+    ],
+)
+def test_nothing_is_said_of_a_command(command: list[str]) -> None:
+    spec = changed(COMMAND, {"runtime.command": command})
+    assert likely_mistakes_of_spec(ParallelTrainingJobSpec.model_validate(spec)) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["torchrun", "--nproc-per-node", "8", "train.py"],
+        ["/opt/conda/bin/torchrun", "train.py"],
+        ["python3", "-m", "torch.distributed.run", "train.py"],
+        ["accelerate", "launch", "train.py"],
+        ["bash", "-c", "cd /src && exec torchrun train.py"],
+        ["bash", "-lc", "set -e\nNCCL_DEBUG=INFO accelerate launch \\\n  train.py"],
+        ["mpirun", "-np", "8", "python", "train.py"],
+    ],
+)
+def test_a_launcher_in_each_rank_is_named(command: list[str]) -> None:
+    spec = ParallelTrainingJobSpec.model_validate(changed(COMMAND, {"runtime.command": command}))
+    assert check_spec(spec) == []
+    assert [mistake.field for mistake in likely_mistakes_of_spec(spec)] == ["runtime.command"]
 
 
 def test_a_length_that_is_no_number_is_not_compared() -> None:

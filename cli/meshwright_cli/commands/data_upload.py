@@ -23,6 +23,7 @@ from meshwright.api.labels import USER_ID
 from meshwright_cli.client.checkpoints.pod import GRACE_SECONDS, LIFE_SECONDS
 from meshwright_cli.jobs.access import Access, cluster_options
 from meshwright_cli.parameters import Duration
+from meshwright_cli.text import plural
 
 MOUNT = "/upload"
 
@@ -90,7 +91,8 @@ def upload(
         kubectl.run("delete", "pod", pod, f"--grace-period={GRACE_SECONDS}", "--wait=false", check=False)
     if sent != received:
         raise click.ClickException(f"the claim has received {received}, but {sent} was sent: upload again")
-    click.echo(f"{sent['files']} files, {sent['bytes']:,} bytes on claim {claim}{f' in {target}' if target else ''}")
+    where = f"claim {claim}{f' in {target}' if target else ''}"
+    click.echo(f"{plural(sent['files'], 'file')}, {sent['bytes']:,} bytes on {where}")
 
 
 def _files(directory: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -35,6 +36,11 @@ class _StrictLoader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is there twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+# kubectl reads these letters as YAML 1.1 does, so that `name: N` is not a string. PyYAML leaves them out.
+_StrictLoader.bool_values = {**yaml.SafeLoader.bool_values, "y": True, "n": False}
+_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^[yYnN]$"), list("yYnN"))
 
 
 @click.command()

@@ -65,10 +65,18 @@ def explanation(job: Job, pods: Sequence[WorkerPod], cluster: ClusterView, colum
         tree = placement_tree(job.status, pods, every_worker=False)
         lines += ["", *tree] if tree else []
     if job.status.plan is not None:
-        lines += ["", f"Layout {job.status.plan.summary}"]
+        lines += ["", f"Layout {job.status.plan.summary}{_of_full_size(job)}"]
         for reason in job.status.plan.reasons:
             lines += wrapped(f"- {reason}", columns, indent="  ")
     return [line for line, after in zip(lines, [*lines[1:], ""], strict=True) if line or after]
+
+
+def _of_full_size(job: Job) -> str:
+    """For an elastic job that is smaller than wanted: that the reasons of its layout are those of its full size."""
+    elastic, now = job.status.elastic, job.status.replicas
+    if elastic is None or not now or not elastic.wanted_replicas or now == elastic.wanted_replicas:
+        return ""
+    return f", {now} of {elastic.wanted_replicas} replicas. Reasons at full size:"
 
 
 def facts(job: Job, cluster: ClusterView) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,45 +13,70 @@ import click
 import yaml
 
 from meshwright.api import labels
-from meshwright.crd.manifest_check import check_manifest
-from meshwright_cli.importing import deepspeed, megatron, torchtitan
+from meshwright.crd.manifest_check import check_manifest, check_mistakes
+from meshwright_cli.importing import deepspeed, kubernetes, megatron, torchtitan
 from meshwright_cli.importing.settings import Imported, ImportFileError
 
-FORMATS = "DeepSpeed's JSON, arguments of Megatron-LM or torchtitan's TOML"
+_KINDS = list(kubernetes.KINDS)
+FORMATS = (
+    "DeepSpeed's JSON, arguments of Megatron-LM, torchtitan's TOML, or the manifest of a "
+    f"{', '.join(_KINDS[:-1])} or {_KINDS[-1]}"
+)
+_STDIN = Path("-")
 
 
 @click.command("import")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
 @click.option("--gpus", type=click.IntRange(1, 65536), help="Number of GPUs of the run, if the file does not have it.")
-@click.option("--gpus-per-worker", type=click.IntRange(1, 1024), default=8, show_default=True, help="GPUs of a worker.")
+@click.option(
+    "--gpus-per-worker",
+    type=click.IntRange(1, 1024),
+    help="GPUs of a worker. Defaults to those of a pod in a manifest, to 8 for other files.",
+)
 @click.option("--preset", help="Model of the run, if the file does not have it.")
-@click.option("--image", default="meshwright-worker:0.1.0", show_default=True, help="Image of the workers.")
-def import_job(file: Path, gpus: int | None, gpus_per_worker: int, preset: str | None, image: str) -> None:
-    """Print the job that a configuration of another framework stands for.
+@click.option(
+    "--image",
+    help="Image of the workers. Defaults to that of a manifest, to meshwright-worker:0.1.0 for other files.",
+)
+def import_job(
+    file: Path, gpus: int | None, gpus_per_worker: int | None, preset: str | None, image: str | None
+) -> None:
+    """Print the job that another tool's manifest or configuration means.
 
-    FILE is DeepSpeed's JSON, a command line or script with arguments of Megatron-LM, or torchtitan's TOML. Comments
-    name the settings without an equivalent, and what the job still needs.
+    FILE is a manifest with a PyTorchJob, HyperPodPyTorchJob, TrainJob, JobSet or Job of Kubernetes, DeepSpeed's JSON, a
+    command line or script with arguments of Megatron-LM, or torchtitan's TOML. `-` reads standard input. Comments name
+    the settings without an equivalent, and what the job still needs.
     """
     try:
-        found = imported(file.read_text(encoding="utf-8"), gpus)
+        found = imported(_text(file), gpus)
     except OSError as error:
         raise click.ClickException(f"{file}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise click.ClickException(f"{file}: not a text file in UTF-8") from None
     except ImportFileError as error:
         raise click.ClickException(f"{file}: {error}") from None
-    spec = {**found.spec, "workers": {"image": image, "gpusPerWorker": gpus_per_worker}}
+    workers = {"image": "meshwright-worker:0.1.0", "gpusPerWorker": 8, **found.spec.get("workers", {})}
+    chosen = {"image": image, "gpusPerWorker": gpus_per_worker}
+    workers |= {name: value for name, value in chosen.items() if value is not None}
+    spec = {**found.spec, "workers": workers}
     if preset is not None:
         spec["model"] = {"preset": preset}
     job = {
         "apiVersion": labels.API_VERSION,
         "kind": labels.KIND,
-        "metadata": {"name": _name(file)},
+        "metadata": {"name": _name(file), **found.metadata},
         "spec": spec,
     }
     for line in comments(found, job):
         click.echo(f"# {line}")
     click.echo(yaml.safe_dump(job, sort_keys=False), nl=False)
+
+
+def _text(file: Path) -> str:
+    """The content of a file or of standard input."""
+    if file == _STDIN:
+        return sys.stdin.read()
+    return file.read_text(encoding="utf-8")
 
 
 def imported(text: str, gpus: int | None) -> Imported:
@@ -64,6 +90,8 @@ def imported(text: str, gpus: int | None) -> Imported:
         return deepspeed.read(values, gpus)
     if values is not None and torchtitan.is_torchtitan(values):
         return torchtitan.read(values, gpus)
+    if objects := _objects(text):
+        return kubernetes.read_objects(objects)
     if values is None and megatron.is_megatron(text):
         return megatron.read(text, gpus)
     raise ImportFileError(f"unknown format: expected {FORMATS}")
@@ -71,12 +99,30 @@ def imported(text: str, gpus: int | None) -> Imported:
 
 def comments(found: Imported, job: dict[str, Any]) -> Iterator[str]:
     """What a reader must know about the job."""
-    yield f"From a configuration of {found.framework}."
+    yield f"From a {found.framework}." if found.metadata else f"From a configuration of {found.framework}."
     for name in found.without_equivalent:
         yield f"no equivalent: {name}"
     yield from found.notes
-    for problem in check_manifest(job):
+    problems = check_manifest(job)
+    for problem in problems:
         yield f"to do: {problem}"
+    for mistake in [] if problems else check_mistakes(job):
+        yield f"warning: {mistake}"
+
+
+def _objects(text: str) -> list[dict[str, Any]]:
+    """The Kubernetes objects of a YAML or JSON file. Empty if it has anything else."""
+    try:
+        documents = [one for one in yaml.safe_load_all(text) if one is not None]
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return []
+    found = []
+    for one in documents:
+        if not isinstance(one, dict) or not {"apiVersion", "kind"} <= set(one):
+            return []
+        items = one.get("items") if str(one["kind"]).endswith("List") else None
+        found += [item for item in items if isinstance(item, dict)] if isinstance(items, list) else [one]
+    return found
 
 
 def _values(text: str) -> dict[str, Any] | None:

@@ -79,6 +79,8 @@ class Imported:
     """Settings that a job does not have."""
     notes: list[str] = field(default_factory=list)
     """What differs, and what the configuration does not have."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Name, namespace, labels and annotations, if the file has them."""
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -102,7 +102,7 @@ def _row(job: Job, one: RankTimes, more: float | None, slow: bool, *, narrow: bo
         str(one.step),
         milliseconds(one.step_seconds),
         milliseconds(one.data_seconds),
-        f"{100 * more:+.0f}%" if more is not None else "",
+        f"{round(100 * more):+d}%" if more is not None else "",
         *peak,
     )
 

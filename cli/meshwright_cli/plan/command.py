@@ -23,7 +23,7 @@ from meshwright_cli.jobs.output import line_as_lines, terminal_width
 from meshwright_cli.parameters import manifest_parameter
 from meshwright_cli.plan.framework_launch import as_json as launch_as_json
 from meshwright_cli.plan.framework_launch import launch_for, script
-from meshwright_cli.plan.inventory_file import MAX_NODES, InventoryFileError, NodeEntry, nodes_of, read_nodes
+from meshwright_cli.plan.inventory_file import MAX_NODES, UNLIMITED, InventoryFileError, NodeEntry, nodes_of, read_nodes
 from meshwright_cli.plan.pod_additions import additions_of
 from meshwright_cli.plan.report import PlanReport, inventory_of, plan_report
 from meshwright_cli.plan.report_json import document
@@ -102,7 +102,7 @@ def plan(
     framework. Comments name the fields of the job that have no equivalent.
     """
     job, site = job_of_manifest(manifest), read_fabric(fabric)
-    nodes, pods = nodes_to_plan_for(inventory, gpus, gpu, gpu_resource(job), node_selector(job))
+    nodes, pods = nodes_to_plan_for(inventory, gpus, gpu, job)
     files = [manifest] if inventory is None else [manifest, inventory]
     additions = additions_of(job, parse_spec(job), profiles, *files)
     try:
@@ -204,14 +204,24 @@ def node_selector(job: dict[str, Any]) -> dict[str, str]:
     return {str(k): str(v) for k, v in selector.items()} if isinstance(selector, dict) else {}
 
 
+def other_resources(job: dict[str, Any]) -> list[str]:
+    """Names of the devices, huge pages and storage that a worker requests. An assumed cluster has enough of them."""
+    resources = _workers(job).get("resources")
+    if not isinstance(resources, dict):
+        return []
+    devices, pages = resources.get("devices") or {}, resources.get("hugePages") or {}
+    return [*devices, *(f"hugepages-{size}" for size in pages), "ephemeral-storage"]
+
+
 def nodes_to_plan_for(
-    inventory: Path | None, gpus: int | None, gpu: str, resource: str, labels: dict[str, str]
+    inventory: Path | None, gpus: int | None, gpu: str, job: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Nodes and pods of the file, or of the assumed cluster.
+    """Nodes and pods of the file, or of the assumed cluster. That one has all that `job` needs but GPUs.
 
     Raises:
         click.ClickException: the file does not describe nodes, or the GPU product is unknown.
     """
+    resource, labels = gpu_resource(job), node_selector(job)
     if inventory is not None:
         if gpus is not None:
             raise click.ClickException("--gpus cannot be used with --inventory: leave one of them out")
@@ -233,4 +243,7 @@ def nodes_to_plan_for(
         else []
     )
     entries += [NodeEntry(name="node-rest", gpus=rest, product=gpu, labels=labels)] if rest else []
-    return [node for entry in entries for node, _ in nodes_of(entry, resource)], []
+    nodes = [node for entry in entries for node, _ in nodes_of(entry, resource)]
+    for node in nodes:
+        node["status"]["allocatable"] |= dict.fromkeys(other_resources(job), UNLIMITED["memory"])
+    return nodes, []

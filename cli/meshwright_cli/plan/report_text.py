@@ -66,7 +66,7 @@ def _placement(plan_report: PlanReport) -> Iterator[str]:
         return
     plan = plan_report.plan.to_status()
     status = placement.to_status("job", {})
-    yield f"Placement: cost {placement.cost:g}, {_quality(placement.gap)}"
+    yield f"Placement: cost {placement.cost:g} ms per step, {_quality(placement.gap)}"
     yield f"  {summary_line(plan, status)}"
     if plan_report.fragmentation_cost > NEGLIGIBLE_SHARE * placement.cost:
         yield (

@@ -14,7 +14,7 @@ from meshwright.planner.topology.site import SiteFabric
 from meshwright_cli.completion import complete_jobs
 from meshwright_cli.fabric import fabric_option, read_fabric
 from meshwright_cli.jobs.access import Access, cluster_options
-from meshwright_cli.plan.command import ASSUMED_GPUS, gpu_resource, job_of_manifest, node_selector, nodes_to_plan_for
+from meshwright_cli.plan.command import ASSUMED_GPUS, job_of_manifest, nodes_to_plan_for
 from meshwright_cli.plan.report import plan_report
 from meshwright_cli.report.cluster_source import read_job
 from meshwright_cli.report.history import History, HistoryFileError, read_history
@@ -110,7 +110,7 @@ def with_history(inputs: ReportInputs, history: History | None) -> ReportInputs:
 
 def _plan_inputs(path: Path, inventory: Path | None, gpus: int | None, gpu: str, site: SiteFabric) -> ReportInputs:
     job = job_of_manifest(path)
-    nodes, pods = nodes_to_plan_for(inventory, gpus, gpu, gpu_resource(job), node_selector(job))
+    nodes, pods = nodes_to_plan_for(inventory, gpus, gpu, job)
     try:
         found = plan_report(job, nodes, pods, site=site)
     except (InvalidSpecError, PlanError) as error:

@@ -21,7 +21,7 @@ from meshwright.simulation.published import table
 from meshwright.simulation.replay import Replay, ReplayError, replay
 from meshwright.simulation.setting import Setting
 from meshwright_cli.parameters import Duration, manifest_parameter
-from meshwright_cli.plan.command import gpu_resource, job_of_manifest, node_selector, nodes_to_plan_for
+from meshwright_cli.plan.command import job_of_manifest, nodes_to_plan_for
 from meshwright_cli.simulate.planned_job import PlannedJob, planned_job
 from meshwright_cli.simulate.report import simulation_report
 from meshwright_cli.simulate.report_json import document
@@ -119,7 +119,7 @@ def _planned(job: dict[str, Any], options: dict[str, Any]) -> PlannedJob:
         gpus = None
     elif known is not None and options["nodes"] is not None:
         gpus = known.node * options["nodes"]
-    nodes, pods = nodes_to_plan_for(inventory, gpus, gpu, gpu_resource(job), node_selector(job))
+    nodes, pods = nodes_to_plan_for(inventory, gpus, gpu, job)
     return planned_job(job, nodes, pods)
 
 

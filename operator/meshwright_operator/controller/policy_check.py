@@ -39,10 +39,14 @@ def check_agent_image(observed: Observed, image: str) -> None:
 def check_policy(observed: Observed, namespace: str, bounds: Bounds) -> Observed:
     """The job as it is, or with its applied spec if the policy does not allow its edit.
 
+    A finished job gets the policy's time to live.
+
     Raises:
         JobRejectedError: The policy does not allow the job to start.
     """
-    if lifecycle.finished(observed.status) or observed.spec.suspend:
+    if lifecycle.finished(observed.status):
+        return replace(observed, default_ttl=bounds.ttl_seconds_after_finished)
+    if observed.spec.suspend:
         return observed
     excess = spec_excess(observed.spec, observed.plan, namespace, bounds)
     if not excess:

@@ -109,7 +109,8 @@ def _clean_up_finished(decision: Decision) -> None:
         _report_lost_result(decision)
     update_observed_generation(decision.status, decision.observed.generation)
     decision.delete_live_pods()
-    left = lifecycle.ttl_left(decision.observed.spec, decision.status, decision.observed.now)
+    observed = decision.observed
+    left = lifecycle.ttl_left(observed.spec, decision.status, observed.now, observed.default_ttl)
     decision.delete_job = left is not None and left <= 0
     decision.requeue_within(left)
 

@@ -101,9 +101,15 @@ def deadline_left(spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStat
     return spec.active_deadline_seconds - status.active_seconds - seconds_since(status.active_since, now)
 
 
-def ttl_left(spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStatus, now: datetime) -> float | None:
-    """Seconds until a finished job is deleted, below 0 if that is overdue. None if the job is not deleted."""
+def ttl_left(
+    spec: ParallelTrainingJobSpec, status: ParallelTrainingJobStatus, now: datetime, default: int | None = None
+) -> float | None:
+    """Seconds until a finished job is deleted, below 0 if that is overdue. None if the job is not deleted.
+
+    `default` are the seconds for a spec without any.
+    """
     ended = parse_time(status.completion_time)
-    if spec.ttl_seconds_after_finished is None or ended is None:
+    seconds = default if spec.ttl_seconds_after_finished is None else spec.ttl_seconds_after_finished
+    if seconds is None or ended is None:
         return None
-    return spec.ttl_seconds_after_finished - (now - ended).total_seconds()
+    return seconds - (now - ended).total_seconds()

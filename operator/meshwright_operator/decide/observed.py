@@ -147,6 +147,8 @@ class Observed:
     namesakes: Sequence[Pod] = ()
     """Pods with the job's name that it does not own, such as those of a deleted job."""
     agents: Agents = field(default_factory=Agents)
+    default_ttl: int | None = None
+    """Seconds after which the administrator's policy deletes the job once it has finished, if its spec has no time."""
     binding: BindingLimits = DEFAULT_LIMITS
     """The operator's limits for other schedulers."""
     rejection: Rejection | None = None

@@ -59,6 +59,8 @@ class Bounds(ApiModel):
     """GPUs that all jobs of the namespace use at the same time."""
     max_waiting_jobs: Count | None = None
     """Jobs of the namespace that wait for nodes at the same time."""
+    ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=2147483647)] | None = None
+    """Time after which finished jobs without `spec.ttlSecondsAfterFinished` are deleted. By default they are not."""
     checkpoint_prefixes: Annotated[list[UriPrefix], Field(max_length=1000)] | None = None
     """Prefixes of `spec.checkpoint.uri`, such as `s3://bucket/{namespace}/`, in which `{namespace}` is the job's. An
     empty list allows no URI."""

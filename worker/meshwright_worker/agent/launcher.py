@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +16,7 @@ from tempfile import TemporaryDirectory
 from meshwright.api import labels
 from meshwright.protocol.messages import ReplicaGroup
 from meshwright.protocol.run_config import CommandRun, NativeRun
+from meshwright.rules.launchers import launcher_of
 from meshwright_worker.agent.command_stacks import ENABLE
 from meshwright_worker.agent.events import EventQueue
 from meshwright_worker.agent.fork_client import ForkServerClient, ForkServerError
@@ -38,6 +40,8 @@ from meshwright_worker.command.saved_checkpoints import SavedCheckpoints
 from meshwright_worker.preflight.host import Host
 from meshwright_worker.preflight.numa import cpus_of_rank
 from meshwright_worker.rank.commands import encode_leave, encode_resume
+
+log = logging.getLogger(__name__)
 
 TORCHRUN = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 """What torchrun sets unless the environment does."""
@@ -200,6 +204,7 @@ class Launcher:
                     rank, resolve_script_paths(run.command, full_environment), full_environment
                 )
                 if rank == 0:
+                    warn_of_launcher(run.command)
                     handle = replace(
                         handle, patterns=_log_patterns(run), checkpoints=self._checkpoints(run, full_environment)
                     )
@@ -287,6 +292,16 @@ class Launcher:
         if self._directory is not None:
             self._directory.cleanup()
         self._port.release()
+
+
+def warn_of_launcher(command: Sequence[str]) -> None:
+    """Log that a command starts ranks itself. Each rank's launcher would form a world of its own, without an error."""
+    if (name := launcher_of(command)) is not None:
+        log.warning(
+            "`runtime.command` runs `%s` in each rank, which starts further processes that are not ranks of this job: "
+            "run the script itself, which has the variables of torchrun",
+            name,
+        )
 
 
 def _log_patterns(run: CommandRun) -> LogPatterns:

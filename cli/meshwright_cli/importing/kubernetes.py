@@ -1,0 +1,279 @@
+"""Reads a job of another operator: PyTorchJob, HyperPodPyTorchJob, TrainJob, JobSet, or a Job of Kubernetes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright_cli.importing.fields import Fields
+from meshwright_cli.importing.launchers import without_launcher
+from meshwright_cli.importing.pod_template import Pods, read_pods
+from meshwright_cli.importing.settings import Imported, ImportFileError, without_none
+from meshwright_cli.importing.train_job import TRAINERS, template_of_train_job
+
+_CONTAINERS = ("pytorch", "node", "trainer")
+"""Names of the container of the ranks, as these kinds have it."""
+_LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+_DROPPED = frozenset({"--pre-train-script", "--post-train-script", "--pre-train-args", "--post-train-args"})
+
+
+@dataclass(slots=True)
+class _Group:
+    """Pods with the same template."""
+
+    name: str
+    pods: int
+    template: Fields
+
+
+@dataclass(slots=True)
+class _Gang:
+    """What a kind says about all pods of a job."""
+
+    groups: list[_Group]
+    processes: str | None = None
+    """Processes of a pod: a number, or `auto`, `gpu` or `cpu`."""
+    spec: dict[str, Any] = field(default_factory=dict)
+    """Fields of the job's spec."""
+    pods: tuple[int | None, int | None] = (None, None)
+    """Least and most pods of an elastic job."""
+    notes: list[str] = field(default_factory=list)
+
+
+def read_objects(objects: Sequence[Mapping[str, Any]]) -> Imported:
+    """Read the job among the objects of a file. The others stay as they are, but for the runtime of a TrainJob.
+
+    Raises:
+        ImportFileError: there is no such job, or several, or a value has the wrong type.
+    """
+    jobs = [one for one in objects if one.get("kind") in KINDS]
+    if len(jobs) != 1:
+        kinds = ", ".join(sorted({str(one.get("kind")) for one in objects}))
+        raise ImportFileError(f"expected one of {', '.join(KINDS)}, got {len(jobs)} of them among {kinds}")
+    job, others = Fields(jobs[0]), [one for one in objects if one is not jobs[0]]
+    kind = str(job.get("kind"))
+    job.ignore("apiVersion", "status")
+    metadata = job.child("metadata")
+    gang = KINDS[kind](job.child("spec"), others)
+    main = _main_group(gang)
+    pods = read_pods(main.template, _CONTAINERS)
+    spec = _spec(gang, pods)
+    named = {
+        "name": metadata.get("name"),
+        "namespace": metadata.get("namespace"),
+        "labels": metadata.mapping("labels"),
+        "annotations": {key: value for key, value in metadata.mapping("annotations").items() if key != _LAST_APPLIED},
+    }
+    metadata.ignore_all()
+    kept = [f"{one.get('kind')} `{(one.get('metadata') or {}).get('name')}` stays as it is" for one in others]
+    notes = [*gang.notes, *pods.notes, *(line for line in kept if not line.startswith(tuple(TRAINERS)))]
+    return Imported(
+        kind,
+        spec,
+        list(job.unread()),
+        [*notes, "a restart runs the command again: the script must resume from its own checkpoint"],
+        metadata=without_none(named),
+    )
+
+
+def _main_group(gang: _Gang) -> _Group:
+    """The group whose template the workers have; groups without ranks are taken out of the gang."""
+    groups = [group for group in gang.groups if group.pods > 0]
+    if not groups:
+        raise ImportFileError("the job has no pods")
+    with_gpus = [group for group in groups if _gpus(group)]
+    ranks = with_gpus or groups
+    for group in groups:
+        if group not in ranks:
+            gang.notes.append(f"no equivalent: the pods of `{group.name}`, which have no GPUs")
+            group.template.ignore_all()
+    main = ranks[-1]
+    for group in ranks[:-1]:
+        if not group.template.same_as(main.template):
+            gang.notes.append(f"the pods of `{group.name}` differ: all workers get the template of `{main.name}`")
+        group.template.ignore_all()
+    gang.groups = ranks
+    return main
+
+
+def _gpus(group: _Group) -> int:
+    return read_pods(Fields(group.template.raw, group.template.path), _CONTAINERS).gpus
+
+
+def _spec(gang: _Gang, pods: Pods) -> dict[str, Any]:
+    """The job's spec, from what the kind and the template say. Adds what differs to the notes of `gang`."""
+    command = without_launcher(pods.command)
+    processes = _processes(command.options.get("--nproc-per-node"), gang.processes, pods.gpus)
+    ranks = pods.gpus or processes or 1
+    if not pods.gpus:
+        gang.notes.append("the pods request no GPUs: each rank of a worker requests one of `workers.gpuResource`")
+    elif processes not in (None, pods.gpus):
+        gang.notes.append(f"a pod has {processes} processes for {pods.gpus} GPUs: a worker has one rank for each GPU")
+    gang.notes.extend(_about_command(command.removed, command.left, command.options, pods.command))
+    total = sum(group.pods for group in gang.groups)
+    least, most = gang.pods
+    restarts = command.options.get("--max-restarts", "")
+    recovery = gang.spec.pop("recovery", {})
+    if restarts.isdigit():
+        recovery.setdefault("maxRestarts", int(restarts))
+    return without_none(
+        {
+            "replicas": total * ranks,
+            "elastic": {"minReplicas": least and least * ranks, "maxReplicas": most and max(most, total) * ranks},
+            "runtime": {"command": command.words or None, "agent": "Injected"},
+            "workers": {**pods.workers, "gpusPerWorker": ranks},
+            "recovery": recovery,
+            **gang.spec,
+            "priorityClassName": gang.spec.get("priorityClassName") or pods.priority_class,
+        }
+    )
+
+
+def _processes(of_launcher: str | None, of_job: str | None, gpus: int) -> int | None:
+    """Processes of a pod, if a number says so."""
+    for value in (of_launcher, of_job):
+        if value is not None and str(value).isdigit():
+            return int(value)
+        if value in ("gpu", "auto"):
+            return gpus or None
+    return None
+
+
+def _about_command(
+    removed: str | None, left: str | None, options: Mapping[str, str], command: Sequence[str]
+) -> Iterator[str]:
+    if removed is not None:
+        yield f"`{removed}` is left out: each rank runs its script with the variables that it sets"
+    for name in sorted(_DROPPED & set(options)):
+        yield f"no equivalent: {name} of `{removed}`"
+    if left is not None:
+        yield f"to do: the command runs `{left}`, which starts ranks itself: run the script, once for each rank"
+    if not command:
+        yield "to do: the image's own entry point is not run: write it as `runtime.command`"
+    elif command[0].endswith("sh") and left is None:
+        yield "the shell's script runs once for each rank, not once for each pod"
+
+
+def _pytorch_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
+    roles = spec.child("pytorchReplicaSpecs")
+    groups, never = [], False
+    for name in ("Master", "Worker"):
+        if name in roles:
+            role = roles.child(name)
+            groups.append(_Group(name, _number(role, "replicas"), role.child("template")))
+            never = never or role.get("restartPolicy") == "Never"
+            if role.get("restartPolicy") == "ExitCode":
+                role.reopen("restartPolicy")
+    elastic, policy = spec.child("elasticPolicy"), spec.child("runPolicy")
+    elastic.ignore("rdzvBackend", "rdzvHost", "rdzvPort", "rdzvId", "rdzvConf", "standalone")
+    processes = spec.get("nprocPerNode") or elastic.get("nProcPerNode")
+    restarts = policy.integer("backoffLimit")
+    most_restarts = elastic.integer("maxRestarts")
+    found = _of_policy(policy)
+    found["recovery"] = {"maxRestarts": 0 if never else most_restarts if restarts is None else restarts}
+    found["successPolicy"] = "FirstWorker" if "Master" in roles else None
+    scheduling = policy.child("schedulingPolicy")
+    found["priorityClassName"] = scheduling.get("priorityClass")
+    scheduling.ignore("minAvailable")
+    return _Gang(groups, _text(processes), found, pods=(elastic.integer("minReplicas"), elastic.integer("maxReplicas")))
+
+
+def _hyperpod_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
+    groups, spares = [], 0
+    for role in spec.children("replicaSpecs"):
+        groups.append(_Group(str(role.get("name")), _number(role, "replicas"), role.child("template")))
+        spares += role.integer("spares") or 0
+    policy, elastic = spec.child("runPolicy"), spec.child("elasticPolicy")
+    found = _of_policy(policy)
+    found["recovery"] = {"maxRestarts": policy.integer("jobMaxRetryCount"), "spareNodes": spares or None}
+    restart = policy.child("restartPolicy")
+    found["recovery"]["restartWindowSeconds"] = restart.integer("evalPeriodSeconds")
+    replacement = elastic.integer("faultyScaleDownTimeoutInSeconds")
+    gang = _Gang(
+        groups,
+        _text(spec.get("nprocPerNode")),
+        found,
+        pods=(elastic.integer("minReplicas"), elastic.integer("maxReplicas")),
+    )
+    if replacement is not None:
+        gang.notes.append(f"set `elastic.replacementSeconds: {replacement}` for `faultyScaleDownTimeoutInSeconds`")
+    if "logMonitoringConfiguration" in policy:
+        gang.notes.append(
+            "hangs are found by steps, not by rules for the log: `runtime.progress.patterns` says how the log has them"
+        )
+    return gang
+
+
+def _train_job(spec: Fields, others: Sequence[Mapping[str, Any]]) -> _Gang:
+    found = _of_policy(spec)
+    nodes, processes, template, notes = template_of_train_job(spec, others)
+    return _Gang([_Group("node", nodes, Fields(template, "spec.trainer"))], processes, found, notes=notes)
+
+
+def _job_set(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
+    groups = []
+    for replicated in spec.children("replicatedJobs"):
+        job = replicated.child("template").child("spec")
+        replicated.child("template").ignore("metadata")
+        parallelism = _number(job, "parallelism")
+        job.ignore("completions", "completionMode", "backoffLimit", "podReplacementPolicy")
+        name = str(replicated.get("name"))
+        groups.append(_Group(name, _number(replicated, "replicas") * parallelism, job.child("template")))
+    policy = spec.child("failurePolicy")
+    found = _of_policy(spec)
+    found["recovery"] = {"maxRestarts": policy.integer("maxRestarts")}
+    policy.ignore("restartStrategy")
+    spec.ignore("network", "coordinator")
+    success = spec.child("successPolicy")
+    if success.get("operator") != "Any" and "targetReplicatedJobs" not in success:
+        success.ignore_all()
+    return _Gang(groups, None, found)
+
+
+def _batch_job(spec: Fields, _: Sequence[Mapping[str, Any]]) -> _Gang:
+    found = _of_policy(spec)
+    rules = []
+    for rule in spec.child("podFailurePolicy").children("rules"):
+        codes = rule.child("onExitCodes")
+        if codes and codes.get("operator") == "In" and rule.get("action") in ("FailJob", "Ignore", "Count"):
+            rules.append({"values": codes.get("values"), "action": rule.get("action")})
+            codes.ignore("containerName")
+        elif codes:
+            codes.reopen("operator")
+    found["recovery"] = {"maxRestarts": spec.integer("backoffLimit"), "exitCodes": rules or None}
+    spec.ignore("completions", "completionMode", "podReplacementPolicy", "selector", "manualSelector")
+    return _Gang([_Group("job", _number(spec, "parallelism"), spec.child("template"))], None, found)
+
+
+def _of_policy(policy: Fields) -> dict[str, Any]:
+    """The fields that all kinds have, at different places."""
+    manager = policy.get("managedBy")
+    if manager is not None and not str(manager).startswith("kueue"):
+        manager = None
+    return {
+        "suspend": bool(policy.get("suspend")) or None,
+        "activeDeadlineSeconds": policy.integer("activeDeadlineSeconds"),
+        "ttlSecondsAfterFinished": policy.integer("ttlSecondsAfterFinished"),
+        "managedBy": manager,
+    }
+
+
+def _number(fields: Fields, name: str) -> int:
+    """A number of pods, by default 1."""
+    value = fields.integer(name)
+    return 1 if value is None else value
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+KINDS: dict[str, Callable[[Fields, Sequence[Mapping[str, Any]]], _Gang]] = {
+    "PyTorchJob": _pytorch_job,
+    "HyperPodPyTorchJob": _hyperpod_job,
+    "TrainJob": _train_job,
+    "JobSet": _job_set,
+    "Job": _batch_job,
+}
+"""Readers by kind."""
