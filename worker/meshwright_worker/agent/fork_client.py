@@ -20,7 +20,10 @@ from meshwright_worker.rank.task import RankTask
 
 log = logging.getLogger(__name__)
 
-PRELOAD_SECONDS = 120.0
+PRELOAD_SECONDS = 600.0
+"""Limit for the import of torch. From an image that is loaded as it is read, or on a busy node, it takes minutes, and to
+begin again would only take longer. The operator's limit for hangs before the first step is higher.
+"""
 FORK_SECONDS = 30.0
 STOP_SECONDS = 2.0
 _KILLED = -signal.SIGKILL
