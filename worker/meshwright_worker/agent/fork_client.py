@@ -21,7 +21,7 @@ from meshwright_worker.rank.task import RankTask
 log = logging.getLogger(__name__)
 
 PRELOAD_SECONDS = 600.0
-"""Limit for the import of torch. From an image that is loaded as it is read, or on a busy node, it takes minutes, and to
+"""Limit for the import of torch. From an image that is loaded as it is read, or on a busy node, it takes minutes. To
 begin again would only take longer. The operator's limit for hangs before the first step is higher.
 """
 FORK_SECONDS = 30.0
