@@ -11,9 +11,9 @@ TORCH_MODULES = frozenset({"torch.distributed.run", "torch.distributed.launch"})
 """Modules that `python -m` runs as torchrun."""
 _PROGRAMS = TORCH_LAUNCHERS | {"mpirun", "mpiexec", "horovodrun", "deepspeed"}
 _SHELLS = frozenset({"sh", "bash", "ash", "dash"})
-WORD = re.compile(r"""(?:[^\s"'\\;|&()]|"(?:[^"\\]|\\.)*"|'[^']*'|\\[^\n])+""")
+_WORD = re.compile(r"""(?:[^\s"'\\;|&()]|"(?:[^"\\]|\\.)*"|'[^']*'|\\[^\n])+""")
 """A word of a shell script, with its quotes."""
-COMMAND_END = re.compile(r"[;|&()\n]")
+_COMMAND_END = re.compile(r"[;|&()\n]")
 """What is between two words of different commands, once continued lines are joined."""
 
 
@@ -26,7 +26,7 @@ def is_shell_script(command: Sequence[str]) -> bool:
 
 def words_of(script: str) -> list[tuple[int, int, str]]:
     """The words of a shell script, each with its start and end."""
-    return [(match.start(), match.end(), match.group()) for match in WORD.finditer(script)]
+    return [(match.start(), match.end(), match.group()) for match in _WORD.finditer(script)]
 
 
 def begins_command(script: str, words: Sequence[tuple[int, int, str]], index: int) -> bool:
@@ -34,7 +34,7 @@ def begins_command(script: str, words: Sequence[tuple[int, int, str]], index: in
     if index == 0:
         return True
     between = script[words[index - 1][1] : words[index][0]].replace("\\\n", " ")
-    return COMMAND_END.search(between) is not None
+    return _COMMAND_END.search(between) is not None
 
 
 def launcher_of(command: Sequence[str]) -> str | None:

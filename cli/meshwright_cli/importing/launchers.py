@@ -1,4 +1,4 @@
-"""Takes `torchrun` and its kin out of a command: Meshwright starts one process for each rank, and is the launcher."""
+"""Takes torchrun and similar launchers out of a command: Meshwright itself starts one process for each rank."""
 
 from __future__ import annotations
 
