@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -36,6 +37,10 @@ _ALLOCATOR = (("PYTORCH_ALLOC_CONF", "expandable_segments:True"),)
 _FAILURE = re.compile(r"^(FAILED|ERROR) ")
 """A line of pytest's summary that names a test."""
 SUCCEEDED = "succeeded"
+_FAILED = "failed with exit status"
+_NOT_RUN = "was not run"
+_SLOWER = 1.5
+"""A machine may take this many times as long as usual before a part counts as hanging: half of a result is none."""
 _PROBE = "import torch; print(torch.compile(lambda x: x * 2 + 1)(torch.ones(4096, device='cuda')).sum().item())"
 
 
@@ -50,7 +55,7 @@ class Part:
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that it gets in addition."""
     usual: float = 0.0
-    """Seconds that it takes on an H200 with 16 CPUs."""
+    """Seconds that it takes on an H200 with 16 CPUs of which nothing is in a cache yet."""
     compiles: bool = False
     """Whether all of it needs torch's compiler."""
     shortens: bool = False
@@ -81,8 +86,8 @@ def parts(output: Path, name: str, *, quick: bool, parity_seconds: float) -> lis
     tests = ("-m", "pytest", "-q", "--tb=short", "-n", str(_PROCESSES), "-m", "cuda", "tests/cuda")
     return [
         # Without a C compiler or Python's headers, the first kernel of torch's compiler fails: found out in seconds.
-        Part("Compiler", (python, "-c", _PROBE), 120, usual=15),
-        Part("Tests", (python, *tests), 900, usual=130),
+        Part("Compiler", (python, "-c", _PROBE), 120, usual=30),
+        Part("Tests", (python, *tests), 900, usual=140),
         Part(
             "Parity",
             (python, "-m", "tests.parity", *rows),
@@ -96,7 +101,7 @@ def parts(output: Path, name: str, *, quick: bool, parity_seconds: float) -> lis
             (python, "-m", "benchmarks.throughput", "--device", "cuda", "--json", throughput, *small),
             2400,
             _ALLOCATOR,
-            usual=220,
+            usual=320,
             compiles=True,
         ),
         *(_profile(output, name, kind, (*flags, *small)) for kind, flags in (("bf16", ()), ("fp8", ("--fp8",)))),
@@ -106,19 +111,31 @@ def parts(output: Path, name: str, *, quick: bool, parity_seconds: float) -> lis
 def _profile(output: Path, name: str, kind: str, flags: tuple[str, ...]) -> Part:
     file = str(output / f"profile-{kind}-{name}.json")
     command = (sys.executable, "-m", "benchmarks.profile_step", "--json", file, *flags)
-    return Part(f"Profile of 1B in {kind}", command, 600, _ALLOCATOR, usual=35, compiles=True)
+    return Part(f"Profile of 1B in {kind}", command, 600, _ALLOCATOR, usual=55, compiles=True)
 
 
 def limited(part: Part, later: Sequence[Part], left: float) -> Part:
-    """The part with the time that it has, when `left` seconds are left for it and the later ones."""
+    """The part with the time that it has, when `left` seconds are left for it and the later ones.
+
+    It gets what the later ones do not need. If that is little, it goes before them: the first parts are the ones that
+    matter most.
+    """
     own = left - sum(other.usual for other in later)
-    limit = max(min(part.limit, own), min(part.usual, left), 1.0)
+    least = part.usual if part.shortens else part.usual * _SLOWER
+    limit = max(min(part.limit, own), min(least, left), 1.0)
     command = [*part.command]
     if part.shortens:
         value = command.index("--seconds") + 1
         # The rows that have begun still take their time.
         command[value] = f"{min(float(command[value]), max(1.0, limit * 0.8 - 10)):g}"
     return replace(part, limit=limit, command=tuple(command))
+
+
+def too_late(part: Part, left: float) -> Ran | None:
+    """Why a part is not begun, if less time is left than it takes on a fast machine."""
+    if left * 2 >= part.usual:
+        return None
+    return Ran(part.title, _NOT_RUN, 0.0, f"{max(left, 0):.0f} s are left, and it usually takes {part.usual:.0f} s")
 
 
 def run_part(part: Part) -> Ran:
@@ -138,7 +155,7 @@ def run_part(part: Part) -> Ran:
             return Ran(part.title, f"could not be started: {error}", 0.0, "")
         try:
             code = process.wait(part.limit)
-            outcome = SUCCEEDED if code == 0 else f"failed with exit status {code}" if code > 0 else _killed(-code)
+            outcome = SUCCEEDED if code == 0 else f"{_FAILED} {code}" if code > 0 else _killed(-code)
         except subprocess.TimeoutExpired:
             outcome = f"did not end within {part.limit:.0f} s"
         finally:
@@ -165,12 +182,12 @@ def last_line(ran: Ran) -> str:
 
 
 def without_compiler(part: Part, probe: Ran) -> Ran | None:
-    """Why a part cannot run, if torch's compiler does not work."""
-    if not part.compiles or probe.outcome == SUCCEEDED:
+    """Why a part cannot run, if torch's compiler does not work. One that is only slow may."""
+    if not part.compiles or not probe.outcome.startswith(_FAILED):
         return None
     reason = f"torch.compile does not work here ({last_line(probe)})"
     hint = "It needs `gcc` or `clang` (or the variable `CC`) and the headers of this Python, such as `python3-dev`."
-    return Ran(part.title, "was not run", 0.0, f"{reason}. {hint}")
+    return Ran(part.title, _NOT_RUN, 0.0, f"{reason}. {hint}")
 
 
 def report(known: dict[str, object], ran: Sequence[Ran]) -> str:
@@ -193,10 +210,12 @@ def run_all(planned: Sequence[Part], seconds: float | None, save: Callable[[Sequ
     began = time.monotonic()
     ran: list[Ran] = []
     for number, part in enumerate(planned):
-        if seconds is not None:
-            part = limited(part, planned[number + 1 :], seconds - (time.monotonic() - began))
+        left = math.inf if seconds is None else seconds - (time.monotonic() - began)
+        if left < math.inf:
+            part = limited(part, planned[number + 1 :], left)
         print(f"{part.title}: {' '.join(part.command[1:])}", flush=True)
-        ran.append((without_compiler(part, ran[0]) if ran else None) or run_part(part))
+        refused = too_late(part, left) or (without_compiler(part, ran[0]) if ran else None)
+        ran.append(refused or run_part(part))
         failed = "" if ran[-1].outcome == SUCCEEDED else f": {last_line(ran[-1])}"
         print(f"{part.title}: {ran[-1].outcome} after {ran[-1].seconds:.0f} s{failed}", flush=True)
         save(ran)

@@ -119,12 +119,32 @@ def test_without_a_c_compiler_parts_that_compile_are_not_run() -> None:
 
 def test_parts_share_the_time_that_is_given() -> None:
     planned = parts(Path(), "card", quick=False, parity_seconds=600)
-    assert sum(part.usual for part in planned) < 580
+    needed = sum(part.usual for part in planned)
+    for number, part in enumerate(planned):
+        later = planned[number + 1 :]
+        left = sum(one.usual for one in later) + 4 * part.usual
+        # One that takes too long leaves the later ones what they usually need.
+        assert limited(part, later, left).limit + sum(one.usual for one in later) <= left
     first, *later = planned
-    # One that takes too long leaves the others what they usually need.
-    assert limited(first, later, 580).limit + sum(part.usual for part in later) <= 580
     assert limited(first, later, 10).limit == 10
     assert limited(planned[-1], [], 100_000) == planned[-1]
+    # A machine that is slower than usual still shows what matters most, at the cost of the last parts.
+    for part in planned[:4]:
+        limit = limited(part, planned[planned.index(part) + 1 :], needed / 2).limit
+        assert limit >= part.usual * (1.0 if part.shortens else 1.5) or limit == needed / 2
+
+
+def test_a_part_for_which_no_time_is_left_is_not_begun() -> None:
+    planned = [printing("Compiler", "found"), printing("b", "b", usual=500), printing("c", "c", usual=4)]
+    ran = run_all(planned, 60, lambda _: None)
+    assert [one.outcome for one in ran] == ["succeeded", "was not run", "succeeded"]
+    assert "it usually takes 500 s" in ran[1].text
+
+
+def test_a_slow_probe_of_the_compiler_is_no_reason_not_to_compile() -> None:
+    slow = Part("Compiler", (sys.executable, "-c", "import time; time.sleep(60)"), 1)
+    ran = run_all([slow, printing("b", "b", compiles=True)], None, lambda _: None)
+    assert [one.outcome for one in ran] == ["did not end within 1 s", "succeeded"]
 
 
 def test_the_parity_matrix_gets_the_seconds_that_other_parts_leave() -> None:
