@@ -19,7 +19,9 @@ from tests.runs import command_run
 StartAgent = Callable[..., AgentProcess]
 
 ALL_REDUCE = """
-import torch, torch.distributed as dist, os
+import os, sys
+sys.modules.pop("torch", None)  # the agents have none, which makes them begin sooner
+import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 x = torch.full((4,), float(os.environ["RANK"]))
 dist.all_reduce(x)
@@ -51,7 +53,7 @@ async def reported(coordinator: Coordinator, state: AgentState, generation: int,
 
 @pytest.mark.slow
 async def test_two_pods_start_and_complete(coordinator: Coordinator, start_agent: StartAgent) -> None:
-    agents = [start_agent(worker, torch=True) for worker in range(2)]
+    agents = [start_agent(worker) for worker in range(2)]
     await start_generation(coordinator, 1, ALL_REDUCE, workers=2, ranks_each=1)
     assert [await agent.exit_code(60) for agent in agents] == [0, 0]
     for rank, agent in enumerate(agents):
@@ -92,11 +94,13 @@ async def test_the_message_is_the_exception(coordinator: Coordinator, start_agen
     assert report.message == "rank 0 exited with code 1: KeyError: 'weights'"
 
 
-@pytest.mark.slow
-async def test_the_message_is_the_error_that_the_script_records(
-    coordinator: Coordinator, start_agent: StartAgent
-) -> None:
-    source = """
+RECORDS = """
+import json, os, sys
+with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+    json.dump({"message": {"message": "KeyError: 'rank " + os.environ["RANK"] + "'", "extraInfo": {}}}, file)
+sys.exit(1)
+"""
+TORCH_RECORDS = """
 import os, sys
 from torch.distributed.elastic.multiprocessing.errors import record
 sys.excepthook = lambda *_: None
@@ -105,7 +109,17 @@ def main():
     raise KeyError("rank " + os.environ["RANK"])
 main()
 """
-    start_agent(torch=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "torch"),
+    [(RECORDS, False), pytest.param(TORCH_RECORDS, True, marks=[pytest.mark.slow, pytest.mark.long])],
+    ids=["in torch's format", "with torch"],
+)
+async def test_the_message_is_the_error_that_the_script_records(
+    coordinator: Coordinator, start_agent: StartAgent, source: str, *, torch: bool
+) -> None:
+    start_agent(torch=torch)
     await start_generation(coordinator, 1, source, ranks_each=1)
     await reported(coordinator, AgentState.FAILED, 1)
     report = coordinator.last(0)
@@ -113,6 +127,7 @@ main()
     assert report.message == "rank 0 exited with code 1: KeyError: 'rank 0'"
 
 
+@pytest.mark.long
 async def test_a_command_that_does_not_exist_is_reported(coordinator: Coordinator, start_agent: StartAgent) -> None:
     start_agent()
     hellos = await coordinator.gang(1)
@@ -135,6 +150,7 @@ async def test_nothing_survives_a_killed_agent(coordinator: Coordinator, start_a
     await until(lambda: not any(alive(pid) for pid in family), 60)
 
 
+@pytest.mark.long
 async def test_what_a_finished_command_leaves_behind_is_ended(
     coordinator: Coordinator, start_agent: StartAgent
 ) -> None:
@@ -210,7 +226,7 @@ async def test_ranks_continue_while_the_coordinator_is_unavailable(
     assert await agent.exit_code() == 0
 
 
-@pytest.mark.parametrize("with_ranks", [False, True])
+@pytest.mark.parametrize("with_ranks", [pytest.param(False, marks=pytest.mark.long), True])
 async def test_superseded(coordinator: Coordinator, start_agent: StartAgent, *, with_ranks: bool) -> None:
     agent = start_agent()
     await coordinator.gang(1)
@@ -223,7 +239,7 @@ async def test_superseded(coordinator: Coordinator, start_agent: StartAgent, *, 
     await until(lambda: not any(alive(pid) for pid in family), 60)
 
 
-@pytest.mark.parametrize("status", [401, 404])
+@pytest.mark.parametrize("status", [401, pytest.param(404, marks=pytest.mark.long)])
 async def test_rejected_for_long(coordinator: Coordinator, start_agent: StartAgent, status: int) -> None:
     coordinator.answer_all(status)
     agent = start_agent(MESHWRIGHT_REJECT_SECONDS="1.5")

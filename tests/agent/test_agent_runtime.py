@@ -46,9 +46,11 @@ def resumed_after(agent: AgentProcess, generation: int) -> dict[int, int]:
     return {int(rank): int(step) for rank, step in lines}
 
 
+@pytest.mark.long
 async def test_a_run_that_cannot_be_executed_is_reported_as_refused(
     coordinator: Coordinator, start_agent: StartAgent
 ) -> None:
+    """By default, `test_parts` has whose fault an error is, and `tests/e2e/test_mistakes.py` what ranks report."""
     agent = start_agent(0, torch=True)
     run = training_run(LONG, tensor=2)
     small = run.architecture.model_copy(update={"vocab_size": 130})
@@ -188,7 +190,9 @@ async def test_a_rank_that_refuses_its_data_says_why_and_its_peers_do_not_hang(
     assert [await agent.exit_code(60) for agent in agents] == [0, 0]
 
 
+@pytest.mark.long
 async def test_nothing_survives_a_killed_agent(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    """By default, `test_agent_commands` kills the agent of a command, `test_fork_server` the owner of a server."""
     agents = [start_agent(worker, torch=True) for worker in range(2)]
     await announce(coordinator, 1, LONG)
     await until(lambda: step_of(coordinator, 1) >= 1, 150, lambda: agents[0].log)

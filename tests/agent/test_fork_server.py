@@ -104,7 +104,10 @@ def test_the_server_is_started_before_anything_large_is_imported() -> None:
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("raise", "rank 2: LookupError: no such weight"), ("base-exception", "rank 2: KeyboardInterrupt")],
+    [
+        pytest.param("raise", "rank 2: LookupError: no such weight", marks=pytest.mark.long),
+        ("base-exception", "rank 2: KeyboardInterrupt"),
+    ],
 )
 async def test_an_exception_is_reported(server: ForkServerClient, what: str, message: str) -> None:
     life = Life(await fork(server, what, rank=2))

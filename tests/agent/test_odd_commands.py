@@ -203,7 +203,7 @@ def _memory() -> int:
     return int(status.partition("VmHWM:")[2].split()[0])
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-16"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.long), "utf-16"])
 def test_the_log_takes_every_character_whatever_the_image_says(encoding: str) -> None:
     text = "[rank 0] Verlust 1 \\u2264 2 \\ufffd \\ud800"
     program = f"from meshwright_worker.agent.launcher import write_line; write_line('{text}')"

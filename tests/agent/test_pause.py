@@ -66,10 +66,12 @@ def digest_of_steps(steps: int) -> int:
     return digest.value
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_the_same_pods_train_on_with_another_world_size(
     coordinator: Coordinator, start_agent: StartAgent, tmp_path: Path
 ) -> None:
+    """By default, `tests/e2e/test_elastic.py` has this with an operator: a job is scaled up and down."""
     agents = [start_agent(worker, torch=True) for worker in range(2)]
     await start_training(coordinator, 1, workers=2)
     await until(lambda: step_of(coordinator, 1) >= 3, 150, lambda: agents[0].log)
@@ -99,8 +101,10 @@ async def test_the_same_pods_train_on_with_another_world_size(
     assert all(agent.log.count("torch imported") == 1 for agent in agents), "one fork server for all generations"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_a_pause_stops_ranks_that_wait_for_their_peers(coordinator: Coordinator, start_agent: StartAgent) -> None:
+    """By default, `test_pause_decisions` has that ranks without a step are killed."""
     agent = start_agent(torch=True)
     hellos = await coordinator.gang(1)
     # Worker 1 never comes, so the ranks of worker 0 wait in the rendezvous.
@@ -134,9 +138,11 @@ async def test_a_paused_command_stops_and_the_next_generation_resumes_it(
     assert coordinator.states(0)[-1] is AgentState.COMPLETE
 
 
+@pytest.mark.long
 async def test_a_command_that_does_not_stop_is_killed_after_the_drain_time(
     coordinator: Coordinator, start_agent: StartAgent
 ) -> None:
+    """By default, `test_agent_commands` has such a command in a drain."""
     agent = start_agent(MESHWRIGHT_GRACE_SECONDS="6")
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP
     await start_generation(coordinator, 1, deaf, ranks_each=1)

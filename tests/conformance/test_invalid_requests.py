@@ -10,6 +10,7 @@ import random
 import pytest
 
 from tests.randomness import seeds
+from tests.tiers import mostly_long
 
 from .conftest import APPLY, CRDS, JSON_PATCH, MERGE, STRATEGIC
 
@@ -166,7 +167,7 @@ def is_failure(api, answer, code):
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("seed", mostly_long(seeds(4), lambda seed: seed < 2))
 async def test_invalid_requests(api, runs, seed):
     await api.call("POST", api.maps, api.config_map("c"))
     await api.call("POST", runs, api.run("r"))

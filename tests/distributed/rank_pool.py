@@ -108,9 +108,9 @@ class RankPool:
 
     def __init__(self, timeout: float = 120) -> None:
         self._timeout = timeout
-        self._context = multiprocessing.get_context("forkserver")
+        self.context = multiprocessing.get_context("forkserver")
         # What torch imports at first use would be imported by every rank again.
-        self._context.set_forkserver_preload(["tests.distributed.rank_preload"])
+        self.context.set_forkserver_preload(["tests.distributed.rank_preload"])
         self._ranks: list[tuple[Any, Connection]] = []
         self._runs = 0
         self._kept: tuple[int, int] | None = None
@@ -179,8 +179,8 @@ class RankPool:
             self._ranks.remove((process, connection))
 
     def _start(self) -> None:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         self._ranks.append((process, ours))

@@ -93,7 +93,7 @@ def merged(checkpoints: Path, output: Path) -> dict[str, torch.Tensor]:
     return tensors_of(output / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", mostly_long(FAMILIES, lambda name: name in ("llama", "gpt2, all", "deepseek-v2")))
+@pytest.mark.parametrize("name", mostly_long(FAMILIES, lambda name: name in ("llama", "gpt2, all")))
 def test_the_adapter_merged_by_hand_is_the_merged_export(pool: RankPool, tmp_path: Path, text: Path, name: str) -> None:
     config, targets, ends, matched = FAMILIES[name]
     checkpoints = trained(pool, tmp_path, text, config, targets, {"tensor": 2})
@@ -124,7 +124,9 @@ def test_the_adapter_merged_by_hand_is_the_merged_export(pool: RankPool, tmp_pat
     assert not adapter, "no tensor is left"
 
 
-@pytest.mark.parametrize("layout", [{"tensor": 2, "pipeline": 2}, {"data": 2, "zero": 3}], ids=str)
+@pytest.mark.parametrize(
+    "layout", mostly_long([{"tensor": 2, "pipeline": 2}, {"data": 2, "zero": 3}], lambda it: "tensor" in it), ids=str
+)
 def test_every_layout_exports_the_same_bytes(
     pool: RankPool, tmp_path: Path, text: Path, layout: dict[str, Any]
 ) -> None:

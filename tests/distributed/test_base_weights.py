@@ -134,6 +134,7 @@ def test_adapters_of_random_weights_have_no_base(
         assert "--base: the adapters belong to random weights" in capsys.readouterr().err
 
 
+@pytest.mark.long  # random weights below are recovered in the same way
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 3])
 async def test_ranks_that_continue_from_memory_record_the_weights_that_they_hold(
@@ -156,12 +157,14 @@ async def test_ranks_that_continue_from_memory_record_the_weights_that_they_hold
 
 
 @pytest.mark.slow
-async def test_ranks_that_continue_from_memory_record_how_random_weights_were_drawn(tmp_path: Path, text: Path) -> None:
+async def test_ranks_that_continue_from_memory_record_how_random_weights_were_drawn(
+    pool: RankPool, tmp_path: Path, text: Path
+) -> None:
     """Version 0.1.0 drew them in another way, and so does a run that began with it."""
     checkpoints = tmp_path / "checkpoints"
-    async with gang_of(small_run(data=2, steps=2, training={"lora": LORA}), checkpoints, text) as gang:
-        await gang.start()
-        await gang.finish()
+    pool.run(
+        train_fully, small_run(data=2, steps=2, training={"lora": LORA}), checkpoint_dir=checkpoints, data_dir=text
+    )
     for step in CheckpointDirectory(checkpoints).steps():
         edit_manifest(checkpoints, step, weights_in_tiles=False)
     async with gang_of(small_run(data=2, steps=6, training={"lora": LORA}), checkpoints, text) as gang:

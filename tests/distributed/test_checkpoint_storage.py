@@ -14,6 +14,7 @@ from meshwright_worker.rank.task import Outcome
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.storage_cases import train_by_clock, train_on_failing_storage
+from tests.tiers import mostly_long
 
 LOCAL = {"method": "DiLoCo", "every_steps": 3, "learning_rate": 0.7, "momentum": 0.9}
 PIPE = {"pipeline": 2, "clip": 0.0, "parallelism": {"schedule": "PipeDream2BW"}}
@@ -27,7 +28,10 @@ def every(run: NativeRun, interval: str) -> NativeRun:
 
 @pytest.mark.parametrize(
     ("layout", "first"),
-    [({"data": 2}, {5}), ({"data": 2, "outer": LOCAL}, {6}), (PIPE, set(range(5, 12)))],
+    mostly_long(
+        [({"data": 2}, {5}), ({"data": 2, "outer": LOCAL}, {6}), (PIPE, set(range(5, 12)))],
+        lambda case: case[0] == {"data": 2},
+    ),
     ids=["replicas", "islands", "pipeline without flushes"],
 )
 def test_all_ranks_save_when_the_clock_of_rank_0_says_so(

@@ -24,6 +24,7 @@ from tests.distributed.cases import train_fully
 from tests.distributed.comm_counter import Counting, Traffic
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
+from tests.tiers import mostly_long
 
 BATCH, HEADS, KV_HEADS, SIZE, VALUE_SIZE = 2, 4, 2, 8, 4
 METHODS = [
@@ -176,7 +177,7 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize("value_size", [SIZE, VALUE_SIZE])
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("name", mostly_long(DOCUMENTS, lambda name: name == "across ranks"))
 @pytest.mark.parametrize(("method", "ranks", "inner"), METHODS, ids=[str(method) for method, _, _ in METHODS])
 def test_varlen_attention_over_ranks_equals_a_mask(
     pool: RankPool, method: ContextMethod, ranks: int, inner: int | None, name: str, value_size: int

@@ -66,6 +66,7 @@ def alone(pool: RankPool) -> Any:
     return trained
 
 
+@pytest.mark.long  # as `test_custom_module_layouts` does with a module that has more of everything
 @pytest.mark.parametrize(
     ("layout", "zero", "share"), [({"tensor": 2}, 0, 0.8), ({"tensor": 2, "data": 2}, 3, 0.4)], ids=str
 )

@@ -23,6 +23,7 @@ from tests.distributed.data_parallel_cases import (
 )
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_recovery import tensors_of
+from tests.tiers import mostly_long
 
 WIDE: dict[str, Any] = {"layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 512, "heads": 4}
 ENGINES: dict[str, dict[str, Any]] = {
@@ -46,12 +47,12 @@ def parameters_of(run: NativeRun) -> int:
 @pytest.mark.parametrize(
     ("engine", "micro_batches", "reduced", "scattered", "gathered"),
     [
-        ("DDP", 1, 1, 0, 0),
+        pytest.param("DDP", 1, 1, 0, 0, marks=pytest.mark.long),
         ("DDP", 4, 1, 0, 0),
         ("ZeRO-1", 4, 0, 1, 1),
-        ("ZeRO-2", 1, 0, 1, 1),
+        pytest.param("ZeRO-2", 1, 0, 1, 1, marks=pytest.mark.long),
         ("ZeRO-2", 4, 0, 4, 1),
-        ("FSDP2, ZeRO-2", 1, 0, 1, 1),
+        pytest.param("FSDP2, ZeRO-2", 1, 0, 1, 1, marks=pytest.mark.long),
         ("FSDP2, ZeRO-3", 1, 0, 1, 2),
         ("HSDP", 1, 0.5, 1, 2),
     ],
@@ -86,7 +87,7 @@ def test_a_step_sends_what_the_papers_say(
         ("FSDP2, ZeRO-3", 0, 16),
     ],
 )
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", mostly_long([2, 4], lambda ranks: ranks == 2))
 def test_memory_of_a_rank_follows_the_closed_form(
     pool: RankPool, engine: str, whole: int, shared: int, ranks: int
 ) -> None:
@@ -119,9 +120,18 @@ def test_stage_2_frees_gradients_between_micro_batches(pool: RankPool) -> None:
     assert peaks["ZeRO-2"] < whole * (4 + 4 + 2) * 1.2
 
 
-@pytest.mark.parametrize(("strategy", "zero"), [("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 0)])
-# FSDP1's own clipping takes norms in fp32 alone.
-@pytest.mark.parametrize(("precision", "clip", "limit"), [(Precision.FP64, 0.0, 1e-10), (Precision.FP32, 0.1, 1e-5)])
+@pytest.mark.parametrize(
+    ("strategy", "zero", "precision", "clip", "limit"),
+    mostly_long(
+        [
+            (*strategy, *numbers)
+            for strategy in (("FULL_SHARD", 3), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 0))
+            # FSDP1's own clipping takes norms in fp32 alone.
+            for numbers in ((Precision.FP64, 0.0, 1e-10), (Precision.FP32, 0.1, 1e-5))
+        ],
+        lambda case: (case[0] == "FULL_SHARD") == (case[2] is Precision.FP32),
+    ),
+)
 def test_names_of_fsdp1_mean_what_fsdp1_does(
     pool: RankPool, strategy: str, zero: int, precision: Precision, clip: float, limit: float
 ) -> None:

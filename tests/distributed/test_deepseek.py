@@ -15,6 +15,7 @@ from meshwright.protocol.run_config import NativeRun
 from tests.distributed.cases import train_fully
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
+from tests.tiers import mostly_long
 
 FIELDS: dict[str, Any] = {
     "layers": 4,
@@ -54,7 +55,10 @@ def test_preset_fields_and_published_configuration_are_one_model() -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"tensor": 2, "data": 2, "expert": 2}, {"pipeline": 2, "data": 2, "expert": 2, "zero": 2}],
+    mostly_long(
+        [{"tensor": 2, "data": 2, "expert": 2}, {"pipeline": 2, "data": 2, "expert": 2, "zero": 2}],
+        lambda layout: "pipeline" in layout,
+    ),
     ids=str,
 )
 def test_the_worker_trains_it_in_every_dimension(pool: RankPool, text: Path, layout: dict[str, Any]) -> None:

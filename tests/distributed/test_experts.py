@@ -23,6 +23,7 @@ from tests.distributed.comm_counter import Traffic
 from tests.distributed.configs import small_run
 from tests.distributed.expert_cases import biased_batch, mixture_by_halves, routed_rows
 from tests.distributed.rank_pool import RankPool
+from tests.tiers import mostly_long
 
 LAYERS, HIDDEN, LENGTH, BATCH, EXPERTS, PER_TOKEN = 3, 32, 16, 8, 4, 2
 FP32, INT64, FP64 = 4, 8, 8
@@ -61,7 +62,7 @@ def router_gradient(task: RankTask, predicted: int) -> torch.Tensor:
         return gradients[0] - gradients[1]
 
 
-@pytest.mark.parametrize("layout", [{}, {"data": 2}], ids=str)
+@pytest.mark.parametrize("layout", mostly_long([{}, {"data": 2}], bool), ids=str)
 def test_balancing_counts_every_token_with_any_targets(pool: RankPool, layout: dict[str, int]) -> None:
     run = small_run(mixture="Mixtral", precision=Precision.FP64, clip=0.0, packing=Packing.DOCUMENTS, **layout)
     whole, *others = [pool.run(router_gradient, run, predicted)[0] for predicted in (LENGTH, 4, 0)]
@@ -133,6 +134,7 @@ def test_a_bias_evens_loads_out(pool: RankPool) -> None:
     assert max(last) < 1.6
 
 
+@pytest.mark.long
 def test_bf16_stays_close_to_one_process(pool: RankPool) -> None:
     run = {"mixture": "DeepSeek-V3", "precision": Precision.BF16}
     (want,) = pool.run(train_on_random_tokens, small_run(**run), 2)
@@ -184,13 +186,19 @@ def test_a_checkpoint_of_spread_experts_loads_in_any_layout(pool: RankPool, tmp_
         assert all(torch.equal(got[name], want[name]) for name in want), reader
 
 
-def test_training_resumes_in_another_layout_with_the_same_results(pool: RankPool, tmp_path: Path, text: Path) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    mostly_long([{"data": 4, "expert": 4}, {"data": 4, "expert": 4, "tensor": 2}], lambda layout: len(layout) == 2),
+    ids=str,
+)
+def test_training_resumes_in_another_layout_with_the_same_results(
+    pool: RankPool, tmp_path: Path, text: Path, layout: dict[str, int]
+) -> None:
     first = small_run(mixture="DeepSeek-V3", steps=2, every=2, data=2, expert=2)
     straight = small_run(mixture="DeepSeek-V3", steps=4, every=4)
     ((_, want),) = pool.run(train_fully, straight, checkpoint_dir=tmp_path / "straight", data_dir=text)
-    run = {"data": 4, "expert": 4, "tensor": 2}
     pool.run(train_fully, first, checkpoint_dir=tmp_path / "moved", data_dir=text)
-    second = small_run(mixture="DeepSeek-V3", steps=4, every=4, **run)
+    second = small_run(mixture="DeepSeek-V3", steps=4, every=4, **layout)
     ((_, got), *_) = pool.run(train_fully, second, checkpoint_dir=tmp_path / "moved", data_dir=text)
     assert got.began_at == 2
     assert [report.step for report in got.reports] == [3, 4]

@@ -102,7 +102,7 @@ def checkpoint_of(pool: RankPool, text: Path, directory: Path, model: dict[str, 
     return directory
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=mostly_long(MODELS, lambda name: name in ("gpt", "latent", "lora")))
 def trained(
     request: pytest.FixtureRequest, pool: RankPool, text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
@@ -141,7 +141,7 @@ def test_split_logits_are_those_of_one_process(pool: RankPool, trained: Path, la
             ("DeepSeek-V3", {"pipeline": 2}),
             ("DeepSeek-V3", {"tensor": 2, "pipeline": 2}),
         ],
-        lambda case: len(case[1]) != 1,
+        lambda case: case[1] == {"tensor": 2},
     ),
     ids=str,
     indirect=["mixed"],

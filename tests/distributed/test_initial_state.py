@@ -45,7 +45,7 @@ def weights_of_a_start(task: RankTask) -> dict[str, torch.Tensor]:
     "layout",
     [
         {"data": 4, "zero": 1},
-        {"tensor": 2, "data": 2, "zero": 1, "replicas": {"strategy": "ZeRO"}},
+        pytest.param({"tensor": 2, "data": 2, "zero": 1, "replicas": {"strategy": "ZeRO"}}, marks=pytest.mark.long),
         {"tensor": 2, "data": 2, "zero": 3},
         {"pipeline": 2, "data": 2, "micro_batches": 4, "zero": 1, "parallelism": {"schedule": "DualPipe"}},
         {"tensor": 2, "pipeline": 2, "micro_batches": 4},

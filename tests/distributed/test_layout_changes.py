@@ -16,7 +16,6 @@ from tests.compatibility import record
 from tests.distributed.configs import small_run
 from tests.distributed.layout_cases import STEPS, load_and_train, load_recorded, train_and_save
 from tests.distributed.rank_pool import RankPool
-from tests.tiers import mostly_long
 
 RELEASES = Path(record.__file__).parent
 FOUR_LAYERS: dict[str, Any] = {"layers": 4, "micro_batches": 4}
@@ -58,7 +57,8 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_long(PAIRS, lambda name: name in ("ZeRO-3 to DDP", "DualPipe to 1F1B")))
+@pytest.mark.long  # `test_recovery` changes layouts too
+@pytest.mark.parametrize("name", PAIRS)
 def test_another_layout_goes_on_from_the_same_state(pool: RankPool, tmp_path: Path, name: str) -> None:
     before, after = (small_run(**{"steps": 9, **options}) for options in PAIRS[name])
     saved = pool.run(train_and_save, before, checkpoint_dir=tmp_path)

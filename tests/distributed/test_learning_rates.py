@@ -54,8 +54,8 @@ def assert_same_end(one: Path, other: Path, step: int) -> None:
 @pytest.mark.parametrize(
     "stopped",
     [
-        pytest.param(2, id="warm-up"),
-        pytest.param(5, id="stable"),
+        pytest.param(2, id="warm-up", marks=pytest.mark.long),
+        pytest.param(5, id="stable", marks=pytest.mark.long),
         pytest.param(6, id="border", marks=pytest.mark.long),
         pytest.param(8, id="decay"),
     ],
@@ -75,6 +75,7 @@ def test_a_run_resumed_in_any_phase_ends_bitwise_where_an_uninterrupted_one_does
     assert_same_end(tmp_path / "straight", tmp_path / "stopped", 10)
 
 
+@pytest.mark.long
 def test_a_run_extended_before_its_decay_is_bitwise_the_longer_run(pool: RankPool, tmp_path: Path, text: Path) -> None:
     """With `decaySteps`, an edit of `training.steps` changes no step that has been trained."""
     longer = train(pool, run_of(14), tmp_path / "longer", text)
@@ -110,6 +111,7 @@ def test_another_job_continues_a_finished_one_from_a_copy_before_its_decay(
     assert_same_end(tmp_path / "longer", tmp_path / "other", 14)
 
 
+@pytest.mark.long
 def test_a_run_shortened_to_begin_its_decay_now_is_bitwise_the_shorter_run(
     pool: RankPool, tmp_path: Path, text: Path
 ) -> None:
@@ -125,7 +127,9 @@ def test_a_run_shortened_to_begin_its_decay_now_is_bitwise_the_shorter_run(
     [
         pytest.param({"data": 2, "outer": {"method": "LocalSGD", "every_steps": 5}}, marks=pytest.mark.long),
         {"data": 2, "outer": {"method": "DiLoCo", "every_steps": 5}},
-        {"data": 2, "outer": {"method": "AsyncSGD", "every_steps": 5, "staleness": 0}},
+        pytest.param(
+            {"data": 2, "outer": {"method": "AsyncSGD", "every_steps": 5, "staleness": 0}}, marks=pytest.mark.long
+        ),
         {"pipeline": 2, "micro_batches": 1, "clip": 0.0, "parallelism": {"schedule": "PipeDream"}},
     ],
     ids=["LocalSGD", "DiLoCo", "AsyncSGD", "PipeDream"],

@@ -56,7 +56,8 @@ def alone(islands: int, layout: dict[str, Any]) -> Any:
     return small_run(**{**EXACT, "micro_batches": micro_batches}, batch=BATCH // islands)
 
 
-@pytest.mark.parametrize("name", mostly_long(LAYOUTS, lambda name: name in ("two", "tensor", "ZeRO-3 in an island")))
+@pytest.mark.long  # the parity matrix has DiLoCo always
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_diloco_takes_a_nesterov_step_on_the_mean_change(pool: RankPool, name: str) -> None:
     islands, layout = LAYOUTS[name]
     outer = {"method": "DiLoCo", "islands": islands, "every_steps": EVERY, "learning_rate": 0.6, "momentum": 0.8}
@@ -66,7 +67,9 @@ def test_diloco_takes_a_nesterov_step_on_the_mean_change(pool: RankPool, name: s
     check_same(ranks, want)
 
 
-@pytest.mark.parametrize("name", mostly_long(["two", "tensor", "ZeRO-1 in an island"], lambda name: name != "two"))
+@pytest.mark.parametrize(
+    "name", mostly_long(["two", "tensor", "ZeRO-1 in an island"], lambda name: name not in ("two", "tensor"))
+)
 def test_local_sgd_averages_parameters(pool: RankPool, name: str) -> None:
     islands, layout = LAYOUTS[name]
     outer = {"method": "LocalSGD", "islands": islands, "every_steps": EVERY}
@@ -77,6 +80,7 @@ def test_local_sgd_averages_parameters(pool: RankPool, name: str) -> None:
     assert ranks[0].losses != ranks[-1].losses
 
 
+@pytest.mark.long  # as the parity matrix does
 def test_federated_averaging_weighs_islands_by_their_samples(pool: RankPool) -> None:
     sizes = [30, 10]
     outer = {"method": "FedAvg", "every_steps": EVERY}
@@ -87,7 +91,10 @@ def test_federated_averaging_weighs_islands_by_their_samples(pool: RankPool) -> 
 
 @pytest.mark.parametrize(
     ("islands", "bound", "layout"),
-    [(2, 1, {"data": 2}), (2, 0, {"data": 2}), (4, 2, {"data": 4}), (2, 1, {"data": 2, "tensor": 2})],
+    mostly_long(
+        [(2, 1, {"data": 2}), (2, 0, {"data": 2}), (4, 2, {"data": 4}), (2, 1, {"data": 2, "tensor": 2})],
+        lambda case: "tensor" in case[2],
+    ),
     ids=str,
 )
 def test_asynchronous_updates_are_those_of_the_recorded_order(

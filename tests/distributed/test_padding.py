@@ -102,7 +102,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"data": 2, "zero": 3},
     "three dimensions": {"tensor": 2, "pipeline": 2, "context": 2},
 }
-SHORT = ("one process", "ZB-V", "PipeDream-2BW")
+SHORT = ("one process", "PipeDream-2BW")
 
 
 def formed(run: NativeRun, form: DataFormat) -> NativeRun:

@@ -38,11 +38,11 @@ def both_ways(messages: int, size: int, ranks: int = RANKS) -> dict[str, tuple[i
         # Messages for each micro-batch of an outer rank, and of one between two others.
         ("1F1B", 1, 2),
         # arXiv 2104.04473, section 2.2: as many times as many as a rank has stages, but for the model's two ends.
-        ("interleaved 1F1B", 3, 4),
+        pytest.param("interleaved 1F1B", 3, 4, marks=pytest.mark.long),
         ("looped BFS", 3, 4),
         # arXiv 2405.15362: twice as many; where the V turns both stages lie on one rank.
         ("ZB-V", 2, 4),
-        ("DualPipeV", 2, 4),
+        pytest.param("DualPipeV", 2, 4, marks=pytest.mark.long),
     ],
 )
 def test_a_message_goes_each_way_for_every_stage_and_micro_batch(

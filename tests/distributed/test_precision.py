@@ -30,7 +30,7 @@ def one_process(pool: RankPool, steps: int, **options: Any) -> Trained:
     return trained
 
 
-@pytest.mark.parametrize("name", mostly_long(LAYOUTS, lambda name: name == "tp-pp-zero2"))
+@pytest.mark.parametrize("name", mostly_long(LAYOUTS, lambda name: name == "pp-dp"))
 def test_fp16_skips_the_same_steps_in_every_layout(pool: RankPool, name: str) -> None:
     want = one_process(pool, 6, **OVERFLOWS)
     skipped = [result.skipped for result in want.results]
@@ -57,7 +57,7 @@ FEEDBACK: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("replicas", mostly_long(FEEDBACK, lambda replicas: replicas["compression"] != "Int8"), ids=str)
+@pytest.mark.parametrize("replicas", mostly_long(FEEDBACK, lambda replicas: replicas["compression"] == "TopK"), ids=str)
 def test_an_overflow_leaves_what_compression_left_out_as_it_was(pool: RankPool, replicas: dict[str, Any]) -> None:
     plain = pool.run(train_on_random_tokens, small_run(data=2, **OVERFLOWS), 8)
     ranks = pool.run(train_on_random_tokens, small_run(data=2, replicas=replicas, **OVERFLOWS), 8)
@@ -79,9 +79,9 @@ def test_what_compression_left_out_follows_the_loss_scale(pool: RankPool) -> Non
 
 
 def test_fp16_resumes_with_its_scale(pool: RankPool, tmp_path: Path, text: Path) -> None:
-    run = small_run(tensor=2, steps=8, every=3, **OVERFLOWS)
+    run = small_run(tensor=2, steps=5, every=2, **OVERFLOWS)
     losses = []
-    for directory, deaths in (("straight", [None]), ("broken", [7, None])):
+    for directory, deaths in (("straight", [None]), ("broken", [5, None])):
         for die_after in deaths:
             answers = pool.run(
                 train_fully, run, -1, None, die_after, checkpoint_dir=tmp_path / directory, data_dir=text

@@ -16,6 +16,7 @@ from tests.distributed.configs import small_run
 from tests.distributed.data_parallel_cases import Held, measure_memory
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_memory import planned
+from tests.tiers import mostly_long
 
 EACH = {"reduce_every_micro_batch": True}
 MICRO_BATCHES = 4
@@ -27,8 +28,8 @@ def run_of(*, each: bool, replicas: dict[str, Any] | None = None, **options: Any
     return small_run(**{"micro_batches": MICRO_BATCHES, "batch": 16, **options}, replicas=chosen)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("ranks", mostly_long([2, 4], lambda ranks: ranks == 2))
+@pytest.mark.parametrize("zero", mostly_long([2, 3], lambda zero: zero == 3))
 def test_between_micro_batches_ranks_have_shards_of_gradients(pool: RankPool, zero: int, ranks: int) -> None:
     """Live bytes after the first micro-batch, against the planner's account, and full gradients without the field.
 
@@ -45,6 +46,7 @@ def test_between_micro_batches_ranks_have_shards_of_gradients(pool: RankPool, ze
             assert one.between == pytest.approx(account.states + gathered, rel=0.05)
 
 
+@pytest.mark.long
 def test_a_step_needs_a_shard_of_gradients_and_one_unit(pool: RankPool) -> None:
     """The most bytes that are alive in a step are those that the planner counts."""
     sizes = []
@@ -59,10 +61,10 @@ def test_a_step_needs_a_shard_of_gradients_and_one_unit(pool: RankPool) -> None:
     "layout",
     [
         {"data": 2, "zero": 2},
-        {"data": 2, "zero": 3},
+        pytest.param({"data": 2, "zero": 3}, marks=pytest.mark.long),
         {"data": 4, "zero": 3, "replicas": {"shard_size": 2}},
-        {"data": 4, "expert": 2, "zero": 3, "mixture": "Mixtral"},
-        {"data": 2, "pipeline": 2, "zero": 3},
+        pytest.param({"data": 4, "expert": 2, "zero": 3, "mixture": "Mixtral"}, marks=pytest.mark.long),
+        pytest.param({"data": 2, "pipeline": 2, "zero": 3}, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -77,8 +79,14 @@ def test_only_reduce_scatters_are_as_many_as_micro_batches(pool: RankPool, layou
         assert any(kind.startswith("reduce-scatter") for kind in after.as_dict())
 
 
-@pytest.mark.parametrize("replicas", [{}, {"shard_size": 2}], ids=str)
-@pytest.mark.parametrize("schedule", ["ZBH1", "ZBV"])
+@pytest.mark.parametrize(
+    ("schedule", "replicas"),
+    mostly_long(
+        [("ZBH1", {}), ("ZBH1", {"shard_size": 2}), ("ZBV", {}), ("ZBV", {"shard_size": 2})],
+        lambda case: case == ("ZBH1", {}),
+    ),
+    ids=str,
+)
 def test_a_split_backward_pass_reduces_after_its_second_half(
     pool: RankPool, schedule: str, replicas: dict[str, Any]
 ) -> None:

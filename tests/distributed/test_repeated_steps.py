@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp-split": {"data": 2, "pipeline": 2, "parallelism": {"schedule": "ZBH1"}},
     "cp": {"data": 2, "context": 2},
     "dropout": {"data": 2, "training": {"dropout": 0.1}},
+    "zero3-2": {"data": 2, "zero": 3},
 }
 
 
@@ -38,7 +39,7 @@ def repeating(layout: str, every: int | None = 2, **changes: Any) -> NativeRun:
     return small_run(**fields, steps=6, every=6, training=training)
 
 
-@pytest.mark.parametrize("layout", mostly_long(LAYOUTS, lambda layout: layout in ("dp2", "zero3")))
+@pytest.mark.parametrize("layout", mostly_long(LAYOUTS, lambda layout: layout in ("dp2", "zero3-2")))
 def test_a_healthy_run_repeats_and_is_unchanged(pool: RankPool, tmp_path: Path, text: Path, layout: str) -> None:
     for name, every in (("repeated", 2), ("straight", None)):
         answers = pool.run(
@@ -65,7 +66,8 @@ def test_one_wrong_bit_of_one_rank_is_found(pool: RankPool, tmp_path: Path, text
             assert kind is (FailureKind.NODE_FAULT if rank == len(answers) - 1 else FailureKind.PEER_LOST)
 
 
-@pytest.mark.parametrize("seed", mostly_long(range(20), lambda seed: seed == 0))
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(20))
 def test_nothing_is_found_in_a_healthy_run(pool: RankPool, tmp_path: Path, text: Path, seed: int) -> None:
     """With every detection that ranks have: a check of the nodes, spikes, repeated steps."""
     layout = list(LAYOUTS)[seed % len(LAYOUTS)]

@@ -49,6 +49,7 @@ def test_a_slow_rank(pool: RankPool, text: Path) -> None:
     assert (found.kind, found.rank) == (LimitKind.RANK, 2)
 
 
+@pytest.mark.long
 def test_a_slow_stage(pool: RankPool, text: Path) -> None:
     found = limit(pool, text, PIPELINE, COMPUTE, [1, 3], 0.01)
     assert (found.kind, found.stage) == (LimitKind.PIPELINE, 1)

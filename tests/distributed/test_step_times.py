@@ -45,7 +45,10 @@ from tests.distributed.cases import Recorder, Training
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_pipeline_clock import COSTS, MICRO_BATCHES, RANKS, Clock, ClockedChunk, made
+from tests.tiers import mostly_long
 
+OFTEN = ("1f1b", "zb-v", "dualpipe", "automatic")
+"""Schedules that are tried always. That all run in their order is for `test_pipeline_clock`."""
 WITHIN_POINTS = 0.03
 """How far the measured bubble may be from the simulated one."""
 WITHIN = 0.05
@@ -126,7 +129,7 @@ def times_on_the_clock(
             step_clock.time.perf_counter = real
 
 
-@pytest.mark.parametrize("name", [*NAMES, "automatic"])
+@pytest.mark.parametrize("name", mostly_long([*NAMES, "automatic"], OFTEN.__contains__))
 def test_the_measured_bubble_of_every_schedule_is_the_simulators(pool: RankPool, name: str) -> None:
     schedule = made(name)
     run = small_run(pipeline=RANKS, micro_batches=MICRO_BATCHES, layers=8)
@@ -260,16 +263,16 @@ def _waits_in(trace: profile) -> float:
 LAYOUTS: dict[str, NativeRun] = {
     "tensor": small_run(tensor=2, micro_batches=2),
     "pipeline": small_run(pipeline=2, micro_batches=2),
-    "ring": small_run(context=2, micro_batches=2, method=ContextMethod.RING_ZIG_ZAG),
-    "ulysses": small_run(context=2, micro_batches=2, method=ContextMethod.ULYSSES),
+    "ring": small_run(context=2, layers=1, micro_batches=2, method=ContextMethod.RING_ZIG_ZAG),
+    "ulysses": small_run(context=2, layers=1, micro_batches=2, method=ContextMethod.ULYSSES),
     "data": small_run(data=2, micro_batches=2),
-    "fsdp": small_run(data=2, micro_batches=2, zero=3),
-    "expert": small_run(data=2, expert=2, micro_batches=2, mixture="Mixtral"),
+    "fsdp": small_run(data=2, layers=1, micro_batches=2, zero=3),
+    "expert": small_run(data=2, expert=2, layers=1, micro_batches=2, mixture="Mixtral"),
 }
 DIMENSION = {"ring": "context", "ulysses": "context", "fsdp": "data"}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", mostly_long(LAYOUTS, lambda name: name not in ("ring", "data")))
 def test_exposed_communication_is_that_of_a_trace(pool: RankPool, name: str) -> None:
     answers = pool.run(traced_steps, LAYOUTS[name], 1, 3)
     most = max(traced for _, traced in answers)
@@ -325,9 +328,12 @@ def counted_training(task: RankTask) -> tuple[list[StepReport], int]:
     return recorder.reports, counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", ["one", "tensor", "pipeline", "data"])
+@pytest.mark.parametrize(
+    "name", mostly_long(["one", "tensor", "pipeline", "data"], lambda name: name in ("tensor", "pipeline"))
+)
 def test_utilization_is_that_of_torchs_count(pool: RankPool, text: Path, name: str) -> None:
     run = LAYOUTS[name] if name in LAYOUTS else small_run()
+    run = run.model_copy(update={"training": run.training.model_copy(update={"steps": 3})})
     answers = pool.run(counted_training, run, data_dir=text)
     counted = sum(flops for _, flops in answers) / run.training.steps
     peak = 1e12

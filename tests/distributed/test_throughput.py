@@ -14,6 +14,7 @@ from benchmarks._pairs import FEWEST, in_turns, ratio_of
 from meshwright.models.architecture import Architecture
 from meshwright_worker.trainer.train import validate_run
 from tests.distributed.rank_pool import RankPool
+from tests.tiers import mostly_long
 
 TINY = Architecture(layers=2, hidden_size=32, intermediate_size=48, heads=4, kv_heads=2, vocab_size=260)
 SHORT = {"globalBatchSize": 4, "sequenceLength": 16}
@@ -61,7 +62,9 @@ def test_turns_begin_with_either_side_alternately() -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [{"micro_batches": 2}, {"data": 2}, {"pipeline": 2, "micro_batches": 4}],
+    mostly_long(
+        [{"micro_batches": 2}, {"data": 2}, {"pipeline": 2, "micro_batches": 4}], lambda shape: "data" not in shape
+    ),
     ids=["one process", "ZeRO-3", "1F1B"],
 )
 def test_bare_loops_do_the_same_work(pool: RankPool, shape: dict[str, int]) -> None:

@@ -10,6 +10,7 @@ from tests.distributed.cases import count_a_step
 from tests.distributed.comm_counter import Traffic
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
+from tests.tiers import mostly_long
 
 LAYERS, HIDDEN, VOCABULARY, LENGTH, BATCH = 3, 32, 260, 16, 8
 FP32 = 4
@@ -36,7 +37,7 @@ def without_agreement(traffic: Traffic, world: int) -> dict[str, tuple[int, int]
     return found
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", mostly_long([2, 4], lambda replicas: replicas == 2))
 def test_replicas_all_reduce_every_gradient_once(pool: RankPool, replicas: int) -> None:
     for traffic in measured(pool, data=replicas, micro_batches=2):
         counted = without_agreement(traffic, replicas)
@@ -99,7 +100,7 @@ def test_sets_of_shards_reduce_their_parts_once_more(pool: RankPool, zero: int, 
         }
 
 
-@pytest.mark.parametrize("method", ["LocalSGD", "DiLoCo"])
+@pytest.mark.parametrize("method", mostly_long(["LocalSGD", "DiLoCo"], lambda method: method == "DiLoCo"))
 def test_islands_reduce_all_parameters_once_a_round(pool: RankPool, method: str) -> None:
     """arXiv 1805.09767 and 2311.08105; beside them one number, whether any island is asked to stop."""
     last, inner = ({"method": method, "islands": 2, "every_steps": steps} for steps in (2, 3))
@@ -132,7 +133,7 @@ def test_sequence_parallelism_sends_the_same_in_other_collectives(pool: RankPool
         assert traffic.sent() == plain.sent() + FP32 * HIDDEN * norms
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("tensor", mostly_long([2, 4], lambda tensor: tensor == 2))
 def test_asynchronous_tensor_parallelism_sends_the_same_to_neighbors(pool: RankPool, tensor: int) -> None:
     """ASPLOS 2023, 10.1145/3567955.3567959: rings of n - 1 messages take the place of collectives, beside all products.
     Those of the embedding, which has none, stay."""

@@ -80,7 +80,7 @@ def tiny(name: str, **changes: Any) -> list[KubeObject]:
 
 
 def endless(name: str, **changes: Any) -> list[KubeObject]:
-    """A job as `tiny` makes it that trains until it is deleted or told its last step, 20 steps a second at most.
+    """A job as `tiny` makes it that trains until it is deleted or told its last step, 5 steps a second at most.
 
     Its ranks leave the machine to what the test waits for.
     """

@@ -63,23 +63,32 @@ async def test_the_life_of_a_job_in_every_verb(stage, tmp_path):
     waited = await run(stage, "wait", "verbs", "--for", "step=5", "--timeout", "10m")
     assert "Running: step" in waited.err
 
-    assert "verbs" in (await run(stage, "list")).out
-    assert json.loads((await run(stage, "list", "-A", "-o", "json")).out)["items"]
-    status = (await run(stage, "status", "verbs")).out
+    async def shown(words):
+        return (await run(stage, *words.split())).out
+
+    table, listed, status, events, explained = await asyncio.gather(
+        *map(shown, ("list", "list -A -o json", "status verbs", "events verbs", "explain verbs"))
+    )
+    assert "verbs" in table
+    assert json.loads(listed)["items"]
     for text in ("Running", "rack rack", "ranks 0-1", "ranks 2-3", "TP 2 x PP 1 x DP 2", "Goodput", "4/4 ready"):
         assert text in status, status
-    assert "GangStarted" in (await run(stage, "events", "verbs")).out
-    assert "Proved optimal" in (await run(stage, "explain", "verbs")).out
-    assert "step " in (await run(stage, "logs", "verbs", "--tail", "50")).out
-    chosen = (await run(stage, "logs", "verbs", "--rank", "3")).out
+    assert "GangStarted" in events
+    assert "Proved optimal" in explained
+    newest, chosen, both = await asyncio.gather(
+        *map(shown, ("logs verbs --tail 50", "logs verbs --rank 3", "logs verbs --stage 0"))
+    )
+    assert "step " in newest
     assert "rank started rank=3" in chosen
     assert "rank=2" not in chosen
-    assert {"[worker 0]", "[worker 1]"} <= set((await run(stage, "logs", "verbs", "--stage", "0")).out.replace("] ", "]\n").split("\n"))  # fmt: skip  # noqa: E501
-    top = (await run(stage, "top", "verbs", "--once")).out
+    assert {"[worker 0]", "[worker 1]"} <= set(both.replace("] ", "]\n").split("\n"))
+    top, overview, costs = await asyncio.gather(
+        *map(shown, ("top verbs --once", "top", "cost verbs --price 2 -o json"))
+    )
     # A real API server forwards to no loopback address: then the status is shown, with the reason.
     assert "STEP TIME" in top or "No metrics of ranks" in top, top
-    assert "verbs" in (await run(stage, "top")).out
-    spent = json.loads((await run(stage, "cost", "verbs", "--price", "2", "-o", "json")).out)
+    assert "verbs" in overview
+    spent = json.loads(costs)
     assert {row["job"] for row in spent} == {"verbs"}
     assert sum(row["gpuHours"] for row in spent) > 0
     assert all(row["cost"] == pytest.approx(2 * row["gpuHours"], abs=0.01) for row in spent)
@@ -102,14 +111,18 @@ async def _ranks(stage, wanted):
 
 
 async def test_submit_and_follow_exits_with_the_result(stage, tmp_path):
-    file = manifest(tmp_path / "good.yaml", "followed", replicas=1, training={"steps": 20})
+    script = "import time; print('step 20/20 loss 1.0', flush=True); time.sleep(3)"
+    words = ("python", "-c", script)
+    file = manifest(tmp_path / "good.yaml", "followed", lambda name: command(name, *words, replicas=1))
     done = await run(stage, "submit", file, "--follow", "--timeout", "10m")
     assert "step 20/20" in done.out
     await run(stage, "wait", "followed")
     await run(stage, "wait", "followed", "--for", "step=50", code=1)
 
 
+@pytest.mark.long
 async def test_a_failed_job_exits_with_1_and_its_first_failure_is_shown(stage, tmp_path):
+    """By default, `tests/cli` has the exit code and whose lines are shown, without a cluster."""
     script = "import os, sys, time; print('rank', os.environ['RANK'], 'of the command', flush=True);"
     script += "time.sleep(1); os.environ['RANK'] == '2' and sys.exit(7); time.sleep(600)"
 
@@ -134,7 +147,9 @@ async def test_a_failed_job_exits_with_1_and_its_first_failure_is_shown(stage, t
     assert "[rank 3]" not in shown
 
 
+@pytest.mark.long
 async def test_a_job_that_waits_is_explained(stage, tmp_path):
+    """By default, `tests/cli` has the explanation, and `test_lifecycle` a job that starts once it fits."""
     first = manifest(tmp_path / "first.yaml", "holder", lambda name: command(name, "sleep", "600"))
     await run(stage, "submit", first)
     await run(stage, "wait", "holder", "--for", "condition=Placed", "--timeout", "5m")
@@ -161,7 +176,7 @@ async def test_doctor_finds_nothing_that_stops_jobs(stage):
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on the PATH")
 async def test_kubectl_runs_the_same_commands_as_a_plugin(stage, tmp_path):
-    file = manifest(tmp_path / "job.yaml", "plugged", replicas=1, training={"steps": 20})
+    file = manifest(tmp_path / "job.yaml", "plugged", lambda name: command(name, "true", replicas=1))
     assert "plugged submitted" in (await run(stage, "kubectl", "ptj", "submit", file)).out
     assert "plugged" in (await run(stage, "kubectl", "ptj", "list", "-o", "name")).out
     assert (

@@ -44,7 +44,8 @@ async def test_an_elastic_job_continues_without_a_draining_node(stage: Stage) ->
         await runs(stage, "shrinks", 1)
     finally:
         await cordon(stage, node, cordoned=False)
-    status = await runs(stage, "shrinks", 2)
+    step = (await runs(stage, "shrinks", 2)).step or 0
+    status = await stage.until("shrinks", lambda s: (s.step or 0) > step, "training")
     assert {entry.cause for entry in status.restarts} == {"Rescaled"}
     await nothing_repeated(job, status, await finish(stage, "shrinks"))
 

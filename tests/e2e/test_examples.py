@@ -49,8 +49,12 @@ async def test_a_users_ddp_script_survives_the_loss_of_a_pod(stage):
     await stage.delete(name)
 
 
+@pytest.mark.long
 async def test_own_text_trains_on_files_of_a_claim(stage):
-    """As its README says, except for the size: the job starts without files, and goes on once they are there."""
+    """As its README says, except for the size: the job starts without files, and goes on once they are there.
+
+    By default, `test_mistakes` has a job whose pattern matches no file of its claim.
+    """
     items = manifest.read(EXAMPLES / "own-text" / "job.yaml")
     spec = next(item["spec"] for item in items if item["kind"] == KIND)
     spec["training"] |= {"steps": 20, "globalBatchSize": 4, "sequenceLength": 32}
@@ -70,8 +74,12 @@ async def test_own_text_trains_on_files_of_a_claim(stage):
     await stage.delete("own-text")
 
 
+@pytest.mark.long
 async def test_fine_tuning_names_weights_that_are_not_there(stage):
-    """The published model is too large for a test: the job is accepted, and says what is missing."""
+    """The published model is too large for a test: the job is accepted, and says what is missing.
+
+    By default, `tests/worker/trainer/test_run_inputs.py` has weights that are not there.
+    """
     items = manifest.read(EXAMPLES / "fine-tune" / "job.yaml")
     spec = next(item["spec"] for item in items if item["kind"] == KIND)
     # The nodes of a test have no memory for it, and it is not needed to find out.

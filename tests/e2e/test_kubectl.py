@@ -54,7 +54,9 @@ async def test_explain_describes_the_fields(stage):
     assert "NVLink domain" in " ".join(text.split())
 
 
+@pytest.mark.long
 async def test_apply_server_side_and_again_changes_nothing(stage):
+    """By default, all other tests here apply on the server, and `tests/conformance` applies the same again."""
     path = str(EXAMPLES / "ten-line.yaml")
     assert "serverside-applied" in await kubectl(stage, "apply", "--server-side", "-f", path)
     await kubectl(stage, "wait", "--for=condition=Complete", "ptj/ten-line", "--timeout=240s")
@@ -64,7 +66,8 @@ async def test_apply_server_side_and_again_changes_nothing(stage):
     await stage.delete("ten-line")
 
 
-async def test_a_folder_is_uploaded_onto_a_claim_and_trained_on(stage, tmp_path):
+async def uploaded(stage, tmp_path):
+    """Upload a folder, and check its files; a job that reads them."""
     texts = tmp_path / "texts"
     (texts / "part").mkdir(parents=True)
     (texts / "a.txt").write_text("once upon a time\n" * 500)
@@ -86,5 +89,15 @@ async def test_a_folder_is_uploaded_onto_a_claim_and_trained_on(stage, tmp_path)
     assert not (directory / "en" / ".hidden").exists()
     assert not list(directory.rglob("*.part"))
     job["spec"]["data"] = {"source": "Files", "claimName": "uploaded", "pattern": "en/**/*.txt"}
-    await stage.apply([job])
+    return job
+
+
+async def test_a_folder_is_uploaded_onto_a_claim(stage, tmp_path):
+    await uploaded(stage, tmp_path)
+
+
+@pytest.mark.long
+async def test_an_uploaded_folder_is_trained_on(stage, tmp_path):
+    """By default, the claim of a job of `test_mistakes` is read, and tests of the runtime train on files."""
+    await stage.apply([await uploaded(stage, tmp_path)])
     await stage.complete("uploaded")

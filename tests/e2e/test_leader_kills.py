@@ -1,6 +1,8 @@
 """Two replicas: the leader is stopped and killed again and again, and training does not notice.
 
-Each way once with `make test`; twenty kills, and the time between leaders, in the long tier.
+Each way once, and in another test twenty kills and the time between leaders. By default,
+`tests/operator/test_replicas.py` has the leader that stops and the one that follows, and `test_recovery` the operator
+that is killed while a job trains.
 """
 
 from __future__ import annotations
@@ -108,6 +110,7 @@ def seconds_between(before: str, after: str) -> float:
     return (datetime.fromisoformat(after) - datetime.fromisoformat(before)).total_seconds()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_a_stopped_and_a_killed_leader_restart_no_worker(stage: Stage) -> None:
     await lose_leaders(stage, 1, 1, workers=1)

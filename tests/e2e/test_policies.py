@@ -85,7 +85,9 @@ async def test_the_first_worker_can_complete_the_run(stage: Stage) -> None:
     await eventually("the others are stopped", only_the_first, 150)
 
 
+@pytest.mark.long
 async def test_an_edit_restarts_ranks_and_an_impossible_one_does_not(stage: Stage) -> None:
+    """By default, `tests/operator/test_operator_edits.py` has both, with agents that are simulated."""
     await stage.apply([command("edited", "time.sleep(600)")])
     await stage.until("edited", holds(conditions.READY), "running")
     first = (await stage.pod("edited", 0))["metadata"]["uid"]

@@ -60,7 +60,9 @@ async def test_an_elastic_job_that_keeps_its_size_ends_bitwise_the_same(stage, r
     await stage.delete("same")
 
 
+@pytest.mark.long
 async def test_a_killed_rank_restarts_in_place(stage, reference):
+    """By default, `test_hang` has a rank that is killed and starts again in place, with the same result."""
     await stage.apply(tiny("rank"))
     uid = await uid_of(stage, "rank")
     await stage.trained("rank", 25)

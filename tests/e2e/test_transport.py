@@ -21,8 +21,12 @@ async def authorities(stage: Stage) -> str:
     return base64.b64decode(secret["data"]["ca.crt"]).decode()
 
 
+@pytest.mark.long
 async def test_a_job_trains_over_tls_and_a_new_ca_restarts_nothing(stage: Stage) -> None:
-    """The hardest rotation: the old CA is gone at once, and agents know of the new one only by the token."""
+    """The hardest rotation: the old CA is gone at once, and agents know of the new one only by the token.
+
+    By default, jobs of all other tests here train over TLS, and `tests/agent/test_coordinator_tls.py` replaces the CA.
+    """
     await stage.apply(endless("sealed", replicas=1))
     await stage.trained("sealed", 5)
     pods = {pod["metadata"]["uid"] for pod in await stage.pods("sealed")}

@@ -74,10 +74,12 @@ async def test_kubectl_wait_agrees_with_kstatus(tmp_path: Path) -> None:
         for name in leaving:
             await client.delete(JOBS, name, "default")
         kubeconfig = tmp_path / "kubeconfig"
-        assert await met(kubeconfig, "Complete") == {name for name, stage in life.items() if stage.ended is True}
-        assert await met(kubeconfig, "Stalled") == named(life, FAILED)
+        found = await asyncio.gather(*(met(kubeconfig, condition) for condition in ("Complete", "Stalled", "Ready")))
+        complete, stalled, ready = found
+        assert complete == {name for name, stage in life.items() if stage.ended is True}
+        assert stalled == named(life, FAILED)
         last = {name for name in leaving if _is_ready(life[name].job)}
-        assert await met(kubeconfig, "Ready") == named(life, CURRENT) | last
+        assert ready == named(life, CURRENT) | last
     await provider.stop()
 
 

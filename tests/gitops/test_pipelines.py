@@ -129,9 +129,19 @@ def start_argo(directory: Path, timeout: str, job: Mapping[str, Any]) -> subproc
     return subprocess.Popen(words, cwd=directory, env=environment, stderr=subprocess.PIPE, text=True)
 
 
+OFTEN = {("complete", "tekton"), ("failed", "argo")}
+"""What is run by default. `tests/cli/test_client.py` has every exit code, that of a time limit too."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("runs", [start, start_argo], ids=["tekton", "argo"])
-@pytest.mark.parametrize(("stage", "code"), [("complete", 0), ("failed", 1), ("trains", 5)])
+@pytest.mark.parametrize(
+    ("stage", "code", "runs"),
+    [
+        pytest.param(stage, code, runs, marks=() if (stage, name) in OFTEN else pytest.mark.long, id=f"{stage}-{name}")
+        for stage, code in (("complete", 0), ("failed", 1), ("trains", 5))
+        for name, runs in (("tekton", start), ("argo", start_argo))
+    ],
+)
 async def test_a_step_ends_with_the_job(
     client: ApiClient, tmp_path: Path, life: list[Stage], stage: str, code: int, runs: Start
 ) -> None:

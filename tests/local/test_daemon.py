@@ -54,6 +54,19 @@ def start(directory, *words):
     return process
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """The directory of a running cluster, and its daemon, which ends orderly."""
+    directory = tmp_path_factory.mktemp("cluster")
+    daemon = start(directory, "--nodes-per-rack=1")
+    try:
+        yield directory, daemon
+    finally:
+        daemon.terminate()
+        code = daemon.wait(patient(10))
+    assert code == 0
+
+
 def processes_below(directory):
     """Processes whose working directory lies in the cluster's."""
     found = []
@@ -98,21 +111,17 @@ async def test_no_process_outlives_the_daemon(tmp_path, number):
         daemon.wait(patient(10))
 
 
-def test_one_daemon_per_directory(tmp_path):
-    daemon = start(tmp_path)
-    try:
-        second = subprocess.run(
-            [sys.executable, "-m", "meshwright_local.daemon", "--directory", str(tmp_path)],
-            capture_output=True,
-            text=True,
-            timeout=patient(30),
-            check=False,
-        )
-        assert second.returncode == 1
-        assert f"pid {daemon.pid}" in second.stderr
-    finally:
-        daemon.terminate()
-        assert daemon.wait(patient(10)) == 0
+def test_one_daemon_per_directory(cluster):
+    directory, daemon = cluster
+    second = subprocess.run(
+        [sys.executable, "-m", "meshwright_local.daemon", "--directory", str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=patient(30),
+        check=False,
+    )
+    assert second.returncode == 1
+    assert f"pid {daemon.pid}" in second.stderr
 
 
 def test_commands(tmp_path):
@@ -148,66 +157,56 @@ def ready_of(directory, name):
     return asyncio.run(look())
 
 
-def test_nodes_fail_and_processes_are_killed_on_order(tmp_path):
-    runner = CliRunner()
-    daemon = start(tmp_path, "--nodes-per-rack=1")
+def test_nodes_fail_and_processes_are_killed_on_order(cluster):
+    runner, (directory, _) = CliRunner(), cluster
 
     def run(*words):
-        return runner.invoke(local, [*words, "--directory", str(tmp_path)], catch_exceptions=False)
+        return runner.invoke(local, [*words, "--directory", str(directory)], catch_exceptions=False)
 
     async def restarts():
-        async with ApiClient(Connection.from_kubeconfig(tmp_path / "kubeconfig")) as client:
+        async with ApiClient(Connection.from_kubeconfig(directory / "kubeconfig")) as client:
             found = await client.get(PODS, "p", "default")
             statuses = found["status"].get("containerStatuses") or [{}]
             return statuses[0].get("restartCount") if "running" in statuses[0].get("state", {}) else None
 
-    try:
-        assert (tmp_path / "control.sock").stat().st_mode & 0o777 == 0o600
-        body = {"metadata": {"name": "p"}, "spec": {**POD["spec"], "restartPolicy": "Always"}}
-        asyncio.run(create(tmp_path, body))
-        wait(lambda: asyncio.run(restarts()) == 0)
-        assert run("chaos", "kill", "p").exit_code == 0
-        wait(lambda: asyncio.run(restarts()) == 1)
-        for action in ("partition", "power-off"):
-            assert run("node", action, "rack0-node0").exit_code == 0
-            assert run("node", "recover", "rack0-node0").exit_code == 0
-            wait(lambda: ready_of(tmp_path, "rack0-node0") == "True")
-        assert run("node", "add", "extra", "--rack", "rack7").exit_code == 0
-        assert ready_of(tmp_path, "extra") == "True"
-        assert "a node of that name already exists" in run("node", "add", "extra").output
-        assert run("node", "remove", "extra").exit_code == 0
-        assert ready_of(tmp_path, "extra") is None
-        assert "no simulated node 'extra': there are rack0-node0" in run("node", "recover", "extra").output
-        assert "no simulated node runs a pod default/q" in run("chaos", "kill", "q").output
-    finally:
-        daemon.terminate()
-        daemon.wait(patient(10))
+    assert (directory / "control.sock").stat().st_mode & 0o777 == 0o600
+    body = {"metadata": {"name": "p"}, "spec": {**POD["spec"], "restartPolicy": "Always"}}
+    asyncio.run(create(directory, body))
+    wait(lambda: asyncio.run(restarts()) == 0)
+    assert run("chaos", "kill", "p").exit_code == 0
+    wait(lambda: asyncio.run(restarts()) == 1)
+    for action in ("partition", "power-off"):
+        assert run("node", action, "rack0-node0").exit_code == 0
+        assert run("node", "recover", "rack0-node0").exit_code == 0
+        wait(lambda: ready_of(directory, "rack0-node0") == "True")
+    assert run("node", "add", "extra", "--rack", "rack7").exit_code == 0
+    assert ready_of(directory, "extra") == "True"
+    assert "a node of that name already exists" in run("node", "add", "extra").output
+    assert run("node", "remove", "extra").exit_code == 0
+    assert ready_of(directory, "extra") is None
+    assert "no simulated node 'extra': there are rack0-node0" in run("node", "recover", "extra").output
+    assert "no simulated node runs a pod default/q" in run("chaos", "kill", "q").output
 
 
-def test_rules_reach_the_api_server(tmp_path):
-    runner = CliRunner()
-    daemon = start(tmp_path, "--nodes-per-rack=1")
+def test_rules_reach_the_api_server(cluster):
+    runner, (directory, _) = CliRunner(), cluster
 
     def run(*words):
-        return runner.invoke(local, ["chaos", *words, "--directory", str(tmp_path)], catch_exceptions=False)
+        return runner.invoke(local, ["chaos", *words, "--directory", str(directory)], catch_exceptions=False)
 
-    try:
-        if "does not support fault injection" in run("list").output:
-            pytest.skip("this API server has no /debug/chaos")
-        matches = ("--match", "resource=configmaps", "--match", "verbs=create,update", "--match", "probability=0.5")
-        added = run("add", "answer", "code=429", "retryAfter=1", *matches)
-        assert json.loads(added.output)["match"]["verbs"] == ["create", "update"]
-        assert run("add", "delay", "seconds=0.01").exit_code == 0
-        kinds = [json.loads(line)["effect"]["type"] for line in run("list").output.splitlines()]
-        assert kinds == ["answer", "delay"]
-        refused = run("add", "delay", "minutes=1")
-        assert refused.exit_code == 1
-        assert "minutes" in refused.output
-        assert run("clear").exit_code == 0
-        assert run("list").output == ""
-    finally:
-        daemon.terminate()
-        daemon.wait(patient(10))
+    if "does not support fault injection" in run("list").output:
+        pytest.skip("this API server has no /debug/chaos")
+    matches = ("--match", "resource=configmaps", "--match", "verbs=create,update", "--match", "probability=0.5")
+    added = run("add", "answer", "code=429", "retryAfter=1", *matches)
+    assert json.loads(added.output)["match"]["verbs"] == ["create", "update"]
+    assert run("add", "delay", "seconds=0.01").exit_code == 0
+    kinds = [json.loads(line)["effect"]["type"] for line in run("list").output.splitlines()]
+    assert kinds == ["answer", "delay"]
+    refused = run("add", "delay", "minutes=1")
+    assert refused.exit_code == 1
+    assert "minutes" in refused.output
+    assert run("clear").exit_code == 0
+    assert run("list").output == ""
 
 
 @pytest.mark.parametrize(

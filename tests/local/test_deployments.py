@@ -191,7 +191,10 @@ async def test_a_pod_counts_after_min_ready_seconds(kit):
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on the PATH")
+@pytest.mark.long
 async def test_kubectl_follows_a_rollout(kit):
+    """By default, the tests above look at what kubectl looks at."""
+
     async def kubectl(*words):
         process = await asyncio.create_subprocess_exec(
             "kubectl", "--kubeconfig", str(kit.cluster.kubeconfig), *words,

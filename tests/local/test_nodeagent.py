@@ -295,7 +295,7 @@ def alive(pod, station) -> bool:
     return bool(processes_of(pod))
 
 
-@pytest.mark.parametrize("node", ["mounted", "plain"])
+@pytest.mark.parametrize("node", [pytest.param("mounted", marks=pytest.mark.long), "plain"])
 async def test_a_partitioned_node_keeps_its_processes_and_catches_up(station, node):
     agent = station.agents[node]
     for name in ("stays", "ends", "goes"):
@@ -355,7 +355,7 @@ async def test_power_off_and_recover(station, node):
     await station.delete(f"again-{node}", grace_seconds=0)
 
 
-@pytest.mark.parametrize("node", ["mounted", "plain"])
+@pytest.mark.parametrize("node", [pytest.param("mounted", marks=pytest.mark.long), "plain"])
 async def test_a_container_is_killed_by_name(station, node):
     spec = {"nodeName": node, "restartPolicy": "OnFailure"}
     await station.pod(f"victim-{node}", "sleep 60", spec=spec)

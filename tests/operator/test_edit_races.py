@@ -14,6 +14,7 @@ from tests.operator.support import JOBS
 from tests.operator.test_gang_races import small
 from tests.operator.world import Operator, World
 from tests.randomness import seeds
+from tests.tiers import mostly_long
 
 # What may be asked of a job of two workers on four nodes of two GPUs, and what kstatus then reads.
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
@@ -59,7 +60,7 @@ async def running(seed: int, **world: Any) -> World:
 
 
 @pytest.mark.parametrize("kind", IMPOSSIBLE)
-@pytest.mark.parametrize("fault", ["none", "pod lost", "operator killed", "both"])
+@pytest.mark.parametrize("fault", mostly_long(["none", "pod lost", "operator killed", "both"], "both".__eq__))
 async def test_an_impossible_edit_costs_nothing_but_the_fault(kind: str, fault: str) -> None:
     for seed in range(2):
         world = await running(seed, work=10_000.0)

@@ -14,6 +14,7 @@ from benchmarks._day_traces import trace
 from benchmarks._virtual_days import DayJob
 
 
+@pytest.mark.long
 def test_elastic_jobs_use_more_of_a_day_than_rigid_ones() -> None:
     rigid, elastic = (elastic_days.run_day(3, jobs=14, load=1.0, hours=4.0, elastic=kind) for kind in (False, True))
     assert len(rigid.waits) == len(elastic.waits) == 14, "every job has ended"

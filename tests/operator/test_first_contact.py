@@ -18,6 +18,7 @@ from meshwright_operator.kube.client import ApiError
 from meshwright_operator.kube.first_contact import ClusterError, wait_for_cluster
 from meshwright_operator.settings import Address
 from tests.patience import patient
+from tests.tiers import mostly_long
 
 LISTEN = ("--coordinator-listen", "127.0.0.1:19471")
 KUBECONFIG = """
@@ -41,12 +42,15 @@ def operator(kubeconfig: Path, *arguments: str) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [
-        ("{ not yaml: [", "is not a valid kubeconfig file"),
-        ("clusters: 5", "is not a valid kubeconfig file"),
-        ("- 1", "is not a valid kubeconfig file"),
-        ("{}", "current-context"),
-    ],
+    mostly_long(
+        [
+            ("{ not yaml: [", "is not a valid kubeconfig file"),
+            ("clusters: 5", "is not a valid kubeconfig file"),
+            ("- 1", "is not a valid kubeconfig file"),
+            ("{}", "current-context"),
+        ],
+        lambda case: case[0] in ("clusters: 5", "{}"),
+    ),
 )
 def test_a_malformed_kubeconfig_is_one_line(tmp_path: Path, text: str, says: str) -> None:
     file = tmp_path / "config"

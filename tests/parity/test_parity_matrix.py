@@ -35,12 +35,29 @@ NEED_FOUR = ("ring x Ulysses", "hpZ", "HSDP (ZeRO-1)", "HSDP (FSDP2, HYBRID_SHAR
 """Techniques that there are only on four ranks."""
 
 
+CROSSED = (
+    "ZB-V with tied embeddings and uneven stages",
+    "dropout, checkpointing",
+    "fp8 experts, rowwise",
+    "latent attention with a mixture (DeepSeek)",
+)
+"""Techniques together, beside those with a cross in their names."""
+
+
+def crossed(technique: str) -> bool:
+    """Whether it is two techniques together. Experts by themselves have a case with data parallelism."""
+    return technique in CROSSED or (" x " in technique and technique not in (*NEED_FOUR, "experts x data"))
+
+
 def _smoke() -> Iterator[Any]:
-    """The smoke cases: of a technique the first one always if few ranks do, its others in the long tier."""
+    """The smoke cases: of a technique the first one always if few ranks do, its others in the long tier.
+
+    So are those of two techniques together, each of which has a case by itself.
+    """
     seen: set[str] = set()
     for case in sorted((case for case in CASES if case.smoke and not case.refused), key=meshes_of):
         few = case.run().layout.world_size <= (4 if case.technique in NEED_FOUR else 2)
-        quick = few and case.technique not in seen
+        quick = few and case.technique not in seen and not crossed(case.technique)
         yield pytest.param(case, id=case.name, marks=[] if quick else [pytest.mark.long])
         seen.add(case.technique)
 

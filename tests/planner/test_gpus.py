@@ -161,8 +161,8 @@ def test_a_model_that_does_not_fit_reads_only_fields_that_would_help() -> None:
 
 
 def test_a_job_that_is_larger_than_the_cluster_has_the_plan_of_a_cluster_with_enough_gpus() -> None:
-    spec = llama(replicas=8, model={"preset": "llama-3.1-70b"})
-    nodes = [node(f"n{i}", rack=None, labels=PRODUCT) for i in range(64)]
+    spec = llama(replicas=4, model={"preset": "llama-3.1-70b"})
+    nodes = [node(f"n{i}", rack=None, labels=PRODUCT) for i in range(32)]
     here, there = make_plan(spec, inventory(*nodes[:2])), make_plan(spec, inventory(*nodes))
     assert there.layout.world_size > 16, "more GPUs than there are here"
     assert (here.strategy, here.estimate) == (there.strategy, there.estimate)

@@ -361,7 +361,7 @@ def test_other_numbers_of_replicas_must_fill_workers_and_divide_the_batch() -> N
     ),
     st.sampled_from([1, 2]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_plan_is_one_the_runtime_accepts(
     model: dict[str, int], replicas: int, per_replica: int, length: int, parallelism: dict[str, Any], gpus: int
 ) -> None:

@@ -210,7 +210,7 @@ def plans(draw: st.DrawFn, kinds: Sequence[str] = ("required", "preferred")) -> 
 
 
 @given(clusters(), plans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_placement_is_found_exactly_if_one_exists(found: Inventory, plan: Plan) -> None:
     exists = next(all_placements(plan, found), None) is not None
     placement = tried(plan, found)
@@ -223,7 +223,7 @@ def test_a_placement_is_found_exactly_if_one_exists(found: Inventory, plan: Plan
 
 
 @given(clusters(), plans(("required",)), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_lost_worker_is_replaced_exactly_if_the_levels_can_be_kept(
     found: Inventory, plan: Plan, data: st.DataObject
 ) -> None:
@@ -249,7 +249,7 @@ def test_a_lost_worker_is_replaced_exactly_if_the_levels_can_be_kept(
 
 
 @given(clusters(), plans(("preferred",)))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_preferred_levels_are_left_as_rarely_as_possible(found: Inventory, plan: Plan) -> None:
     placement = tried(plan, found)
     if placement is None or plan.layout.tensor > plan.gpus_per_worker:
@@ -259,7 +259,7 @@ def test_preferred_levels_are_left_as_rarely_as_possible(found: Inventory, plan:
 
 
 @given(clusters(), plans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_status_has_the_closest_level_that_no_group_leaves(found: Inventory, plan: Plan) -> None:
     placement = tried(plan, found)
     if placement is None:
@@ -430,7 +430,7 @@ def test_the_nodes_to_free_are_in_one_rack_if_the_level_needs_that() -> None:
 @given(
     st.lists(st.integers(0, 8), min_size=6, max_size=6), st.sampled_from(("node", "rack", "zone")), st.integers(1, 7)
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_freeing_the_nodes_is_enough_and_none_is_named_in_vain(uses: list[int], level: str, replicas: int) -> None:
     nodes = racks(2, 3, 8)
     names = [one["metadata"]["name"] for one in nodes]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from benchmarks._gpu_settings import GOALS, goal_on
 from benchmarks._gpu_throughput import failed
 from benchmarks.gpu import Part, Ran, card_name, limited, parts, report, run_all, run_part
 from benchmarks.profile_step import Kernel, kind_of, summarize
+from tests.worker.entry_outcome import outcome
 
 
 @pytest.mark.parametrize(
@@ -177,16 +177,6 @@ def test_goals_on_other_gpus_are_in_proportion() -> None:
         assert 0.8 * goal < h100 < 0.95 * goal
         assert goal_on("NVIDIA H100 80GB HBM3", model, recomputed=4 / 3) == pytest.approx(h100 * 3 / 4)
         assert goal_on("unknown", model) is None
-
-
-def outcome(entry: str, steps: int, quick: bool) -> tuple[Any, Any, str]:
-    if entry == "dies":
-        os._exit(3)
-    if entry == "hangs":
-        time.sleep(600)
-    if entry == "loses the device":
-        return None, None, "AcceleratorError: CUDA error: an illegal memory access was encountered"
-    return os.getpid(), (steps, quick), ""
 
 
 def test_an_entry_that_breaks_its_process_costs_no_other_its_result() -> None:

@@ -1,4 +1,4 @@
-"""On the path of a pod of `endless`: the samples of a step take 50 ms to read, as on slow storage.
+"""On the path of a pod of `endless`: the samples of a step take 200 ms to read, as on slow storage.
 
 Ranks sleep meanwhile. Otherwise they would use every core of the machine for as long as a test waits for something.
 """
@@ -6,7 +6,7 @@ Ranks sleep meanwhile. Otherwise they would use every core of the machine for as
 import sys
 import time
 
-READ_SECONDS = 0.05
+READ_SECONDS = 0.2
 
 
 class SlowReads:

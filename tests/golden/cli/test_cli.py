@@ -299,6 +299,7 @@ def _split(value: Any, sentences: list[Any]) -> Any:
     return [_split(one, sentences) for one in value] if isinstance(value, list) else value
 
 
+@pytest.mark.long
 def test_plan() -> None:
     found: dict[str, Any] = {}
     texts: dict[str, Any] = {}

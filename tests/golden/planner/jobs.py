@@ -60,8 +60,8 @@ OFTEN = ("parallelism", "training", "refused", "command", "other")
 
 
 def often(name: str) -> bool:
-    """Whether a case runs always: those of cheap groups and some of the others. The rest are long tests."""
-    return name.startswith(OFTEN) or Draws(name).below(24) == 0
+    """Whether a case runs always: a third of those of cheap groups and some of the others. The rest are long tests."""
+    return Draws(name).below(3 if name.startswith(OFTEN) else 24) == 0
 
 
 def cases() -> dict[str, Case]:

@@ -359,7 +359,7 @@ LABELS = st.dictionaries(
 
 
 @given(st.lists(st.tuples(LABELS, st.integers(-1, 9), st.booleans()), max_size=8), st.integers(0, 12))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_fuzzed_clusters_are_placed_on_or_refused_with_a_reason(
     shapes: list[tuple[dict[str, Any], int, bool]], held: int
 ) -> None:

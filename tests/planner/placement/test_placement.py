@@ -79,7 +79,7 @@ def check(plan: Plan, nodes: Inventory, placement: Placement) -> None:
 
 
 @given(clusters(), plans)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_capacity_is_respected_and_tensor_groups_stay_in_their_domain(nodes: list[Any], plan: Plan) -> None:
     found = inventory(*nodes)
     placement = tried(plan, found)
@@ -88,7 +88,7 @@ def test_capacity_is_respected_and_tensor_groups_stay_in_their_domain(nodes: lis
 
 
 @given(clusters(), plans)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_it_fits_exactly_when_the_domains_have_room_for_every_block(nodes: list[Any], plan: Plan) -> None:
     found = inventory(*nodes)
     block_gpus = max(plan.layout.tensor, plan.gpus_per_worker)
@@ -100,7 +100,7 @@ def test_it_fits_exactly_when_the_domains_have_room_for_every_block(nodes: list[
 
 
 @given(clusters(), plans, st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_kept_workers_stay_and_the_rest_still_fits_the_rules(nodes: list[Any], plan: Plan, data: st.DataObject) -> None:
     found = inventory(*nodes)
     first = tried(plan, found)
@@ -114,14 +114,14 @@ def test_kept_workers_stay_and_the_rest_still_fits_the_rules(nodes: list[Any], p
 
 
 @given(clusters(), plans)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_the_same_objects_in_any_order_give_the_same_placement(nodes: list[Any], plan: Plan) -> None:
     one, other = tried(plan, inventory(*nodes)), tried(plan, inventory(*reversed(nodes)))
     assert (one and one.nodes) == (other and other.nodes)
 
 
 @given(clusters(), plans, st.integers(1, 8), st.sampled_from(["z0r0", "z0r9"]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_adding_a_node_never_makes_more_replicas_straddle(nodes: list[Any], plan: Plan, gpus: int, rack: str) -> None:
     nodes = [n for n in nodes if n["metadata"]["labels"][ZONE] == "z0"]
     before = tried(plan, inventory(*nodes))
@@ -191,7 +191,7 @@ ONLY_PIPELINE = PlacingOptions(Weights({Dimension.PIPELINE: {"domain": 0, "rack"
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_replicas_leave_racks_as_little_as_brute_force_finds(rooms: list[int], stages: int, replicas: int) -> None:
     nodes = [node(f"r{r}n{i}", gpus=2, rack=f"r{r}") for r, room in enumerate(rooms) for i in range(room)]
     plan = plan_of(2, stages, replicas, 2)

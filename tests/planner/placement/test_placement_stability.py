@@ -38,7 +38,7 @@ def quick(plan: Plan, found: Inventory, **how: Any) -> Placement | None:
 
 
 @given(clusters(), plans, st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(1, 8)), max_size=3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_more_nodes_never_cost_more_when_the_old_placement_is_a_candidate(
     nodes: list[Any], plan: Plan, added: list[tuple[int, int, int]]
 ) -> None:
@@ -55,7 +55,7 @@ def test_more_nodes_never_cost_more_when_the_old_placement_is_a_candidate(
 
 
 @given(clusters(), plans, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_workers_that_lost_nothing_never_move(nodes: list[Any], plan: Plan, data: st.DataObject) -> None:
     before = quick(plan, inventory(*nodes))
     assume(before is not None)
@@ -70,7 +70,7 @@ def test_workers_that_lost_nothing_never_move(nodes: list[Any], plan: Plan, data
 
 
 @given(clusters(), plans, st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_resize_moves_only_replicas_that_must(nodes: list[Any], plan: Plan, data: st.DataObject) -> None:
     old = quick(plan, inventory(*nodes))
     assume(old is not None)
@@ -102,7 +102,7 @@ def test_other_degrees_keep_nothing() -> None:
 
 
 @given(clusters(), plans, st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_ranks_are_mapped_to_given_nodes_at_no_higher_cost(nodes: list[Any], plan: Plan, draw: Any) -> None:
     found = inventory(*nodes)
     first = tried(plan, found)
@@ -145,7 +145,7 @@ def test_replicas_split_sixteen_and_sixteen_over_racks_that_allow_eighteen() -> 
 
 
 @given(st.integers(3, 18), st.integers(1, 18), st.sampled_from([1, 2]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_racks_that_both_must_help_help_alike(free: int, half: int, stages: int) -> None:
     """Of two racks with as many free nodes each, a job too large for one takes as many replicas in both."""
     replicas = 2 * (half % (free // stages) + 1)

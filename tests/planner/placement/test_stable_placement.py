@@ -30,7 +30,7 @@ def again(plan: Plan, nodes: list[Any], **how: Any) -> Placement:
 
 
 @given(clusters(), plans)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_status_says_where_a_job_was(nodes: list[Any], plan: Plan) -> None:
     try:
         first = place(plan, inventory(*nodes), options=QUICK)
@@ -43,7 +43,7 @@ def test_status_says_where_a_job_was(nodes: list[Any], plan: Plan) -> None:
 
 
 @given(clusters(), plans, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_of_a_lost_node_and_a_crashed_worker_only_the_first_moves(
     nodes: list[Any], plan: Plan, data: st.DataObject
 ) -> None:
@@ -71,7 +71,7 @@ def test_of_a_lost_node_and_a_crashed_worker_only_the_first_moves(
 
 
 @given(clusters(), plans, st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(1, 8)), max_size=3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_gang_that_starts_anew_never_costs_more_for_nodes_that_were_added(
     nodes: list[Any], plan: Plan, added: list[tuple[int, int, int]]
 ) -> None:

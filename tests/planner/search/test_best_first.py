@@ -28,6 +28,7 @@ from meshwright.planner.search.request import MESHWRIGHT_TECHNIQUES, Objective, 
 from meshwright.planner.search.search_space import layouts, micro_batch_sizes
 from meshwright.planner.search.what_if import what_ifs
 from meshwright.schedules.registry import kind_of
+from tests.tiers import mostly_long
 
 MACHINE = machine_for(ACCELERATORS["H100-SXM5-80GB"])
 DENSE = Architecture(layers=24, hidden_size=4096, intermediate_size=14336, heads=32, kv_heads=8, vocab_size=32000)
@@ -102,8 +103,13 @@ def _everything(request: SearchRequest) -> list[Candidate]:
 @pytest.mark.parametrize("objective", list(Objective))
 @pytest.mark.parametrize(
     ("model", "gpus", "batch", "length"),
-    [(DENSE, 16, 32, 8192), (DENSE, 8, 16, 4096), (MIXTURE, 16, 32, 4096), (DENSE, 2, 8, 2048)],
-    ids=["16 GPUs", "8 GPUs", "mixture", "2 GPUs"],
+    [
+        pytest.param(DENSE, 16, 32, 8192, id="16 GPUs", marks=pytest.mark.long),
+        pytest.param(DENSE, 8, 16, 4096, id="8 GPUs"),
+        pytest.param(MIXTURE, 16, 32, 4096, id="mixture", marks=pytest.mark.long),
+        pytest.param(MIXTURE, 8, 16, 4096, id="small mixture"),
+        pytest.param(DENSE, 2, 8, 2048, id="2 GPUs"),
+    ],
 )
 def test_nothing_better_is_missed(
     model: Architecture, gpus: int, batch: int, length: int, objective: Objective
@@ -121,16 +127,18 @@ def test_nothing_better_is_missed(
     assert result.estimated < len(tried) or len(tried) < 50
 
 
-def test_no_schedule_that_hides_exchanges_is_missed() -> None:
+@pytest.mark.parametrize(("gpus", "batch"), mostly_long([(16, 32), (32, 64)], lambda case: case[0] == 16))
+def test_no_schedule_that_hides_exchanges_is_missed(gpus: int, batch: int) -> None:
     many = MixtureSpec(experts=64, per_token=8, intermediate_size=2048)
     model = DENSE.model_copy(update={"mixture": many, "layers": 27, "vocab_size": 128_000})
-    request = SearchRequest(Workload(model, 4096, 64), MACHINE, 32, objective=Objective.TIME, techniques=PAIRED)
+    request = SearchRequest(Workload(model, 4096, batch), MACHINE, gpus, objective=Objective.TIME, techniques=PAIRED)
     least = min(one.seconds for one in everything(request))
     assert search(request).best.seconds <= least * TIE_TOLERANCE * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("layers", [12, 13, 19])
-@pytest.mark.parametrize("gpus", [16, 24])
+@pytest.mark.parametrize(
+    ("gpus", "layers"), mostly_long(product((16, 24), (12, 13, 19)), {(16, 12), (24, 13)}.__contains__)
+)
 def test_no_strategy_is_faster_than_the_bound_of_its_layout(layers: int, gpus: int) -> None:
     # Stages are uneven, the first are dense, and the last has a large output.
     many = MixtureSpec(experts=48, per_token=8, intermediate_size=1024, shared_intermediate_size=1024, dense_layers=3)
@@ -213,6 +221,7 @@ def test_only_what_the_runtime_can_do_is_proposed() -> None:
         assert used.layer_split is None
 
 
+@pytest.mark.long
 def test_the_fewest_gpus_are_the_fewest() -> None:
     request = SearchRequest(
         Workload(DENSE, 4096, 32),

@@ -13,7 +13,7 @@ from tests.planner.search.exhaustive import RandomJob, faster_strategy, random_j
 from tests.randomness import first_seed, runs
 from tests.tiers import mostly_long
 
-OFTEN, ALWAYS = 100, 12
+OFTEN, ALWAYS = 100, 3
 """Jobs of the long tier, and of those the ones that always run. `make fuzz RUNS=1000` draws more."""
 TOLERANCE = 1.01
 CPU_SECONDS = 5.0

@@ -109,7 +109,7 @@ def test_a_search_proposes_what_is_run(spec: ParallelTrainingJobSpec, nodes: int
         assert plan.memory.total == pytest.approx(one.estimate.memory.total, rel=0.02)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     jobs,
     st.sampled_from([1, 2, 3, 4]),

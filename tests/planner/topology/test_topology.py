@@ -134,7 +134,7 @@ labels = st.dictionaries(
 
 
 @given(st.dictionaries(st.sampled_from([f"n{i}" for i in range(8)]), labels, max_size=8))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_any_labels_become_a_tree(found: dict[str, dict[str, str]]) -> None:
     places, _ = as_tree({name: locate(name, given, DEFAULT_LEVELS) for name, given in found.items()}, DEFAULT_LEVELS)
     assert set(places) == set(found)

@@ -29,7 +29,7 @@ from tests.worker.checkpoint.test_checkpoint_files import manifest_at
 
 RANKS = 2
 TIERS = (("volume",), ("file://store",), ("volume", "file://store"))
-FEW, MANY = 25, 100
+FEW, MANY = 12, 100
 """Kills at random bytes: in `make test`, and in the long tier."""
 EVERYTHING = 1 << 60
 

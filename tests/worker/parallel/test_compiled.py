@@ -45,6 +45,7 @@ from meshwright_worker.trainer.micro_batches import COMPILED_LENGTHS, TrimLength
 from meshwright_worker.trainer.train import validate_run
 from tests.distributed.configs import small_run
 from tests.distributed.moe_models import MIXTURES
+from tests.tiers import mostly_long
 
 MODEL = Architecture(layers=2, hidden_size=16, intermediate_size=24, heads=4, kv_heads=2, vocab_size=64)
 FP8_MODEL = MODEL.model_copy(update={"hidden_size": 64, "intermediate_size": 96, "head_size": 16, "value_size": 16})
@@ -299,7 +300,7 @@ def slopes(shards: list[ParameterShard], step: int, dtype: torch.dtype) -> list[
 @pytest.mark.parametrize(
     ("shapes", "count"),
     [
-        ({"a": (12, 8), "b": (8, 20), "c": (30, 4)}, 1),
+        pytest.param({"a": (12, 8), "b": (8, 20), "c": (30, 4)}, 1, marks=pytest.mark.long),
         ({"a": (64, 32), "b": (2, 6, 512), "c": (30, 4), "d": (512,)}, 2),
     ],
     ids=["any sizes", "whole rows"],
@@ -320,7 +321,9 @@ def test_one_graph_serves_the_updates_of_all_matrices(
     assert ({ROW} in graphs.columns) == (count == 2)
 
 
-@pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "gradients", mostly_long([torch.float32, torch.bfloat16], lambda gradients: gradients is torch.bfloat16)
+)
 def test_compiled_updates_of_master_weights_are_torchs(
     graphs: Graphs, monkeypatch: pytest.MonkeyPatch, gradients: torch.dtype
 ) -> None:
@@ -373,6 +376,9 @@ def test_the_sums_of_a_vocabularys_parts_are_those_of_all_of_it(vocabulary: int)
     torch.testing.assert_close(gradient, logits.grad)
 
 
+DTYPES = mostly_long([torch.float64, torch.float32, torch.bfloat16], lambda dtype: dtype is not torch.float32)
+
+
 def chunked(dtype: torch.dtype, backend: object = None, chunk: int = 5) -> list[torch.Tensor]:
     """Loss and gradients of a loss on 28 tokens in chunks, some without a target."""
     generator = torch.Generator().manual_seed(4)
@@ -393,14 +399,14 @@ def chunked(dtype: torch.dtype, backend: object = None, chunk: int = 5) -> list[
     return [value.detach(), hidden.grad, output.weight.grad]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_compiled_passes_of_a_chunked_loss_compute_the_same(graphs: Graphs, dtype: torch.dtype) -> None:
     for got, want in zip(chunked(dtype, graphs), chunked(dtype), strict=True):
         torch.testing.assert_close(got, want)
     assert graphs.count == 3, "of whole chunks, of the last, and of what scales the gradient of the matrix"
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_one_chunk_computes_the_same_as_several(graphs: Graphs, dtype: torch.dtype) -> None:
     """Its gradient of the matrix stays in the format of the product until the backward pass."""
     want = chunked(dtype)

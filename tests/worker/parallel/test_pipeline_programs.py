@@ -36,7 +36,7 @@ from tests.worker.parallel.simulated_nccl import (
 CHUNKED = ("interleaved", "looped-bfs")
 SEARCHED = "automatic"
 EVEN = ("dualpipe",)
-SOME_RANKS, MICRO_BATCHES = mostly_long(range(2, 9), lambda ranks: ranks <= 5), range(1, 17)
+SOME_RANKS, MICRO_BATCHES = mostly_long(range(2, 9), lambda ranks: ranks in (3, 4)), range(1, 17)
 """Pipelines of more ranks take most of the time, and repeat what the middle ranks of shorter ones do."""
 
 
@@ -139,7 +139,7 @@ def test_receives_two_slots_early_deadlock_in_the_first_step(name: str, ranks: i
     assert any(place.startswith(f"rank {ranks - 2} ") for place in stuck)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data(), st.sampled_from(["1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved"]))
 def test_one_wait_anywhere_ends_exactly_if_the_order_allows_it(data: st.DataObject, name: str) -> None:
     schedule = generate(name, 4, 8)

@@ -133,6 +133,7 @@ def closes_patiently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracked_events, "CLOSE_SECONDS", patient(60))
 
 
+@pytest.mark.long  # as what follows, which restarts in between
 @pytest.mark.parametrize(("spec", "read"), TRACKERS)
 def test_the_packages_own_readers_find_the_reported_numbers(tmp_path: Path, spec: TrackingSpec, read: Any):
     installed(read)
