@@ -235,7 +235,7 @@ def test_the_spec_that_runs_is_reported_while_an_edit_waits():
     ("replicas", "racks", "cell_ranks"),
     [
         pytest.param(32, 64, 1, id="512"),
-        pytest.param(512, 1024, 1, id="8192", marks=pytest.mark.slow),
+        pytest.param(512, 1024, 1, id="8192", marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param(1024, 2048, 4, id="16384", marks=pytest.mark.slow),
     ],
 )

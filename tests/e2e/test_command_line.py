@@ -83,8 +83,11 @@ async def test_the_life_of_a_job_in_every_verb(stage, tmp_path):
     assert "rank=2" not in chosen
     assert {"[worker 0]", "[worker 1]"} <= set(both.replace("] ", "]\n").split("\n"))
     top, overview, costs = await asyncio.gather(
-        *map(shown, ("top verbs --once", "top", "cost verbs --price 2 -o json"))
+        run(stage, "top", "verbs", "--once"),
+        run(stage, "top"),
+        run(stage, "cost", "verbs", "--price", "2", "-o", "json"),
     )
+    top, overview, costs = top.out, overview.out, costs.out
     # A real API server forwards to no loopback address: then the status is shown, with the reason.
     assert "STEP TIME" in top or "No metrics of ranks" in top, top
     assert "verbs" in overview

@@ -13,7 +13,7 @@ from tests.golden.files import check
 from tests.golden.operator.trace import run
 from tests.tiers import mostly_long
 
-TRACES, BLOCK, FULL, ALWAYS = 300, 10, 30, 20
+TRACES, BLOCK, FULL, ALWAYS = 300, 10, 30, 10
 
 
 @pytest.mark.parametrize("first", mostly_long(range(0, TRACES, BLOCK), lambda first: first < ALWAYS))
