@@ -37,7 +37,7 @@ _ALLOCATOR = (("PYTORCH_ALLOC_CONF", "expandable_segments:True"),)
 _FAILURE = re.compile(r"^(FAILED|ERROR) ")
 """A line of pytest's summary that names a test."""
 SUCCEEDED = "succeeded"
-_FAILED = "failed with exit status"
+_TOO_SLOW = "did not end within"
 _NOT_RUN = "was not run"
 _SLOWER = 1.5
 """A machine may take this many times as long as usual before a part counts as hanging: half of a result is none."""
@@ -155,9 +155,9 @@ def run_part(part: Part) -> Ran:
             return Ran(part.title, f"could not be started: {error}", 0.0, "")
         try:
             code = process.wait(part.limit)
-            outcome = SUCCEEDED if code == 0 else f"{_FAILED} {code}" if code > 0 else _killed(-code)
+            outcome = SUCCEEDED if code == 0 else f"failed with exit status {code}" if code > 0 else _killed(-code)
         except subprocess.TimeoutExpired:
-            outcome = f"did not end within {part.limit:.0f} s"
+            outcome = f"{_TOO_SLOW} {part.limit:.0f} s"
         finally:
             # Ranks that outlive their parent would occupy the GPU that the next part measures.
             _kill_session(process)
@@ -183,7 +183,7 @@ def last_line(ran: Ran) -> str:
 
 def without_compiler(part: Part, probe: Ran) -> Ran | None:
     """Why a part cannot run, if torch's compiler does not work. One that is only slow may."""
-    if not part.compiles or not probe.outcome.startswith(_FAILED):
+    if not part.compiles or probe.outcome == SUCCEEDED or probe.outcome.startswith(_TOO_SLOW):
         return None
     reason = f"torch.compile does not work here ({last_line(probe)})"
     hint = "It needs `gcc` or `clang` (or the variable `CC`) and the headers of this Python, such as `python3-dev`."
