@@ -85,6 +85,8 @@ class StoreSpec(ApiModel):
     """`checkpoint.keepFor` of the store, which is its default."""
     keep_every_steps: Steps | None = None
     """`checkpoint.keepEverySteps` of the store, which is its default."""
+    keep_best: Keep | None = None
+    """`checkpoint.keepBest` of the store, which is its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which complete checkpoints are retained: those that any of the three retains."""
+    """Which complete checkpoints are retained: those that any of the four retains."""
 
     newest: int
     """This many of the newest."""
@@ -110,6 +112,8 @@ class Retention:
     """All that are younger."""
     every_steps: int | None = None
     """Forever, the first one at or after each multiple of this step."""
+    best: int | None = None
+    """This many of those with the lowest evaluation loss."""
 
 
 def seconds_of(text: str) -> float:
@@ -143,6 +147,9 @@ class CheckpointSpec(ApiModel):
     """Retain younger checkpoints too, such as `12h`."""
     keep_every_steps: Steps | None = None
     """Retain forever the first checkpoint at or after each multiple of this step."""
+    keep_best: Keep | None = None
+    """Retain this many checkpoints with the lowest loss of `training.evaluation` too. An evaluation that is among the
+    best saves one."""
     staging: Staging | None = None
     """Experimental. When the state is copied: `Blocking`, before the next step, or `Overlapped`, while that runs until
     its update. Defaults to `Blocking`."""
@@ -173,7 +180,13 @@ class CheckpointSpec(ApiModel):
         """What is retained on the volume, or in the store."""
         options = store or StoreSpec()
         age, every = options.keep_for or self.keep_for, options.keep_every_steps or self.keep_every_steps
-        return Retention(options.keep or self.retained, seconds_of(age) if age else None, every)
+        best = options.keep_best or self.keep_best
+        return Retention(options.keep or self.retained, seconds_of(age) if age else None, every, best)
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the volume or the store retains the checkpoints with the lowest evaluation loss."""
+        return self.keep_best is not None or (self.store is not None and self.store.keep_best is not None)
 
     @property
     def place(self) -> str:

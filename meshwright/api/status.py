@@ -328,6 +328,10 @@ class CheckpointTierStatus(ApiModel):
     """What the interval follows from, with `Auto`."""
     error: Annotated[str, Field(max_length=1024)] = ""
     """Why the last save failed. Empty if it did not."""
+    best_step: Count | None = None
+    """Step of its checkpoint with the lowest evaluation loss, with `checkpoint.keepBest`."""
+    best_loss: Annotated[str, Field(max_length=32)] | None = None
+    """That loss."""
 
 
 class CheckpointRequestStatus(ApiModel):

@@ -33,9 +33,9 @@ from meshwright.protocol.preflight import PreflightReport
 from meshwright.protocol.run_config import NativeRun, RunConfig, RunMessage, UnsupportedRun
 from meshwright.protocol.trust import MAX_BUNDLE_BYTES
 
-RUN_VERSION = 3
+RUN_VERSION = 4
 """The newest `run_version` that this release executes. Version 2 has replica groups, version 3 has `decay` and
-`decaySteps` of the optimizer."""
+`decaySteps` of the optimizer, version 4 has `checkpoint.keepBest`, which older images would remove."""
 
 MAX_GENERATION = 1 << 31
 DEFAULT_REPORT_SECONDS = 2.0
@@ -260,6 +260,9 @@ class MeshDocument(OpenMessage):
 
 def run_version_of(run: RunConfig, groups: ReplicaGroups | None) -> int:
     """The `run_version` of a run: the lowest that executes it, so that older images do as long as they can."""
+    checkpoint = run.checkpoint if isinstance(run, NativeRun) else None
+    if checkpoint is not None and checkpoint.keeps_best:
+        return 4
     optimizer = run.training.optimizer if isinstance(run, NativeRun) else None
     if optimizer is not None and (optimizer.decay_or_default is not RateDecay.COSINE or optimizer.decay_steps):
         return 3
@@ -431,6 +434,10 @@ class CheckpointTier(OpenMessage):
     """Since when saves fail, in seconds since 1970."""
     saving_since: float | None = None
     """Since when a save is in progress, if that delays others, in seconds since 1970."""
+    best_step: Int64 | None = None
+    """Step of its complete checkpoint with the lowest evaluation loss, with `keepBest`. Agents before 0.2 send none."""
+    best_loss: float | None = None
+    """That loss."""
 
 
 class CheckpointAnswer(OpenMessage):

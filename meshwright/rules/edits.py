@@ -59,6 +59,7 @@ NEXT_START = (
     "checkpoint.keep",
     "checkpoint.keepFor",
     "checkpoint.keepEverySteps",
+    "checkpoint.keepBest",
     "checkpoint.staging",
     "checkpoint.writer",
 )

@@ -168,6 +168,7 @@ _LATER = (
     "checkpoint.every",
     "checkpoint.keepFor",
     "checkpoint.keepEverySteps",
+    "checkpoint.keepBest",
 )
 """Fields of later versions that are in no revision, whatever its scheme: workers of older versions do not restart."""
 

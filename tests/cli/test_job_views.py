@@ -116,6 +116,16 @@ def test_explain_says_that_the_reasons_are_those_of_more_replicas():
         assert "full size" not in "\n".join(explanation(made(status), [], ClusterView(), 120))
 
 
+def test_status_shows_the_best_checkpoint_of_all_places():
+    tiers = [
+        {"place": "/c", "step": 40, "everySteps": 10, "bestStep": 30, "bestLoss": "2.25"},
+        {"place": "s3://b/c", "step": 40, "everySteps": 10, "bestStep": 20, "bestLoss": "10.5"},
+    ]
+    for shown, expected in ((tiers, ["Best step 30, evaluation loss 2.25"]), ([{"place": "/c", "step": 40}], [])):
+        lines = status_lines(JobView(made(running(checkpointTiers=shown)), []), NOW, 80)
+        assert [" ".join(line.split()) for line in lines if line.startswith("Best")] == expected
+
+
 def test_lines_do_not_break_names_at_hyphens():
     message = f"claim `{'x' * 50}-checkpoints` does not exist"
     status = running(conditions=[condition("Ready", "False", "ClaimNotFound", message)])

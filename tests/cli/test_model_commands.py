@@ -13,7 +13,13 @@ import yaml
 from click.testing import CliRunner
 
 from meshwright_cli.client.checkpoints.pod import Tool, memory_quantity, tool_pod
-from meshwright_cli.client.checkpoints.programs import Generation, failure_message, generate_command
+from meshwright_cli.client.checkpoints.programs import (
+    Export,
+    Generation,
+    checkpoints_command,
+    failure_message,
+    generate_command,
+)
 from meshwright_cli.client.checkpoints.source import checkpoint_path, export_memory, generation_memory
 from meshwright_cli.client.checkpoints.transfer import PodDirectory
 from meshwright_cli.client.errors import NotFoundError, RejectedError, UnreachableError
@@ -116,6 +122,9 @@ def test_options_become_arguments():
         "python", "-m", "meshwright_worker.generate", "--checkpoint=/c", "--prompt=-x", "--tokens=5",
         "--temperature=0.0", "--base=/models/base", "--past-end",
     ]  # fmt: skip
+    assert generate_command("/c", Generation(best=True), 0)[3:] == ["--checkpoint=/c", "--best"]
+    assert Export(best=True, adapter=True).arguments() == ["--adapter", "--best"]
+    assert checkpoints_command("copy", ["/c"], None, "/d", best=True)[3:] == ["copy", "--at=/c", "--to=/d", "--best"]
     split = generate_command("/c", Generation(), 4)
     assert split[2:6] == ["torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m"]
     assert split[-2:] == ["--tensor=4", "--checkpoint=/c"]
@@ -246,19 +255,48 @@ def test_a_directory_runs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("generate", f"{tmp_path}/", "--gpus", "0"),
         ("export", f"{tmp_path}", "-d", "out"),
         ("export", f"{tmp_path}", "-d", "out", "--adapter", "--dtype", "bf16"),
+        ("export", f"{tmp_path}", "-d", "out", "--best"),
     ):
         assert CliRunner().invoke(main, words).exit_code == 0
     assert commands == [
         ["-m", "meshwright_worker.generate", f"--checkpoint={tmp_path}", "--cpu"],
         ["-m", "meshwright_worker.export", f"--checkpoint={tmp_path}", "--output=out"],
         ["-m", "meshwright_worker.export", f"--checkpoint={tmp_path}", "--output=out", "--dtype=bf16", "--adapter"],
+        ["-m", "meshwright_worker.export", f"--checkpoint={tmp_path}", "--output=out", "--best"],
     ]
     refused = CliRunner().invoke(main, ("export", f"{tmp_path}", "-d", "out", "--adapter", "--file-gib", "1"))
-    assert (refused.exit_code, len(commands)) == (2, 3)
     assert "--file-gib is not supported with --adapter" in refused.output
+    for words in (("export", "-d", "out"), ("generate",), ("checkpoint", "list"), ("checkpoint", "copy", "./out")):
+        refused = CliRunner().invoke(main, (*words, f"{tmp_path}", "--best", "--step", "3"))
+        assert (refused.exit_code, len(commands)) == (2, 4)
+        assert "--best is not supported with --step" in refused.output
     missing = CliRunner().invoke(main, ["generate", "./none"])
     assert "`none` is not a directory" in missing.output
 
 
+def test_a_list_shows_evaluation_losses_and_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    base = {"place": "/c", "state": "complete", "size": 5, "saved_at": None, "layout": "1 rank", "problem": ""}
+    of_this_version = [
+        {**base, "step": 30, "evaluation_loss": 2.5, "best": False},
+        {**base, "step": 20, "evaluation_loss": 1.25, "best": True},
+        {**base, "step": 10, "evaluation_loss": None, "best": False},
+    ]
+    earlier = [{**base, "step": 10}]
+    shown = []
+    for entries in (of_this_version, earlier):
+        done = Result()
+        done.stdout = "".join(f"{json.dumps(entry)}\n" for entry in entries)
+        monkeypatch.setattr("subprocess.run", lambda *_, done=done, **__: done)
+        shown.append(CliRunner().invoke(main, ("checkpoint", "list", f"{tmp_path}")).output.splitlines())
+    assert [line.split() for line in shown[0]] == [
+        ["STEP", "STATE", "SIZE", "EVALUATION", "LOSS", "LAYOUT", "PLACE"],
+        ["30", "complete", "5", "bytes", "2.5", "1", "rank", "/c"],
+        ["20", "complete", "5", "bytes", "1.25", "(best)", "1", "rank", "/c"],
+        ["10", "complete", "5", "bytes", "-", "1", "rank", "/c"],
+    ]
+    assert shown[1][0].split() == ["STEP", "STATE", "SIZE", "LAYOUT", "PLACE"]
+
+
 class Result:
     returncode = 0
+    stdout = ""

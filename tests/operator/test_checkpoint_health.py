@@ -10,7 +10,7 @@ import pytest
 from meshwright.api.conditions import CHECKPOINT_HEALTHY, find
 from meshwright.api.goodput import BookedTime, GoodputStatus
 from meshwright.api.status import CheckpointStatus, Condition, ParallelTrainingJobStatus, RestartStatus
-from meshwright.protocol.messages import AgentState, CheckpointCommit, CheckpointTier, Progress
+from meshwright.protocol.messages import AgentState, CheckpointCommit, CheckpointTier, Evaluation, Progress
 from meshwright_operator.decide.checkpoint_health import failure_history
 from meshwright_operator.decide.decide_job import decide
 from meshwright_operator.decide.decision import Decision
@@ -18,6 +18,10 @@ from tests.operator.builders import NOW, agents, ago, observed, report, running_
 
 PLACE = "/meshwright/checkpoints/job-1"
 STORE = "s3://bucket/runs/job-1"
+EVALUATES = {
+    "data": {"source": "PythonStdlib", "heldOut": 0.1},
+    "training": {"steps": 100, "globalBatchSize": 16, "sequenceLength": 128, "evaluation": {"everySteps": 20}},
+}
 SAVED = CheckpointStatus(step=40, time=ago(30), path=f"{PLACE}/step-00000040")
 
 
@@ -31,18 +35,22 @@ def judged(
     step: int = 45,
     later: float = 0.0,
     commit: CheckpointCommit | None = None,
+    evaluation: Evaluation | None = None,
     known: Condition | None = None,
+    spec: dict[str, Any] | None = None,
     **status: Any,
 ) -> Decision:
     progress = Progress(step=step, loss=1.0, step_seconds=2.0)
-    sent = report(0, AgentState.RUNNING, progress=progress, checkpoint_tiers=list(tiers), checkpoint=commit)
+    told = {"checkpoint_tiers": list(tiers), "checkpoint": commit, "evaluation": evaluation}
+    sent = report(0, AgentState.RUNNING, progress=progress, **told)
     others = [report(worker, AgentState.RUNNING) for worker in range(1, 4)]
     running = running_status(**{"checkpoint": SAVED, **status})
     if known is not None:
         running.conditions = [*running.conditions, known]
     now = NOW + timedelta(seconds=later)
-    saves = {"claimName": "c", "everySteps": 20}
-    return decide(observed(status=running, received=agents([sent, *others]), now=now, checkpoint=saves))
+    saves = {"claimName": "c", "everySteps": 20, **(spec or {})}
+    evaluates = EVALUATES if spec is not None else {}
+    return decide(observed(status=running, received=agents([sent, *others]), now=now, checkpoint=saves, **evaluates))
 
 
 def health(decision: Decision) -> Condition | None:
@@ -62,6 +70,55 @@ def test_a_job_whose_checkpoints_are_saved_has_no_condition_and_shows_its_tiers(
     first, second = decision.status.checkpoint_tiers or ()
     assert (first.place, first.step, first.every_steps, first.interval_seconds) == (PLACE, 40, 20, None)
     assert (second.interval_seconds, second.reason, second.error) == (120, "Auto: because", "")
+
+
+def best_of(decision: Decision) -> list[tuple[int | None, str | None]]:
+    return [(found.best_step, found.best_loss) for found in decision.status.checkpoint_tiers or ()]
+
+
+@pytest.mark.parametrize(
+    ("step", "loss", "shown"),
+    [
+        (20, 2.345678901, (20, "2.34568")),
+        (20, float("nan"), (None, None)),
+        (20, float("inf"), (None, None)),
+        (20, None, (None, None)),
+        (None, 2.0, (None, None)),
+    ],
+)
+def test_the_best_checkpoint_is_in_status(
+    step: int | None, loss: float | None, shown: tuple[int | None, str | None]
+) -> None:
+    assert best_of(judged(tier(best_step=step, best_loss=loss))) == [shown]
+    wire = judged(tier(best_step=step, best_loss=loss)).status.wire()["checkpointTiers"][0]
+    assert ("bestStep" in wire) == ("bestLoss" in wire) == (shown[0] is not None)
+
+
+def test_a_best_step_that_no_status_can_have_costs_its_tier() -> None:
+    assert best_of(judged(tier(best_step=-1, best_loss=1.0), tier(place=STORE))) == [(None, None)]
+
+
+@pytest.mark.parametrize(
+    ("before", "loss", "spec", "best"),
+    [
+        ((20, 2.0), 1.5, {"keepBest": 1}, (60, "1.5")),
+        ((20, 2.0), 2.0, {"keepBest": 1}, (20, "2")),
+        ((None, None), 1.5, {"keepBest": 1}, (60, "1.5")),
+        ((None, None), 1.5, {}, (None, None)),
+        ((None, None), 1.5, {"uri": "s3://bucket/runs", "store": {"keepBest": 1}}, (None, None)),
+    ],
+)
+def test_the_checkpoint_after_the_last_step_may_be_the_best(
+    before: tuple[int | None, float | None], loss: float, spec: dict[str, Any], best: tuple[int | None, str | None]
+) -> None:
+    """Its tier is not reported any more: ranks report tiers with their steps."""
+    commit = CheckpointCommit(step=60, time=ago(1), path=f"{PLACE}/step-00000060")
+    made = tier(best_step=before[0], best_loss=before[1])
+    evaluated = Evaluation(step=60, loss=loss)
+    assert best_of(judged(made, commit=commit, evaluation=evaluated, spec=spec, step=61)) == [best]
+    other = Evaluation(step=59, loss=loss)
+    unchanged = best_of(judged(made, commit=commit, evaluation=other, spec=spec, step=61))
+    assert unchanged == [(before[0], f"{before[1]:g}" if before[1] is not None else None)]
 
 
 def test_a_failed_save_is_an_event_and_a_condition_until_the_next_one_succeeds() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.api.checkpoint import CheckpointSpec
 from meshwright.api.training import OptimizerSpec
 from meshwright.protocol import versions
 from meshwright.protocol.messages import (
@@ -134,6 +135,22 @@ def test_images_that_would_train_with_other_rates_reject_the_run(optimizer: dict
     assert isinstance(run, NativeRun)
     training = run.training.model_copy(update={"optimizer": OptimizerSpec.model_validate(optimizer)})
     assert run_version_of(run.model_copy(update={"training": training}), None) == version
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "version"),
+    [
+        ({}, 1),
+        ({"keep": 3, "keepEverySteps": 5, "store": {"keep": 2}}, 1),
+        ({"keepBest": 1}, 4),
+        ({"store": {"keepBest": 2}}, 4),
+    ],
+)
+def test_images_that_would_remove_the_best_checkpoints_reject_the_run(checkpoint: dict[str, Any], version: int) -> None:
+    run = mesh_document().run
+    assert isinstance(run, NativeRun)
+    saves = CheckpointSpec.model_validate({"claimName": "c", "uri": "s3://b/c", **checkpoint})
+    assert run_version_of(run.model_copy(update={"checkpoint": saves}), None) == version
 
 
 def test_what_is_not_a_mesh_document_is_an_error() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.rules.specs import (
+    BEST,
     BUDGET,
     COMMAND,
     CONFIG,
@@ -260,6 +261,9 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("data.claimName", {"data": {}}),
     ("data.claimName", {"data": {"source": "Files"}}),
     ("training.evaluation", {"training.evaluation": {}}),
+    ("checkpoint.keepBest", {"checkpoint": {"claimName": "c", "keepBest": 1}}),
+    ("checkpoint.keepBest", {"checkpoint": {"uri": "s3://bucket/x", "store": {"keepBest": 2}}}),
+    ("training.evaluation.everySteps", {**BEST, "training.outer": {"method": "DiLoCo", "everySteps": 20}}),
     ("data.claimName", {"data": {"claimName": "c", "uri": "s3://b/c"}}),
     ("data.source", {"data.pattern": "*.py"}),
     ("data.source", {"data.format": "Tokens"}),
@@ -439,6 +443,8 @@ BAD_COMMANDS: list[tuple[str, dict[str, Any]]] = [
     ("checkpoint.keep", {"checkpoint": {"uri": "s3://bucket/x", "keep": 5}}),
     ("checkpoint", {"checkpoint": {"claimName": "c", "every": "Auto"}}),
     ("checkpoint", {"checkpoint": {"claimName": "c", "keepFor": "7d"}}),
+    ("checkpoint", {"checkpoint": {"claimName": "c", "keepBest": 1}}),
+    ("checkpoint.store", {"checkpoint": {"uri": "s3://bucket/x", "store": {"keepBest": 1}}}),
     ("checkpoint", {"checkpoint": {"claimName": "c", "staging": "Overlapped"}}),
     ("checkpoint", {"checkpoint": {"claimName": "c", "writer": "Process"}}),
     ("checkpoint.store", {"checkpoint": {"uri": "s3://bucket/x", "store": {"keep": 5}}}),

@@ -90,6 +90,11 @@ ROUNDED = {"training.precision": "bf16", "training.masterWeights": False}
 SELECTIVE = {"training.activationCheckpointing": "Selective", "training.compile": True}
 STALE = {"parallelism.schedule": "PipeDream2BW", "training.optimizer": {"gradientClip": 0}}
 ROUNDS = {"parallelism.schedule": "Interleaved1F1B", "training.globalBatchSize": 20}
+BEST: dict[str, Any] = {
+    "data.heldOut": 0.1,
+    "training.evaluation": {"everySteps": 50},
+    "checkpoint": {"claimName": "c", "keepBest": 2},
+}
 ODD = {"parallelism.pipeline": 3, "parallelism.microBatches": 6, "training.globalBatchSize": 12}
 LATENT: dict[str, Any] = {"model.latent": {"kvRank": 16, "ropeSize": 8}, "model.kvHeads": None}
 

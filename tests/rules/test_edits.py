@@ -157,6 +157,7 @@ def test_the_table_names_only_fields_that_exist() -> None:
         ({"checkpoint.keep": 3}, Effect.NEXT_START),
         ({"checkpoint.every": "Auto"}, Effect.NEXT_START),
         ({"checkpoint.keepFor": "7d"}, Effect.NEXT_START),
+        ({"checkpoint.keepBest": 2}, Effect.NEXT_START),
         ({"checkpoint.writer": "Process"}, Effect.NEXT_START),
         ({"workers.image": "worker:2"}, Effect.RESTART),
         ({"workers.env": [{"name": "A", "value": "b"}]}, Effect.RESTART),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.rules.specs import (
+    BEST,
     BUDGET,
     COMMAND,
     CONFIG,
@@ -56,6 +57,9 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {"workers.resourceClaims": [{"name": "a", "resourceClaimTemplateName": "b", "request": "c"}]}),
     (GOOD, {"topology.multiNodeNVLink": True, "workers.profile": "rdma"}),
     (GOOD, {"checkpoint": {"claimName": "c", "everySteps": 5, "keep": 1}}),
+    (GOOD, BEST),
+    (GOOD, {**BEST, "checkpoint": {"uri": "s3://bucket/x", "store": {"keepBest": 3}}}),
+    (GOOD, {**BEST, "training.outer": {"method": "DiLoCo", "everySteps": 25}}),
     (GOOD, {"parallelism.dataParallel": {"strategy": "HYBRID_SHARD", "shardSize": 2}, "parallelism.zeroStage": 3}),
     (GOOD, {**ONE_STAGE, "parallelism.zeroStage": 3, **shards(reshardSize=2)}),
     (GOOD, {"parallelism.tensor": None, "parallelism.pipeline": None, "parallelism.zeroStage": 3}),

@@ -26,10 +26,13 @@ def main() -> None:
         "--at", action="append", required=True, help="A checkpoint, or a directory or URI of checkpoints."
     )
     parser.add_argument("--step", type=int, help="Only the checkpoint of this step.")
+    parser.add_argument("--best", action="store_true", help="Only the checkpoint with the lowest evaluation loss.")
     parser.add_argument("--to", help="With copy: the directory or URI of the copy.")
     arguments = parser.parse_args()
     if (arguments.action == "copy") is not (arguments.to is not None):
         parser.error("`copy` needs --to, and only `copy` has it")
+    if arguments.best and arguments.step is not None:
+        parser.error("--best is not supported with --step: pass one of them")
     try:
         for entry in _entries(arguments):
             sys.stdout.write(json.dumps(asdict(entry)) + "\n")
@@ -41,14 +44,18 @@ def main() -> None:
 def _entries(arguments: argparse.Namespace) -> Iterable[Any]:
     places = list(dict.fromkeys(place if "://" in place else place.rstrip("/") or "/" for place in arguments.at))
     if arguments.action == "copy":
-        return [inspection.copied(places, arguments.step, arguments.to)]
-    if arguments.action == "lineage":
-        found = [inspection.lineage(place, arguments.step) for place in _existing(places)]
-        return sorted(found, key=lambda entry: -(entry.step or 0))[:1]
+        return [inspection.copied(places, arguments.step, arguments.to, best=arguments.best)]
+    existing = _existing(places)
+    step = inspection.best_steps(existing)[0] if arguments.best else arguments.step
     if arguments.action == "list":
-        entries = [entry for place in _existing(places) for entry in inspection.listed(place)]
-        return [entry for entry in entries if arguments.step in (None, entry.step)]
-    return (entry for place in _existing(places) for entry in inspection.verified(place, arguments.step))
+        entries = inspection.with_best(entry for place in existing for entry in inspection.listed(place))
+        return [entry for entry in entries if step in (None, entry.step)]
+    if arguments.best:
+        existing = [place for place in existing if step in (number for number, *_ in inspection.found_at(place))]
+    if arguments.action == "lineage":
+        found = [inspection.lineage(place, step) for place in existing]
+        return sorted(found, key=lambda entry: -(entry.step or 0))[:1]
+    return (entry for place in existing for entry in inspection.verified(place, step))
 
 
 def _existing(places: list[str]) -> list[str]:

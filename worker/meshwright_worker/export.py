@@ -33,7 +33,7 @@ def main() -> None:
     parser = _parser()
     arguments = parser.parse_args()
     try:
-        checkpoint, manifest = find_checkpoint(arguments.checkpoint)
+        checkpoint, manifest = find_checkpoint(arguments.checkpoint, best=arguments.best)
         files = _export(arguments, checkpoint, manifest)
         state, record = manifest.state, manifest.provenance
         content = export_record(str(checkpoint), state.step, state.digest, record)
@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="A checkpoint, or a directory or URI of checkpoints: exports the newest intact one.",
     )
+    parser.add_argument("--best", action="store_true", help="Export the checkpoint with the lowest evaluation loss.")
     parser.add_argument("--output", type=Path, required=True, help="A new or empty directory.")
     parser.add_argument(
         "--adapter", action="store_true", help="Export only the LoRA adapters, as PEFT and inference servers read them."

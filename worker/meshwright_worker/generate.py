@@ -39,7 +39,7 @@ def main() -> None:
         check_temperature(arguments.temperature)
         layout = Layout(arguments.tensor, arguments.pipeline, arguments.expert, expert=arguments.expert)
         # If the model is split, each rank verifies a part of the files after the process group is initialized.
-        checkpoint, manifest = find_checkpoint(arguments.checkpoint, verify=layout.world_size == 1)
+        checkpoint, manifest = find_checkpoint(arguments.checkpoint, verify=layout.world_size == 1, best=arguments.best)
         manifest = _with_base(manifest, arguments.base)
         tokenizer = tokenizer_for(manifest, arguments.tokenizer)
         (prompt,) = tokenizer.encode([arguments.prompt])
@@ -78,7 +78,7 @@ def _generate(
         return generate_tokens(load_full_model(checkpoint, manifest, precision, capacity, device))
     task = task_from_environment(inference_run(manifest, layout, precision))
     with join_mesh(task) as mesh:
-        checkpoint, found = find_checkpoint_on_mesh(arguments.checkpoint, mesh)
+        checkpoint, found = find_checkpoint_on_mesh(arguments.checkpoint, mesh, best=arguments.best)
         manifest = _with_base(found, arguments.base)
         return generate_tokens(load_sharded_model(checkpoint, manifest, task.run, mesh, capacity))
 
@@ -104,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="A checkpoint, or a directory or URI of checkpoints: uses the newest intact one.",
     )
+    parser.add_argument("--best", action="store_true", help="Use the checkpoint with the lowest evaluation loss.")
     parser.add_argument(
         "--tokenizer", help=f"Path of the run's tokenizer.json or SentencePiece model, if it has moved, or `{BYTES}`."
     )

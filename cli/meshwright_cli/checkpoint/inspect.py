@@ -22,7 +22,7 @@ from meshwright_cli.client.checkpoints.programs import (
 )
 from meshwright_cli.completion import complete_jobs
 from meshwright_cli.jobs.access import Access, cluster_options
-from meshwright_cli.jobs.model_commands import check_worker_package, is_directory, run_in_cluster
+from meshwright_cli.jobs.model_commands import check_choice, check_worker_package, is_directory, run_in_cluster
 from meshwright_cli.jobs.output import table
 from meshwright_cli.parameters import Duration
 from meshwright_cli.text import age, plural
@@ -37,6 +37,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @click.argument("source", metavar="JOB|DIRECTORY|URI", shell_complete=complete_jobs)
     @click.option("--step", type=click.IntRange(min=0), help="Only the checkpoint of this step.")
+    @click.option("--best", is_flag=True, help="Only the checkpoint with the lowest evaluation loss.")
     @click.option(
         "--timeout",
         type=Duration(),
@@ -45,15 +46,17 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     @cluster_options
     @functools.wraps(function)
-    def with_source(source: str, step: int | None, timeout: float, access: Access, **more: Any) -> Any:
+    def with_source(source: str, step: int | None, best: bool, timeout: float, access: Access, **more: Any) -> Any:
+        check_choice(step, best)
+
         def inspect(action: str, target: str | None = None) -> Sequence[dict[str, Any]]:
             if is_directory(source):
-                return _here(checkpoints_command(action, [source], step, target))
+                return _here(checkpoints_command(action, [source], step, target, best=best))
             options = PodOptions(start_seconds=timeout)
             return run_in_cluster(
                 access,
                 source,
-                lambda client: client.inspect_checkpoints(source, action, step, target, options, _notify),
+                lambda client: client.inspect_checkpoints(source, action, step, target, options, _notify, best=best),
             )
 
         return function(inspect=inspect, **more)
@@ -71,9 +74,9 @@ Inspect = Callable[..., Sequence[dict[str, Any]]]
 def list_checkpoints(inspect: Inspect, output: str | None) -> None:
     """List the checkpoints of a job, a directory or an object store.
 
-    Shows step, state, size, age and layout. For a JOB, a short-lived pod of its worker image looks on its claim and in
-    its object store. A DIRECTORY, whose name has a `/`, and a URI are read by this machine, which needs the package
-    meshwright-worker.
+    Shows step, state, size, age and layout, and with `checkpoint.keepBest` the evaluation loss. For a JOB, a
+    short-lived pod of its worker image looks on its claim and in its object store. A DIRECTORY, whose name has a `/`,
+    and a URI are read by this machine, which needs the package meshwright-worker.
     """
     found = inspect("list")
     if output is not None:
@@ -84,10 +87,13 @@ def list_checkpoints(inspect: Inspect, output: str | None) -> None:
         return
     now = datetime.now(UTC)
     rows = [
-        (f"{one['step']:,}", one["state"], _bytes(one["size"]), _age(one["saved_at"], now), one["layout"], one["place"])
+        (
+            *(f"{one['step']:,}", one["state"], _bytes(one["size"]), _age(one["saved_at"], now)),
+            *(_loss(one), one["layout"], one["place"]),
+        )
         for one in found
     ]
-    click.echo("\n".join(table(("STEP", "STATE", "SIZE", "AGE", "LAYOUT", "PLACE"), rows)))
+    click.echo("\n".join(table(("STEP", "STATE", "SIZE", "AGE", "EVALUATION LOSS", "LAYOUT", "PLACE"), rows)))
     for one in found:
         if one["problem"]:
             click.echo(one["problem"], err=True)
@@ -118,8 +124,9 @@ def verify(inspect: Inspect) -> None:
 def copy(inspect: Inspect, target: str) -> None:
     """Copy a checkpoint to a directory of this machine, or to an object store.
 
-    By default the newest that is intact. The copy is complete, or there is none. A JOB's pod has the credentials of the
-    job's object store; to a directory, its files pass through `pods/exec`.
+    By default the newest that is intact, with --best the intact one with the lowest evaluation loss. The copy is
+    complete, or there is none. A JOB's pod has the credentials of the job's object store; to a directory, its files
+    pass through `pods/exec`.
     """
     where = target if "://" in target else str(Path(target).expanduser())
     (done,) = inspect("copy", where)
@@ -142,6 +149,11 @@ def _notify(text: str) -> None:
 
 def _age(saved_at: float | None, now: datetime) -> str:
     return "" if saved_at is None else age(datetime.fromtimestamp(saved_at, UTC), now)
+
+
+def _loss(one: dict[str, Any]) -> str:
+    loss = one.get("evaluation_loss")  # earlier images do not know it
+    return "" if loss is None else f"{loss:.6g}{' (best)' if one['best'] else ''}"
 
 
 def _bytes(size: int | None) -> str:

@@ -372,6 +372,8 @@ class AsyncClient:
         target: Path | str | None = None,
         options: PodOptions | None = None,
         notify: Notify = _ignore,
+        *,
+        best: bool = False,
     ) -> Sequence[dict[str, Any]]:
         """List, verify or copy a job's checkpoints, in a short-lived pod next to them; what was found of each.
 
@@ -382,6 +384,7 @@ class AsyncClient:
             target: with `copy`: a URI, or a directory of this machine.
             options: memory of the pod.
             notify: is called with lines about what happens.
+            best: only the checkpoint with the lowest evaluation loss (`checkpoint.keepBest`).
 
         Raises:
             ForbiddenError: the user may not create pods.
@@ -389,9 +392,9 @@ class AsyncClient:
         """
         job, options = await self.get(name), options or PodOptions()
         if target is not None and "://" not in str(target):
-            return [await programs.copy_checkpoint_here(self, job, step, Path(target), options, notify)]
+            return [await programs.copy_checkpoint_here(self, job, step, Path(target), options, notify, best=best)]
         where = None if target is None else str(target)
-        return await programs.inspect_checkpoints(self, job, action, step, options, notify, where)
+        return await programs.inspect_checkpoints(self, job, action, step, options, notify, where, best=best)
 
     async def export(
         self,
@@ -410,7 +413,7 @@ class AsyncClient:
             name: name of the job.
             target: a new or empty directory.
             on_claim: whether `target` is on the job's checkpoint claim, and not on this machine.
-            export: number format and size of files, and whether only adapters are exported.
+            export: number format and size of files, and whether only adapters, or the best checkpoint, are exported.
             step: step of the checkpoint. None: the newest that is complete and intact.
             options: memory of the pod.
             notify: is called with lines about what happens.

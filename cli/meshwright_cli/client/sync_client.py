@@ -163,9 +163,11 @@ class Client:
         step: int | None = None,
         target: Path | str | None = None,
         options: PodOptions | None = None,
+        *,
+        best: bool = False,
     ) -> Sequence[dict[str, Any]]:
         """List, verify or copy a job's checkpoints: see `AsyncClient.inspect_checkpoints`."""
-        return self._run(self._client.inspect_checkpoints(name, action, step, target, options))
+        return self._run(self._client.inspect_checkpoints(name, action, step, target, options, best=best))
 
     def export(
         self,

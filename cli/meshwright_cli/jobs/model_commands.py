@@ -43,6 +43,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
                      help="With adapters: the base model, if it has moved. For a job, a path in its pods."),
         click.option("--tokenizer", metavar="PATH",
                      help="The run's tokenizer file, if it has moved. For a job, a path in its pods."),
+        click.option("--best", is_flag=True, help="Use the checkpoint with the lowest evaluation loss."),
         click.option("--step", type=click.IntRange(min=1), help="Step of the checkpoint. Defaults to the newest."),
     ):  # fmt: skip
         function = option(function)
@@ -73,6 +74,7 @@ def generate(
     precision: str | None,
     gpus: int | None,
     step: int | None,
+    best: bool,
     tokenizer: str | None,
     base: str | None,
     memory: str | None,
@@ -85,7 +87,8 @@ def generate(
     read-only, and is deleted at the end. You need the right to create pods. For a DIRECTORY, whose name has a `/`, the
     model runs on this machine, which needs the package meshwright-worker.
     """
-    wanted = Generation(prompt, tokens, temperature, seed, past_end, precision, tokenizer, base)
+    check_choice(step, best)
+    wanted = Generation(prompt, tokens, temperature, seed, past_end, precision, tokenizer, base, best)
     if is_directory(source):
         command = generate_command(_local(source, step), wanted, gpus or 0)
         raise SystemExit(_run_here([*command, *(["--cpu"] if gpus == 0 else [])]))
@@ -114,6 +117,7 @@ def export(
     dtype: str | None,
     file_gib: float | None,
     step: int | None,
+    best: bool,
     tokenizer: str | None,
     base: str | None,
     memory: str | None,
@@ -122,16 +126,18 @@ def export(
 ) -> None:
     """Export the model of a job's newest checkpoint as a Hugging Face directory.
 
-    Adapters are merged into the model; with --adapter, only they are exported. The tokenizer is copied. For a JOB, a
-    short-lived pod of its worker image does it: it mounts the job's claims read-only, and is deleted at the end. Its
-    files are copied to this machine, which needs the right to create `pods/exec`, or with --on-claim stay on the claim.
-    For a DIRECTORY, whose name has a `/`, the export runs on this machine, which needs the package meshwright-worker.
+    With --best, that of the checkpoint with the lowest evaluation loss (`checkpoint.keepBest`). Adapters are merged
+    into the model; with --adapter, only they are exported. The tokenizer is copied. For a JOB, a short-lived pod of its
+    worker image does it: it mounts the job's claims read-only, and is deleted at the end. Its files are copied to this
+    machine, which needs the right to create `pods/exec`, or with --on-claim stay on the claim. For a DIRECTORY, whose
+    name has a `/`, the export runs on this machine, which needs the package meshwright-worker.
     """
     if (target is None) == (on_claim is None):
         raise click.UsageError("pass either -d DIRECTORY or --on-claim DIRECTORY")
     if adapter and file_gib is not None:
         raise click.UsageError("--file-gib is not supported with --adapter: PEFT reads adapters from one file")
-    wanted, options = Export(dtype, file_gib, tokenizer, base, adapter), PodOptions(0, memory, timeout)
+    check_choice(step, best)
+    wanted, options = Export(dtype, file_gib, tokenizer, base, adapter, best), PodOptions(0, memory, timeout)
     if is_directory(source):
         if target is None:
             raise click.UsageError("--on-claim needs the name of a job: pass -d DIRECTORY")
@@ -171,6 +177,16 @@ def _notify(text: str) -> None:
 def is_directory(source: str) -> bool:
     """Names of jobs have no slash."""
     return "/" in source or source in (".", "..")
+
+
+def check_choice(step: int | None, best: bool) -> None:
+    """Check that at most one checkpoint is chosen.
+
+    Raises:
+        click.UsageError: both options are given.
+    """
+    if best and step is not None:
+        raise click.UsageError("--best is not supported with --step: pass one of them")
 
 
 def _local(source: str, step: int | None) -> str:

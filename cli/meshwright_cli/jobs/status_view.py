@@ -85,6 +85,7 @@ def _facts(job: Job, now: datetime) -> list[tuple[str, str]]:
         ("Ranks", _ranks(job)),
         ("Training", _training(job)),
         ("Checkpoint", _checkpoint(job, now)),
+        ("Best", _best(job)),
         ("Interval", _interval(job)),
         ("Saving", _saving(job)),
         ("Restarts", _restarts(job)),
@@ -181,6 +182,19 @@ def _checkpoint(job: Job, now: datetime) -> str:
     if saved is None:
         return "none yet" if job.raw.get("spec", {}).get("checkpoint") else "none: `spec.checkpoint` is not set"
     return f"step {saved.step:,}, {age(parse_time(saved.time), now)} ago, {printable(saved.path)}"
+
+
+def _best(job: Job) -> str:
+    """The checkpoint with the lowest evaluation loss, of all places. Empty if none is retained for that."""
+    found = [
+        (float(tier.best_loss), tier.best_step)
+        for tier in job.status.checkpoint_tiers or ()
+        if tier.best_loss and tier.best_step is not None
+    ]
+    if not found:
+        return ""
+    loss, step = min(found)
+    return f"step {step:,}, evaluation loss {loss:.6g}"
 
 
 def _interval(job: Job) -> str:

@@ -7,6 +7,7 @@ of their jobs only the last is found.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,7 +19,7 @@ from meshwright.api.checkpoint import CheckpointSpec
 from meshwright.api.conditions import find
 from meshwright.api.status import CheckpointTierStatus, ParallelTrainingJobStatus
 from meshwright.printable import printable
-from meshwright.protocol.messages import CheckpointCommit, CheckpointTier, FailureHistory, WorkerReport
+from meshwright.protocol.messages import CheckpointTier, FailureHistory, WorkerReport
 from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.events import WARNING
@@ -64,7 +65,7 @@ def report(decision: Decision) -> None:
     spec = observed.spec.checkpoint
     if spec is None or received is None or not isinstance(observed.run, NativeRun):
         return
-    tiers = [_with_commit(tier, received.checkpoint) for tier in received.checkpoint_tiers]
+    tiers = [_with_commit(tier, received, spec) for tier in received.checkpoint_tiers]
     decision.status.checkpoint_tiers = [made for made in map(_status_of, tiers) if made] or None
     if observed.mesh.pending_cause:
         return
@@ -142,18 +143,25 @@ def _saved_since(moment: str, status: ParallelTrainingJobStatus, tiers: Sequence
     return all(tier.saved_at is not None and tier.saved_at >= began.timestamp() for tier in tiers)
 
 
-def _with_commit(tier: CheckpointTier, commit: CheckpointCommit | None) -> CheckpointTier:
-    """The tier with the latest checkpoint there, which is reported before the tier is."""
+def _with_commit(tier: CheckpointTier, received: WorkerReport, spec: CheckpointSpec) -> CheckpointTier:
+    """The tier with the latest checkpoint there, which is reported before the tier is, or after the last step alone."""
+    commit, evaluation = received.checkpoint, received.evaluation
     moment = parse_time(commit.time) if commit is not None else None
     newer = commit is not None and commit.path.startswith(tier.place) and commit.step > (tier.step or -1)
     if commit is None or moment is None or not newer:
         return tier
-    saved = {"step": commit.step, "saved_at": moment.timestamp()}
+    saved: dict[str, object] = {"step": commit.step, "saved_at": moment.timestamp()}
+    keeps_best = spec.retention_of(spec.store if "://" in tier.place else None).best is not None
+    if keeps_best and evaluation is not None and evaluation.step == commit.step:
+        is_best = tier.best_loss is None or evaluation.loss < tier.best_loss
+        saved |= {"best_step": evaluation.step, "best_loss": evaluation.loss} if is_best else {}
     return tier.model_copy(update={**saved, "error": "", "failing_since": None, "saving_since": None})
 
 
 def _status_of(tier: CheckpointTier) -> CheckpointTierStatus | None:
     """The tier for status. The numbers are from a user's pod: None if the API server would reject them."""
+    step, loss = tier.best_step, tier.best_loss
+    has_best = step is not None and loss is not None and math.isfinite(loss)
     try:
         return CheckpointTierStatus(
             place=tier.place,
@@ -163,6 +171,8 @@ def _status_of(tier: CheckpointTier) -> CheckpointTierStatus | None:
             interval_seconds=round(tier.interval_seconds) if tier.interval_seconds is not None else None,
             reason=printable(tier.reason),
             error=printable(tier.error),
+            best_step=step if has_best else None,
+            best_loss=f"{loss:.6g}" if has_best else None,
         )
     except (ValidationError, OverflowError, ValueError):
         return None

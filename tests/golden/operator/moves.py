@@ -230,6 +230,11 @@ PODS: list[Move] = [
 ]
 LIFE: list[Move] = [
     *one("checkpoint", {"claimName": "checkpoints"}, {"claimName": "c", "everySteps": 200, "keep": 5}, None),
+    {
+        "data.heldOut": 0.1,
+        "training.evaluation": {"everySteps": 100},
+        "checkpoint": {"claimName": "c", "keepBest": 2, "store": {"keepBest": 1}, "uri": "s3://bucket/runs"},
+    },
     *one("recovery", {"maxRestarts": 0}, {"maxRestarts": 5, "restartWindowSeconds": 3600}),
     *one("recovery", {"hangTimeoutSeconds": 900, "cordonedNodes": "Stay"}, {"cordonedNodes": "Move", "spareNodes": 1}),
     *one("recovery", {"exitCodes": [{"values": [64], "action": "FailJob"}, {"values": [75, 137], "action": "Ignore"}]}),
@@ -270,7 +275,7 @@ MALFORMED: list[Move] = [
     *one("workers.tolerations", [{"operator": "In"}]),
     *one("workers.resources", {"cpu": "many"}),
     *one("recovery", {"maxRestarts": -1, "exitCodes": [{"values": [0], "action": "Retry"}]}),
-    *one("checkpoint", {}),
+    *one("checkpoint", {}, {"claimName": "c", "keepBest": 0}),
     *one("managedBy", "nobody"),
     *one("suspend", "maybe"),
 ]

@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,13 +27,15 @@ TENSORS = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.tensor(7)}
 FILE = "rank-00000.safetensors"
 
 
-def save_steps(place: str, *steps: int) -> CheckpointStore:
+def save_steps(place: str, *steps: int, losses: Mapping[int, float] | None = None) -> CheckpointStore:
     store = open_store(place)
     for step in steps:
         store.prepare(step)
 
         def commit(files: dict[str, FileRecord], step: int = step) -> None:
-            store.commit(manifest_at(step).model_copy(update={"files": files}))
+            manifest = manifest_at(step)
+            state = manifest.state.model_copy(update={"evaluation_loss": (losses or {}).get(step)})
+            store.commit(manifest.model_copy(update={"files": files, "state": state}))
 
         save_alone(TENSORS, store.sink(step), commit)
     return store
@@ -119,6 +123,55 @@ def test_the_newest_intact_one_over_all_tiers_is_copied_and_nothing_of_a_damaged
     with pytest.raises(DamagedCheckpointError, match=FILE):
         copied([str(volume)], 30, str(target))
     assert [entry.name for entry in target.iterdir()] == ["step-00000020"], "complete or nothing"
+
+
+def test_the_best_intact_one_over_all_tiers_is_copied(tmp_path: Path) -> None:
+    volume, store = str(tmp_path / "volume"), f"memory://{uuid.uuid4().hex}/run"
+    save_steps(volume, 10, 30, 40, losses={10: 3.0, 30: 1.0, 40: 2.0})
+    save_steps(store, 20, 30, 50, losses={20: 1.5, 30: 1.0})
+    (CheckpointDirectory(Path(volume)).path(30) / FILE).write_bytes(b"short")
+    done = copied([volume, store], None, str(tmp_path / "copy"), best=True)
+    assert (done.step, done.source.startswith(store)) == (30, True), "the store has the same one, and it is intact"
+    store_files = open_store(store)
+    store_files.sink(30).write(FILE, b"short")
+    assert copied([volume, store], None, str(tmp_path / "next"), best=True).step == 20
+    save_steps(str(tmp_path / "other"), 10)
+    with pytest.raises(FileNotFoundError, match=r"checkpoint\.keepBest"):
+        copied([str(tmp_path / "other")], None, str(tmp_path / "none"), best=True)
+
+
+def run_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> list[Any]:
+    """What the program prints about each checkpoint."""
+    monkeypatch.setattr(sys, "argv", ["checkpoints", *words])
+    checkpoints.main()
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_program_shows_losses_and_selects_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    volume, store = str(tmp_path / "volume"), f"file://{tmp_path}/store"
+    save_steps(volume, 10, 20, 30, losses={10: 2.0, 20: 1.0, 30: 1.0})
+    save_steps(store, 10, 20, 40, losses={10: 2.0, 20: 1.0})
+    places = [f"--at={volume}", f"--at={store}"]
+    shown = run_program(monkeypatch, capsys, "list", *places)
+    assert [(one["step"], one["evaluation_loss"], one["best"]) for one in shown] == [
+        *((30, 1.0, False), (20, 1.0, True), (10, 2.0, False)),
+        *((40, None, False), (20, 1.0, True), (10, 2.0, False)),
+    ]
+    for action in ("list", "verify", "lineage"):
+        found = run_program(monkeypatch, capsys, action, "--best", *places)
+        assert {one["step"] for one in found} == {20}
+        assert len(found) == (1 if action == "lineage" else 2)
+    (only,) = run_program(monkeypatch, capsys, "verify", "--best", f"--at={store}", f"--at={volume}/step-00000030")
+    assert only["step"] == 20
+    for words, message in (
+        (["list", "--best", "--step=10", *places], "--best is not supported with --step"),
+        (["verify", "--best", f"--at={store}/step-00000040-g0"], "no complete checkpoint in"),
+    ):
+        with pytest.raises(SystemExit):
+            run_program(monkeypatch, capsys, *words)
+        assert message in capsys.readouterr().err
 
 
 def test_a_manifest_of_a_later_or_an_earlier_version_is_listed_verified_and_copied(tmp_path: Path) -> None:

@@ -27,6 +27,10 @@ HISTORY = FailureHistory(failures=3, trained_seconds=36_000.0, nodes=16)
 WALL = 1_000_000.0
 
 
+def no_loss(step: int) -> None:
+    """The evaluation loss of each checkpoint."""
+
+
 class Clock:
     """A clock that the test sets."""
 
@@ -188,23 +192,23 @@ def test_a_failure_is_reported_until_a_save_succeeds(tmp_path: Path) -> None:
 )
 def test_what_any_rule_retains_stays(retention: Retention, kept: set[int]) -> None:
     steps = list(range(10, 100, 10))
-    gone = removable(steps, retention, now=95.0, saved_at=float)
+    gone = removable(steps, retention, now=95.0, saved_at=float, evaluation_loss=no_loss)
     assert set(steps) - set(gone) == kept
     # One save after the other leaves the same.
     left: set[int] = set()
     for step in steps:
         left.add(step)
-        left -= set(removable(left, retention, now=step + 5.0, saved_at=float))
+        left -= set(removable(left, retention, now=step + 5.0, saved_at=float, evaluation_loss=no_loss))
     assert left == kept
 
 
 def test_a_checkpoint_whose_age_is_unknown_is_not_young() -> None:
-    assert removable([1, 2, 3], Retention(1, seconds=1e9), 0.0, lambda step: None) == [2, 1]
+    assert removable([1, 2, 3], Retention(1, seconds=1e9), 0.0, lambda step: None, no_loss) == [2, 1]
 
 
 @pytest.mark.parametrize(("saved_at", "removed"), [(40.0, [1]), (40.5, [])])
 def test_a_checkpoint_is_young_until_its_time_is_over(saved_at: float, removed: list[int]) -> None:
-    assert removable([1, 2], Retention(1, seconds=60.0), 100.0, lambda step: saved_at) == removed
+    assert removable([1, 2], Retention(1, seconds=60.0), 100.0, lambda step: saved_at, no_loss) == removed
 
 
 def test_the_store_has_the_settings_of_the_volume_unless_it_has_its_own() -> None:

@@ -23,7 +23,13 @@ import torch
 from meshwright.api.checkpoint import Retention
 from meshwright_worker.checkpoint.errors import NewerCheckpointsError
 from meshwright_worker.checkpoint.files import LocalFiles
-from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest, FileRecord, encode_manifest
+from meshwright_worker.checkpoint.manifest import (
+    MANIFEST,
+    BaseManifest,
+    FileRecord,
+    encode_manifest,
+    read_evaluation_loss,
+)
 from meshwright_worker.checkpoint.retention import removable
 from meshwright_worker.checkpoint.safetensors_format import ChecksummedFile, write_tensors
 
@@ -49,6 +55,8 @@ class CheckpointDirectory:
     def __init__(self, root: Path, generation: int = 0) -> None:
         self.root = root
         self._generation = generation
+        self._losses: dict[int, float | None] = {}
+        """The evaluation losses of complete checkpoints that were read."""
 
     def __str__(self) -> str:
         return str(self.root)
@@ -115,6 +123,7 @@ class CheckpointDirectory:
     def complete(self, step: int, manifest: bytes, files: Iterable[str]) -> Path:
         """See `CheckpointStore.complete`."""
         hidden, final = self.temporary(step), self.path(step)
+        self._losses.pop(step, None)
         write_durably(hidden / MANIFEST, manifest)
         for directory in sorted({(hidden / name).parent for name in files} | {hidden}, reverse=True):
             _sync_directory(directory)
@@ -155,11 +164,21 @@ class CheckpointDirectory:
         except FileNotFoundError:
             return None
 
+    def evaluation_losses(self) -> dict[int, float | None]:
+        """See `CheckpointStore.evaluation_losses`."""
+        return {step: self._evaluation_loss(step) for step in self.steps()}
+
+    def _evaluation_loss(self, step: int) -> float | None:
+        """That of a complete checkpoint. Its manifest is read once: only this process writes another one."""
+        if step not in self._losses:
+            self._losses[step] = read_evaluation_loss(self.files(step))
+        return self._losses[step]
+
     def retain(self, retention: Retention) -> None:
         """See `CheckpointStore.retain`. Call it after a commit: until a newer checkpoint exists, users may want to
         inspect a damaged one.
         """
-        for step in removable(self.steps(), retention, time.time(), self.saved_at):
+        for step in removable(self.steps(), retention, time.time(), self.saved_at, self._evaluation_loss):
             self._hide(self.path(step), _RETIRED)
         self._remove_hidden(_RETIRED, _REPLACED, _DAMAGED)
 

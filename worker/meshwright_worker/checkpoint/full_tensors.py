@@ -12,34 +12,51 @@ from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import DamagedCheckpointError
 from meshwright_worker.checkpoint.files import CheckpointPath, files_of, open_index
 from meshwright_worker.checkpoint.manifest import Manifest, check_files, read_manifest
-from meshwright_worker.checkpoint.store import object_files, open_store
+from meshwright_worker.checkpoint.ranking import NONE_IS_BEST, ranked
+from meshwright_worker.checkpoint.store import CheckpointStore, object_files, open_store
 
 log = logging.getLogger(__name__)
 
 
-def find_checkpoint(location: Path | str, *, verify: bool = True) -> tuple[CheckpointPath, Manifest]:
-    """Return an intact checkpoint and its manifest; for a job's directory or URI, the newest intact one.
+def find_checkpoint(
+    location: Path | str, *, verify: bool = True, best: bool = False
+) -> tuple[CheckpointPath, Manifest]:
+    """Return an intact checkpoint and its manifest; for a job's directory or URI, the newest intact one, or with `best`
+    the intact one with the lowest evaluation loss.
 
     Reads every byte of it. Without `verify` it reads only the manifest, for ranks that later verify their shares
     together.
 
     Raises:
-        FileNotFoundError: there is no complete checkpoint.
+        FileNotFoundError: there is no complete checkpoint, or with `best` none with an evaluation loss.
         DamagedCheckpointError: it is damaged, or all are. The message names the file.
         ForeignCheckpointError: it is of another kind or version.
         OSError: it cannot be read.
     """
-    return first_intact(candidate_checkpoints(location), _verified if verify else read_manifest)
+    return first_intact(candidate_checkpoints(location, best=best), _verified if verify else read_manifest)
 
 
-def candidate_checkpoints(location: Path | str) -> list[CheckpointPath]:
-    """Return the checkpoints of a job's directory or URI, newest first; for any other one, that one."""
+def candidate_checkpoints(location: Path | str, *, best: bool = False) -> list[CheckpointPath]:
+    """Return the checkpoints of a job's directory or URI, newest first; for any other one, that one. With `best`, those
+    with an evaluation loss, the lowest first.
+
+    Raises:
+        FileNotFoundError: none has an evaluation loss.
+    """
     if isinstance(location, str) and "://" in location:
         store = open_store(location)
-        return [store.files(step) for step in store.steps()] or [object_files(location)]
+        return [store.files(step) for step in _ordered(store, best)] or [object_files(location)]
     path = Path(location)
     directory = CheckpointDirectory(path)
-    return [directory.path(step) for step in directory.steps()] or [path]
+    return [directory.path(step) for step in _ordered(directory, best)] or [path]
+
+
+def _ordered(store: CheckpointStore, best: bool) -> list[int]:
+    if not best:
+        return store.steps()
+    if not (steps := ranked(store.evaluation_losses())):
+        raise FileNotFoundError(NONE_IS_BEST.format(place=store))
+    return steps
 
 
 def first_intact(

@@ -7,8 +7,8 @@ those of later versions more. A copy has the manifest of its source, byte by byt
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,16 @@ from meshwright.manifest_checksum import checksum_error
 from meshwright_worker.checkpoint.directory import DAMAGED
 from meshwright_worker.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from meshwright_worker.checkpoint.files import CheckpointFiles, LocalFiles
-from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, check_file
+from meshwright_worker.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    check_file,
+    evaluation_loss_in,
+    read_evaluation_loss,
+)
 from meshwright_worker.checkpoint.object_store import PART_BYTES
 from meshwright_worker.checkpoint.provenance import EXPORT_RECORD
+from meshwright_worker.checkpoint.ranking import NONE_IS_BEST, ranked
 from meshwright_worker.checkpoint.store import CheckpointStore, object_files, open_store
 from meshwright_worker.checkpoint.tensor_index import checked_name
 
@@ -42,6 +49,10 @@ class Listed:
     """The layout that wrote it."""
     problem: str = ""
     """Why it is damaged."""
+    evaluation_loss: float | None = None
+    """Loss of the evaluation after its step, if it is recorded."""
+    best: bool = False
+    """Whether no other one of the job has a lower evaluation loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +126,33 @@ def _listed(place: str, step: int, files: CheckpointFiles, saved_at: float | Non
     except DamagedCheckpointError as error:
         return Listed(place, step, DAMAGED, saved_at=saved_at, problem=str(error))
     size = sum(record.size for record in _records(manifest).values())
-    return Listed(place, step, COMPLETE, size, saved_at, _layout(manifest.get("layout")))
+    layout, loss = _layout(manifest.get("layout")), evaluation_loss_in(manifest)
+    return Listed(place, step, COMPLETE, size, saved_at, layout, evaluation_loss=loss)
+
+
+def with_best(entries: Iterable[Listed]) -> list[Listed]:
+    """The entries of all places of a job, of which the best are marked: one, or its copies in several places."""
+    found = list(entries)
+    evaluated = [entry for entry in found if entry.evaluation_loss is not None]
+    best = next(iter(ranked({entry.step: entry.evaluation_loss for entry in evaluated})), None)
+    return [replace(entry, best=entry in evaluated and entry.step == best) for entry in found]
+
+
+def best_steps(places: Sequence[str]) -> list[int]:
+    """The steps of the checkpoints with an evaluation loss, over all places, the lowest loss first.
+
+    Raises:
+        FileNotFoundError: none has one.
+        OSError: as `found_at`.
+    """
+    losses: dict[int, float | None] = {}
+    for place in places:
+        losses |= {
+            step: loss for step, files, _ in found_at(place) if (loss := read_evaluation_loss(files)) is not None
+        }
+    if not (steps := ranked(losses)):
+        raise FileNotFoundError(NONE_IS_BEST.format(place=", ".join(places)))
+    return steps
 
 
 def verified(place: str, step: int | None) -> Iterator[Verified]:
@@ -140,11 +177,12 @@ def verified(place: str, step: int | None) -> Iterator[Verified]:
         yield Verified(place, number, len(records), sum(record.size for record in records.values()), problems)
 
 
-def copied(places: Sequence[str], step: int | None, target: str) -> Copied:
+def copied(places: Sequence[str], step: int | None, target: str, *, best: bool = False) -> Copied:
     """Copy a checkpoint, by default the newest one that is intact, to a directory or URI: completely or not at all.
+    With `best`, the intact one with the lowest evaluation loss.
 
     Raises:
-        FileNotFoundError: no place has a complete checkpoint, or one of that step.
+        FileNotFoundError: no place has a complete checkpoint, or one of that step, or with `best` one with a loss.
         DamagedCheckpointError: it is damaged. The message names the file.
         CheckpointError: the target has that step already.
         OSError: it cannot be read or written.
@@ -153,9 +191,10 @@ def copied(places: Sequence[str], step: int | None, target: str) -> Copied:
     if not candidates:
         which = f"no complete checkpoint of step {step}" if step is not None else "no complete checkpoint"
         raise FileNotFoundError(f"there is {which} in {', '.join(places)}")
-    newest = sorted(candidates, key=lambda found: -found[0])
+    order = best_steps(places) if best else sorted({number for number, *_ in candidates}, reverse=True)
+    chosen = [found for number in order for found in candidates if found[0] == number]
     damages: list[str] = []
-    for number, files, _ in newest:
+    for number, files, _ in chosen:
         try:
             return _copy(number, files, open_store(target), target)
         except DamagedCheckpointError as error:

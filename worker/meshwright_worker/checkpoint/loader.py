@@ -101,7 +101,7 @@ def _steps(store: CheckpointStore, mesh: Mesh) -> list[int]:
     return listed[0]
 
 
-def find_checkpoint_on_mesh(path: Path | str, mesh: Mesh) -> tuple[CheckpointPath, Manifest]:
+def find_checkpoint_on_mesh(path: Path | str, mesh: Mesh, *, best: bool = False) -> tuple[CheckpointPath, Manifest]:
     """Do the same as `find_checkpoint`, but each rank reads only its share of the files; all return the same.
     Collective.
 
@@ -109,7 +109,7 @@ def find_checkpoint_on_mesh(path: Path | str, mesh: Mesh) -> tuple[CheckpointPat
         DamagedCheckpointError: it is damaged, or all are. The message names the file.
         CheckpointVolumeError, ForeignCheckpointError: as `read_intact`.
     """
-    listed = on_all_ranks(partial(candidate_checkpoints, path), mesh)[0]
+    listed = on_all_ranks(partial(candidate_checkpoints, path, best=best), mesh)[0]
     return first_intact(listed, lambda checkpoint: read_intact(checkpoint, mesh, Manifest))
 
 

@@ -208,6 +208,19 @@ class CheckpointManager:
         if self._mesh.rank == 0:
             self._schedule.wait_before(step, self._saver.busy, self._saver.wait)
 
+    @property
+    def keeps_best(self) -> bool:
+        """Whether a tier retains the checkpoints with the lowest evaluation loss."""
+        return any(tier.retention.best is not None for tier in self._tiers)
+
+    def best_tiers(self, step: int, loss: float) -> list[int]:
+        """On rank 0: the tiers that need a checkpoint of `step`, because its evaluation loss is among the lowest. Waits
+        for a save in progress, but not for long. Not collective.
+        """
+        if self._mesh.rank != 0:
+            return []
+        return self._schedule.best_tiers(step, loss, self._saver.busy, self._saver.wait)
+
     def flags(self) -> int:
         """What rank 0 tells all ranks in the step that begins now (see `schedule`); 0 on others. Not collective."""
         return self._schedule.flags(self._saver.busy) if self._mesh.rank == 0 else 0
@@ -253,7 +266,8 @@ class CheckpointManager:
             overlaps = updates_wait and not wait and self._spec.staging is Staging.OVERLAPPED
             unchanged = checkpoint_tensors(shards, optimizer) if overlaps else {}
             self._saver.begin({**tensors, **residuals}, manifest, [self._tiers[tier] for tier in due], unchanged)
-            self._schedule.begun(due, time.monotonic() - began)
+            losses = {state.step: state.evaluation_loss} if state.evaluation_loss is not None else {}
+            self._schedule.begun(due, time.monotonic() - began, losses)
         if wait and (failed := self.report(wait=True)) and self._durable != state.step:
             raise save_error(failed)
 
@@ -298,7 +312,7 @@ class CheckpointManager:
         """Whether ranks that went back in memory have come past a step of which there is a later checkpoint."""
         if not self._from_memory or not isinstance(unsaved.error, NewerCheckpointsError):
             return False
-        self._schedule.not_needed()
+        self._schedule.not_needed(unsaved.tier)
         if self._mesh.rank == 0:
             log.info("no checkpoint of step %d in %s, which has later ones", unsaved.step, unsaved.tier.store)
         return True

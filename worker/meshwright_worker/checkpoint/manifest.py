@@ -8,6 +8,8 @@ determine what the tensors mean: there an unknown field is ignored only if it is
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -143,6 +145,9 @@ class TrainingState(Record):
     """Steps without an overflow since the scale last changed."""
     anomalies: Annotated[AnomalyState | None, Field(exclude_if=lambda state: state is None)] = None
     """What `training.anomalies` remembers; None if nothing."""
+    evaluation_loss: Annotated[float | None, Field(exclude_if=lambda loss: loss is None)] = None
+    """Loss of the evaluation after this step, with `checkpoint.keepBest`. None if it was not evaluated, or the loss is
+    not a finite number."""
 
 
 class BaseManifest(Record):
@@ -270,6 +275,27 @@ def read_manifest_as(checkpoint: CheckpointPath, manifest_type: type[ManifestTyp
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise _foreign_version_error(files, f"this version cannot read `{where}`: {first['msg']}") from None
+
+
+def read_evaluation_loss(checkpoint: CheckpointPath) -> float | None:
+    """Return the evaluation loss in the manifest of a checkpoint of any kind or version. None if it has none, or if it
+    is damaged or missing.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        fields = json.loads(files_of(checkpoint).read(MANIFEST))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    return evaluation_loss_in(fields) if isinstance(fields, dict) and not checksum_error(fields) else None
+
+
+def evaluation_loss_in(fields: Mapping[str, Any]) -> float | None:
+    """Return the evaluation loss in the fields of a manifest, if they have one that is a finite number."""
+    state = fields.get("state")
+    loss = state.get("evaluationLoss") if isinstance(state, dict) else None
+    return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
 _NAMES: dict[type[BaseManifest], str] = {

@@ -22,7 +22,13 @@ import torch
 from meshwright.api.checkpoint import Retention
 from meshwright_worker.checkpoint.directory import DAMAGED, INCOMPLETE
 from meshwright_worker.checkpoint.errors import CheckpointStoreError, NewerCheckpointsError
-from meshwright_worker.checkpoint.manifest import MANIFEST, BaseManifest, FileRecord, encode_manifest
+from meshwright_worker.checkpoint.manifest import (
+    MANIFEST,
+    BaseManifest,
+    FileRecord,
+    encode_manifest,
+    read_evaluation_loss,
+)
 from meshwright_worker.checkpoint.retention import removable
 from meshwright_worker.checkpoint.retry import RetryPolicy, error_code, retry
 from meshwright_worker.checkpoint.safetensors_format import ChecksummedFile, write_tensors_to
@@ -169,6 +175,8 @@ class ObjectDirectory:
         self._uri = uri.rstrip("/")
         self._generation = generation
         self._policy = policy or RetryPolicy()
+        self._losses: dict[str, float | None] = {}
+        """Name -> the evaluation loss of a complete checkpoint that was read."""
 
     def __str__(self) -> str:
         return self._uri
@@ -210,6 +218,7 @@ class ObjectDirectory:
 
     def complete(self, step: int, manifest: bytes, files: Iterable[str]) -> None:
         """See `CheckpointStore.complete`."""
+        self._losses.pop(self._name(step), None)
         self.sink(step).write(MANIFEST, manifest)
 
     def amend(self, manifest: BaseManifest) -> None:
@@ -243,10 +252,26 @@ class ObjectDirectory:
         found: float | None = retry(modified, f"{self._uri}/{name} cannot be listed", self._policy)
         return found
 
+    def evaluation_losses(self) -> dict[int, float | None]:
+        """See `CheckpointStore.evaluation_losses`."""
+        return {step: self._evaluation_loss(name) for step, name in self._complete().items()}
+
+    def _evaluation_loss(self, name: str) -> float | None:
+        """That of a complete checkpoint. Its manifest is read once: only this process writes another one."""
+        if name not in self._losses:
+            self._losses[name] = read_evaluation_loss(self._files(name))
+        return self._losses[name]
+
     def retain(self, retention: Retention) -> None:
         """See `CheckpointStore.retain`."""
         complete = self._complete()
-        removed = removable(complete, retention, time.time(), lambda step: self._saved_at(complete[step]))
+        removed = removable(
+            complete,
+            retention,
+            time.time(),
+            lambda step: self._saved_at(complete[step]),
+            lambda step: self._evaluation_loss(complete[step]),
+        )
         retained = {name for step, name in complete.items() if step not in removed}
         newest = max(complete, default=-1)
         for name in self._names():

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from meshwright.api.checkpoint import Retention
+from meshwright_worker.checkpoint.ranking import ranked
 
 
 def removable(
-    steps: Iterable[int], retention: Retention, now: float, saved_at: Callable[[int], float | None]
+    steps: Iterable[int],
+    retention: Retention,
+    now: float,
+    saved_at: Callable[[int], float | None],
+    evaluation_loss: Callable[[int], float | None],
 ) -> list[int]:
     """The steps of checkpoints that nothing retains, newest first.
 
@@ -17,10 +22,14 @@ def removable(
         retention: What is retained.
         now: Seconds since 1970.
         saved_at: When a step's checkpoint was saved. None if that is not known: it then has no age.
+        evaluation_loss: That of a step's checkpoint. None if it has none. Called only if the best are retained.
     """
     ordered = sorted(steps, reverse=True)
     forever = first_of_each(ordered, retention.every_steps) if retention.every_steps is not None else set()
     older = [step for step in ordered[retention.newest :] if step not in forever]
+    if retention.best is not None and older:
+        best = ranked({step: evaluation_loss(step) for step in ordered})[: retention.best]
+        older = [step for step in older if step not in best]
     if retention.seconds is None:
         return older
     return [step for step in older if not _is_younger(saved_at(step), now - retention.seconds)]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
 from meshwright.protocol.messages import FailureHistory
 from meshwright.rules.checkpoint_interval import auto_interval
+from meshwright_worker.checkpoint.ranking import is_among_best, ranked
 from meshwright_worker.checkpoint.store import Tier
 from meshwright_worker.rank.task import TierReport
 
@@ -49,6 +50,16 @@ class _TierState:
     """When its interval began, by the clock."""
     durable: deque[float] = field(default_factory=lambda: deque(maxlen=_MEASUREMENTS))
     """Seconds until recent saves were complete."""
+    losses: dict[int, float | None] = field(default_factory=dict)
+    """Step -> evaluation loss of the checkpoints that are complete. Empty if none is retained for that."""
+    saving: dict[int, float] = field(default_factory=dict)
+    """The same of the one that is being saved."""
+
+    def show_best(self) -> None:
+        """Put the best of the complete checkpoints into the report."""
+        best = next(iter(ranked(self.losses)), None)
+        loss = self.losses[best] if best is not None else None
+        self.report = replace(self.report, best_step=best, best_loss=loss)
 
 
 class CheckpointSchedule:
@@ -88,11 +99,13 @@ class CheckpointSchedule:
             try:
                 newest = max(tier.store.steps(), default=None)
                 saved_at = tier.store.saved_at(newest) if newest is not None else None
+                state.losses = tier.store.evaluation_losses() if tier.retention.best is not None else {}
             except OSError as error:
                 log.warning("the checkpoints in %s cannot be listed: %s", tier.store, error)
                 continue
             if newest is not None:
                 state.report = replace(state.report, step=newest, saved_at=saved_at)
+            state.show_best()
             if step > 0 and newest != step:
                 state.since = now - max(0.0, wall - saved_at) if saved_at is not None else float("-inf")
         self._update_intervals()
@@ -102,8 +115,31 @@ class CheckpointSchedule:
 
         `wait` waits for some seconds, and returns whether the save has ended.
         """
-        if busy and not self._impatient and due_after(self._tiers, step) and not wait(PATIENCE_SECONDS):
-            self._impatient = True
+        if due_after(self._tiers, step):
+            self._wait_for_save(busy, wait)
+
+    def _wait_for_save(self, busy: bool, wait: Callable[[float], bool]) -> bool:
+        """Let a save in progress end, for a limited time and only once. Whether none is in progress."""
+        if busy and not self._impatient and wait(PATIENCE_SECONDS):
+            return True
+        self._impatient = self._impatient or busy
+        return not busy
+
+    def best_tiers(self, step: int, loss: float, busy: bool, wait: Callable[[float], bool]) -> list[int]:
+        """The tiers on which the checkpoint of `step`, with this evaluation loss, is among the best and not there yet.
+        None if a save in progress does not end: the next step changes the parameters.
+        """
+        best = [
+            number
+            for number, (tier, state) in enumerate(zip(self._tiers, self._states, strict=True))
+            if tier.retention.best is not None
+            and step not in state.losses
+            and is_among_best(step, loss, state.losses | state.saving, tier.retention.best)
+        ]
+        if best and not self._wait_for_save(busy, wait):
+            log.warning("no checkpoint of step %d with evaluation loss %.6g: a save is still in progress", step, loss)
+            return []
+        return best
 
     def flags(self, busy: bool) -> int:
         """What rank 0 tells the others in the step that begins now. `busy`: a save is in progress."""
@@ -133,33 +169,42 @@ class CheckpointSchedule:
                 state.report = replace(state.report, saving_since=self._wall() - (now - began))
                 self._changed = True
 
-    def begun(self, tiers: Sequence[int], stall_seconds: float) -> None:
-        """A save on these tiers has begun; steps stood still for `stall_seconds`."""
+    def begun(self, tiers: Sequence[int], stall_seconds: float, losses: Mapping[int, float] | None = None) -> None:
+        """A save on these tiers has begun; steps stood still for `stall_seconds`. `losses`: step and evaluation loss of
+        what is saved, if it was evaluated.
+        """
         self._save_began = self._clock()
         self._stalls.append(stall_seconds)
         for number in tiers:
             self._states[number].since = self._save_began
+            if self._tiers[number].retention.best is not None:
+                self._states[number].saving = dict(losses or {})
 
     def saved(self, tier: Tier, step: int, seconds: float) -> None:
         """A checkpoint is complete on a tier, `seconds` after its save there began."""
         state = self._state_of(tier)
         state.durable.append(seconds)
+        state.losses |= state.saving
+        state.saving = {}
         state.report = replace(
             state.report, step=step, saved_at=self._wall(), error="", failing_since=None, saving_since=None
         )
+        state.show_best()
         self._ended()
 
     def failed(self, tier: Tier, message: str) -> None:
         """A save on a tier has failed. It is tried again when the tier is due again."""
         state = self._state_of(tier)
+        state.saving = {}
         since = state.report.failing_since
         state.report = replace(
             state.report, error=message, saving_since=None, failing_since=self._wall() if since is None else since
         )
         self._ended()
 
-    def not_needed(self) -> None:
-        """A save has ended without a checkpoint, because there are later ones."""
+    def not_needed(self, tier: Tier) -> None:
+        """A save on a tier has ended without a checkpoint, because there are later ones."""
+        self._state_of(tier).saving = {}
         self._ended()
 
     def _ended(self) -> None:

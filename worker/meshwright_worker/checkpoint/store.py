@@ -98,6 +98,9 @@ class CheckpointStore(Protocol):
     def saved_at(self, step: int) -> float | None:
         """When the complete checkpoint of a step was saved, in seconds since 1970. None if the store does not know."""
 
+    def evaluation_losses(self) -> dict[int, float | None]:
+        """Step of each complete checkpoint -> the evaluation loss in its manifest; None without one."""
+
     def retain(self, retention: Retention) -> None:
         """Remove all complete checkpoints that nothing retains, and all replaced or damaged ones."""
 

@@ -134,6 +134,10 @@ class TierReport:
     """Since when saves fail."""
     saving_since: float | None = None
     """Since when a save is in progress, if that delays others."""
+    best_step: int | None = None
+    """Step of its complete checkpoint with the lowest evaluation loss, with `keepBest`."""
+    best_loss: float | None = None
+    """That loss."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which tiers get a checkpoint after a step: rank 0 decides by its clock or is asked, and all ranks agree.
+"""Which tiers get a checkpoint after a step: rank 0 decides by its clock or an evaluation, or is asked, and all agree.
 
 The number of rank 0 (see `checkpoint.schedule`) is part of each step's all-reduce. Islands exchange no results of
 steps: they agree when a round ends, which is also the only time at which they can save. The group of checkpoints is not
@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
+import torch.distributed as dist
+
 from meshwright.protocol.run_config import NativeRun
 from meshwright.schedules.registry import kind_of
 from meshwright_worker.checkpoint.schedule import BUSY, REQUEST, due_after, tier_bit
 from meshwright_worker.checkpoint.store import Tier
+from meshwright_worker.distributed.collectives import all_reduce_sum
 from meshwright_worker.distributed.mesh import ISLAND, Mesh
 from meshwright_worker.local_sgd.outer_optimizer import RoundSchedule
 from meshwright_worker.local_sgd.parameter_averaging import any_island
@@ -35,6 +39,8 @@ class CheckpointRequests:
         self._busy = self._agreed = False
         self._postponed: set[int] = set()
         """Tiers that were due while a save was in progress."""
+        self._best: set[int] = set()
+        """Tiers on which the last step is among the best."""
 
     def record(self, results: Iterable[StepResult]) -> None:
         """Record results of steps."""
@@ -44,6 +50,7 @@ class CheckpointRequests:
 
     def end_step(self, number: int) -> None:
         """Record the end of step `number`. With islands, collective at the end of a round."""
+        self._best.clear()
         self._agreed = self._rounds is None
         if self._rounds is None or not self._rounds.ends_round(number):
             return
@@ -52,18 +59,31 @@ class CheckpointRequests:
         self._busy = self._on_any_island(self._busy)
         self._agreed = True
 
+    def record_best(self, tiers: Iterable[int]) -> None:
+        """Record the tiers that need a checkpoint of the step that has ended, because of its evaluation. The same on
+        every rank.
+        """
+        self._best = set(tiers)
+
+    def agree_on(self, tiers: Iterable[int]) -> list[int]:
+        """Return the tiers that rank 0 passes; other ranks pass none. Collective."""
+        bits = torch.tensor([sum(map(tier_bit, tiers))], dtype=torch.int64, device=self._mesh.device)
+        all_reduce_sum(bits, dist.group.WORLD)
+        return [number for number in range(len(self._tiers)) if int(bits.item()) & tier_bit(number)]
+
     def _on_any_island(self, flag: bool) -> bool:
         return any_island(flag, self._mesh.device, self._mesh.group(ISLAND))
 
     def due(self, step: int) -> list[int]:
         """The tiers on which all ranks save now, after `step`. Call it once a step, and again after a drain."""
         self._postponed.update(due_after(self._tiers, step))
-        if not self._agreed or (self._busy and not self.drains):
+        # One of the best cannot be postponed. Rank 0 has waited for the save in progress.
+        if not self._agreed or (self._busy and not self.drains and not self._best):
             return []
         if self._asked & REQUEST:
             return list(range(len(self._tiers)))
         timed = {number for number in range(len(self._tiers)) if self._asked & tier_bit(number)}
-        return sorted(self._postponed | timed)
+        return sorted(self._postponed | timed | self._best)
 
     def answer(self, step: int) -> None:
         """All ranks save after `step`, for whatever reason: this is the requested checkpoint, if there is a request."""
@@ -71,3 +91,4 @@ class CheckpointRequests:
             self._events.checkpoint_begun(step)
         self._asked = 0
         self._postponed.clear()
+        self._best.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -305,9 +306,27 @@ class TrainingLoop:
                 result, state, seconds, data_seconds / len(results), self._clock.take(), self._stall_seconds
             )
             if evaluation is not None and result is results[-1]:
-                report = replace(report, evaluation_loss=self._evaluate(evaluation))
+                loss = self._evaluate(evaluation)
+                report = replace(report, evaluation_loss=loss)
+                state = self._with_evaluation(state, loss)
             self._events.step(report)
         return state.model_copy(update={"loss": results[-1].loss.hex()})
+
+    def _with_evaluation(self, state: TrainingState, loss: float) -> TrainingState:
+        """Return the state with its evaluation loss, if the best checkpoints are retained. If it is one of them, all
+        ranks save it after this step. Collective.
+        """
+        manager = self._checkpoint_manager
+        if manager is None or not manager.keeps_best or not math.isfinite(loss):
+            return state
+        if state.step == self._training.steps:
+            # The final save does not add tiers to one that has begun after the last step.
+            self._requests.record_best(range(len(manager.tiers)))
+        else:
+            started_at = time.monotonic()
+            self._requests.record_best(self._requests.agree_on(manager.best_tiers(state.step, loss)))
+            self._stall_seconds += time.monotonic() - started_at
+        return state.model_copy(update={"evaluation_loss": loss})
 
     def _evaluate(self, evaluation: Evaluation) -> float:
         """Evaluate, the first time with the time limits of a start: compiled stages compile their forward passes again,

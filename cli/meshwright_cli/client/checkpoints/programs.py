@@ -69,6 +69,8 @@ class Generation:
     precision: str | None = None
     tokenizer: str | None = None
     base: str | None = None
+    best: bool = False
+    """Whether to use the checkpoint with the lowest evaluation loss, instead of the newest."""
 
     def arguments(self) -> list[str]:
         """Arguments of `python -m meshwright_worker.generate`."""
@@ -77,7 +79,7 @@ class Generation:
             "--precision": self.precision, "--tokenizer": self.tokenizer, "--base": self.base,
         }  # fmt: skip
         # With `=`, a prompt may begin with a dash.
-        return [*_given(named), *(["--past-end"] if self.past_end else [])]
+        return [*_given(named), *_flags({"--past-end": self.past_end, "--best": self.best})]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +92,15 @@ class Export:
     base: str | None = None
     adapter: bool = False
     """Whether to export only the adapters, instead of merging them into the model."""
+    best: bool = False
+    """Whether to export the checkpoint with the lowest evaluation loss, instead of the newest."""
 
     def arguments(self) -> list[str]:
         """Arguments of `python -m meshwright_worker.export`."""
         given = _given({
             "--dtype": self.dtype, "--file-gib": self.file_gib, "--tokenizer": self.tokenizer, "--base": self.base,
         })  # fmt: skip
-        return [*given, *(["--adapter"] if self.adapter else [])]
+        return [*given, *_flags({"--adapter": self.adapter, "--best": self.best})]
 
 
 def generate_command(checkpoint: str, generation: Generation, gpus: int) -> list[str]:
@@ -183,9 +187,11 @@ async def _until_ready(run: PodRun, memory: str | None) -> list[str]:
     raise await _failure(run, lines, memory)
 
 
-def checkpoints_command(action: str, places: Sequence[str], step: int | None, target: str | None = None) -> list[str]:
+def checkpoints_command(
+    action: str, places: Sequence[str], step: int | None, target: str | None = None, *, best: bool = False
+) -> list[str]:
     """The command that lists, verifies or copies checkpoints."""
-    more = _given({"--step": step, "--to": target})
+    more = [*_given({"--step": step, "--to": target}), *_flags({"--best": best})]
     return ["python", "-m", CHECKPOINTS, action, *(f"--at={place}" for place in places), *more]
 
 
@@ -202,6 +208,8 @@ async def inspect_checkpoints(
     options: PodOptions,
     notify: Notify,
     target: str | None = None,
+    *,
+    best: bool = False,
 ) -> list[dict[str, Any]]:
     """List, verify or copy a job's checkpoints in a pod next to them; what the program says of each.
 
@@ -213,19 +221,28 @@ async def inspect_checkpoints(
         options: memory of the pod, and time for its start.
         notify: is called with lines about what happens.
         target: with `copy`, a URI.
+        best: only the checkpoint with the lowest evaluation loss.
 
     Raises:
         RejectedError: the job has no checkpoints that Meshwright can read, or the program fails.
     """
-    command = checkpoints_command(action, places_of(job), step, target)
+    command = checkpoints_command(action, places_of(job), step, target, best=best)
     tool = Tool("checkpoint", command, memory=options.memory or CHECKPOINTS_MEMORY)
     return entries_of(await _run(client, tool_pod(job, tool, secrets.token_hex(4)), options, notify))
 
 
 async def copy_checkpoint_here(
-    client: AsyncClient, job: Job, step: int | None, target: Path, options: PodOptions, notify: Notify
+    client: AsyncClient,
+    job: Job,
+    step: int | None,
+    target: Path,
+    options: PodOptions,
+    notify: Notify,
+    *,
+    best: bool = False,
 ) -> dict[str, Any]:
-    """Copy a checkpoint of a job, by default the newest intact one, into a local directory of checkpoints.
+    """Copy a checkpoint of a job, by default the newest intact one, into a local directory of checkpoints. With `best`,
+    the intact one with the lowest evaluation loss.
 
     Raises:
         ManifestError: the directory has that step already.
@@ -233,7 +250,7 @@ async def copy_checkpoint_here(
         RejectedError: the program fails, or a file arrives with another checksum.
     """
     output = f"{OUTPUT_MOUNT}/checkpoints"
-    _, _, *arguments = checkpoints_command("copy", places_of(job), step, output)
+    _, _, *arguments = checkpoints_command("copy", places_of(job), step, output, best=best)
     command = ["python", "-c", _RUN_AND_WAIT, *arguments]
     tool = Tool("checkpoint", command, memory=options.memory or CHECKPOINTS_MEMORY, has_output=True)
     await _check_exec(client, job)
@@ -326,6 +343,10 @@ def _summary(lines: Sequence[str], where: str) -> str:
     """The program's last line, with the place as the user named it."""
     head, _, tail = (lines[-1] if lines else "").partition(" in ")
     return f"{head} in {where};{tail.partition(';')[2]}" if tail else where
+
+
+def _flags(named: Mapping[str, bool]) -> list[str]:
+    return [name for name, value in named.items() if value]
 
 
 def _given(named: Mapping[str, object]) -> list[str]:
