@@ -150,6 +150,15 @@ def test_each_tier_has_its_own_best(pool: RankPool, overfitted: Path, tmp_path: 
     assert sorted(open_store(uri).steps()) == sorted({*lowest(recorder.losses, 2), STEPS})
 
 
+def test_the_last_step_is_on_every_tier_if_it_is_the_best(pool: RankPool, overfitted: Path, tmp_path: Path) -> None:
+    """Also if only the volume is due after it: the save at the end adds no tier to one that has begun."""
+    volume, uri = tmp_path / "volume", f"file://{tmp_path}/store"
+    run = run_of(best=None, store={"keep_best": 1, "keep": 1, "every_steps": 900}, every=3, steps=6)
+    recorder = trained(pool, run, volume, overfitted, uri=uri)
+    assert lowest(recorder.losses) == [6], recorder.losses
+    assert (CheckpointDirectory(volume).steps(), open_store(uri).steps()) == ([6], [6])
+
+
 def test_without_the_field_no_manifest_has_a_loss(pool: RankPool, overfitted: Path, tmp_path: Path) -> None:
     recorder = trained(pool, run_of(best=None, steps=4), tmp_path, overfitted)
     assert [*recorder.losses] == [2, 4]
