@@ -124,6 +124,25 @@ async def test_the_record_of_a_checkpoint_outlives_rank_0_and_a_damaged_checkpoi
     assert record.history[0].changes.keys() == {"image", "spec.training.steps"}
 
 
+async def test_the_best_checkpoints_outlive_rank_0_and_other_ranks(tmp_path: Path, text: Path) -> None:
+    """A new rank 0 reads from the manifests which checkpoints are the best."""
+    run = run_of(12, data=2, keep=1, training={"evaluation": {"every_steps": 2, "samples": 10}})
+    assert run.checkpoint is not None
+    best = run.checkpoint.model_copy(update={"keep_best": 2})
+    run = run.model_copy(update={"data": run.data.model_copy(update={"held_out": 0.2}), "checkpoint": best})
+    await undisturbed(run, tmp_path / "undisturbed", text)
+    async with gang_of(run, tmp_path / "disturbed", text) as gang:
+        await gang.start(fatal={0: "5:backward:1"})
+        await gang.trains()
+        await gang.recover(fatal={1: "9:backward:1"})
+        await gang.recover()
+        await gang.finish()
+    found = [CheckpointDirectory(tmp_path / name).evaluation_losses() for name in ("undisturbed", "disturbed")]
+    assert found[0] == found[1]
+    assert len(found[0]) == 2, "the loss falls: the last one is the best, and then comes the one before"
+    assert_same(tmp_path / "disturbed", tmp_path / "undisturbed", 12)
+
+
 async def compare(
     kills: list[Kill], options: dict[str, Any], root: Path, text: Path, copies: MemoryCopies | None = None
 ) -> Gang:

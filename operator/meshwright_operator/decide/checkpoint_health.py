@@ -144,7 +144,9 @@ def _saved_since(moment: str, status: ParallelTrainingJobStatus, tiers: Sequence
 
 
 def _with_commit(tier: CheckpointTier, received: WorkerReport, spec: CheckpointSpec) -> CheckpointTier:
-    """The tier with the latest checkpoint there, which is reported before the tier is, or after the last step alone."""
+    """The tier with the latest checkpoint there. That is reported before the tier is; after the last step, the tier is
+    not reported.
+    """
     commit, evaluation = received.checkpoint, received.evaluation
     moment = parse_time(commit.time) if commit is not None else None
     newer = commit is not None and commit.path.startswith(tier.place) and commit.step > (tier.step or -1)

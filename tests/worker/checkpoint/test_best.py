@@ -6,6 +6,7 @@ import json
 import math
 import uuid
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from meshwright.api.checkpoint import CheckpointSpec, Interval, Retention, StoreSpec
 from meshwright.protocol.messages import FailureHistory
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.files import LocalFiles
 from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.checkpoint.manifest import (
     MANIFEST,
@@ -151,7 +153,8 @@ def test_a_damaged_manifest_has_no_loss(tmp_path: Path, content: bytes | None) -
     path.write_bytes(content)
     assert read_evaluation_loss(store.path(1)) is None
     path.unlink()
-    assert read_evaluation_loss(store.path(1)) is None
+    with pytest.raises(FileNotFoundError):
+        read_evaluation_loss(store.path(1))
 
 
 def test_a_store_retains_its_best_and_counts_no_damaged_one(store: CheckpointStore) -> None:
@@ -165,6 +168,24 @@ def test_a_store_retains_its_best_and_counts_no_damaged_one(store: CheckpointSto
     save(store, 6, 4.0)
     store.retain(retention)
     assert store.steps() == [6, 5], "that of step 2 is hidden, and that of step 5 is the best of the rest"
+
+
+def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> None:
+    """The best checkpoint may be one that the volume does not show at the moment."""
+
+    class Failing(CheckpointDirectory):
+        def files(self, step: int) -> LocalFiles:
+            if step == 2:
+                raise OSError("Stale file handle")
+            return super().files(step)
+
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        save(CheckpointDirectory(tmp_path), step, loss)
+    with pytest.raises(OSError, match="Stale"):
+        Failing(tmp_path).retain(Retention(1, best=1))
+    assert CheckpointDirectory(tmp_path).steps() == [3, 2, 1]
+    CheckpointDirectory(tmp_path).retain(Retention(1, best=1))
+    assert CheckpointDirectory(tmp_path).steps() == [3, 2]
 
 
 def test_a_step_that_is_saved_again_has_its_new_loss(store: CheckpointStore) -> None:
@@ -243,11 +264,16 @@ def test_steps_wait_for_a_save_in_progress_once_and_lose_the_best_after_that(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits: list[float] = []
+
+    def after(seconds: float, *, ends: bool) -> bool:
+        waits.append(seconds)
+        return ends
+
     one = tier(CheckpointDirectory(tmp_path))
     schedule = schedule_of(one)
     schedule.begun([0], 0.0)
-    assert schedule.best_tiers(2, 1.0, True, lambda seconds: waits.append(seconds) or True) == [0]
-    assert schedule.best_tiers(4, 1.0, True, lambda seconds: waits.append(seconds) or False) == []
+    assert schedule.best_tiers(2, 1.0, True, partial(after, ends=True)) == [0]
+    assert schedule.best_tiers(4, 1.0, True, partial(after, ends=False)) == []
     assert schedule.best_tiers(6, 1.0, True, ended) == []
     assert waits == [PATIENCE_SECONDS] * 2
     assert "no checkpoint of step 6 with evaluation loss 1: a save is still in progress" in caplog.text

@@ -133,9 +133,9 @@ def _listed(place: str, step: int, files: CheckpointFiles, saved_at: float | Non
 def with_best(entries: Iterable[Listed]) -> list[Listed]:
     """The entries of all places of a job, of which the best are marked: one, or its copies in several places."""
     found = list(entries)
-    evaluated = [entry for entry in found if entry.evaluation_loss is not None]
-    best = next(iter(ranked({entry.step: entry.evaluation_loss for entry in evaluated})), None)
-    return [replace(entry, best=entry in evaluated and entry.step == best) for entry in found]
+    losses = {entry.step: entry.evaluation_loss for entry in found if entry.evaluation_loss is not None}
+    best = next(iter(ranked(losses)), None)
+    return [replace(entry, best=entry.step == best and entry.evaluation_loss is not None) for entry in found]
 
 
 def best_steps(places: Sequence[str]) -> list[int]:
@@ -145,12 +145,8 @@ def best_steps(places: Sequence[str]) -> list[int]:
         FileNotFoundError: none has one.
         OSError: as `found_at`.
     """
-    losses: dict[int, float | None] = {}
-    for place in places:
-        losses |= {
-            step: loss for step, files, _ in found_at(place) if (loss := read_evaluation_loss(files)) is not None
-        }
-    if not (steps := ranked(losses)):
+    read = ((step, read_evaluation_loss(files)) for place in places for step, files, _ in found_at(place))
+    if not (steps := ranked({step: loss for step, loss in read if loss is not None})):
         raise FileNotFoundError(NONE_IS_BEST.format(place=", ".join(places)))
     return steps
 

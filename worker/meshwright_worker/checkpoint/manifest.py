@@ -279,14 +279,15 @@ def read_manifest_as(checkpoint: CheckpointPath, manifest_type: type[ManifestTyp
 
 def read_evaluation_loss(checkpoint: CheckpointPath) -> float | None:
     """Return the evaluation loss in the manifest of a checkpoint of any kind or version. None if it has none, or if it
-    is damaged or missing.
+    is damaged.
 
     Raises:
         OSError: it cannot be read.
     """
+    content = files_of(checkpoint).read(MANIFEST)
     try:
-        fields = json.loads(files_of(checkpoint).read(MANIFEST))
-    except (FileNotFoundError, ValueError, RecursionError):
+        fields = json.loads(content)
+    except (ValueError, RecursionError):
         return None
     return evaluation_loss_in(fields) if isinstance(fields, dict) and not checksum_error(fields) else None
 

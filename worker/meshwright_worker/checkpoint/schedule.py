@@ -41,6 +41,17 @@ def due_after(tiers: Sequence[Tier], step: int) -> list[int]:
     return [number for number, every in intervals if every is not None and step % every == 0]
 
 
+def _losses_of(tier: Tier) -> dict[int, float | None]:
+    """Step -> evaluation loss of the checkpoints on a tier, if it retains the best. Empty if they cannot be read: then
+    each evaluation is one of the best, and costs a save.
+    """
+    try:
+        return tier.store.evaluation_losses() if tier.retention.best is not None else {}
+    except OSError as error:
+        log.warning("the evaluation losses in %s cannot be read: %s", tier.store, error)
+        return {}
+
+
 @dataclass(slots=True)
 class _TierState:
     """What rank 0 knows of a tier."""
@@ -96,16 +107,16 @@ class CheckpointSchedule:
         now, wall = self._clock(), self._wall()
         for tier, state in zip(self._tiers, self._states, strict=True):
             state.since = now
+            state.losses = _losses_of(tier)
+            state.show_best()
             try:
                 newest = max(tier.store.steps(), default=None)
                 saved_at = tier.store.saved_at(newest) if newest is not None else None
-                state.losses = tier.store.evaluation_losses() if tier.retention.best is not None else {}
             except OSError as error:
                 log.warning("the checkpoints in %s cannot be listed: %s", tier.store, error)
                 continue
             if newest is not None:
                 state.report = replace(state.report, step=newest, saved_at=saved_at)
-            state.show_best()
             if step > 0 and newest != step:
                 state.since = now - max(0.0, wall - saved_at) if saved_at is not None else float("-inf")
         self._update_intervals()
@@ -127,7 +138,7 @@ class CheckpointSchedule:
 
     def best_tiers(self, step: int, loss: float, busy: bool, wait: Callable[[float], bool]) -> list[int]:
         """The tiers on which the checkpoint of `step`, with this evaluation loss, is among the best and not there yet.
-        None if a save in progress does not end: the next step changes the parameters.
+        Empty if a save in progress does not end in time: the next step changes the parameters.
         """
         best = [
             number
