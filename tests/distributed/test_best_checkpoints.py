@@ -20,6 +20,8 @@ from tests.distributed.rank_pool import RankPool
 
 STEPS, EVERY, RESTART = 24, 2, 17
 LOCAL = {"method": "DiLoCo", "every_steps": 2, "learning_rate": 0.7, "momentum": 0.9}
+ASYNCHRONOUS = {"method": "AsyncSGD", "every_steps": 2}
+LORA = {"tensor": 2, "training": {"lora": {"rank": 4}, "precision": "bf16"}}
 PIPE = {"pipeline": 2, "clip": 0.0, "parallelism": {"schedule": "PipeDream2BW"}}
 
 
@@ -30,7 +32,7 @@ def overfitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_of(best: int | None = 1, store: dict[str, Any] | None = None, **layout: Any) -> NativeRun:
     """A run that saves by steps only at its end, unless `layout` says otherwise."""
-    training = {"evaluation": {"every_steps": EVERY, "samples": 10}}
+    training = {"evaluation": {"every_steps": EVERY, "samples": 10}, **layout.pop("training", {})}
     options: dict[str, Any] = {"steps": STEPS, "every": 900, "keep": 1, "optimizer": {"learning_rate": 0.01}}
     run = small_run(**{**options, **layout}, training=training)
     assert run.checkpoint is not None
@@ -104,8 +106,8 @@ def test_the_recorded_loss_is_that_of_the_parameters_which_are_saved(
 @pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
-    [{"tensor": 2, "data": 2, "zero": 3}, {"data": 2, "outer": LOCAL}, PIPE],
-    ids=["tensor and ZeRO", "islands", "pipeline without flushes"],
+    [{"tensor": 2, "data": 2, "zero": 3}, {"data": 2, "outer": LOCAL}, {"data": 2, "outer": ASYNCHRONOUS}, PIPE, LORA],
+    ids=["tensor and ZeRO", "islands", "a parameter server", "pipeline without flushes", "adapters"],
 )
 def test_in_every_layout_too(pool: RankPool, overfitted: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
     run = run_of(best=2, **layout)
