@@ -370,7 +370,8 @@ def manifest_template(run: NativeRun, stream: str, mesh: Mesh) -> Manifest:
         sequence_length=training.sequence_length,
         stream=stream,
         layout=layout,
-        lora=training.lora,
+        # What the checkpoint contains does not depend on where its adapters began.
+        lora=training.lora and training.lora.model_copy(update={"initial_adapter": None}),
         initial_weights=training.initial_weights if training.lora else None,
         weights_in_tiles=training.lora is not None and training.initial_weights is None,
     )
