@@ -335,7 +335,9 @@ class RankWork(OpenMessage):
     """How far a rank is with work that takes long, before its first step."""
 
     name: Annotated[str, Field(max_length=16)]
-    """`list`: the files of the data are listed, and counted. `tokenize`: their bytes become tokens."""
+    """`list`: the files of the data are listed, and counted. `tokenize`: their bytes become tokens. `verify`: the
+    rank's share of the checkpoint's files is verified. `checkpoint`, `weights`, `adapter`: its part of the checkpoint,
+    of the initial weights or of the initial adapter is read. `draw`: its part of random weights is drawn."""
     done: Int64
     """Files or bytes that are done."""
     total: Int64 | None = None

@@ -60,7 +60,7 @@ class Adapter:
 
     @torch.no_grad()
     def load(self, shards: Sequence[ParameterShard], progress: Progress = no_report) -> None:
-        """Fill the shards of its parameters. `progress` is called after each."""
+        """Fill the shards of its parameters. `progress` counts the bytes of the shards."""
         for shard in shards:
             part = self.parts[shard.name]
             stored, rank = self.files.find(part.tensor).map(), shard.shape[0 if part.outputs is None else 1]
@@ -70,7 +70,7 @@ class Adapter:
             else:
                 first, last, _ = shard.box[0].indices(shard.shape[0])
                 shard.local.copy_(part.outputs.rows(stored[:, own], first, last)[:, shard.box[1]])
-            progress()
+            progress(shard.local.nbytes)
 
 
 def open_adapter(model: Architecture, lora: LoraSpec, directory: Path) -> Adapter:

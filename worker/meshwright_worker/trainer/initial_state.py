@@ -23,7 +23,7 @@ from meshwright_worker.pretrained.adapter_import import check_adapter_base, open
 from meshwright_worker.pretrained.base_fingerprint import base_fingerprint
 from meshwright_worker.pretrained.load import load_pretrained
 from meshwright_worker.rank.failures import PretrainedError
-from meshwright_worker.rank.task import Progress, no_report
+from meshwright_worker.rank.task import WorkProgress
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.trainer import Trainer
 
@@ -35,16 +35,17 @@ def load_state(
     run: NativeRun,
     mesh: Mesh,
     checkpoint_manager: CheckpointManager | None,
-    progress: Progress = no_report,
+    progress: WorkProgress | None = None,
 ) -> TrainingState:
     """Fill every parameter of a trainer that was built without values, and return the state to start from. Collective.
-    `progress` is called after each part.
+    `progress` counts the bytes that are read or drawn.
 
     Raises:
         PretrainedError: `training.initialWeights` contains another model, or `training.lora.initialAdapter` another
             adapter; or they are damaged, or differ between ranks.
         CheckpointMismatchError, CheckpointVolumeError, ForeignCheckpointError: as `CheckpointManager.load`.
     """
+    progress = progress or WorkProgress()
     state, weights, lora = TrainingState(), run.training.initial_weights, run.training.lora
     base: str | None = None
     if lora is not None and weights is not None:
@@ -72,7 +73,7 @@ def load_state(
         adapter = open_adapter(run.architecture, lora, Path(lora.initial_adapter))
         check_adapter_base(Path(lora.initial_adapter), weights, base)
         _check_same_files(adapter.fingerprint, "training.lora.initialAdapter", mesh)
-        adapter.load(adapters, progress)
+        adapter.load(adapters, progress.begin("adapter", _size(adapters)))
         if mesh.rank == 0:
             log.info("training begins from the adapter in %s", lora.initial_adapter)
     else:
@@ -96,9 +97,15 @@ def _check_same_files(fingerprint: str, field: str, mesh: Mesh) -> None:
 
 
 def draw_shards(
-    shards: Sequence[ParameterShard], run: NativeRun, *, tiled: bool = True, progress: Progress = no_report
+    shards: Sequence[ParameterShard], run: NativeRun, *, tiled: bool = True, progress: WorkProgress | None = None
 ) -> None:
     """Give shards the initial values of their parts; for `tiled` see `draw_into`."""
+    counted = (progress or WorkProgress()).begin("draw", _size(shards))
     for shard in shards:
         draw_into(shard.local, shard.name, shard.shape, shard.box, run.architecture, run.training.seed, tiled=tiled)
-        progress()
+        counted(shard.local.nbytes)
+
+
+def _size(shards: Sequence[ParameterShard]) -> int:
+    """Bytes of this rank's parts."""
+    return sum(shard.local.nbytes for shard in shards)
