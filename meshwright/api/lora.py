@@ -37,4 +37,5 @@ class LoraSpec(ApiModel):
     initial_adapter: Annotated[str, Field(min_length=2, max_length=1024, pattern="^/")] | None = Field(
         None, exclude_if=lambda path: path is None
     )
-    """Directory of an adapter of `initialWeights` in the format of PEFT, to begin from. By default, a new adapter."""
+    """Experimental. Directory of an adapter of `initialWeights` in the format of PEFT, to begin with. By default the
+    adapter is new."""
