@@ -33,9 +33,9 @@ from meshwright.protocol.preflight import PreflightReport
 from meshwright.protocol.run_config import NativeRun, RunConfig, RunMessage, UnsupportedRun
 from meshwright.protocol.trust import MAX_BUNDLE_BYTES
 
-RUN_VERSION = 3
+RUN_VERSION = 4
 """The newest `run_version` that this release executes. Version 2 has replica groups, version 3 has `decay` and
-`decaySteps` of the optimizer."""
+`decaySteps` of the optimizer, version 4 has `initialAdapter` of LoRA."""
 
 MAX_GENERATION = 1 << 31
 DEFAULT_REPORT_SECONDS = 2.0
@@ -260,7 +260,10 @@ class MeshDocument(OpenMessage):
 
 def run_version_of(run: RunConfig, groups: ReplicaGroups | None) -> int:
     """The `run_version` of a run: the lowest that executes it, so that older images do as long as they can."""
-    optimizer = run.training.optimizer if isinstance(run, NativeRun) else None
+    training = run.training if isinstance(run, NativeRun) else None
+    if training is not None and training.lora is not None and training.lora.initial_adapter is not None:
+        return 4
+    optimizer = training.optimizer if training is not None else None
     if optimizer is not None and (optimizer.decay_or_default is not RateDecay.COSINE or optimizer.decay_steps):
         return 3
     return 1 if groups is None else 2
@@ -332,7 +335,9 @@ class RankWork(OpenMessage):
     """How far a rank is with work that takes long, before its first step."""
 
     name: Annotated[str, Field(max_length=16)]
-    """`list`: the files of the data are listed, and counted. `tokenize`: their bytes become tokens."""
+    """`list`: the files of the data are listed, and counted. `tokenize`: their bytes become tokens. `verify`: the
+    rank's share of the checkpoint's files is verified. `checkpoint`, `weights`, `adapter`: its part of the checkpoint,
+    of the initial weights or of the initial adapter is read. `draw`: its part of random weights is drawn."""
     done: Int64
     """Files or bytes that are done."""
     total: Int64 | None = None

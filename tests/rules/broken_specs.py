@@ -332,6 +332,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("training.optimizer.offloadPath", {"training.optimizer.offloadPath": "/scratch"}),
     ("training.lora.targets", {**LATENT, "training.lora": {"targets": ["Key", "Value"]}}),
     ("training.lora.targets", {"model.gated": False, "training.lora": {"targets": ["Gate"]}}),
+    ("training.lora.initialAdapter", {"training.lora": {"initialAdapter": "/adapters/a"}}),
     ("training.lora.targets", {**mixture(), "training.lora": {"targets": ["Gate", "Up", "Down"]}}),
     ("workers.env", {"workers.env": [{"name": "A"}, {"name": "MESHWRIGHT_TOKEN", "value": "x"}]}),
     ("workers.env", {"workers.env": [{"name": "TORCHELASTIC_RUN_ID", "value": "x"}]}),

@@ -41,6 +41,11 @@ REFUSED_EDITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("training", {}, {"training.seed": 1}),
     ("training", {}, {"training.sequenceLength": 64}),
     ("training", {}, {"training.initialWeights": "/models/other"}),
+    (
+        "training",
+        {"training.initialWeights": "/models/a", "training.lora": {}},
+        {"training.lora": {"initialAdapter": "/adapters/a"}},
+    ),
     ("training", {"training.lora": {"rank": 4}}, {"training.lora": None}),
     ("training", {}, {"training": None}),
     ("checkpoint", CHECKPOINT, {"checkpoint": None}),

@@ -130,6 +130,7 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {**mixture(), "training.lora": {"targets": ["Value", "Gate"]}}),
     (GOOD, {"model.gated": False, "training.lora": {"targets": ["Gate", "Up"]}}),
     (GOOD, {"training.lora": {"targets": ["Gate"]}}),
+    (GOOD, {"training.lora": {"initialAdapter": "/adapters/a"}, "training.initialWeights": "/models/a"}),
     (GOOD, {"recovery": {"maxRestarts": 100, "restartWindowSeconds": 600}}),
     (GOOD, shards(strategy="FULL_SHARD")),
     (GOOD, shards(strategy="ZeRO")),

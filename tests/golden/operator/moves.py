@@ -146,7 +146,7 @@ TRAINING: list[Move] = [
     *part("training.tracking", {}, {"tensorBoard": True, "wandb": {"project": "lm", "offline": True}}),
     *part("training.anomalies", {}, {"nonFinite": "GoBack", "spike": "Skip", "window": 64}),
     *one("training.lora", {}, {"rank": 4, "alpha": 8.0, "targets": ["Query", "Key", "Value", "Output"]}, None),
-    *one("training.lora", {"targets": ["Gate", "Up", "Down"]}),
+    *one("training.lora", {"targets": ["Gate", "Up", "Down"]}, {"initialAdapter": "/adapters/a"}),
 ]
 PARALLELISM: list[Move] = [
     *one("replicas", 1, 2, 3, 4),
@@ -259,7 +259,7 @@ MALFORMED: list[Move] = [
     *one("training.precision", "int8"),
     *one("training.optimizer", {"beta1": 1.0, "beta2": 2.0}, {"decay": "Exponential", "decaySteps": 0}),
     *one("training.outer", {}),
-    *one("training.lora", {"targets": []}),
+    *one("training.lora", {"targets": []}, {"initialAdapter": "adapters"}),
     *one("parallelism.zeroStage", 4),
     *one("parallelism.schedule", "1f1b"),
     *one("parallelism.virtualStages", 1),

@@ -14,6 +14,7 @@ from meshwright_worker.checkpoint.manifest import Manifest, encode_manifest
 from meshwright_worker.checkpoint.provenance import (
     EXPORT_RECORD,
     MAX_CHANGES,
+    Provenance,
     continued,
     export_record,
     parent_at,
@@ -72,6 +73,25 @@ def test_a_chain_is_read_from_its_last_link(tmp_path: Path) -> None:
         "began with random weights",
     ):
         assert part in text, text
+
+
+def test_the_adapter_that_training_began_from_is_part_of_the_chain(tmp_path: Path) -> None:
+    first = provenance_of(small_run(), "team/first", IMAGE)
+    (tmp_path / EXPORT_RECORD).write_text(export_record("/c/step-00000009", 9, 3, first, "1-aa"))
+    lora = {"lora": {"initial_adapter": str(tmp_path)}, "initial_weights": "/models/a"}
+    record = provenance_of(small_run(training=lora), "team/second", IMAGE)
+    assert record.adapter is not None
+    assert record.adapter.base_fingerprint == "1-aa"
+    assert continued(record, provenance_of(small_run(), "team/second", IMAGE), 5).adapter == record.adapter
+    text = "\n".join(lineage_lines({"place": "x", "step": 5, "digest": 1, "provenance": fields_of(record)}))
+    assert "├─ began with the adapter of /c/step-00000009 (step 9)" in text
+    assert text.index("job team/second") < text.index("job team/first") < text.index("the weights of /models/a")
+    assert "adapter" not in fields_of(first)
+
+
+def fields_of(record: Provenance) -> dict[str, object]:
+    """As in a checkpoint of a run."""
+    return record.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def _fields(found: object) -> dict[str, object]:

@@ -36,7 +36,7 @@ from meshwright_worker.checkpoint.manifest import (
 )
 from meshwright_worker.checkpoint.store import CheckpointStore
 from meshwright_worker.distributed.mesh import Mesh
-from meshwright_worker.rank.task import Progress, no_report
+from meshwright_worker.rank.task import WorkProgress
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,10 @@ def newest_intact(store: CheckpointStore, mesh: Mesh, manifest_type: type[Manife
 
 
 def newest_of_all(
-    stores: Sequence[CheckpointStore], mesh: Mesh, manifest_type: type[ManifestType], progress: Progress = no_report
+    stores: Sequence[CheckpointStore],
+    mesh: Mesh,
+    manifest_type: type[ManifestType],
+    progress: WorkProgress | None = None,
 ) -> tuple[CheckpointStore, ManifestType] | None:
     """Return the latest complete checkpoint with intact files over all stores; of the same step, that of the first one.
 
@@ -114,7 +117,7 @@ def find_checkpoint_on_mesh(path: Path | str, mesh: Mesh) -> tuple[CheckpointPat
 
 
 def read_intact(
-    checkpoint: CheckpointPath, mesh: Mesh, manifest_type: type[ManifestType], progress: Progress = no_report
+    checkpoint: CheckpointPath, mesh: Mesh, manifest_type: type[ManifestType], progress: WorkProgress | None = None
 ) -> ManifestType:
     """Return the manifest of a checkpoint after verifying its files. Collective: each rank reads its share of them.
     What one rank finds damaged, another one reads again: the memory of a node may be broken, and not the file.
@@ -154,7 +157,7 @@ def _confirmed(
     manifest: BaseManifest | None,
     damages: Mapping[int, tuple[str, str]],
     mesh: Mesh,
-    progress: Progress,
+    progress: WorkProgress | None,
 ) -> DamagedCheckpointError | CheckpointVolumeError:
     """Have what each of these ranks finds damaged read by another rank, far from it. Collective.
 
@@ -181,12 +184,15 @@ def _confirmed(
     return CheckpointVolumeError(f"only rank {rank} finds that {text}; for rank {reader_of[rank]} it is intact: {fix}")
 
 
-def _is_intact(checkpoint: CheckpointPath, manifest: BaseManifest | None, name: str, progress: Progress) -> bool:
+def _is_intact(
+    checkpoint: CheckpointPath, manifest: BaseManifest | None, name: str, progress: WorkProgress | None
+) -> bool:
     """Whether this rank finds a file intact; without a name, the manifest."""
     if manifest is None or not name:
         return manifest is not None
+    record = manifest.files[name]
     try:
-        check_file(files_of(checkpoint), name, manifest.files[name], progress)
+        check_file(files_of(checkpoint), name, record, (progress or WorkProgress()).begin("verify", record.size))
     except DamagedCheckpointError:
         return False
     return True
@@ -226,7 +232,7 @@ def load_tensors(
     tensors: dict[str, torch.Tensor],
     path: CheckpointPath,
     group: dist.ProcessGroup | None,
-    progress: Progress = no_report,
+    progress: WorkProgress | None = None,
 ) -> None:
     """Fill tensors in place from a complete checkpoint. Collective over `group`; without one, in this process only.
 

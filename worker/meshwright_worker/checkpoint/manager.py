@@ -47,15 +47,7 @@ from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer, local_sg
 from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.data.compression.state import CompressionState
 from meshwright_worker.parallel.shards import ParameterShard
-from meshwright_worker.rank.task import (
-    AT_WORK_SECONDS,
-    Progress,
-    RankEvents,
-    RankTask,
-    TierReport,
-    no_report,
-    progress_of,
-)
+from meshwright_worker.rank.task import AT_WORK_SECONDS, RankEvents, RankTask, TierReport, WorkProgress
 
 log = logging.getLogger(__name__)
 
@@ -95,13 +87,13 @@ class CheckpointManager:
         outer: OuterOptimizer | None = None,
         compression_state: CompressionState | None = None,
         *,
-        progress: Progress = no_report,
+        progress: WorkProgress | None = None,
     ) -> TrainingState:
         """Fill model and optimizer from the newest intact checkpoint. Return the state to resume from; step 0 without
         one.
 
-        `compression_state` is restored too, if the checkpoint contains it for this layout. `progress` is called after
-        each part that was read.
+        `compression_state` is restored too, if the checkpoint contains it for this layout. `progress` counts the
+        bytes that are read.
 
         Raises:
             CheckpointMismatchError: it belongs to another run.
@@ -152,7 +144,7 @@ class CheckpointManager:
             CheckpointVolumeError, ForeignCheckpointError: as `newest_intact`.
         """
         self.report(wait=True)
-        stores, progress = [tier.store for tier in self._tiers], progress_of(self._events)
+        stores, progress = [tier.store for tier in self._tiers], WorkProgress(self._events)
         listed = on_first_rank(lambda: [store.steps() for store in stores], self._mesh) or []
         for target in checkpoints_to_go_back_to({found for steps in listed for found in steps}, step, at_least):
             having = [store for store, steps in zip(stores, listed, strict=True) if target in steps]
@@ -167,7 +159,7 @@ class CheckpointManager:
             return state
         return None
 
-    def _intact(self, store: CheckpointStore, step: int, progress: Progress) -> Manifest | None:
+    def _intact(self, store: CheckpointStore, step: int, progress: WorkProgress) -> Manifest | None:
         """The manifest of a checkpoint; None if it is damaged, and hidden now. Collective."""
         try:
             return read_intact(store.files(step), self._mesh, Manifest, progress)
@@ -370,7 +362,8 @@ def manifest_template(run: NativeRun, stream: str, mesh: Mesh) -> Manifest:
         sequence_length=training.sequence_length,
         stream=stream,
         layout=layout,
-        lora=training.lora,
+        # What the checkpoint contains does not depend on where its adapters began.
+        lora=training.lora and training.lora.model_copy(update={"initial_adapter": None}),
         initial_weights=training.initial_weights if training.lora else None,
         weights_in_tiles=training.lora is not None and training.initial_weights is None,
     )
