@@ -69,7 +69,8 @@ def _parent(parent: Mapping[str, Any] | None) -> list[str]:
     if parent is None:
         return ["began with random weights"]
     step = f" (step {parent['step']:,})" if parent.get("step") is not None else ""
-    first = f"began with the weights of {parent['path']}{step}"
+    began = "resumed from" if parent.get("resumed") else "began with the weights of"
+    first = f"{began} {parent['path']}{step}"
     return [first, *_record(parent.get("digest"), parent.get("provenance"))]
 
 

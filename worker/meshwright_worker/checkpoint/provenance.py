@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from meshwright import __version__
@@ -62,7 +62,7 @@ class Provenance(_Record):
 
 
 class Parent(_Record):
-    """Weights that training began from, or the checkpoint that was exported."""
+    """What training began from, or the checkpoint that was exported."""
 
     path: str
     """Where they were, as the ranks saw it."""
@@ -72,6 +72,8 @@ class Parent(_Record):
     """Digest of the samples until then."""
     provenance: Provenance | None = None
     """Where they come from; None if that is not known."""
+    resumed: Annotated[bool, Field(exclude_if=lambda resumed: not resumed)] = False
+    """Whether training began from the entire checkpoint, after its step, and not only from its weights."""
 
 
 def provenance_of(run: NativeRun, job: str, image: str | None) -> Provenance:
@@ -87,10 +89,21 @@ def continued(before: Provenance | None, now: Provenance, step: int) -> Provenan
     """The record of a run that goes on from the checkpoint of `step`, whose record was `before`. Pure."""
     if before is None:
         return now
+    history = [*before.history, *_changes(before, now, step)]
+    return now.model_copy(update={"history": history[-MAX_CHANGES:], "parent": before.parent})
+
+
+def branched(source: str, step: int, digest: int, before: Provenance | None, now: Provenance) -> Provenance:
+    """The record of a run that begins from the checkpoint `source` of another one, whose record was `before`. Pure."""
+    parent = Parent(path=source, step=step, digest=digest, provenance=before, resumed=True)
+    return now.model_copy(update={"history": _changes(before, now, step) if before else [], "parent": parent})
+
+
+def _changes(before: Provenance, now: Provenance, step: int) -> list[Change]:
+    """What is different after `step`; empty if nothing is."""
     old, new = before.facts(), now.facts()
     changes = {path: [old.get(path), new.get(path)] for path in sorted({*old, *new}) if old.get(path) != new.get(path)}
-    history = [*before.history, *([Change(step=step, changes=changes)] if changes else [])]
-    return now.model_copy(update={"history": history[-MAX_CHANGES:], "parent": before.parent})
+    return [Change(step=step, changes=changes)] if changes else []
 
 
 def parent_at(directory: str) -> Parent:

@@ -38,7 +38,8 @@ def load_state(
 
     Raises:
         PretrainedError: `training.initialWeights` contains another model, is damaged, or differs between ranks.
-        CheckpointMismatchError, CheckpointVolumeError, ForeignCheckpointError: as `CheckpointManager.load`.
+        CheckpointMismatchError, CheckpointVolumeError, ForeignCheckpointError, ResumeSourceError: as
+            `CheckpointManager.load`.
     """
     state, weights = TrainingState(), run.training.initial_weights
     if checkpoint_manager is not None:
