@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.api.checkpoint import CheckpointSpec
 from meshwright.api.lora import LoraSpec
 from meshwright.api.training import OptimizerSpec
 from meshwright.protocol import versions
@@ -143,6 +144,14 @@ def test_images_that_would_train_a_new_adapter_reject_the_run() -> None:
     for lora, version in (({}, 1), ({"initial_adapter": "/adapters/a"}, 4)):
         training = run.training.model_copy(update={"lora": LoraSpec.model_validate(lora)})
         assert run_version_of(run.model_copy(update={"training": training}), None) == version
+
+
+def test_images_that_would_begin_at_step_0_reject_the_run() -> None:
+    run = mesh_document().run
+    assert isinstance(run, NativeRun)
+    for resume_from, version in ((None, 1), ("base-0a1b2c3d", 4)):
+        checkpoint = CheckpointSpec(claim_name="c", resume_from=resume_from)
+        assert run_version_of(run.model_copy(update={"checkpoint": checkpoint}), None) == version
 
 
 def test_what_is_not_a_mesh_document_is_an_error() -> None:

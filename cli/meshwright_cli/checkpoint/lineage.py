@@ -71,7 +71,8 @@ def _parent(parent: Mapping[str, Any] | None, what: str) -> list[str]:
     if parent is None:
         return ["began with random weights"]
     step = f" (step {parent['step']:,})" if parent.get("step") is not None else ""
-    first = f"began with the {what} of {parent['path']}{step}"
+    began = "resumed from" if parent.get("resumed") else f"began with the {what} of"
+    first = f"{began} {parent['path']}{step}"
     return [first, *_record(parent.get("digest"), parent.get("provenance"))]
 
 

@@ -230,6 +230,7 @@ PODS: list[Move] = [
 ]
 LIFE: list[Move] = [
     *one("checkpoint", {"claimName": "checkpoints"}, {"claimName": "c", "everySteps": 200, "keep": 5}, None),
+    *one("checkpoint", {"claimName": "c", "resumeFrom": "base-0a1b2c3d"}),
     *one("recovery", {"maxRestarts": 0}, {"maxRestarts": 5, "restartWindowSeconds": 3600}),
     *one("recovery", {"hangTimeoutSeconds": 900, "cordonedNodes": "Stay"}, {"cordonedNodes": "Move", "spareNodes": 1}),
     *one("recovery", {"exitCodes": [{"values": [64], "action": "FailJob"}, {"values": [75, 137], "action": "Ignore"}]}),
@@ -270,7 +271,7 @@ MALFORMED: list[Move] = [
     *one("workers.tolerations", [{"operator": "In"}]),
     *one("workers.resources", {"cpu": "many"}),
     *one("recovery", {"maxRestarts": -1, "exitCodes": [{"values": [0], "action": "Retry"}]}),
-    *one("checkpoint", {}),
+    *one("checkpoint", {}, {"claimName": "c", "resumeFrom": "/base"}),
     *one("managedBy", "nobody"),
     *one("suspend", "maybe"),
 ]

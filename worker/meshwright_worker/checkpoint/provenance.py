@@ -64,7 +64,7 @@ class Provenance(_Record):
 
 
 class Parent(_Record):
-    """Weights that training began from, or the checkpoint that was exported."""
+    """What training began from, or the checkpoint that was exported."""
 
     path: str
     """Where they were, as the ranks saw it."""
@@ -76,6 +76,8 @@ class Parent(_Record):
     """Where they come from; None if that is not known."""
     base_fingerprint: Annotated[str | None, Field(exclude_if=lambda text: text is None)] = None
     """Of an adapter: fingerprint of the weights that it was trained on. None if that is not known."""
+    resumed: Annotated[bool, Field(exclude_if=lambda resumed: not resumed)] = False
+    """Whether training began from the entire checkpoint, after its step, and not only from its weights."""
 
 
 def provenance_of(run: NativeRun, job: str, image: str | None) -> Provenance:
@@ -97,11 +99,22 @@ def continued(before: Provenance | None, now: Provenance, step: int) -> Provenan
     """The record of a run that goes on from the checkpoint of `step`, whose record was `before`. Pure."""
     if before is None:
         return now
-    old, new = before.facts(), now.facts()
-    changes = {path: [old.get(path), new.get(path)] for path in sorted({*old, *new}) if old.get(path) != new.get(path)}
-    history = [*before.history, *([Change(step=step, changes=changes)] if changes else [])]
+    history = [*before.history, *_changes(before, now, step)]
     begun = {"parent": before.parent, "adapter": before.adapter}
     return now.model_copy(update={"history": history[-MAX_CHANGES:], **begun})
+
+
+def branched(source: str, step: int, digest: int, before: Provenance | None, now: Provenance) -> Provenance:
+    """The record of a run that begins from the checkpoint `source` of another one, whose record was `before`. Pure."""
+    parent = Parent(path=source, step=step, digest=digest, provenance=before, resumed=True)
+    return now.model_copy(update={"history": _changes(before, now, step) if before else [], "parent": parent})
+
+
+def _changes(before: Provenance, now: Provenance, step: int) -> list[Change]:
+    """What is different after `step`; empty if nothing is."""
+    old, new = before.facts(), now.facts()
+    changes = {path: [old.get(path), new.get(path)] for path in sorted({*old, *new}) if old.get(path) != new.get(path)}
+    return [Change(step=step, changes=changes)] if changes else []
 
 
 def parent_at(directory: str) -> Parent:

@@ -279,8 +279,10 @@ class RankEvents(Protocol):
     def phase(self, name: str, seconds: float) -> None:
         """A start-up phase is complete: `data`, `rendezvous`, `build`, `load`, `first-step`."""
 
-    def running(self, step: int) -> None:
-        """Start-up is complete; the next step is `step + 1`."""
+    def running(self, step: int, source: str = "") -> None:
+        """Start-up is complete; the next step is `step + 1`. `source` is the checkpoint of another run that the state
+        is from, if it is.
+        """
 
     def step(self, report: StepReport) -> None:
         """A step is complete."""

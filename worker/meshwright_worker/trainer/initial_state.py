@@ -43,7 +43,8 @@ def load_state(
     Raises:
         PretrainedError: `training.initialWeights` contains another model, or `training.lora.initialAdapter` another
             adapter; or they are damaged, or differ between ranks.
-        CheckpointMismatchError, CheckpointVolumeError, ForeignCheckpointError: as `CheckpointManager.load`.
+        CheckpointMismatchError, CheckpointVolumeError, ForeignCheckpointError, ResumeSourceError: as
+            `CheckpointManager.load`.
     """
     progress = progress or WorkProgress()
     state, weights, lora = TrainingState(), run.training.initial_weights, run.training.lora

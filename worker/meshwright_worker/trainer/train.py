@@ -76,6 +76,7 @@ def train(task: RankTask[NativeRun], events: RankEvents) -> Outcome:
         PretrainedError: the initial weights cannot be used.
         DataError: the corpus is missing, damaged, or not the same on every rank.
         CheckpointMismatchError: the checkpoints belong to another run.
+        ResumeSourceError: training cannot begin from the checkpoint in `checkpoint.resumeFrom`.
         ForeignCheckpointError: they were written by another version or by a custom module.
         CheckpointVolumeError: a rank cannot read them, or does not see those that rank 0 lists.
         CheckpointError: a checkpoint could not be written.
@@ -156,7 +157,7 @@ def train_on_mesh(
     warm_up(run, mesh)
     if memory is not None and isinstance(trainer, Trainer):
         memory.begin(trainer, state, manager.origin() if manager is not None else None)
-    events.running(state.step)
+    events.running(state.step, manager.source if manager is not None else "")
     with tracked(task, events, state.step) as tracked_events:
         loop = TrainingLoop(
             run,
