@@ -311,6 +311,15 @@ class CheckpointStatus(ApiModel):
     """Path of the checkpoint in worker pods."""
 
 
+class ResumedFromStatus(ApiModel):
+    """The checkpoint of another run that training began from."""
+
+    step: Count
+    """Its step."""
+    path: Annotated[str, Field(max_length=1024)]
+    """Its path in worker pods, or its URI."""
+
+
 class CheckpointTierStatus(ApiModel):
     """One place where checkpoints are saved, how often, and whether that works."""
 
@@ -329,9 +338,9 @@ class CheckpointTierStatus(ApiModel):
     error: Annotated[str, Field(max_length=1024)] = ""
     """Why the last save failed. Empty if it did not."""
     best_step: Count | None = None
-    """Step of its checkpoint with the lowest evaluation loss, with `checkpoint.keepBest`."""
+    """Step of its best checkpoint, with `checkpoint.keepBest`."""
     best_loss: Annotated[str, Field(max_length=32)] | None = None
-    """That loss."""
+    """Its evaluation loss."""
 
 
 class CheckpointRequestStatus(ApiModel):
@@ -497,6 +506,8 @@ class ParallelTrainingJobStatus(ApiModel):
     """Latest evaluation, with `training.evaluation`."""
     checkpoint: CheckpointStatus | None = None
     """Latest durable checkpoint."""
+    resumed_from: ResumedFromStatus | None = None
+    """With `checkpoint.resumeFrom`: the checkpoint that training began from. Not set before."""
     checkpoint_tiers: (
         Annotated[
             list[CheckpointTierStatus],

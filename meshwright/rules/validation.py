@@ -122,8 +122,8 @@ class _ByNumbers:
 
 @lru_cache(maxsize=256)
 def _sentences(one: _ByNumbers) -> tuple[str, ...]:
-    """What the broken rules say: remembered, because to look for the nearest values takes up to a third of a second, and
-    an edit that cannot be applied is checked in every reconcile of its job.
+    """What the broken rules say: remembered, because to look for the nearest values takes up to a third of a second,
+    and an edit that cannot be applied is checked in every reconcile of its job.
     """
     facts = facts_of_run(one.run)
     return tuple(sentence(rule, facts, FACT_RULES) for rule in broken_rules(facts))

@@ -52,7 +52,7 @@ def evaluate_checkpoint(task: RankTask[NativeRun]) -> tuple[int, float]:
         trainer = build_trainer(run, mesh, draw=False)
         template = manifest_template(run, identity, mesh)
         manager = CheckpointManager(task, run.checkpoint, mesh, Recorder(), template)
-        state = load_state(trainer, run, mesh, manager, lambda: None)
+        state = load_state(trainer, run, mesh, manager)
         trainer.on_parameters_loaded(state.step)
         trainer.restore_state(state)
         return state.step, inputs.evaluation.loss(trainer, mesh)

@@ -18,8 +18,6 @@ from typing import Any
 from meshwright.api.labels import GANG_GATE
 from meshwright.api.objects import KubeObject
 from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
-from meshwright.api.spec import ParallelTrainingJobSpec
-from meshwright.api.status import ParallelTrainingJobStatus
 from meshwright.planner.cost_model import Calibration
 from meshwright.protocol.messages import (
     AgentState,

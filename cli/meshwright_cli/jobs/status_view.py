@@ -86,6 +86,7 @@ def _facts(job: Job, now: datetime) -> list[tuple[str, str]]:
         ("Training", _training(job)),
         ("Checkpoint", _checkpoint(job, now)),
         ("Best", _best(job)),
+        ("Resumed", _resumed(job)),
         ("Interval", _interval(job)),
         ("Saving", _saving(job)),
         ("Restarts", _restarts(job)),
@@ -195,6 +196,12 @@ def _best(job: Job) -> str:
         return ""
     loss, step = min(found)
     return f"step {step:,}, evaluation loss {loss:.6g}"
+
+
+def _resumed(job: Job) -> str:
+    """The checkpoint of another run that training began from. Empty if it began at step 0."""
+    source = job.status.resumed_from
+    return f"from step {source.step:,}, {printable(source.path)}" if source is not None else ""
 
 
 def _interval(job: Job) -> str:
