@@ -151,7 +151,7 @@ class CheckpointSpec(ApiModel):
     keep_every_steps: Steps | None = None
     """Retain forever the first checkpoint at or after each multiple of this step."""
     keep_best: Keep | None = None
-    """Retain this many with the lowest loss of `training.evaluation` too, which saves one if it is among them."""
+    """Retain this many with the lowest loss of `training.evaluation` too. An evaluation among these saves one."""
     staging: Staging | None = None
     """Experimental. When the state is copied: `Blocking`, before the next step, or `Overlapped`, while that runs until
     its update. Defaults to `Blocking`."""
