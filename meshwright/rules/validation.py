@@ -38,6 +38,7 @@ from meshwright.rules.nearest import advice, sentence
 from meshwright.rules.parallelism import PARALLELISM_RULES
 from meshwright.rules.pipeline import PIPELINE_RULES
 from meshwright.rules.preemption import PREEMPTION_RULES
+from meshwright.rules.queued_update import QUEUE_RULES
 from meshwright.rules.rule import Rule
 from meshwright.rules.runtime import RUNTIME_RULES
 from meshwright.rules.sharded_masters import MASTER_RULES
@@ -53,6 +54,7 @@ FACT_RULES: tuple[Rule[Facts], ...] = (
     *MIXTURE_RULES,
     *PIPELINE_RULES,
     *TRAINING_RULES,
+    *QUEUE_RULES,
     *DATA_RULES,
 )
 """Rules on what ranks run, for a spec and for a resolved run."""

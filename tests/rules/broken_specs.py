@@ -40,6 +40,28 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("training.shardedMasters", {**MASTERS, "training.optimizer": {"name": "Muon"}}),
     ("training.shardedMasters", {**MASTERS, "training.optimizer": {"offload": "CPU"}}),
     ("training.shardedMasters", {**MASTERS, **ISLANDS}),
+    ("training.optimizer.queued", {"training.optimizer": {"queued": True}}),
+    ("training.optimizer.queued", {"training.optimizer": {"queued": True, "name": "Muon"}, "training.compile": True}),
+    ("training.optimizer.queued", {"training.optimizer": {"queued": True, "offload": "CPU"}, "training.compile": True}),
+    ("training.optimizer.queued", {**ROUNDED, "training.optimizer": {"queued": True}, "training.compile": True}),
+    (
+        "training.optimizer.queued",
+        {
+            "training.optimizer": {"queued": True},
+            "training.compile": True,
+            "training.parameterOffload": True,
+            "parallelism.zeroStage": 3,
+        },
+    ),
+    (
+        "training.optimizer.queued",
+        {"training.optimizer": {"queued": True}, "training.compile": True, "training.precision": "fp16"},
+    ),
+    (
+        "training.optimizer.queued",
+        {"training.optimizer": {"queued": True}, "training.compile": True, "training.anomalies": {"spike": "Skip"}},
+    ),
+    ("training.optimizer.queued", {"training.optimizer": {"queued": True}, "training.compile": True, **ISLANDS}),
     ("workers.labels", {"workers.labels": {"meshwright.dev/job-name": "other"}}),
     ("workers.labels", {"workers.labels": {"queue": "a", "app.kubernetes.io/name": "mine"}}),
     ("workers.annotations", {"workers.annotations": {"prometheus.io/port": "1"}}),
