@@ -140,11 +140,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(MODELS), default="llama-3.2-1b")
     parser.add_argument("--fp8", action="store_true", help="the products in fp8")
-    parser.add_argument("--queued", action="store_true", help="the update queued before the host has read the loss")
+    parser.add_argument("--early", action="store_true", help="the update launched before the host has read the loss")
     parser.add_argument("--quick", action="store_true", help="a tiny model on any device: whether it runs")
     parser.add_argument("--json", type=Path, help="file for the same numbers")
     args = parser.parse_args()
-    found = profile_model(args.model, fp8=args.fp8, queued=args.queued, quick=args.quick)
+    found = profile_model(args.model, fp8=args.fp8, early=args.early, quick=args.quick)
     shares = [[kind, f"{share:.1%}"] for kind, share in found.kinds.items()]
     table(f"{args.model}: a step takes {found.step_seconds * 1e3:.1f} ms", ["kind", "share"], shares)
     rows = [[kernel.name[:100], str(kernel.calls), f"{kernel.seconds * 1e3:.2f}"] for kernel in found.kernels]
@@ -159,7 +159,7 @@ def main() -> None:
     write_json(args.json, {"circumstances": circumstances(device), "results": asdict(found)})
 
 
-def profile_model(name: str, *, fp8: bool, queued: bool, quick: bool) -> Profile:
+def profile_model(name: str, *, fp8: bool, early: bool, quick: bool) -> Profile:
     """Profile the first setting of a model that the device's memory allows.
 
     Raises:
@@ -172,7 +172,7 @@ def profile_model(name: str, *, fp8: bool, queued: bool, quick: bool) -> Profile
     settings = entry.settings_for(device_gibibytes())
     for number, setting in enumerate(settings, 1):
         model = MODELS[name]
-        training = replace(setting, queued=queued).training()
+        training = replace(setting, early=early).training()
         if quick:
             small = {"layers": 1, "hidden_size": 64, "intermediate_size": 96, "heads": 4, "kv_heads": 2}
             model = model.model_copy(update={**small, "head_size": 16, "value_size": 16, "vocab_size": 512})

@@ -28,6 +28,7 @@ from meshwright.rules.checkpoint import CHECKPOINT_RULES
 from meshwright.rules.context import CONTEXT_RULES
 from meshwright.rules.data import DATA_RULES
 from meshwright.rules.data_parallel import REPLICA_RULES
+from meshwright.rules.early_update import EARLY_UPDATE_RULES
 from meshwright.rules.edits import IMMUTABLE
 from meshwright.rules.elastic import ELASTIC_RULES
 from meshwright.rules.facts import Facts, facts_of_run
@@ -38,7 +39,6 @@ from meshwright.rules.nearest import advice, sentence
 from meshwright.rules.parallelism import PARALLELISM_RULES
 from meshwright.rules.pipeline import PIPELINE_RULES
 from meshwright.rules.preemption import PREEMPTION_RULES
-from meshwright.rules.queued_update import QUEUE_RULES
 from meshwright.rules.rule import Rule
 from meshwright.rules.runtime import RUNTIME_RULES
 from meshwright.rules.sharded_masters import MASTER_RULES
@@ -54,7 +54,7 @@ FACT_RULES: tuple[Rule[Facts], ...] = (
     *MIXTURE_RULES,
     *PIPELINE_RULES,
     *TRAINING_RULES,
-    *QUEUE_RULES,
+    *EARLY_UPDATE_RULES,
     *DATA_RULES,
 )
 """Rules on what ranks run, for a spec and for a resolved run."""

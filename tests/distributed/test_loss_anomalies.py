@@ -81,9 +81,9 @@ def test_a_skipped_step_changes_nothing_and_all_go_on(
     assert state.digest == digest_of(run, text, range(10 * BATCH))
 
 
-def test_a_queued_update_that_is_skipped_has_never_been(pool: RankPool, tmp_path: Path, text: Path) -> None:
+def test_a_early_update_that_is_skipped_has_never_been(pool: RankPool, tmp_path: Path, text: Path) -> None:
     """The device drops it, since the host has not seen the loss yet. Later steps are as if it had."""
-    for queued in (True, False):
+    for early in (True, False):
         run = small_run(
             data=2,
             zero=1,
@@ -93,13 +93,13 @@ def test_a_queued_update_that_is_skipped_has_never_been(pool: RankPool, tmp_path
             precision=Precision.BF16,
             replicas={"strategy": "ZeRO"},
             training={"anomalies": NOT_FINITE, "sharded_masters": {}},
-            optimizer={"queued": queued},
+            optimizer={"early_launch": early},
         )
-        for outcome, message, recorder in run_ranks(pool, run, tmp_path / str(queued), text, {7: math.nan}):
+        for outcome, message, recorder in run_ranks(pool, run, tmp_path / str(early), text, {7: math.nan}):
             assert outcome is Outcome.COMPLETE, message
             assert [report.step for report in recorder.reports if report.skipped] == [7]
     for step in (7, 8, 10):
-        got, want = (tensors_of(tmp_path / str(queued), step) for queued in (True, False))
+        got, want = (tensors_of(tmp_path / str(early), step) for early in (True, False))
         assert all(torch.equal(got[name], want[name]) for name in want)
 
 

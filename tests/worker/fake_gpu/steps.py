@@ -35,12 +35,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "adapters": {"training": {"lora": {"rank": 4}}},
     "Muon": {"optimizer": {"name": "Muon"}},
     "tensor parallelism": {"tensor": 2},
-    "queued updates": {
+    "early updates": {
         "data": 2,
         "zero": 1,
         "replicas": {"strategy": "ZeRO"},
         "training": {"sharded_masters": {}},
-        "optimizer": {"queued": True},
+        "optimizer": {"early_launch": True},
     },
 }
 

@@ -363,13 +363,13 @@ def test_compiled_updates_are_dropped_if_their_factor_is_not_finite(
         master_adamw, "compiled", lambda update: torch.compile(update, backend=graphs, dynamic=True, fullgraph=True)
     )
     ours, theirs = (optimizer_shards({"a": (64, 32), "small": (2, 512)}, torch.float32) for _ in range(2))
-    queued, plain = MasterAdamW(ours, OptimizerSpec(), compiles=True), AdamW(theirs, OptimizerSpec())
+    early, plain = MasterAdamW(ours, OptimizerSpec(), compiles=True), AdamW(theirs, OptimizerSpec())
     for step, factor in enumerate([0.3, math.nan, 0.5, math.inf, 0.7], 1):
-        queued.queue(slopes(ours, step, torch.bfloat16), 1e-2, torch.tensor(factor, dtype=torch.float64))
+        early.step_if_finite(slopes(ours, step, torch.bfloat16), 1e-2, torch.tensor(factor, dtype=torch.float64))
         if math.isfinite(factor):
             plain.step([slope.float() * factor for slope in slopes(theirs, step, torch.bfloat16)], 1e-2)
         else:
-            queued.withdraw()
+            early.withdraw()
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.local, other.local, rtol=1e-5, atol=1e-6)
     assert graphs.count == 1

@@ -71,7 +71,7 @@ class MasterAdamW:
         self._update(gradients, rate, self.factor)
         self.factor = 1.0
 
-    def queue(self, gradients: Sequence[torch.Tensor], rate: float, factor: torch.Tensor) -> None:
+    def step_if_finite(self, gradients: Sequence[torch.Tensor], rate: float, factor: torch.Tensor) -> None:
         """Update with gradients times `factor`, fp64 [] on their device, if that is finite; otherwise change nothing.
 
         The host needs not know the factor. If it was not finite, call `withdraw` before the next update.

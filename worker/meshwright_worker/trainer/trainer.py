@@ -35,10 +35,10 @@ from meshwright_worker.parallel.shards import ParameterShard, parameter_shards, 
 from meshwright_worker.precision.fp8.scaling_recipe import DelayedScaling
 from meshwright_worker.precision.loss_scale import LossScale, scale_loss_gradients
 from meshwright_worker.rank.task import ExpertLoad
+from meshwright_worker.trainer.early_update import EarlyUpdates
 from meshwright_worker.trainer.evaluation import count_targets, mean_loss
 from meshwright_worker.trainer.loss_anomalies import Anomaly, DivergedError, LossAnomalies
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts, may_have_ignored_targets
-from meshwright_worker.trainer.queued_update import QueuedUpdates
 
 log = logging.getLogger(__name__)
 
@@ -152,9 +152,9 @@ class Trainer:
         if draw and run.shards_masters:
             for shard in self.shards:
                 draw_into(shard.local, shard.name, shard.shape, shard.box, model, training.seed)
-        self._queued: QueuedUpdates | None = None
-        if training.optimizer.queued and isinstance(self.optimizer, MasterAdamW):
-            self._queued = QueuedUpdates(self.optimizer, training, tokens_of_step(training))
+        self._early: EarlyUpdates | None = None
+        if training.optimizer.early_launch and isinstance(self.optimizer, MasterAdamW):
+            self._early = EarlyUpdates(self.optimizer, training, tokens_of_step(training))
         self._fp8 = DelayedScaling((stage.module for stage in self.stages), mesh)
         self.loss_scale = LossScale.of(training)
         self._anomalies = LossAnomalies(training.anomalies)
@@ -250,10 +250,10 @@ class Trainer:
         self.before_update()
         number, digest = reduced.number, sums.digest
         rate = learning_rate(number, self._training.steps, self._training.optimizer)
-        if self._queued is None:
+        if self._early is None:
             results = sums.results.tolist()
         else:
-            results = self._queued.queue(reduced.gradients, sums.results, rate)
+            results = self._early.launch(reduced.gradients, sums.results, rate)
         # Losses were divided by the step's maximum number of targets; `tokens` is the actual number.
         (loss, norm, tokens, stopping, saving), token_counts, expert_counts, loads = self._parse(sums.results, results)
         correction = tokens_of_step(self._training) / max(1.0, tokens)
@@ -265,12 +265,12 @@ class Trainer:
             self._skip_overflow(residuals)
             return replace(result, skipped=True)
         if (anomaly := self._anomalies.check(number, loss, norm)) is not None:
-            if self._queued is not None:
-                self._queued.withdraw()
+            if self._early is not None:
+                self._early.withdraw()
             return self._handle(anomaly, result, residuals)
         self._anomalies.record_update(loss, norm)
         with phase(UPDATE):
-            if self._queued is None:
+            if self._early is None:
                 self._scale_and_clip(reduced.gradients, correction, norm)
             stopping = self._update(number, reduced.gradients, rate, expert_counts, stop=stopping)
         return replace(result, stop=stopping, bubble=self._executor.bubble)
@@ -314,7 +314,7 @@ class Trainer:
     def _update(
         self, number: int, gradients: list[torch.Tensor], rate: float, expert_counts: torch.Tensor, *, stop: bool
     ) -> bool:
-        """Update shards, unless that is queued, loss scale and router biases; at the end of a round, synchronize the
+        """Update shards, unless that is done, loss scale and router biases; at the end of a round, synchronize the
         islands.
 
         Returns:
@@ -324,7 +324,7 @@ class Trainer:
             self.outer.update(gradients, rate)
             # Only this island knows of the stop request until the round ends, so stop there.
             stop = self._rounds.ends_round(number) and self.outer.synchronize(stop=stop)
-        elif self._queued is None:
+        elif self._early is None:
             self.optimizer.step(gradients, rate)
         scale = self.loss_scale.value
         self.loss_scale.record_success()

@@ -1,4 +1,4 @@
-"""Updates that are queued before the host has read the results of their step."""
+"""Updates that are launched before the host has read the results of their step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright_worker.optimizers import master_adamw
 from meshwright_worker.optimizers.master_adamw import MasterAdamW
 from meshwright_worker.parallel.grad_norm import clipped_factor
 from meshwright_worker.parallel.shards import ParameterShard
-from meshwright_worker.trainer.queued_update import factor_of
+from meshwright_worker.trainer.early_update import factor_of
 
 SHAPES = {"matrix": (64, 48), "rows": (4, 2048), "norm": (64,)}
 SPEC = OptimizerSpec(weight_decay=0.1)
@@ -40,8 +40,8 @@ class Updates:
         self.optimizer.factor = factor
         self.optimizer.step(gradients(number), 1e-2 / number)
 
-    def queue(self, number: int, factor: float) -> None:
-        self.optimizer.queue(gradients(number), 1e-2 / number, as_double(factor))
+    def step_if_finite(self, number: int, factor: float) -> None:
+        self.optimizer.step_if_finite(gradients(number), 1e-2 / number, as_double(factor))
 
     def numbers(self) -> list[torch.Tensor]:
         moments = [moment for shard in self.shards for moment in self.optimizer.moments(shard).values()]
@@ -57,27 +57,27 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(first, second) for first, second in zip(one, other, strict=True))
 
 
-def test_a_queued_update_has_the_bits_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    queued, other = Updates(monkeypatch), Updates(monkeypatch)
+def test_an_early_update_has_the_bits_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    early, other = Updates(monkeypatch), Updates(monkeypatch)
     for number in range(1, 5):
-        queued.queue(number, 0.3 / number)
+        early.step_if_finite(number, 0.3 / number)
         other.step(number, 0.3 / number)
-        assert same(queued.numbers(), other.numbers())
+        assert same(early.numbers(), other.numbers())
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 def test_a_withdrawn_update_has_never_been(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Neither in numbers nor in the count of updates, from which bias correction follows."""
-    queued, other = Updates(monkeypatch), Updates(monkeypatch)
-    queued.queue(1, 0.5)
+    early, other = Updates(monkeypatch), Updates(monkeypatch)
+    early.step_if_finite(1, 0.5)
     other.step(1, 0.5)
     for _ in range(2):
-        queued.queue(2, factor)
-        queued.optimizer.withdraw()
-        assert same(queued.numbers(), other.numbers())
-    queued.queue(3, 0.5)
+        early.step_if_finite(2, factor)
+        early.optimizer.withdraw()
+        assert same(early.numbers(), other.numbers())
+    early.step_if_finite(3, 0.5)
     other.step(3, 0.5)
-    assert same(queued.numbers(), other.numbers())
+    assert same(early.numbers(), other.numbers())
 
 
 def on_the_host(loss: float, squares: float, targets: float, clip: float) -> float:

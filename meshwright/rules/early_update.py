@@ -1,4 +1,4 @@
-"""Rules on `training.optimizer.queued`: what the update of a step must not depend on if a GPU decides about it."""
+"""Rules on `training.optimizer.earlyLaunch`: what the update of a step must not depend on if a GPU decides about it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from meshwright.rules.facts import Facts
 from meshwright.rules.rule import Rule, is_asynchronous, schedule_is_not, schedule_names
 from meshwright.schedules.registry import kind_of
 
-_FIELD = "training.optimizer.queued"
-_OFF_OR = "!has(self.training) || !has(self.training.optimizer.queued) || !self.training.optimizer.queued || "
+_FIELD = "training.optimizer.earlyLaunch"
+_OFF_OR = "!has(self.training) || !has(self.training.optimizer.earlyLaunch) || !self.training.optimizer.earlyLaunch || "
 
 
-def _queued(facts: Facts) -> TrainingSpec | None:
-    return facts.training if facts.training is not None and facts.training.optimizer.queued else None
+def _early(facts: Facts) -> TrainingSpec | None:
+    return facts.training if facts.training is not None and facts.training.optimizer.early_launch else None
 
 
 def _updates_on_the_gpu(facts: Facts) -> bool:
-    training = _queued(facts)
+    training = _early(facts)
     if training is None:
         return True
     optimizer = training.optimizer
@@ -26,22 +26,22 @@ def _updates_on_the_gpu(facts: Facts) -> bool:
 
 
 def _one_kernel(facts: Facts) -> bool:
-    training = _queued(facts)
+    training = _early(facts)
     return training is None or training.compile or training.sharded_masters is not None
 
 
 def _host_is_not_asked(facts: Facts) -> bool:
-    training = _queued(facts)
+    training = _early(facts)
     spikes = training is not None and training.anomalies is not None and training.anomalies.spike is not None
     return training is None or (training.precision is not Precision.FP16 and not spikes)
 
 
 def _one_update_a_step(facts: Facts) -> bool:
-    training = _queued(facts)
+    training = _early(facts)
     return training is None or (training.outer is None and not kind_of(facts.parallelism.order).asynchronous)
 
 
-QUEUE_RULES: tuple[Rule[Facts], ...] = (
+EARLY_UPDATE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         _FIELD,
         "needs `training.optimizer.name: AdamW`, `training.masterWeights: true`, `training.optimizer.offload: None` "

@@ -1,4 +1,4 @@
-"""The update of a step, queued before the host has read the results of the step.
+"""The update of a step, launched before the host has read the results of the step.
 
 Otherwise the device does nothing from the end of the backward pass until the host has read loss and gradient norm, and
 launched the first kernel of the update; and if the host takes longer to launch a kernel than the device takes for it,
@@ -16,7 +16,7 @@ from meshwright_worker.distributed.step_clock import UPDATE, phase
 from meshwright_worker.optimizers.master_adamw import MasterAdamW
 
 
-class QueuedUpdates:
+class EarlyUpdates:
     """The updates of one rank, whose optimizer is `optimizer`. A step has `tokens` tokens."""
 
     def __init__(self, optimizer: MasterAdamW, training: TrainingSpec, tokens: int) -> None:
@@ -25,21 +25,21 @@ class QueuedUpdates:
         self._tokens = tokens
         self._copy: torch.Tensor | None = None
 
-    def queue(self, gradients: list[torch.Tensor], sums: torch.Tensor, rate: float) -> list[float]:
-        """Queue the update, wait for `sums`, fp64 [numbers], and return them. They begin with loss, square of the
+    def launch(self, gradients: list[torch.Tensor], sums: torch.Tensor, rate: float) -> list[float]:
+        """Launch the update, wait for `sums`, fp64 [numbers], and return them. They begin with loss, square of the
         gradient norm and number of targets, as `Trainer` sums them.
         """
         with phase(UPDATE):
             factor = factor_of(sums, self._tokens, self._clip)
             if not sums.is_cuda:
-                self._optimizer.queue(gradients, rate, factor)
+                self._optimizer.step_if_finite(gradients, rate, factor)
                 return sums.tolist()
             if self._copy is None or self._copy.shape != sums.shape:
                 self._copy = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
             self._copy.copy_(sums, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-            self._optimizer.queue(gradients, rate, factor)
+            self._optimizer.step_if_finite(gradients, rate, factor)
         copied.synchronize()
         return self._copy.tolist()
 
