@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+
 from meshwright.api import labels
 from meshwright.api.checkpoint import SECRET_VARIABLES, CheckpointSpec
 from meshwright.api.objects import KubeObject
 
 _S3 = ("s3", "s3a")
+_CHECKPOINT = re.compile(r"step-(\d{8,})(-g\d+)?")
+"""Name of a checkpoint: in an object store, with its mesh generation."""
 
 
 def checkpoint_directory(name: str, uid: str) -> str:
@@ -29,11 +34,36 @@ def checkpoint_places(checkpoint: CheckpointSpec, name: str, uid: str) -> list[s
     return places + ([checkpoint_uri(checkpoint.uri, name, uid)] if checkpoint.uri is not None else [])
 
 
+@dataclass(frozen=True, slots=True)
+class ResumeSource:
+    """The run that `checkpoint.resumeFrom` names."""
+
+    place: str
+    """The run's directory, or its prefix in an object store."""
+    step: int | None = None
+    """The checkpoint that is named; None for the newest one."""
+    name: str = ""
+    """The name of that checkpoint, if it contains the mesh generation."""
+
+
+def resume_source(resume_from: str, claim: str) -> ResumeSource:
+    """What `checkpoint.resumeFrom` names. `claim` is the directory at which the claim is mounted."""
+    path = resume_from.rstrip("/")
+    before, _, last = path.rpartition("/")
+    is_uri = "://" in path
+    named = _CHECKPOINT.fullmatch(last)
+    if named is None or (named[2] and not is_uri):
+        return ResumeSource(path if is_uri else f"{claim}/{path}")
+    place = before if is_uri else f"{claim}/{before}".rstrip("/")
+    return ResumeSource(place, int(named[1]), last if named[2] else "")
+
+
 def store_credentials(checkpoint: CheckpointSpec | None) -> list[KubeObject]:
     """The variables with the credentials of the object store, from the job's Secret. Each key may be missing in it."""
-    if checkpoint is None or checkpoint.uri is None or checkpoint.store is None or not checkpoint.store.secret_name:
+    if checkpoint is None or checkpoint.store is None or not checkpoint.store.secret_name:
         return []
-    names = SECRET_VARIABLES.get(checkpoint.uri.partition("://")[0], ())
+    of_uris = [SECRET_VARIABLES.get(uri.partition("://")[0], ()) for uri in checkpoint.uris]
+    names = dict.fromkeys(name for found in of_uris for name in found)
     secret = checkpoint.store.secret_name
     return [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name, "optional": True}}} for name in names

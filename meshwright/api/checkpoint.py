@@ -128,7 +128,10 @@ class CheckpointSpec(ApiModel):
     image must contain the package for the scheme, such as s3fs. Credentials are not part of it: see
     `store.secretName`."""
     store: StoreSpec | None = None
-    """How the object store of `uri` is used."""
+    """How the object store of `uri` is used, and that of `resumeFrom`."""
+    resume_from: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    """Run that training continues from its newest checkpoint, or one of its checkpoints: a directory on the claim, such
+    as `base-0a1b2c3d` or `base-0a1b2c3d/step-00004000`, or a URI. It is only read, while this job has no checkpoint."""
     every_steps: Steps | None = None
     """Steps between checkpoints of Meshwright's runtime. Defaults to 100. Not allowed with `runtime.command`."""
     every: Every | None = None
@@ -174,6 +177,16 @@ class CheckpointSpec(ApiModel):
         options = store or StoreSpec()
         age, every = options.keep_for or self.keep_for, options.keep_every_steps or self.keep_every_steps
         return Retention(options.keep or self.retained, seconds_of(age) if age else None, every)
+
+    @property
+    def resume_uri(self) -> str | None:
+        """`resume_from`, if it is a URI."""
+        return self.resume_from if self.resume_from is not None and "://" in self.resume_from else None
+
+    @property
+    def uris(self) -> tuple[str, ...]:
+        """Where checkpoints are written to and read from in object stores."""
+        return tuple(uri for uri in (self.uri, self.resume_uri) if uri is not None)
 
     @property
     def place(self) -> str:

@@ -33,3 +33,9 @@ class LoraSpec(ApiModel):
     """An adapter's output is scaled by `alpha / rank`."""
     targets: Annotated[list[LoraTarget], Field(min_length=1, max_length=7)] = [LoraTarget.QUERY, LoraTarget.VALUE]
     """The matrices that get an adapter, in every layer that has them."""
+    # Left out of manifests if it is not set, as versions that do not know it write them.
+    initial_adapter: Annotated[str, Field(min_length=2, max_length=1024, pattern="^/")] | None = Field(
+        None, exclude_if=lambda path: path is None
+    )
+    """Experimental. Directory of an adapter of `initialWeights` in the format of PEFT, to begin with. By default the
+    adapter is new."""

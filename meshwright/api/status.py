@@ -311,6 +311,15 @@ class CheckpointStatus(ApiModel):
     """Path of the checkpoint in worker pods."""
 
 
+class ResumedFromStatus(ApiModel):
+    """The checkpoint of another run that training began from."""
+
+    step: Count
+    """Its step."""
+    path: Annotated[str, Field(max_length=1024)]
+    """Its path in worker pods, or its URI."""
+
+
 class CheckpointTierStatus(ApiModel):
     """One place where checkpoints are saved, how often, and whether that works."""
 
@@ -493,6 +502,8 @@ class ParallelTrainingJobStatus(ApiModel):
     """Latest evaluation, with `training.evaluation`."""
     checkpoint: CheckpointStatus | None = None
     """Latest durable checkpoint."""
+    resumed_from: ResumedFromStatus | None = None
+    """With `checkpoint.resumeFrom`: the checkpoint that training began from. Not set before."""
     checkpoint_tiers: (
         Annotated[
             list[CheckpointTierStatus],

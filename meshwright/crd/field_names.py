@@ -38,6 +38,7 @@ _OF_OTHERS = {
     "pipelineparallelsize": "parallelism.pipeline",
     "pp": "parallelism.pipeline",
     "requests": "workers.resources",
+    "resumefromcheckpoint": "checkpoint.resumeFrom",
     "seqlen": "training.sequenceLength",
     "seqlength": "training.sequenceLength",
     "tensorparallelsize": "parallelism.tensor",

@@ -33,9 +33,9 @@ from meshwright.protocol.preflight import PreflightReport
 from meshwright.protocol.run_config import NativeRun, RunConfig, RunMessage, UnsupportedRun
 from meshwright.protocol.trust import MAX_BUNDLE_BYTES
 
-RUN_VERSION = 3
+RUN_VERSION = 4
 """The newest `run_version` that this release executes. Version 2 has replica groups, version 3 has `decay` and
-`decaySteps` of the optimizer."""
+`decaySteps` of the optimizer, version 4 has `initialAdapter` of LoRA and `resumeFrom` of checkpoints."""
 
 MAX_GENERATION = 1 << 31
 DEFAULT_REPORT_SECONDS = 2.0
@@ -198,6 +198,15 @@ class CheckpointCommit(OpenMessage):
     """Its directory, as the workers see it."""
 
 
+class ResumedFrom(OpenMessage):
+    """The checkpoint of another run that the ranks have begun from."""
+
+    step: Int64
+    """Its step."""
+    path: Annotated[str, Field(max_length=4096)]
+    """Its directory, as the workers see it, or its URI."""
+
+
 class FailureHistory(OpenMessage):
     """The failures of a job when a generation begins, from which `checkpoint.every: Auto` follows."""
 
@@ -260,8 +269,14 @@ class MeshDocument(OpenMessage):
 
 def run_version_of(run: RunConfig, groups: ReplicaGroups | None) -> int:
     """The `run_version` of a run: the lowest that executes it, so that older images do as long as they can."""
-    optimizer = run.training.optimizer if isinstance(run, NativeRun) else None
-    if optimizer is not None and (optimizer.decay_or_default is not RateDecay.COSINE or optimizer.decay_steps):
+    if not isinstance(run, NativeRun):
+        return 1 if groups is None else 2
+    lora, optimizer = run.training.lora, run.training.optimizer
+    adapter = lora.initial_adapter if lora is not None else None
+    other_run = run.checkpoint.resume_from if run.checkpoint is not None else None
+    if adapter is not None or other_run is not None:
+        return 4
+    if optimizer.decay_or_default is not RateDecay.COSINE or optimizer.decay_steps:
         return 3
     return 1 if groups is None else 2
 
@@ -294,9 +309,9 @@ class FailureKind(StrEnum):
     """The rank rejected the run before it contacted any other rank, because this runtime or GPU cannot execute it as it
     is written. Another attempt would end the same way."""
     INVALID_INPUT = "InvalidInput"
-    """Data, tokenizer, initial weights or the command cannot be used as they are. Found at a start, before the first
-    step. Another attempt would end the same way until somebody changes them or the spec. Agents before 0.2 report
-    `Error`."""
+    """Data, tokenizer, initial weights, the checkpoint of another run or the command cannot be used as they are. Found
+    at a start, before the first step. Another attempt would end the same way until somebody changes them or the spec.
+    Agents before 0.2 report `Error`."""
     CHECKPOINT_INCOMPATIBLE = "CheckpointIncompatible"
     """The latest checkpoint is intact, but of another version, model or stream of samples. Another attempt would end
     the same way."""
@@ -332,7 +347,9 @@ class RankWork(OpenMessage):
     """How far a rank is with work that takes long, before its first step."""
 
     name: Annotated[str, Field(max_length=16)]
-    """`list`: the files of the data are listed, and counted. `tokenize`: their bytes become tokens."""
+    """`list`: the files of the data are listed, and counted. `tokenize`: their bytes become tokens. `verify`: the
+    rank's share of the checkpoint's files is verified. `checkpoint`, `weights`, `adapter`: its part of the checkpoint,
+    of the initial weights or of the initial adapter is read. `draw`: its part of random weights is drawn."""
     done: Int64
     """Files or bytes that are done."""
     total: Int64 | None = None
@@ -500,6 +517,9 @@ class WorkerReport(OpenMessage):
     """Where checkpoints are saved; from the worker of rank 0. Agents before 0.2 send none."""
     checkpoint_request: CheckpointAnswer | None = None
     """The last request for a checkpoint in this generation; from the worker of rank 0. Agents before 0.2 send none."""
+    resumed_from: ResumedFrom | None = None
+    """What this generation began from, if that is a checkpoint of another run; from the worker of rank 0. Agents before
+    0.2 send none."""
     evaluation: Evaluation | None = None
     """Newest evaluation of this generation; from the worker of rank 0, with `training.evaluation`."""
     evidence: FailureEvidence | None = None

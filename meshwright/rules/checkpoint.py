@@ -10,11 +10,14 @@ from meshwright.rules.rule import Rule
 
 _CREDENTIALS = re.compile(r"://[^/]*:[^/]*@|^s3a?://[^/]*@|[?#]")
 _CREDENTIALS_CEL = "'://[^/]*:[^/]*@|^s3a?://[^/]*@|[?#]'"
+_NO_RUN = r"^/|(^|/)[.][.]?(/|$)|^memory:|::|[ ?#]|://[^/]*:[^/]*@|^s3a?://[^/]*@"
+"""What `checkpoint.resumeFrom` must not contain, also in CEL."""
 _S3 = re.compile(r"^s3a?://")
 _WITH_SECRET = re.compile(f"^({'|'.join(SECRET_VARIABLES)})://")
 _MEMORY = re.compile(r"^memory:|::")
 _NO_URI = "!has(self.checkpoint) || !has(self.checkpoint.uri)"
 _NO_STORE = "!has(self.checkpoint) || !has(self.checkpoint.store)"
+_NO_SOURCE = "!has(self.checkpoint) || !has(self.checkpoint.resumeFrom)"
 
 
 def _checkpoint(spec: Spec) -> CheckpointSpec:
@@ -60,7 +63,20 @@ def _command_has_no_interval(spec: Spec) -> bool:
 
 def _command_writes_itself(spec: Spec) -> bool:
     checkpoint = _checkpoint(spec)
-    return spec.runtime.command is None or (checkpoint.staging is None and checkpoint.writer is None)
+    ours = (checkpoint.staging, checkpoint.writer, checkpoint.resume_from)
+    return spec.runtime.command is None or not any(ours)
+
+
+def _source_is_on_a_claim(spec: Spec) -> bool:
+    checkpoint = _checkpoint(spec)
+    return checkpoint.resume_from is None or checkpoint.resume_uri is not None or checkpoint.claim_name is not None
+
+
+def _one_beginning(spec: Spec) -> bool:
+    training = spec.training
+    if _checkpoint(spec).resume_from is None or training is None:
+        return True
+    return training.initial_weights is None or training.lora is not None
 
 
 CHECKPOINT_RULES: tuple[Rule[Spec], ...] = (
@@ -86,9 +102,11 @@ CHECKPOINT_RULES: tuple[Rule[Spec], ...] = (
     ),
     Rule(
         "checkpoint.store",
-        "needs `checkpoint.uri`, whose object store it describes: set it, or remove this field",
-        f"{_NO_STORE} || has(self.checkpoint.uri)",
-        lambda spec: _checkpoint(spec).store is None or _checkpoint(spec).uri is not None,
+        "needs `checkpoint.uri`, whose object store it describes, or a URI in `checkpoint.resumeFrom`: set one, or "
+        "remove this field",
+        f"{_NO_STORE} || has(self.checkpoint.uri)"
+        " || (has(self.checkpoint.resumeFrom) && self.checkpoint.resumeFrom.matches('://'))",
+        lambda spec: _checkpoint(spec).store is None or bool(_checkpoint(spec).uris),
     ),
     Rule(
         "checkpoint.store",
@@ -108,9 +126,31 @@ CHECKPOINT_RULES: tuple[Rule[Spec], ...] = (
         "checkpoint.store.secretName",
         f"is supported only with {', '.join(f'`{scheme}://`' for scheme in SECRET_VARIABLES)}: for other schemes, set "
         "the variables or mount the file that the scheme's package reads, with `workers.env` and `workers.volumes`",
-        f"{_NO_STORE} || !has(self.checkpoint.store.secretName) || !has(self.checkpoint.uri)"
-        f" || self.checkpoint.uri.matches('^({'|'.join(SECRET_VARIABLES)})://')",
-        lambda spec: _store(spec).secret_name is None or not _uri(spec) or _WITH_SECRET.match(_uri(spec)) is not None,
+        f"{_NO_STORE} || !has(self.checkpoint.store.secretName)"
+        f" || (has(self.checkpoint.uri) && self.checkpoint.uri.matches('{_WITH_SECRET.pattern}'))"
+        f" || (has(self.checkpoint.resumeFrom) && self.checkpoint.resumeFrom.matches('{_WITH_SECRET.pattern}'))",
+        lambda spec: _store(spec).secret_name is None or any(map(_WITH_SECRET.match, _checkpoint(spec).uris)),
+    ),
+    Rule(
+        "checkpoint.resumeFrom",
+        "must be a path on the claim, such as `base-0a1b2c3d`, or a URI, such as `s3://bucket/base-0a1b2c3d`, without "
+        "a leading `/`, `..`, spaces, `memory://`, `::`, a query, and credentials, which belong in a Secret "
+        "(`checkpoint.store.secretName`)",
+        f"{_NO_SOURCE} || !self.checkpoint.resumeFrom.matches('{_NO_RUN}')",
+        lambda spec: re.search(_NO_RUN, _checkpoint(spec).resume_from or "") is None,
+    ),
+    Rule(
+        "checkpoint.resumeFrom",
+        "is a path on the claim `checkpoint.claimName`: set that too, or use a URI",
+        f"{_NO_SOURCE} || has(self.checkpoint.claimName) || self.checkpoint.resumeFrom.matches('://')",
+        _source_is_on_a_claim,
+    ),
+    Rule(
+        "checkpoint.resumeFrom",
+        "is not supported with `training.initialWeights` without `training.lora`, because the checkpoint has all "
+        "weights: remove one of them",
+        f"{_NO_SOURCE} || !has(self.training) || !has(self.training.initialWeights) || has(self.training.lora)",
+        _one_beginning,
     ),
     Rule(
         "checkpoint.every",
@@ -145,9 +185,10 @@ CHECKPOINT_RULES: tuple[Rule[Spec], ...] = (
     ),
     Rule(
         "checkpoint",
-        "`staging` and `writer` are not supported with `runtime.command`, which saves checkpoints itself: remove them",
-        "!has(self.runtime.command) || !has(self.checkpoint)"
-        " || !(has(self.checkpoint.staging) || has(self.checkpoint.writer))",
+        "`staging`, `writer` and `resumeFrom` are not supported with `runtime.command`, which saves and loads "
+        "checkpoints itself: remove them",
+        "!has(self.runtime.command) || !has(self.checkpoint) || !(has(self.checkpoint.staging)"
+        " || has(self.checkpoint.writer) || has(self.checkpoint.resumeFrom))",
         _command_writes_itself,
     ),
     Rule(

@@ -78,6 +78,13 @@ def _every_layer_is_adapted(facts: Facts) -> bool:
     return not in_every_layer.isdisjoint(training.lora.targets)
 
 
+def _adapter_has_its_model(facts: Facts) -> bool:
+    training = facts.training
+    if training is None or training.lora is None or training.lora.initial_adapter is None:
+        return True
+    return training.initial_weights is not None
+
+
 def _masters_unless_bf16(facts: Facts) -> bool:
     training = facts.training
     return training is None or training.master_weights or training.precision is Precision.BF16
@@ -266,6 +273,13 @@ TRAINING_RULES: tuple[Rule[Facts], ...] = (
         " || (t in ['Gate', 'Up', 'Down'] && !has(self.model.mixture)"
         " && (t != 'Gate' || !has(self.model.gated) || self.model.gated)))",
         _every_layer_is_adapted,
+    ),
+    Rule(
+        "training.lora.initialAdapter",
+        "needs `training.initialWeights`, the model that the adapter belongs to: add it",
+        "!has(self.training) || !has(self.training.lora) || !has(self.training.lora.initialAdapter)"
+        " || has(self.training.initialWeights)",
+        _adapter_has_its_model,
     ),
     Rule(
         "training.masterWeights",

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from meshwright.api.model import ModelSpec
 from meshwright.api.spec import ParallelTrainingJobSpec
@@ -110,8 +111,24 @@ def run_problems(run: NativeRun) -> list[str]:
 
     Empty if they would accept it. Files and devices are not checked here.
     """
-    facts = facts_of_run(run)
-    return [sentence(rule, facts, FACT_RULES) for rule in broken_rules(facts)]
+    return list(_sentences(_ByNumbers(run.model_dump_json(), run))) if broken_rules(facts_of_run(run)) else []
+
+
+@dataclass(frozen=True, slots=True)
+class _ByNumbers:
+    """A run that equals another one with the same numbers."""
+
+    numbers: str
+    run: NativeRun = field(compare=False)
+
+
+@lru_cache(maxsize=256)
+def _sentences(one: _ByNumbers) -> tuple[str, ...]:
+    """What the broken rules say: remembered, because to look for the nearest values takes up to a third of a second,
+    and an edit that cannot be applied is checked in every reconcile of its job.
+    """
+    facts = facts_of_run(one.run)
+    return tuple(sentence(rule, facts, FACT_RULES) for rule in broken_rules(facts))
 
 
 def broken_rules(facts: Facts) -> list[Rule[Facts]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.protocol.messages import CheckpointAnswer
+from meshwright.protocol.messages import CheckpointAnswer, ResumedFrom
 from meshwright_worker.agent.state_machine import RequestCheckpoint, build_report
 from meshwright_worker.rank.messages import CheckpointBegun, Running
 from tests.agent.test_pause_decisions import training
@@ -20,6 +20,16 @@ def test_rank_0_is_asked_once_and_the_report_names_the_step(training: Driver) ->
     assert build_report(machine).checkpoint_request == CheckpointAnswer(request="a", step=3)
     assert machine.on_checkpoint_request(1, "b", training.now) == [RequestCheckpoint()]
     assert build_report(machine).checkpoint_request == CheckpointAnswer(request="b")
+
+
+def test_the_report_says_which_checkpoint_of_another_run_the_ranks_began_from() -> None:
+    driver = Driver()
+    driver.start(document())
+    assert build_report(driver.state_machine).resumed_from is None
+    for rank in (0, 1):
+        driver.tell(rank, Running(400, "/c/base-0a1b2c3d/step-00000400"), step(401))
+    report = build_report(driver.state_machine)
+    assert report.resumed_from == ResumedFrom(step=400, path="/c/base-0a1b2c3d/step-00000400")
 
 
 def test_ranks_that_start_or_stop_are_not_asked() -> None:

@@ -32,6 +32,7 @@ from meshwright_worker.checkpoint.errors import (
     CheckpointVolumeError,
     FailedSaveError,
     ForeignCheckpointError,
+    ResumeSourceError,
     describe_failed_save,
 )
 from meshwright_worker.rank import failures, messages
@@ -157,6 +158,7 @@ def test_a_fork_request_arrives_complete() -> None:
     [
         messages.PhaseDone("load", 0.5),
         messages.Running(4),
+        messages.Running(4, "/c/base-0a1b2c3d/step-00000004"),
         messages.StepDone(REPORT),
         messages.CheckpointSaved(4, "/c/step-4", 0.1),
         messages.RankFailed(FailureKind.PEER_LOST, "line\nline"),
@@ -204,6 +206,7 @@ class DistNetworkError(RuntimeError):
         (InvalidRunError("`training.precision: fp16`: the socket timeout of the device"), FailureKind.REJECTED),
         (ForeignCheckpointError("another version"), FailureKind.CHECKPOINT_INCOMPATIBLE),
         (CheckpointMismatchError("another model"), FailureKind.CHECKPOINT_INCOMPATIBLE),
+        (ResumeSourceError("no such checkpoint"), FailureKind.INVALID_INPUT),
         (CheckpointVolumeError("Input/output error"), FailureKind.ERROR),
         (KeyboardInterrupt(), FailureKind.ERROR),
     ],

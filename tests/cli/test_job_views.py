@@ -400,3 +400,10 @@ def test_wrong_durations_are_usage_errors():
 )  # fmt: skip
 def test_ages(span, text):
     assert duration(span.total_seconds()) == text
+
+
+def test_status_shows_the_run_that_a_job_began_from():
+    source = {"step": 4000, "path": "/meshwright/checkpoints/base-0a1b2c3d/step-00004000"}
+    shown = " ".join(" ".join(status_lines(JobView(made(running(resumedFrom=source)), []), NOW, 160)).split())
+    assert f"Resumed from step 4,000, {source['path']}" in shown
+    assert "Resumed" not in " ".join(status_lines(JobView(made(running()), []), NOW, 160))

@@ -91,6 +91,12 @@ MISTAKES: list[tuple[str, Any, str, str]] = [
     ("spec.image", "a", "spec.image", "did you mean `spec.workers.image`?"),
     ("spec.training.learning_rate", 1, "spec.training.learning_rate", "`spec.training.optimizer.learningRate`"),
     ("spec.training.lr_scheduler_type", "linear", "spec.training.lr_scheduler_type", "`spec.training.optimizer.decay`"),
+    (
+        "spec.training.resume_from_checkpoint",
+        "a",
+        "spec.training.resume_from_checkpoint",
+        "`spec.checkpoint.resumeFrom`",
+    ),
     ("spec.training.optimizer", {"decay": "linear"}, "spec.training.optimizer.decay", "did you mean `Linear`?"),
     (
         "spec.training.optimizer",

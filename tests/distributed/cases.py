@@ -61,6 +61,8 @@ class Recorder:
     """Steps of the checkpoints that were asked for."""
     phases: list[str] = field(default_factory=list)
     began_at: int = -1
+    began_from: str = ""
+    """The checkpoint of another run."""
     reports: list[StepReport] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)
     said_at_work: int = 0
@@ -71,8 +73,8 @@ class Recorder:
     def phase(self, name: str, seconds: float) -> None:
         self.phases.append(name)
 
-    def running(self, step: int) -> None:
-        self.began_at = step
+    def running(self, step: int, source: str = "") -> None:
+        self.began_at, self.began_from = step, source
 
     def step(self, report: StepReport) -> None:
         self.reports.append(report)

@@ -10,7 +10,6 @@ import torch
 
 from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
-from meshwright_worker.checkpoint.inspection import copied
 from meshwright_worker.checkpoint.manifest import read_manifest
 from meshwright_worker.optimizers.learning_rate import learning_rate
 from meshwright_worker.rank.task import Outcome
@@ -96,14 +95,16 @@ def test_a_run_extended_within_its_decay_returns_to_the_peak(pool: RankPool, tmp
     assert found[14] == 0.0
 
 
-def test_another_job_continues_a_finished_one_from_a_copy_before_its_decay(
+def test_another_job_continues_a_finished_one_from_a_checkpoint_before_its_decay(
     pool: RankPool, tmp_path: Path, text: Path
 ) -> None:
-    """What docs/learning-rate.md describes, with `meshwright checkpoint copy` to where the other job looks."""
+    """What docs/learning-rate.md describes."""
     finished = train(pool, run_of(10, every=5), tmp_path / "finished", text)
-    assert copied([str(tmp_path / "finished")], 5, str(tmp_path / "other")).step == 5
     longer = train(pool, run_of(14), tmp_path / "longer", text)
-    other = train(pool, run_of(14), tmp_path / "other", text)
+    run = run_of(14)
+    assert run.checkpoint is not None
+    checkpoint = run.checkpoint.model_copy(update={"resume_from": "finished/step-00000005"})
+    other = train(pool, run.model_copy(update={"checkpoint": checkpoint}), tmp_path / "other", text)
     assert other.began_at == 5
     assert losses(other) == {step: loss for step, loss in losses(longer).items() if step > 5}
     assert losses(finished)[5] == losses(longer)[5]

@@ -82,5 +82,20 @@ async def test_a_job_resumes_from_the_store_and_its_checkpoints_are_read_there(s
     assert [entry.name for entry in local.iterdir()] == ["step-00000060"]
     assert "intact" in (await run(stage, "checkpoint", "verify", str(local))).out
     await run(stage, "checkpoint", "copy", NAME, "s3://runs/archive", "--step", "60")
+    await another_job_begins_there(stage, store, status.checkpoint.path)
     await run(stage, "export", NAME, "-d", str(tmp_path / "model"))
     assert (tmp_path / "model" / "config.json").is_file()
+
+
+async def another_job_begins_there(stage, store, source):
+    """It saves on a claim. For the store, it only has the source, the Secret and the address."""
+    name = "from-store"
+    options = {"secretName": "s3", "endpoint": store, "region": "us-east-1"}
+    changes = {"replicas": 1, "workers": {"gpusPerWorker": 1}, "parallelism": {"tensor": 1}, "training": {"steps": 70}}
+    await stage.apply(tiny(name, checkpoint={"resumeFrom": source, "store": options}, **changes))
+    status = await stage.complete(name)
+    assert (status.resumed_from.step, status.resumed_from.path) == (60, source)
+    assert status.checkpoint.step == 70
+    assert f"resumed from {source} (step 60)" in (await run(stage, "lineage", name)).out
+    assert f"Resumed from {source} step 60" in (await run(stage, "events", name)).out
+    assert "intact" in (await run(stage, "checkpoint", "verify", NAME, "--step", "60")).out

@@ -1,6 +1,7 @@
 """A job from apply to Complete; suspended; too large; deleted; two at once."""
 
 import asyncio
+import json
 import math
 
 import pytest
@@ -9,7 +10,7 @@ from meshwright.api import conditions
 from meshwright.api.conditions import find, is_true
 from meshwright.api.labels import LABEL_JOB_UID
 from meshwright.api.objects import service_name
-from meshwright_local.kube.resources import JOBS, SECRETS, SERVICES
+from meshwright_local.kube.resources import EVENTS, JOBS, SECRETS, SERVICES
 from tests.e2e.local_stack import NAMESPACE, command, endless, eventually, holds, processes, tiny
 
 
@@ -37,6 +38,35 @@ async def test_status_says_what_happened(undisturbed):
     for condition in (conditions.RECONCILING, conditions.STALLED, conditions.FAILED, conditions.SUSPENDED):
         assert not is_true(status.conditions, condition), condition
     assert undisturbed.checkpoints == ["step-00000050", "step-00000060"]  # the newest two, as `keep` says
+
+
+async def test_another_job_begins_from_a_checkpoint_of_a_deleted_one(stage, reference, undisturbed):
+    """On one rank instead of four, under its own name, on the same claim."""
+    run, name = undisturbed.status.checkpoint.path.split("/")[-2], "branch"
+    checkpoint = {"claimName": "reference", "resumeFrom": f"{run}/step-00000050"}
+    one = {"replicas": 1, "workers": {"gpusPerWorker": 1}, "parallelism": {"tensor": 1}}
+    await stage.apply(tiny(name, checkpoint=checkpoint, **one)[1:])
+    status = await stage.complete(name)
+    assert (status.resumed_from.step, status.resumed_from.path.split("/")[-2:]) == (50, [run, "step-00000050"])
+    own = await stage.checkpoint(name)
+    manifest = json.loads((own / "meshwright.json").read_text())
+    assert {key: manifest["state"][key] for key in ("step", "samples", "digest")} == {
+        key: reference[key] for key in ("step", "samples", "digest")
+    }
+    assert float.fromhex(manifest["state"]["loss"]) == pytest.approx(float.fromhex(reference["loss"]), rel=1e-3)
+    parent = manifest["provenance"]["parent"]
+    assert (parent["resumed"], parent["step"], parent["provenance"]["job"]) == (True, 50, f"{NAMESPACE}/reference")
+    assert own.parent.name.startswith(f"{name}-")
+    assert sorted(path.name for path in own.parent.glob("step-*")) == ["step-00000050", "step-00000060"]
+    assert sorted(path.name for path in (own.parent.parent / run).glob("*step-*")) == undisturbed.checkpoints
+
+    async def events():
+        posted = (await stage.client.list(EVENTS, NAMESPACE)).items
+        return [event for event in posted if event["reason"] == "ResumedFromOtherRun"]
+
+    (event,) = await eventually("the event is posted", events)
+    assert event["message"] == f"Resumed from {status.resumed_from.path} step 50"
+    await stage.delete(name)
 
 
 @pytest.mark.long

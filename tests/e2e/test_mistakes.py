@@ -93,6 +93,14 @@ RANKS: list[tuple[KubeObject, str, tuple[str, ...]]] = [
         ("there are tokens in tokens: set `data.mixture: [{path: tokens, weight: 1}]`",),
     ),
     (
+        small("resume", checkpoint={"claimName": "texts", "resumeFrom": "base-0a1b2c3d"}),
+        "InvalidInput",
+        (
+            "`checkpoint.resumeFrom: base-0a1b2c3d`: there is no complete checkpoint in ",
+            "name the directory or the URI",
+        ),
+    ),
+    (
         small("weights", training={"initialWeights": "/no/such/model"}),
         "InvalidInput",
         ("`training.initialWeights: /no/such/model` cannot be read",),

@@ -12,10 +12,11 @@ import shutil
 
 import pytest
 
+from meshwright.api import conditions
 from meshwright_local.kube.resources import PODS
 from meshwright_local.nodeagent.volumes import claim_directory
 from tests.data.conftest import WORDS, bpe_file
-from tests.e2e.local_stack import NAMESPACE, eventually, tiny
+from tests.e2e.local_stack import NAMESPACE, eventually, merged, tiny
 from tests.e2e.test_command_line import run, started
 from tests.patience import patient
 from tests.pretrained.published import LLAMA, random_weights, write_model
@@ -82,10 +83,34 @@ async def test_generate_and_export_find_checkpoint_base_and_tokenizer(stage, tmp
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         assert (on_claim / name).read_bytes() == (out / name).read_bytes(), name
 
+    await continues_the_adapter(stage, job, texts)
     wrong = await run(stage, "generate", "tuned", "--base", "/meshwright/data/none", *SAMPLING, code=1)
     assert "/none" in wrong.err, wrong.err
     assert not await own_pods(stage, "generate")
     assert not await own_pods(stage, "export")
+
+
+async def continues_the_adapter(stage, job, texts):
+    """Another job begins with the exported adapter, and one whose `training.lora` is not its own stalls."""
+    await run(stage, "export", "tuned", "-d", str(texts / "adapter"), "--adapter")
+    for name, alpha in (("longer", 8), ("wrong", 9)):
+        training = {"lora": {"rank": 4, "alpha": alpha, "initialAdapter": "/meshwright/data/adapter"}}
+        spec = merged(job["spec"], {"training": training, "checkpoint": {"claimName": "tuned"}})
+        await stage.apply([{**job, "metadata": {"name": name}, "spec": spec}])
+    await stage.complete("longer")
+    tree = (await run(stage, "lineage", "longer")).out
+    assert "began with the adapter of " in tree
+    assert tree.index("job default/longer") < tree.index("job default/tuned") < tree.index("/meshwright/data/model")
+
+    def stalled(status):
+        ready = conditions.find(status.conditions, conditions.READY)
+        message = (
+            "`training.lora.alpha` must be 8, with which the adapter in /meshwright/data/adapter was trained, got 9"
+        )
+        return ready is not None and ready.reason == "InvalidInput" and message in ready.message
+
+    status = await stage.until("wrong", stalled, "the message with the value that the field needs")
+    assert conditions.is_true(status.conditions, conditions.STALLED)
 
 
 async def test_a_command_that_is_stopped_deletes_its_pod(stage):

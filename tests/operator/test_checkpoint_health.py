@@ -9,7 +9,13 @@ import pytest
 
 from meshwright.api.conditions import CHECKPOINT_HEALTHY, find
 from meshwright.api.goodput import BookedTime, GoodputStatus
-from meshwright.api.status import CheckpointStatus, Condition, ParallelTrainingJobStatus, RestartStatus
+from meshwright.api.status import (
+    CheckpointStatus,
+    Condition,
+    ParallelTrainingJobStatus,
+    RestartStatus,
+    ResumedFromStatus,
+)
 from meshwright.protocol.messages import AgentState, CheckpointCommit, CheckpointTier, Progress
 from meshwright_operator.decide.checkpoint_health import failure_history
 from meshwright_operator.decide.decide_job import decide
@@ -154,6 +160,13 @@ def test_checkpoints_that_stop_advancing_while_steps_do_are_found(tiers: tuple[C
 def test_a_checkpoint_is_overdue_after_two_intervals_and_two_minutes(later: float, overdue: bool) -> None:
     # The last one was saved 30 s before, and one is due every 20 steps of 2 s.
     assert (health(judged(tier(), step=200, later=later)) is not None) is overdue
+
+
+def test_the_steps_of_another_run_make_no_checkpoint_overdue() -> None:
+    began = ResumedFromStatus(step=400, path="/meshwright/checkpoints/base-0a1b2c3d/step-00000400")
+    unsaved = tier(step=None, saved_at=None)
+    assert health(judged(unsaved, step=410, later=400.0, checkpoint=None, resumed_from=began)) is None
+    assert health(judged(unsaved, step=440, later=400.0, checkpoint=None, resumed_from=began)) is not None
 
 
 def test_numbers_that_no_status_can_have_are_left_out() -> None:

@@ -139,6 +139,38 @@ def test_the_rank_that_stopped_tokenizing_is_named_and_not_those_that_wait_for_i
     assert "Tokenizing the data: 25% of 12 GB at 30 MB/s" in found.message
 
 
+def test_a_rank_that_has_loaded_its_part_waits_for_the_one_that_stopped() -> None:
+    """Both told how far they are, and the first has done nothing for longer."""
+    ended = tokenizes(0, 2000.0, 12_000_000_000, name="checkpoint")
+    others = [trains(w, 3000.0, step=None) for w in (1, 2)]
+    stopped = tokenizes(3, 901.0, 3_000_000_000, name="checkpoint")
+    found = verdict(observed(received=received([ended, *others, stopped])))
+    assert found is not None
+    assert "Rank 6 (worker 3 on n3, pid 100) has made no progress for 901 s" in found.message
+    assert "Loading the checkpoint: 25% of 12 GB at 30 MB/s" in found.message
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("verify", "Verifying the checkpoint"),
+        ("checkpoint", "Loading the checkpoint"),
+        ("draw", "Drawing the initial weights"),
+        ("adapter", "Loading the initial adapter"),
+        ("weights", "Loading the initial weights"),
+    ],
+)
+def test_a_job_says_how_much_is_loaded_on_the_rank_that_is_furthest_behind(name: str, text: str) -> None:
+    reports = [tokenizes(w, 1.0, done * 1_000_000_000, name=name) for w, done in enumerate((6, 3, 12))]
+    decision = decide(observed(status=running_status(), received=received(reports)))
+    ready = find(decision.status.conditions, "Ready")
+    assert ready is not None
+    assert ready.message == (
+        "0 of 8 ranks are training in generation 1. "
+        f"{text}: 25% of 12 GB at 30 MB/s on worker 1, the slowest of 3 workers"
+    )
+
+
 def test_a_job_says_how_much_text_is_tokenized_where_that_takes_longest() -> None:
     def message(*reports: WorkerReport) -> str:
         decision = decide(observed(status=running_status(), received=received([*reports])))

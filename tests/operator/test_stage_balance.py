@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.api.status import ParallelTrainingJobStatus, ResumedFromStatus
 from meshwright.protocol.messages import AgentState, Progress, RankProcess
 from meshwright.protocol.run_config import NativeRun
 from meshwright_operator.decide.decide_job import decide
@@ -98,6 +98,13 @@ def test_nothing_is_dealt_before_all_ranks_have_times(seconds: list[float | None
     assert decision.mesh.pending_cause == ""
     assert decision.status.plan is not None
     assert decision.status.plan.measured_layers is None
+
+
+def test_the_warm_up_is_counted_from_the_step_of_another_run() -> None:
+    began = ResumedFromStatus(step=400, path="/meshwright/checkpoints/base-0a1b2c3d/step-00000400")
+    status = running_status(plan=plan_status(revision=revision_of(spec(**FIELDS))), resumed_from=began)
+    assert decide(trains([3.0, 1.2], 419, status)).mesh.pending_cause == ""
+    assert decide(trains([3.0, 1.2], 425, status)).mesh.pending_cause == "Rebalanced"
 
 
 def test_an_edit_of_the_layout_drops_what_was_measured() -> None:

@@ -70,6 +70,28 @@ def test_checkpoints_are_saved_only_below_the_prefixes_of_the_namespace(
 
 
 @pytest.mark.parametrize(
+    ("prefixes", "source", "allowed"),
+    [
+        (["s3://ours/{namespace}/"], "s3://ours/team/base-0a1b2c3d/step-00004000-g3", True),
+        (["s3://ours/{namespace}/"], "s3://ours/other/base-0a1b2c3d", False),
+        (["s3://ours/{namespace}/"], "base-0a1b2c3d", True),
+        ([], "s3://ours/team/base-0a1b2c3d", False),
+        ([], "base-0a1b2c3d", True),
+        (None, "s3://ours/other/base-0a1b2c3d", True),
+    ],
+)
+def test_checkpoints_of_other_runs_are_read_only_below_the_prefixes_of_the_namespace(
+    prefixes: list[str] | None, source: str, *, allowed: bool
+) -> None:
+    spec = parse_spec(small("job", 2, checkpoint={"claimName": "c", "resumeFrom": source}))
+    bounds = parse_policy(json.dumps({"defaults": {"checkpointPrefixes": prefixes} if prefixes is not None else {}}))
+    layout = SimpleNamespace(world_size=4, data=2)
+    excess = spec_excess(spec, cast(Plan, SimpleNamespace(layout=layout)), "team", bounds.of("team"))
+    assert (excess == "") is allowed
+    assert allowed or f"`spec.checkpoint.resumeFrom` is {source}: use " in excess
+
+
+@pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("defaults: {maxGpu: 3}", "unknown field `defaults.maxGpu`"),

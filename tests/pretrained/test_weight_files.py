@@ -63,7 +63,7 @@ def test_a_tensor_is_taken_from_the_file_that_the_index_names(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("file", "says"),
     [
-        ("adapter_model.safetensors", "has adapters only; merge them into their model"),
+        ("adapter_model.safetensors", "is an adapter; name it in `training.lora.initialAdapter`, and its model here"),
         ("model-00001-of-00002.safetensors", "download the index too"),
         ("pytorch_model.bin", "convert it to safetensors"),
     ],

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from meshwright.api.checkpoint import CheckpointSpec
+from meshwright.api.lora import LoraSpec
 from meshwright.api.training import OptimizerSpec
 from meshwright.protocol import versions
 from meshwright.protocol.messages import (
@@ -134,6 +136,22 @@ def test_images_that_would_train_with_other_rates_reject_the_run(optimizer: dict
     assert isinstance(run, NativeRun)
     training = run.training.model_copy(update={"optimizer": OptimizerSpec.model_validate(optimizer)})
     assert run_version_of(run.model_copy(update={"training": training}), None) == version
+
+
+def test_images_that_would_train_a_new_adapter_reject_the_run() -> None:
+    run = mesh_document().run
+    assert isinstance(run, NativeRun)
+    for lora, version in (({}, 1), ({"initial_adapter": "/adapters/a"}, 4)):
+        training = run.training.model_copy(update={"lora": LoraSpec.model_validate(lora)})
+        assert run_version_of(run.model_copy(update={"training": training}), None) == version
+
+
+def test_images_that_would_begin_at_step_0_reject_the_run() -> None:
+    run = mesh_document().run
+    assert isinstance(run, NativeRun)
+    for resume_from, version in ((None, 1), ("base-0a1b2c3d", 4)):
+        checkpoint = CheckpointSpec(claim_name="c", resume_from=resume_from)
+        assert run_version_of(run.model_copy(update={"checkpoint": checkpoint}), None) == version
 
 
 def test_what_is_not_a_mesh_document_is_an_error() -> None:

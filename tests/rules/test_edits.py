@@ -27,6 +27,7 @@ STARTED = {"observedGeneration": 1, "startTime": "2026-01-02T03:04:05Z"}
 TRAINED = STARTED | {"step": 3}
 SAVED = STARTED | {"checkpoint": {"step": 3, "time": "2026-01-02T03:04:05Z", "path": "/c"}}
 CHECKPOINT = {"checkpoint": {"claimName": "c"}}
+RESUMED = {"checkpoint": {"claimName": "c", "resumeFrom": "base-0a1b2c3d"}}
 
 # (field that is blamed, the job as it runs, the edit)
 REFUSED_EDITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -41,6 +42,11 @@ REFUSED_EDITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("training", {}, {"training.seed": 1}),
     ("training", {}, {"training.sequenceLength": 64}),
     ("training", {}, {"training.initialWeights": "/models/other"}),
+    (
+        "training",
+        {"training.initialWeights": "/models/a", "training.lora": {}},
+        {"training.lora": {"initialAdapter": "/adapters/a"}},
+    ),
     ("training", {"training.lora": {"rank": 4}}, {"training.lora": None}),
     ("training", {}, {"training": None}),
     ("checkpoint", CHECKPOINT, {"checkpoint": None}),
@@ -66,6 +72,9 @@ FINE_EDITS: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "checkpoint.writer": "Process",
         },
     ),
+    (CHECKPOINT, {"checkpoint.resumeFrom": "base-0a1b2c3d"}),
+    (RESUMED, {"checkpoint.resumeFrom": "base-0a1b2c3d/step-00000010"}),
+    (RESUMED, {"checkpoint.resumeFrom": None}),
     ({"managedBy": "meshwright.dev/operator"}, {"replicas": 1}),
 ]
 
@@ -162,6 +171,7 @@ def test_the_table_names_only_fields_that_exist() -> None:
         ({"workers.env": [{"name": "A", "value": "b"}]}, Effect.RESTART),
         ({"workers.imagePullSecrets": [{"name": "s"}]}, Effect.RESTART),
         ({"training.steps": 7}, Effect.RESTART),
+        ({"checkpoint.resumeFrom": "base-0a1b2c3d"}, Effect.RESTART),
         ({"training.optimizer.learningRate": 0.5}, Effect.RESTART),
         ({"training.optimizer.decay": "Constant"}, Effect.RESTART),
         ({"training.optimizer.decaySteps": 50}, Effect.RESTART),

@@ -84,6 +84,28 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (COMMAND, {}),
     (COMMAND, {"checkpoint": {"uri": "s3://bucket/runs", "store": {"secretName": "s", "encryption": "KMS"}}}),
     (GOOD, {"checkpoint": {"uri": "abfs://box@account.dfs.core.windows.net/runs", "store": {"secretName": "s"}}}),
+    *[
+        (GOOD, {"checkpoint": {"claimName": "c", "resumeFrom": source}})
+        for source in (
+            "base-0a1b2c3d",
+            "base-0a1b2c3d/step-00004000",
+            "archive/base.v2-0a1b2c3d/",
+            "s3://bucket/runs/base-0a1b2c3d/step-00004000-g3",
+            "abfs://box@account.dfs.core.windows.net/runs/base-0a1b2c3d",
+            "file:///mnt/runs/base-0a1b2c3d",
+        )
+    ],
+    (GOOD, {"checkpoint": {"uri": "gs://bucket/runs", "resumeFrom": "s3://other/runs/base-0a1b2c3d"}}),
+    (GOOD, {"checkpoint": {"claimName": "c", "resumeFrom": "s3://bucket/a", "store": {"secretName": "s"}}}),
+    (GOOD, {"checkpoint": {"uri": "gs://b/x", "resumeFrom": "s3://bucket/a", "store": {"secretName": "s"}}}),
+    (
+        GOOD,
+        {
+            "checkpoint": {"claimName": "c", "resumeFrom": "a-0a1b2c3d"},
+            "training.initialWeights": "/models/llama",
+            "training.lora": {"rank": 4},
+        },
+    ),
     (GOOD, {"checkpoint": {"claimName": "c", "staging": "Overlapped", "writer": "Process"}}),
     (GOOD, {"checkpoint": {"claimName": "c", "uri": "gs://bucket/runs", "store": {"everySteps": 300, "keep": 9}}}),
     (COMMAND, {"runtime.agent": "Injected", **volumes({})}),
@@ -132,6 +154,7 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {**mixture(), "training.lora": {"targets": ["Value", "Gate"]}}),
     (GOOD, {"model.gated": False, "training.lora": {"targets": ["Gate", "Up"]}}),
     (GOOD, {"training.lora": {"targets": ["Gate"]}}),
+    (GOOD, {"training.lora": {"initialAdapter": "/adapters/a"}, "training.initialWeights": "/models/a"}),
     (GOOD, {"recovery": {"maxRestarts": 100, "restartWindowSeconds": 600}}),
     (GOOD, shards(strategy="FULL_SHARD")),
     (GOOD, shards(strategy="ZeRO")),

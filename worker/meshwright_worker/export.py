@@ -36,7 +36,8 @@ def main() -> None:
         checkpoint, manifest = find_checkpoint(arguments.checkpoint)
         files = _export(arguments, checkpoint, manifest)
         state, record = manifest.state, manifest.provenance
-        content = export_record(str(checkpoint), state.step, state.digest, record)
+        base = manifest.base_fingerprint if arguments.adapter else None
+        content = export_record(str(checkpoint), state.step, state.digest, record, base)
         (arguments.output / EXPORT_RECORD).write_text(content, encoding="utf-8")
         tokenizer = _write_tokenizer(manifest.tokenizer, arguments.tokenizer, arguments.output)
         model = base_model_dir(manifest, arguments.base)

@@ -49,7 +49,9 @@ def _record(digest: int | None, record: Mapping[str, Any] | None) -> list[str]:
     ]
     branches = [[", ".join(fact for fact in facts if fact)]]
     branches += [_change(change) for change in reversed(record.get("history") or [])]
-    branches.append(_parent(record.get("parent")))
+    if adapter := record.get("adapter"):
+        branches.append(_parent(adapter, "adapter"))
+    branches.append(_parent(record.get("parent"), "weights"))
     lines = []
     for number, branch in enumerate(branches):
         last = number == len(branches) - 1
@@ -65,11 +67,12 @@ def _change(change: Mapping[str, Any]) -> list[str]:
     return [f"after step {change['step']:,}:", *shown, *more]
 
 
-def _parent(parent: Mapping[str, Any] | None) -> list[str]:
+def _parent(parent: Mapping[str, Any] | None, what: str) -> list[str]:
     if parent is None:
         return ["began with random weights"]
     step = f" (step {parent['step']:,})" if parent.get("step") is not None else ""
-    first = f"began with the weights of {parent['path']}{step}"
+    began = "resumed from" if parent.get("resumed") else f"began with the {what} of"
+    first = f"{began} {parent['path']}{step}"
     return [first, *_record(parent.get("digest"), parent.get("provenance"))]
 
 

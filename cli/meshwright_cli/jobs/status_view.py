@@ -85,6 +85,7 @@ def _facts(job: Job, now: datetime) -> list[tuple[str, str]]:
         ("Ranks", _ranks(job)),
         ("Training", _training(job)),
         ("Checkpoint", _checkpoint(job, now)),
+        ("Resumed", _resumed(job)),
         ("Interval", _interval(job)),
         ("Saving", _saving(job)),
         ("Restarts", _restarts(job)),
@@ -181,6 +182,12 @@ def _checkpoint(job: Job, now: datetime) -> str:
     if saved is None:
         return "none yet" if job.raw.get("spec", {}).get("checkpoint") else "none: `spec.checkpoint` is not set"
     return f"step {saved.step:,}, {age(parse_time(saved.time), now)} ago, {printable(saved.path)}"
+
+
+def _resumed(job: Job) -> str:
+    """The checkpoint of another run that training began from. Empty if it began at step 0."""
+    source = job.status.resumed_from
+    return f"from step {source.step:,}, {printable(source.path)}" if source is not None else ""
 
 
 def _interval(job: Job) -> str:

@@ -113,7 +113,8 @@ def _overdue(
     mesh = decision.observed.mesh
     last = status.checkpoint.time if status.checkpoint is not None else None
     began = max((text for text in (last, mesh.started_time) if text), key=lambda text: parse_time(text) or now)
-    done = progress.step - (status.checkpoint.step if status.checkpoint is not None else 0)
+    saved = status.checkpoint or status.resumed_from
+    done = progress.step - (saved.step if saved is not None else 0)
     if seconds is None or not began:
         return None
     allowed = INTERVALS * seconds + SLACK_SECONDS

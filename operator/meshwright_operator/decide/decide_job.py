@@ -30,6 +30,7 @@ from meshwright_operator.decide import (
     replica_groups,
     resize,
     restart_policy,
+    resumed_from,
     size_status,
     stage_balance,
     stuck_pods,
@@ -75,6 +76,7 @@ def decide(observed: Observed) -> Decision:
     _report_blocked_edit(decision)
     restart_policy.drop_expired(decision.status, observed.spec.recovery, observed.now)
     progress.update_progress(observed, decision.status)
+    resumed_from.report(decision)
     checkpoint_health.report(decision)
     preflight.report(decision)
     suspect_nodes.forget(observed, decision.status)

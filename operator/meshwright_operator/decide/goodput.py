@@ -13,7 +13,7 @@ from meshwright.api import conditions as names
 from meshwright.api.base import MAX_SAFE_INTEGER
 from meshwright.api.conditions import find, is_true
 from meshwright.api.goodput import GoodputStatus, TimeCause
-from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.api.status import ParallelTrainingJobStatus, ResumedFromStatus
 from meshwright.protocol.messages import WorkerReport
 from meshwright.protocol.run_config import CommandRun
 from meshwright_operator.decide import gpu_ledger, lifecycle, restart_policy, size_status, time_ledger
@@ -127,7 +127,7 @@ def _new_ledger(status: ParallelTrainingJobStatus, now: datetime, created: str |
 def _seen(decision: Decision, before: str) -> Seen:
     """What the job does after the decision. `before` is the cause so far."""
     observed, status = decision.observed, decision.status
-    steps = _steps(observed)
+    steps = _steps(observed, status.resumed_from)
     ran = observed.mesh.generation > 0 and not observed.mesh.pending_cause
     ended = bool(decision.mesh.pending_cause) or decision.mesh.generation != observed.mesh.generation
     world, _, total = status.ready_ranks.partition("/")
@@ -182,8 +182,10 @@ def _start_cause(cause: str) -> TimeCause:
     return TimeCause.RESTARTING if cause and cause_named(cause).restarts else TimeCause.STARTING
 
 
-def _steps(observed: Observed) -> Steps | None:
-    """The steps of the generation that ran before the decision; None before its first one."""
+def _steps(observed: Observed, began: ResumedFromStatus | None) -> Steps | None:
+    """The steps of the generation that ran before the decision; None before its first one. `began` is the checkpoint
+    of another run that the job began from.
+    """
     received = observed.agents.reports.get(rank_zero_worker(observed))
     if received is None or observed.mesh.pending_cause or isinstance(observed.run, CommandRun):
         return None
@@ -195,7 +197,7 @@ def _steps(observed: Observed) -> Steps | None:
         return None
     progress = received.report.progress
     seconds, stall = (progress.step_seconds, progress.checkpoint_stall_seconds) if progress is not None else (0.0, 0.0)
-    return Steps(last, _first_step(observed, last), seconds, stall)
+    return Steps(last, _first_step(observed, began, last), seconds, stall)
 
 
 def _last_step(report: WorkerReport) -> int | None:
@@ -204,7 +206,7 @@ def _last_step(report: WorkerReport) -> int | None:
     return next((step for step in steps if 0 <= step <= MAX_SAFE_INTEGER), None)
 
 
-def _first_step(observed: Observed, last: int) -> int:
+def _first_step(observed: Observed, began: ResumedFromStatus | None, last: int) -> int:
     """The step that the generation continued from; a later one if it has saved a checkpoint since."""
-    checkpoint = observed.status.checkpoint
-    return min(checkpoint.step, last) if checkpoint is not None else 0
+    known = observed.status.checkpoint or began
+    return min(known.step, last) if known is not None else 0

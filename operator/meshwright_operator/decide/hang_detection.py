@@ -61,7 +61,7 @@ class IdleRank:
         wait longer than it has done nothing, then the longest idle time.
         """
         step = -1 if self.process.step is None else self.process.step
-        waits = self.started or self.process.work is None
+        waits = self.started or not start_work.is_at_work(self.process.work)
         return self.process.state not in STUCK_PROCESS_STATES, step, waits, -self.seconds, self.process.rank
 
 

@@ -64,8 +64,10 @@ def _stage_seconds(observed: Observed) -> dict[int, float] | None:
 
 def _first_step(observed: Observed) -> int:
     """The step that the generation began with, as far as status knows."""
-    checkpoint = observed.status.checkpoint
-    return checkpoint.step if checkpoint is not None and observed.mesh.generation > 1 else 0
+    checkpoint, began = observed.status.checkpoint, observed.status.resumed_from
+    if checkpoint is not None and observed.mesh.generation > 1:
+        return checkpoint.step
+    return began.step if began is not None else 0
 
 
 def _text(split: list[int]) -> str:

@@ -1,7 +1,7 @@
 """How far ranks are with work before their first step that may take hours, such as tokenizing text: for conditions.
 
-Every worker tokenizes the text itself, and the last one decides when training begins. The numbers come from a user's
-pod: those that make no sense are ignored.
+Every worker tokenizes the text itself, every rank loads its part of the weights, and the last one decides when training
+begins. The numbers come from a user's pod: those that make no sense are ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +10,15 @@ from meshwright.protocol.messages import AgentState, RankWork
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.text import counted
 
-_VERBS = {"list": "Listing the files of the data", "tokenize": "Tokenizing the data"}
+_VERBS = {
+    "list": "Listing the files of the data",
+    "tokenize": "Tokenizing the data",
+    "verify": "Verifying the checkpoint",
+    "checkpoint": "Loading the checkpoint",
+    "draw": "Drawing the initial weights",
+    "adapter": "Loading the initial adapter",
+    "weights": "Loading the initial weights",
+}
 """By the name of the work, in the order in which ranks do it."""
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 _THOUSAND = 1000.0
@@ -42,6 +50,11 @@ def describe(work: RankWork | None) -> str:
         return ""
     corpus = f", corpus {work.part} of {work.parts}" if work.parts > 1 else ""
     return f"{_VERBS[work.name]}{corpus}: {_amount(work)}"
+
+
+def is_at_work(work: RankWork | None) -> bool:
+    """Whether a rank has not completed the work that it reports. One that has waits for others."""
+    return work is not None and work.done != work.total
 
 
 def _is_plausible(work: RankWork) -> bool:

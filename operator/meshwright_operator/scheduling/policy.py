@@ -62,8 +62,8 @@ class Bounds(ApiModel):
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=2147483647)] | None = None
     """Time after which finished jobs without `spec.ttlSecondsAfterFinished` are deleted. By default they are not."""
     checkpoint_prefixes: Annotated[list[UriPrefix], Field(max_length=1000)] | None = None
-    """Prefixes of `spec.checkpoint.uri`, such as `s3://bucket/{namespace}/`, in which `{namespace}` is the job's. An
-    empty list allows no URI."""
+    """Prefixes of `spec.checkpoint.uri`, and of a URI in `spec.checkpoint.resumeFrom`, such as
+    `s3://bucket/{namespace}/`, in which `{namespace}` is the job's. An empty list allows no URI."""
     weight: Annotated[float, Field(gt=0, le=1_000_000)] = 1.0
     """Share of the namespace: at the same priority, the namespace that uses the fewest GPUs for its weight is first."""
 

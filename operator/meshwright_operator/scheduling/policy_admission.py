@@ -60,16 +60,26 @@ def _over(field: str, value: int, limit: int | None) -> list[str]:
 
 
 def _outside(spec: ParallelTrainingJobSpec, namespace: str, allowed: list[str] | None) -> list[str]:
-    """Whether checkpoints are saved under a prefix of another tenant."""
-    uri = spec.checkpoint.uri if spec.checkpoint is not None else None
-    if allowed is None or uri is None:
+    """Whether checkpoints are saved under a prefix of another tenant, or read from one."""
+    checkpoint = spec.checkpoint
+    if allowed is None or checkpoint is None:
         return []
     prefixes = [prefix.replace("{namespace}", namespace).rstrip("/") + "/" for prefix in allowed]
+    below = f"use one below {', '.join(prefixes)}"
+    named = (
+        ("spec.checkpoint.uri", checkpoint.uri, "use `checkpoint.claimName`"),
+        ("spec.checkpoint.resumeFrom", checkpoint.resume_uri, "use a directory on `checkpoint.claimName`"),
+    )
+    return [
+        f"`{field}` is {uri}: {below if prefixes else instead}"
+        for field, uri, instead in named
+        if uri is not None and not _is_inside(uri, prefixes)
+    ]
+
+
+def _is_inside(uri: str, prefixes: list[str]) -> bool:
     inside = any((uri.rstrip("/") + "/").startswith(prefix) for prefix in prefixes)
-    if inside and not any(part in (".", "..") for part in uri.split("/")):
-        return []
-    use = f"use one below {', '.join(prefixes)}" if prefixes else "use `checkpoint.claimName`"
-    return [f"`spec.checkpoint.uri` is {uri}: {use}"]
+    return inside and not any(part in (".", "..") for part in uri.split("/"))
 
 
 def _under(field: str, value: int, limit: int) -> list[str]:

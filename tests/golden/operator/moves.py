@@ -146,7 +146,7 @@ TRAINING: list[Move] = [
     *part("training.tracking", {}, {"tensorBoard": True, "wandb": {"project": "lm", "offline": True}}),
     *part("training.anomalies", {}, {"nonFinite": "GoBack", "spike": "Skip", "window": 64}),
     *one("training.lora", {}, {"rank": 4, "alpha": 8.0, "targets": ["Query", "Key", "Value", "Output"]}, None),
-    *one("training.lora", {"targets": ["Gate", "Up", "Down"]}),
+    *one("training.lora", {"targets": ["Gate", "Up", "Down"]}, {"initialAdapter": "/adapters/a"}),
 ]
 PARALLELISM: list[Move] = [
     *one("replicas", 1, 2, 3, 4),
@@ -230,6 +230,7 @@ PODS: list[Move] = [
 ]
 LIFE: list[Move] = [
     *one("checkpoint", {"claimName": "checkpoints"}, {"claimName": "c", "everySteps": 200, "keep": 5}, None),
+    *one("checkpoint", {"claimName": "c", "resumeFrom": "base-0a1b2c3d"}),
     *one("recovery", {"maxRestarts": 0}, {"maxRestarts": 5, "restartWindowSeconds": 3600}),
     *one("recovery", {"hangTimeoutSeconds": 900, "cordonedNodes": "Stay"}, {"cordonedNodes": "Move", "spareNodes": 1}),
     *one("recovery", {"exitCodes": [{"values": [64], "action": "FailJob"}, {"values": [75, 137], "action": "Ignore"}]}),
@@ -259,7 +260,7 @@ MALFORMED: list[Move] = [
     *one("training.precision", "int8"),
     *one("training.optimizer", {"beta1": 1.0, "beta2": 2.0}, {"decay": "Exponential", "decaySteps": 0}),
     *one("training.outer", {}),
-    *one("training.lora", {"targets": []}),
+    *one("training.lora", {"targets": []}, {"initialAdapter": "adapters"}),
     *one("parallelism.zeroStage", 4),
     *one("parallelism.schedule", "1f1b"),
     *one("parallelism.virtualStages", 1),
@@ -270,7 +271,7 @@ MALFORMED: list[Move] = [
     *one("workers.tolerations", [{"operator": "In"}]),
     *one("workers.resources", {"cpu": "many"}),
     *one("recovery", {"maxRestarts": -1, "exitCodes": [{"values": [0], "action": "Retry"}]}),
-    *one("checkpoint", {}),
+    *one("checkpoint", {}, {"claimName": "c", "resumeFrom": "/base"}),
     *one("managedBy", "nobody"),
     *one("suspend", "maybe"),
 ]

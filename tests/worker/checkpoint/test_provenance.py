@@ -14,6 +14,8 @@ from meshwright_worker.checkpoint.manifest import Manifest, encode_manifest
 from meshwright_worker.checkpoint.provenance import (
     EXPORT_RECORD,
     MAX_CHANGES,
+    Provenance,
+    branched,
     continued,
     export_record,
     parent_at,
@@ -72,6 +74,49 @@ def test_a_chain_is_read_from_its_last_link(tmp_path: Path) -> None:
         "began with random weights",
     ):
         assert part in text, text
+
+
+def test_the_adapter_that_training_began_from_is_part_of_the_chain(tmp_path: Path) -> None:
+    first = provenance_of(small_run(), "team/first", IMAGE)
+    (tmp_path / EXPORT_RECORD).write_text(export_record("/c/step-00000009", 9, 3, first, "1-aa"))
+    lora = {"lora": {"initial_adapter": str(tmp_path)}, "initial_weights": "/models/a"}
+    record = provenance_of(small_run(training=lora), "team/second", IMAGE)
+    assert record.adapter is not None
+    assert record.adapter.base_fingerprint == "1-aa"
+    assert continued(record, provenance_of(small_run(), "team/second", IMAGE), 5).adapter == record.adapter
+    text = "\n".join(lineage_lines({"place": "x", "step": 5, "digest": 1, "provenance": fields_of(record)}))
+    assert "├─ began with the adapter of /c/step-00000009 (step 9)" in text
+    assert text.index("job team/second") < text.index("job team/first") < text.index("the weights of /models/a")
+    assert "adapter" not in fields_of(first)
+
+
+def fields_of(record: Provenance) -> dict[str, object]:
+    """As in a checkpoint of a run."""
+    return record.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def test_a_run_that_began_from_another_one_shows_it_in_its_chain(tmp_path: Path) -> None:
+    base = provenance_of(small_run(data=2), "team/base", IMAGE)
+    record = branched("/c/base/step-00000500", 500, 77, base, provenance_of(small_run(), "team/longer", IMAGE))
+    record = continued(record, provenance_of(small_run(), "team/longer", f"{IMAGE}5"), 600)
+    store = CheckpointDirectory(tmp_path)
+    store.prepare(606)
+    store.commit(manifest_at(606).model_copy(update={"provenance": record}))
+    lines = lineage_lines(_fields(lineage(str(tmp_path), None)))
+    wanted = (
+        "job team/longer",
+        "after step 600:",
+        "after step 500:",
+        "spec.dataParallel: 2 → 1",
+        "resumed from /c/base/step-00000500 (step 500)",
+        "job team/base",
+        "began with random weights",
+    )
+    places = [next(number for number, line in enumerate(lines) if part in line) for part in wanted]
+    assert places == sorted(places), lines
+    unknown = branched("/c/base/step-00000500", 500, 77, None, provenance_of(small_run(), "team/longer", IMAGE))
+    assert (unknown.history, unknown.parent and unknown.parent.provenance) == ([], None)
+    assert "resumed" not in parent_at(str(tmp_path)).model_dump(by_alias=True)
 
 
 def _fields(found: object) -> dict[str, object]:

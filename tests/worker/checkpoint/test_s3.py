@@ -14,19 +14,24 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api.checkpoint import Retention, StoreSpec
+from meshwright.api.checkpoint import CheckpointSpec, Retention, StoreSpec
 from meshwright_worker.checkpoint import object_store, store
-from meshwright_worker.checkpoint.errors import CheckpointStoreError
+from meshwright_worker.checkpoint.errors import CheckpointStoreError, CheckpointVolumeError, ResumeSourceError
 from meshwright_worker.checkpoint.full_tensors import FullTensorReader
 from meshwright_worker.checkpoint.manifest import FileRecord, check_files, read_manifest
 from meshwright_worker.checkpoint.object_store import ObjectDirectory
+from meshwright_worker.checkpoint.other_run import checkpoint_of_other_run
 from meshwright_worker.checkpoint.retry import RetryPolicy
 from meshwright_worker.checkpoint.store import open_store
+from meshwright_worker.distributed.mesh import Mesh
 from tests.distributed.rank_pool import free_port
 from tests.worker.checkpoint.dying_writer import count_connections, save_and_die
 from tests.worker.checkpoint.fault_proxy import KINDS, FaultProxy
 from tests.worker.checkpoint.saving import save_alone
 from tests.worker.checkpoint.test_checkpoint_files import manifest_at
+from tests.worker.checkpoint.test_killed_saves import mesh
+
+__all__ = ["mesh"]
 
 pytest.importorskip("s3fs", reason="pip install s3fs 'moto[server]'")
 pytest.importorskip("moto.server", reason="pip install s3fs 'moto[server]'")
@@ -141,6 +146,46 @@ def test_a_bucket_that_does_not_exist_is_named(server: str) -> None:
     found = open_store("s3://nosuch/run", 0, StoreSpec(endpoint=server, region="us-east-1"))
     with pytest.raises(CheckpointStoreError, match="the bucket of s3://nosuch/run does not exist"):
         found.steps()
+
+
+def test_another_run_begins_from_a_checkpoint_there_which_stays_as_it_is(server: str, mesh: Mesh) -> None:
+    for generation, step in ((1, 10), (1, 20), (2, 20)):
+        save_step(opened(server, generation), step)
+    filesystem = opened(server)._filesystem
+    before = filesystem.find("checkpoints/team", detail=True)
+
+    def chosen(resume_from: str, url: str = server, uri: str | None = None) -> tuple[str, int]:
+        found = CheckpointSpec.model_validate(
+            {"claimName": "c", "resumeFrom": resume_from, "uri": uri, "store": {"endpoint": url, "region": "us-east-1"}}
+        )
+        path, manifest = checkpoint_of_other_run(found, "", mesh, manifest_at(0), 100)
+        return str(path), manifest.state.step
+
+    assert chosen(URI, uri="s3://checkpoints/own") == (f"{URI}/step-00000020-g2", 20)
+    assert chosen(f"{URI}/step-00000020-g1/") == (f"{URI}/step-00000020-g1", 20)
+    assert chosen(f"{URI}/step-00000010") == (f"{URI}/step-00000010-g1", 10)
+    for missing in (
+        "s3://checkpoints/team/other",
+        "s3://nosuch/run",
+        f"{URI}/step-00000030",
+        f"{URI}/step-00000010-g2",
+    ):
+        with pytest.raises(ResumeSourceError, match=f"`checkpoint.resumeFrom: {missing}`: .*(name|exist)"):
+            chosen(missing)
+    with FaultProxy(server, seed=2, share=1.0, silence_seconds=3.0) as proxy, pytest.MonkeyPatch.context() as patch:
+        proxy.kinds = ("500",)
+        patch.setattr(object_store, "RetryPolicy", lambda: RetryPolicy(attempts=1))
+        with pytest.raises(CheckpointVolumeError, match=f"`checkpoint.resumeFrom: {URI}`: .* cannot be listed"):
+            chosen(URI, proxy.url)
+    filesystem.pipe_file("checkpoints/team/run/step-00000020-g2/rank-00000.safetensors", b"other")
+    assert chosen(URI) == (f"{URI}/step-00000010-g1", 10), "as a run does with its own: the newest one of a step counts"
+    with pytest.raises(ResumeSourceError, match="is damaged: it has 5 bytes"):
+        chosen(f"{URI}/step-00000020")
+    filesystem.invalidate_cache()
+    after = filesystem.find("checkpoints/team", detail=True)
+    assert {name: entry["ETag"] for name, entry in after.items() if "-g2/rank" not in name} == {
+        name: entry["ETag"] for name, entry in before.items() if "-g2/rank" not in name
+    }
 
 
 KILLS = 20

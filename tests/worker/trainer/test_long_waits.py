@@ -23,7 +23,7 @@ from meshwright_worker.distributed.mesh import STEP_TIMEOUT
 from meshwright_worker.in_memory.gate import MemoryGate
 from meshwright_worker.in_memory.generation import EventsOfGeneration
 from meshwright_worker.rank import task
-from meshwright_worker.rank.task import progress_of
+from meshwright_worker.rank.task import WorkProgress, progress_of
 from meshwright_worker.trainer import training_loop
 from meshwright_worker.trainer.evaluation import Evaluation
 from meshwright_worker.trainer.initial_state import load_state
@@ -92,18 +92,18 @@ def test_each_part_of_a_load_tells_that_it_goes_on(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(task, "AT_WORK_SECONDS", 0.0)
     monkeypatch.setattr(safetensors_format, "_BLOCK", 16)
     run, told = small_run(), []
-    events: Any = SimpleNamespace(at_work=lambda: told.append(1))
+    events: Any = SimpleNamespace(at_work=lambda work=None: told.append(work))
     with simulated_mesh(run, 0) as mesh:
         trainer = build_trainer(run, mesh, draw=False)
-        load_state(trainer, run, mesh, None, progress_of(events))
+        load_state(trainer, run, mesh, None, WorkProgress(events))
         assert len(told) == len(trainer.shards), "each parameter that is drawn"
     file = tmp_path / "file"
     file.write_bytes(b"x" * 40)
-    told.clear()
+    sizes: list[int] = []
     record = FileRecord(size=40, crc32=zlib.crc32(b"x" * 40))
     for files in (LocalFiles(tmp_path), object_files(f"file://{tmp_path}")):
-        check_file(files, "file", record, progress_of(events))
-    assert len(told) == 3 + 1, "each block of a file, and each request to a store"
+        check_file(files, "file", record, sizes.append)  # type: ignore[arg-type]
+    assert sizes == [16, 16, 8, 40], "each block of a file, and each request to a store"
 
 
 def test_an_evaluation_tells_after_each_batch_that_it_goes_on() -> None:

@@ -22,6 +22,7 @@ from meshwright.protocol.messages import (
     Progress,
     RankProcess,
     RankWork,
+    ResumedFrom,
 )
 from meshwright_worker.rank import failures, messages
 from meshwright_worker.rank.task import Outcome, StepReport, TierReport
@@ -166,6 +167,8 @@ class MeshGeneration:
     checkpoint: CheckpointCommit | None = None
     checkpoint_request: CheckpointAnswer | None = None
     """The last request for a checkpoint, and the step after which it is taken. Only the worker of rank 0 has it."""
+    resumed_from: ResumedFrom | None = None
+    """The checkpoint of another run that its ranks have begun from."""
     tiers: list[CheckpointTier] = field(default_factory=list)
     """Where checkpoints are saved. Only the worker of rank 0 has it."""
     phases: list[Phase] = field(default_factory=list)
@@ -222,8 +225,9 @@ class MeshGeneration:
         self._record_rank_progress(view, message)
         view.work = _work_of(message, view.work)
         match message:
-            case messages.Running():
+            case messages.Running(step=step, source=source):
                 view.running = True
+                self.resumed_from = ResumedFrom(step=step, path=source) if source else None
             case messages.Finished(outcome=outcome):
                 view.outcome = outcome
             case messages.Held(step=step, reduced=reduced, copies=copies):

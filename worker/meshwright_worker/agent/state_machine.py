@@ -427,6 +427,7 @@ def build_report(
         checkpoint=state_machine.checkpoint if has_rank_zero else None,
         checkpoint_tiers=current.tiers,
         checkpoint_request=current.checkpoint_request,
+        resumed_from=current.resumed_from if has_rank_zero else None,
         evaluation=current.evaluation,
         phases=current.phases[:MAX_PHASES] if has_rank_zero else [],
         preflight=state_machine.preflight,

@@ -27,7 +27,7 @@ from torch.futures import Future
 from meshwright_worker.checkpoint.binary_index import BINARY_INDEX, encode_binary
 from meshwright_worker.checkpoint.files import CheckpointPath, files_of, open_index
 from meshwright_worker.checkpoint.tensor_index import INDEX, IndexInMemory, StoredChunk, TensorIndex, encode
-from meshwright_worker.rank.task import Progress, no_report
+from meshwright_worker.rank.task import WorkProgress
 
 MAX_JSON_BOXES = 20_000
 """Boxes of an index that is still written as JSON: 2 MB, which a rank reads in 0.3 s."""
@@ -38,18 +38,18 @@ RANKS_PER_DIRECTORY = 1024
 class CheckpointReader(StorageReader):
     """Reads from a complete checkpoint: of the index and of the files, only the parts that this rank needs.
 
-    `tensors` are those that the rank loads; by default the reader describes every box of every tensor. `progress` is
-    called after each part.
+    `tensors` are those that the rank loads; by default the reader describes every box of every tensor. `progress`
+    counts the bytes that are read of them.
     """
 
     def __init__(
         self,
         checkpoint: CheckpointPath,
         tensors: Mapping[str, torch.Tensor] | None = None,
-        progress: Progress = no_report,
+        progress: WorkProgress | None = None,
     ) -> None:
         self._files = files_of(checkpoint)
-        self._progress = progress
+        self._progress = progress or WorkProgress()
         self._tensors = tensors
         self._metadata = Metadata({})
 
@@ -67,11 +67,14 @@ class CheckpointReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy the parts of the plan into the planner's tensors."""
-        for item in plan.items:
+        entries = [self._entry(item.storage_index.fqn) for item in plan.items]
+        sizes = [
+            item.lengths.numel() * entry.properties.dtype.itemsize
+            for item, entry in zip(plan.items, entries, strict=True)
+        ]
+        counted = self._progress.begin("checkpoint", sum(sizes))
+        for item, entry, size in zip(plan.items, entries, sizes, strict=True):
             stored: StoredChunk = self._metadata.storage_data[item.storage_index]
-            entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
-            if not isinstance(entry, TensorStorageMetadata):
-                raise ValueError(f"{item.storage_index.fqn} is not a tensor")
             chunk = next(chunk for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
             box = self._files.tensor(stored.file, stored.offset, entry.properties.dtype, chunk.sizes)
             for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -79,8 +82,14 @@ class CheckpointReader(StorageReader):
             target = planner.resolve_tensor(item).detach()
             target.copy_(box)
             planner.commit_tensor(item, target)
-            self._progress()
+            counted(size)
         return _completed_future(None)
+
+    def _entry(self, name: str) -> TensorStorageMetadata:
+        entry = self._metadata.state_dict_metadata[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"{name} is not a tensor")
+        return entry
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: a reader is used for one load."""

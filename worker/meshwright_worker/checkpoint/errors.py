@@ -42,6 +42,10 @@ class CheckpointMismatchError(ValueError):
     """A checkpoint belongs to another run. The message names the difference and the fix."""
 
 
+class ResumeSourceError(ValueError):
+    """`checkpoint.resumeFrom` names no checkpoint that the run can begin from. The message says why, and the fix."""
+
+
 class CheckpointVolumeError(OSError):
     """A rank cannot use the checkpoints' volume, or has another one. This does not mean that a checkpoint is
     damaged.

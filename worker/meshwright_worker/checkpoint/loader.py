@@ -36,7 +36,7 @@ from meshwright_worker.checkpoint.manifest import (
 )
 from meshwright_worker.checkpoint.store import CheckpointStore
 from meshwright_worker.distributed.mesh import Mesh
-from meshwright_worker.rank.task import Progress, no_report
+from meshwright_worker.rank.task import WorkProgress
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +58,22 @@ def newest_intact(store: CheckpointStore, mesh: Mesh, manifest_type: type[Manife
 
 
 def newest_of_all(
-    stores: Sequence[CheckpointStore], mesh: Mesh, manifest_type: type[ManifestType], progress: Progress = no_report
+    stores: Sequence[CheckpointStore],
+    mesh: Mesh,
+    manifest_type: type[ManifestType],
+    progress: WorkProgress | None = None,
+    otherwise: str = "starting at step 0",
 ) -> tuple[CheckpointStore, ManifestType] | None:
     """Return the latest complete checkpoint with intact files over all stores; of the same step, that of the first one.
+    `otherwise` says in the log what happens if there is none.
 
     Raises:
         As `newest_intact`.
     """
-    found = [(step, number) for number, store in enumerate(stores) for step in _steps(store, mesh)]
+    found = []
+    for number, store in enumerate(stores):
+        on_first_rank(store.clean, mesh)
+        found += [(step, number) for step in steps_on_mesh(store, mesh)]
     for step, number in sorted(found, key=lambda entry: (-entry[0], entry[1])):
         store = stores[number]
         try:
@@ -78,19 +86,23 @@ def newest_of_all(
         places = ", ".join(map(str, stores))
         if found:
             log.warning(
-                "every checkpoint in %s is damaged (steps %s): starting at step 0; the damaged ones are retained "
-                "until the first checkpoint is saved",
+                "every checkpoint in %s is damaged (steps %s): %s; the damaged ones are retained until the first "
+                "checkpoint is saved",
                 places,
                 ", ".join(str(step) for step in sorted({step for step, _ in found}, reverse=True)),
+                otherwise,
             )
         else:
-            log.info("no complete checkpoint in %s: starting at step 0", places)
+            log.info("no complete checkpoint in %s: %s", places, otherwise)
     return None
 
 
-def _steps(store: CheckpointStore, mesh: Mesh) -> list[int]:
-    """The steps of complete checkpoints of a store, the same on every rank."""
-    on_first_rank(store.clean, mesh)
+def steps_on_mesh(store: CheckpointStore, mesh: Mesh) -> list[int]:
+    """Return the steps of complete checkpoints of a store, the same on every rank, newest first. Collective.
+
+    Raises:
+        CheckpointVolumeError: a rank cannot list them, or sees some where rank 0 sees none.
+    """
     if store.is_remote:
         return on_first_rank(store.steps, mesh) or []
     listed = on_all_ranks(store.steps, mesh)
@@ -114,7 +126,7 @@ def find_checkpoint_on_mesh(path: Path | str, mesh: Mesh) -> tuple[CheckpointPat
 
 
 def read_intact(
-    checkpoint: CheckpointPath, mesh: Mesh, manifest_type: type[ManifestType], progress: Progress = no_report
+    checkpoint: CheckpointPath, mesh: Mesh, manifest_type: type[ManifestType], progress: WorkProgress | None = None
 ) -> ManifestType:
     """Return the manifest of a checkpoint after verifying its files. Collective: each rank reads its share of them.
     What one rank finds damaged, another one reads again: the memory of a node may be broken, and not the file.
@@ -154,7 +166,7 @@ def _confirmed(
     manifest: BaseManifest | None,
     damages: Mapping[int, tuple[str, str]],
     mesh: Mesh,
-    progress: Progress,
+    progress: WorkProgress | None,
 ) -> DamagedCheckpointError | CheckpointVolumeError:
     """Have what each of these ranks finds damaged read by another rank, far from it. Collective.
 
@@ -181,26 +193,32 @@ def _confirmed(
     return CheckpointVolumeError(f"only rank {rank} finds that {text}; for rank {reader_of[rank]} it is intact: {fix}")
 
 
-def _is_intact(checkpoint: CheckpointPath, manifest: BaseManifest | None, name: str, progress: Progress) -> bool:
+def _is_intact(
+    checkpoint: CheckpointPath, manifest: BaseManifest | None, name: str, progress: WorkProgress | None
+) -> bool:
     """Whether this rank finds a file intact; without a name, the manifest."""
     if manifest is None or not name:
         return manifest is not None
+    record = manifest.files[name]
     try:
-        check_file(files_of(checkpoint), name, manifest.files[name], progress)
+        check_file(files_of(checkpoint), name, record, (progress or WorkProgress()).begin("verify", record.size))
     except DamagedCheckpointError:
         return False
     return True
 
 
-def check_same_run(actual: Manifest, expected: Manifest) -> None:
-    """Reject a checkpoint of another model or another corpus.
+def check_same_run(actual: Manifest, expected: Manifest, *, of_other_run: bool = False) -> None:
+    """Reject a checkpoint of another model or another corpus; `of_other_run`: one that `checkpoint.resumeFrom` names.
 
     Raises:
         CheckpointMismatchError: it belongs to another run.
     """
+    instead, settings = "use an empty `checkpoint.claimName`", "the old settings"
+    if of_other_run:
+        instead, settings = "name another run in `checkpoint.resumeFrom`", "use the settings of that run"
+    fix = f"{instead}, or {settings}"
     old, new = actual.architecture.model_dump(exclude={"name"}), expected.architecture.model_dump(exclude={"name"})
     differing = [f"`{field}` {old[field]} there, {new[field]} here" for field in old if old[field] != new[field]]
-    fix = "use an empty `checkpoint.claimName`, or the old settings"
     if differing:
         raise CheckpointMismatchError(f"the checkpoint contains another model ({'; '.join(differing)}): {fix}")
     if (actual.lora, actual.initial_weights) != (expected.lora, expected.initial_weights):
@@ -212,7 +230,7 @@ def check_same_run(actual: Manifest, expected: Manifest) -> None:
         raise CheckpointMismatchError(
             f"the checkpoint's adapters were trained on other weights (fingerprint {actual.base_fingerprint}) than "
             f"those in `training.initialWeights: {expected.initial_weights}` now ({expected.base_fingerprint}): "
-            "restore the original files there, or use an empty `checkpoint.claimName`"
+            f"restore the original files there, or {instead}"
         )
     if actual.stream != expected.stream:
         raise CheckpointMismatchError(
@@ -226,7 +244,7 @@ def load_tensors(
     tensors: dict[str, torch.Tensor],
     path: CheckpointPath,
     group: dist.ProcessGroup | None,
-    progress: Progress = no_report,
+    progress: WorkProgress | None = None,
 ) -> None:
     """Fill tensors in place from a complete checkpoint. Collective over `group`; without one, in this process only.
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from meshwright_worker.checkpoint.errors import (
     describe_failed_save,
     is_storage_failure,
 )
+from meshwright_worker.checkpoint.files import CheckpointPath
 from meshwright_worker.checkpoint.loader import (
     allocate_tensors,
     check_same_run,
@@ -37,7 +39,8 @@ from meshwright_worker.checkpoint.manifest import (
     origin_of,
     read_manifest,
 )
-from meshwright_worker.checkpoint.provenance import continued
+from meshwright_worker.checkpoint.other_run import checkpoint_of_other_run
+from meshwright_worker.checkpoint.provenance import branched, continued
 from meshwright_worker.checkpoint.schedule import CheckpointSchedule
 from meshwright_worker.checkpoint.state_dict import checkpoint_tensors, copy_to_duplicates
 from meshwright_worker.checkpoint.store import CheckpointStore, Tier, open_store
@@ -47,15 +50,7 @@ from meshwright_worker.local_sgd.outer_optimizer import OuterOptimizer, local_sg
 from meshwright_worker.optimizers.optimizer import Optimizer
 from meshwright_worker.parallel.data.compression.state import CompressionState
 from meshwright_worker.parallel.shards import ParameterShard
-from meshwright_worker.rank.task import (
-    AT_WORK_SECONDS,
-    Progress,
-    RankEvents,
-    RankTask,
-    TierReport,
-    no_report,
-    progress_of,
-)
+from meshwright_worker.rank.task import AT_WORK_SECONDS, RankEvents, RankTask, TierReport, WorkProgress
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +70,9 @@ class CheckpointManager:
         self._mesh = mesh
         self._events = events
         self._template = template
+        self._claim = str(Path(task.checkpoint_dir).parent) if task.checkpoint_dir is not None else ""
+        """Where the claim of the checkpoints is mounted."""
+        self._steps = task.run.training.steps
         self._tiers = tiers_of(task, spec)
         self._saver = AsyncCheckpointer(self._tiers, mesh)
         self._schedule = CheckpointSchedule(self._tiers, task.history or FailureHistory())
@@ -84,6 +82,8 @@ class CheckpointManager:
         """The newest step that is complete on a tier."""
         self._reported = -1
         self._loaded: Manifest | None = None
+        self._source = ""
+        """The checkpoint of another run that was loaded."""
         self._from_memory = False
         """Whether the state is not that of a checkpoint: there may be checkpoints of later steps."""
 
@@ -95,27 +95,26 @@ class CheckpointManager:
         outer: OuterOptimizer | None = None,
         compression_state: CompressionState | None = None,
         *,
-        progress: Progress = no_report,
+        progress: WorkProgress | None = None,
     ) -> TrainingState:
-        """Fill model and optimizer from the newest intact checkpoint. Return the state to resume from; step 0 without
-        one.
+        """Fill model and optimizer from the newest intact checkpoint, or, if there is none, from that of another run
+        that the spec names. Return the state to resume from; step 0 without either.
 
-        `compression_state` is restored too, if the checkpoint contains it for this layout. `progress` is called after
-        each part that was read.
+        `compression_state` is restored too, if the checkpoint contains it for this layout. `progress` counts the
+        bytes that are read.
 
         Raises:
             CheckpointMismatchError: it belongs to another run.
             CheckpointVolumeError, ForeignCheckpointError: as `newest_intact`.
+            ResumeSourceError: training cannot begin from the checkpoint of another run.
         """
-        newest = newest_of_all([tier.store for tier in self._tiers], self._mesh, Manifest, progress)
-        if newest is None:
+        found = self._checkpoint_to_load(progress)
+        if found is None:
             return TrainingState()
-        store, newest_manifest = newest
-        check_same_run(newest_manifest, self._template)
+        path, newest_manifest = found
         self._loaded = newest_manifest
         # The adapters belong to weights that are drawn again as they were at the beginning of the run.
         self._template = self._template.model_copy(update={"weights_in_tiles": newest_manifest.weights_in_tiles})
-        path = store.files(newest_manifest.state.step)
         if outer is None:
             tensors = checkpoint_tensors(shards, optimizer, buffers)
         else:
@@ -126,8 +125,35 @@ class CheckpointManager:
             compression_state.load_state_dict(residuals)
         copy_to_duplicates(shards, optimizer)
         optimizer.set_step_count(newest_manifest.state.step - newest_manifest.state.skipped)
-        self._newest = newest_manifest.state.step
+        if not self._source:
+            self._newest = newest_manifest.state.step
+        elif self._mesh.rank == 0:
+            log.info("resumed from %s step %d", self._source, newest_manifest.state.step)
         return newest_manifest.state
+
+    def _checkpoint_to_load(self, progress: WorkProgress | None) -> tuple[CheckpointPath, Manifest] | None:
+        """The newest intact checkpoint of this run; without one, that of `resumeFrom`. Collective."""
+        named = self._spec.resume_from
+        otherwise = f"reading `checkpoint.resumeFrom: {named}`" if named is not None else "starting at step 0"
+        newest = newest_of_all([tier.store for tier in self._tiers], self._mesh, Manifest, progress, otherwise)
+        if newest is not None:
+            store, manifest = newest
+            check_same_run(manifest, self._template)
+            if named is not None and self._mesh.rank == 0:
+                log.info("`checkpoint.resumeFrom` is not read: there is a checkpoint in %s", store)
+            return store.files(manifest.state.step), manifest
+        if named is None:
+            return None
+        path, manifest = checkpoint_of_other_run(
+            self._spec, self._claim, self._mesh, self._template, self._steps, progress
+        )
+        self._source = str(path)
+        return path, manifest
+
+    @property
+    def source(self) -> str:
+        """The checkpoint of another run that was loaded; empty if none was."""
+        return self._source
 
     @property
     def draws_tiles(self) -> bool:
@@ -152,7 +178,7 @@ class CheckpointManager:
             CheckpointVolumeError, ForeignCheckpointError: as `newest_intact`.
         """
         self.report(wait=True)
-        stores, progress = [tier.store for tier in self._tiers], progress_of(self._events)
+        stores, progress = [tier.store for tier in self._tiers], WorkProgress(self._events)
         listed = on_first_rank(lambda: [store.steps() for store in stores], self._mesh) or []
         for target in checkpoints_to_go_back_to({found for steps in listed for found in steps}, step, at_least):
             having = [store for store, steps in zip(stores, listed, strict=True) if target in steps]
@@ -167,7 +193,7 @@ class CheckpointManager:
             return state
         return None
 
-    def _intact(self, store: CheckpointStore, step: int, progress: Progress) -> Manifest | None:
+    def _intact(self, store: CheckpointStore, step: int, progress: WorkProgress) -> Manifest | None:
         """The manifest of a checkpoint; None if it is damaged, and hidden now. Collective."""
         try:
             return read_intact(store.files(step), self._mesh, Manifest, progress)
@@ -196,7 +222,11 @@ class CheckpointManager:
         own = self._template.provenance
         if own is not None and step > 0:
             before = self._loaded if self._loaded is not None else held
-            record = continued(before.provenance if before is not None else None, own, step)
+            known = before.provenance if before is not None else None
+            if self._source and self._loaded is not None:
+                record = branched(self._source, step, self._loaded.state.digest, known, own)
+            else:
+                record = continued(known, own, step)
             self._template = self._template.model_copy(update={"provenance": record})
 
     def origin(self) -> Origin | None:
@@ -370,7 +400,8 @@ def manifest_template(run: NativeRun, stream: str, mesh: Mesh) -> Manifest:
         sequence_length=training.sequence_length,
         stream=stream,
         layout=layout,
-        lora=training.lora,
+        # What the checkpoint contains does not depend on where its adapters began.
+        lora=training.lora and training.lora.model_copy(update={"initial_adapter": None}),
         initial_weights=training.initial_weights if training.lora else None,
         weights_in_tiles=training.lora is not None and training.initial_weights is None,
     )

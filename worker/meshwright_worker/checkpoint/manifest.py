@@ -31,7 +31,7 @@ from meshwright_worker.checkpoint.errors import DamagedCheckpointError, ForeignC
 from meshwright_worker.checkpoint.files import CheckpointFiles, CheckpointPath, files_of
 from meshwright_worker.checkpoint.provenance import Provenance
 from meshwright_worker.checkpoint.tensor_index import checked_name
-from meshwright_worker.rank.task import Progress, no_report
+from meshwright_worker.rank.task import Progress, WorkProgress, no_report
 
 MANIFEST = "meshwright.json"
 FORMAT, BINARY_INDEX_FORMAT = 1, 2
@@ -298,17 +298,18 @@ def check_files(
     manifest: BaseManifest,
     rank: int = 0,
     world_size: int = 1,
-    progress: Progress = no_report,
+    progress: WorkProgress | None = None,
 ) -> None:
-    """Read every byte of this rank's share of a checkpoint's files; by default of all files.
+    """Read every byte of this rank's share of a checkpoint's files; by default of all files. `progress` counts them.
 
     Raises:
         DamagedCheckpointError: one is missing, or differs from what was written.
         OSError: one cannot be read, which does not mean that the checkpoint is damaged.
     """
-    files = files_of(checkpoint)
-    for name in sorted(manifest.files)[rank::world_size]:
-        check_file(files, name, manifest.files[name], progress)
+    files, names = files_of(checkpoint), sorted(manifest.files)[rank::world_size]
+    counted = (progress or WorkProgress()).begin("verify", sum(manifest.files[name].size for name in names))
+    for name in names:
+        check_file(files, name, manifest.files[name], counted)
 
 
 def check_file(files: CheckpointFiles, name: str, record: FileRecord, progress: Progress = no_report) -> None:

@@ -73,8 +73,9 @@ class ObjectFiles:
         """See `CheckpointFiles.checksum`."""
         size, crc = self._size(name), 0
         for first in range(0, size, PART_BYTES):
-            crc = zlib.crc32(self._get(name, first, min(first + PART_BYTES, size)), crc)
-            progress()
+            part = self._get(name, first, min(first + PART_BYTES, size))
+            crc = zlib.crc32(part, crc)
+            progress(len(part))
         return size, crc
 
     def label(self, name: str) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from meshwright import __version__
@@ -55,6 +55,8 @@ class Provenance(_Record):
     """What has changed since the run began, oldest first."""
     parent: Parent | None = None
     """What training began from; None for random weights."""
+    adapter: Annotated[Parent | None, Field(exclude_if=lambda parent: parent is None)] = None
+    """The adapter of these weights that training began from; None if it was new."""
 
     def facts(self) -> dict[str, Any]:
         """All that may change, by dotted path."""
@@ -62,7 +64,7 @@ class Provenance(_Record):
 
 
 class Parent(_Record):
-    """Weights that training began from, or the checkpoint that was exported."""
+    """What training began from, or the checkpoint that was exported."""
 
     path: str
     """Where they were, as the ranks saw it."""
@@ -72,25 +74,47 @@ class Parent(_Record):
     """Digest of the samples until then."""
     provenance: Provenance | None = None
     """Where they come from; None if that is not known."""
+    base_fingerprint: Annotated[str | None, Field(exclude_if=lambda text: text is None)] = None
+    """Of an adapter: fingerprint of the weights that it was trained on. None if that is not known."""
+    resumed: Annotated[bool, Field(exclude_if=lambda resumed: not resumed)] = False
+    """Whether training began from the entire checkpoint, after its step, and not only from its weights."""
 
 
 def provenance_of(run: NativeRun, job: str, image: str | None) -> Provenance:
     """The record of a run that begins."""
     spec = run.model_dump(mode="json", by_alias=True, exclude_none=True)
     kept = {name: value for name, value in spec.items() if name not in _NOT_RECORDED}
-    weights = run.training.initial_weights
-    parent = parent_at(weights) if weights else None
-    return Provenance(job=job, version=__version__, image=image, spec=kept, parent=parent)
+    weights, lora = run.training.initial_weights, run.training.lora
+    return Provenance(
+        job=job,
+        version=__version__,
+        image=image,
+        spec=kept,
+        parent=parent_at(weights) if weights else None,
+        adapter=parent_at(lora.initial_adapter) if lora is not None and lora.initial_adapter else None,
+    )
 
 
 def continued(before: Provenance | None, now: Provenance, step: int) -> Provenance:
     """The record of a run that goes on from the checkpoint of `step`, whose record was `before`. Pure."""
     if before is None:
         return now
+    history = [*before.history, *_changes(before, now, step)]
+    begun = {"parent": before.parent, "adapter": before.adapter}
+    return now.model_copy(update={"history": history[-MAX_CHANGES:], **begun})
+
+
+def branched(source: str, step: int, digest: int, before: Provenance | None, now: Provenance) -> Provenance:
+    """The record of a run that begins from the checkpoint `source` of another one, whose record was `before`. Pure."""
+    parent = Parent(path=source, step=step, digest=digest, provenance=before, resumed=True)
+    return now.model_copy(update={"history": _changes(before, now, step) if before else [], "parent": parent})
+
+
+def _changes(before: Provenance, now: Provenance, step: int) -> list[Change]:
+    """What is different after `step`; empty if nothing is."""
     old, new = before.facts(), now.facts()
     changes = {path: [old.get(path), new.get(path)] for path in sorted({*old, *new}) if old.get(path) != new.get(path)}
-    history = [*before.history, *([Change(step=step, changes=changes)] if changes else [])]
-    return now.model_copy(update={"history": history[-MAX_CHANGES:], "parent": before.parent})
+    return [Change(step=step, changes=changes)] if changes else []
 
 
 def parent_at(directory: str) -> Parent:
@@ -102,9 +126,11 @@ def parent_at(directory: str) -> Parent:
     return recorded
 
 
-def export_record(checkpoint: str, step: int, digest: int, provenance: Provenance | None) -> str:
-    """The content of `EXPORT_RECORD`."""
-    record = Parent(path=checkpoint, step=step, digest=digest, provenance=provenance)
+def export_record(
+    checkpoint: str, step: int, digest: int, provenance: Provenance | None, base_fingerprint: str | None = None
+) -> str:
+    """The content of `EXPORT_RECORD`; that of an adapter has the fingerprint of its model's weights."""
+    record = Parent(path=checkpoint, step=step, digest=digest, provenance=provenance, base_fingerprint=base_fingerprint)
     return json.dumps(record.model_dump(mode="json", by_alias=True, exclude_none=True), indent=1)
 
 

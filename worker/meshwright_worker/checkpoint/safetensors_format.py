@@ -172,14 +172,14 @@ def map_tensor(path: Path, offset: int, dtype: torch.dtype, shape: torch.Size) -
     return torch.from_numpy(raw).view(dtype).reshape(shape)
 
 
-def file_checksum(path: Path, progress: Callable[[], None] = lambda: None) -> tuple[int, int]:
-    """Return size and CRC-32 of a file, read in blocks. `progress` is called after each."""
+def file_checksum(path: Path, progress: Callable[[int], None] = lambda _: None) -> tuple[int, int]:
+    """Return size and CRC-32 of a file, read in blocks. `progress` is called after each, with its size."""
     size = checksum = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             size += len(block)
             checksum = zlib.crc32(block, checksum)
-            progress()
+            progress(len(block))
     return size, checksum
 
 

@@ -114,29 +114,31 @@ class CheckpointStore(Protocol):
         """Hide a damaged checkpoint. It stays until the next one is complete."""
 
 
-def open_store(location: str, generation: int = 0, options: StoreSpec | None = None) -> CheckpointStore:
-    """The store at a path or a URI.
+def open_store(
+    location: str, generation: int = 0, options: StoreSpec | None = None, field: str = "checkpoint.uri"
+) -> CheckpointStore:
+    """The store at a path or a URI, which `field` of the spec names.
 
     Raises:
         CheckpointStoreError: the scheme is unknown, or its package is missing.
     """
     if "://" not in location:
         return CheckpointDirectory(Path(location), generation)
-    filesystem, path = _open(location, options)
+    filesystem, path = _open(location, options, field)
     return ObjectDirectory(filesystem, path, location, generation)
 
 
-def object_files(location: str) -> ObjectFiles:
+def object_files(location: str, options: StoreSpec | None = None) -> ObjectFiles:
     """The files of the checkpoint at a URI.
 
     Raises:
         CheckpointStoreError: the scheme is unknown, or its package is missing.
     """
-    filesystem, path = _open(location, None)
+    filesystem, path = _open(location, options, "checkpoint.uri")
     return ObjectFiles(filesystem, path.rstrip("/"), location.rstrip("/"), RetryPolicy())
 
 
-def _open(location: str, options: StoreSpec | None) -> tuple[Any, str]:
+def _open(location: str, options: StoreSpec | None, field: str) -> tuple[Any, str]:
     """The file system of fsspec for a URI, and the path in it."""
     try:
         import fsspec
@@ -144,7 +146,7 @@ def _open(location: str, options: StoreSpec | None) -> tuple[Any, str]:
         filesystem, path = fsspec.core.url_to_fs(location, **_settings(location, options or StoreSpec()))
     except Exception as error:  # a back end raises what it likes
         fix = "the image, or this machine, needs the package for the scheme, such as s3fs for s3://"
-        raise CheckpointStoreError(f"`checkpoint.uri: {location}` cannot be opened: {error}: {fix}") from error
+        raise CheckpointStoreError(f"`{field}: {location}` cannot be opened: {error}: {fix}") from error
     return filesystem, str(path)
 
 

@@ -40,9 +40,9 @@ class EventsOfGeneration:
         """See `RankEvents.phase`."""
         self._report(lambda: self._events.phase(name, seconds))
 
-    def running(self, step: int) -> None:
+    def running(self, step: int, source: str = "") -> None:
         """See `RankEvents.running`."""
-        self._report(lambda: self._events.running(step))
+        self._report(lambda: self._events.running(step, source))
 
     def step(self, report: StepReport) -> None:
         """See `RankEvents.step`."""

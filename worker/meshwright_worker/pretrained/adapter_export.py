@@ -1,16 +1,15 @@
 """Exports only the adapters of a checkpoint, in the format of PEFT: `adapter_config.json` and one safetensors file.
 
-The model that they belong to is only compared with the one that they were trained on. An adapter of the runtime belongs
-to one of its matrices; one of PEFT belongs to a module of transformers. Where a module has several matrices (GPT-2's
-queries, keys and values), its adapter has the rows of A of all of them, and in B each matrix's rows read only its own:
-the rank is the sum, the product is the same.
+The model that they belong to is only compared with the one that they were trained on. Where a module has several
+matrices (GPT-2's queries, keys and values), its adapter has the rows of A of all of them, and in B each matrix's rows
+read only its own: the rank is the sum, the product is the same.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +24,15 @@ from meshwright_worker.checkpoint.manifest import Manifest
 from meshwright_worker.checkpoint.safetensors_format import write_tensors
 from meshwright_worker.checkpoint.state_dict import MODEL
 from meshwright_worker.models.lora import DOWN, UP, is_adapter
+from meshwright_worker.pretrained.adapted_modules import WEIGHT, AdaptedModule, adapted_modules
 from meshwright_worker.pretrained.base_fingerprint import base_of_adapters, check_base
 from meshwright_worker.pretrained.hf_export import make_output, published_name
-from meshwright_worker.pretrained.name_mapping import TensorSource, parameter_sources, published_tensors
-
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_WEIGHT = ".weight"
+from meshwright_worker.pretrained.name_mapping import published_tensors
+from meshwright_worker.pretrained.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 
 class AdapterError(ValueError):
     """The adapters of a checkpoint have no equivalent in PEFT. The message names the reason and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptedModule:
-    """A module of the published model with an adapter."""
-
-    name: str
-    """Its path in transformers, such as `model.layers.0.self_attn.q_proj`."""
-    matrices: Mapping[str, TensorSource]
-    """The runtime's matrices that it contains, by their path, such as `layers.0.attention.query`."""
-
-    @property
-    def transposed(self) -> bool:
-        """Whether the module stores its weight as [inputs, outputs]."""
-        return any(source.transposed for source in self.matrices.values())
 
 
 def export_adapter(
@@ -73,7 +56,7 @@ def export_adapter(
     model, lora, stored = manifest.architecture, manifest.lora, FullTensorReader(checkpoint)
     if lora is None:
         raise AdapterError("--adapter: the checkpoint contains the full model and no adapters: leave it out")
-    modules = adapted_modules(model, [name.removeprefix(f"{MODEL}.") for name in stored.names])
+    modules = exported_modules(model, [name.removeprefix(f"{MODEL}.") for name in stored.names])
     if problem := _problem(manifest, modules):
         raise AdapterError(f"--adapter: {problem}: leave it out, which merges the adapters into the model")
     where = base_of_adapters(manifest, base)
@@ -83,8 +66,7 @@ def export_adapter(
     tensors: dict[str, torch.Tensor] = {}
     for module in modules:
         down, up = module_adapter(module, stored, lora)
-        at = f"base_model.model.{module.name}"
-        tensors |= {f"{at}.lora_A.weight": down.to(dtype), f"{at}.lora_B.weight": up.to(dtype)}
+        tensors |= {module.down: down.to(dtype), module.up: up.to(dtype)}
     write_tensors(output / ADAPTER_WEIGHTS, tensors, {"format": "pt"})
     config = adapter_config(model, lora, modules, str(where))
     (output / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
@@ -108,26 +90,21 @@ def _problem(manifest: Manifest, modules: Iterable[AdaptedModule]) -> str:
     return ""
 
 
-def adapted_modules(model: Architecture, stored: Collection[str]) -> list[AdaptedModule]:
-    """Return the published modules whose matrices have adapters among the `stored` parameters, in the model's order.
+def exported_modules(model: Architecture, stored: Collection[str]) -> list[AdaptedModule]:
+    """Return the modules of the adapters among the `stored` parameters.
 
     Raises:
         AdapterError: an adapter belongs to no module of the published model.
     """
-    matrices = {name.rpartition(".")[0] for name in stored if is_adapter(name)}
-    modules: dict[str, dict[str, TensorSource]] = {}
-    for name, source in parameter_sources(model).items():
-        path = name.removesuffix(_WEIGHT)
-        if path in matrices and isinstance(source, TensorSource):
-            module = published_name(model, source.tensor).removesuffix(_WEIGHT)
-            modules.setdefault(module, {})[path] = source
-    unknown = sorted(matrices.difference(*modules.values()))
+    modules = adapted_modules(model, stored)
+    known = {path for module in modules for path in module.matrices}
+    unknown = sorted({name.rpartition(".")[0] for name in stored if is_adapter(name)} - known)
     if unknown:
         raise AdapterError(
             f"--adapter: the adapter of `{unknown[0]}` belongs to no module of the published model: leave it out, "
             "which merges the adapters into the model"
         )
-    return [AdaptedModule(name, parts) for name, parts in modules.items()]
+    return modules
 
 
 def module_adapter(
@@ -136,7 +113,7 @@ def module_adapter(
     """Return A, [rank, inputs], and B, [outputs, rank], of a module; `rank` is that of all its matrices together."""
     downs = [stored.read(f"{MODEL}.{path}.{DOWN}") for path in module.matrices]
     ups = [stored.read(f"{MODEL}.{path}.{UP}") for path in module.matrices]
-    rows = next(iter(module.matrices.values())).parts * len(ups[0])
+    rows = module.parts * len(ups[0])
     whole = ups[0].new_zeros(rows, lora.rank * len(ups))
     for number, (up, source) in enumerate(zip(ups, module.matrices.values(), strict=True)):
         columns = whole[:, number * lora.rank : (number + 1) * lora.rank]
@@ -147,7 +124,7 @@ def module_adapter(
 
 def adapter_config(model: Architecture, lora: LoraSpec, modules: list[AdaptedModule], base: str) -> dict[str, Any]:
     """Return the `adapter_config.json` of a LoRA adapter for the causal language model at `base`."""
-    every = {published_name(model, tensor).removesuffix(_WEIGHT) for tensor in published_tensors(model)}
+    every = {published_name(model, tensor).removesuffix(WEIGHT) for tensor in published_tensors(model)}
     names = _names({module.name for module in modules}, every)
     # Every module has the scale alpha / rank, so both are multiplied by its number of matrices.
     multiples = {names[module.name]: len(module.matrices) for module in modules}

@@ -17,13 +17,13 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.huggingface.config_fields import ConfigError
 from meshwright.models.huggingface.model_type import TRAINING_FIELDS
 from meshwright.models.huggingface.reader import read_architecture
+from meshwright_worker.checkpoint.safetensors_format import DTYPES
 from meshwright_worker.models.decoder import DecoderStage
-from meshwright_worker.models.init_weights import local_shard
 from meshwright_worker.parallel.shards import ParameterShard
 from meshwright_worker.pretrained.name_mapping import StackedSource, TensorSource, parameter_sources, published_tensors
 from meshwright_worker.pretrained.tensor_files import CONFIG, TensorFiles
 from meshwright_worker.rank.failures import PretrainedError
-from meshwright_worker.rank.task import Progress, no_report
+from meshwright_worker.rank.task import Progress, WorkProgress, no_report
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ _LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")
 _COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Ends of the names of tensors that old files contain, and that are computed from `config.json`."""
 _ROTARY = {"rope_theta", "rope_scaling"}
+_PART_BYTES = 64 * 1024 * 1024
+"""The most bytes of a matrix that are read before progress is reported."""
 
 
 def load_pretrained(
@@ -39,7 +41,7 @@ def load_pretrained(
     model: Architecture,
     directory: Path,
     buffers: Mapping[str, torch.Tensor] | None = None,
-    progress: Progress = no_report,
+    progress: WorkProgress | None = None,
     *,
     begins: bool = True,
 ) -> str:
@@ -50,7 +52,7 @@ def load_pretrained(
         model: what it is the shards of.
         directory: see above.
         buffers: the routers' balancing biases, which are filled where the files have some and stay 0 where not.
-        progress: called after each shard.
+        progress: counts the bytes of the shards in the files.
         begins: whether the run begins with these weights. A run that goes on may have begun with weights that an
             earlier version did not reject.
 
@@ -65,13 +67,13 @@ def load_pretrained(
     sources_by_name = parameter_sources(model)
     if begins:
         check_unused(model, files, directory)
+    unknown = [shard.name for shard in shards if shard.name not in sources_by_name]
+    if unknown:
+        raise PretrainedError(f"the published weights have no tensor for the parameter `{unknown[0]}`")
+    size = sum(_stored_size(shard.local, sources_by_name[shard.name], files, shard.box) for shard in shards)
+    counted = (progress or WorkProgress()).begin("weights", size)
     for shard in shards:
-        if shard.name not in sources_by_name:
-            raise PretrainedError(f"the published weights have no tensor for the parameter `{shard.name}`")
-        whole = shard.local if shard.whole is None else shard.whole
-        _, box = local_shard(whole)
-        load_part(shard.local, sources_by_name[shard.name], files, tuple(whole.shape), box)
-        progress()
+        load_part(shard.local, sources_by_name[shard.name], files, tuple(shard.shape), shard.box, counted)
     if has_router_biases(published):
         for name, buffer in (buffers or {}).items():
             load_part(buffer, sources_by_name[name], files, tuple(buffer.shape), (slice(0, len(buffer)),))
@@ -103,20 +105,37 @@ def load_part(
     files: TensorFiles,
     shape: tuple[int, ...],
     box: tuple[slice, ...],
+    progress: Progress = no_report,
 ) -> None:
-    """Fill `target` with the part `box` of a parameter of `shape`.
+    """Fill `target` with the part `box` of a parameter of `shape`. `progress` counts the bytes that it has in the file.
 
     Raises:
         PretrainedError: the published tensor is missing or of another shape.
     """
     if isinstance(source, StackedSource):
         for row, part in enumerate(source.parts[box[0]]):
-            load_part(target[row], part, files, shape[1:], box[1:])
+            load_part(target[row], part, files, shape[1:], box[1:], progress)
         return
     published = files.find(source.tensor).map()
     check_shape(source, published.shape, shape)
     first, last, _ = box[0].indices(shape[0])
-    target.copy_(source.rows(published, first, last)[(slice(None), *box[1:])])
+    row_size = target[:1].numel() * published.itemsize
+    # Rows of a transposed matrix are columns of the file, whose pages would be read once per part.
+    step = max(1, last - first if source.transposed else _PART_BYTES // max(1, row_size))
+    for start in range(first, last, step):
+        stop = min(start + step, last)
+        target[start - first : stop - first].copy_(source.rows(published, start, stop)[(slice(None), *box[1:])])
+        progress((stop - start) * row_size)
+
+
+def _stored_size(
+    target: torch.Tensor, source: TensorSource | StackedSource, files: TensorFiles, box: tuple[slice, ...]
+) -> int:
+    """Bytes that `load_part` reads."""
+    if isinstance(source, StackedSource):
+        parts = enumerate(source.parts[box[0]])
+        return sum(_stored_size(target[row], part, files, box[1:]) for row, part in parts)
+    return target.numel() * DTYPES[files.find(source.tensor).format].itemsize
 
 
 def has_router_biases(model: Architecture) -> bool:

@@ -52,16 +52,16 @@ class StoredTensor:
 
 
 class TensorFiles:
-    """The tensors of a directory, by the index file's list of files, or of the one file without an index.
+    """The tensors of a directory, by the index file's list of files, or of the one file without an index; or of `file`.
 
     Raises:
         PretrainedError: there are no such files, or one is damaged.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, file: str | None = None) -> None:
         self._directory = directory
         self._tensors: dict[str, StoredTensor] = {}
-        files, file_of = self._files()
+        files, file_of = self._files() if file is None else ([file], {})
         for file in files:
             found = _header(directory / file)
             # A tensor that is in several files is taken from the one that the index names.
@@ -128,7 +128,7 @@ def _what_it_has(directory: Path) -> str:
     names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
     adapters = [name for name in names if name.startswith("adapter_model.")]
     if adapters:
-        return f": `{adapters[0]}` has adapters only; merge them into their model, and name the merged one"
+        return f": `{adapters[0]}` is an adapter; name it in `training.lora.initialAdapter`, and its model here"
     parts = [name for name in names if name.endswith(".safetensors")]
     if parts:
         return f": it has `{parts[0]}`; download the index too, or the files of the format of transformers"

@@ -29,6 +29,8 @@ class Running:
     """Start-up is complete; training resumes after `step`."""
 
     step: int
+    source: str = ""
+    """The checkpoint of another run that the state is from; empty if there is none."""
     kind: Literal["running"] = "running"
 
 

@@ -46,10 +46,10 @@ class PipeEvents:
         """See `RankEvents.phase`."""
         self.send(messages.PhaseDone(name, seconds))
 
-    def running(self, step: int) -> None:
+    def running(self, step: int, source: str = "") -> None:
         """See `RankEvents.running`."""
         self.training = True
-        self.send(messages.Running(step))
+        self.send(messages.Running(step, source))
 
     def step(self, report: StepReport) -> None:
         """See `RankEvents.step`."""

@@ -189,12 +189,17 @@ class StepReport:
 
 AT_WORK_SECONDS = 20.0
 """Time between two calls of `RankEvents.at_work`."""
-
-Progress = Callable[[], None]
-"""Called after each small part of work that takes long."""
+_LEAST_SECONDS = 0.1
 
 
-def no_report() -> None:
+class Progress(Protocol):
+    """Called after each small part of work that takes long."""
+
+    def __call__(self, size: int = 0) -> None:
+        """The part had so many bytes, if they are counted."""
+
+
+def no_report(size: int = 0) -> None:
     """The `Progress` of work that nobody watches."""
 
 
@@ -223,26 +228,43 @@ class WorkProgress:
         self._told_at = self._begun_at = clock()
         self._work = ("", 0)
         self._parts = 1
+        self._is_told = False
 
     def begin_part(self, part: int, parts: int) -> None:
         """The work on one of several corpora begins, numbered from 1."""
         self._work, self._parts = ("", part - 1), parts
 
+    def begin(self, name: str, total: int) -> Progress:
+        """The work `name` begins, with so many bytes, which the returned `Progress` counts."""
+        self._work, self._begun_at, self._is_told = (name, self._work[1]), self._clock(), False
+        done = 0
+
+        def progress(size: int = 0) -> None:
+            nonlocal done
+            done += size
+            self(name, done, total)
+
+        return progress
+
     def __call__(self, name: str, done: int, total: int | None = None) -> None:
         """So much of the work `name` is done."""
         now, (_, part) = self._clock(), self._work
         if self._work != (name, part):
-            self._work, self._begun_at = (name, part), now
-        if self._events is not None and now - self._told_at >= AT_WORK_SECONDS:
-            self._told_at = now
-            self._events.at_work(Work(name, done, total, part + 1, self._parts, round(now - self._begun_at, 1)))
+            self._work, self._begun_at, self._is_told = (name, part), now, False
+        # A rank that told of this work tells at once that it is done: from then on it waits for others.
+        is_due = now - self._told_at >= AT_WORK_SECONDS or (self._is_told and done == total)
+        if self._events is not None and is_due:
+            self._told_at, self._is_told = now, done != total
+            # A rate needs a time, also if this work has only begun.
+            seconds = max(_LEAST_SECONDS, round(now - self._begun_at, 1))
+            self._events.at_work(Work(name, done, total, part + 1, self._parts, seconds))
 
 
 def progress_of(events: RankEvents, clock: Callable[[], float] = time.monotonic) -> Progress:
     """A `Progress` that tells from time to time that the rank is at work."""
     told_at = clock()
 
-    def progress() -> None:
+    def progress(size: int = 0) -> None:
         nonlocal told_at
         if clock() - told_at >= AT_WORK_SECONDS:
             told_at = clock()
@@ -257,8 +279,10 @@ class RankEvents(Protocol):
     def phase(self, name: str, seconds: float) -> None:
         """A start-up phase is complete: `data`, `rendezvous`, `build`, `load`, `first-step`."""
 
-    def running(self, step: int) -> None:
-        """Start-up is complete; the next step is `step + 1`."""
+    def running(self, step: int, source: str = "") -> None:
+        """Start-up is complete; the next step is `step + 1`. `source` is the checkpoint of another run that the state
+        is from, if it is.
+        """
 
     def step(self, report: StepReport) -> None:
         """A step is complete."""

@@ -47,7 +47,7 @@ from meshwright_worker.pretrained.base_tokenizer import other_tokenizer
 from meshwright_worker.pretrained.load import check_pretrained
 from meshwright_worker.pretrained.tensor_files import CONFIG
 from meshwright_worker.rank.failures import InvalidRunError, PretrainedError
-from meshwright_worker.rank.task import Outcome, Progress, RankEvents, RankTask, WorkProgress, progress_of
+from meshwright_worker.rank.task import Outcome, RankEvents, RankTask, WorkProgress
 from meshwright_worker.tracking.tracked_events import tracked
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.evaluation import Evaluation
@@ -76,6 +76,7 @@ def train(task: RankTask[NativeRun], events: RankEvents) -> Outcome:
         PretrainedError: the initial weights cannot be used.
         DataError: the corpus is missing, damaged, or not the same on every rank.
         CheckpointMismatchError: the checkpoints belong to another run.
+        ResumeSourceError: training cannot begin from the checkpoint in `checkpoint.resumeFrom`.
         ForeignCheckpointError: they were written by another version or by a custom module.
         CheckpointVolumeError: a rank cannot read them, or does not see those that rank 0 lists.
         CheckpointError: a checkpoint could not be written.
@@ -146,7 +147,7 @@ def train_on_mesh(
         set_collective_timeout(START_TIMEOUT)
     manager = _checkpoint_manager(task, events, opened, mesh, identity)
     with _phase(events, "load"):
-        state = _load(run, trainer, mesh, manager, memory, progress_of(events))
+        state = _load(run, trainer, mesh, manager, memory, WorkProgress(events))
         trainer.on_parameters_loaded(state.step)
     trainer.restore_state(state)
     if mesh.rank == 0:
@@ -156,7 +157,7 @@ def train_on_mesh(
     warm_up(run, mesh)
     if memory is not None and isinstance(trainer, Trainer):
         memory.begin(trainer, state, manager.origin() if manager is not None else None)
-    events.running(state.step)
+    events.running(state.step, manager.source if manager is not None else "")
     with tracked(task, events, state.step) as tracked_events:
         loop = TrainingLoop(
             run,
@@ -211,7 +212,7 @@ def _load(
     mesh: Mesh,
     manager: CheckpointManager | None,
     memory: Memory | None,
-    progress: Progress,
+    progress: WorkProgress,
 ) -> TrainingState:
     """Fill the trainer: from what ranks hold in memory, or from files."""
     if memory is not None and isinstance(trainer, Trainer):

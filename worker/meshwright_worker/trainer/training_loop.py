@@ -120,6 +120,7 @@ class TrainingLoop:
         if self._mesh.rank == 0 or self._sums_digest:
             self._digest.value = state.digest
         self._first = first = state.step + 1
+        self._save_beginning(state)
         stopped = False
         for number in range(first, self._training.steps + 1):
             self._wait_for_save(number)
@@ -149,6 +150,14 @@ class TrainingLoop:
         self._save(state, wait=True)
         self._trainer.close()
         return Outcome.STOPPED if stopped and state.step < self._training.steps else Outcome.COMPLETE
+
+    def _save_beginning(self, state: TrainingState) -> None:
+        """Save what was loaded from another run, on the first tier: from now on the job does not need that run, which
+        may remove the checkpoint or have a newer one at the next start.
+        """
+        if self._checkpoint_manager is not None and self._checkpoint_manager.source:
+            own_part = state.model_copy(update={"digest": self._digest.value})
+            self._save(own_part, wait=False, tiers=[0])
 
     def _repeat(self, number: int, state: TrainingState) -> None:
         """Repeat the gradients of a step on other replicas, if that is due before it. Collective.
