@@ -22,7 +22,7 @@ from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, Training
 from meshwright_worker.checkpoint.other_run import checkpoint_of_other_run
 from meshwright_worker.checkpoint.store import CheckpointStore, open_store
 from meshwright_worker.rank.failures import classify, describe
-from meshwright_worker.rank.task import Outcome, RankTask
+from meshwright_worker.rank.task import Outcome, Progress, RankTask, WorkProgress
 from meshwright_worker.trainer.train import train
 from tests.distributed.cases import Recorder, train_fully
 from tests.distributed.configs import small_run
@@ -249,14 +249,18 @@ def choose_while_it_is_removed(task: RankTask, claim: str) -> str:
     """The error, if the run that is read removes a file that fails its verification, with the checkpoint around it."""
     spec = CheckpointSpec(claim_name="c", resume_from="base-0a1b2c3d/step-00000030")
     removed = Path(claim) / "base-0a1b2c3d" / "step-00000030"
-    with kept_mesh(task) as mesh:
 
-        def remove() -> None:
+    class Removal(WorkProgress):
+        """Removes the checkpoint once a rank reads it."""
+
+        def begin(self, name: str, total: int) -> Progress:
             if task.rank == 0:
                 shutil.rmtree(removed, ignore_errors=True)
+            return super().begin(name, total)
 
+    with kept_mesh(task) as mesh:
         try:
-            checkpoint_of_other_run(spec, claim, mesh, manifest_of(0, {}), 100, remove)
+            checkpoint_of_other_run(spec, claim, mesh, manifest_of(0, {}), 100, Removal())
         except CheckpointVolumeError as error:
             return describe(error)
         return ""
