@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.api.precision import Fp8Scaling
+from meshwright.api.training import OptimizerSpec
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 
 LENGTH = 4096
@@ -35,6 +36,8 @@ class Setting:
     compile: bool = True
     deterministic: bool = False
     """`training.deterministic`: published figures are of kernels whose sums come in any order."""
+    early: bool = False
+    """`training.optimizer.earlyLaunch`."""
     gpu_memory: int = H100
     """GiB of the smallest GPU on which it may fit: others do not try it."""
 
@@ -50,6 +53,7 @@ class Setting:
             "fp8": {"scaling": self.fp8} if self.fp8 else None,
             "compile": self.compile,
             "deterministic": self.deterministic,
+            "optimizer": OptimizerSpec(learning_rate=1e-4, warmup_steps=10, early_launch=self.early),
         }
 
     def numbers(self) -> dict[str, Any]:
@@ -111,6 +115,7 @@ def _bare(model: str, *settings: Setting) -> Entry:
 ENTRIES: tuple[Entry, ...] = (
     _bare("llama-3.2-1b", Setting(4, 2, loss_chunk=None), Setting(2, 4, loss_chunk=None)),
     *_both("llama-3.2-1b", "", Setting(8, 1), Setting(4, 2), Setting(4, 2, "Selective")),
+    Entry("llama-3.2-1b", "bf16, early updates", (Setting(8, 1, early=True), Setting(4, 2, early=True))),
     Entry("llama-3.2-1b", "bf16, 131,072 tokens", (Setting(8, 4), Setting(4, 8))),
     Entry(
         "llama-3.2-1b", "bf16, deterministic", (Setting(8, 1, deterministic=True), Setting(4, 2, deterministic=True))

@@ -237,6 +237,7 @@ def _row(entry: Entry, setting: Setting, taken: Steps, rate: float, goal: float,
         f"loss in {setting.loss_chunk}" if setting.loss_chunk else "",
         "compiled" if setting.compile else "",
         "deterministic" if setting.deterministic else "",
+        "early updates" if setting.early else "",
     ]
     return [
         entry.model,

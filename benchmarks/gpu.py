@@ -101,7 +101,7 @@ def parts(output: Path, name: str, *, quick: bool, parity_seconds: float) -> lis
             (python, "-m", "benchmarks.throughput", "--device", "cuda", "--json", throughput, *small),
             2400,
             _ALLOCATOR,
-            usual=320,
+            usual=345,
             compiles=True,
         ),
         *(_profile(output, name, kind, (*flags, *small)) for kind, flags in (("bf16", ()), ("fp8", ("--fp8",)))),

@@ -2,21 +2,23 @@
 
     python -m benchmarks.profile_step --model llama-3.2-1b [--fp8] [--json FILE]
 
-Prints the kernels that take longest, the share of each kind, and how long the device did nothing. On a CPU it counts
-operators, and shows that it runs.
+Prints the kernels that take longest, the share of each kind, and how long the device did nothing before which of them.
+On a CPU it counts operators, and shows that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import time
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks._circumstances import circumstances
@@ -29,7 +31,7 @@ from meshwright_worker.distributed.mesh import join_mesh
 from meshwright_worker.rank.task import RankTask
 
 WARM_UP, STEPS = 3, 2
-MOST = 25
+MOST, MOST_IDLE = 25, 10
 KINDS = (
     ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter"),
     ("attention", r"flash|fmha|attention|cudnn.*sdpa"),
@@ -52,6 +54,15 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Idle:
+    """Time in which the device does nothing, over the profiled steps, by the kernel that it waits for."""
+
+    before: str
+    times: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Profile:
     """Of a rank's steps."""
 
@@ -62,6 +73,8 @@ class Profile:
     """Share of each kind in the time of all kernels."""
     kernels: list[Kernel]
     """Those that take longest."""
+    idle: list[Idle]
+    """The longest."""
 
 
 def kind_of(name: str) -> str:
@@ -69,7 +82,21 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
-def summarize(kernels: Iterable[Kernel], step_seconds: float, steps: int) -> Profile:
+def idle_times(spans: Iterable[tuple[str, float, float]]) -> list[Idle]:
+    """Add up the time between kernels, each of a name, a beginning and an end in seconds. The longest first."""
+    times: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    busy_until = math.inf
+    for name, began, ended in sorted(spans, key=lambda span: span[1]):
+        if began > busy_until:
+            times[name] += 1
+            seconds[name] += began - busy_until
+        busy_until = ended if math.isinf(busy_until) else max(busy_until, ended)
+    ordered = sorted(seconds, key=lambda name: -seconds[name])
+    return [Idle(name, times[name], seconds[name]) for name in ordered[:MOST]]
+
+
+def summarize(kernels: Iterable[Kernel], step_seconds: float, steps: int, idle: Sequence[Idle] = ()) -> Profile:
     """Add up kernels of so many steps."""
     ordered = sorted(kernels, key=lambda kernel: -kernel.seconds)
     total = sum(kernel.seconds for kernel in ordered)
@@ -77,7 +104,7 @@ def summarize(kernels: Iterable[Kernel], step_seconds: float, steps: int) -> Pro
     for kernel in ordered:
         kinds[kind_of(kernel.name)] += kernel.seconds / total if total else 0.0
     shares = dict(sorted(kinds.items(), key=lambda item: -item[1]))
-    return Profile(step_seconds, total / steps, shares, ordered[:MOST])
+    return Profile(step_seconds, total / steps, shares, ordered[:MOST], list(idle))
 
 
 def profile_steps(task: RankTask) -> Profile:
@@ -100,7 +127,12 @@ def profile_steps(task: RankTask) -> Profile:
             Kernel(event.key, event.count, (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6)
             for event in profiler.key_averages()
         ]
-        return summarize(found, seconds, STEPS)
+        spans = [
+            (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
+            for event in profiler.events()
+            if (event.device_type is DeviceType.CUDA) is cuda
+        ]
+        return summarize(found, seconds, STEPS, idle_times(spans))
 
 
 def main() -> None:
@@ -108,14 +140,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(MODELS), default="llama-3.2-1b")
     parser.add_argument("--fp8", action="store_true", help="the products in fp8")
+    parser.add_argument("--early", action="store_true", help="the update launched before the host has read the loss")
     parser.add_argument("--quick", action="store_true", help="a tiny model on any device: whether it runs")
     parser.add_argument("--json", type=Path, help="file for the same numbers")
     args = parser.parse_args()
-    found = profile_model(args.model, fp8=args.fp8, quick=args.quick)
+    found = profile_model(args.model, fp8=args.fp8, early=args.early, quick=args.quick)
     shares = [[kind, f"{share:.1%}"] for kind, share in found.kinds.items()]
     table(f"{args.model}: a step takes {found.step_seconds * 1e3:.1f} ms", ["kind", "share"], shares)
     rows = [[kernel.name[:100], str(kernel.calls), f"{kernel.seconds * 1e3:.2f}"] for kernel in found.kernels]
     table(f"Kernels of {STEPS} steps", ["kernel", "calls", "ms"], rows)
+    rows = [[idle.before[:100], str(idle.times), f"{idle.seconds * 1e3:.2f}"] for idle in found.idle[:MOST_IDLE]]
+    table(f"The device does nothing in {STEPS} steps", ["before the kernel", "times", "ms"], rows)
     idle = max(0.0, 1 - found.busy_seconds / found.step_seconds)
     print(
         f"kernels take {found.busy_seconds * 1e3:.1f} ms of a step; at least {idle:.1%} of it the device does nothing"
@@ -124,7 +159,7 @@ def main() -> None:
     write_json(args.json, {"circumstances": circumstances(device), "results": asdict(found)})
 
 
-def profile_model(name: str, *, fp8: bool, quick: bool) -> Profile:
+def profile_model(name: str, *, fp8: bool, early: bool, quick: bool) -> Profile:
     """Profile the first setting of a model that the device's memory allows.
 
     Raises:
@@ -137,7 +172,7 @@ def profile_model(name: str, *, fp8: bool, quick: bool) -> Profile:
     settings = entry.settings_for(device_gibibytes())
     for number, setting in enumerate(settings, 1):
         model = MODELS[name]
-        training = setting.training()
+        training = replace(setting, early=early).training()
         if quick:
             small = {"layers": 1, "hidden_size": 64, "intermediate_size": 96, "heads": 4, "kv_heads": 2}
             model = model.model_copy(update={**small, "head_size": 16, "value_size": 16, "vocab_size": 512})

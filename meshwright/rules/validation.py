@@ -29,6 +29,7 @@ from meshwright.rules.checkpoint import CHECKPOINT_RULES
 from meshwright.rules.context import CONTEXT_RULES
 from meshwright.rules.data import DATA_RULES
 from meshwright.rules.data_parallel import REPLICA_RULES
+from meshwright.rules.early_update import EARLY_UPDATE_RULES
 from meshwright.rules.edits import IMMUTABLE
 from meshwright.rules.elastic import ELASTIC_RULES
 from meshwright.rules.facts import Facts, facts_of_run
@@ -54,6 +55,7 @@ FACT_RULES: tuple[Rule[Facts], ...] = (
     *MIXTURE_RULES,
     *PIPELINE_RULES,
     *TRAINING_RULES,
+    *EARLY_UPDATE_RULES,
     *DATA_RULES,
 )
 """Rules on what ranks run, for a spec and for a resolved run."""

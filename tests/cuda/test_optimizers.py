@@ -44,6 +44,24 @@ def test_compiled_master_weights_are_updated_as_torch_does(device: torch.device,
             torch.testing.assert_close(moment, plain.moments(other)[name], rtol=1e-5, atol=1e-7)
 
 
+def test_early_updates_are_dropped_if_their_factor_is_not_finite(device: torch.device) -> None:
+    """The numbers of the others are those of updates with a factor that the host knows."""
+    ours, theirs = (shards(device, torch.float32) for _ in range(2))
+    early, other = (MasterAdamW(found, SPEC, compiles=True) for found in (ours, theirs))
+    for step in range(1, 6):
+        factor = torch.tensor(math.nan if step == 3 else 0.3, dtype=torch.float64, device=device)
+        early.step_if_finite(gradients(device, torch.bfloat16, step), 1e-2 / step, factor)
+        if step == 3:
+            early.withdraw()
+            continue
+        other.factor = 0.3
+        other.step(gradients(device, torch.bfloat16, step), 1e-2 / step)
+    for mine, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.local, their.local, rtol=1e-6, atol=1e-7, msg=mine.name)
+        for name, moment in early.moments(mine).items():
+            torch.testing.assert_close(moment, other.moments(their)[name], rtol=1e-6, atol=1e-8)
+
+
 def test_compiled_bf16_updates_are_the_cpus(device: torch.device) -> None:
     """Random numbers are the same, so only a last digit in fp32 may round another way."""
     ours, theirs = shards(device, torch.bfloat16), shards(CPU, torch.bfloat16)

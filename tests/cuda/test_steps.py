@@ -26,6 +26,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "mixture": {"mixture": "Mixtral"},
     "compiled": {"training": {"compile": True}},
     "compiled, chunked loss": {"training": {"compile": True, "loss_chunk_tokens": 24}},
+    "compiled, early updates": {"training": {"compile": True}, "optimizer": {"early_launch": True}},
     "fp8": {"training": {"fp8": {}}},
     "compiled fp8": {"training": {"fp8": {}, "compile": True}},
     "bf16 without master weights": {"training": {"master_weights": False}},
@@ -55,7 +56,7 @@ def test_the_same_steps_twice_give_the_same_bits(pool: RankPool, name: str) -> N
     assert first[-1] < first[0]
 
 
-@pytest.mark.parametrize("name", ["compiled", "compiled, chunked loss", "compiled fp8"])
+@pytest.mark.parametrize("name", ["compiled", "compiled, chunked loss", "compiled, early updates", "compiled fp8"])
 def test_compiled_steps_have_the_losses_of_others(pool: RankPool, name: str) -> None:
     """Also of steps after the first: what is compiled has all gradients."""
     training = {**RUNS[name]["training"], "compile": False}

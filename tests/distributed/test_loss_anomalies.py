@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.api.precision import Precision
 from meshwright.api.training import AnomaliesSpec, AnomalyAction
 from meshwright.protocol.messages import FailureKind
 from meshwright.protocol.run_config import NativeRun
@@ -78,6 +79,28 @@ def test_a_skipped_step_changes_nothing_and_all_go_on(
     state = manifest_of(tmp_path, 10).state
     assert (state.step, state.samples, state.skipped) == (10, 10 * BATCH, 1)
     assert state.digest == digest_of(run, text, range(10 * BATCH))
+
+
+def test_a_early_update_that_is_skipped_has_never_been(pool: RankPool, tmp_path: Path, text: Path) -> None:
+    """The device drops it, since the host has not seen the loss yet. Later steps are as if it had."""
+    for early in (True, False):
+        run = small_run(
+            data=2,
+            zero=1,
+            steps=10,
+            every=1,
+            keep=20,
+            precision=Precision.BF16,
+            replicas={"strategy": "ZeRO"},
+            training={"anomalies": NOT_FINITE, "sharded_masters": {}},
+            optimizer={"early_launch": early},
+        )
+        for outcome, message, recorder in run_ranks(pool, run, tmp_path / str(early), text, {7: math.nan}):
+            assert outcome is Outcome.COMPLETE, message
+            assert [report.step for report in recorder.reports if report.skipped] == [7]
+    for step in (7, 8, 10):
+        got, want = (tensors_of(tmp_path / str(early), step) for early in (True, False))
+        assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_one_replica_with_a_spike_is_enough(pool: RankPool, tmp_path: Path, text: Path) -> None:

@@ -91,6 +91,13 @@ def test_gathers_that_overlap_the_next_step_change_no_bit(pool: RankPool) -> Non
     assert different(overlapped.parameters, waited.parameters) == {}
 
 
+def test_early_updates_change_no_bit(pool: RankPool) -> None:
+    """Also of the losses and norms that are reported."""
+    early, read_first = (train(pool, masters(data=2, optimizer={"early_launch": early})) for early in (True, False))
+    assert early.results == read_first.results
+    assert different(early.parameters, read_first.parameters) == {}
+
+
 @pytest.mark.parametrize("ranks", mostly_long([2, 4], lambda ranks: ranks == 2))
 @pytest.mark.parametrize(
     ("zero", "gradients", "whole", "shared"),

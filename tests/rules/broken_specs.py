@@ -41,6 +41,44 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("training.shardedMasters", {**MASTERS, "training.optimizer": {"name": "Muon"}}),
     ("training.shardedMasters", {**MASTERS, "training.optimizer": {"offload": "CPU"}}),
     ("training.shardedMasters", {**MASTERS, **ISLANDS}),
+    ("training.optimizer.earlyLaunch", {"training.optimizer": {"earlyLaunch": True}}),
+    (
+        "training.optimizer.earlyLaunch",
+        {"training.optimizer": {"earlyLaunch": True, "name": "Muon"}, "training.compile": True},
+    ),
+    (
+        "training.optimizer.earlyLaunch",
+        {"training.optimizer": {"earlyLaunch": True, "offload": "CPU"}, "training.compile": True},
+    ),
+    (
+        "training.optimizer.earlyLaunch",
+        {**ROUNDED, "training.optimizer": {"earlyLaunch": True}, "training.compile": True},
+    ),
+    (
+        "training.optimizer.earlyLaunch",
+        {
+            "training.optimizer": {"earlyLaunch": True},
+            "training.compile": True,
+            "training.parameterOffload": True,
+            "parallelism.zeroStage": 3,
+        },
+    ),
+    (
+        "training.optimizer.earlyLaunch",
+        {"training.optimizer": {"earlyLaunch": True}, "training.compile": True, "training.precision": "fp16"},
+    ),
+    (
+        "training.optimizer.earlyLaunch",
+        {
+            "training.optimizer": {"earlyLaunch": True},
+            "training.compile": True,
+            "training.anomalies": {"spike": "Skip"},
+        },
+    ),
+    (
+        "training.optimizer.earlyLaunch",
+        {"training.optimizer": {"earlyLaunch": True}, "training.compile": True, **ISLANDS},
+    ),
     ("workers.labels", {"workers.labels": {"meshwright.dev/job-name": "other"}}),
     ("workers.labels", {"workers.labels": {"queue": "a", "app.kubernetes.io/name": "mine"}}),
     ("workers.annotations", {"workers.annotations": {"prometheus.io/port": "1"}}),

@@ -31,6 +31,8 @@ FINE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GOOD, {}),
     (GOOD, {"runtime": {"command": ["x"], "framework": "MegatronLM"}, "data": None, "parallelism.zeroStage": 1}),
     (GOOD, {"runtime": {"command": ["x"], "framework": "DeepSpeed"}, "data": None, "parallelism.microBatches": 4}),
+    (GOOD, {"training.optimizer": {"earlyLaunch": True}, "training.compile": True}),
+    (GOOD, {"training.optimizer": {"earlyLaunch": True}, **MASTERS}),
     (GOOD, {"training.optimizer": {"decaySteps": 60, "warmupSteps": 40}}),
     (GOOD, {"training.optimizer": {"decay": "SquareRoot", "decaySteps": 100}}),
     (GOOD, {"training.optimizer": {"decay": "InverseSquareRoot", "warmupSteps": 1}}),

@@ -16,7 +16,7 @@ from benchmarks._entry_process import EntryProcess
 from benchmarks._gpu_settings import GOALS, goal_on
 from benchmarks._gpu_throughput import failed
 from benchmarks.gpu import Part, Ran, card_name, limited, parts, report, run_all, run_part
-from benchmarks.profile_step import Kernel, kind_of, summarize
+from benchmarks.profile_step import Idle, Kernel, idle_times, kind_of, summarize
 from tests.worker.entry_outcome import outcome
 
 
@@ -45,6 +45,12 @@ def test_a_profile_adds_up() -> None:
     assert found.busy_seconds == pytest.approx(0.3)
     assert found.kinds == pytest.approx({"products": 5 / 6, "attention": 1 / 6})
     assert [kernel.name for kernel in found.kernels] == ["gemm", "cublasLt", "flash_fwd"]
+
+
+def test_idle_times_are_those_in_which_no_stream_runs_a_kernel() -> None:
+    spans = [("c", 7.0, 8.0), ("a", 1.0, 2.0), ("long", 1.5, 5.0), ("b", 3.0, 4.0), ("b", 8.5, 9.0), ("c", 9.0, 9.5)]
+    assert idle_times(spans) == [Idle("c", 1, 2.0), Idle("b", 1, 0.5)]
+    assert idle_times([]) == []
 
 
 def test_a_part_that_fails_or_takes_too_long_is_reported() -> None:

@@ -88,6 +88,10 @@ def _on_cpu(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str,
         made = args[0].clone()
         made.pinned = True
         return made
+    if options.get("pin_memory"):
+        made = func(*args, **{**options, "pin_memory": None})
+        made.pinned = True
+        return made
     return func(*args, **options)
 
 
@@ -101,6 +105,20 @@ def _site() -> str:
     own = [frame for frame in frames if frame.filename.startswith(_OWN)]
     frame = (own or frames)[-1]
     return f"{Path(frame.filename).relative_to(_OWN) if own else frame.filename}:{frame.lineno}"
+
+
+def _event_of(waits: list[str]) -> type:
+    class Event:
+        """Of a stream of the fake GPU."""
+
+        def record(self) -> None:
+            """Nothing runs, so nothing has to be passed."""
+
+        def synchronize(self) -> None:
+            """The host waits."""
+            waits.append(_site())
+
+    return Event
 
 
 @contextmanager
@@ -118,5 +136,6 @@ def fake_gpu() -> Iterator[list[str]]:
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         gpu = FakeGpu()
+        stack.enter_context(mock.patch.object(torch.cuda, "Event", _event_of(gpu.waits)))
         stack.enter_context(gpu)
         yield gpu.waits

@@ -35,6 +35,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "adapters": {"training": {"lora": {"rank": 4}}},
     "Muon": {"optimizer": {"name": "Muon"}},
     "tensor parallelism": {"tensor": 2},
+    "early updates": {
+        "data": 2,
+        "zero": 1,
+        "replicas": {"strategy": "ZeRO"},
+        "training": {"sharded_masters": {}},
+        "optimizer": {"early_launch": True},
+    },
 }
 
 

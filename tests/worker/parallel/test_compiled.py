@@ -354,6 +354,27 @@ def test_compiled_updates_of_master_weights_are_torchs(
     assert compiled.factor == 1.0
 
 
+def test_compiled_updates_are_dropped_if_their_factor_is_not_finite(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph for every factor, of which the host knows none."""
+    monkeypatch.setattr(master_adamw, "_WORTH", 2048)
+    monkeypatch.setattr(
+        master_adamw, "compiled", lambda update: torch.compile(update, backend=graphs, dynamic=True, fullgraph=True)
+    )
+    ours, theirs = (optimizer_shards({"a": (64, 32), "small": (2, 512)}, torch.float32) for _ in range(2))
+    early, plain = MasterAdamW(ours, OptimizerSpec(), compiles=True), AdamW(theirs, OptimizerSpec())
+    for step, factor in enumerate([0.3, math.nan, 0.5, math.inf, 0.7], 1):
+        early.step_if_finite(slopes(ours, step, torch.bfloat16), 1e-2, torch.tensor(factor, dtype=torch.float64))
+        if math.isfinite(factor):
+            plain.step([slope.float() * factor for slope in slopes(theirs, step, torch.bfloat16)], 1e-2)
+        else:
+            early.withdraw()
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.local, other.local, rtol=1e-5, atol=1e-6)
+    assert graphs.count == 1
+
+
 def test_shards_of_one_kind_are_updated_together() -> None:
     kinds = [*"aaabaaaaaaaaabaaaaaaaac"]
     groups = launched_together(range(len(kinds)), kinds.__getitem__)

@@ -49,6 +49,7 @@ class MasterAdamW:
         self._steps = [torch.zeros((), dtype=torch.float32, device=shard.local.device) for shard in shards]
         self._numbers = {id(shard): number for number, shard in enumerate(shards)}
         self._update_rows = compiled(_update_rows) if compiles else _update_rows
+        self._update_rows_if_finite = compiled(_update_rows_if_finite) if compiles else _update_rows_if_finite
         large = [
             number
             for number, shard in enumerate(shards)
@@ -65,14 +66,29 @@ class MasterAdamW:
             lambda number: applies_weight_decay(shards[number]),
         )
 
-    @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
         """See `Optimizer.step`."""
-        self._count += 1
-        self._update_large(gradients, rate)
-        for bucket in self._buckets:
-            self._update_bucket(bucket, [gradients[number] for number in bucket], rate)
+        self._update(gradients, rate, self.factor)
         self.factor = 1.0
+
+    def step_if_finite(self, gradients: Sequence[torch.Tensor], rate: float, factor: torch.Tensor) -> None:
+        """Update with gradients times `factor`, fp64 [] on their device, if that is finite; otherwise change nothing.
+
+        The host needs not know the factor. If it was not finite, call `withdraw` before the next update.
+        """
+        # torch.compile looks at the value of an fp64 number on a CPU, and so compiles again for one that is not finite.
+        self._update(gradients, rate, factor.to(self._shards[0].local.dtype))
+
+    def withdraw(self) -> None:
+        """Do not count the last update, which has changed nothing."""
+        self._count -= 1
+
+    @torch.no_grad()
+    def _update(self, gradients: Sequence[torch.Tensor], rate: float, factor: float | torch.Tensor) -> None:
+        self._count += 1
+        self._update_large(gradients, rate, factor)
+        for bucket in self._buckets:
+            self._update_bucket(bucket, [gradients[number] for number in bucket], rate, factor)
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
@@ -92,8 +108,12 @@ class MasterAdamW:
     def _decay(self, number: int) -> float:
         return self._spec.weight_decay if applies_weight_decay(self._shards[number]) else 0.0
 
-    def _update_large(self, gradients: Sequence[torch.Tensor], rate: float) -> None:
-        betas, factor = (self._spec.beta1, self._spec.beta2), torch.tensor(self.factor, dtype=torch.float64)
+    def _update_large(self, gradients: Sequence[torch.Tensor], rate: float, factor: float | torch.Tensor) -> None:
+        betas, update = (self._spec.beta1, self._spec.beta2), self._update_rows
+        if isinstance(factor, torch.Tensor):
+            update = self._update_rows_if_finite
+        else:
+            factor = torch.tensor(factor, dtype=torch.float64)
         decays = [self._decay(numbers[0]) for numbers in self._calls]
         rules = {decay: factors(self._spec, self._count, rate, decay) for decay in {*decays}}
         for numbers, decay in zip(self._calls, decays, strict=True):
@@ -102,13 +122,19 @@ class MasterAdamW:
                 for number in numbers
             ]
             rows = [as_rows(gradients[number].contiguous()) for number in numbers]
-            self._update_rows(stored, rows, factor, rules[decay], betas)
+            update(stored, rows, factor, rules[decay], betas)
 
-    def _update_bucket(self, bucket: Sequence[int], gradients: Sequence[torch.Tensor], rate: float) -> None:
+    def _update_bucket(
+        self, bucket: Sequence[int], gradients: Sequence[torch.Tensor], rate: float, factor: float | torch.Tensor
+    ) -> None:
         masters, spec = [self._shards[number].local for number in bucket], self._spec
         converted = [gradient.to(master.dtype) for gradient, master in zip(gradients, masters, strict=True)]
-        if self.factor != 1.0:
-            torch._foreach_mul_(converted, self.factor)
+        not_finite = None
+        if isinstance(factor, torch.Tensor):
+            not_finite = factor.isfinite().logical_not().float()
+            torch._foreach_mul_(converted, factor)
+        elif factor != 1.0:
+            torch._foreach_mul_(converted, factor)
         first, second = ([self._moments[number][moment] for number in bucket] for moment in MOMENTS)
         adamw(
             masters,
@@ -118,6 +144,7 @@ class MasterAdamW:
             max_exp_avg_sqs=[],
             state_steps=[self._steps[number] for number in bucket],
             fused=True,
+            found_inf=not_finite,
             amsgrad=False,
             beta1=spec.beta1,
             beta2=spec.beta2,
@@ -153,3 +180,18 @@ def _update_rows(
         scaled = gradient.to(state[0].dtype) * factor
         for tensor, new in zip(state, updated(state, scaled, rule, betas), strict=True):
             tensor.copy_(new)
+
+
+def _update_rows_if_finite(
+    stored: list[list[torch.Tensor]],
+    gradients: list[torch.Tensor],
+    factor: torch.Tensor,
+    rule: list[torch.Tensor],
+    betas: tuple[float, float],
+) -> None:
+    """Do as `_update_rows` if `factor`, [] on the device, is finite; otherwise leave the numbers as they are."""
+    is_finite = factor.isfinite()
+    for state, gradient in zip(stored, gradients, strict=True):
+        scaled = gradient.to(state[0].dtype) * factor
+        for tensor, new in zip(state, updated(state, scaled, rule, betas), strict=True):
+            tensor.copy_(torch.where(is_finite, new, tensor))

@@ -35,6 +35,7 @@ from meshwright_worker.parallel.shards import ParameterShard, parameter_shards, 
 from meshwright_worker.precision.fp8.scaling_recipe import DelayedScaling
 from meshwright_worker.precision.loss_scale import LossScale, scale_loss_gradients
 from meshwright_worker.rank.task import ExpertLoad
+from meshwright_worker.trainer.early_update import EarlyUpdates
 from meshwright_worker.trainer.evaluation import count_targets, mean_loss
 from meshwright_worker.trainer.loss_anomalies import Anomaly, DivergedError, LossAnomalies
 from meshwright_worker.trainer.micro_batches import MicroBatches, TokenCounts, may_have_ignored_targets
@@ -151,6 +152,9 @@ class Trainer:
         if draw and run.shards_masters:
             for shard in self.shards:
                 draw_into(shard.local, shard.name, shard.shape, shard.box, model, training.seed)
+        self._early: EarlyUpdates | None = None
+        if training.optimizer.early_launch and isinstance(self.optimizer, MasterAdamW):
+            self._early = EarlyUpdates(self.optimizer, training, tokens_of_step(training))
         self._fp8 = DelayedScaling((stage.module for stage in self.stages), mesh)
         self.loss_scale = LossScale.of(training)
         self._anomalies = LossAnomalies(training.anomalies)
@@ -244,23 +248,30 @@ class Trainer:
     def update(self, reduced: ReducedStep, sums: StepSums) -> StepResult:
         """Update this rank's shards with a step's gradients. Needs no other rank, except with `training.outer`."""
         self.before_update()
+        number, digest = reduced.number, sums.digest
+        rate = learning_rate(number, self._training.steps, self._training.optimizer)
+        if self._early is None:
+            results = sums.results.tolist()
+        else:
+            results = self._early.launch(reduced.gradients, sums.results, rate)
         # Losses were divided by the step's maximum number of targets; `tokens` is the actual number.
-        (loss, norm, tokens, stopping, saving), token_counts, expert_counts, loads = self._read_sums(sums.results)
+        (loss, norm, tokens, stopping, saving), token_counts, expert_counts, loads = self._parse(sums.results, results)
         correction = tokens_of_step(self._training) / max(1.0, tokens)
         loss, correction = loss * correction, correction / self.loss_scale.value
         norm *= correction
-        number, digest = reduced.number, sums.digest
-        rate = learning_rate(number, self._training.steps, self._training.optimizer)
         result = StepResult(number, loss, norm, rate, stopping, saving, loads, token_counts=token_counts, digest=digest)
         residuals = reduced.residuals
         if not math.isfinite(loss + norm) and self.loss_scale.may_overflow:
             self._skip_overflow(residuals)
             return replace(result, skipped=True)
         if (anomaly := self._anomalies.check(number, loss, norm)) is not None:
+            if self._early is not None:
+                self._early.withdraw()
             return self._handle(anomaly, result, residuals)
         self._anomalies.record_update(loss, norm)
         with phase(UPDATE):
-            self._scale_and_clip(reduced.gradients, correction, norm)
+            if self._early is None:
+                self._scale_and_clip(reduced.gradients, correction, norm)
             stopping = self._update(number, reduced.gradients, rate, expert_counts, stop=stopping)
         return replace(result, stop=stopping, bubble=self._executor.bubble)
 
@@ -303,17 +314,18 @@ class Trainer:
     def _update(
         self, number: int, gradients: list[torch.Tensor], rate: float, expert_counts: torch.Tensor, *, stop: bool
     ) -> bool:
-        """Update shards, loss scale and router biases; at the end of a round, synchronize the islands.
+        """Update shards, unless that is done, loss scale and router biases; at the end of a round, synchronize the
+        islands.
 
         Returns:
             Whether to stop after this step.
         """
-        if self.outer is None:
-            self.optimizer.step(gradients, rate)
-        else:
+        if self.outer is not None:
             self.outer.update(gradients, rate)
             # Only this island knows of the stop request until the round ends, so stop there.
             stop = self._rounds.ends_round(number) and self.outer.synchronize(stop=stop)
+        elif self._early is None:
+            self.optimizer.step(gradients, rate)
         scale = self.loss_scale.value
         self.loss_scale.record_success()
         if self.loss_scale.value != scale and self.compression_state is not None:
@@ -418,17 +430,17 @@ class Trainer:
         reported_numbers = [torch.full_like(squares, float(number)) for number in (*requests, *(token_counts or ()))]
         return torch.cat([torch.stack([loss, squares, targets, *reported_numbers]), self._loads.take()])
 
-    def _read_sums(
-        self, sums: torch.Tensor
+    def _parse(
+        self, sums: torch.Tensor, results: list[float]
     ) -> tuple[tuple[float, float, float, bool, int], TokenCounts | None, torch.Tensor, tuple[ExpertLoad, ...]]:
-        """Read the sums of all ranks' results.
+        """Parse the sums of all ranks' results, which are `results` on the host.
 
         Returns:
             Loss, gradient norm, number of targets, whether any rank is to stop, and what to save; content of padded
             rows; expert counts on the device; expert loads for the report.
         """
         counted = 2 if self._micro_batches.padded else 0
-        total_loss, total_squares, tokens, stops, saves, *rest = sums.tolist()
+        total_loss, total_squares, tokens, stops, saves, *rest = results
         token_sums, expert_counts = rest[:counted], rest[counted:]
         total = TokenCounts(*(int(number) for number in token_sums)) if token_sums else None
         agreed = total_loss, math.sqrt(total_squares), tokens, stops > 0, int(saves)
