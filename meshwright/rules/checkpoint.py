@@ -56,14 +56,13 @@ def _one_interval(options: CheckpointSpec | StoreSpec) -> bool:
 
 def _command_saves_itself(spec: Spec) -> bool:
     store = _store(spec)
-    ours = (store.every_steps, store.every, store.keep, store.keep_for, store.keep_every_steps, store.keep_best)
+    ours = (store.every_steps, store.every, store.keep, store.keep_for, store.keep_every_steps)
     return spec.runtime.command is None or not any(ours)
 
 
 def _command_has_no_interval(spec: Spec) -> bool:
     checkpoint = _checkpoint(spec)
-    ours = (checkpoint.every, checkpoint.keep_for, checkpoint.keep_every_steps, checkpoint.keep_best)
-    return spec.runtime.command is None or not any(ours)
+    return spec.runtime.command is None or not any((checkpoint.every, checkpoint.keep_for, checkpoint.keep_every_steps))
 
 
 def _keeps_best(spec: Spec) -> bool:
@@ -72,7 +71,7 @@ def _keeps_best(spec: Spec) -> bool:
 
 def _best_is_evaluated(spec: Spec) -> bool:
     evaluated = spec.training is not None and spec.training.evaluation is not None
-    return spec.runtime.command is not None or not _keeps_best(spec) or evaluated
+    return not _keeps_best(spec) or (spec.runtime.command is None and evaluated)
 
 
 def _evaluated_after_rounds(spec: Spec) -> bool:
@@ -196,12 +195,12 @@ CHECKPOINT_RULES: tuple[Rule[Spec], ...] = (
     ),
     Rule(
         "checkpoint.store",
-        "`everySteps`, `every`, `keep`, `keepFor`, `keepEverySteps` and `keepBest` are not supported with "
-        "`runtime.command`, which saves checkpoints itself: remove them",
+        "`everySteps`, `every`, `keep`, `keepFor` and `keepEverySteps` are not supported with `runtime.command`, which "
+        "saves checkpoints itself: remove them",
         f"!has(self.runtime.command) || {_NO_STORE}"
         " || !(has(self.checkpoint.store.everySteps) || has(self.checkpoint.store.every)"
         " || has(self.checkpoint.store.keep) || has(self.checkpoint.store.keepFor)"
-        " || has(self.checkpoint.store.keepEverySteps) || has(self.checkpoint.store.keepBest))",
+        " || has(self.checkpoint.store.keepEverySteps))",
         _command_saves_itself,
     ),
     Rule(
@@ -214,22 +213,22 @@ CHECKPOINT_RULES: tuple[Rule[Spec], ...] = (
     ),
     Rule(
         "checkpoint",
-        "`every`, `keepFor`, `keepEverySteps` and `keepBest` are not supported with `runtime.command`, which saves "
-        "checkpoints itself: remove them",
+        "`every`, `keepFor` and `keepEverySteps` are not supported with `runtime.command`, which saves checkpoints "
+        "itself: remove them",
         "!has(self.runtime.command) || !has(self.checkpoint) || !(has(self.checkpoint.every)"
-        " || has(self.checkpoint.keepFor) || has(self.checkpoint.keepEverySteps) || has(self.checkpoint.keepBest))",
+        " || has(self.checkpoint.keepFor) || has(self.checkpoint.keepEverySteps))",
         _command_has_no_interval,
     ),
     Rule(
         "checkpoint.keepBest",
-        "needs the loss of an evaluation: add `training.evaluation`, or remove this field",
-        f"has(self.runtime.command) || {_NO_BEST} || (has(self.training) && has(self.training.evaluation))",
+        "needs `training.evaluation`, which `runtime.command` does not have: add it, or remove this field",
+        f"{_NO_BEST} || (!has(self.runtime.command) && has(self.training) && has(self.training.evaluation))",
         _best_is_evaluated,
     ),
     Rule(
         "training.evaluation.everySteps",
-        "must be a multiple of `training.outer.everySteps` with `checkpoint.keepBest`, because islands have the same "
-        "parameters only after a round",
+        "must be a multiple of `training.outer.everySteps` with `checkpoint.keepBest`, because islands differ until "
+        "their round ends",
         f"{_NO_BEST} || !has(self.training) || !has(self.training.outer) || !has(self.training.evaluation)"
         " || self.training.evaluation.everySteps % self.training.outer.everySteps == 0",
         _evaluated_after_rounds,
