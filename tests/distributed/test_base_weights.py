@@ -156,6 +156,7 @@ async def test_ranks_that_continue_from_memory_record_the_weights_that_they_hold
     assert read_manifest(checkpoint).base_fingerprint == first != second
 
 
+@pytest.mark.long  # test_memory_recovery.py: what memory holds; the record in checkpoints is tested above
 @pytest.mark.slow
 async def test_ranks_that_continue_from_memory_record_how_random_weights_were_drawn(
     pool: RankPool, tmp_path: Path, text: Path

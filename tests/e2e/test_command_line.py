@@ -177,6 +177,7 @@ async def test_doctor_finds_nothing_that_stops_jobs(stage):
     assert "errors" not in done.out.splitlines()[-1]
 
 
+@pytest.mark.long  # the commands themselves are tested above
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl on the PATH")
 async def test_kubectl_runs_the_same_commands_as_a_plugin(stage, tmp_path):
     file = manifest(tmp_path / "job.yaml", "plugged", lambda name: command(name, "true", replicas=1))

@@ -26,6 +26,7 @@ async def test_planner_chooses_the_degrees_and_says_why(stage):
     await stage.delete(name)
 
 
+@pytest.mark.long  # commands, and the loss of one: tests/agent/test_agent_commands.py
 async def test_a_users_ddp_script_survives_the_loss_of_a_pod(stage):
     path = EXAMPLES / "torch-ddp.yaml"
     name, items = job_name(path), manifest.read(path)

@@ -78,6 +78,7 @@ async def test_a_killed_rank_restarts_in_place(stage, reference):
     await stage.delete("rank")
 
 
+@pytest.mark.long  # with agents that do as real ones: tests/operator/test_operator_recovers.py
 async def test_an_operator_killed_midway_touches_no_worker(stage):
     await stage.apply(endless("steady", replicas=1))
     uid = await uid_of(stage, "steady")
