@@ -33,10 +33,9 @@ from meshwright.protocol.preflight import PreflightReport
 from meshwright.protocol.run_config import NativeRun, RunConfig, RunMessage, UnsupportedRun
 from meshwright.protocol.trust import MAX_BUNDLE_BYTES
 
-RUN_VERSION = 5
+RUN_VERSION = 4
 """The newest `run_version` that this release executes. Version 2 has replica groups, version 3 has `decay` and
-`decaySteps` of the optimizer, version 4 has `initialAdapter` of LoRA and `resumeFrom` of checkpoints, version 5 has
-`keepBest` of checkpoints, which older images would remove."""
+`decaySteps` of the optimizer, version 4 has `initialAdapter` of LoRA, and `resumeFrom` and `keepBest` of checkpoints."""
 
 MAX_GENERATION = 1 << 31
 DEFAULT_REPORT_SECONDS = 2.0
@@ -272,12 +271,10 @@ def run_version_of(run: RunConfig, groups: ReplicaGroups | None) -> int:
     """The `run_version` of a run: the lowest that executes it, so that older images do as long as they can."""
     if not isinstance(run, NativeRun):
         return 1 if groups is None else 2
-    if run.checkpoint is not None and run.checkpoint.keeps_best:
-        return 5
-    lora, optimizer = run.training.lora, run.training.optimizer
-    adapter = lora.initial_adapter if lora is not None else None
-    other_run = run.checkpoint.resume_from if run.checkpoint is not None else None
-    if adapter is not None or other_run is not None:
+    checkpoint, lora, optimizer = run.checkpoint, run.training.lora, run.training.optimizer
+    if lora is not None and lora.initial_adapter is not None:
+        return 4
+    if checkpoint is not None and (checkpoint.keeps_best or checkpoint.resume_from is not None):
         return 4
     if optimizer.decay_or_default is not RateDecay.COSINE or optimizer.decay_steps:
         return 3

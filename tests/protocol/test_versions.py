@@ -159,9 +159,9 @@ def test_images_that_would_begin_at_step_0_reject_the_run() -> None:
     [
         ({}, 1),
         ({"keep": 3, "keepEverySteps": 5, "store": {"keep": 2}}, 1),
-        ({"keepBest": 1}, 5),
-        ({"keepBest": 1, "resumeFrom": "base-0a1b2c3d"}, 5),
-        ({"store": {"keepBest": 2}}, 5),
+        ({"keepBest": 1}, 4),
+        ({"keepBest": 1, "resumeFrom": "base-0a1b2c3d"}, 4),
+        ({"store": {"keepBest": 2}}, 4),
     ],
 )
 def test_images_that_would_remove_the_best_checkpoints_reject_the_run(checkpoint: dict[str, Any], version: int) -> None:
