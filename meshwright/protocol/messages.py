@@ -35,7 +35,7 @@ from meshwright.protocol.trust import MAX_BUNDLE_BYTES
 
 RUN_VERSION = 4
 """The newest `run_version` that this release executes. Version 2 has replica groups, version 3 has `decay` and
-`decaySteps` of the optimizer, version 4 has `initialAdapter` of LoRA, and `resumeFrom` and `keepBest` of checkpoints."""
+`decaySteps` of the optimizer, version 4 has `initialAdapter` of LoRA, `resumeFrom` and `keepBest` of checkpoints."""
 
 MAX_GENERATION = 1 << 31
 DEFAULT_REPORT_SECONDS = 2.0
