@@ -134,8 +134,8 @@ class CheckpointSpec(ApiModel):
     store: StoreSpec | None = None
     """How the object store of `uri` is used, and that of `resumeFrom`."""
     resume_from: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    """Run that training continues from its newest checkpoint, or one of its checkpoints: a directory on the claim, such
-    as `base-0a1b2c3d` or `base-0a1b2c3d/step-00004000`, or a URI. It is only read, while this job has no checkpoint."""
+    """Another run, to begin from its newest checkpoint, or one checkpoint of it: a directory on the claim, such as
+    `base-0a1b2c3d` or `base-0a1b2c3d/step-00004000`, or a URI. It is only read, while this job has no checkpoint."""
     every_steps: Steps | None = None
     """Steps between checkpoints of Meshwright's runtime. Defaults to 100. Not allowed with `runtime.command`."""
     every: Every | None = None
