@@ -40,6 +40,7 @@ async def test_status_says_what_happened(undisturbed):
     assert undisturbed.checkpoints == ["step-00000050", "step-00000060"]  # the newest two, as `keep` says
 
 
+@pytest.mark.long  # with ranks: tests/distributed/test_resume_from.py; the status: tests/operator/test_resumed_from.py
 async def test_another_job_begins_from_a_checkpoint_of_a_deleted_one(stage, reference, undisturbed):
     """On one rank instead of four, under its own name, on the same claim."""
     run, name = undisturbed.status.checkpoint.path.split("/")[-2], "branch"

@@ -48,7 +48,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, Any]:
     return told
 
 
-OFTEN = {"mixture", "fp8 with delayed scales", "packed documents in one kernel", "tensor parallelism", "early updates"}
+OFTEN = {"mixture", "packed documents in one kernel", "early updates"}
 """Runs with the most code of their own; what `dense` does is a part of each."""
 
 
