@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from benchmarks._pairs import in_turns
 from benchmarks._plain_loops import Loop, plain_loop
 from meshwright.api.data import DataSource, DataSpec
 from meshwright.api.parallelism import ParallelismSpec, PipelineSchedule
-from meshwright.api.training import OptimizerSpec, TrainingSpec
+from meshwright.api.training import TrainingSpec
 from meshwright.data.tokenizers import BYTE_SEPARATOR
 from meshwright.models.architecture import Architecture
 from meshwright.protocol.run_config import NativeRun
@@ -110,9 +111,12 @@ def random_tokens(model: Architecture, training: TrainingSpec, seed: int) -> tor
 
 
 def run_of(
-    model: Architecture, training: dict[str, object], *, data: int = 1, pipeline: int = 1, micro_batches: int = 1
+    model: Architecture, training: dict[str, Any], *, data: int = 1, pipeline: int = 1, micro_batches: int = 1
 ) -> NativeRun:
-    """A run of random tokens: `data` replicas share everything (ZeRO-3), `pipeline` stages run 1F1B."""
+    """A run of random tokens: `data` replicas share everything (ZeRO-3), `pipeline` stages run 1F1B. `training` has
+    fields by their names on the wire; those of its optimizer are added to the benchmarks' own.
+    """
+    optimizer = {"learningRate": 1e-4, "warmupSteps": 10, **training.get("optimizer", {})}
     return NativeRun(
         tensor=1,
         pipeline=pipeline,
@@ -121,7 +125,5 @@ def run_of(
         parallelism=ParallelismSpec(zero_stage=3 if data > 1 else 0, schedule=PipelineSchedule.ONE_F_ONE_B),
         architecture=model,
         data=DataSpec(source=DataSource.PYTHON_STDLIB),
-        training=TrainingSpec.model_validate(
-            {"steps": 1_000_000, "optimizer": OptimizerSpec(learning_rate=1e-4, warmup_steps=10), **training}
-        ),
+        training=TrainingSpec.model_validate({"steps": 1_000_000, **training, "optimizer": optimizer}),
     )

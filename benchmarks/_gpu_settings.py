@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.api.precision import Fp8Scaling
-from meshwright.api.training import OptimizerSpec
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 
 LENGTH = 4096
@@ -53,7 +52,7 @@ class Setting:
             "fp8": {"scaling": self.fp8} if self.fp8 else None,
             "compile": self.compile,
             "deterministic": self.deterministic,
-            "optimizer": OptimizerSpec(learning_rate=1e-4, warmup_steps=10, early_launch=self.early),
+            "optimizer": {"earlyLaunch": self.early or None},
         }
 
     def numbers(self) -> dict[str, Any]:

@@ -269,68 +269,75 @@ def _restarts() -> Row:
 
 
 def _operator() -> Row:
+    return Row("Operator", [*_reconciles(), *_api_server(), _start_up()])
+
+
+def _reconciles() -> list[Any]:
     errors = f'sum(increase(ptj_reconcile_duration_seconds_count{{{CLUSTER},result="error"}}[10m]))'
-    failed = f'sum(increase(ptj_api_requests_total{{{CLUSTER},code=~"0|5.."}}[10m]))'
     reconciles = f"sum(increase(ptj_reconcile_duration_seconds_count{{{CLUSTER}}}[10m]))"
-    requests = f"sum(increase(ptj_api_requests_total{{{CLUSTER}}}[10m]))"
     buckets = f"sum by (le) (increase(ptj_reconcile_duration_seconds_bucket{{{CLUSTER}}}[10m]))"
-    return Row(
-        "Operator",
-        [
-            single_stat(
-                "Leaders",
-                "Operator processes that hold the Lease. It must be 1 in each cluster.",
-                "short",
-                Query(f"sum(ptj_leader{{{CLUSTER}}})", "leaders"),
-                steps=[Step(1, GREEN)],
-                base=RED,
-            ),
-            single_stat(
-                "Failed reconciles",
-                "Share of the reconciles of the last 10 minutes that failed.",
-                "percentunit",
-                Query(f"({errors} or 0 * max({BUILD})) / {reconciles}", "failed"),
-                steps=[Step(0.01, ORANGE), Step(0.1, RED)],
-                base=GREEN,
-            ),
-            single_stat(
-                "Reconcile time, p99",
-                "Time of one reconcile of a job, in the last 10 minutes.",
-                "s",
-                Query(f"histogram_quantile(0.99, {buckets})", "p99"),
-                steps=[Step(1, ORANGE), Step(10, RED)],
-                base=GREEN,
-            ),
-            single_stat(
-                "Failed API requests",
-                "Share of the requests to the API server of the last 10 minutes without an answer, or with a status of "
-                "500 or more.",
-                "percentunit",
-                Query(f"({failed} or 0 * max({BUILD})) / {requests}", "failed"),
-                steps=[Step(0.01, ORANGE), Step(0.1, RED)],
-                base=GREEN,
-            ),
-            single_stat(
-                "Age of the oldest watch",
-                "Time since the API server last sent something on a watch.",
-                "s",
-                Query(f"time() - min(ptj_watch_last_contact_timestamp_seconds{{{CLUSTER}}})", "age"),
-                steps=[Step(120, ORANGE), Step(300, RED)],
-                base=GREEN,
-            ),
-            single_stat(
-                "Start-up time of jobs, p50",
-                "Median time from a job's creation until all of its ranks train, of the jobs that started in the time "
-                "range.",
-                "s",
-                Query(
-                    "histogram_quantile(0.5, sum by (le) "
-                    f"(increase(ptj_job_startup_seconds_bucket{{{CLUSTER}}}[$__range])))",
-                    "p50",
-                    instant=True,
-                ),
-            ),
-        ],
+    return [
+        single_stat(
+            "Leaders",
+            "Operator processes that hold the Lease. It must be 1 in each cluster.",
+            "short",
+            Query(f"sum(ptj_leader{{{CLUSTER}}})", "leaders"),
+            steps=[Step(1, GREEN)],
+            base=RED,
+        ),
+        single_stat(
+            "Failed reconciles",
+            "Share of the reconciles of the last 10 minutes that failed.",
+            "percentunit",
+            Query(f"({errors} or 0 * max({BUILD})) / {reconciles}", "failed"),
+            steps=[Step(0.01, ORANGE), Step(0.1, RED)],
+            base=GREEN,
+        ),
+        single_stat(
+            "Reconcile time, p99",
+            "Time of one reconcile of a job, in the last 10 minutes.",
+            "s",
+            Query(f"histogram_quantile(0.99, {buckets})", "p99"),
+            steps=[Step(1, ORANGE), Step(10, RED)],
+            base=GREEN,
+        ),
+    ]
+
+
+def _api_server() -> list[Any]:
+    failed = f'sum(increase(ptj_api_requests_total{{{CLUSTER},code=~"0|5.."}}[10m]))'
+    requests = f"sum(increase(ptj_api_requests_total{{{CLUSTER}}}[10m]))"
+    return [
+        single_stat(
+            "Failed API requests",
+            "Share of the requests to the API server of the last 10 minutes without an answer, or with a status of "
+            "500 or more.",
+            "percentunit",
+            Query(f"({failed} or 0 * max({BUILD})) / {requests}", "failed"),
+            steps=[Step(0.01, ORANGE), Step(0.1, RED)],
+            base=GREEN,
+        ),
+        single_stat(
+            "Age of the oldest watch",
+            "Time since the API server last sent something on a watch.",
+            "s",
+            Query(f"time() - min(ptj_watch_last_contact_timestamp_seconds{{{CLUSTER}}})", "age"),
+            steps=[Step(120, ORANGE), Step(300, RED)],
+            base=GREEN,
+        ),
+    ]
+
+
+def _start_up() -> Any:
+    return single_stat(
+        "Start-up time of jobs, p50",
+        "Median time from a job's creation until all of its ranks train, of the jobs that started in the time range.",
+        "s",
+        Query(
+            f"histogram_quantile(0.5, sum by (le) (increase(ptj_job_startup_seconds_bucket{{{CLUSTER}}}[$__range])))",
+            "p50",
+            instant=True,
+        ),
     )
 
 

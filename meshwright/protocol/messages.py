@@ -269,8 +269,9 @@ class MeshDocument(OpenMessage):
 
 def run_version_of(run: RunConfig, groups: ReplicaGroups | None) -> int:
     """The `run_version` of a run: the lowest that executes it, so that older images do as long as they can."""
+    lowest = 1 if groups is None else 2
     if not isinstance(run, NativeRun):
-        return 1 if groups is None else 2
+        return lowest
     checkpoint, lora, optimizer = run.checkpoint, run.training.lora, run.training.optimizer
     if lora is not None and lora.initial_adapter is not None:
         return 4
@@ -278,7 +279,7 @@ def run_version_of(run: RunConfig, groups: ReplicaGroups | None) -> int:
         return 4
     if optimizer.decay_or_default is not RateDecay.COSINE or optimizer.decay_steps:
         return 3
-    return 1 if groups is None else 2
+    return lowest
 
 
 class AgentState(StrEnum):

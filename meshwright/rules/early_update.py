@@ -1,4 +1,4 @@
-"""Rules on `training.optimizer.earlyLaunch`: what the update of a step must not depend on if a GPU decides about it."""
+"""Rules on `training.optimizer.earlyLaunch`: with which settings a GPU can decide about the update of a step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ def _early(facts: Facts) -> TrainingSpec | None:
     return facts.training if facts.training is not None and facts.training.optimizer.early_launch else None
 
 
-def _is_of_the_gpu_alone(facts: Facts) -> bool:
+def _gpu_can_decide(facts: Facts) -> bool:
     training = _early(facts)
     if training is None:
         return True
     optimizer, anomalies = training.optimizer, training.anomalies
     on_gpu = optimizer.offload is OptimizerOffload.NONE and not training.parameter_offload and training.master_weights
-    scales = training.compile or training.sharded_masters is not None
-    asks = training.precision is Precision.FP16 or (anomalies is not None and anomalies.spike is not None)
-    return optimizer.name is OptimizerName.ADAMW and on_gpu and scales and not asks and training.outer is None
+    scales_gradients = training.compile or training.sharded_masters is not None
+    host_decides = training.precision is Precision.FP16 or (anomalies is not None and anomalies.spike is not None)
+    return (
+        optimizer.name is OptimizerName.ADAMW
+        and on_gpu
+        and scales_gradients
+        and not host_decides
+        and training.outer is None
+    )
 
 
 def _one_update_a_step(facts: Facts) -> bool:
@@ -41,7 +47,7 @@ EARLY_UPDATE_RULES: tuple[Rule[Facts], ...] = (
         " && !self.training.parameterOffload && self.training.masterWeights"
         " && (self.training.compile || has(self.training.shardedMasters)) && self.training.precision != 'fp16'"
         " && (!has(self.training.anomalies) || !has(self.training.anomalies.spike)) && !has(self.training.outer))",
-        _is_of_the_gpu_alone,
+        _gpu_can_decide,
     ),
     Rule(
         _FIELD,

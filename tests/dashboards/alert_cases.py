@@ -69,7 +69,7 @@ LONG_STEPS = {
 
 
 def operator_cases() -> list[Case]:
-    """Cases of the operator's alerts."""
+    """Cases of alerts about the operator's work."""
     down = Firing(
         "No operator process that Prometheus scrapes holds the Lease. Jobs keep training, but nothing is placed, "
         "recovered or resized.",
@@ -77,7 +77,6 @@ def operator_cases() -> list[Case]:
     )
     leader, reconciles = 'ptj_leader{instance="%s"}', 'ptj_reconcile_duration_seconds_count{result="%s"}'
     contact = 'ptj_watch_last_contact_timestamp_seconds{instance="a",resource="pods"}'
-    expiry = 'ptj_coordinator_certificate_expiry_timestamp_seconds{certificate="serving"}'
     return [
         Case("PTJOperatorDown", "no process is scraped", {}, 6, down),
         Case("PTJOperatorDown", "the leader is gone", {leader % "a": "1x2 0x20", leader % "b": "0x22"}, 10, down),
@@ -108,6 +107,13 @@ def operator_cases() -> list[Case]:
             ),
         ),
         Case("PTJWatchStale", "bookmarks arrive", {contact: "0+60x30"}, 20),
+    ]
+
+
+def configuration_cases() -> list[Case]:
+    """Cases of alerts about the operator's certificates and files."""
+    expiry = 'ptj_coordinator_certificate_expiry_timestamp_seconds{certificate="serving"}'
+    return [
         Case(
             "PTJCertificateExpiring",
             "in four days",
@@ -226,12 +232,9 @@ def restart_cases() -> list[Case]:
 
 
 def speed_cases() -> list[Case]:
-    """Cases of alerts about speed, placement and loss."""
+    """Cases of alerts about time and speed."""
     seconds = {cause: of_job("ptj_job_seconds_total", cause=cause) for cause in ("Training", "Restarting", "Queued")}
-    tokens, loss = of_job("ptj_tokens_total"), of_job("ptj_loss")
-    slow = "0+60000x240 14430000+30000x60"
-    cost, bound = of_job("ptj_job_placement_cost"), of_job("ptj_job_placement_cost_lower_bound")
-    straddling = of_job("ptj_job_straddling_groups", kind="replica")
+    tokens, slow = of_job("ptj_tokens_total"), "0+60000x240 14430000+30000x60"
     return [
         Case(
             "PTJGoodputLow",
@@ -274,6 +277,15 @@ def speed_cases() -> list[Case]:
         ),
         Case("PTJStraggler", "for a moment", {**PLACED, slow_rank("2"): "1x5 1.5x5 1x25"}, 20),
         Case("PTJStraggler", "a little slower", {**PLACED, slow_rank("2"): "1.2x30"}, 20),
+    ]
+
+
+def loss_and_placement_cases() -> list[Case]:
+    """Cases of alerts about the loss and the placement."""
+    loss = of_job("ptj_loss")
+    cost, bound = of_job("ptj_job_placement_cost"), of_job("ptj_job_placement_cost_lower_bound")
+    straddling = of_job("ptj_job_straddling_groups", kind="replica")
+    return [
         Case(
             "PTJLossNaN",
             "NaN",
@@ -316,4 +328,11 @@ def slow_rank(rank: str) -> str:
     return of_job("ptj_rank_straggler_ratio", rank=rank, pod=f"llama-w{rank}-0", instance=f"10.0.0.{rank}:9464")
 
 
-CASES = [*operator_cases(), *progress_cases(), *restart_cases(), *speed_cases()]
+CASES = [
+    *operator_cases(),
+    *configuration_cases(),
+    *progress_cases(),
+    *restart_cases(),
+    *speed_cases(),
+    *loss_and_placement_cases(),
+]

@@ -44,7 +44,7 @@ class EarlyUpdates:
         return self._copy.tolist()
 
     def withdraw(self) -> None:
-        """The results say that the step is not to be updated: so has the device found."""
+        """Do not count the last update, which the device has dropped: loss or gradient norm is not finite."""
         self._optimizer.withdraw()
 
 
