@@ -178,7 +178,7 @@ async def put_node(api: Api, body: KubeObject) -> None:
 
 
 def write_kubeconfig(path: Path, url: str, token: str | None, ca_pem: str = "") -> Path:
-    """A kubeconfig for a server with this authority. Without one, every client reads those of the system: 0.1 s each."""
+    """A kubeconfig for a server with this authority. Without one, each client reads those of the system."""
     user = {"token": token} if token else {}
     cluster: KubeObject = {"server": url, "insecure-skip-tls-verify": url.startswith("https")}
     if ca_pem:
