@@ -77,6 +77,8 @@ class SchemaNode:
     """Whether a strategic merge patch merges this list instead of replacing it."""
     limited: bool = False
     """Whether a value must be validated beyond its type."""
+    ruled: bool = False
+    """Whether this field or one below it has rules in CEL. Those of built-in types have none."""
 
     def child(self, key: str) -> SchemaNode | None:
         """Return the node of a key; None if the key is unknown."""
@@ -174,6 +176,8 @@ def _custom(raw: KubeObject) -> SchemaNode:
     node.additional = _custom(extra) if isinstance(extra, dict) else None
     node.free = node.free or extra is True
     node.items = _custom(raw["items"]) if isinstance(raw.get("items"), dict) else None
+    below = (*node.properties.values(), node.additional, node.items)
+    node.ruled = bool(raw.get("x-kubernetes-validations")) or any(sub is not None and sub.ruled for sub in below)
     if raw.get("x-kubernetes-embedded-resource"):
         text = SchemaNode(type="string", raw=_STRING)
         node.properties |= {"apiVersion": text, "kind": text, "metadata": builtin_types().node(OBJECT_META)}

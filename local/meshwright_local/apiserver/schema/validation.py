@@ -100,6 +100,8 @@ def _visit(causes: list[Cause], node: SchemaNode, value: Any, old: Any, path: st
     if node is FREE or len(causes) >= MAX_CAUSES:
         return
     unchanged = old is not None and value == old
+    if unchanged and not node.ruled:
+        return
     if not unchanged:
         wrong = _wrong_type(node, value, path)
         if wrong is not None:
