@@ -12,6 +12,7 @@ import copy
 import json
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from meshwright.api.objects import KubeObject
@@ -199,7 +200,7 @@ def _check_versions(versions: list[Any]) -> list[Cause]:
         if isinstance(schema, dict):
             if not (shared and index):
                 where = "spec.validation" if shared else f"{path}.schema"
-                causes += check_structural(schema, f"{where}.openAPIV3Schema")
+                causes += _structural_causes(json.dumps(schema), f"{where}.openAPIV3Schema")
         else:
             causes.append(status_errors.required(f"{path}.schema.openAPIV3Schema", "schemas are required"))
         scale = (version.get("subresources") or {}).get("scale") or {}
@@ -212,6 +213,12 @@ def _check_versions(versions: list[Any]) -> list[Cause]:
             for where, text, root in wrong
         ]
     return causes
+
+
+@lru_cache(maxsize=16)
+def _structural_causes(schema: str, path: str) -> tuple[Cause, ...]:
+    """The errors of a schema, as JSON. Every write of a definition checks it, and most writes leave it as it was."""
+    return tuple(check_structural(json.loads(schema), path))
 
 
 def check_structural(schema: KubeObject, path: str) -> list[Cause]:
