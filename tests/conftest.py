@@ -14,7 +14,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from meshwright.metrics.declaration import Catalog
 from meshwright.metrics.exporter import Exporter
-from tests.metrics.checks import undeclared_samples
+from tests.metrics.checks import undeclared_in
 from tests.randomness import ASKED
 
 ROOT = Path(__file__).parents[1]
@@ -128,5 +128,5 @@ def only_declared_label_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
             collector for collector in exporter.registry._collector_to_names if isinstance(collector, Catalog)
         )
         declared = [*exporter.metrics, *(metric for collector in collectors for metric in collector.metrics)]
-        problems += undeclared_samples(exporter.exposition().decode(), declared)
+        problems += undeclared_in(exporter.registry.collect(), declared)
     assert problems == []

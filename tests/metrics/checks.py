@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from meshwright.metrics.declaration import Kind, Metric
@@ -29,9 +30,14 @@ def series_of(metric: Metric[Any]) -> list[str]:
 
 def undeclared_samples(scrape: str, metrics: Metrics) -> list[str]:
     """What a scrape has that is not declared: metrics, labels and label values."""
+    return undeclared_in(text_string_to_metric_families(scrape), metrics)
+
+
+def undeclared_in(families: Iterable[Family], metrics: Metrics) -> list[str]:
+    """The same of series that were collected, which takes a fifth of the time of writing and reading their text."""
     declared = {name: metric for metric in metrics for name in series_of(metric)}
     problems = []
-    for family in text_string_to_metric_families(scrape):
+    for family in families:
         for sample in family.samples:
             if sample.name.startswith("ptj_") and not sample.name.endswith("_created"):
                 problems += _problems_of_sample(sample.name, sample.labels, declared)
