@@ -39,7 +39,7 @@ Count = Annotated[int, Field(ge=0, le=MAX_SAFE_INTEGER)]
 class ApiModel(BaseModel):
     """A part of the ParallelTrainingJob object or of a message between operator and worker.
 
-    Unknown fields are rejected, and docstrings of fields become their descriptions.
+    Unknown fields are rejected, and docstrings of fields become their descriptions (`descriptions.py`).
     """
 
     model_config = ConfigDict(

@@ -17,6 +17,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from meshwright.api.descriptions import DescribedJsonSchema
+
 Schema = dict[str, Any]
 
 _LIST_KEY = "x-list-map-key"
@@ -46,7 +48,7 @@ def structural_schema(model: type[BaseModel], *, defaults: bool = True) -> Schem
     Raises:
         SchemaError: a field has no description or no bound, or a type that Kubernetes does not support.
     """
-    document = model.model_json_schema(by_alias=True, mode="validation")
+    document = model.model_json_schema(by_alias=True, mode="validation", schema_generator=DescribedJsonSchema)
     return _Converter(document.pop("$defs", {}), defaults).convert(document, model.__name__)
 
 
