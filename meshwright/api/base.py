@@ -39,13 +39,14 @@ Count = Annotated[int, Field(ge=0, le=MAX_SAFE_INTEGER)]
 class ApiModel(BaseModel):
     """A part of the ParallelTrainingJob object or of a message between operator and worker.
 
-    Unknown fields are rejected, and docstrings of fields become their descriptions (`descriptions.py`).
+    Unknown fields are rejected, and docstrings of fields become their descriptions.
     """
 
     model_config = ConfigDict(
         alias_generator=to_camel,
         populate_by_name=True,
         extra="forbid",
+        use_attribute_docstrings=True,
         validate_default=True,
     )
 
