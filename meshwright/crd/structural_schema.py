@@ -17,8 +17,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from meshwright.api.descriptions import DescribedJsonSchema
-
 Schema = dict[str, Any]
 
 _LIST_KEY = "x-list-map-key"
@@ -48,7 +46,7 @@ def structural_schema(model: type[BaseModel], *, defaults: bool = True) -> Schem
     Raises:
         SchemaError: a field has no description or no bound, or a type that Kubernetes does not support.
     """
-    document = model.model_json_schema(by_alias=True, mode="validation", schema_generator=DescribedJsonSchema)
+    document = model.model_json_schema(by_alias=True, mode="validation")
     return _Converter(document.pop("$defs", {}), defaults).convert(document, model.__name__)
 
 

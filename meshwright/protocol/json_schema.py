@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from meshwright.api.descriptions import DescribedJsonSchema
 from meshwright.protocol.messages import (
     MeshDocument,
     MeshRequest,
@@ -30,9 +29,7 @@ PREFIX = "#/$defs/"
 def protocol_schema() -> str:
     """The schema as text, with every message under `$defs`."""
     messages = (*RECEIVED_BY_COORDINATOR, *RECEIVED_BY_AGENTS)
-    _, schema = models_json_schema(
-        [(message, "validation") for message in messages], by_alias=True, schema_generator=DescribedJsonSchema
-    )
+    _, schema = models_json_schema([(message, "validation") for message in messages], by_alias=True)
     definitions: dict[str, Any] = schema["$defs"]
     for definition in definitions.values():
         if definition.get("additionalProperties") is False:
