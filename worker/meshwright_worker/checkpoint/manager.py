@@ -127,9 +127,11 @@ class CheckpointManager:
         optimizer.set_step_count(newest_manifest.state.step - newest_manifest.state.skipped)
         if not self._source:
             self._newest = newest_manifest.state.step
-        elif self._mesh.rank == 0:
+            return newest_manifest.state
+        if self._mesh.rank == 0:
             log.info("resumed from %s step %d", self._source, newest_manifest.state.step)
-        return newest_manifest.state
+        # Its evaluation is the other run's: it does not compete with those of this one.
+        return newest_manifest.state.model_copy(update={"evaluation_loss": None})
 
     def _checkpoint_to_load(self, progress: WorkProgress | None) -> tuple[CheckpointPath, Manifest] | None:
         """The newest intact checkpoint of this run; without one, that of `resumeFrom`. Collective."""
