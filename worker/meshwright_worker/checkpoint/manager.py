@@ -378,7 +378,7 @@ def tiers_of(task: RankTask[NativeRun], spec: CheckpointSpec) -> list[Tier]:
         tiers.append(Tier(volume, spec.retention_of(), spec.interval_of()))
     if task.checkpoint_uri is not None:
         options = spec.store or StoreSpec()
-        store = open_store(task.checkpoint_uri, task.generation, options)
+        store = open_store(task.checkpoint_uri, task.generation, options, "checkpoint.uri")
         tiers.append(Tier(store, spec.retention_of(options), spec.interval_of(options)))
     return tiers
 
