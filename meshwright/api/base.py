@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
+
+from meshwright.api.field_docstrings import field_docstrings
+
+if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema
 
 T = TypeVar("T")
 
@@ -39,9 +46,19 @@ class ApiModel(BaseModel):
         alias_generator=to_camel,
         populate_by_name=True,
         extra="forbid",
-        use_attribute_docstrings=True,
         validate_default=True,
     )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Add the docstrings of fields. Only schemas have them: to read them takes long."""
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, text in field_docstrings(cls).items():
+            alias = cls.model_fields[name].alias if name in cls.model_fields else None
+            for key in {name, alias} & set(properties):
+                properties[key].setdefault("description", text)
+        return schema
 
     def separate(self) -> Self:
         """A copy that shares nothing that can be changed: `model_copy(deep=True)`, many times faster."""

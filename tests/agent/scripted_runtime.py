@@ -8,15 +8,22 @@ import subprocess
 import sys
 import time
 
+from meshwright.protocol.run_config import NativeRun
 from meshwright_worker.rank.task import Outcome, RankEvents, RankTask, StepReport
 
 PRELOADED_BY: list[int] = []
 COLLECTED_IN_PRELOAD: list[bool] = []
+PRELOADED_FOR: list[tuple[int, int]] = []
+"""The process that preloaded for a run, and the run's steps."""
 
 
 def preload() -> None:
     PRELOADED_BY.append(os.getpid())
     COLLECTED_IN_PRELOAD.append(gc.isenabled())
+
+
+def preload_for(run: NativeRun) -> None:
+    PRELOADED_FOR.append((os.getpid(), run.training.steps))
 
 
 def train(task: RankTask, events: RankEvents) -> Outcome:
@@ -27,6 +34,9 @@ def train(task: RankTask, events: RankEvents) -> Outcome:
         for step in range(1, 201):
             events.step(StepReport(step, 1.0, 1.0, 1e-3, 10, step, 0.01, 0.0))
         print("printed by", os.environ["RANK"], "preloaded by parent", [os.getppid()] == PRELOADED_BY)
+        return Outcome.COMPLETE
+    if what == "preloaded-for":
+        print("preloaded for", [(process == os.getppid(), steps) for process, steps in PRELOADED_FOR])
         return Outcome.COMPLETE
     if what == "garbage":
         print(

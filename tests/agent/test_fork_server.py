@@ -80,6 +80,12 @@ async def test_garbage_is_collected_in_ranks_but_not_while_torch_is_imported(ser
     assert life.lines == ["[rank 0] collected: in preload False in rank True frozen True"]
 
 
+async def test_what_a_run_needs_is_imported_before_its_ranks_are_forked(server: ForkServerClient) -> None:
+    life = Life(await fork(server, "preloaded-for"))
+    await life.events()
+    assert life.lines == ["[rank 0] preloaded for [(True, 5)]"]
+
+
 async def test_a_server_that_was_started_before_is_used() -> None:
     started = ServerProcess.start(ENVIRONMENT, MODULE)
     client = ForkServerClient(ENVIRONMENT, MODULE, started)

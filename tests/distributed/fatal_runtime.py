@@ -29,10 +29,10 @@ from meshwright_worker.in_memory.generation import Generation
 from meshwright_worker.models.decoder import DecoderStage
 from meshwright_worker.optimizers.adamw import AdamW
 from meshwright_worker.optimizers.master_adamw import MasterAdamW
-from meshwright_worker.trainer.train import preload, train
+from meshwright_worker.trainer.train import preload, preload_for, train
 from meshwright_worker.trainer.trainer import StepGate, Trainer
 
-__all__ = ["COPYING", "JOINING", "PASSES", "POINTS", "SAVING", "preload", "supervisor", "train"]
+__all__ = ["COPYING", "JOINING", "PASSES", "POINTS", "SAVING", "preload", "preload_for", "supervisor", "train"]
 
 POINTS = ("forward", "backward", "reduction", "reduced", "agreed", "update", "updated")
 """Where in a step a rank can be killed, in order."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.api.field_docstrings import field_docstrings
 from meshwright.api.spec import RecoverySpec
 from meshwright.api.status import MeshStatus
 from meshwright.rules import recovery_times
@@ -55,7 +56,7 @@ def test_the_docs_say_of_every_cause_whether_it_counts() -> None:
 
 def test_the_description_of_the_field_and_the_docs_give_the_numbers_of_the_hang_rule() -> None:
     words = {10: "ten times"}[recovery_times.TIMEOUT_STEPS]
-    description = RecoverySpec.model_fields["hang_timeout_seconds"].description or ""
+    description = field_docstrings(RecoverySpec)["hang_timeout_seconds"]
     for text, unit in ((description, "seconds"), (" ".join(RECOVERY.split()), "s")):
         assert words in text
         assert f"at least {recovery_times.MIN_TIMEOUT_SECONDS:.0f} {unit}" in text

@@ -41,6 +41,7 @@ from meshwright_worker.models.moe import iter_moe_layers
 from meshwright_worker.parallel.context.context_parallel import (
     ContextGroups,
     build_context_groups,
+    exclude_attention_from_graphs,
     install_context_attention,
 )
 from meshwright_worker.parallel.data.fsdp import apply_fsdp, preallocate_fsdp_storage, uses_fsdp
@@ -172,6 +173,7 @@ def compile_layers(
         product.compile()
     for ring in ring_matmuls(stage):
         ring.compile()
+    exclude_attention_from_graphs(stage)
     if isinstance(stage.chunked_loss, ChunkedLoss):
         stage.chunked_loss.compile_passes(backend)
     for block in stage.layers.values():

@@ -104,10 +104,18 @@ class ForkServer:
         gc.freeze()
         gc.enable()
 
+    def _preload_for(self, request: bytes) -> None:
+        module = sys.modules.get(self._module)
+        if module is not None:
+            module.preload_for(decode_request(request)[0].run)
+            gc.freeze()
+
     def _serve_one(self) -> bool:
         data, descriptors, _, _ = socket.recv_fds(self._channel, MAX_MESSAGE, DESCRIPTORS)
         if not data:
             return False
+        if descriptors:
+            self._preload_for(data)
         # The rank's own handler must be installed before SIGTERM can arrive: the inherited setting ignores it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         server = os.getpid()

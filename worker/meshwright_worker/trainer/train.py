@@ -16,6 +16,7 @@ tokens are verified as they are read (`meshwright.data.checksums`).
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from meshwright.api.training import ActivationCheckpointing
 from meshwright.models.architecture import Architecture
 from meshwright.models.huggingface.reader import parse_config
 from meshwright.models.lora import skipped_targets
@@ -60,11 +62,19 @@ log = logging.getLogger(__name__)
 
 
 def preload() -> None:
-    """Import torch and everything that training uses, as a side effect of importing this module. Call before forking
+    """Import torch and everything that every run uses, as a side effect of importing this module. Call before forking
     ranks.
 
     It starts no thread and touches no device, so forking stays safe.
     """
+
+
+def preload_for(run: NativeRun) -> None:
+    """Import what only some runs use, for this one. Call before forking its ranks, or each imports it by itself."""
+    training = run.training
+    # Checkpoints of activations import it at their first use, and it takes half as long as torch itself.
+    if training.compile or training.checkpointing is not ActivationCheckpointing.NONE:
+        importlib.import_module("torch._dynamo")
 
 
 def train(task: RankTask[NativeRun], events: RankEvents) -> Outcome:

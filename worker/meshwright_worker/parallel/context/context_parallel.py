@@ -8,8 +8,11 @@ completes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,7 +108,33 @@ def _build_core(
     return ring if groups.heads is None else UlyssesAttentionCore(ring, deal, groups.heads)
 
 
-class AllGatherAttentionCore(AttentionCore):
+class _UncompiledCore(AttentionCore):
+    """Attention that no graph contains: its blocks follow from the documents of each batch."""
+
+    def exclude_from_graphs(self) -> None:
+        """Prepare for torch.compile."""
+        core: Any = self
+        core.forward = MethodType(_outside_graph(type(self).forward), self)
+
+
+@cache
+def _outside_graph(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return one function for all cores of a class, so that layers stay identical. Created at the first call: it
+    imports the compiler.
+    """
+    disable_compile: Any = torch.compiler.disable
+    uncompiled: Callable[..., torch.Tensor] = disable_compile(forward)
+    return uncompiled
+
+
+def exclude_attention_from_graphs(model: nn.Module) -> None:
+    """Keep what `install_context_attention` has installed out of the graphs of torch.compile."""
+    for module in model.modules():
+        if isinstance(module, _UncompiledCore):
+            module.exclude_from_graphs()
+
+
+class AllGatherAttentionCore(_UncompiledCore):
     """Attention of a rank's tokens to full rows, gathered over a group or already on this rank."""
 
     def __init__(
@@ -122,7 +151,6 @@ class AllGatherAttentionCore(AttentionCore):
         self._varlen = varlen
         self._blocks = _BlockCache()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, token_metadata: TokenMetadata
     ) -> torch.Tensor:
@@ -147,7 +175,7 @@ class AllGatherAttentionCore(AttentionCore):
         return attended.transpose(1, 2)
 
 
-class RingAttentionCore(AttentionCore):
+class RingAttentionCore(_UncompiledCore):
     """Attention of a rank's tokens to keys and values that are passed around a group."""
 
     def __init__(
@@ -159,7 +187,6 @@ class RingAttentionCore(AttentionCore):
         self._varlen = varlen
         self._blocks = _BlockCache()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, token_metadata: TokenMetadata
     ) -> torch.Tensor:
@@ -182,7 +209,7 @@ class RingAttentionCore(AttentionCore):
         return self._group.rank()
 
 
-class UlyssesAttentionCore(AttentionCore):
+class UlyssesAttentionCore(_UncompiledCore):
     """Wraps another core: it computes the tokens of the entire group for a share of the heads."""
 
     def __init__(self, inner: AttentionCore, deal: SequenceSharding, group: dist.ProcessGroup) -> None:
@@ -191,7 +218,6 @@ class UlyssesAttentionCore(AttentionCore):
         self._deal = deal
         self._group = group
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, token_metadata: TokenMetadata
     ) -> torch.Tensor:
