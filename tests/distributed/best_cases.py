@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import pytest
+
 from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.checkpoint.async_save import AsyncCheckpointer, FailedSave, SavedCheckpoint
 from meshwright_worker.checkpoint.manager import CheckpointManager, manifest_template
 from meshwright_worker.data.sample_assignment import combined_identity
 from meshwright_worker.distributed.mesh import join_mesh
@@ -38,6 +42,22 @@ def train_and_evaluate(
     recorder = Evaluated(stop_after, die_after)
     with suppress(InterruptedTrainingError):
         train(replace(task, checkpoint_uri=uri), recorder)
+    return recorder
+
+
+def train_with_slow_saves(task: RankTask[NativeRun], stop_after: int | None) -> Evaluated:
+    """`train` with saves that are complete only when the rank waits for them."""
+    take = AsyncCheckpointer.take_outcomes
+
+    def taken(
+        saver: AsyncCheckpointer, *, wait: bool = False
+    ) -> tuple[Sequence[SavedCheckpoint], Sequence[FailedSave]]:
+        return take(saver, wait=wait) if wait else ((), ())
+
+    recorder = Evaluated(stop_after)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsyncCheckpointer, "take_outcomes", taken)
+        train(task, recorder)
     return recorder
 
 

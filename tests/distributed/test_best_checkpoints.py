@@ -14,7 +14,13 @@ from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.full_tensors import find_checkpoint
 from meshwright_worker.checkpoint.manifest import MANIFEST, read_manifest
 from meshwright_worker.checkpoint.store import open_store
-from tests.distributed.best_cases import Evaluated, evaluate_checkpoint, overfitted_text, train_and_evaluate
+from tests.distributed.best_cases import (
+    Evaluated,
+    evaluate_checkpoint,
+    overfitted_text,
+    train_and_evaluate,
+    train_with_slow_saves,
+)
 from tests.distributed.configs import small_run
 from tests.distributed.rank_pool import RankPool
 
@@ -166,3 +172,17 @@ def test_without_the_field_no_manifest_has_a_loss(pool: RankPool, overfitted: Pa
     assert [*recorder.losses] == [2, 4]
     assert recorder.checkpoints == [4]
     assert "evaluationLoss" not in (tmp_path / "step-00000004" / MANIFEST).read_text()
+
+
+@pytest.mark.parametrize("stop_after", [None, STEPS - 1])
+def test_the_last_report_has_the_best_checkpoint_also_if_its_save_has_just_ended(
+    pool: RankPool, overfitted: Path, tmp_path: Path, stop_after: int | None
+) -> None:
+    """Later reports do not have the tiers, and status would show another one for good."""
+    first, _ = pool.run(
+        train_with_slow_saves, run_of(data=2), stop_after, checkpoint_dir=tmp_path / "run", data_dir=overfitted
+    )
+    (best,) = lowest(first.losses)
+    assert best < STEPS - 2, "it is not the final one"
+    (tier,) = first.tiers[-1]
+    assert (tier.best_step, tier.best_loss) == (best, first.losses[best])

@@ -272,6 +272,23 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_damaged(pool: RankPo
     assert all("was removed while it was read: name one that its run retains" in error for error in errors), errors
 
 
+@pytest.mark.parametrize(
+    ("resume_from", "meant"),
+    [
+        ("base", "in DIR/base: name one of these runs: `base-0a1b2c3d`, `base-1a1b2c3d`"),
+        ("base-0a1b2c3d/step-20", "in DIR/base-0a1b2c3d/step-20: the name of a checkpoint has eight digits: name "),
+        ("bas", "in DIR/bas: name the directory or the URI of a run"),
+        ("no/where", "in DIR/no/where: name the directory or the URI of a run"),
+    ],
+)
+def test_the_error_names_what_was_probably_meant(pool: RankPool, claim: Path, resume_from: str, meant: str) -> None:
+    for name in ("base-1a1b2c3d", "base-line-0a1b2c3d", "base-x"):
+        (claim / name).mkdir()
+    found, _ = chosen(pool, claim, resume_from)
+    assert found.startswith(f"InvalidInput: `checkpoint.resumeFrom: {resume_from}`: ")
+    assert meant in found
+
+
 # What the run ends with.
 
 
@@ -324,6 +341,26 @@ def test_a_run_that_begins_from_another_ones_end_is_bitwise_the_longer_run(
     assert losses(other) == losses(first)
     assert_same_end(claim / "straight", own, LENGTH)
     shutil.rmtree(own)
+
+
+def test_the_evaluation_of_the_other_run_does_not_compete_with_those_of_this_one(
+    pool: RankPool, text: Path, tmp_path: Path
+) -> None:
+    def evaluated(steps: int, source: str | None, rate: float) -> NativeRun:
+        options = {"optimizer": {"decay": "Constant", "learning_rate": rate}}
+        run = run_of(steps, source, **options, training={"evaluation": {"every_steps": 2, "samples": 10}})
+        assert run.checkpoint is not None
+        checkpoint = run.checkpoint.model_copy(update={"keep_best": 1})
+        return run.model_copy(update={"data": run.data.model_copy(update={"held_out": 0.2}), "checkpoint": checkpoint})
+
+    source, own = tmp_path / "base-0a1b2c3d", tmp_path / "longer-1a1b2c3d"
+    trained(pool, evaluated(BEGUN, None, 0.01), source, text)
+    assert state_of(source, BEGUN).evaluation_loss is not None
+    trained(pool, evaluated(LENGTH, source.name, 5.0), own, text)
+    losses = CheckpointDirectory(own).evaluation_losses()
+    assert losses[BEGUN] is None
+    assert losses[6] is not None
+    assert state_of(own, BEGUN).digest == state_of(source, BEGUN).digest
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
             "s3://bucket/runs?versionId=1",
             "memory://runs",
             "simplecache::s3://bucket/runs",
+            "S3://bucket/runs/base-0a1b2c3d",
         )
     ],
     ("checkpoint.resumeFrom", {"checkpoint": {"uri": "s3://bucket/x", "resumeFrom": "base-0a1b2c3d"}}),

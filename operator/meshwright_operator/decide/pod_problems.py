@@ -45,8 +45,8 @@ def fix_for(problem: str, spec: ParallelTrainingJobSpec, defaulted: Sequence[str
         defaulted: Resources that are missing, and whose requests a LimitRange has set: placement does not count them.
     """
     if defaulted:
-        requests = " and ".join(f"`spec.workers.resources.{_FIELDS.get(name, name)}`" for name in defaulted)
-        return f"A LimitRange of the namespace has set the pod's request of {' and '.join(defaulted)}. Set {requests}"
+        unset = " and ".join(f"`spec.workers.resources.{_FIELDS.get(name, name)}`" for name in defaulted)
+        return f"A LimitRange of the namespace has set the pod's request of {' and '.join(defaulted)}. Set {unset}"
     reason = problem.partition(":")[0]
     if reason in _IMAGE and f"{INIT_CONTAINER} {AGENT_VOLUME}" in problem:
         return "Have the administrator check the value `agentImage` of the chart, or check `workers.imagePullSecrets`"

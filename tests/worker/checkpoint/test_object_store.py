@@ -282,7 +282,16 @@ def test_an_upload_that_fails_leaves_no_checkpoint(root: str) -> None:
 
 @pytest.mark.parametrize("uri", ["nosuch://bucket/x", "s3x://bucket/x"])
 def test_an_unknown_scheme_names_the_fix(uri: str) -> None:
-    with pytest.raises(CheckpointStoreError, match=f"`checkpoint.uri: {uri}` cannot be opened: .*package"):
+    with pytest.raises(CheckpointStoreError, match=f"^`checkpoint.uri: {uri}` cannot be opened: .*package"):
+        open_store(uri, field="checkpoint.uri")
+    with pytest.raises(CheckpointStoreError, match=f"^`{uri}` cannot be opened: .*package"):
+        open_store(uri)
+
+
+@pytest.mark.parametrize("uri", ["S3://Bucket/x", "FILE:///x"])
+def test_a_scheme_in_capitals_is_not_a_missing_package(uri: str) -> None:
+    scheme, _, rest = uri.partition("://")
+    with pytest.raises(CheckpointStoreError, match=f"lower case, as in `{scheme.lower()}://{rest}`$"):
         open_store(uri)
 
 

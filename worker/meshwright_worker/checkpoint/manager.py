@@ -127,9 +127,11 @@ class CheckpointManager:
         optimizer.set_step_count(newest_manifest.state.step - newest_manifest.state.skipped)
         if not self._source:
             self._newest = newest_manifest.state.step
-        elif self._mesh.rank == 0:
+            return newest_manifest.state
+        if self._mesh.rank == 0:
             log.info("resumed from %s step %d", self._source, newest_manifest.state.step)
-        return newest_manifest.state
+        # Its evaluation is the other run's: it does not compete with those of this one.
+        return newest_manifest.state.model_copy(update={"evaluation_loss": None})
 
     def _checkpoint_to_load(self, progress: WorkProgress | None) -> tuple[CheckpointPath, Manifest] | None:
         """The newest intact checkpoint of this run; without one, that of `resumeFrom`. Collective."""
@@ -376,7 +378,7 @@ def tiers_of(task: RankTask[NativeRun], spec: CheckpointSpec) -> list[Tier]:
         tiers.append(Tier(volume, spec.retention_of(), spec.interval_of()))
     if task.checkpoint_uri is not None:
         options = spec.store or StoreSpec()
-        store = open_store(task.checkpoint_uri, task.generation, options)
+        store = open_store(task.checkpoint_uri, task.generation, options, "checkpoint.uri")
         tiers.append(Tier(store, spec.retention_of(options), spec.interval_of(options)))
     return tiers
 

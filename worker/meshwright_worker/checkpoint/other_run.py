@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import re
 from collections.abc import Mapping, Sequence
 
 from meshwright.api.checkpoint import CheckpointSpec, StoreSpec
@@ -36,7 +38,8 @@ _FIX = (
     "remove the field to begin at step 0"
 )
 _MAX_NAMED = 8
-"""Maximum number of steps in a message."""
+"""Maximum number of steps or runs in a message."""
+_SHORT_STEP = re.compile(r"step-(\d{1,7})")
 
 
 def checkpoint_of_other_run(
@@ -93,11 +96,32 @@ def _find(
             if mesh.rank == 0 and source.step is None:
                 log.warning("%s; trying the previous checkpoint", error)
     unfinished = on_first_rank(store.unfinished, mesh) or {}
-    raise ResumeSourceError(_why_none(source, complete, unfinished, damages))
+    meant = on_first_rank(lambda: _probably_meant(source), mesh) if not complete else None
+    raise ResumeSourceError(_why_none(source, complete, unfinished, damages, meant or ""))
+
+
+def _probably_meant(source: ResumeSource) -> str:
+    """What a name that is no run's may stand for: a step without eight digits, or a job without its uid."""
+    before, _, last = source.place.rpartition("/")
+    if (step := _SHORT_STEP.fullmatch(last)) is not None:
+        return f"the name of a checkpoint has eight digits: name `step-{int(step[1]):08d}`"
+    if "://" in source.place:
+        return ""
+    run = re.compile(re.escape(last) + "-[0-9a-f]{8}")
+    try:
+        found = sorted(entry.name for entry in os.scandir(before) if run.fullmatch(entry.name))
+    except OSError:
+        return ""
+    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+    return f"name one of these runs: `{'`, `'.join(found[:_MAX_NAMED])}`{more}" if found else ""
 
 
 def _why_none(
-    source: ResumeSource, complete: Sequence[int], unfinished: Mapping[int, str], damages: Sequence[str]
+    source: ResumeSource,
+    complete: Sequence[int],
+    unfinished: Mapping[int, str],
+    damages: Sequence[str],
+    meant: str = "",
 ) -> str:
     """Why training cannot begin from the other run, and the fix. Pure."""
     more = f" and {len(complete) - _MAX_NAMED} more" if len(complete) > _MAX_NAMED else ""
@@ -111,7 +135,7 @@ def _why_none(
     text = f"there is no complete checkpoint{which} in {source.place}{f' ({state})' if state else ''}"
     if complete:
         return f"{text}, which has those of steps {steps}: name one of them, or only the run for the newest one"
-    return f"{text}: {_FIX}"
+    return f"{text}: {meant or _FIX}"
 
 
 def _check_steps_left(step: int, steps: int) -> None:

@@ -118,9 +118,9 @@ class CheckpointStore(Protocol):
 
 
 def open_store(
-    location: str, generation: int = 0, options: StoreSpec | None = None, field: str = "checkpoint.uri"
+    location: str, generation: int = 0, options: StoreSpec | None = None, field: str = ""
 ) -> CheckpointStore:
-    """The store at a path or a URI, which `field` of the spec names.
+    """The store at a path or a URI; `field` of the spec names it, if one does.
 
     Raises:
         CheckpointStoreError: the scheme is unknown, or its package is missing.
@@ -137,7 +137,7 @@ def object_files(location: str, options: StoreSpec | None = None) -> ObjectFiles
     Raises:
         CheckpointStoreError: the scheme is unknown, or its package is missing.
     """
-    filesystem, path = _open(location, options, "checkpoint.uri")
+    filesystem, path = _open(location, options, "")
     return ObjectFiles(filesystem, path.rstrip("/"), location.rstrip("/"), RetryPolicy())
 
 
@@ -148,8 +148,12 @@ def _open(location: str, options: StoreSpec | None, field: str) -> tuple[Any, st
 
         filesystem, path = fsspec.core.url_to_fs(location, **_settings(location, options or StoreSpec()))
     except Exception as error:  # a back end raises what it likes
+        scheme, _, rest = location.partition("://")
         fix = "the image, or this machine, needs the package for the scheme, such as s3fs for s3://"
-        raise CheckpointStoreError(f"`{field}: {location}` cannot be opened: {error}: {fix}") from error
+        if scheme != scheme.lower():
+            fix = f"write the scheme in lower case, as in `{scheme.lower()}://{rest}`"
+        named = f"{field}: {location}" if field else location
+        raise CheckpointStoreError(f"`{named}` cannot be opened: {error}: {fix}") from error
     return filesystem, str(path)
 
 

@@ -23,7 +23,7 @@ from meshwright_worker.distributed.step_clock import phase
 from meshwright_worker.distributed.timed_collectives import timed_collectives
 from meshwright_worker.parallel.pipeline.slot_times import is_timed
 from meshwright_worker.rank.failures import WentBackError
-from meshwright_worker.rank.task import Outcome, RankEvents, progress_of
+from meshwright_worker.rank.task import Outcome, RankEvents, StepReport, progress_of
 from meshwright_worker.trainer.async_pipeline_trainer import AsyncPipelineTrainer
 from meshwright_worker.trainer.checkpoint_requests import CheckpointRequests
 from meshwright_worker.trainer.evaluation import Evaluation
@@ -318,6 +318,8 @@ class TrainingLoop:
                 loss = self._evaluate(evaluation)
                 report = replace(report, evaluation_loss=loss)
                 state = self._with_evaluation(state, loss)
+            if result is results[-1] and (result.stop or state.step == self._training.steps):
+                report = self._with_last_best(report)
             self._events.step(report)
         return state.model_copy(update={"loss": results[-1].loss.hex()})
 
@@ -336,6 +338,16 @@ class TrainingLoop:
             self._requests.record_best(self._requests.agree_on(manager.best_tiers(state.step, loss)))
             self._stall_seconds += time.monotonic() - started_at
         return state.model_copy(update={"evaluation_loss": loss})
+
+    def _with_last_best(self, report: StepReport) -> StepReport:
+        """The report of the last step, after which the tiers are not reported any more. Waits for a save in progress,
+        as the final save does anyway: it may be that of the best checkpoint. Collective.
+        """
+        manager = self._checkpoint_manager
+        if manager is None or not manager.keeps_best:
+            return report
+        manager.report(wait=True)
+        return replace(report, tiers=manager.reports() or report.tiers)
 
     def _evaluate(self, evaluation: Evaluation) -> float:
         """Evaluate, the first time with the time limits of a start: compiled stages compile their forward passes again,
