@@ -9,17 +9,20 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshwright.api import labels
-from meshwright_worker.agent.events import Event, RankExited, RankMessageReceived
+from meshwright_worker.agent.events import Event, ProgressLogged, RankExited, RankMessageReceived
 from meshwright_worker.agent.rank_process import MAX_LINE, RankHandle, start_command, supervise
 from meshwright_worker.command.error_file import VARIABLE, recorded_error
+from meshwright_worker.command.log_patterns import LogPatterns
 from meshwright_worker.command.report_line import ReportLineError, parse_report
 from meshwright_worker.command.saved_checkpoints import LIST_NAME, SavedCheckpoints
-from meshwright_worker.rank.messages import StepDone
+from meshwright_worker.rank.messages import AtWork, StepDone
+from meshwright_worker.rank.task import Work
 from tests.patience import patient
 
 DEEP = '{"message":' * 50_000
@@ -171,6 +174,20 @@ async def test_a_report_file_full_of_garbage_reports_what_is_valid(tmp_path: Pat
     events = [run.inbox.get_nowait() for _ in range(run.inbox.qsize())]
     told = [event.message for event in events if isinstance(event, RankMessageReceived)]
     assert [message.report.step for message in told if isinstance(message, StepDone)] == [5]
+
+
+async def test_a_load_in_the_report_file_leaves_the_search_of_the_log_on(tmp_path: Path) -> None:
+    path = tmp_path / "reports"
+    load = '{"work": "weights", "done": 3, "total": 9, "seconds": 2}'
+    run = shell(f"echo '{load}' > {path}; sleep 0.5; echo 'step 7/9 loss=3.5'", **{labels.ENV_REPORT_FILE: str(path)})
+    handle = await start_command(3, run.command, run.environment)
+    await asyncio.wait_for(
+        supervise(replace(handle, patterns=LogPatterns(None)), 1, run.inbox, run.lines.append), patient(30)
+    )
+    events = [run.inbox.get_nowait() for _ in range(run.inbox.qsize())]
+    told = [event.message for event in events if isinstance(event, RankMessageReceived)]
+    assert told == [AtWork(Work("weights", 3, 9, 1, 1, 2.0))]
+    assert [event.report.step for event in events if isinstance(event, ProgressLogged)] == [7]
 
 
 @pytest.mark.parametrize("path", ["a\0b", "a\nb", "\x1b[2J"])

@@ -26,8 +26,9 @@ _ONLY_GPU = ("test_memory.py", "test_varlen_attention_equals_fp64", "test_a_step
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this directory, and skip them without a GPU; those that compile also without a compiler."""
     problems = "; ".join(compiler_problems(device_properties(0), os.environ))
+    here = {path for path in {item.path for item in items} if HERE in path.parents}
     for item in items:
-        if HERE in item.path.parents:
+        if item.path in here:
             item.add_marker(pytest.mark.cuda)
             if not torch.cuda.is_available() and not ASKED:
                 item.add_marker(pytest.mark.skip(reason="no GPU"))

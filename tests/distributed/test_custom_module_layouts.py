@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from meshwright.api.labels import ENV_REPORT_FILE
+from meshwright_worker.checkpoint.directory import CheckpointDirectory
+from meshwright_worker.checkpoint.full_tensors import FullTensorReader
+from meshwright_worker.checkpoint.manifest import ModuleManifest, read_manifest_as
+from meshwright_worker.command.report_file import ReportFile
+from meshwright_worker.command.report_line import parse_line
 from meshwright_worker.optimizers.learning_rate import learning_rate
+from meshwright_worker.rank import task as rank_task
+from meshwright_worker.rank.task import RankTask, Work
 from tests.distributed.configs import small_run
 from tests.distributed.custom_module_cases import (
     PLAN,
@@ -107,6 +118,44 @@ def test_a_checkpoint_loads_in_any_layout(pool: RankPool, alone: Ran, tmp_path: 
         rans = pool.run(train_tangle, run, zero, range(step, step + 1), DROPS, checkpoint_dir=tmp_path)
     for ran in rans:
         check(ran, alone, gradients=False)
+
+
+def load_with_reports(task: RankTask, reports: str) -> list[dict[str, Any]]:
+    """What a rank writes to its report file while it loads, if each small part takes long."""
+    path = Path(f"{reports}-{task.rank}")
+    path.touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_task, "AT_WORK_SECONDS", 0.0)
+        patch.setenv(ENV_REPORT_FILE, str(path))
+        train_tangle(task, 2, range(2, 3), DROPS)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_load_counts_its_files_and_then_its_tensors(pool: RankPool, tmp_path: Path) -> None:
+    run, root = small_run(data=2), tmp_path / "run"
+    pool.run(train_tangle, run, 2, range(1, 2), DROPS, checkpoint_dir=root)
+    checkpoint = CheckpointDirectory(root).path(1)
+    files, stored = read_manifest_as(checkpoint, ModuleManifest).files.values(), FullTensorReader(checkpoint)
+    ranks = pool.run(load_with_reports, run, str(tmp_path / "reports"), checkpoint_dir=root)
+    for reports in ranks:
+        assert all(parse_line(json.dumps(report).encode()) for report in reports)
+        assert [name for name, _ in groupby(report["work"] for report in reports)] == ["verify", "checkpoint"]
+        assert all(report["done"] <= report["total"] for report in reports)
+    last = [{report["work"]: report["done"] for report in reports} for reports in ranks]
+    assert sum(rank["verify"] for rank in last) == sum(file.size for file in files)
+    assert sum(rank["checkpoint"] for rank in last) >= sum(stored.read(name).nbytes for name in stored.names)
+
+
+def test_a_load_outside_a_job_or_with_a_pipe_that_nobody_reads_reports_nothing(tmp_path: Path) -> None:
+    work = Work("checkpoint", 1, 2, 1, 1, 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(ENV_REPORT_FILE, raising=False)
+        ReportFile().at_work(work)
+        os.mkfifo(tmp_path / "pipe")
+        for path in ("pipe", "missing"):
+            patch.setenv(ENV_REPORT_FILE, str(tmp_path / path))
+            ReportFile().at_work(work)
+    assert not (tmp_path / "missing").exists()
 
 
 def test_a_checkpoint_of_another_module_is_rejected(pool: RankPool, tmp_path: Path) -> None:

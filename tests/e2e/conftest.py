@@ -28,8 +28,9 @@ setup.READY_SECONDS = patient(setup.READY_SECONDS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = {path for path in {item.path for item in items} if path.parent == Path(__file__).parent}
     for item in items:
-        if item.path.parent == Path(__file__).parent:
+        if item.path in here:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
 

@@ -72,7 +72,7 @@ async def api(session: aiohttp.ClientSession, real_server: str) -> AsyncIterator
     server = ApiServer(None)
     await server.start()
     try:
-        yield await _clean(Api(server.url, server.token, session))
+        yield await _clean(Api(server.url, server.token, session, server.ca_pem))
     finally:
         await server.stop()
 
@@ -130,7 +130,7 @@ async def operators_token(api: Api) -> str:
 async def start_operator(
     api: Api, operators_token: str, tmp_path: Path, coordinator_port: int
 ) -> AsyncIterator[StartOperator]:
-    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, operators_token)
+    kubeconfig = write_kubeconfig(tmp_path / "kubeconfig", api.url, operators_token, api.ca_pem)
     started: list[OperatorThread] = []
 
     async def start(wait: bool = True, **settings: Any) -> OperatorThread:

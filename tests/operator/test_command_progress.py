@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.api.conditions import COMPLETE, find
+from meshwright.api.conditions import COMPLETE, READY, find
 from meshwright.api.status import ParallelTrainingJobStatus
-from meshwright.protocol.messages import Progress, RankProcess, WorkerReport
+from meshwright.protocol.messages import Progress, RankProcess, RankWork, WorkerReport
 from meshwright.protocol.run_config import CommandRun
 from meshwright_operator.decide.agents import Agents
 from meshwright_operator.decide.decide_job import decide
@@ -80,6 +80,31 @@ def test_a_command_that_reports_its_steps_hangs_as_a_rank_of_the_runtime(idle: f
 def test_steps_in_the_log_are_no_reason_to_call_it_hung() -> None:
     assert verdict(command(trained(1e5))) is None
     assert seconds_until_hung(command(trained(1e5))) is None
+
+
+def ready_message(work: RankWork | None, step: int | None = None) -> str:
+    seen = trained()
+    first = seen.reports[0].report
+    ranks = [rank.model_copy(update={"work": work, "step": step}) for rank in first.ranks]
+    reports = [first.model_copy(update={"ranks": ranks}), *(seen.reports[worker].report for worker in (1, 2, 3))]
+    ready = find(decide(command(received(reports), status=_running_command())).status.conditions, READY)
+    assert ready is not None
+    assert ready.status == "True"
+    return ready.message
+
+
+def _running_command() -> ParallelTrainingJobStatus:
+    fields = {**COMMAND, "runtime": {"command": ["python", "train.py"]}, "parallelism": {"tensor": 2, "pipeline": 2}}
+    return running_status(plan=plan_status(revision=revision_of(spec(**fields))))
+
+
+def test_a_load_that_the_command_reports_is_in_the_message_until_it_is_done() -> None:
+    trains = "8 ranks are training in generation 1"
+    load = RankWork(name="checkpoint", done=410, total=1000, seconds=10.0)
+    assert ready_message(load) == f"{trains}. Loading the checkpoint: 41% of 1.0 KB at 41 B/s on worker 0"
+    assert ready_message(load.model_copy(update={"done": 1000})) == trains
+    assert ready_message(load.model_copy(update={"name": "tea"})) == trains
+    assert ready_message(None, step=40) == trains
 
 
 def test_a_command_that_ends_early_completes_without_a_number_of_steps() -> None:

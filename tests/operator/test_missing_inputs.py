@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from meshwright.api.labels import LABEL_JOB
 from meshwright_operator.controller.claim_check import ClaimCheck
 from meshwright_operator.controller.pod_events import PodEvents
 from meshwright_operator.decide.missing_claims import STALLED_AFTER_SECONDS, MissingClaim, claims_of
 from meshwright_operator.decide.pod_problems import fix_for, problem_seconds
 from meshwright_operator.kube.cache import JobKey
 from meshwright_operator.kube.client import ApiError, KubeClient, Page
+from meshwright_operator.kube.pod_info import read_pod
 from tests.operator.agents import Kubelet
 from tests.operator.builders import NOW, agents, observed, pod, running_status, spec
 from tests.operator.conftest import Settled, StartOperator
@@ -75,6 +77,49 @@ def test_every_claim_of_a_spec_is_known_with_its_field() -> None:
 )
 def test_a_problem_of_a_pod_names_the_field_it_comes_from(problem: str, fix: str) -> None:
     assert fix_for(problem, FULL) == fix
+
+
+LIMIT_RANGER = "kubernetes.io/limit-ranger"
+LIMITED = (
+    "LimitRanger plugin set: cpu, memory, ephemeral-storage request for container worker; cpu limit for container "
+    "worker; memory request for init container meshwright-agent"
+)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "message", "fix"),
+    [
+        (
+            LIMITED,
+            "0/3 nodes are available: 1 Insufficient cpu, 2 node(s) didn't match Pod's node affinity/selector.",
+            "A LimitRange of the namespace has set the pod's request of cpu. Set `spec.workers.resources.cpu`",
+        ),
+        (
+            LIMITED,
+            "0/1 nodes are available: 1 Insufficient ephemeral-storage, 1 Insufficient memory.",
+            "A LimitRange of the namespace has set the pod's request of memory and ephemeral-storage. Set "
+            "`spec.workers.resources.memory` and `spec.workers.resources.ephemeralStorage`",
+        ),
+        (LIMITED, "0/1 nodes are available: 1 node(s) had untolerated taint.", ""),
+        (LIMITED, "0/1 nodes are available: 1 Insufficient nvidia.com/gpu.", ""),
+        ("LimitRanger plugin set: cpu request for container sidecar", "1 Insufficient cpu", ""),
+        (7, "0/1 nodes are available: 1 Insufficient cpu.", ""),
+        ("", "0/1 nodes are available: 1 Insufficient cpu.", ""),
+    ],
+)
+def test_requests_that_a_limit_range_has_set_are_named_if_they_do_not_fit(
+    annotation: object, message: str, fix: str
+) -> None:
+    """Placement counts only what the spec requests."""
+    status = {
+        "phase": "Pending",
+        "conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}],
+    }
+    metadata = {"name": "job-w0-0", "uid": "p", "labels": {LABEL_JOB: "job"}}
+    read = read_pod({"metadata": {**metadata, "annotations": {LIMIT_RANGER: annotation}}, "status": status})
+    assert read is not None
+    assert read.problem == f"Unschedulable: {message}"
+    assert fix_for(read.problem, FULL, read.defaulted) == fix
 
 
 def test_a_problem_that_comes_from_a_name_is_reported_within_seconds() -> None:

@@ -7,8 +7,8 @@ so the API's fields bound every number, and `apply_strategy` writes what was che
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from operator import attrgetter
 
 from pydantic import ValidationError
@@ -184,10 +184,32 @@ def allowed_stages_of(
     job: TrainingJob, layout: Layout, schedule: PipelineSchedule, stages: Sequence[int]
 ) -> Sequence[int]:
     """Return the ZeRO stages that the job allows in a layout. All of its strategy if a rule rejects each of them."""
+    return _allowed_stages_of(_SameJob(job), layout, schedule, tuple(stages))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SameJob:
+    """A job as a key: it equals itself only, since to compare or hash what it contains takes longer than a rule."""
+
+    job: TrainingJob
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameJob) and other.job is self.job
+
+    def __hash__(self) -> int:
+        return id(self.job)
+
+
+@lru_cache(maxsize=4096)
+def _allowed_stages_of(
+    same: _SameJob, layout: Layout, schedule: PipelineSchedule, stages: tuple[int, ...]
+) -> tuple[int, ...]:
+    # A search asks fifteen times about the same layout and schedule.
+    job = same.job
     stated = ResolvedFacts(layout.data, job.parallelism, job.architecture, None, job.training, runtime=_RUNTIME)
     degrees = {name: getattr(layout, name) for name in ("tensor", "pipeline", "context", "expert")}
     facts, rules = _with(stated, **degrees, schedule=schedule), _rules_that_read("parallelism.zeroStage")
-    allowed = [stage for stage in stages if is_allowed(_with(facts, zero_stage=stage), rules)]
+    allowed = tuple(stage for stage in stages if is_allowed(_with(facts, zero_stage=stage), rules))
     return allowed or possible_zero_stages(stated)
 
 

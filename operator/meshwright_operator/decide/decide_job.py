@@ -33,6 +33,7 @@ from meshwright_operator.decide import (
     resumed_from,
     size_status,
     stage_balance,
+    starting_workers,
     stuck_pods,
     suspect_nodes,
     training_state,
@@ -261,9 +262,10 @@ def _advance_generation(decision: Decision) -> None:
     if not decision.mesh.pending_cause:
         decision.mesh.pending_cause = restart_policy.START.name
     if observed.joining:
-        if resize.take_over(decision):
+        if resize.take_over(decision) or starting_workers.continue_without_lost(decision):
             return  # the job's workers follow from the new status
-        resize.abandon_growth(decision, "the job restarts", failed=False)
+        if not starting_workers.keep(decision):
+            resize.abandon_growth(decision, "the job restarts", failed=False)
     _repair_pending_since(decision)
     decision.status.ready_ranks = f"0/{observed.plan.layout.world_size}"
     decision.status.tokens_per_second = decision.status.eta_seconds = None
@@ -384,7 +386,7 @@ def _start_generation(decision: Decision) -> None:
         return
     if pod_gates.release(decision):
         return
-    action = gang.next_action(observed, cause)
+    action = gang.next_action(starting_workers.without_kept(decision), cause)
     if not isinstance(action, gang_actions.Place) or mesh_generation.uses_external_scheduler(observed):
         decision.requeue_within(REQUEUE_SECONDS)
     if (

@@ -190,7 +190,7 @@ def _overdue_pods(observed: Observed, waiting: list[Worker]) -> EndAttempt | Non
     avoid = {pod.node: "the scheduler rejected a pod of this job" for pod, why in overdue if why == "Unschedulable"}
     return EndAttempt(
         _condition_reason(reason) if reason else "PodsDoNotStart",
-        sentences(f"Pod {first.name}{more}: {problem}", fix_for(problem, observed.spec)),
+        sentences(f"Pod {first.name}{more}: {problem}", fix_for(problem, observed.spec, first.defaulted)),
         tuple(pod for pod, _ in overdue),
         avoid,
     )
@@ -297,7 +297,7 @@ def _problem(observed: Observed, waiting: list[Worker]) -> Wait | None:
         limit = problem_seconds(pod.problem)
         age = observed.age(pod, limit)
         if age >= limit:
-            text = sentences(f"Pod {pod.name}: {pod.problem}", fix_for(pod.problem, observed.spec))
+            text = sentences(f"Pod {pod.name}: {pod.problem}", fix_for(pod.problem, observed.spec, pod.defaulted))
             left = max(1.0, _start_limit(observed, pod) - age)
             return Wait(text, reason=_condition_reason(pod.problem.partition(":")[0]), seconds=left)
         soonest = min(soonest, limit - age)

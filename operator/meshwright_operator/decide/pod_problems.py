@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.rules.runtime import AGENT_VOLUME
@@ -25,6 +25,8 @@ SPEC_PROBLEMS = frozenset(
 _IMAGE = frozenset({"InvalidImageName", "ErrImageNeverPull", "ErrImagePull", "ImagePullBackOff"})
 _NAMED = re.compile(r"(secret|configmap|persistentvolumeclaim) (?:\"|')(?:[^\"'/]*/)?([^\"'/]+)(?:\"|')", re.IGNORECASE)
 """As kubelets name objects that are missing: `secret "wandb" not found`, `configmap "team/scripts" not found`."""
+_FIELDS = {"ephemeral-storage": "ephemeralStorage"}
+"""Fields of `workers.resources` with another name than the resource."""
 _KINDS = {"secret": "Secret", "configmap": "ConfigMap", "persistentvolumeclaim": "PersistentVolumeClaim"}
 
 
@@ -34,8 +36,17 @@ def problem_seconds(problem: str) -> float:
     return SPEC_PROBLEM_AFTER_SECONDS if named else PROBLEM_AFTER_SECONDS
 
 
-def fix_for(problem: str, spec: ParallelTrainingJobSpec) -> str:
-    """What to correct, as a sentence without a period. Empty if it is unknown."""
+def fix_for(problem: str, spec: ParallelTrainingJobSpec, defaulted: Sequence[str] = ()) -> str:
+    """What to correct, as sentences without the last period. Empty if it is unknown.
+
+    Args:
+        problem: `Reason: message` of the pod.
+        spec: The job's spec.
+        defaulted: Resources that are missing, and whose requests a LimitRange has set: placement does not count them.
+    """
+    if defaulted:
+        fields = " and ".join(f"`spec.workers.resources.{_FIELDS.get(name, name)}`" for name in defaulted)
+        return f"A LimitRange of the namespace has set the pod's request of {' and '.join(defaulted)}. Set {fields}"
     reason = problem.partition(":")[0]
     if reason in _IMAGE and f"{INIT_CONTAINER} {AGENT_VOLUME}" in problem:
         return "Have the administrator check the value `agentImage` of the chart, or check `workers.imagePullSecrets`"

@@ -95,10 +95,10 @@ def _revision(observed: Observed) -> str:
 def shrink(decision: Decision, size: Size, why: str) -> None:
     """Continues with the workers of a smaller size. The pods of the others are excess, and are deleted next."""
     assert decision.observed.status.placement is not None
-    apply_size(decision, size.plan, _shrunk(decision.observed.status.placement, size), why)
+    apply_size(decision, size.plan, shrunk(decision.observed.status.placement, size), why)
 
 
-def _shrunk(placement: PlacementStatus, size: Size) -> PlacementStatus:
+def shrunk(placement: PlacementStatus, size: Size) -> PlacementStatus:
     """The placement with the workers of a smaller size only, which get its ranks."""
     before = {entry.worker: entry for entry in placement.workers}
     ranks = size.plan.workers
@@ -224,7 +224,7 @@ def _continue_growth(decision: Decision) -> None:
     observed = decision.observed
     following, moves = sizing.state(observed).next_placement, sizing.moves(observed)
     assert following is not None
-    plan, joining = _plan_of(observed, following), observed.joining
+    plan, joining = plan_of(observed, following), observed.joining
     ended = [worker for worker in joining if worker.state in ENDED or worker.state is PodState.ENDING]
     if moves and not any(worker.node_drain_reason for worker in sizing.leaving(observed)):
         abandon_growth(decision, "their nodes do not drain any more", failed=False)
@@ -253,7 +253,7 @@ def take_over(decision: Decision) -> bool:
     later still. With `onLoss: Shrink` the job continues without them meanwhile.
     """
     observed = decision.observed
-    take = _taking_over(decision) if _usable(decision) else None
+    take = _taking_over(decision) if usable(decision) else None
     if take is None:
         return False
     ending = sum(worker.state is PodState.ENDING for worker in observed.workers)
@@ -269,7 +269,7 @@ def take_over(decision: Decision) -> bool:
 def _taking_over(decision: Decision) -> Callable[[], None] | None:
     """How the next generation uses the workers that start beside the job. None if it does not."""
     observed, following = decision.observed, sizing.state(decision.observed).next_placement
-    plan = _plan_of(observed, following) if following is not None else None
+    plan = plan_of(observed, following) if following is not None else None
     if following is None or plan is None:
         return None
     lost = [worker for worker in observed.workers if worker.state not in LIVE or worker.node_down]
@@ -280,19 +280,28 @@ def _taking_over(decision: Decision) -> Callable[[], None] | None:
     if sizing.moves(observed):
         needed = any(worker in lost or worker.node_drain_reason for worker in leaving)
         all_start = lost and not sizing.shrinks_on_loss(observed) and all(worker in leaving for worker in lost)
-        usable = needed and (_ready(observed) or all_start)
-        return partial(_replace, decision, following, leaving, "Move") if usable else None
+        takes = needed and (_ready(observed) or all_start)
+        return partial(_replace, decision, following, leaving, "Move") if takes else None
+    live = [worker for worker in (*observed.workers, *observed.joining) if worker not in lost]
+    larger = replace(observed, plan=plan, workers=live, status=with_placement(observed, following))
+    size = sizing.size_for(larger, observed.plan, live)
+    if lost and not size.new_workers and (_ready(observed) or not _continues_without(observed, lost)):
+        return partial(_replace, decision, shrunk(following, size), lost, "Growth")
     if not _ready(observed):
         return None
-    live = [worker for worker in (*observed.workers, *observed.joining) if worker not in lost]
-    larger = replace(observed, plan=plan, workers=live, status=_with_placement(observed, following))
-    size = sizing.size_for(larger, observed.plan, live)
-    if lost and not size.new_workers:
-        return partial(_replace, decision, _shrunk(following, size), lost, "Growth")
     return None if holds else partial(apply_size, decision, plan, following, "the new workers are ready")
 
 
-def _usable(decision: Decision) -> bool:
+def _continues_without(observed: Observed, lost: Sequence[Worker]) -> bool:
+    """Whether the job continues without workers that it has lost, or waits for pods that no scheduler has placed yet.
+
+    Workers that start already are ready before these.
+    """
+    live = [worker for worker in observed.workers if worker not in lost]
+    return not sizing.shrinks_on_loss(observed) or bool(sizing.smaller_sizes(observed, live))
+
+
+def usable(decision: Decision) -> bool:
     """Whether the pods that start beside the job can be part of its next generation."""
     observed = decision.observed
     if restart_policy.cause_named(decision.mesh.pending_cause).replaces_gang:
@@ -326,11 +335,12 @@ def _listed(what: str, items: Sequence[str]) -> str:
     return f"{what}{'' if len(items) == 1 else 's'} {', '.join(items[:3])}{more}"
 
 
-def _with_placement(observed: Observed, placement: PlacementStatus) -> ParallelTrainingJobStatus:
+def with_placement(observed: Observed, placement: PlacementStatus) -> ParallelTrainingJobStatus:
+    """The status of a job with this placement."""
     return observed.status.model_copy(update={"placement": placement})
 
 
-def _plan_of(observed: Observed, placement: PlacementStatus) -> Plan | None:
+def plan_of(observed: Observed, placement: PlacementStatus) -> Plan | None:
     """The plan of a placement, if the job may still have it."""
     return next((plan for plan in (*observed.size_plans, observed.plan) if _is_of(placement, plan)), None)
 

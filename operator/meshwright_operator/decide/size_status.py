@@ -15,12 +15,13 @@ from meshwright.api.status import (
 )
 from meshwright.planner.placement import Placement
 from meshwright.planner.plan import Plan
+from meshwright.rules.recovery_times import LOSSES
 from meshwright_operator.decide import in_memory, restart_policy, sizing
 from meshwright_operator.decide.decision import Decision
 from meshwright_operator.decide.gang_actions import Size
 from meshwright_operator.decide.observed import Observed, has_started
 from meshwright_operator.text import counted
-from meshwright_operator.timestamps import format_time
+from meshwright_operator.timestamps import format_time, parse_time
 
 REPLANNING = "Replanning"
 """Reason of the condition `Rescaling` while the job changes to a layout with other degrees."""
@@ -42,8 +43,11 @@ def apply_size(decision: Decision, plan: Plan, placement: PlacementStatus, why: 
     status.plan = plan.to_status()
     status.plan.revision = observed.revision
     status.replicas = new
+    resized_before, cut = elastic_status(decision).resized_time, _loss_since_growth_began(observed)
     use_placement(decision, placement)
     _report_size(decision, plan, why)
+    if cut:  # the growth that replaces what was lost meanwhile does not wait for `pauseSeconds`
+        elastic_status(decision).resized_time = resized_before
     if observed.mesh.generation > 0 and not decision.mesh.pending_cause:
         decision.count_restart(restart_policy.RESCALED)
         decision.mesh.pending_cause = restart_policy.RESCALED.name
@@ -94,14 +98,45 @@ def place_size(decision: Decision, placement: Placement, size: Size) -> None:
     status.replicas = size.replicas
     record_incarnations(decision, status.placement)
     decision.create += list(size.new_workers)
-    if changes:
-        resized_before = elastic_status(decision).resized_time
-        lost = started and not size.new_workers and sizing.shrinks_on_loss(observed)
-        why = "workers were lost" if lost else _why_this_size(decision, size.plan)
-        _report_size(decision, size.plan, why)
-        if lost:
-            # The replacements start at once: `pauseSeconds` counts from the last resize that was no loss.
-            elastic_status(decision).resized_time = resized_before
+    if not changes:
+        return
+    if started and not size.new_workers and sizing.shrinks_on_loss(observed):
+        _report_loss(decision, size.plan)
+    else:
+        _report_size(decision, size.plan, _why_this_size(decision, size.plan))
+
+
+def apply_loss(decision: Decision, plan: Plan, placement: PlacementStatus, following: PlacementStatus) -> None:
+    """Takes over the size that is left after a loss, while workers that start beside the job keep starting.
+
+    Args:
+        decision: The decision. Its generation has ended.
+        plan: The smaller plan.
+        placement: The workers that continue.
+        following: The placement once the workers that start have joined.
+    """
+    observed, status = decision.observed, decision.status
+    status.plan = plan.to_status()
+    status.plan.revision = observed.revision
+    status.replicas = plan.layout.data
+    status.placement = placement
+    elastic = elastic_status(decision)
+    elastic.next_placement = following
+    record_incarnations(decision, following)
+    _report_loss(decision, plan)
+
+
+def _loss_since_growth_began(observed: Observed) -> bool:
+    """Whether the generation was formed after a loss of workers while others already started beside the job."""
+    began, formed = parse_time(sizing.state(observed).growing_since), parse_time(observed.mesh.started_time)
+    return observed.mesh.cause in LOSSES and began is not None and formed is not None and formed >= began
+
+
+def _report_loss(decision: Decision, plan: Plan) -> None:
+    resized_before = elastic_status(decision).resized_time
+    _report_size(decision, plan, "workers were lost")
+    # The replacements start at once: `pauseSeconds` counts from the last resize that was no loss.
+    elastic_status(decision).resized_time = resized_before
 
 
 def incarnations_of(observed: Observed, size: Size) -> Mapping[int, int]:

@@ -137,7 +137,7 @@ def sizes_to_place(observed: Observed) -> tuple[Size, ...]:
     `elastic.onLoss: Shrink` or `recovery.onReplicaLoss: Continue` it continues without them if it can.
     """
     live = [worker for worker in observed.workers if worker.state in LIVE]
-    if shrinks_on_loss(observed) and (sizes := _sizes_of(observed, live)):
+    if shrinks_on_loss(observed) and (sizes := smaller_sizes(observed, live)):
         return sizes
     plans = list(observed.size_plans) or [observed.plan]
     own = observed.plan.layout.world_size
@@ -161,8 +161,8 @@ def shrinks_on_loss(observed: Observed) -> bool:
     return observed.mesh.generation > 0 and continues_on_loss(observed.elastic)
 
 
-def _sizes_of(observed: Observed, live: list[Worker]) -> tuple[Size, ...]:
-    """The smaller sizes for which these workers are enough."""
+def smaller_sizes(observed: Observed, live: list[Worker]) -> tuple[Size, ...]:
+    """The smaller sizes for which these workers are enough, the largest first."""
     own = observed.plan.layout.world_size
     plans = [plan for plan in observed.size_plans if plan.layout.world_size < own and not plan.replanned]
     sizes = [size_for(observed, plan, live) for plan in plans]

@@ -7,6 +7,7 @@ begins. The numbers come from a user's pod: those that make no sense are ignored
 from __future__ import annotations
 
 from meshwright.protocol.messages import AgentState, RankWork
+from meshwright.protocol.run_config import CommandRun
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.text import counted
 
@@ -29,12 +30,16 @@ def slowest_work(observed: Observed) -> str:
 
     The message changes while they work. Like other progress, that is written every 10 s, within the budget of all jobs.
     """
+    reports = observed.reports_in(AgentState.STARTING)
+    if isinstance(observed.run, CommandRun):  # its ranks count as training from their start
+        reports = reports | observed.reports_in(AgentState.RUNNING)
     behind = [
         (_progress(rank.work), worker, rank.work)
-        for worker, received in sorted(observed.reports_in(AgentState.STARTING).items())
+        for worker, received in sorted(reports.items())
         if received.fresh
         for rank in received.report.ranks
         if rank.exit_code is None and rank.work is not None and _is_plausible(rank.work)
+        if received.report.state is AgentState.STARTING or is_at_work(rank.work)
     ]
     if not behind:
         return ""

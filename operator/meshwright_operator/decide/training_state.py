@@ -72,7 +72,10 @@ def report_ready_ranks(decision: Decision, *, unsure: bool) -> bool:
         return False
     trains = f"{counted(world, 'rank')} {'is' if world == 1 else 'are'} training"
     text = sentences(
-        f"{trains} in generation {decision.mesh.generation}", _silent_agents(silence), _idle_command(observed)
+        f"{trains} in generation {decision.mesh.generation}",
+        _silent_agents(silence),
+        _idle_command(observed),
+        start_work.slowest_work(observed) if isinstance(observed.run, CommandRun) else "",
     )
     decision.job_state("Running", text, ready=True)
     return True

@@ -46,6 +46,13 @@ INIT_CONTAINER = "init container"
 """What precedes the name of an init container in a pod's problem."""
 REASON_LIMIT = 64
 IMAGE_LIMIT = 1024
+_LIMIT_RANGER_KEY = "kubernetes.io/limit-ranger"
+"""Annotation in which the admission plugin says what it has set, such as `LimitRanger plugin set: cpu, memory request
+for container worker`."""
+_RESOURCE = r"[a-z0-9./-]{1,128}"
+_LIMIT_RANGER = re.compile(
+    rf"(?:set: |; )((?:{_RESOURCE}, ){{0,16}}{_RESOURCE}) request for container {WORKER_CONTAINER}(?:;|$)"
+)
 PROBLEM_LIMIT = 512
 """Length of the messages that a pod's problem repeats: conditions and events have a limit, and say more than this."""
 
@@ -106,6 +113,8 @@ class Pod:
     """Which init container has failed, and how."""
     image: str = ""
     """The image of its container with its digest, as the kubelet reports it; empty before that."""
+    defaulted: tuple[str, ...] = ()
+    """Resources that it cannot be scheduled for, and whose requests a LimitRange of its namespace has set."""
     request_json: str = "{}"
     """Its resource requests, as `pod_requests.request_json_of` writes them."""
 
@@ -168,6 +177,7 @@ def _read(obj: Mapping[str, Any]) -> Pod | None:
         out_of_memory=_out_of_memory(spec, status),
         init_failure=_init_failure(status),
         image=_image(status),
+        defaulted=_defaulted(metadata, status),
         request_json=request_json_of(obj),
     )
 
@@ -177,6 +187,15 @@ def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
         if container.get("name") == WORKER_CONTAINER:
             return dict(container.get("state") or {})
     return {}
+
+
+def _defaulted(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> tuple[str, ...]:
+    """The resources of which no node has enough, as far as the admission plugin LimitRanger names them."""
+    message = _unschedulable(status)
+    named = _LIMIT_RANGER.search(str((metadata.get("annotations") or {}).get(_LIMIT_RANGER_KEY) or ""))
+    if not message or named is None:
+        return ()
+    return tuple(name for name in named[1].split(", ") if f"Insufficient {name}" in message)
 
 
 def _init_failure(status: Mapping[str, Any]) -> str:
@@ -271,9 +290,14 @@ def _problem(status: Mapping[str, Any]) -> str:
             # The kubelet passes on what a registry or a volume answered, of any length.
             message = str(state.get("message") or "the container does not start")
             return f"{reason[:REASON_LIMIT]}: {where}{shortened(message, PROBLEM_LIMIT)}"
+    message = _unschedulable(status)
+    return f"Unschedulable: {shortened(message, PROBLEM_LIMIT)}" if message else ""
+
+
+def _unschedulable(status: Mapping[str, Any]) -> str:
+    """Why the scheduler does not bind the pod; empty if it has not said so."""
     for condition in status.get("conditions") or ():
         kind = (condition.get("type"), condition.get("status"), condition.get("reason"))
         if kind == ("PodScheduled", "False", "Unschedulable"):
-            message = str(condition.get("message") or "no node accepts the pod")
-            return f"Unschedulable: {shortened(message, PROBLEM_LIMIT)}"
+            return str(condition.get("message") or "no node accepts the pod")
     return ""

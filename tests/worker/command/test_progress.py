@@ -11,8 +11,16 @@ from meshwright.api.progress_patterns import DEFAULT_PATTERNS, FRAMEWORK_PATTERN
 from meshwright.api.spec import ProgressSpec
 from meshwright_worker.command.log_patterns import MAX_SEARCHED, LogPatterns
 from meshwright_worker.command.progress import CommandProgress
-from meshwright_worker.command.report_line import MAX_LINE, ReportedStep, ReportLineError, parse_report
-from meshwright_worker.rank.messages import CheckpointSaved, StepDone
+from meshwright_worker.command.report_line import (
+    MAX_LINE,
+    ReportedStep,
+    ReportedWork,
+    ReportLineError,
+    parse_line,
+    parse_report,
+)
+from meshwright_worker.rank.messages import AtWork, CheckpointSaved, StepDone
+from meshwright_worker.rank.task import Work
 
 MEGATRON = (
     " [2026-01-01 10:00:00] iteration       10/     100 | consumed samples:         2560 | elapsed time per iteration "
@@ -230,3 +238,48 @@ def test_a_checkpoint_is_reported_once() -> None:
     _, saved = progress.messages(ReportedStep(10, checkpoint="/c/10"), 1.0)
     assert saved == CheckpointSaved(10, "/c/10", 0.0)
     assert progress.messages(ReportedStep(10, checkpoint="/c/10"), 2.0) == []
+
+
+def test_a_line_about_a_load_has_no_step() -> None:
+    assert parse_line(b'{"work": "weights", "done": 3}') == ReportedWork("weights", 3)
+    full = b'{"work": "checkpoint", "done": 3, "total": 9, "seconds": 1.5, "x": 1}'
+    assert parse_line(full) == ReportedWork("checkpoint", 3, 9, 1.5)
+    assert parse_line(b'{"step": 3, "work": "anything"}') == ReportedStep(3), "another program may use this name"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"work": "tea", "done": 3}', "`work` must be one of `verify`, `checkpoint`, `weights`, got 'tea'"),
+        (b'{"work": ["weights"], "done": 3}', "`work` must be one of"),
+        (b'{"work": "weights"}', "`done` is required with `work`"),
+        (b'{"work": "weights", "done": -1}', "`done` must be an integer"),
+        (b'{"work": "weights", "done": 3, "total": 2}', "`done` must be at most `total`, got 3 of 2"),
+        (b'{"done": 3}', "`step` is required"),
+    ],
+)
+def test_a_line_about_a_load_that_is_wrong_names_the_field(line: bytes, message: str) -> None:
+    with pytest.raises(ReportLineError) as raised:
+        parse_line(line)
+    assert message in str(raised.value)
+
+
+def test_loads_are_timed_from_their_first_line_unless_the_command_does_it() -> None:
+    progress = CommandProgress()
+    assert progress.load_messages(ReportedWork("verify", 1, 4), 100.0) == [AtWork(Work("verify", 1, 4, 1, 1, 0.1))]
+    assert progress.load_messages(ReportedWork("verify", 2, 4), 100.001) == [], "too soon"
+    assert progress.load_messages(ReportedWork("verify", 4, 4), 100.002) == [AtWork(Work("verify", 4, 4, 1, 1, 0.1))]
+    assert progress.load_messages(ReportedWork("weights", 0), 110.0) == [AtWork(Work("weights", 0, None, 1, 1, 0.1))]
+    assert progress.load_messages(ReportedWork("weights", 8), 112.0) == [AtWork(Work("weights", 8, None, 1, 1, 2.0))]
+    (timed,) = progress.load_messages(ReportedWork("weights", 9, None, 7.0), 113.0)
+    assert isinstance(timed, AtWork)
+    assert timed.work is not None
+    assert timed.work.seconds == 7.0
+
+
+@pytest.mark.parametrize("seconds", [math.nan, -1.0, math.inf])
+def test_a_time_that_makes_no_sense_does_not_leave_the_agent(seconds: float) -> None:
+    (timed,) = CommandProgress().load_messages(ReportedWork("weights", 9, None, seconds), 114.0)
+    assert isinstance(timed, AtWork)
+    assert timed.work is not None
+    assert timed.work.seconds == 0.1

@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.exc import Unsupported
-from torch._inductor.compile_fx import compile_fx
 from torch.profiler import ProfilerActivity, profile
 
 from meshwright.api.data import Packing
@@ -95,7 +92,7 @@ def test_a_layer_that_breaks_its_graph_is_not_compiled_selectively(graphs: Graph
         stage = DecoderStage(model, torch.float32)
     init_weights(stage, model, 0, torch.device("cpu"))
     compile_layers(stage, graphs, selective=True)
-    with pytest.raises(Unsupported):
+    with pytest.raises(torch._dynamo.exc.Unsupported):
         stage(torch.arange(32).view(2, 16))
 
 
@@ -129,6 +126,10 @@ def test_compiled_layers_give_the_same_gradients() -> None:
 
 def as_inductor_partitions(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
     """A back end that decides what to store as inductor does, and runs operators as they are."""
+    # Inductor is imported here: every test process imports this file, and one runs its tests.
+    from functorch.compile import make_boxed_func
+    from torch._inductor.compile_fx import compile_fx
+
     return compile_fx(graph, inputs, inner_compile=lambda part, *_, **__: make_boxed_func(part.forward))  # type: ignore[arg-type,return-value]
 
 

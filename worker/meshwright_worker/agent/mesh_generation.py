@@ -258,6 +258,7 @@ class MeshGeneration:
         """Record a step that was found in the log of a command. It is shown, and does not show that the rank is alive
         for longer than its output does.
         """
+        self.ranks[rank].work = None
         if rank == self.first_rank:
             self._record_latest(report)
 

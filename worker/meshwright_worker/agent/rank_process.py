@@ -21,7 +21,7 @@ from meshwright_worker.agent.events import EventQueue, OutputWritten, ProgressLo
 from meshwright_worker.command import error_file
 from meshwright_worker.command.log_patterns import LogPatterns
 from meshwright_worker.command.progress import CommandProgress
-from meshwright_worker.command.report_line import parse_report
+from meshwright_worker.command.report_line import ReportedWork, parse_line
 from meshwright_worker.command.saved_checkpoints import SavedCheckpoints
 from meshwright_worker.evidence.tail_buffer import TailBuffer
 from meshwright_worker.rank import messages
@@ -264,11 +264,15 @@ class _ProgressWatch:
             try:
                 if not (line := await reader.readline()):
                     return
-                found = parse_report(line.strip())
+                found = parse_line(line.strip())
             except ValueError as error:  # also raised for a line that is too long
                 if not self._warned:
                     log.warning("rank %d wrote an invalid line to its report file, ignored: %s", self._rank, error)
                 self._warned = True
+                continue
+            if isinstance(found, ReportedWork):
+                for load in self._progress.load_messages(found, time.monotonic()):
+                    self._event_queue.put_nowait(RankMessageReceived(self._generation, self._rank, load))
                 continue
             self._patterns = None
             for message in self._progress.messages(found, time.monotonic()):

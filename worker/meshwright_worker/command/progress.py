@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from meshwright_worker.command.report_line import ReportedStep
+from meshwright_worker.command.report_line import ReportedStep, ReportedWork
 from meshwright_worker.rank import messages
-from meshwright_worker.rank.task import StepReport
+from meshwright_worker.rank.task import LEAST_SECONDS, StepReport, Work
 
 MIN_SECONDS = 0.02
 """Shortest time between two steps that are reported: a command may write thousands of lines a second."""
@@ -21,6 +21,19 @@ class CommandProgress:
         self._left_out: ReportedStep | None = None
         """The newest step, if too little time had passed to report it."""
         self._checkpoint: tuple[int, str] | None = None
+        self._load = ""
+        self._load_began = self._load_told = 0.0
+        """When the load was first reported, and when a message about it was sent last."""
+
+    def load_messages(self, found: ReportedWork, now: float) -> list[messages.RankMessage]:
+        """The message about a load; `now` is monotonic seconds. None if too little time has passed since the last."""
+        if begins := found.name != self._load:
+            self._load, self._load_began = found.name, now
+        if not begins and found.done != found.total and now - self._load_told < MIN_SECONDS:
+            return []
+        self._load_told = now
+        given = found.seconds if found.seconds is not None and math.isfinite(found.seconds) else now - self._load_began
+        return [messages.AtWork(Work(found.name, found.done, found.total, 1, 1, max(LEAST_SECONDS, given)))]
 
     def rest(self, now: float) -> list[messages.RankMessage]:
         """The message about the last step, if `messages` left it out; called when the command has ended."""

@@ -1,6 +1,7 @@
 """The lines that a user's command writes to its report file: one JSON object per line. Pure.
 
-`step` is required, everything else is optional. Unknown fields are ignored.
+A line is about a step that is complete, or about a load: then it has `work` instead of `step`. Unknown fields are
+ignored.
 """
 
 from __future__ import annotations
@@ -36,12 +37,42 @@ class ReportedStep:
     """Path of a checkpoint of this step that is complete."""
 
 
-def parse_report(line: bytes) -> ReportedStep:
+@dataclass(frozen=True, slots=True)
+class ReportedWork:
+    """How much of a load is done, in bytes."""
+
+    name: str
+    done: int
+    total: int | None = None
+    """None: not known."""
+    seconds: float | None = None
+    """Time since it began. None: not reported."""
+
+
+LOADS = ("verify", "checkpoint", "weights")
+"""What a command may report: names of `RankWork`, in bytes."""
+
+
+def parse_line(line: bytes) -> ReportedStep | ReportedWork:
     """Read one line.
 
     Raises:
         ReportLineError: it is not valid.
     """
+    found = _object(line)
+    return _work(found) if "step" not in found and "work" in found else _step(found)
+
+
+def parse_report(line: bytes) -> ReportedStep:
+    """Read one line about a step.
+
+    Raises:
+        ReportLineError: it is not valid.
+    """
+    return _step(_object(line))
+
+
+def _object(line: bytes) -> dict[str, Any]:
     if len(line) > MAX_LINE:
         raise ReportLineError(f"a line must have at most {MAX_LINE} bytes, got {len(line)}")
     try:
@@ -50,6 +81,22 @@ def parse_report(line: bytes) -> ReportedStep:
         raise ReportLineError("a line must be a JSON object") from None
     if not isinstance(found, dict):
         raise ReportLineError("a line must be a JSON object")
+    return found
+
+
+def _work(found: dict[str, Any]) -> ReportedWork:
+    name = found["work"]
+    if name not in LOADS:
+        raise ReportLineError(f"`work` must be one of {', '.join(f'`{one}`' for one in LOADS)}, got {name!r:.100}")
+    done, total, seconds = _count(found, "done"), _count(found, "total"), _number(found, "seconds")
+    if done is None:
+        raise ReportLineError("`done` is required with `work`")
+    if total is not None and done > total:
+        raise ReportLineError(f"`done` must be at most `total`, got {done} of {total}")
+    return ReportedWork(name, done, total, seconds)
+
+
+def _step(found: dict[str, Any]) -> ReportedStep:
     step = _count(found, "step")
     if step is None:
         raise ReportLineError("`step` is required")

@@ -10,12 +10,14 @@ from meshwright.api.checkpoint import Retention
 from meshwright_worker.checkpoint.async_save import AsyncCheckpointer
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointMismatchError
-from meshwright_worker.checkpoint.loader import load_tensors, newest_intact, tensor_names
+from meshwright_worker.checkpoint.loader import load_tensors, newest_of_all, tensor_names
 from meshwright_worker.checkpoint.manifest import LayoutRecord, ModuleManifest, TrainingState
 from meshwright_worker.checkpoint.state_dict import checkpoint_tensors, model_tensors
 from meshwright_worker.checkpoint.store import Tier
+from meshwright_worker.command.report_file import ReportFile
 from meshwright_worker.custom_module.parallelize import ParallelModule
 from meshwright_worker.distributed.mesh import Mesh
+from meshwright_worker.rank.task import WorkProgress
 
 
 def save(parallel_module: ParallelModule, mesh: Mesh, root: Path, step: int, keep: int) -> Path:
@@ -35,10 +37,11 @@ def save(parallel_module: ParallelModule, mesh: Mesh, root: Path, step: int, kee
 
 def load(parallel_module: ParallelModule, mesh: Mesh, root: Path) -> int:
     """See `CustomModuleTrainer.load`."""
-    directory = CheckpointDirectory(root)
-    newest_manifest = newest_intact(directory, mesh, ModuleManifest)
-    if newest_manifest is None:
+    directory, progress = CheckpointDirectory(root), WorkProgress(ReportFile())
+    newest = newest_of_all([directory], mesh, ModuleManifest, progress)
+    if newest is None:
         return 0
+    newest_manifest = newest[1]
     path, tensors = directory.path(newest_manifest.state.step), _tensors(parallel_module)
     unexpected = sorted(tensor_names(path) - tensors.keys())
     if unexpected:
@@ -46,7 +49,7 @@ def load(parallel_module: ParallelModule, mesh: Mesh, root: Path) -> int:
             f"{path} belongs to another module: it has `{'`, `'.join(unexpected[:3])}`, which this module does not "
             "have: load it with the module that it was saved from, with the same parameters tied and frozen"
         )
-    load_tensors(tensors, path, mesh.checkpoint_group)
+    load_tensors(tensors, path, mesh.checkpoint_group, progress)
     parallel_module.data_parallel.sync_parameters()
     parallel_module.optimizer.set_step_count(newest_manifest.state.step)
     return newest_manifest.state.step

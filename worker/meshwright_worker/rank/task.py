@@ -193,7 +193,8 @@ class StepReport:
 
 AT_WORK_SECONDS = 20.0
 """Time between two calls of `RankEvents.at_work`."""
-_LEAST_SECONDS = 0.1
+LEAST_SECONDS = 0.1
+"""Shortest time that is reported for a work: a rate needs one, also if the work has only begun."""
 
 
 class Progress(Protocol):
@@ -219,6 +220,13 @@ class Work:
     seconds: float
 
 
+class WorkEvents(Protocol):
+    """Receives how much of a long work is done."""
+
+    def at_work(self, work: Work | None = None) -> None:
+        """See `RankEvents.at_work`."""
+
+
 class WorkProgress:
     """Reports from time to time how much is done of work that takes long.
 
@@ -227,7 +235,7 @@ class WorkProgress:
         clock: monotonic seconds.
     """
 
-    def __init__(self, events: RankEvents | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, events: WorkEvents | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._events, self._clock = events, clock
         self._told_at = self._begun_at = clock()
         self._work = ("", 0)
@@ -259,8 +267,7 @@ class WorkProgress:
         is_due = now - self._told_at >= AT_WORK_SECONDS or (self._is_told and done == total)
         if self._events is not None and is_due:
             self._told_at, self._is_told = now, done != total
-            # A rate needs a time, also if this work has only begun.
-            seconds = max(_LEAST_SECONDS, round(now - self._begun_at, 1))
+            seconds = max(LEAST_SECONDS, round(now - self._begun_at, 1))
             self._events.at_work(Work(name, done, total, part + 1, self._parts, seconds))
 
 
