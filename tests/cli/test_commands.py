@@ -7,6 +7,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import meshwright_cli.client
 from meshwright_cli.lazy_group import LazyCommand, LazyGroup
 from meshwright_cli.main import COMMANDS, main
 
@@ -21,6 +22,22 @@ def test_help_lists_every_command_without_importing_it():
     for name, entry in COMMANDS.items():
         assert name in result.stdout
         assert entry.summary.split()[0] in result.stdout
+
+
+def test_commands_that_reach_no_cluster_import_no_client_of_one():
+    code = (
+        "import sys, meshwright_cli.plan.command, meshwright_cli.commands.validate, meshwright_cli.simulate.command;"
+        "print('aiohttp' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"
+
+
+def test_the_client_has_every_name_that_it_exports():
+    for name in meshwright_cli.client.__all__:
+        assert getattr(meshwright_cli.client, name).__module__.startswith("meshwright_cli.client.")
+    with pytest.raises(AttributeError, match="'nothing'"):
+        meshwright_cli.client.__getattr__("nothing")
 
 
 def test_version_names_the_package():

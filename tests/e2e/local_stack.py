@@ -82,10 +82,11 @@ def tiny(name: str, **changes: Any) -> list[KubeObject]:
 def endless(name: str, **changes: Any) -> list[KubeObject]:
     """A job as `tiny` makes it that trains until it is deleted or told its last step, 5 steps a second at most.
 
-    Its ranks leave the machine to what the test waits for.
+    Its ranks leave the machine to what the test waits for: a step has one micro-batch.
     """
     slow_data = {"env": [{"name": "PYTHONPATH", "value": str(Path(__file__).parent / "slow_data")}]}
-    return tiny(name, **merged({"training": {"steps": ENDLESS}, "workers": slow_data}, changes))
+    slow = {"training": {"steps": ENDLESS}, "workers": slow_data, "parallelism": {"microBatches": 1}}
+    return tiny(name, **merged(slow, changes))
 
 
 def command(name: str, *words: str, **changes: Any) -> list[KubeObject]:

@@ -6,7 +6,6 @@ from http import HTTPStatus
 
 from meshwright.api.labels import API_VERSION, KIND
 from meshwright.api.objects import KubeObject
-from meshwright.crd.manifest_check import check_manifest
 from meshwright_cli.client.errors import RejectedError
 
 _INVALID = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
@@ -17,6 +16,9 @@ def explained(item: KubeObject, error: RejectedError) -> RejectedError:
 
     The API server decides. Where this version of the rules has no objection, its own text says why.
     """
+    # Imported here, because few commands need the rules of a job.
+    from meshwright.crd.manifest_check import check_manifest  # noqa: PLC0415
+
     subject = f"{item['kind']} {item['metadata']['name']}"
     is_job = item.get("apiVersion") == API_VERSION and item["kind"] == KIND
     problems = check_manifest(item) if is_job and error.status in _INVALID else []

@@ -12,9 +12,9 @@ from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost.accelerators import ACCELERATORS, accelerator
 from meshwright.planner.topology.site import FabricError, parse_fabric
 from meshwright_cli.client.objects import pod_state
+from meshwright_cli.cluster_fabric import KEY, fabric_of
 from meshwright_cli.doctor.facts import Facts
 from meshwright_cli.doctor.findings import Finding, error, ok, skipped, warning
-from meshwright_cli.fabric import KEY, fabric_of
 from meshwright_cli.text import plural
 
 DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"

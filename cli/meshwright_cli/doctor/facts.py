@@ -13,6 +13,7 @@ from meshwright.api.objects import KubeObject
 from meshwright_cli.client.api_server import CLAIMS, DEFINITIONS, JOBS, NODES, PODS, Action, Kind
 from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.errors import DefinitionMissingError, ForbiddenError, NotFoundError
+from meshwright_cli.cluster_fabric import cluster_documents
 from meshwright_cli.doctor.rights import (
     KUEUE_CLUSTER_RIGHTS,
     KUEUE_RIGHTS,
@@ -24,7 +25,6 @@ from meshwright_cli.doctor.rights import (
     Right,
     queue_rights,
 )
-from meshwright_cli.fabric import cluster_documents
 
 DEPLOYMENTS = Kind("apps", "v1", "deployments", "Deployment")
 SERVICES = Kind("", "v1", "services", "Service")

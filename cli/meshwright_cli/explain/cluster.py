@@ -11,7 +11,7 @@ from meshwright_cli.client.api_server import NODES, PODS
 from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.errors import ForbiddenError
 from meshwright_cli.client.objects import Job
-from meshwright_cli.fabric import cluster_fabric
+from meshwright_cli.cluster_fabric import cluster_fabric
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from meshwright_cli.client.async_client import AsyncClient
 from meshwright_cli.client.checkpoints.read import read_on_claim
 from meshwright_cli.client.errors import MeshwrightError, NotFoundError
 from meshwright_cli.client.objects import Job, JobEvent, WorkerPod, newest_pods, ranks_by_worker
-from meshwright_cli.fabric import cluster_fabric
+from meshwright_cli.cluster_fabric import cluster_fabric
 from meshwright_cli.report.inputs import ReportInputs, inputs_of_job
 
 MAX_EVENTS = 500
