@@ -174,7 +174,7 @@ def test_without_the_field_no_manifest_has_a_loss(pool: RankPool, overfitted: Pa
     assert "evaluationLoss" not in (tmp_path / "step-00000004" / MANIFEST).read_text()
 
 
-@pytest.mark.parametrize("stop_after", [None, STEPS - 1])
+@pytest.mark.parametrize("stop_after", [None, pytest.param(STEPS - 1, marks=pytest.mark.long)])
 def test_the_last_report_has_the_best_checkpoint_also_if_its_save_has_just_ended(
     pool: RankPool, overfitted: Path, tmp_path: Path, stop_after: int | None
 ) -> None:

@@ -22,7 +22,7 @@ PIPE = {"pipeline": 2, "clip": 0.0, "parallelism": {"schedule": "PipeDream2BW"}}
         # Islands can only save when their round ends.
         ({"data": 2, "outer": LOCAL}, {6}),
         # Results arrive steps later.
-        (PIPE, set(range(5, 16))),
+        pytest.param(PIPE, set(range(5, 16)), marks=pytest.mark.long),
     ],
     ids=["tensor and data", "islands", "pipeline without flushes"],
 )

@@ -96,6 +96,7 @@ def test_gathers_send_one_byte_for_each_weight_of_a_product(pool: RankPool, rank
         assert plain.as_dict()[f"reduce-scatter/{ranks}"] == small.as_dict()[f"reduce-scatter/{ranks}"]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_or_without_it(pool: RankPool, tmp_path: Path, text: Path) -> None:
     """Checkpoints have plain parameters, and a resumed run ends with the same bits."""
     runs = {gather: run_of(gather=gather, data=2, steps=6, every=10) for gather in (False, True)}

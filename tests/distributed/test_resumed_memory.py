@@ -69,6 +69,7 @@ async def began(gang: Gang) -> list[tuple[int, str]]:
     return [found[rank] for rank in sorted(found)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_ranks_go_on_from_memory_and_keep_what_the_run_began_from(tmp_path: Path, text: Path) -> None:
     source = tmp_path / "base-0a1b2c3d"

@@ -4,11 +4,14 @@ import os
 import re
 import signal
 
+import pytest
+
 from meshwright_local.kube.resources import EVENTS
 from tests.e2e.local_stack import NAMESPACE, processes, tiny
 from tests.e2e.test_recovery import same, uid_of
 
 
+@pytest.mark.long
 async def test_a_rank_that_hangs_is_named_and_started_again(stage, reference):
     await stage.apply(tiny("hang", recovery={"hangTimeoutSeconds": 8}))
     uid = await uid_of(stage, "hang")

@@ -108,10 +108,6 @@ RANKS: list[tuple[KubeObject, str, tuple[str, ...]]] = [
 ]
 
 
-OFTEN = ("pattern",)
-"""What is run by default. `tests/worker/trainer/test_run_inputs.py` has the others without a cluster."""
-
-
 @pytest.mark.parametrize(("job", "field"), ADMISSION, ids=[job["metadata"]["name"][:20] for job, _ in ADMISSION])
 async def test_admission_names_the_field(stage: Stage, job: KubeObject, field: str) -> None:
     with pytest.raises(manifest.ManifestError) as caught:
@@ -169,11 +165,8 @@ async def test_the_operator_names_field_and_fix(
     assert status.restart_count == 0
 
 
-@pytest.mark.parametrize(
-    ("job", "reason", "parts"),
-    mostly_long(RANKS, lambda case: case[0]["metadata"]["name"] in OFTEN),
-    ids=[job["metadata"]["name"] for job, _, _ in RANKS],
-)
+@pytest.mark.long  # `tests/worker/trainer/test_run_inputs.py` has all of them without a cluster
+@pytest.mark.parametrize(("job", "reason", "parts"), RANKS, ids=[job["metadata"]["name"] for job, _, _ in RANKS])
 async def test_what_ranks_find_stalls_the_job_at_once(
     stage: Stage, claims: dict[str, dict[str, str]], job: KubeObject, reason: str, parts: tuple[str, ...]
 ) -> None:

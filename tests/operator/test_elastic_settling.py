@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.operator.support import job
 from tests.operator.test_settling import Settling, chaos_test, submitted
 
@@ -87,4 +89,4 @@ class ReplanSettling(Settling):
 
 
 TestElasticSettling = chaos_test(ElasticSettling, 4)
-TestReplanSettling = chaos_test(ReplanSettling, 4)
+TestReplanSettling = pytest.mark.long(chaos_test(ReplanSettling, 4))

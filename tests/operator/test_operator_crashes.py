@@ -16,7 +16,7 @@ from tests.tiers import mostly_long
 
 # A start takes about twenty writes (status, service, secret, four pods, four gates ...), a recovery about ten more.
 # Every point takes seconds: some are tried always, all of them in the long tier.
-OFTEN = {(6, "after"), (12, "before"), (22, "after")}
+OFTEN = {(6, "after"), (22, "after")}
 POINTS = mostly_long(product(range(1, 31), ("before", "after")), OFTEN.__contains__)
 
 

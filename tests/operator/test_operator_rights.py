@@ -97,7 +97,7 @@ async def live(api: Api, kubelet: Kubelet, proxy: Proxy, claim_name: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("namespaces", "optional"),
-    [((), ()), (("default",), ("networkPolicyRules",))],
+    [((), ()), pytest.param(("default",), ("networkPolicyRules",), marks=pytest.mark.long)],
     ids=["cluster-wide", "one namespace, with NetworkPolicies"],
 )
 async def test_the_role_is_exactly_what_the_operator_uses_and_allows_no_secret_to_be_read_but_its_own(

@@ -30,7 +30,7 @@ def process(detection: float = 5.0) -> FaultKind:
     return FaultKind(share=1.0, cause="PodLost", detection=detection)
 
 
-@pytest.mark.parametrize("number", mostly_long(range(100), lambda number: number % 40 == 0))
+@pytest.mark.parametrize("number", mostly_long(range(100), lambda number: number == 0))
 def test_a_job_of_one_size_has_the_goodput_of_the_exact_model(number: int) -> None:
     draw = random.Random(number)
     mtbf = 10 ** draw.uniform(2.5, 5.5)

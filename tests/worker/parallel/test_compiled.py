@@ -453,6 +453,7 @@ def test_inductor_stores_no_wide_copy_of_a_chunks_logits() -> None:
     assert max(event.cpu_memory_usage for event in profiled.events()) < 1.5 * gradient.nbytes
 
 
+@pytest.mark.long
 def test_a_compiled_layer_learns_through_the_hardwares_fp8_product(
     graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
