@@ -135,7 +135,6 @@ async def test_a_stopped_demo_leaves_no_process_and_the_next_one_works(tmp_path,
         await eventually(f"every process of the demo is gone after {number.name}", gone, 60)
 
 
-@pytest.mark.long
 async def test_a_job_that_cannot_complete_is_a_failed_demo(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump_all(tiny("huge", replicas=64, training={"globalBatchSize": 128, "steps": 5})))
