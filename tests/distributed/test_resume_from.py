@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,10 +17,18 @@ import torch
 from meshwright.api.checkpoint import CheckpointSpec
 from meshwright.manifest_checksum import with_checksum
 from meshwright.protocol.run_config import NativeRun
+from meshwright_worker.checkpoint import loader
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.errors import CheckpointVolumeError
 from meshwright_worker.checkpoint.inspection import lineage
-from meshwright_worker.checkpoint.manifest import MANIFEST, FileRecord, TrainingState, read_manifest
+from meshwright_worker.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    Manifest,
+    TrainingState,
+    read_manifest,
+    read_manifest_as,
+)
 from meshwright_worker.checkpoint.other_run import checkpoint_of_other_run
 from meshwright_worker.checkpoint.store import CheckpointStore, open_store
 from meshwright_worker.rank.failures import classify, describe
@@ -245,7 +255,7 @@ def test_in_an_object_store_a_mesh_generation_can_be_named(pool: RankPool, tmp_p
 
 
 @uses_kept_mesh
-def choose_while_it_is_removed(task: RankTask, claim: str) -> str:
+def choose_while_it_is_removed(task: RankTask, claim: str, late: bool) -> str:
     """The error, if the run that is read removes a file that fails its verification, with the checkpoint around it."""
     spec = CheckpointSpec(claim_name="c", resume_from="base-0a1b2c3d/step-00000030")
     removed = Path(claim) / "base-0a1b2c3d" / "step-00000030"
@@ -258,7 +268,12 @@ def choose_while_it_is_removed(task: RankTask, claim: str) -> str:
                 shutil.rmtree(removed, ignore_errors=True)
             return super().begin(name, total)
 
-    with kept_mesh(task) as mesh:
+    def read_late(*args: Any) -> Manifest:
+        while late and task.rank == 1 and removed.exists():
+            time.sleep(0.01)
+        return read_manifest_as(*args)
+
+    with kept_mesh(task) as mesh, patch.object(loader, "read_manifest_as", read_late):
         try:
             checkpoint_of_other_run(spec, claim, mesh, manifest_of(0, {}), 100, Removal())
         except CheckpointVolumeError as error:
@@ -266,9 +281,11 @@ def choose_while_it_is_removed(task: RankTask, claim: str) -> str:
         return ""
 
 
-def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_damaged(pool: RankPool, claim: Path) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_damaged(pool: RankPool, claim: Path, late: bool) -> None:
+    """Rank 1 finds a damaged file, or, `late`, no checkpoint: neither is what is wrong."""
     (step_of(claim, 30) / OF_RANK[1]).write_bytes(b"half removed")
-    errors = pool.run(choose_while_it_is_removed, small_run(data=2), str(claim))
+    errors = pool.run(choose_while_it_is_removed, small_run(data=2), str(claim), late)
     assert all("was removed while it was read: name one that its run retains" in error for error in errors), errors
 
 

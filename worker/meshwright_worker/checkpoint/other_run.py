@@ -88,10 +88,13 @@ def _find(
             break
         try:
             return path, read_intact(path, mesh, Manifest, progress)
-        except DamagedCheckpointError as error:
+        except (DamagedCheckpointError, CheckpointVolumeError) as error:
+            # Some ranks find a file damaged or missing, others do not: the other run may be removing it.
             if not _is_there(path, mesh):
                 fix = "name one that its run retains (`checkpoint.keepEverySteps`)"
                 raise CheckpointVolumeError(f"{path} was removed while it was read: {fix}") from error
+            if isinstance(error, CheckpointVolumeError):
+                raise
             damages.append(str(error))
             if mesh.rank == 0 and source.step is None:
                 log.warning("%s; trying the previous checkpoint", error)
