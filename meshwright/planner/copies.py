@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import ceil
 
 from meshwright.api.spec import ParallelTrainingJobSpec
+from meshwright.figures import format_number
 from meshwright.memory_copies import copies_bytes
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cluster.quantities import parse_quantity
@@ -75,8 +76,11 @@ def about_copies(spec: ParallelTrainingJobSpec, copies: int) -> tuple[str, ...]:
     if not copies:
         return ()
     stated = spec.workers.resources.memory
-    what = f"copies in host memory every {spec.recovery.copy_every_steps} steps: {copies / GIB:.3g} GiB in each worker"
+    size = f"{format_number(copies / GIB)} GiB in each worker"
+    what = f"copies in host memory every {spec.recovery.copy_every_steps} steps: {size}"
     if stated is None:
         return (f"{what}, which pods do not request, because `workers.resources.memory` is left out",)
     total = (parse_quantity(stated) + copies) / GIB
-    return (f"{what}, which pods request besides `workers.resources.memory`: {float(total):.3g} GiB together",)
+    return (
+        f"{what}, which pods request besides `workers.resources.memory`: {format_number(float(total))} GiB together",
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from meshwright.figures import format_number
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost_model import CostModel
 from meshwright.planner.errors import DoesNotFitError
@@ -120,7 +121,7 @@ def _with_placement_reasons(chosen: Plan, plans: Sequence[Plan], placed: Sequenc
     if ideal_seconds and _seconds(chosen) > TIE_TOLERANCE * ideal_seconds:
         extra = _seconds(chosen) / ideal_seconds - 1
         reasons.append(
-            f"placement: {_seconds(chosen):.3g} s per step on the chosen nodes, {extra:.0%} more than with each group "
-            "as close as domains allow"
+            f"placement: {format_number(_seconds(chosen))} s per step on the chosen nodes, {extra:.0%} more than with "
+            "each group as close as domains allow"
         )
     return replace(chosen, reasons=tuple(reasons))

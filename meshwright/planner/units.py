@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.api.precision import Precision
+from meshwright.figures import format_number
 
 GB = 1e9
 MIB = float(1 << 20)
@@ -13,10 +14,10 @@ _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 
 
 def format_bytes(count: float) -> str:
-    """Format bytes with three digits: `12.3 GiB`."""
+    """Format bytes of memory with three digits: `12.3 GiB`; four from 1000 to 1023."""
     for unit, name in _UNITS:
         if count >= unit:
-            return f"{count / unit:.3g} {name}" if count < 1000 * unit else f"{count // unit:.0f} {name}"
+            return f"{format_number(count / unit).replace(',', '')} {name}"
     return f"{count:.0f} B"
 
 

@@ -10,7 +10,7 @@ from meshwright.rules.rule import Rule
 
 _CREDENTIALS = re.compile(r"://[^/]*:[^/]*@|^s3a?://[^/]*@|[?#]")
 _CREDENTIALS_CEL = "'://[^/]*:[^/]*@|^s3a?://[^/]*@|[?#]'"
-_NO_RUN = r"^/|[A-Z][^/]*://|(^|/)[.][.]?(/|$)|^memory:|::|[ ?#]|://[^/]*:[^/]*@|^s3a?://[^/]*@"
+_NO_RUN = r"^/|[A-Z][^/]*://|^(s3|gs):///|://$|(^|/)[.][.]?(/|$)|^memory:|::|[ ?#]|://[^/]*:[^/]*@|^s3a?://[^/]*@"
 """What `checkpoint.resumeFrom` must not contain, also in CEL."""
 _S3 = re.compile(r"^s3a?://")
 _WITH_SECRET = re.compile(f"^({'|'.join(SECRET_VARIABLES)})://")

@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from meshwright.figures import format_number
+
 DEFAULT_NODE_FAILURE_RATE = 3.8
 """Failures that stop a job for each 1,000 node-days: 419 stops of 2,048 nodes in 54 days (arXiv 2407.21783, 3.3.4)."""
 
@@ -119,8 +121,8 @@ def auto_interval(
     seconds = min(LONGEST_SECONDS, max(best, step_seconds))
     seen = f"{failures or 'none yet'} in {trained_seconds / 3600:.1f} h"
     reason = (
-        f"Auto: a save stops steps for {stall_seconds:.2g} s and is complete after {durable_seconds:.2g} s; a failure "
-        f"is expected every {mtbf / 3600:.2g} h ({seen})"
+        f"Auto: a save stops steps for {format_number(stall_seconds, 2)} s and is complete after "
+        f"{format_number(durable_seconds, 2)} s; a failure is expected every {format_number(mtbf / 3600, 2)} h ({seen})"
     )
     return AutoInterval(seconds, reason)
 

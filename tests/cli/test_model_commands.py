@@ -290,9 +290,9 @@ def test_a_list_shows_evaluation_losses_and_the_best(tmp_path: Path, monkeypatch
         shown.append(CliRunner().invoke(main, ("checkpoint", "list", f"{tmp_path}")).output.splitlines())
     assert [line.split() for line in shown[0]] == [
         ["STEP", "STATE", "SIZE", "EVALUATION", "LOSS", "LAYOUT", "PLACE"],
-        ["30", "complete", "5", "bytes", "2.5", "1", "rank", "/c"],
-        ["20", "complete", "5", "bytes", "1.25", "(best)", "1", "rank", "/c"],
-        ["10", "complete", "5", "bytes", "-", "1", "rank", "/c"],
+        ["30", "complete", "5", "B", "2.5", "1", "rank", "/c"],
+        ["20", "complete", "5", "B", "1.25", "(best)", "1", "rank", "/c"],
+        ["10", "complete", "5", "B", "-", "1", "rank", "/c"],
     ]
     assert shown[1][0].split() == ["STEP", "STATE", "SIZE", "LAYOUT", "PLACE"]
 

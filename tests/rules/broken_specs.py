@@ -139,6 +139,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
             "memory://runs",
             "simplecache::s3://bucket/runs",
             "S3://bucket/runs/base-0a1b2c3d",
+            "s3://",
+            "gs:///runs/base-0a1b2c3d",
         )
     ],
     ("checkpoint.resumeFrom", {"checkpoint": {"uri": "s3://bucket/x", "resumeFrom": "base-0a1b2c3d"}}),

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from meshwright.figures import format_decimal_bytes
 from meshwright_cli.client.checkpoints.programs import (
     START_SECONDS,
     PodOptions,
@@ -28,8 +29,6 @@ from meshwright_cli.parameters import Duration
 from meshwright_cli.text import age, plural
 
 DAMAGED_EXIT = 1
-_UNITS = ("bytes", "kB", "MB", "GB", "TB")
-_THOUSAND = 1000
 
 
 def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +87,7 @@ def list_checkpoints(inspect: Inspect, output: str | None) -> None:
     now = datetime.now(UTC)
     rows = [
         (
-            *(f"{one['step']:,}", one["state"], _bytes(one["size"]), _age(one["saved_at"], now)),
+            *(f"{one['step']:,}", one["state"], _size(one["size"]), _age(one["saved_at"], now)),
             *(_loss(one), one["layout"], one["place"]),
         )
         for one in found
@@ -109,7 +108,7 @@ def verify(inspect: Inspect) -> None:
     """
     damaged = False
     for one in inspect("verify"):
-        files = f"{plural(one['files'], 'file')}, {_bytes(one['size'])}"
+        files = f"{plural(one['files'], 'file')}, {format_decimal_bytes(one['size'])}"
         click.echo(f"step {one['step']:,} in {one['place']}: {'DAMAGED' if one['problems'] else 'intact'} ({files})")
         for problem in one["problems"]:
             click.echo(f"  {problem}")
@@ -130,7 +129,7 @@ def copy(inspect: Inspect, target: str) -> None:
     """
     where = target if "://" in target else str(Path(target).expanduser())
     (done,) = inspect("copy", where)
-    size = f"{plural(done['files'], 'file')}, {_bytes(done['size'])}"
+    size = f"{plural(done['files'], 'file')}, {format_decimal_bytes(done['size'])}"
     click.echo(f"copied the checkpoint of step {done['step']:,} to {done['target']} ({size})")
 
 
@@ -156,10 +155,5 @@ def _loss(one: dict[str, Any]) -> str:
     return "" if loss is None else f"{loss:.6g}{' (best)' if one['best'] else ''}"
 
 
-def _bytes(size: int | None) -> str:
-    if size is None:
-        return ""
-    number, unit = float(size), 0
-    while number >= _THOUSAND and unit < len(_UNITS) - 1:
-        number, unit = number / _THOUSAND, unit + 1
-    return f"{number:.3g} {_UNITS[unit]}" if unit else f"{size} bytes"
+def _size(size: int | None) -> str:
+    return "" if size is None else format_decimal_bytes(size)

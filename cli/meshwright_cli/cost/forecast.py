@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.figures import format_number
 from meshwright.models.counts import training_flops
 from meshwright_cli.plan.report import PlanReport
 
@@ -52,8 +53,8 @@ def sentences(found: Forecast) -> list[str]:
     if found.gpu_hours is None or found.days is None:
         return [*lines, "time and GPU-hours are unknown, because there is no estimate for this model on these GPUs"]
     money = "" if found.cost is None else f", cost {found.cost:,.2f}"
-    time = f"{found.days:.3g} days" if found.days >= 1 else f"{found.days * 24:.3g} hours"
-    hours = f"{found.gpu_hours:,.0f}" if found.gpu_hours >= 100 else f"{found.gpu_hours:.3g}"
+    time = f"{format_number(found.days)} days" if found.days >= 1 else f"{format_number(found.days * 24)} hours"
+    hours = f"{found.gpu_hours:,.0f}" if found.gpu_hours >= 100 else f"{format_number(found.gpu_hours)}"
     return [*lines, f"{time} on {found.gpus} GPUs, {hours} GPU-hours{money} (estimated, without restarts)"]
 
 

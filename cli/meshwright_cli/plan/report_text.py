@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from meshwright.figures import format_number
 from meshwright.planner.render import render_placement, summary_line
 from meshwright.planner.search.explain import reasons
 from meshwright.planner.units import GIB, format_bytes
@@ -51,7 +52,7 @@ def _estimate(plan_report: PlanReport) -> Iterator[str]:
     estimate, memory = plan_report.plan.estimate, plan_report.plan.memory
     if estimate is not None:
         yield (
-            f"      {estimate.seconds:.3g} s per step, {estimate.tokens_per_second:,.0f} tokens/s, "
+            f"      {format_number(estimate.seconds)} s per step, {estimate.tokens_per_second:,.0f} tokens/s, "
             f"MFU {estimate.mfu:.0%} (estimated)"
         )
     if memory is not None:
@@ -95,7 +96,7 @@ def _whole_cluster(plan_report: PlanReport) -> Iterator[str]:
     all_gpus = "1 GPU" if plan_report.gpus == 1 else f"all {plan_report.gpus} GPUs"
     yield f"With {all_gpus}, and `replicas` and every degree free"
     yield (
-        f"  {best.summary}: {best.seconds:.3g} s per step, {best.estimate.tokens_per_second:,.0f} tokens/s, "
+        f"  {best.summary}: {format_number(best.seconds)} s per step, {best.estimate.tokens_per_second:,.0f} tokens/s, "
         f"MFU {best.estimate.mfu:.0%}, {best.estimate.memory.total / GIB:.1f} GiB"
     )
     yield from (f"  - {reason}" for reason in reasons(whole_cluster))
@@ -104,8 +105,8 @@ def _whole_cluster(plan_report: PlanReport) -> Iterator[str]:
         yield "  other good layouts (step time, GPUs, step time after a lost node)"
         for one in others:
             after = one.seconds_after_node_loss
-            left = f"{after:.3g} s" if after < float("inf") else "stops"
-            yield f"  - {one.summary}: {one.seconds:.3g} s, {one.estimate.gpus} GPUs, {left}"
+            left = f"{format_number(after)} s" if after < float("inf") else "stops"
+            yield f"  - {one.summary}: {format_number(one.seconds)} s, {one.estimate.gpus} GPUs, {left}"
 
 
 def _count(count: int, noun: str, plural: str = "s") -> str:

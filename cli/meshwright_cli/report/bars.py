@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 
 from meshwright.api.goodput import GoodputStatus, TimeCause
+from meshwright.figures import format_number
 from meshwright.planner.cost.fabric import FabricLevel
 from meshwright.planner.cost.memory import Memory, memory_by_stage
 from meshwright.planner.cost.traffic import step_traffic
@@ -214,4 +215,4 @@ def _plural_below(name: str) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
+    return f"{format_number(seconds)} s" if seconds >= 0.1 else f"{format_number(1000 * seconds)} ms"

@@ -11,6 +11,7 @@ from typing import Any
 from meshwright.api.parsing import InvalidSpecError, parse_spec, parse_status
 from meshwright.api.spec import ParallelTrainingJobSpec
 from meshwright.api.status import ParallelTrainingJobStatus, PlacementStatus, PlanStatus, parse_ranks
+from meshwright.figures import format_number
 from meshwright.layout import Layout
 from meshwright.planner.cluster.inventory import Inventory
 from meshwright.planner.cost.comm_groups import GroupSpans, group_spans
@@ -99,8 +100,8 @@ def inputs_of_plan(found: PlanReport, name: str, namespace: str, generated: date
     if found.whole_cluster is not None:
         best = found.whole_cluster.best
         whole_cluster = (
-            f"{best.summary}: {best.seconds:.3g} s per step, {best.estimate.tokens_per_second:,.0f} tokens/s, "
-            f"MFU {best.estimate.mfu:.0%}",
+            f"{best.summary}: {format_number(best.seconds)} s per step, "
+            f"{best.estimate.tokens_per_second:,.0f} tokens/s, MFU {best.estimate.mfu:.0%}",
             *reasons(found.whole_cluster),
         )
     return ReportInputs(

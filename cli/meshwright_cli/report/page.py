@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from meshwright.api import conditions
+from meshwright.figures import format_number
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.timeline import simulate_pipeline
 from meshwright.planner.units import format_bytes
@@ -240,7 +241,13 @@ def _estimate_tiles(inputs: ReportInputs, estimate: Estimate | None) -> list[Til
     if estimate is None:
         return []
     measured = measured_step_seconds(inputs.history)
-    tiles = [Tile("Step time", f"{estimate.seconds:.3g} s", f"measured {measured:.3g} s" if measured else "estimated")]
+    tiles = [
+        Tile(
+            "Step time",
+            f"{format_number(estimate.seconds)} s",
+            f"measured {format_number(measured)} s" if measured else "estimated",
+        )
+    ]
     if not inputs.running:
         tiles.append(Tile("Tokens/s", _short(estimate.tokens_per_second), "estimated"))
     tiles.append(Tile("MFU", f"{estimate.mfu:.0%}", "estimated"))
@@ -337,5 +344,5 @@ def _short(number: float) -> str:
     """A number with at most four digits: `8.03 B`, `171 k`."""
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= 10 * unit or (number >= unit and unit > 1e3):
-            return f"{number / unit:.3g} {name}"
+            return f"{format_number(number / unit)} {name}"
     return f"{number:,.0f}"

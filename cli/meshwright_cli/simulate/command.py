@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from meshwright.api.parsing import InvalidSpecError, field_path, parse_known_fields
 from meshwright.api.status import ParallelTrainingJobStatus
+from meshwright.figures import format_number
 from meshwright.planner.cost.accelerators import accelerator
 from meshwright.planner.errors import PlanError
 from meshwright.rules.checkpoint_interval import DEFAULT_NODE_FAILURE_RATE, mtbf_of_nodes
@@ -168,8 +169,9 @@ def _check_failures(setting: Setting) -> None:
     failures = min(setting.work, setting.horizon) / setting.mtbf * math.exp(min(loads, 100.0))
     if failures > MOST_FAILURES:
         raise click.ClickException(
-            f"--mtbf: with one failure in {setting.mtbf:.3g} s, a run has about {failures:.2g}, and at most"
-            f" {MOST_FAILURES:,} are simulated: use a longer time between failures, or simulate fewer days with --days"
+            f"--mtbf: with one failure in {format_number(setting.mtbf)} s, a run has about"
+            f" {format_number(failures, 2)}, and at most {MOST_FAILURES:,} are simulated: use a longer time between"
+            " failures, or simulate fewer days with --days"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from meshwright.figures import format_number
 from meshwright.rules.checkpoint_interval import best_interval_seconds
 from meshwright.simulation.replay import Replay
 from meshwright.simulation.setting import Setting
@@ -88,7 +89,7 @@ class SimulationReport:
         change = "raise it" if recovery.restart_window_seconds is not None else "set recovery.restartWindowSeconds"
         return [
             f"recovery.maxRestarts: {recovery.max_restarts} ends {share:.0%} of the runs, half of them within"
-            f" {days:.3g} days: {change}. The goodput above assumes that it does not"
+            f" {format_number(days)} days: {change}. The goodput above assumes that it does not"
         ]
 
     def _interval_advice(self) -> list[tuple[float, str]]:

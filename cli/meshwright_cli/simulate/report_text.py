@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from meshwright.api.goodput import TimeCause
+from meshwright.figures import format_number
 from meshwright.simulation.inputs import mean
 from meshwright.simulation.replay import NOT_SIMULATED
 from meshwright.simulation.run import Outcome
@@ -99,7 +100,7 @@ def _result(report: SimulationReport) -> Iterator[str]:
         return float(sum(count for name, count in outcome.failures.items() if not kinds[name].planned))
 
     few, many = result.between(failures)
-    yield f"Failures     {result.mean(failures):.3g} expected; 90% of runs: {few:.0f} to {many:.0f}"
+    yield f"Failures     {format_number(result.mean(failures))} expected; 90% of runs: {few:.0f} to {many:.0f}"
     if degraded := result.mean(lambda one: one.degraded / one.elapsed):
         yield f"Smaller      {degraded:.1%} of the time, which counts in proportion to the speed"
 

@@ -13,6 +13,7 @@ from math import inf
 from meshwright.api.parallelism import PipelineSchedule
 from meshwright.api.precision import Precision
 from meshwright.api.training import ActivationCheckpointing
+from meshwright.figures import format_number
 from meshwright.models.lora import skipped_targets
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.memory import Memory, worst_stage
@@ -283,7 +284,7 @@ def _time(request: SearchRequest, estimate: Estimate | None) -> str:
     gain = gpu.peak(Precision.BF16) / gpu.peak(request.fixed.precision)
     faster = f". Products in bf16 are up to {gain:.0f} times faster: see `training.precision`" if gain >= 2 else ""
     mfu, text = f"MFU {estimate.mfu:.0%}", step_text(estimate)
-    return f"time: {estimate.seconds:.3g} s per step on {gpu.name} ({mfu}); {text}{faster}"
+    return f"time: {format_number(estimate.seconds)} s per step on {gpu.name} ({mfu}); {text}{faster}"
 
 
 def _bytes_of(request: SearchRequest, strategy: Strategy) -> float:

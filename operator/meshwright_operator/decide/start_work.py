@@ -6,6 +6,7 @@ begins. The numbers come from a user's pod: those that make no sense are ignored
 
 from __future__ import annotations
 
+from meshwright.figures import format_decimal_bytes
 from meshwright.protocol.messages import AgentState, RankWork
 from meshwright.protocol.run_config import CommandRun
 from meshwright_operator.decide.observed import Observed
@@ -21,8 +22,6 @@ _VERBS = {
     "weights": "Loading the initial weights",
 }
 """By the name of the work, in the order in which ranks do it."""
-_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
-_THOUSAND = 1000.0
 
 
 def slowest_work(observed: Observed) -> str:
@@ -76,13 +75,6 @@ def _amount(work: RankWork) -> str:
     rate = work.done / work.seconds
     if work.name == "list":
         return f"{work.done:,} files at {rate:,.0f}/s"
-    share = f"{int(100 * work.done / work.total)}% of {_size(work.total)}" if work.total else _size(work.done)
-    return f"{share} at {_size(rate)}/s"
-
-
-def _size(size: float) -> str:
-    """Bytes in decimal units, with two or three digits."""
-    unit = 0
-    while size >= _THOUSAND and unit < len(_UNITS) - 1:
-        size, unit = size / _THOUSAND, unit + 1
-    return f"{size:.1f} {_UNITS[unit]}" if size < 10 and unit else f"{size:.0f} {_UNITS[unit]}"  # noqa: PLR2004 - a digit
+    size = format_decimal_bytes(work.total or work.done)
+    share = f"{int(100 * work.done / work.total)}% of {size}" if work.total else size
+    return f"{share} at {format_decimal_bytes(rate)}/s"

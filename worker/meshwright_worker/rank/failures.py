@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.data.errors import DataError, is_storage_fault
+from meshwright.figures import format_number
 from meshwright.protocol.messages import FailureKind
 from meshwright_worker.checkpoint.errors import CheckpointMismatchError, ForeignCheckpointError, ResumeSourceError
 
@@ -164,7 +165,7 @@ def _why_killed() -> str:
     if _oom_kills() <= _OOM_KILLS_BEFORE:
         return " (out of memory, or killed from outside)"
     limit = _cgroup_value("memory.max") or _cgroup_value("memory/memory.limit_in_bytes")
-    size = f", limit {int(limit) / 2**30:.3g}Gi" if limit.isdigit() else ""
+    size = f", limit {format_number(int(limit) / 2**30)}Gi" if limit.isdigit() else ""
     return f": out of memory{size}: raise `workers.resources.memory`"
 
 

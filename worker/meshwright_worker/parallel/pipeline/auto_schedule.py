@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from meshwright.figures import format_number
 from meshwright.schedules.actions import ActionKind, Schedule
 from meshwright.schedules.measured_costs import PipelineTimes, TimingReport, faster_schedule, median_times, round_times
 from meshwright.schedules.schedule import PipelineScheduleKind
@@ -238,4 +239,4 @@ class AutoScheduleExecutor(ScheduleExecutor):
 
 def _milliseconds(costs: ActionCosts) -> str:
     each = (costs.forward, costs.backward_input, costs.backward_weight)
-    return "/".join(f"{1000 * seconds:.3g}" for seconds in each)
+    return "/".join(format_number(1000 * seconds) for seconds in each)
