@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import fmean, pstdev
+from statistics import fmean
 
 from meshwright.api.training import AnomaliesSpec, AnomalyAction
 from meshwright_worker.checkpoint.manifest import AnomalyState
@@ -108,5 +108,7 @@ class LossAnomalies:
         if 2 * len(values) < self._spec.window:
             return 0.0
         mean = fmean(values)
-        sigmas = (value - mean) / max(pstdev(values, mean), _LEAST_DEVIATION * abs(mean), 1e-12)
+        # `statistics.pstdev` computes with fractions, which takes milliseconds of each step.
+        deviation = math.dist(values, [mean] * len(values)) / math.sqrt(len(values))
+        sigmas = (value - mean) / max(deviation, _LEAST_DEVIATION * abs(mean), 1e-12)
         return sigmas if sigmas > self._spec.spike_sigmas else 0.0
