@@ -56,7 +56,7 @@ async def test_report_live_page_and_tracker_of_a_job_that_restarts(stage, tmp_pa
     page = await eventually("the page has the timeline that the ranks measured", measured)
     assert "Pipeline schedule" in page
     if "Measured timeline of step" in page:
-        assert re.search(r"Ranks waited <b>\d+\.\d %</b> of the time", page)
+        assert re.search(r"Ranks waited <b>\d+\.\d%</b> of the time", page)
 
     opened = await started(stage, "meshwright", "open", NAME, "--no-browser", "--port", "0")
     try:

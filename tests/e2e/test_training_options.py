@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 async def test_a_killed_job_ends_with_the_numbers_of_an_undisturbed_one(stage: Stage, name: str) -> None:
-    options = merged(OPTIONS[name], {"training": {"steps": 200}})
+    options = merged(OPTIONS[name], {"training": {"steps": 200}, "parallelism": {"microBatches": 1}})
     await stage.apply(tiny(name, **options))
     await stage.complete(name)
     undisturbed = await stage.saved(name)

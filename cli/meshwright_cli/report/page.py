@@ -169,6 +169,7 @@ def _environment() -> Environment:
     environment.filters["svg"] = lambda figure: Markup(to_markup(figure))  # noqa: S704 - made by the XML library
     environment.filters["code"] = _with_code
     environment.filters["percent"] = lambda part: f"{100 * part:.1f}%"
+    environment.filters["number"] = format_number
     return environment
 
 
