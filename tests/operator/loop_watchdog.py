@@ -47,7 +47,7 @@ def watching() -> Iterator[list[str]]:
         run(handle)
         took = time.thread_time() - started - (collected.get(thread, 0.0) - before)
         if took > MOST_CPU_SECONDS:
-            slow.append(f"{1000 * took:.0f} ms of CPU time: {handle!r}")
+            slow.append(f"{1000 * took:.0f} ms of CPU time: {_owner(handle)}")
 
     gc.callbacks.append(note_collection)
     asyncio.Handle._run = timed  # type: ignore[method-assign]
@@ -56,3 +56,9 @@ def watching() -> Iterator[list[str]]:
     finally:
         asyncio.Handle._run = run  # type: ignore[method-assign]
         gc.callbacks.remove(note_collection)
+
+
+def _owner(handle: asyncio.Handle) -> str:
+    """The task that a callback lets go on, with the place where it waits now; otherwise the callback."""
+    task = getattr(getattr(handle, "_callback", None), "__self__", None)
+    return repr(task) if isinstance(task, asyncio.Task) else repr(handle)

@@ -224,7 +224,10 @@ class OperatorThread:
     async def start(self, wait: bool = True) -> OperatorThread:
         self._thread.start()
         if wait:
-            assert await asyncio.to_thread(self.ready.wait, patient(20)), self.failure
+            async with asyncio.timeout(patient(20)):
+                while self.alive and not await asyncio.to_thread(self.ready.wait, 0.1):
+                    pass
+            assert self.ready.is_set(), self.failure
         return self
 
     @property

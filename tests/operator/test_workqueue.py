@@ -125,3 +125,29 @@ async def test_a_handler_that_awaited_what_others_cancelled_fails_only_its_key()
     queue.add("good")
     await drain(queue, handler, lambda: runs["bad"] == 2, workers=1)
     assert runs == {"bad": 2, "good": 1}
+
+
+async def test_handlers_that_wait_for_nothing_let_others_run() -> None:
+    """A resync of thousands of jobs in which nothing has changed must not stop heartbeats and the lease meanwhile."""
+    queue: WorkQueue[int] = WorkQueue()
+    handled = since = most = 0
+
+    async def handle(key: int) -> None:
+        nonlocal handled, since, most
+        handled, since = handled + 1, since + 1
+        most = max(most, since)
+
+    async def beat() -> None:
+        nonlocal since
+        while True:
+            since = 0
+            await asyncio.sleep(0)
+
+    for key in range(1000):
+        queue.add(key)
+    heart, workers = asyncio.create_task(beat()), asyncio.create_task(queue.run_many(3, handle))
+    await until(lambda: handled == 1000)
+    assert most <= 3
+    for task in (workers, heart):
+        task.cancel()
+    await asyncio.gather(workers, heart, return_exceptions=True)

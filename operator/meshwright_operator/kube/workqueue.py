@@ -122,6 +122,8 @@ class WorkQueue(Generic[Key]):
             # A key that waits for a place stays queued, so that it is neither queued nor run twice.
             async with self._limit.place() if self._limit is not None else contextlib.nullcontext():
                 await self._handle(key, handler)
+            # A handler that had to wait for nothing has let nothing else run: heartbeats, the lease, other workers.
+            await asyncio.sleep(0)
 
     async def _handle(self, key: Key, handler: Callable[[Key], Awaitable[None]]) -> None:
         since = self._queued.pop(key)
