@@ -101,7 +101,7 @@ def _running_command() -> ParallelTrainingJobStatus:
 def test_a_load_that_the_command_reports_is_in_the_message_until_it_is_done() -> None:
     trains = "8 ranks are training in generation 1"
     load = RankWork(name="checkpoint", done=410, total=1000, seconds=10.0)
-    assert ready_message(load) == f"{trains}. Loading the checkpoint: 41% of 1.0 KB at 41 B/s on worker 0"
+    assert ready_message(load) == f"{trains}. Loading the checkpoint: 41% of 1 kB at 41 B/s on worker 0"
     assert ready_message(load.model_copy(update={"done": 1000})) == trains
     assert ready_message(load.model_copy(update={"name": "tea"})) == trains
     assert ready_message(None, step=40) == trains
