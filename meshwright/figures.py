@@ -7,7 +7,7 @@ _STEP = 1000
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Format a number with `digits` significant digits: `0.0123`, `12.3`, and `1,235` instead of `1.23e+03`."""
+    """Format a number with `digits` significant digits: `0.0123`, `12.3`, and `1,234` instead of `1.23e+03`."""
     text = f"{value:.{digits}g}"
     return f"{value:,.0f}" if "e+" in text else text
 

@@ -54,7 +54,7 @@ def sentences(found: Forecast) -> list[str]:
         return [*lines, "time and GPU-hours are unknown, because there is no estimate for this model on these GPUs"]
     money = "" if found.cost is None else f", cost {found.cost:,.2f}"
     time = f"{format_number(found.days)} days" if found.days >= 1 else f"{format_number(found.days * 24)} hours"
-    hours = f"{found.gpu_hours:,.0f}" if found.gpu_hours >= 100 else f"{format_number(found.gpu_hours)}"
+    hours = format_number(found.gpu_hours)
     return [*lines, f"{time} on {found.gpus} GPUs, {hours} GPU-hours{money} (estimated, without restarts)"]
 
 
