@@ -48,7 +48,13 @@ def test_bytes_have_three_digits_in_a_unit_that_is_not_larger(count: float, text
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (58.4 * GIB, "58.4 GiB"), (999.7 * GIB, "1000 GiB"), (1023 * GIB, "1023 GiB")],
+    [
+        (0, "0 B"),
+        (1023, "1,023 B"),
+        (58.4 * GIB, "58.4 GiB"),
+        (999.7 * GIB, "1,000 GiB"),
+        (1023 * GIB, "1,023 GiB"),
+    ],
 )
 def test_binary_units_have_up_to_four_digits(count: float, text: str) -> None:
     assert format_bytes(count) == text

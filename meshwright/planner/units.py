@@ -14,11 +14,11 @@ _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 
 
 def format_bytes(count: float) -> str:
-    """Format bytes of memory with three digits: `12.3 GiB`; four from 1000 to 1023."""
+    """Format bytes of memory with three digits: `12.3 GiB`; four from 1,000 to 1,023."""
     for unit, name in _UNITS:
         if count >= unit:
-            return f"{format_number(count / unit).replace(',', '')} {name}"
-    return f"{count:.0f} B"
+            return f"{format_number(count / unit)} {name}"
+    return f"{format_number(count)} B"
 
 
 def count_gpus(count: int) -> str:

@@ -280,7 +280,7 @@ def test_layers_that_cannot_be_split_are_refused(strategy: Strategy, named: str)
         (512, "512 B"),
         (1.5 * 1024, "1.5 KiB"),
         (999 * MIB, "999 MiB"),
-        (1010 * MIB, "1010 MiB"),
+        (1010 * MIB, "1,010 MiB"),
         (12.34 * GIB, "12.3 GiB"),
         (2048 * GIB, "2 TiB"),
     ],
