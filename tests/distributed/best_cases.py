@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,31 @@ def train_and_evaluate(
     recorder = Evaluated(stop_after, die_after)
     with suppress(InterruptedTrainingError):
         train(replace(task, checkpoint_uri=uri), recorder)
+    return recorder
+
+
+@dataclass
+class Remover(Evaluated):
+    """Removes the best checkpoint by hand, once, after `remove_after` steps."""
+
+    root: Path = Path()
+    remove_after: int = 0
+    removed: int | None = None
+
+    def step(self, report: StepReport) -> None:
+        super().step(report)
+        if report.step == self.remove_after and self.tiers:
+            (tier,) = self.tiers[-1]
+            assert tier.best_step is not None
+            shutil.rmtree(self.root / f"step-{tier.best_step:08d}")
+            self.removed = tier.best_step
+
+
+def train_and_remove_best(task: RankTask[NativeRun], after: int) -> Remover:
+    """`train`. The first rank removes the best checkpoint after a step."""
+    assert task.checkpoint_dir is not None
+    recorder = Remover(root=Path(task.checkpoint_dir), remove_after=after)
+    train(task, recorder)
     return recorder
 
 

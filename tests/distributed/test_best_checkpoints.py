@@ -19,6 +19,7 @@ from tests.distributed.best_cases import (
     evaluate_checkpoint,
     overfitted_text,
     train_and_evaluate,
+    train_and_remove_best,
     train_with_slow_saves,
 )
 from tests.distributed.configs import small_run
@@ -147,6 +148,19 @@ def test_a_damaged_manifest_does_not_count(pool: RankPool, overfitted: Path, tmp
     manifest.write_text(manifest.read_text().replace('"seed": 0', '"seed": 1'))
     second = trained(pool, run_of(), tmp_path, overfitted)
     assert sorted(CheckpointDirectory(tmp_path).steps()) == sorted({*lowest(second.losses), STEPS})
+
+
+def test_a_best_checkpoint_that_is_removed_by_hand_competes_with_no_later_one(
+    pool: RankPool, overfitted: Path, tmp_path: Path
+) -> None:
+    """The loss rises from then on, so that none would be saved if the removed one still counted."""
+    first, *_ = pool.run(train_and_remove_best, run_of(data=2), RESTART, checkpoint_dir=tmp_path, data_dir=overfitted)
+    later = {step: loss for step, loss in first.losses.items() if step > RESTART}
+    assert first.losses[first.removed] < min(later.values())
+    (best,) = lowest(later)
+    assert sorted(CheckpointDirectory(tmp_path).steps()) == sorted({best, STEPS})
+    (tier,) = first.tiers[-1]
+    assert (tier.best_step, tier.best_loss) == (best, later[best])
 
 
 def test_each_tier_has_its_own_best(pool: RankPool, overfitted: Path, tmp_path: Path) -> None:

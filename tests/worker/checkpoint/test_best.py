@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import threading
 import uuid
 from dataclasses import replace
 from functools import partial
@@ -11,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.core import url_to_fs
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.api.checkpoint import CheckpointSpec, Interval, Retention, StoreSpec
 from meshwright.protocol.messages import FailureHistory
+from meshwright_worker.checkpoint import schedule as schedule_module
 from meshwright_worker.checkpoint.directory import CheckpointDirectory
 from meshwright_worker.checkpoint.files import LocalFiles
 from meshwright_worker.checkpoint.full_tensors import find_checkpoint
@@ -258,6 +262,68 @@ def test_a_start_reads_the_losses_from_the_manifests(store: CheckpointStore) -> 
     assert schedule.best_tiers(6, 0.5, False, ended) == [], "the step has a checkpoint, which stays as it is"
     (report,) = schedule.reports() or ()
     assert (report.best_step, report.best_loss) == (2, 1.0)
+
+
+def remove(store: CheckpointStore, step: int) -> None:
+    """What a user does by hand."""
+    if isinstance(store, CheckpointDirectory):
+        shutil.rmtree(store.path(step))
+    else:
+        url_to_fs(str(store))[0].rm(store.location(step), recursive=True)
+
+
+def test_a_best_checkpoint_that_is_removed_by_hand_is_forgotten_at_the_next_evaluation(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step, loss in ((2, 1.0), (4, 2.0), (6, None)):
+        save(store, step, loss)
+    one = tier(store, best=1)
+    schedule = schedule_of(one, resumed=6)
+    schedule.reports()
+    remove(store, 2)
+    assert schedule.best_tiers(8, 1.5, False, ended) == [], "nothing has looked yet"
+    schedule.list_best()
+    save(store, 8, 1.9)
+    schedule.begun([0], 0.0, {8: 1.9})
+    schedule.saved(one, 8, 0.0)
+    schedule.forget_removed()
+    (report,) = schedule.reports() or ()
+    assert (report.best_step, report.best_loss) == (8, 1.9), "also if it was saved after the listing"
+    assert f"the best checkpoint in {store}, of step 2, has been removed" in caplog.text
+    assert schedule.best_tiers(10, 1.95, False, ended) == []
+    assert schedule.best_tiers(10, 1.5, False, ended) == [0]
+    schedule.list_best()
+    schedule.forget_removed()
+    assert schedule.reports() is None, "nothing has changed"
+
+
+def test_no_step_waits_for_a_storage_that_does_not_answer_or_has_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule_module, "LISTING_SECONDS", 0.01)
+    answers = threading.Event()
+
+    class Hanging(CheckpointDirectory):
+        def steps(self) -> list[int]:
+            if threading.current_thread() is threading.main_thread():
+                return super().steps()
+            assert answers.wait(60)
+            raise OSError("Input/output error")
+
+    save(CheckpointDirectory(tmp_path), 2, 1.0)
+    schedule = schedule_of(tier(Hanging(tmp_path)), resumed=2)
+    shutil.rmtree(tmp_path)
+    for _ in range(3):
+        schedule.list_best()
+        schedule.forget_removed()
+    listing = [thread for thread in threading.enumerate() if thread.name == "checkpoint-listing"]
+    assert len(listing) == 1, "one at a time"
+    answers.set()
+    listing[0].join(60)
+    schedule.reports()
+    schedule.forget_removed()
+    assert schedule.reports() is None
+    assert schedule.best_tiers(2, 0.5, False, ended) == [], "what is not known to be removed is there"
 
 
 def test_steps_wait_for_a_save_in_progress_once_and_lose_the_best_after_that(

@@ -245,6 +245,18 @@ class CheckpointManager:
         """Whether a tier retains the checkpoints with the lowest evaluation loss."""
         return any(tier.retention.best is not None for tier in self._tiers)
 
+    def list_best(self) -> None:
+        """On rank 0: list the best checkpoints, for `forget_removed`, while ranks evaluate. Not collective."""
+        if self._mesh.rank == 0:
+            self._schedule.list_best()
+
+    def forget_removed(self) -> None:
+        """On rank 0: forget the best checkpoints that are not there any more. Waits, but not for long. Not
+        collective.
+        """
+        if self._mesh.rank == 0:
+            self._schedule.forget_removed()
+
     def best_tiers(self, step: int, loss: float) -> list[int]:
         """On rank 0: the tiers that need a checkpoint of `step`, because its evaluation loss is among the lowest. Waits
         for a save in progress, but not for long. Not collective.

@@ -16,6 +16,7 @@ from statistics import median
 
 from meshwright.protocol.messages import FailureHistory
 from meshwright.rules.checkpoint_interval import auto_interval
+from meshwright_worker.checkpoint.listing import Listing
 from meshwright_worker.checkpoint.ranking import is_among_best, ranked
 from meshwright_worker.checkpoint.store import Tier
 from meshwright_worker.rank.task import TierReport
@@ -27,6 +28,8 @@ MEASURE_SECONDS = 60.0
 """With `Auto`: time until the first save of a generation, whose times are measured."""
 PATIENCE_SECONDS = 30.0
 """For how long steps wait for the save in progress if a save after a number of steps is due."""
+LISTING_SECONDS = 1.0
+"""For how long steps wait, after an evaluation, until its listing of the checkpoints has ended."""
 _MEASUREMENTS = 5
 
 
@@ -65,6 +68,10 @@ class _TierState:
     """Step -> evaluation loss of the checkpoints that are complete. Empty if none is retained for that."""
     saving: dict[int, float] = field(default_factory=dict)
     """The same of the one that is being saved."""
+    listing: Listing | None = None
+    """Says which of `losses` are still there."""
+    listed: frozenset[int] = frozenset()
+    """The steps in `losses` when the listing began."""
 
     def show_best(self) -> None:
         """Put the best of the complete checkpoints into the report."""
@@ -135,6 +142,29 @@ class CheckpointSchedule:
             return True
         self._impatient = self._impatient or busy
         return not busy
+
+    def list_best(self) -> None:
+        """Begin to list the checkpoints on the tiers that retain the best: somebody may have removed one of them."""
+        for tier, state in zip(self._tiers, self._states, strict=True):
+            if state.losses and tier.retention.best is not None and (state.listing is None or not state.listing.busy):
+                state.listing, state.listed = Listing(tier.store), frozenset(state.losses)
+
+    def forget_removed(self) -> None:
+        """Leave out the losses of checkpoints that the last `list_best` has not found any more: the next evaluation
+        does not compete with them, and no report names them.
+        """
+        for state in self._states:
+            steps = state.listing.steps(LISTING_SECONDS) if state.listing is not None else None
+            if steps is None:
+                continue
+            state.listing = None
+            for step in state.listed - steps:
+                state.losses.pop(step, None)
+            best = state.report.best_step
+            state.show_best()
+            if best != state.report.best_step:
+                log.warning("the best checkpoint in %s, of step %s, has been removed", state.report.place, best)
+                self._changed = True
 
     def best_tiers(self, step: int, loss: float, busy: bool, wait: Callable[[float], bool]) -> list[int]:
         """The tiers on which the checkpoint of `step`, with this evaluation loss, is among the best and not there yet.

@@ -330,6 +330,7 @@ class TrainingLoop:
         manager = self._checkpoint_manager
         if manager is None or not manager.keeps_best or not math.isfinite(loss):
             return state
+        manager.forget_removed()
         if state.step == self._training.steps:
             # The final save does not add tiers to one that has begun after the last step.
             self._requests.record_best(range(len(manager.tiers)))
@@ -353,6 +354,8 @@ class TrainingLoop:
         """Evaluate, the first time with the time limits of a start: compiled stages compile their forward passes again,
         each when it has received the first hidden states, and the last one waits for all.
         """
+        if self._checkpoint_manager is not None:
+            self._checkpoint_manager.list_best()
         with phase(_EVALUATION):
             if self._has_evaluated:
                 return evaluation.loss(self._trainer, self._mesh, self._tell_at_work)
