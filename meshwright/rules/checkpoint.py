@@ -10,7 +10,7 @@ from meshwright.rules.rule import Rule
 
 _CREDENTIALS = re.compile(r"://[^/]*:[^/]*@|^s3a?://[^/]*@|[?#]")
 _CREDENTIALS_CEL = "'://[^/]*:[^/]*@|^s3a?://[^/]*@|[?#]'"
-_NO_RUN = r"^/|[A-Z][^/]*://|^(s3|gs):///|://$|(^|/)[.][.]?(/|$)|^memory:|::|[ ?#]|://[^/]*:[^/]*@|^s3a?://[^/]*@"
+_NO_RUN = r"^/|[A-Z][^/]*://|^(s3a?|gs):///|://$|(^|/)[.][.]?(/|$)|^memory:|::|[ ?#]|://[^/]*:[^/]*@|^s3a?://[^/]*@"
 """What `checkpoint.resumeFrom` must not contain, also in CEL."""
 _S3 = re.compile(r"^s3a?://")
 _WITH_SECRET = re.compile(f"^({'|'.join(SECRET_VARIABLES)})://")
@@ -153,9 +153,9 @@ CHECKPOINT_RULES: tuple[Rule[Spec], ...] = (
     ),
     Rule(
         "checkpoint.resumeFrom",
-        "must be a path on the claim, such as `base-0a1b2c3d`, or a URI, such as `s3://bucket/base-0a1b2c3d`, without "
-        "a leading `/`, `..`, spaces, capitals in the scheme, `memory://`, `::`, a query, and credentials, which "
-        "belong in a Secret (`checkpoint.store.secretName`)",
+        "must be a path on the claim, such as `base-0a1b2c3d`, or a URI with a bucket, such as "
+        "`s3://bucket/base-0a1b2c3d`, without a leading `/`, `..`, spaces, capitals in the scheme, `memory://`, `::`, "
+        "a query, and credentials, which belong in a Secret (`checkpoint.store.secretName`)",
         f"{_NO_SOURCE} || !self.checkpoint.resumeFrom.matches('{_NO_RUN}')",
         lambda spec: re.search(_NO_RUN, _checkpoint(spec).resume_from or "") is None,
     ),

@@ -39,8 +39,8 @@ def _one_update_a_step(facts: Facts) -> bool:
 EARLY_UPDATE_RULES: tuple[Rule[Facts], ...] = (
     Rule(
         _FIELD,
-        "needs `optimizer.name: AdamW`, `masterWeights: true`, no offload of optimizer or parameters, `compile: true` "
-        "or `shardedMasters`, and neither `precision: fp16`, `anomalies.spike` nor `outer`: change those, or remove "
+        "needs `optimizer.name: AdamW`, `masterWeights: true`, and `compile: true` or `shardedMasters`, without "
+        "offload of optimizer or parameters, `precision: fp16`, `anomalies.spike` and `outer`: change those, or remove "
         "this field",
         "!has(self.training) || !has(self.training.optimizer.earlyLaunch) || !self.training.optimizer.earlyLaunch || "
         "(self.training.optimizer.name == 'AdamW' && self.training.optimizer.offload == 'None'"

@@ -79,6 +79,10 @@ MISTAKES: list[tuple[str, Any, str, str]] = [
     ("spec.workers.tolerations", [{"effect": "noschedule"}], "spec.workers.tolerations[0].effect", "`NoSchedule`"),
     ("spec.checkpoint", {"claimName": "c", "every": "10 min"}, "spec.checkpoint.every", "write `10m`"),
     ("spec.checkpoint", {"uri": "/runs"}, "spec.checkpoint.uri", "must be a URI, such as `s3://bucket/prefix`"),
+    *[
+        ("spec.checkpoint", {"claimName": "c", "resumeFrom": uri}, "spec.checkpoint.resumeFrom", "a URI with a bucket")
+        for uri in ("s3://", "s3a:///base-0a1b2c3d", "gs:///base-0a1b2c3d")
+    ],
     ("spec.workers.nodeSelector", {"gpu": True}, "spec.workers.nodeSelector.gpu", 'write "true"'),
     ("spec.workers.volumes", "data", "spec.workers.volumes", 'must be a list, got a string ("data")'),
     (

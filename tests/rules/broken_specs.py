@@ -141,6 +141,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
             "S3://bucket/runs/base-0a1b2c3d",
             "s3://",
             "gs:///runs/base-0a1b2c3d",
+            "s3a:///runs/base-0a1b2c3d",
         )
     ],
     ("checkpoint.resumeFrom", {"checkpoint": {"uri": "s3://bucket/x", "resumeFrom": "base-0a1b2c3d"}}),
