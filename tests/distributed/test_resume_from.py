@@ -172,6 +172,14 @@ def test_a_checkpoint_that_is_not_there_is_an_invalid_input(
     assert all(part in found for part in parts), found
 
 
+def test_a_run_with_one_checkpoint_is_described_as_such(pool: RankPool, claim: Path) -> None:
+    for step in (10, 20):
+        shutil.rmtree(step_of(claim, step))
+    found, _ = chosen(pool, claim, "base-0a1b2c3d/step-00000040")
+    assert found.endswith("which has that of step 30: name it, or only the run for the newest one")
+    assert chosen(pool, claim, "base")[0].endswith("in DIR/base: name the run `base-0a1b2c3d`")
+
+
 def test_if_every_checkpoint_is_damaged_training_does_not_begin_at_step_0(pool: RankPool, claim: Path) -> None:
     for step in (10, 20, 30):
         (step_of(claim, step) / MANIFEST).write_text("{")

@@ -116,7 +116,8 @@ def _probably_meant(source: ResumeSource) -> str:
     except OSError:
         return ""
     more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-    return f"name one of these runs: `{'`, `'.join(found[:_MAX_NAMED])}`{more}" if found else ""
+    which = "the run" if len(found) == 1 else "one of these runs:"
+    return f"name {which} `{'`, `'.join(found[:_MAX_NAMED])}`{more}" if found else ""
 
 
 def _why_none(
@@ -128,16 +129,18 @@ def _why_none(
 ) -> str:
     """Why training cannot begin from the other run, and the fix. Pure."""
     more = f" and {len(complete) - _MAX_NAMED} more" if len(complete) > _MAX_NAMED else ""
-    steps = ", ".join(map(str, complete[:_MAX_NAMED])) + more
+    one, listed = len(complete) == 1, ", ".join(map(str, complete[:_MAX_NAMED])) + more
+    steps = f"step {listed}" if one else f"steps {listed}"
     if damages and source.step is not None:
         return f"{damages[0]}: name another step, or only the run to begin from its newest intact checkpoint"
     if damages:
-        return f"every checkpoint in {source.place} is damaged (steps {steps}); the newest: {damages[0]}: {_FIX}"
+        return f"every checkpoint in {source.place} is damaged ({steps}); the newest: {damages[0]}: {_FIX}"
     which = f" {source.name}" if source.name else f" of step {source.step}" if source.step is not None else ""
     state = unfinished.get(source.step, "") if source.step is not None else ", ".join(sorted(set(unfinished.values())))
     text = f"there is no complete checkpoint{which} in {source.place}{f' ({state})' if state else ''}"
     if complete:
-        return f"{text}, which has those of steps {steps}: name one of them, or only the run for the newest one"
+        those, them = ("that", "it") if one else ("those", "one of them")
+        return f"{text}, which has {those} of {steps}: name {them}, or only the run for the newest one"
     return f"{text}: {meant or _FIX}"
 
 
