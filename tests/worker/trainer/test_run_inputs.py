@@ -228,6 +228,9 @@ def test_weights_to_begin_from(volume: Path, published: Path) -> None:
     assert "contains another model: `layers` 3 there, 2 in `model`" in refused(
         from_weights(published, num_hidden_layers=2), volume
     )
+    assert "contains another model: `normEpsilon` 1e-05 there, 1e-06 in `model`: change `model`" in refused(
+        from_weights(published, rms_norm_eps=1e-6), volume
+    )
 
 
 def drop_file(directory: Path) -> str:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from meshwright.models.differences import differing_fields
 from meshwright_worker.checkpoint.collective_errors import on_all_ranks, on_first_rank
 from meshwright_worker.checkpoint.dcp_storage import CheckpointReader
 from meshwright_worker.checkpoint.errors import CheckpointMismatchError, CheckpointVolumeError, DamagedCheckpointError
@@ -218,8 +219,7 @@ def check_same_run(actual: Manifest, expected: Manifest, *, of_other_run: bool =
         instead, settings = "name another run in `checkpoint.resumeFrom`", "use the settings of that run"
     fix = f"{instead}, or {settings}"
     old, new = actual.architecture.model_dump(exclude={"name"}), expected.architecture.model_dump(exclude={"name"})
-    differing = [f"`{field}` {old[field]} there, {new[field]} here" for field in old if old[field] != new[field]]
-    if differing:
+    if differing := differing_fields(old, new):
         raise CheckpointMismatchError(f"the checkpoint contains another model ({'; '.join(differing)}): {fix}")
     if (actual.lora, actual.initial_weights) != (expected.lora, expected.initial_weights):
         raise CheckpointMismatchError(

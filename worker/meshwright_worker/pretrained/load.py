@@ -14,6 +14,7 @@ import torch
 
 from meshwright.api.mixture import Balancing
 from meshwright.models.architecture import Architecture
+from meshwright.models.differences import differing_fields
 from meshwright.models.huggingface.config_fields import ConfigError
 from meshwright.models.huggingface.model_type import TRAINING_FIELDS
 from meshwright.models.huggingface.reader import read_architecture
@@ -158,7 +159,8 @@ def check_architecture(model: Architecture, directory: Path) -> Architecture:
     there, here = _shape(found), _shape(model)
     fields = [name for name in there if _differ(there, here, name)]
     if fields:
-        differing = "; ".join(f"`{name}` {there[name]} there, {here[name]} in `model`" for name in fields)
+        named = {name: there[name] for name in fields}
+        differing = "; ".join(differing_fields(named, here, "in `model`"))
         longer = ", or train a longer context with a copy of the directory whose `config.json` has your values"
         raise PretrainedError(
             f"`training.initialWeights: {directory}` contains another model: {differing}: change `model`"
