@@ -19,6 +19,7 @@ from meshwright_operator.decide.hang_detection import HangRule, seconds_until_hu
 from meshwright_operator.decide.observed import Observed
 from meshwright_operator.decide.placement_outcome import apply_move
 from meshwright_operator.decide.restart_policy import Interruption
+from meshwright_operator.decide.training_state import ranks_that_train
 from tests.operator.builders import NOW, agents, observed, pod, report, running_status
 from tests.operator.test_gang_races import small
 from tests.operator.world import World
@@ -215,6 +216,11 @@ def test_work_that_makes_no_sense_is_not_shown(fields: dict[str, Any]) -> None:
     ready = find(decision.status.conditions, "Ready")
     assert ready is not None
     assert ready.message == "0 of 8 ranks are training in generation 1"
+
+
+def test_a_job_with_one_rank_has_one_rank_in_its_message() -> None:
+    assert ranks_that_train(0, 1) == "0 of 1 rank is training"
+    assert ranks_that_train(1, 2) == "1 of 2 ranks are training"
 
 
 def test_how_much_text_is_tokenized_is_no_urgent_write() -> None:

@@ -67,7 +67,7 @@ def report_ready_ranks(decision: Decision, *, unsure: bool) -> bool:
         training = world
     status.ready_ranks = f"{training}/{world}"
     if training < world:
-        ranks = f"{training} of {world} ranks are training in generation {decision.mesh.generation}"
+        ranks = f"{ranks_that_train(training, world)} in generation {decision.mesh.generation}"
         decision.starting(sentences(ranks, start_work.slowest_work(observed)))
         return False
     trains = f"{counted(world, 'rank')} {'is' if world == 1 else 'are'} training"
@@ -79,6 +79,11 @@ def report_ready_ranks(decision: Decision, *, unsure: bool) -> bool:
     )
     decision.job_state("Running", text, ready=True)
     return True
+
+
+def ranks_that_train(training: int, world: int) -> str:
+    """How many of the ranks train, if not all of them do: `3 of 4 ranks are training`."""
+    return f"{training} of {world} {'rank is' if world == 1 else 'ranks are'} training"
 
 
 def _is_silent(status: ParallelTrainingJobStatus) -> bool:
