@@ -160,6 +160,14 @@ async def test_a_job_waits_for_its_quota_without_pods_and_says_what_kueue_says()
     assert state.is_true(found.workload("waits"), "PodsReady")
 
 
+@pytest.mark.parametrize(("label", "seconds"), [("600", 600), ("0", None), ("10m", None)])
+async def test_the_time_limit_of_a_job_is_that_of_its_workload(label: str, seconds: int | None) -> None:
+    found = world()
+    found.submit(queued("limited", 1, {labels.KUEUE_MAX_SECONDS: label}))
+    await found.run(5)
+    assert found.workload("limited")["spec"].get("maximumExecutionTimeSeconds") == seconds
+
+
 async def test_an_evicted_job_saves_gives_its_quota_back_only_without_pods_and_resumes() -> None:
     found = world()
     found.submit(queued("evicted", 2, checkpoint={"claimName": "c"}))
