@@ -408,6 +408,25 @@ def test_submit_and_wait_exits_with_the_result_of_the_job(server, namespace, tmp
         ended = "has completed" if code == 0 else "has failed"
         assert f"{name} {ended}" in again
         assert "does not run again: delete it first, or submit it under another name" in again
+        for change in (("suspend",), ("resume",), ("scale", "1")):
+            changed = server.cli(change[0], name, *change[1:], "-n", namespace)
+            assert f"{name} {ended}" in changed.stderr
+            assert changed.stderr.endswith("does not run again: this has no effect\n")
+
+
+def test_scale_waits_until_that_many_replicas_train(server, namespace):
+    """An elastic job is running while it grows."""
+    server.cli("submit", "-", "-n", namespace, text=yaml.safe_dump(job("lm")))
+    write_status(server, namespace, "lm", running(30, observedGeneration=9))
+    late = server.cli("scale", "lm", "1", "--wait", "--timeout", "1s", "-n", namespace, code=5).stderr
+    assert "lm was not running with 1 replica within 1 s" in late
+    timer = later(1.0, lambda: write_status(server, namespace, "lm", running(31, observedGeneration=9, replicas=1)))
+    result = server.cli("scale", "lm", "1", "--wait", "--timeout", "60s", "-n", namespace)
+    timer.join()
+    assert result.stdout.endswith("lm scaled to 1 replica\n")
+    status = running(replicas=1, elastic={"wantedReplicas": 1})
+    write_status(server, namespace, "lm", status)
+    assert "4/4 ready, 1 of 1 replica, mesh generation 1" in server.cli("status", "lm", "-n", namespace).stdout
 
 
 def test_status_and_explain_fit_narrow_terminals(server, namespace):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from meshwright.api import conditions
 from meshwright_cli.client.errors import suggestion
 from meshwright_cli.client.objects import Job
+from meshwright_cli.text import plural
 
 FORMS = "condition=NAME[=STATUS], step=N, complete, finished, running or deleted"
 
@@ -21,8 +22,12 @@ class Target:
     step: int | None = None
     phase: str = ""
     """`running`, `finished` or `deleted`, which no single condition expresses."""
+    replicas: int | None = None
+    """With `running`: the number of replicas that train. An elastic job is running while it grows, too."""
 
     def __str__(self) -> str:
+        if self.replicas is not None:
+            return f"{self.phase} with {plural(self.replicas, 'replica')}"
         if self.phase:
             return self.phase
         if self.step is not None:
@@ -56,7 +61,8 @@ class Target:
         if self.phase == "finished":
             return job.finished
         if self.phase == "running":
-            return job.state == "Running" and job.observed
+            is_size = self.replicas is None or job.status.replicas == self.replicas
+            return job.state == "Running" and job.observed and is_size
         if self.step is not None:
             return (job.status.step or 0) >= self.step
         found = conditions.find(job.status.conditions, self.condition)

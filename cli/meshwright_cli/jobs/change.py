@@ -12,8 +12,9 @@ from meshwright_cli.client.objects import Job
 from meshwright_cli.client.waiting import RUNNING, Target
 from meshwright_cli.completion import complete_jobs
 from meshwright_cli.jobs.access import Access, cluster_options
-from meshwright_cli.jobs.output import next_command, output_option, print_job, program
+from meshwright_cli.jobs.output import next_command, note_end, output_option, print_job, program
 from meshwright_cli.jobs.wait import timeout_option, wait_and_report
+from meshwright_cli.text import plural
 
 SUSPENDED = Target("Suspended")
 
@@ -41,8 +42,8 @@ def scale(job: str, replicas: int, waits: bool, timeout: float | None, output: s
 
     if replicas == 0:
         raise click.UsageError(f"a job has at least 1 replica: to release its GPUs, use `{program()} suspend {job}`")
-    _change(access, scaled, f"scaled to {replicas} replicas", output, (RUNNING, timeout) if waits else None)
-    next_command("status", job)
+    until = (Target(phase="running", replicas=replicas), timeout) if waits else None
+    _change(access, scaled, f"scaled to {plural(replicas, 'replica')}", output, until, "status")
 
 
 @click.command(epilog="Next: meshwright resume JOB.")
@@ -52,8 +53,8 @@ def scale(job: str, replicas: int, waits: bool, timeout: float | None, output: s
 @cluster_options
 def suspend(job: str, waits: bool, timeout: float | None, output: str | None, access: Access) -> None:
     """Suspend a job: it saves a checkpoint and releases its GPUs."""
-    _change(access, lambda client: client.suspend(job), "suspended", output, (SUSPENDED, timeout) if waits else None)
-    next_command("resume", job)
+    until = (SUSPENDED, timeout) if waits else None
+    _change(access, lambda client: client.suspend(job), "suspended", output, until, "resume")
 
 
 @click.command(epilog="Next: meshwright status JOB.")
@@ -63,8 +64,8 @@ def suspend(job: str, waits: bool, timeout: float | None, output: str | None, ac
 @cluster_options
 def resume(job: str, waits: bool, timeout: float | None, output: str | None, access: Access) -> None:
     """Resume a suspended job from its latest checkpoint."""
-    _change(access, lambda client: client.resume(job), "resumed", output, (RUNNING, timeout) if waits else None)
-    next_command("status", job)
+    until = (RUNNING, timeout) if waits else None
+    _change(access, lambda client: client.resume(job), "resumed", output, until, "status")
 
 
 @click.command(epilog="Next: meshwright list.")
@@ -84,13 +85,18 @@ def _change(
     done: str,
     output: str | None,
     until: tuple[Target, float | None] | None,
+    then: str,
 ) -> None:
-    """Change a job, and perhaps wait for the effect, then print it."""
+    """Change a job, and perhaps wait for the effect, then print it. `then`: the command to run next."""
 
     async def run(client: AsyncClient) -> Job:
         job = await change(client)
+        note_end(job, "this has no effect")
         if until is not None:
             job = await wait_and_report(client, job.name, *until, quiet=output is not None) or job
         return job
 
-    print_job(access.run(run), output, done)
+    changed = access.run(run)
+    print_job(changed, output, done)
+    if not changed.finished:
+        next_command(then, changed.name)

@@ -45,6 +45,13 @@ def print_job(job: Job, output: str | None, done: str) -> None:
         click.echo(formatted(job.raw, output))
 
 
+def note_end(job: Job, effect: str) -> None:
+    """Say on stderr, about a job that has ended, that it does not run again, and what follows from that."""
+    if job.finished:
+        ended = "has completed" if job.complete else f"has failed ({job.state})"
+        click.echo(f"{job.name} {ended} and does not run again: {effect}", err=True)
+
+
 def formatted(document: Any, output: str) -> str:
     """An object, or several, as JSON, YAML or names. Several become a List, as in kubectl."""
     items = [item.raw if isinstance(item, Job) else item for item in document] if isinstance(document, list) else None

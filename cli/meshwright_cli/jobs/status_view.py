@@ -163,9 +163,8 @@ def _ranks(job: Job) -> str:
     if job.finished:
         return f"ended{generation.replace(',', ' in', 1)}" if generation else ""
     elastic = status.elastic
-    replicas = (
-        f", {status.replicas} of {elastic.wanted_replicas} replicas" if elastic and elastic.wanted_replicas else ""
-    )
+    wanted = elastic.wanted_replicas if elastic else None
+    replicas = f", {status.replicas} of {plural(wanted, 'replica')}" if wanted else ""
     return f"{status.ready_ranks} ready{replicas}{generation}" if status.ready_ranks else ""
 
 

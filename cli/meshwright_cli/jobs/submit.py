@@ -15,7 +15,7 @@ from meshwright_cli.client.objects import Job
 from meshwright_cli.client.waiting import COMPLETE
 from meshwright_cli.jobs.access import Access, cluster_options
 from meshwright_cli.jobs.log_commands import prefixed
-from meshwright_cli.jobs.output import next_command, output_option, print_job
+from meshwright_cli.jobs.output import next_command, note_end, output_option, print_job
 from meshwright_cli.jobs.wait import timeout_option, wait_and_report
 from meshwright_cli.parameters import manifest_parameter
 
@@ -53,10 +53,8 @@ def submit(
         print_job(
             job, output, f"{'would be submitted' if dry_run else 'submitted'} to namespace {job.namespace} of {where}"
         )
-        if job.finished and not dry_run:
-            ended = "has completed" if job.complete else f"has failed ({job.state})"
-            again = "delete it first, or submit it under another name"
-            click.echo(f"{job.name} {ended} and does not run again: {again}", err=True)
+        if not dry_run:
+            note_end(job, "delete it first, or submit it under another name")
         if dry_run or not (waits or follow):
             return job
         client.namespace = job.namespace
